@@ -1,0 +1,76 @@
+"""Make csrc/default_tables.h: the symbol frequencies that every delta starts from.
+
+    python benchmarks/default_tables.py --base BASE --fine-tune FINE_TUNE
+
+Counts symbols over the matrices of one fine-tune in float32, float16 and bfloat16, each weighing the same, and over the
+base's own weights for the table of values that have no base. The tables are part of the file format (docs/format.md):
+once a version is released they change only with its number.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from hf_ext.fm_delta import _codec
+
+DTYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+TABLES, SYMBOLS, ALONE, ESCAPE, TOTAL = 33, 64, 32, 62, 2048
+LINEAR, TAIL = 24, 48
+
+
+def count(tensor: torch.Tensor, base: torch.Tensor | None, dtype: torch.dtype) -> np.ndarray:
+    values, twin = (None if t is None else t.to(dtype).contiguous().view(torch.uint8).numpy() for t in (tensor, base))
+    predicted = 0 if twin is None else tensor.numel()
+    counts = _codec.count_symbols(values, twin, DTYPES[dtype], tensor.shape[-1], predicted)
+    return np.frombuffer(counts, np.uint64).reshape(TABLES, SYMBOLS).astype(float)
+
+
+def mirrored(symbol: int) -> int:
+    """The symbol of -1 - s, as probable as s wherever the sign says nothing."""
+    return 2 * LINEAR - 1 - symbol if symbol < TAIL else symbol ^ 1
+
+
+def frequencies(counts: np.ndarray) -> np.ndarray:
+    """Scales one table to TOTAL; a symbol too rare for a slot gets none, the escape always has one."""
+    share = counts / max(counts.sum(), 1e-9) * TOTAL
+    result = np.where(share >= 0.07, np.maximum(np.round(share), 1), 0).astype(int)
+    result[ESCAPE] = max(result[ESCAPE], 1)
+    while (left := TOTAL - result.sum()) != 0:
+        largest = result.argmax()
+        result[largest] += left if left > 0 else max(left, -max(1, result[largest] // 8))
+    return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, required=True, help="checkpoint folder of the base model")
+    parser.add_argument("--fine-tune", type=Path, required=True, help="checkpoint folder of a full fine-tune of it")
+    parser.add_argument("--out", type=Path, default=Path("csrc/default_tables.h"))
+    args = parser.parse_args()
+    base, tuned = (load_file(folder / "model.safetensors") for folder in (args.base, args.fine_tune))
+    twins = {name: next((base[key] for key in base if name.endswith(key)), None) for name in tuned}
+    total = np.zeros((TABLES, SYMBOLS))
+    for dtype in DTYPES:
+        counts = np.zeros((TABLES, SYMBOLS))
+        for name, tensor in tuned.items():
+            if tensor.ndim == 2 and twins[name] is not None and twins[name].shape == tensor.shape:
+                counts += count(tensor, twins[name], dtype) + count(twins[name], None, dtype)
+        total += counts / counts.sum()
+    # Residuals are rounded down, so s and -1 - s differ only where the step is a whole unit: there s and -s correspond.
+    for table in range(16, TABLES - 1):
+        total[table] = (total[table] + total[table][[mirrored(s) for s in range(SYMBOLS - 2)] + [ESCAPE, 63]]) / 2
+    rows = ["{" + ", ".join(map(str, frequencies(counts))) + "}" for counts in total]
+    args.out.write_text(
+        "// Made by benchmarks/default_tables.py: for each table the frequencies of its 64 symbols, which add up to 2048.\n"
+        "#pragma once\n\n#include <array>\n#include <cstdint>\n\nnamespace fm_delta {\n\n"
+        "inline constexpr std::array<std::array<uint16_t, 64>, 33> DEFAULT_TABLES = {{\n    "
+        + ",\n    ".join(rows)
+        + ",\n}};\n\n}  // namespace fm_delta\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Measure the fine-tune codec against its peers on real pairs: size, speed, and loading with transformers.
+
+    python benchmarks/fm_delta.py --pairs pairs
+
+``pairs`` is the folder that benchmarks/fine_tunes.py makes. bf16 and fp16 pairs are the float32 ones cast with torch,
+base too. Every codec must give back the same bits for every tensor measured, or the run stops.
+"""
+
+import argparse
+import json
+import platform
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import torch
+from fine_tunes import FILES, minilm
+from peers import Peer, all_peers
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel
+from transformers import AutoModelForSequenceClassification as Classifier
+from transformers.utils import logging
+
+from hf_ext.fm_delta import codec, compress_checkpoint
+
+TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+YARDSTICK = "fm-delta"
+
+logging.disable_progress_bar()
+
+
+@dataclass
+class Pair:
+    """A tensor and its base as bit patterns; `dense` marks the 2-D weights of attention and MLP."""
+
+    name: str
+    x: np.ndarray
+    base: np.ndarray
+    dense: bool
+
+
+def load_pairs(folder: Path, dtype: str) -> list[Pair]:
+    """All float tensors of a fine-tune that have a base twin of the same shape."""
+
+    def bits(tensor):
+        words = torch.uint32 if dtype == "fp32" else torch.uint16
+        return tensor.to(TORCH[dtype]).contiguous().view(words).numpy()
+
+    bases = load_file(minilm() / "model.safetensors")
+    pairs = []
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        base = bases.get(name.removeprefix("bert."))
+        if base is not None and base.shape == tensor.shape and tensor.is_floating_point():
+            dense = tensor.ndim == 2 and ".layer." in name
+            pairs.append(Pair(name, bits(tensor), bits(base), dense))
+    return pairs
+
+
+def ours(threads: int = 1) -> Peer:
+    """Our codec as one more peer."""
+
+    def tensor(bits, dtype):
+        return torch.from_numpy(bits).view(TORCH[dtype])
+
+    def compress(x, base, dtype):
+        return codec.encode(tensor(x, dtype), tensor(base, dtype), threads=threads)
+
+    def decompress(blob, base, dtype, shape):
+        decoded = codec.decode(blob, tensor(base, dtype), threads=threads)
+        return decoded.view(torch.uint32 if dtype == "fp32" else torch.uint16).numpy().reshape(shape)
+
+    return Peer("ours" if threads == 1 else f"ours, {threads} threads", compress, decompress)
+
+
+def compress_checked(peer: Peer, pairs: list[Pair], dtype: str) -> list[bytes]:
+    """Compresses every tensor and stops the run unless each comes back bit for bit."""
+    blobs = []
+    for pair in pairs:
+        blob = peer.compress(pair.x, pair.base, dtype)
+        if not np.array_equal(peer.decompress(blob, pair.base, dtype, pair.x.shape), pair.x):
+            raise SystemExit(f"{peer.name} does not give back {pair.name} in {dtype}")
+        blobs.append(blob)
+    return blobs
+
+
+def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    """Prints a Markdown table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(header, *rows)]
+    print(f"\n{title}\n")
+    for row in [header, ["-" * width for width in widths], *rows]:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |", flush=True)
+
+
+def size(args: argparse.Namespace, dtype: str) -> dict:
+    """Bits per parameter as {"dense" or "whole": {peer: {task: bits}}}, printed with the share of fm-delta's size."""
+    found = {"dense": {}, "whole": {}}
+    for task in args.tasks:
+        pairs = load_pairs(args.pairs / task, dtype)
+        for peer in [ours(), *all_peers()]:
+            blobs = compress_checked(peer, pairs, dtype)
+            for part, per_peer in found.items():
+                chosen = [i for i, pair in enumerate(pairs) if pair.dense or part == "whole"]
+                bits = 8 * sum(len(blobs[i]) for i in chosen) / sum(pairs[i].x.size for i in chosen)
+                per_peer.setdefault(peer.name, {})[task] = bits
+
+    for part, per_peer in found.items():
+
+        def mean(name, tasks, per_peer=per_peer):
+            return statistics.mean(per_peer[name][task] for task in tasks)
+
+        rows = []
+        for name in per_peer:
+            row = [name]
+            for tasks in [args.tasks, *([task] for task in args.tasks)]:
+                bits = mean(name, tasks)
+                share = f" ({100 * bits / mean(YARDSTICK, tasks):.1f} %)" if YARDSTICK in per_peer else ""
+                row.append(f"{bits:.3f}{share}")
+            rows.append(row)
+        print_table(f"{dtype}, {part}: bits per parameter (% of fm-delta)", ["codec", "mean", *args.tasks], rows)
+    return found
+
+
+def timed(action: Callable, *args) -> float:
+    """Seconds that one call takes."""
+    start = time.perf_counter()
+    action(*args)
+    return time.perf_counter() - start
+
+
+def speed(args: argparse.Namespace, dtype: str) -> dict:
+    """MB of original per second on the dense matrices of the first task, as {peer: {direction: [one number a round]}}.
+
+    All peers run in every round, each round from another first peer; an untimed round before warms up and verifies.
+    """
+    default_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pairs = [pair for pair in load_pairs(args.pairs / args.tasks[0], dtype) if pair.dense]
+    megabytes = sum(pair.x.nbytes for pair in pairs) / 1e6
+    peers = [ours(), ours(threads=2), *all_peers()]
+    blobs = {peer.name: compress_checked(peer, pairs, dtype) for peer in peers}
+
+    def compress(peer):
+        for pair in pairs:
+            peer.compress(pair.x, pair.base, dtype)
+
+    def decompress(peer):
+        for pair, blob in zip(pairs, blobs[peer.name]):
+            peer.decompress(blob, pair.base, dtype, pair.x.shape)
+
+    found = {peer.name: {"compress": [], "decompress": []} for peer in peers}
+    for i in range(args.runs):
+        for peer in peers[i % len(peers) :] + peers[: i % len(peers)]:
+            found[peer.name]["compress"].append(megabytes / timed(compress, peer))
+            found[peer.name]["decompress"].append(megabytes / timed(decompress, peer))
+
+    torch.set_num_threads(default_threads)
+    rows = []
+    for name, directions in found.items():
+        row = [name]
+        for direction, speeds in directions.items():
+            ratios = [a / b for a, b in zip(speeds, found[YARDSTICK][direction])] if YARDSTICK in found else []
+            row += [f"{statistics.median(speeds):.0f}", f"{statistics.median(ratios):.2f}" if ratios else ""]
+        rows.append(row)
+    title = f"{dtype}, dense of {args.tasks[0]}: MB of original per second, median of {args.runs} rounds"
+    print_table(title, ["codec", "compress", "× fm-delta", "decompress", "× fm-delta"], rows)
+    return found
+
+
+def empty_model(folder: str) -> None:
+    """Builds the model of a folder without weights: what every load pays besides them."""
+    with torch.device("meta"):
+        Classifier.from_config(AutoConfig.from_pretrained(folder))
+
+
+def load_and_read(folder: str) -> None:
+    """Loads a model and reads a byte of every page of its weights, since a plain file is only mapped, not read."""
+    for weight in Classifier.from_pretrained(folder).parameters():
+        weight.detach().reshape(-1).view(torch.uint8)[::4096].sum()
+
+
+def peak_of(action: Callable, *args) -> float:
+    """Peak memory of this process in MB after one call; on Linux ru_maxrss would count in that of its parent."""
+    action(*args)
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
+
+
+def load(args: argparse.Namespace, dtype: str) -> dict:
+    """Seconds to load the plain and the compressed first task, warm, and the peak memory of fresh processes in MB."""
+    with tempfile.TemporaryDirectory() as scratch:
+        base, plain, packed, again = (str(Path(scratch) / name) for name in ("base", "plain", "packed", "again"))
+        AutoModel.from_pretrained(minilm(), dtype=TORCH[dtype]).save_pretrained(base)
+        Classifier.from_pretrained(args.pairs / args.tasks[0], dtype=TORCH[dtype]).save_pretrained(plain)
+        compress_checkpoint(plain, base, packed)
+
+        expected, loaded = (Classifier.from_pretrained(folder).state_dict() for folder in (plain, packed))
+        if expected.keys() != loaded.keys() or not all(torch.equal(expected[key], loaded[key]) for key in expected):
+            raise SystemExit(f"the compressed folder does not load the same weights in {dtype}")
+
+        seconds = {"plain": [], "compressed": []}
+        for _ in range(args.runs):
+            seconds["plain"].append(timed(load_and_read, plain))
+            seconds["compressed"].append(timed(load_and_read, packed))
+
+        peaks = {
+            "model without weights": (empty_model, plain),
+            "from_pretrained, plain": (load_and_read, plain),
+            "from_pretrained, compressed": (load_and_read, packed),
+            "compress_checkpoint": (compress_checkpoint, plain, base, again),
+        }
+        for what, call in peaks.items():
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh_process:
+                peaks[what] = fresh_process.submit(peak_of, *call).result()
+
+    rows = [[what, f"{statistics.median(times):.3f}"] for what, times in seconds.items()]
+    print_table(f"{dtype}, {args.tasks[0]}: warm from_pretrained, median of {args.runs}", ["folder", "seconds"], rows)
+    rows = [[what, f"{peak:.0f}"] for what, peak in peaks.items()]
+    print_table(f"{dtype}, {args.tasks[0]}: peak memory of a fresh process", ["what", "MB"], rows)
+    return {"seconds": seconds, "peak_mb": peaks}
+
+
+SECTIONS = {"size": size, "speed": speed, "load": load}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=Path, required=True, help="folder made by benchmarks/fine_tunes.py")
+    parser.add_argument("--tasks", nargs="+", default=list(FILES), help="speed and load use only the first")
+    parser.add_argument("--dtypes", nargs="+", default=list(TORCH), choices=list(TORCH))
+    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
+    parser.add_argument("--runs", type=int, default=5, help="rounds that the medians are taken over")
+    parser.add_argument("--json", type=Path, help="also write every number to this file")
+    args = parser.parse_args()
+
+    found = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    for section in args.sections:
+        found[section] = {dtype: SECTIONS[section](args, dtype) for dtype in args.dtypes}
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+// The expected size of each residual: sigma of element (i, j) is 2^((rows[i] + columns[j]) / 4), as a value, not in steps.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "bits.h"
+
+namespace fm_delta {
+
+constexpr int SCALE_LIMIT = 8000;  // quarter octaves; beyond every float64
+
+inline int16_t quarter_octaves(double variance) {
+    return int16_t(std::clamp(std::lround(2 * std::log2(std::clamp(variance, 1e-300, 1e300))), -long(SCALE_LIMIT), long(SCALE_LIMIT)));
+}
+
+// In eight partial sums, which a compiler may keep in vectors.
+template <class Real>
+Real weighted_sum(const Real* values, const Real* weights, size_t count) {
+    Real sums[8] = {};
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8)
+        for (size_t j = 0; j < 8; ++j) sums[j] += values[i + j] * weights[i + j];
+    for (; i < count; ++i) sums[0] += values[i] * weights[i];
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
+
+// Maximum likelihood of columns[j] under variance(i, j) = R[i] C[j], by alternating; `squares` is rows × columns.
+template <class Real>
+std::vector<int16_t> fit_columns(const std::vector<Real>& squares, size_t rows, size_t columns) {
+    std::vector<Real> inverse(columns, 1), sum(columns);
+    for (int round = 0; round < 3; ++round) {
+        std::fill(sum.begin(), sum.end(), Real(0));
+        for (size_t i = 0; i < rows; ++i) {
+            const Real* row = squares.data() + i * columns;
+            const Real weight = 1 / std::max(weighted_sum(row, inverse.data(), columns), std::numeric_limits<Real>::min());
+            for (size_t j = 0; j < columns; ++j) sum[j] += row[j] * weight;
+        }
+        double log_mean = 0;
+        for (const Real s : sum) log_mean += std::log2(std::clamp<double>(s, 1e-30, 1e30)) / double(columns);
+        for (size_t j = 0; j < columns; ++j) inverse[j] = Real(std::exp2(log_mean) / std::clamp<double>(sum[j], 1e-30, 1e30));
+    }
+    std::vector<int16_t> result(columns);
+    for (size_t j = 0; j < columns; ++j) result[j] = quarter_octaves(1 / double(inverse[j]));
+    return result;
+}
+
+inline void put_scales(BitWriter& out, const std::vector<int16_t>& scales) {
+    if (scales.empty()) return;
+    std::vector<int16_t> sorted = scales;
+    std::nth_element(sorted.begin(), sorted.begin() + sorted.size() / 2, sorted.end());
+    const int centre = sorted[sorted.size() / 2];
+    std::vector<uint32_t> codes;
+    for (int16_t scale : scales) codes.push_back(zigzag(scale - centre));
+    const int k = best_rice(codes);
+    out.put(uint16_t(centre), 16);
+    out.put(uint64_t(k), 3);
+    for (uint32_t code : codes) put_rice(out, code, k);
+}
+
+inline std::vector<int16_t> get_scales(BitReader& in, size_t count) {
+    if (count == 0) return {};
+    const int centre = int16_t(in.get(16));
+    const int k = int(in.get(3));
+    std::vector<int16_t> scales(count);
+    for (int16_t& scale : scales) scale = int16_t(std::clamp(centre + unzigzag(get_rice(in, k)), -SCALE_LIMIT, SCALE_LIMIT));
+    return scales;
+}
+
+}  // namespace fm_delta

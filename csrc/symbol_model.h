@@ -1,0 +1,120 @@
+// Which symbol stands for a residual, and how probable it is in its context. Encoder and decoder share this specification.
+//
+// A residual v is cut into s = v >> shift and `shift` low bits, which are as good as random. The shift and one of 32 tables
+// follow from the context c: the expected size of v in quarter octaves (c = 4 log2 sigma). While sigma is below 4 nothing is
+// cut; above, s has a sigma of 4 to 8; where sigma comes near the base value itself a step of the mantissa is no longer a
+// step of the value, and a third group of tables takes over.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "default_tables.h"
+
+namespace fm_delta {
+
+constexpr int LINEAR = 24;   // s in [-24, 24) has a symbol of its own: s + 24
+constexpr int SYMBOLS = 64;  // 48 linear, 14 tail (7 classes by sign), escape, one unused
+constexpr int TAIL = 48;
+constexpr int ESCAPE = 62;  // s itself follows in 32 bits
+constexpr std::array<int, 7> TAIL_BITS = {3, 4, 5, 6, 7, 8, 10};
+constexpr std::array<int, 8> TAIL_START = {0, 8, 24, 56, 120, 248, 504, 1528};
+
+constexpr int CONTEXT_TABLES = 32;
+constexpr int ALONE_TABLE = 32;  // for values that have no base
+constexpr int TABLES = 33;
+constexpr int MAX_SHIFT = 16;  // the entropy coder takes at most 16 raw bits a step
+
+constexpr int PROBABILITY_BITS = 11;
+constexpr int PROBABILITY_SUM = 1 << PROBABILITY_BITS;
+
+using Frequencies = std::array<uint16_t, SYMBOLS>;
+
+// Mantissa bits that are left once the low `plane` bytes travel verbatim.
+template <class F>
+constexpr int mantissa_above(int plane) {
+    return F::MANTISSA - 8 * plane;
+}
+
+struct Context {
+    uint8_t shift;
+    uint8_t table;
+};
+
+inline Context context_of(int c, int mantissa) {
+    const int near_value = 4 * (mantissa - 2);
+    const int shift = std::clamp((c - 8) >> 2, 0, std::min(mantissa - 2, MAX_SHIFT));
+    const int table = c >= near_value ? std::min(20 + ((c - near_value) >> 1), CONTEXT_TABLES - 1)
+                      : c >= 8        ? 16 + (c & 3)
+                                      : std::max(c + 8, 0);
+    return {uint8_t(shift), uint8_t(table)};
+}
+
+// context_of for every c, looked up.
+class ContextTable {
+   public:
+    explicit ContextTable(int mantissa) {
+        for (int c = LOW; c <= HIGH; ++c) contexts_[size_t(c - LOW)] = context_of(c, mantissa);
+    }
+    Context operator[](int c) const { return contexts_[size_t(std::clamp(c, LOW, HIGH) - LOW)]; }
+
+   private:
+    static constexpr int LOW = -8, HIGH = 4 * 23 + 24;  // below and above, context_of is constant
+    std::array<Context, HIGH - LOW + 1> contexts_;
+};
+
+// Without a base the prediction is the expected magnitude, the sign is the lowest bit, and a step is a quarter octave.
+template <class F>
+inline Context alone_context(int plane) {
+    return {uint8_t(std::min(mantissa_above<F>(plane) + 1 - 2, MAX_SHIFT)), uint8_t(ALONE_TABLE)};
+}
+
+struct Symbol {
+    uint8_t id;
+    uint8_t extra_bits;
+    uint32_t extra;
+};
+
+inline Symbol symbol_of(int32_t s) {
+    if (s >= -LINEAR && s < LINEAR) return {uint8_t(s + LINEAR), 0, 0};
+    const bool negative = s < 0;
+    const int64_t magnitude = negative ? -int64_t(LINEAR) - 1 - s : int64_t(s) - LINEAR;
+    if (magnitude >= TAIL_START[7]) return {ESCAPE, 32, uint32_t(s)};
+    int k = 0;
+    while (magnitude >= TAIL_START[k + 1]) ++k;
+    return {uint8_t(TAIL + 2 * k + negative), uint8_t(TAIL_BITS[k]), uint32_t(magnitude - TAIL_START[k])};
+}
+
+inline int extra_bits_of(int id) { return id < TAIL ? 0 : id < ESCAPE ? TAIL_BITS[(id - TAIL) >> 1] : 32; }
+
+inline int32_t value_of(int id, uint32_t extra) {
+    if (id < TAIL) return id - LINEAR;
+    if (id >= ESCAPE) return int32_t(extra);
+    const int32_t magnitude = TAIL_START[(id - TAIL) >> 1] + int32_t(extra);
+    return (id - TAIL) & 1 ? -LINEAR - 1 - magnitude : LINEAR + magnitude;
+}
+
+// Scales counts to PROBABILITY_SUM. A symbol too rare to be worth a slot gets none and is escaped; the escape always has one.
+inline Frequencies normalise(const std::array<uint64_t, SYMBOLS>& counts) {
+    Frequencies frequencies{};
+    uint64_t total = 0;
+    for (uint64_t count : counts) total += count;
+    int used = 0;
+    for (int id = 0; id < SYMBOLS; ++id) {
+        const double share = total ? double(counts[id]) * PROBABILITY_SUM / double(total) : 0;
+        if (share >= 0.07 || id == ESCAPE) frequencies[id] = uint16_t(std::max(1.0, share + 0.5));
+        used += frequencies[id];
+    }
+    // The most probable symbols absorb what rounding left over or took too much.
+    while (used != PROBABILITY_SUM) {
+        auto largest = std::max_element(frequencies.begin(), frequencies.end());
+        const int change = std::max(PROBABILITY_SUM - used, 1 - int(*largest));
+        *largest = uint16_t(*largest + (change < 0 ? std::max(change, -std::max(1, *largest / 8)) : change));
+        used = 0;
+        for (uint16_t f : frequencies) used += f;
+    }
+    return frequencies;
+}
+
+}  // namespace fm_delta

@@ -1,0 +1,272 @@
+"""Checkpoints as lazily read tensors: a folder or a Hub repository of safetensors files, and folders written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
+from safetensors import SafetensorError, safe_open
+
+from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+WEIGHTS = re.compile(r"model(\.[\w-]+)?(-\d{5}-of-\d{5})?\.safetensors")
+FINGERPRINT_SAMPLE = 1024  # bytes read at each of three places of a tensor
+
+# safetensors' names of types, as torch has them.
+TORCH_DTYPES = {
+    name: getattr(torch, attribute)
+    for name, attribute in {
+        "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32",
+        "I64": "int64", "U64": "uint64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+        "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+        "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz", "C64": "complex64",
+    }.items()
+    if hasattr(torch, attribute)
+}  # fmt: skip
+SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """A tensor as its bytes: `dtype` is safetensors' name of the type, `data` a flat uint8 array, little-endian."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+    @classmethod
+    def from_torch(cls, tensor: torch.Tensor) -> RawTensor:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        return cls(SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape), flat.view(torch.uint8).numpy())
+
+    def to_torch(self) -> torch.Tensor:
+        """The same memory as a tensor, so `data` must be writable and nobody else's."""
+        return torch.from_numpy(self.data).view(TORCH_DTYPES[self.dtype]).reshape(self.shape)
+
+
+class SafetensorsFile:
+    """One safetensors file, mapped into memory. Its header is checked by the safetensors library before anything is read."""
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        try:
+            with safe_open(self.path, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CorruptFileError(f"{self.path} is not a readable safetensors file: {error}") from error
+        with open(self.path, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        length = int.from_bytes(self._map[:8], "little")
+        self.header_bytes: bytes = self._map[8 : 8 + length]
+        header = json.loads(self.header_bytes)
+        self.metadata: dict[str, str] = header.pop("__metadata__", {})
+        #: name -> (dtype, shape, begin, end), in the order of the data
+        self.entries: dict[str, tuple[str, tuple[int, ...], int, int]] = {
+            name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+            for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+        }
+        self._data = np.frombuffer(self._map, np.uint8, offset=8 + length)
+
+    def __getitem__(self, name: str) -> RawTensor:
+        """Reads nothing yet: the data is a view of the mapped file."""
+        dtype, shape, begin, end = self.entries[name]
+        return RawTensor(dtype, shape, self._data[begin:end])
+
+
+class Checkpoint:
+    """All tensors of a model by name, each read only when it is asked for.
+
+    Args:
+        name: a folder, or the id of a repository on the Hub.
+        revision: branch, tag or commit on the Hub; `self.revision` is the commit it led to, None for a folder.
+    """
+
+    def __init__(self, name: str | os.PathLike, revision: str | None = None):
+        self.name = os.fspath(name)
+        self.revision = revision
+        self.files = [SafetensorsFile(path) for path in self._locate()]
+        self._file_of = {key: file for file in self.files for key in file.entries}
+
+    def _locate(self) -> list[Path]:
+        if os.path.isdir(self.name):
+            self.revision = None
+            return select_weights(Path(self.name))
+        try:
+            try:
+                first = hf_hub_download(self.name, "model.safetensors", revision=self.revision)
+                paths = [Path(first)]
+            except EntryNotFoundError:
+                first = hf_hub_download(self.name, INDEX, revision=self.revision)
+                shards = sorted(set(json.loads(Path(first).read_text(encoding="utf-8"))["weight_map"].values()))
+                paths = [Path(hf_hub_download(self.name, shard, revision=self.revision)) for shard in shards]
+        except (HFValidationError, RepositoryNotFoundError, EntryNotFoundError, LocalEntryNotFoundError) as error:
+            raise BaseModelError(
+                f"'{self.name}' is neither a folder nor a Hub repository with safetensors weights that can be reached "
+                f"(revision {self.revision or 'main'}): {_first_line(error)}"
+            ) from error
+        except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
+            raise BaseModelError(f"'{self.name}' could not be downloaded: {_first_line(error)}") from error
+        self.revision = Path(first).parent.name
+        return paths
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def __getitem__(self, name: str) -> RawTensor:
+        return self._file_of[name][name]
+
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def __str__(self) -> str:
+        return f"'{self.name}'" + (f" at revision {self.revision}" if self.revision else "")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of every name, type, shape and of a few bytes of every tensor; how they are sharded does not matter."""
+        digest = xxhash.xxh3_128()
+        for name in sorted(self._file_of):
+            tensor = self[name]
+            digest.update(f"{name}\0{tensor.dtype}\0{tensor.shape}\0".encode())
+            size = tensor.data.size
+            for start in (0, size // 2, max(size - FINGERPRINT_SAMPLE, 0)):
+                digest.update(np.ascontiguousarray(tensor.data[start : start + FINGERPRINT_SAMPLE]))
+        return digest.hexdigest()
+
+    @cached_property
+    def _by_ending(self) -> dict[str, str | None]:
+        """Canonical name and each of its endings -> the name; None where several names share an ending."""
+        endings: dict[str, str | None] = {}
+        for name in self._file_of:
+            for ending in _endings(name):
+                endings[ending] = None if ending in endings else name
+        return endings
+
+    def twin_of(self, name: str) -> str | None:
+        """The name of the same parameter here: the name itself, or one that differs by a prefix (`bert.`, `model.`) or
+        by the old names of normalisation parameters (gamma, beta)."""
+        if name in self:
+            return name
+        for ending in _endings(name):
+            if twin := self._by_ending.get(ending):
+                return twin
+        return None
+
+
+def _endings(name: str) -> Iterator[str]:
+    parts = re.sub(r"\.beta$", ".bias", re.sub(r"\.gamma$", ".weight", name)).split(".")
+    # One part alone ("weight") says too little.
+    for start in range(max(len(parts) - 1, 1)):
+        yield ".".join(parts[start:])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def select_weights(folder: Path) -> list[Path]:
+    """The safetensors files of a model's folder that `from_pretrained` reads: the single file or else the shards.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    if (folder / INDEX).exists():
+        shards = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        return [folder / Path(shard).name for shard in shards]
+    files = all_weights(folder)
+    if not files:
+        raise CheckpointError(
+            f"{folder} holds no safetensors weights (model.safetensors or shards of it). If its weights are .bin files, "
+            "load the model with Transformers and save it again."
+        )
+    return files
+
+
+def all_weights(folder: Path) -> list[Path]:
+    """Every file of weights in a folder, variants included."""
+    return sorted(path for path in folder.iterdir() if WEIGHTS.fullmatch(path.name))
+
+
+@contextlib.contextmanager
+def staged_folder(target: str | os.PathLike) -> Iterator[Path]:
+    """A folder to write a checkpoint into; when the block ends well its files move into `target`, weights first, config.json
+    last, each in one step. When it does not, `target` stays as it was.
+
+    Weights in `target` that the new checkpoint replaces by others (shards of another count) are removed.
+    """
+    target = Path(target)
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"{target} is a file; give a folder to write the checkpoint into.")
+    created = not target.exists()
+    stage = target / ".hf_ext-partial"  # one fixed name, so that what a killed process left is cleared by the next save
+    shutil.rmtree(stage, ignore_errors=True)
+    try:
+        stage.mkdir(parents=True)
+        yield stage
+        _move_into(stage, target)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError(f"There is not enough disk space to write {target}; nothing there was changed.") from error
+        raise
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+        if created and target.exists() and not any(target.iterdir()):
+            target.rmdir()
+
+
+def _move_into(stage: Path, target: Path) -> None:
+    def rank(path: Path) -> tuple[int, str]:
+        kind = 0 if WEIGHTS.fullmatch(path.name) else 2 if path.name == CONFIG else 1
+        return kind, path.relative_to(stage).as_posix()
+
+    files = sorted((path for path in stage.rglob("*") if path.is_file()), key=rank)
+    new = {path.name for path in files}
+    stems = {_stem(path.name) for path in files if WEIGHTS.fullmatch(path.name)}
+    for path in files:
+        destination = target / path.relative_to(stage)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, destination)
+    for old in all_weights(target):
+        if _stem(old.name) in stems and old.name not in new:
+            old.unlink()
+
+
+def _stem(name: str) -> str:
+    """What the shards of one checkpoint and its single file have in common: `model`, or `model.fp16` of a variant."""
+    return re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", name)
+
+
+def write_atomically(path: str | os.PathLike, write: Callable[[Path], None]) -> None:
+    """Calls `write` with a path beside `path`, then renames it."""
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        write(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,237 @@
+"""One tensor to a payload and back: the C++ codec behind a header that says what the payload is and how to check it.
+
+The header's layout is in docs/format.md. A payload is complete in itself but for the base's tensor: wherever it turns up
+(a safetensors file, a state dict) it can be recognised, checked and decoded.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+
+from hf_ext.checkpoint import RawTensor
+from hf_ext.errors import BaseModelError, CorruptFileError
+
+try:
+    from hf_ext.fm_delta import _codec
+except ImportError as error:
+    raise ImportError(
+        "The C++ codec of hf_ext is not built. Install the package with a C++17 compiler at hand (pip install .), or in a "
+        "checkout run: python setup.py build_ext --inplace"
+    ) from error
+
+MAGIC = b"FMD\x01"
+STORED, CODED = 0, 1
+FLOATS = {"F32": 1, "F16": 2, "BF16": 3, "F64": 4}
+WIDTHS = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
+FLAT_ROW = 1024  # values that share a scale in a tensor of one dimension
+MAX_EXPANSION = 1 << 14  # no payload describes more values without a base than this times its bytes
+
+_FIXED = struct.Struct("<4sBBBBHHQQQ")  # magic, mode, ndim, lengths of 2 dtypes, of 2 names, base values, 2 checksums
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a payload says of itself.
+
+    Attributes:
+        name: the tensor's name in the checkpoint.
+        dtype, shape: of the tensor, in safetensors' terms.
+        coded: False if the tensor's bytes follow as they are.
+        base_name, base_dtype: the tensor of the base that predicts it; empty if none does.
+        base_values: how many leading values that tensor predicts.
+        checksum: XXH3-64 of the tensor's bytes.
+        body: where the body starts in the payload.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    coded: bool
+    base_name: str
+    base_dtype: str
+    base_values: int
+    checksum: int
+    body: int
+
+    @property
+    def values(self) -> int:
+        return math.prod(self.shape)
+
+
+def payload_shape(ndim: int, size: int) -> tuple[int, ...]:
+    """The shape under which a payload of `size` bytes stands in a file: never of as many dimensions as its tensor, so
+    that a loader without this codec cannot take it for the tensor."""
+    return (1, size) if ndim == 1 else (size,)
+
+
+def is_payload(data: np.ndarray | torch.Tensor) -> bool:
+    """Whether an array of bytes starts as a payload does."""
+    flat = data.reshape(-1)
+    return len(flat) >= _FIXED.size and bytes(flat[:4].tolist()) == MAGIC
+
+
+def row_length(shape: tuple[int, ...]) -> int:
+    """Values that share a row scale: a matrix row, all trailing dimensions together, or a stretch of a vector."""
+    if len(shape) < 2:
+        return FLAT_ROW
+    return max(math.prod(shape[1:]), 1)
+
+
+def encode_raw(tensor: RawTensor, base: RawTensor | None = None, name: str = "", base_name: str = "", threads: int = 1) -> bytes:
+    """Compresses a tensor, without loss, to a payload of at most its own size and a header.
+
+    Args:
+        tensor: of any type; floats of 16, 32 and 64 bits are coded, all others stored.
+        base: its counterpart in the base model: a float tensor of the same shape, or one whose rows are the tensor's first
+            rows or begin with all of the tensor's (a resized embedding). Otherwise it is left aside.
+        name, base_name: what the two are called in their checkpoints.
+        threads: for tensors of more than 262,144 values.
+    """
+    checksum = xxhash.xxh3_64_intdigest(tensor.data)
+    coded, base_values, body = False, 0, memoryview(tensor.data)
+    if tensor.dtype in FLOATS and tensor.data.size:
+        base_values = _predicted_values(tensor, base)
+        attempts = [base_values, 0] if base_values else [0]
+        for predicted in attempts:
+            candidate = _codec.encode(
+                tensor.data, _prediction(base, tensor.dtype, predicted), FLOATS[tensor.dtype], row_length(tensor.shape), predicted, threads
+            )
+            if len(candidate) < len(body):
+                coded, base_values, body = True, predicted, candidate
+            # A base that saves a quarter is this tensor's base; one that does not may be a stranger of the same shape.
+            if len(candidate) < 0.75 * tensor.data.size:
+                break
+        if not coded:
+            base_values = 0
+    if base_values == 0 or base is None:
+        base_name, base_dtype = "", ""
+    else:
+        base_dtype = base.dtype
+    texts = [text.encode() for text in (tensor.dtype, base_dtype, name, base_name)]
+    variable = struct.pack(f"<{len(tensor.shape)}Q", *tensor.shape) + b"".join(texts)
+    lengths = [len(text) for text in texts]
+
+    def header(integrity: int) -> bytes:
+        return _FIXED.pack(MAGIC, CODED if coded else STORED, len(tensor.shape), *lengths, base_values, checksum, integrity)
+
+    integrity = xxhash.xxh3_64(header(0) + variable)
+    integrity.update(body)
+    return b"".join((header(integrity.intdigest()), variable, body))
+
+
+def read_header(payload: np.ndarray | bytes, name: str = "") -> Header:
+    """Checks a whole payload against its checksum and reads its header.
+
+    Raises:
+        CorruptFileError: it is not a payload, not of this format version, not as it was written, or belongs to a tensor of
+            another name than `name` (if given).
+    """
+    data = memoryview(payload).cast("B")
+    where = f"Tensor '{name}'" if name else "The payload"
+    if len(data) < _FIXED.size or bytes(data[:3]) != MAGIC[:3]:
+        raise CorruptFileError(f"{where} is not compressed by FM-Delta, or the file is damaged.")
+    magic, mode, ndim, *lengths, base_values, checksum, integrity = _FIXED.unpack_from(data)
+    if magic != MAGIC:
+        raise CorruptFileError(
+            f"{where} is of format version {magic[3]}, this hf_ext reads version {MAGIC[3]}: update hf_ext, or the file is damaged."
+        )
+    found = xxhash.xxh3_64(data[: _FIXED.size - 8])
+    found.update(bytes(8))
+    found.update(data[_FIXED.size :])
+    body = _FIXED.size + 8 * ndim + sum(lengths)
+    if found.intdigest() != integrity or body > len(data) or mode not in (STORED, CODED):
+        raise CorruptFileError(f"{where} is damaged: its bytes do not have the checksum they were written with.")
+    shape = struct.unpack_from(f"<{ndim}Q", data, _FIXED.size)
+    texts, start = [], _FIXED.size + 8 * ndim
+    for length in lengths:
+        texts.append(bytes(data[start : start + length]).decode())
+        start += length
+    dtype, base_dtype, own_name, base_name = texts
+    if name and own_name and name != own_name:
+        raise CorruptFileError(f"{where} holds the data of '{own_name}': the file's header is damaged.")
+    return Header(own_name, dtype, shape, mode == CODED, base_name, base_dtype, base_values, checksum, body)
+
+
+def decode_raw(payload: np.ndarray | bytes, base: RawTensor | None = None, header: Header | None = None, threads: int = 1) -> RawTensor:
+    """Gives back the tensor of a payload, bit for bit.
+
+    Args:
+        payload: as `encode_raw` made it.
+        base: the tensor `header.base_name` of the base model; not needed where that name is empty.
+        header: what `read_header` returned, if it was called before; the payload's checksum is then not computed again.
+
+    Raises:
+        CorruptFileError: the payload is damaged.
+        BaseModelError: the base's tensor is missing or is not the one that was used to compress.
+    """
+    header = header or read_header(payload)
+    body = np.frombuffer(payload, np.uint8)[header.body :]
+    label = f"Tensor '{header.name}'"
+    if not header.coded:
+        tensor = RawTensor(header.dtype, header.shape, body.copy())
+    else:
+        if header.base_values and base is None:
+            raise BaseModelError(f"{label} needs the tensor '{header.base_name}' of the base model.")
+        width = WIDTHS.get(header.dtype)
+        if width is None or header.values - header.base_values > MAX_EXPANSION * len(body):
+            raise CorruptFileError(f"{label} claims sizes that its payload cannot have.")
+        if header.base_values and (
+            base.dtype != header.base_dtype or base.data.size // WIDTHS[base.dtype] < header.base_values
+        ):
+            raise BaseModelError(
+                f"{label} was compressed against a {header.base_dtype} tensor with at least {header.base_values} values; "
+                f"'{header.base_name}' of the base is {base.dtype} {list(base.shape)}. This is another base model."
+            )
+        tensor = RawTensor(header.dtype, header.shape, np.empty(header.values * width, np.uint8))
+        prediction = _prediction(base, header.dtype, header.base_values)
+        try:
+            _codec.decode(body, (tensor.data, prediction, FLOATS[header.dtype], row_length(header.shape), header.base_values, threads))
+        except (ValueError, TypeError) as error:
+            raise CorruptFileError(f"{label} cannot be decoded: {error}.") from error
+    if xxhash.xxh3_64_intdigest(tensor.data) != header.checksum:
+        if header.base_values:
+            raise BaseModelError(
+                f"{label} does not come out as it was saved: '{header.base_name}' of the base model has changed since then, or "
+                "this is another base model."
+            )
+        raise CorruptFileError(f"{label} does not come out as it was saved: the file is damaged.")
+    return tensor
+
+
+def encode(tensor: torch.Tensor, base: torch.Tensor | None = None, threads: int = 1) -> bytes:
+    """`encode_raw` for tensors in memory."""
+    return encode_raw(RawTensor.from_torch(tensor), None if base is None else RawTensor.from_torch(base), threads=threads)
+
+
+def decode(payload: bytes, base: torch.Tensor | None = None, threads: int = 1) -> torch.Tensor:
+    """`decode_raw` for tensors in memory."""
+    return decode_raw(payload, None if base is None else RawTensor.from_torch(base), threads=threads).to_torch()
+
+
+def _predicted_values(tensor: RawTensor, base: RawTensor | None) -> int:
+    """How many leading values of the tensor have a counterpart in the base: all, whole rows, or none."""
+    if base is None or base.dtype not in FLOATS or len(base.shape) != len(tensor.shape):
+        return 0
+    if base.shape == tensor.shape:
+        return math.prod(tensor.shape)
+    if len(tensor.shape) < 2 or base.shape[1:] != tensor.shape[1:]:
+        return 0
+    return min(base.shape[0], tensor.shape[0]) * math.prod(tensor.shape[1:])
+
+
+def _prediction(base: RawTensor | None, dtype: str, values: int) -> np.ndarray | None:
+    """The first `values` values of the base as `dtype`."""
+    if base is None or values == 0:
+        return None
+    source = base.data[: values * WIDTHS[base.dtype]]
+    if base.dtype == dtype:
+        return source
+    target = np.empty(values * WIDTHS[dtype], np.uint8)
+    _codec.cast(source, FLOATS[base.dtype], target, FLOATS[dtype])
+    return target

@@ -1,0 +1,180 @@
+"""A compressed safetensors file: payloads under the tensors' own names, and a header that can restore the original's.
+
+docs/format.md describes the bytes. The file is a valid safetensors file; what makes it one of ours stands in its metadata.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from hf_ext.checkpoint import SafetensorsFile
+from hf_ext.errors import CorruptFileError
+from hf_ext.fm_delta.codec import Header, payload_shape, read_header
+
+VERSION = 1
+KEY, CHECKSUM_KEY = "fm_delta", "fm_delta_checksum"
+MAX_HEADER = 100_000_000  # the safetensors library reads no longer header than this
+
+
+@dataclass(frozen=True)
+class BaseInfo:
+    """Which base a file was compressed against: folder or Hub id, commit on the Hub, `Checkpoint.fingerprint`."""
+
+    name: str
+    revision: str | None
+    fingerprint: str
+
+    def __str__(self) -> str:
+        return f"'{self.name}'" + (f" at revision {self.revision}" if self.revision else "")
+
+
+class CompressedFile:
+    """A file written by this module, with everything but the payloads checked.
+
+    Raises:
+        CorruptFileError: the file is damaged, is not compressed, or comes from a newer version.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.file = SafetensorsFile(path)
+        self.path = self.file.path
+        record = self.file.metadata.get(KEY)
+        if record is None:
+            raise CorruptFileError(f"{self.path} is not compressed by FM-Delta, or its header is damaged.")
+        try:
+            fields = json.loads(record)
+        except ValueError:
+            fields = {}
+        version = fields.get("version") if isinstance(fields, dict) else None
+        if isinstance(version, int) and version > VERSION:
+            raise CorruptFileError(f"{self.path} has format version {version}, this hf_ext reads up to {VERSION}: update hf_ext.")
+        if self.file.metadata.get(CHECKSUM_KEY) != _header_checksum(record, self.file.entries.items()):
+            raise CorruptFileError(f"The header of {self.path} is damaged: it does not have the checksum it was written with.")
+        self.digest: str = fields["digest"]
+        self.base = BaseInfo(**fields["base"])
+        self.original_header = _unpack_header(fields["header"], self.path)
+        self.original: dict[str, dict] = json.loads(self.original_header)
+        metadata = self.original.pop("__metadata__", {})
+        if metadata != {key: text for key, text in self.file.metadata.items() if key not in (KEY, CHECKSUM_KEY)}:
+            raise CorruptFileError(f"The header of {self.path} is damaged: its metadata is not the original file's.")
+
+    def payload(self, name: str) -> np.ndarray:
+        return self.file[name].data
+
+    @cached_property
+    def headers(self) -> dict[str, Header]:
+        """The headers of all tensors; every payload is checked against its checksum."""
+        headers = {}
+        for name in self.file.entries:
+            header = headers[name] = read_header(self.payload(name), name)
+            original = self.original.get(name)
+            if original is None or original["dtype"] != header.dtype or tuple(original["shape"]) != header.shape:
+                raise CorruptFileError(f"Tensor '{name}' in {self.path} is not the one the file was written with.")
+        return headers
+
+
+def digest_of(headers: Iterable[Header]) -> str:
+    """A hash of the names and contents of all tensors of a checkpoint, over all its shards."""
+    digest = xxhash.xxh3_128()
+    for name, checksum in sorted((header.name, header.checksum) for header in headers):
+        digest.update(f"{name}\0{checksum}\0".encode())
+    return digest.hexdigest()
+
+
+def check_shards(files: Sequence[CompressedFile]) -> None:
+    """Raises CorruptFileError unless these files are all the shards of one save."""
+    found = digest_of(header for file in files for header in file.headers.values())
+    for file in files:
+        if file.digest != found or file.base != files[0].base:
+            raise CorruptFileError(
+                f"{file.path} belongs to another save than the files beside it, or some are missing: the folder was not "
+                "written to the end. Save or download the checkpoint again."
+            )
+
+
+class CompressedWriter:
+    """Writes one compressed file payload by payload. The header, which needs all sizes, gets its room first and its content
+    in `finish`."""
+
+    def __init__(self, path: Path, original: SafetensorsFile):
+        self.original = original
+        self.headers: list[Header] = []
+        self._entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        self._end = 0
+        most = sum(end - begin + 1024 + 2 * len(name) for name, (_, _, begin, end) in original.entries.items())
+        widest = {name: ((most, most), most, most) for name in original.entries}
+        self._room = len(self._header(widest, BaseInfo("\0" * 4096, "0" * 40, "0" * 32), "0" * 32))
+        self._file = open(path, "wb")
+        self._file.write(bytes(8 + self._room))
+
+    def add(self, name: str, payload: bytes) -> None:
+        header = read_header(payload, name)
+        self.headers.append(header)
+        self._entries[name] = payload_shape(len(header.shape), len(payload)), self._end, self._end + len(payload)
+        self._end += len(payload)
+        self._file.write(payload)
+
+    def finish(self, base: BaseInfo, digest: str) -> None:
+        header = self._header(self._entries, base, digest).ljust(self._room)
+        self._file.seek(0)
+        self._file.write(len(header).to_bytes(8, "little") + header)
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _header(self, entries: dict[str, tuple[tuple[int, ...], int, int]], base: BaseInfo, digest: str) -> bytes:
+        packed = base64.b85encode(zlib.compress(self.original.header_bytes, 9)).decode()
+        record = json.dumps({"version": VERSION, "digest": digest, "base": asdict(base), "header": packed})
+        checked = [(name, (None, None, begin, end)) for name, (_, begin, end) in entries.items()]
+        metadata = self.original.metadata | {KEY: record, CHECKSUM_KEY: _header_checksum(record, checked)}
+        header = {"__metadata__": metadata} | {
+            name: {"dtype": "U8", "shape": shape, "data_offsets": (begin, end)} for name, (shape, begin, end) in entries.items()
+        }
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        return text.ljust(-(-len(text) // 8) * 8)
+
+
+def _header_checksum(record: str, entries: Iterable[tuple[str, tuple]]) -> str:
+    digest = xxhash.xxh3_64(record.encode())
+    for name, (_, _, begin, end) in entries:
+        digest.update(f"\0{name}\0{begin}\0{end}".encode())
+    return digest.hexdigest()
+
+
+def _unpack_header(packed: str, path: Path) -> bytes:
+    unpacker = zlib.decompressobj()
+    header = unpacker.decompress(base64.b85decode(packed), MAX_HEADER)
+    if not unpacker.eof:
+        raise CorruptFileError(f"{path} describes an original header of more than {MAX_HEADER} bytes.")
+    return header
+
+
+def add_to_config(text: str, settings: dict) -> str:
+    """The text of a config.json with `settings` as its quantization_config, otherwise untouched."""
+    rest = text.split("{", 1)[1]
+    return "{" + _config_entry(settings) + ("" if rest.lstrip().startswith("}") else ",") + rest
+
+
+def remove_from_config(text: str) -> str:
+    """Takes out what `add_to_config` put in; if the file was edited since, at least its content is right."""
+    config = json.loads(text)
+    settings = config.pop("quantization_config")
+    entry = "{" + _config_entry(settings)
+    if text.startswith(entry):
+        return "{" + text[len(entry) :].removeprefix(",")
+    return json.dumps(config, indent=2) + "\n"
+
+
+def _config_entry(settings: dict) -> str:
+    return '\n  "quantization_config": ' + json.dumps(settings, indent=2).replace("\n", "\n  ")

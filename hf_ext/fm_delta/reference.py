@@ -1,0 +1,268 @@
+"""A second decoder of compressed tensors, plain and slow: what the C++ codec is tested against.
+
+It is written from docs/format.md, whose words it uses, and shares no code with the codec but the default tables.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_ext.fm_delta import _codec
+
+BLOCK = 256 * 1024
+LANES = {1: 1, 2: 64}
+LINEAR, TAIL, ESCAPE, SYMBOLS = 24, 48, 62, 64
+TAIL_BITS = (3, 4, 5, 6, 7, 8, 10)
+TAIL_START = (0, 8, 24, 56, 120, 248, 504)
+ALONE_TABLE, TABLES, TABLE_BITS = 32, 33, 11
+
+
+@dataclass(frozen=True)
+class FloatType:
+    """A float type: the widths of its fields, the numbers of low bytes that may travel apart, NumPy's name for it."""
+
+    width: int
+    mantissa: int
+    exponent: int
+    planes: tuple[int, ...]
+    numpy: str | None
+
+    @property
+    def unsigned(self) -> np.dtype:
+        return np.dtype(f"<u{self.width // 8}")
+
+    @property
+    def infinity(self) -> int:
+        return ((1 << self.exponent) - 1) << self.mantissa
+
+    @property
+    def exponent_bias(self) -> int:
+        return (1 << (self.exponent - 1)) - 1
+
+    def exponent_field(self, bits: np.ndarray) -> np.ndarray:
+        return (bits.astype(np.uint64) >> np.uint64(self.mantissa)).astype(np.int64) & ((1 << self.exponent) - 1)
+
+
+TYPES = {
+    1: FloatType(32, 23, 8, (0, 1, 2), "<f4"),
+    2: FloatType(16, 10, 5, (0,), "<f2"),
+    3: FloatType(16, 7, 8, (0,), None),
+    4: FloatType(64, 52, 11, (5, 6), "<f8"),
+}
+
+
+class Bits:
+    """The side information: bits, the lowest of each byte first."""
+
+    def __init__(self, data: bytes) -> None:
+        self.bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").tolist()
+        self.position = 0
+
+    def take(self, count: int) -> int:
+        """The next bits as a number, the first of them its lowest."""
+        require(self.position + count <= len(self.bits), "the side information ends too early")
+        taken = self.bits[self.position : self.position + count]
+        self.position += count
+        return sum(bit << i for i, bit in enumerate(taken))
+
+    def rice(self, k: int) -> int:
+        """A signed number: zigzag, then the quotient by 2^k in unary and the rest in k bits, or 20 ones and 16 bits."""
+        quotient = 0
+        while quotient < 20 and self.take(1):
+            quotient += 1
+        code = self.take(16) if quotient == 20 else (quotient << k) + self.take(k)
+        return -(code + 1) // 2 if code % 2 else code // 2
+
+    def scales(self, count: int) -> np.ndarray:
+        """A list of scales in quarter octaves: a centre, k, and each one's difference from the centre."""
+        if count == 0:
+            return np.zeros(0, np.int64)
+        centre, k = self.take(16), self.take(3)
+        centre -= (centre >> 15) << 16
+        return np.clip(np.array([centre + self.rice(k) for _ in range(count)]), -8000, 8000)
+
+    def table(self, default: np.ndarray) -> np.ndarray:
+        """A table of the tensor's own: k, and the differences of 63 frequencies from the default ones."""
+        k = self.take(3)
+        table = np.array([frequency + self.rice(k) for frequency in default[:63].tolist()] + [0])
+        require(table.min() >= 0 and table.sum() == 1 << TABLE_BITS, "a table's frequencies are impossible")
+        return table
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def to_ordered(bits: np.ndarray, kind: FloatType) -> np.ndarray:
+    """Floats as integers in the order of their values: negative ones inverted, the others with the top bit set."""
+    sign = bits.dtype.type(1 << (kind.width - 1))
+    return np.where(bits & sign, ~bits, bits | sign)
+
+
+def from_ordered(ordered: np.ndarray, kind: FloatType) -> np.ndarray:
+    sign = ordered.dtype.type(1 << (kind.width - 1))
+    return np.where(ordered & sign, ordered ^ sign, ~ordered)
+
+
+def to_rotated(bits: np.ndarray, kind: FloatType) -> np.ndarray:
+    """Floats as integers with the sign in the lowest bit."""
+    one, top = bits.dtype.type(1), bits.dtype.type(kind.width - 1)
+    return bits << one | bits >> top
+
+
+def from_rotated(rotated: np.ndarray, kind: FloatType) -> np.ndarray:
+    one, top = rotated.dtype.type(1), rotated.dtype.type(kind.width - 1)
+    return rotated >> one | rotated << top
+
+
+def expected_magnitude(scale: np.ndarray, kind: FloatType) -> np.ndarray:
+    """About 2^(scale / 4): whole octaves in the exponent field, quarters in the two top bits of the mantissa."""
+    field = np.clip((scale // 4) + kind.exponent_bias, 0, (1 << kind.exponent) - 2)
+    return (field << kind.mantissa | (scale % 4) << (kind.mantissa - 2)).astype(kind.unsigned)
+
+
+def contexts(c: np.ndarray, mantissa: int) -> tuple[np.ndarray, np.ndarray]:
+    """How many low bits of a residual of about 2^(c / 4) are cut off, and the table that its symbol is coded with."""
+    near_value = 4 * (mantissa - 2)
+    shift = np.clip((c - 8) // 4, 0, min(mantissa - 2, 16))
+    small, cut, near = np.maximum(c + 8, 0), 16 + c % 4, np.minimum(20 + (c - near_value) // 2, 31)
+    return shift, np.where(c >= near_value, near, np.where(c >= 8, cut, small))
+
+
+class Lanes:
+    """The states of an entropy-coded block, one a lane, and the words that refill them."""
+
+    def __init__(self, data: bytes, lanes: int) -> None:
+        require(len(data) >= 4 * lanes and len(data) % 2 == 0, "an entropy-coded block has an impossible size")
+        self.states = np.frombuffer(data, "<u4", lanes).astype(np.int64)
+        self.words = np.frombuffer(data, "<u2", offset=4 * lanes).astype(np.int64)
+        require(bool((self.states >= 1 << 16).all()), "an entropy-coded block starts from an impossible state")
+
+    def replace(self, lanes: np.ndarray, states: np.ndarray) -> None:
+        """New states for some lanes; each one below 2^16 is refilled with the next word, in the order of the lanes."""
+        low = states < 1 << 16
+        require(low.sum() <= len(self.words), "an entropy-coded block ends too early")
+        words, self.words = np.split(self.words, [low.sum()])
+        states[low] = states[low] << 16 | words
+        self.states[lanes] = states
+
+    def take_bits(self, lanes: np.ndarray, count: np.ndarray | int) -> np.ndarray:
+        """The low bits of the states of some lanes."""
+        states = self.states[lanes]
+        self.replace(lanes, states >> count)
+        return states & ((1 << count) - 1)
+
+
+def decode_numbers(data: bytes, width: int, shift: np.ndarray, table: np.ndarray, tables: np.ndarray) -> np.ndarray:
+    """The numbers of a block: row by row the symbols, then the low bits, then the extra bits of tail symbols."""
+    symbol_at = np.stack([np.repeat(np.arange(SYMBOLS), frequencies) for frequencies in tables])
+    starts = np.cumsum(tables, axis=1) - tables
+    coder = Lanes(data, width)
+    numbers = np.empty(len(shift), np.int64)
+    for first in range(0, len(shift), width):
+        row = slice(first, first + width)
+        lanes = np.arange(len(shift[row]))
+        states = coder.states[lanes]
+        slot = states & ((1 << TABLE_BITS) - 1)
+        symbol = symbol_at[table[row], slot]
+        frequency, start = tables[table[row], symbol], starts[table[row], symbol]
+        coder.replace(lanes, frequency * (states >> TABLE_BITS) + slot - start)
+        low = coder.take_bits(lanes, shift[row])
+        high = symbol - LINEAR
+        for lane in np.flatnonzero(symbol >= TAIL):
+            one = lanes[lane : lane + 1]
+            if symbol[lane] >= ESCAPE:
+                high[lane] = coder.take_bits(one, 16)[0]
+                high[lane] |= coder.take_bits(one, 16)[0] << 16
+            else:
+                tail, negative = divmod(int(symbol[lane]) - TAIL, 2)
+                magnitude = LINEAR + TAIL_START[tail] + coder.take_bits(one, TAIL_BITS[tail])[0]
+                high[lane] = -1 - magnitude if negative else magnitude
+        numbers[row] = high << shift[row] | low
+    require(len(coder.words) == 0 and bool((coder.states == 1 << 16).all()), "a block does not end where it should")
+    return numbers
+
+
+def decode_body(
+    body: bytes, base_bits: np.ndarray | None, dtype_code: int, values: int, row_length: int, base_values: int
+) -> np.ndarray:
+    """The tensor's values as unsigned integers. ValueError if the body is not one that an encoder makes."""
+    kind = TYPES[dtype_code]
+    base = np.asarray([] if base_bits is None else base_bits, kind.unsigned).ravel()[:base_values]
+    row_count, base_rows = -(-values // row_length), -(-base_values // row_length)
+
+    # The header.
+    require(len(body) >= 14, "the compressed tensor ends too early")
+    plane, flags, own_tables, side_length = struct.unpack_from("<BBQI", body)
+    known = plane in kind.planes and flags < 4 and own_tables < 1 << TABLES
+    require(known, "the compressed tensor uses an unknown feature")
+    require(len(body) >= 14 + side_length, "the compressed tensor ends too early")
+
+    # The side information.
+    side = Bits(body[14 : 14 + side_length])
+    coded_row = np.ones(row_count, bool)
+    if flags & 1:
+        coded_row[:base_rows] = [not side.take(1) for _ in range(base_rows)]
+    row_scale = np.zeros(row_count, np.int64)
+    row_scale[coded_row] = side.scales(int(coded_row.sum()))
+    column_scale = side.scales(row_length) if flags & 2 else np.zeros(row_length, np.int64)
+    tables = np.frombuffer(_codec.default_tables(), np.uint16).reshape(TABLES, SYMBOLS).astype(np.int64)
+    for i in range(TABLES):
+        if own_tables >> i & 1:
+            tables[i] = side.table(tables[i])
+
+    # The two parts, cut into blocks: with a base, then alone.
+    position = np.arange(values)
+    coded = coded_row[position // row_length]
+    parts = position[coded & (position < base_values)], position[coded & (position >= base_values)]
+    blocks = [part[i : i + BLOCK] for part in parts for i in range(0, len(part), BLOCK)]
+    at = 14 + side_length + 4 * len(blocks)
+    require(len(body) >= at, "the compressed tensor ends too early")
+    entries = struct.unpack_from(f"<{len(blocks)}I", body, 14 + side_length)
+    require(len(body) == at + sum(entry >> 2 for entry in entries), "the sizes of the blocks do not add up")
+
+    out = np.empty(values, kind.unsigned)
+    out[:base_values] = base  # the untouched rows are right, the others follow
+    for block, entry in zip(blocks, entries, strict=True):
+        data, at = body[at : at + (entry >> 2)], at + (entry >> 2)
+        if entry & 3 == 0:
+            require(len(data) == len(block) * kind.unsigned.itemsize, "a verbatim block has the wrong size")
+            out[block] = np.frombuffer(data, kind.unsigned)
+            continue
+        require(entry & 3 in LANES, "a block is of an unknown kind")
+        require(len(data) >= plane * len(block), "a block is smaller than its low bytes")
+        low_bytes = np.frombuffer(data, np.uint8, plane * len(block)).reshape(len(block), plane).astype(np.uint64)
+        low = (low_bytes << np.arange(0, 8 * plane, 8, dtype=np.uint64)).sum(axis=1, dtype=np.uint64)
+        scale = row_scale[block // row_length] + column_scale[block % row_length]
+        mantissa = kind.mantissa - 8 * plane
+        if block[0] < base_values:
+            grid = np.maximum(kind.exponent_field(base[block]), 1) - kind.exponent_bias - kind.mantissa
+            shift, table = contexts(scale - 4 * grid - 32 * plane, mantissa)
+            prediction, restore = to_ordered(base[block], kind), from_ordered
+        else:
+            shift, table = np.full(len(block), min(mantissa - 1, 16)), np.full(len(block), ALONE_TABLE)
+            prediction, restore = to_rotated(expected_magnitude(scale, kind), kind), from_rotated
+        numbers = decode_numbers(data[plane * len(block) :], LANES[entry & 3], shift, table, tables)
+        residual = (numbers.astype(np.uint64) << np.uint64(8 * plane) | low).astype(kind.unsigned)
+        out[block] = restore(prediction + residual, kind)
+    return out
+
+
+def cast(bits: np.ndarray, from_code: int, to_code: int) -> np.ndarray:
+    """Floats rounded to the nearest of another type, ties to even. A NaN keeps its sign and nothing else."""
+    source, target = TYPES[from_code], TYPES[to_code]
+    bits = np.asarray(bits, source.unsigned)
+    quiet_nan = target.infinity | 1 << (target.mantissa - 1)
+    nan = np.where(bits >> source.unsigned.type(source.width - 1), quiet_nan | 1 << (target.width - 1), quiet_nan)
+    with np.errstate(all="ignore"):
+        exact = (bits.astype("<u4") << np.uint32(16)).view("<f4") if source.numpy is None else bits.view(source.numpy)
+        exact = exact.astype("<f8")
+        if target.numpy is None:
+            # On a grid of 8 significant bits, or on that of the subnormals, each value is a float32 that ends in zeros.
+            grid = np.ldexp(1.0, np.maximum(np.frexp(exact)[1] - 8, -133))
+            result = ((np.rint(exact / grid) * grid).astype("<f4").view("<u4") >> np.uint32(16)).astype("<u2")
+        else:
+            result = exact.astype(target.numpy).view(target.unsigned)
+    return np.where(np.isnan(exact), nan.astype(target.unsigned), result)

@@ -1,0 +1,127 @@
+"""Saving: a model that has been enabled writes compressed checkpoints through the calls people already make."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi
+from transformers import PreTrainedModel
+from transformers.utils import logging
+from transformers.utils.hub import create_and_tag_model_card
+
+from hf_ext.checkpoint import CONFIG, Checkpoint, RawTensor, all_weights, staged_folder
+from hf_ext.errors import CheckpointError
+from hf_ext.fm_delta.codec import decode_raw, is_payload, read_header
+from hf_ext.fm_delta.compress import base_tensor, compress_weights
+
+logger = logging.get_logger(__name__)
+
+
+def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None = None) -> PreTrainedModel:
+    """Makes every save of this model compressed: `save_pretrained`, `push_to_hub`, and what Trainer saves.
+
+    Only this object changes (two attributes of the instance); `disable` undoes it. The model also learns to read compressed
+    weights in `load_state_dict`, which is how Trainer resumes and loads its best model.
+
+    Args:
+        model: any PreTrainedModel that is not quantised.
+        base: folder or Hub id of the model it is fine-tuned from. Others can only load what you push if they can reach it.
+        revision: of the base on the Hub; the commit it leads to is recorded.
+
+    Returns:
+        The same model.
+
+    Raises:
+        BaseModelError: the base cannot be read.
+        CheckpointError: the model is quantised.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise CheckpointError(f"enable takes a Transformers PreTrainedModel, not a {type(model).__name__}. For a PEFT model, pass its base_model.")
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
+        raise CheckpointError("This model is quantised; only plain weights can be compressed.")
+    disable(model)
+    checkpoint = Checkpoint(base, revision)
+    names = model.state_dict().keys()
+    if not any(checkpoint.twin_of(name) for name in names):
+        logger.warning(f"No tensor of {checkpoint} has a name that {type(model).__name__} knows: nothing will be saved by it.")
+    saving = CompressedSaving(model, checkpoint)
+    # Both are plain objects on the instance, so that copies and pickles of the model carry them along.
+    model.save_pretrained = saving
+    model._fm_delta_hook = model.register_load_state_dict_pre_hook(saving.decode_state_dict)
+    return model
+
+
+def disable(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes a model save plainly again; does nothing to one that was never enabled. Returns the same model."""
+    if isinstance(model.__dict__.get("save_pretrained"), CompressedSaving):
+        del model.save_pretrained
+        model.__dict__.pop("_fm_delta_hook").remove()
+    return model
+
+
+class CompressedSaving:
+    """Stands in for `save_pretrained` on one model: lets the class's own method save, then compresses what it wrote."""
+
+    def __init__(self, model: PreTrainedModel, base: Checkpoint):
+        self.model = model
+        self.base = base.name
+        self.revision = base.revision
+
+    def __call__(
+        self, save_directory: str | os.PathLike, is_main_process: bool = True, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        plain_save = type(self.model).save_pretrained
+        if kwargs.get("distributed_checkpoint"):
+            raise CheckpointError("A distributed checkpoint cannot be compressed; call hf_ext.fm_delta.disable(model) first.")
+        if not self.model.should_save_on_this_rank(is_main_process):
+            # This process only takes part in gathering the weights.
+            with TemporaryDirectory() as nowhere:
+                plain_save(self.model, nowhere, is_main_process=is_main_process, **kwargs)
+            return
+        hub_options = {key: kwargs.pop(key) for key in ("repo_id", "commit_message", "create_pr", "private") if key in kwargs}
+        base = Checkpoint(self.base, self.revision)
+        folder = Path(save_directory)
+        if os.path.isdir(base.name) and folder.exists() and folder.samefile(base.name):
+            raise CheckpointError(f"{folder} is the folder of the base model; saving there would destroy what the save refers to.")
+        with staged_folder(folder) as stage:
+            plain = stage / "plain"
+            plain_save(self.model, plain, is_main_process=is_main_process, **kwargs)
+            written = [path for path in plain.iterdir() if path not in all_weights(plain)]
+            for path in written:
+                path.rename(stage / path.name)
+            names = [path.name for path in written]
+            if all_weights(plain):  # with a PEFT adapter on the model only the adapter was saved
+                names += [path.name for path in all_weights(plain)]
+                compress_weights(plain, base, stage)
+                for path in all_weights(plain):
+                    path.unlink()
+            plain.rmdir()
+        if push_to_hub:
+            self._push(folder, names, kwargs.get("token"), **hub_options)
+
+    def _push(
+        self, folder: Path, names: list[str], token: str | bool | None, repo_id: str | None = None, private: bool | None = None, **options
+    ) -> None:
+        """Uploads what this save has written, as `save_pretrained(push_to_hub=True)` does, after it is compressed."""
+        if os.path.isdir(self.base):
+            logger.warning(f"The base {self.base} is a local folder: others cannot load what is pushed. Enable with a Hub id instead.")
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id or folder.name, private=private, exist_ok=True).repo_id
+        create_and_tag_model_card(repo_id, self.model.model_tags, token=token).save(folder / "README.md")
+        options.setdefault("commit_message", "Upload model")
+        api.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=[*names, "README.md"], **options)
+
+    def decode_state_dict(self, module: torch.nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:
+        """A `load_state_dict` pre-hook: replaces payloads by the tensors they stand for."""
+        base = None
+        for key, value in state_dict.items():
+            if not is_payload(value):
+                continue
+            data = value.reshape(-1).view(torch.uint8).cpu().numpy()
+            header = read_header(data, key)
+            base = base or Checkpoint(self.base, self.revision)
+            state_dict[key] = decode_raw(data, base_tensor(base, header.base_name), header, torch.get_num_threads()).to_torch()

@@ -1,0 +1,22 @@
+"""The only module that writes into other libraries' registries. It adds entries and replaces nothing."""
+
+from __future__ import annotations
+
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+
+from hf_ext.fm_delta.compress import METHOD
+from hf_ext.fm_delta.config import FMDeltaConfig
+from hf_ext.fm_delta.quantizer import FMDeltaQuantizer
+
+
+def register() -> None:
+    """Makes Transformers know the methods of this package. Calling it again does nothing."""
+    if METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(METHOD)(FMDeltaConfig)
+    if METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(METHOD)(FMDeltaQuantizer)

@@ -1,0 +1,35 @@
+"""Builds the C++ codec; everything else about the package is in setup.cfg."""
+
+import shutil
+import sys
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+MSVC = sys.platform == "win32"
+SOURCES = ["csrc/binding.cpp", "csrc/codec.cpp"]
+HEADERS = [f"csrc/{name}.h" for name in ("bits", "codec", "default_tables", "float_map", "rans", "scales", "symbol_model", "threads")]
+
+
+class BuildCodec(build_ext):
+    def build_extensions(self):
+        if not MSVC and not any(shutil.which(name) for name in (self.compiler.compiler_cxx or ["c++"])[:1]):
+            sys.exit("hf_ext needs a C++17 compiler to build its codec (on Debian: apt-get install g++; on macOS: xcode-select --install).")
+        super().build_extensions()
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "hf_ext.fm_delta._codec",
+            SOURCES,
+            depends=HEADERS,
+            language="c++",
+            py_limited_api=True,
+            extra_compile_args=["/std:c++17", "/O2", "/EHsc"] if MSVC else ["-std=c++17", "-O3", "-fvisibility=hidden", "-pthread"],
+            extra_link_args=[] if MSVC else ["-pthread"],
+        )
+    ],
+    cmdclass={"build_ext": BuildCodec},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)
