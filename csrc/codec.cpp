@@ -90,10 +90,12 @@ template <class F>
 struct Chunk {
     typename F::U prediction[CHUNK];
     Context contexts[CHUNK];
+    const ContextTable lookup;
+
+    explicit Chunk(const Plan& plan) : lookup(mantissa_above<F>(plan.plane)) {}
 
     void fill(const Plan& plan, const Part& part, size_t begin, size_t size, const typename F::U* base) {
         const Context alone = alone_context<F>(plan.plane);
-        const ContextTable lookup(mantissa_above<F>(plan.plane));
         for_pieces(plan, part, begin, size, [&](size_t offset, size_t at, size_t count, size_t row, size_t column) {
             const int scale = plan.row_scales[row];
             const int16_t* columns = plan.column_scales.empty() ? nullptr : plan.column_scales.data() + column;
@@ -252,7 +254,7 @@ class TensorEncoder {
     // Calls f(position in the block, size, chunk, values) for each chunk of a block, values being the high parts.
     template <class Function>
     void for_chunks(const Block& block, Function&& f) const {
-        const auto chunk = std::make_unique<Chunk<F>>();
+        const auto chunk = std::make_unique<Chunk<F>>(plan_);
         const auto values = std::make_unique<int32_t[]>(CHUNK);
         for (size_t done = 0; done < block.size; done += CHUNK) {
             const size_t size = std::min(CHUNK, block.size - done);
@@ -506,7 +508,7 @@ class TensorDecoder {
         const size_t plane = size_t(plan_.plane), low_bytes = block.size * plane;
         if (bytes < low_bytes) throw std::runtime_error("a block is smaller than its low bytes");
         Decoder<LANES> decoder(data + low_bytes, bytes - low_bytes);
-        const auto chunk = std::make_unique<Chunk<F>>();
+        const auto chunk = std::make_unique<Chunk<F>>(plan_);
         const auto values = std::make_unique<int32_t[]>(CHUNK);
         for (size_t done = 0; done < block.size; done += CHUNK) {
             const size_t size = std::min(CHUNK, block.size - done);

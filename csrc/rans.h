@@ -4,6 +4,7 @@
 // the symbols, the raw low bits, the extra bits of tail symbols. So a row decodes with vectors of any width up to LANES.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
@@ -14,6 +15,13 @@
 namespace fm_delta {
 
 constexpr uint32_t STATE_LOW = 1u << 16;  // every state lies in [2^16, 2^32) between steps, and starts at 2^16
+
+// The bits below a shift. Looked up, because shifting by a variable is slow where it is not one instruction.
+constexpr std::array<uint32_t, MAX_SHIFT + 1> LOW_MASKS = [] {
+    std::array<uint32_t, MAX_SHIFT + 1> masks{};
+    for (uint32_t shift = 0; shift < masks.size(); ++shift) masks[shift] = (1u << shift) - 1;
+    return masks;
+}();
 
 struct Element {
     int32_t value;
@@ -67,7 +75,7 @@ class Encoder {
             }
             for (int lane = lanes; lane-- > 0;) {
                 const int shift = first[lane].context.shift;
-                put_bits(lane, uint32_t(first[lane].value) & ((1u << shift) - 1), shift);
+                put_bits(lane, uint32_t(first[lane].value) & LOW_MASKS[shift], shift);
             }
             for (int lane = lanes; lane-- > 0;) put_symbol(lane, tables[first[lane].context.table], symbols[lane].id);
         }
@@ -153,27 +161,27 @@ class Decoder {
     [[gnu::always_inline]] inline void decode_row(const Context* contexts, int32_t* values, int lanes, const DecodeTable* tables) {
         uint8_t ids[LANES];
         const uint16_t* next = next_;
-        uint64_t tails = 0;
+        uint32_t tails = 0;
         for (int lane = 0; lane < lanes; ++lane) {
             const uint32_t x = states_[lane];
             const uint32_t slot = tables[contexts[lane].table].slots[x & (PROBABILITY_SUM - 1)];
-            ids[lane] = slot & 63;
-            tails |= uint64_t((slot & 63) >= TAIL) << lane;
+            const uint32_t id = slot & 63;
+            ids[lane] = uint8_t(id);
+            tails |= id & id << 1;  // bit 5 is set by ids from 48 on, and by no others
             states_[lane] = refill((slot >> 6 & 0xfff) * (x >> PROBABILITY_BITS) + (slot >> 18), next);
         }
         for (int lane = 0; lane < lanes; ++lane) {
-            const uint32_t x = states_[lane];
-            const int shift = contexts[lane].shift;
-            values[lane] = int32_t(uint32_t(ids[lane] - LINEAR) << shift | (x & ((1u << shift) - 1)));
-            states_[lane] = refill(x >> shift, next);
+            const uint32_t x = states_[lane], mask = LOW_MASKS[contexts[lane].shift];
+            values[lane] = int32_t(uint32_t(ids[lane] - LINEAR) * (mask + 1) | (x & mask));
+            states_[lane] = refill(x >> contexts[lane].shift, next);
         }
-        for (int lane = 0; tails; ++lane, tails >>= 1) {
-            if (!(tails & 1)) continue;
-            const int bits = extra_bits_of(ids[lane]), shift = contexts[lane].shift;
+        for (int lane = 0; tails & 32 && lane < lanes; ++lane) {
+            if (ids[lane] < TAIL) continue;
+            const int bits = extra_bits_of(ids[lane]);
             uint32_t extra = take_bits(lane, std::min(bits, 16), next);
             if (bits > 16) extra |= take_bits(lane, 16, next) << 16;
-            const uint32_t low = uint32_t(values[lane]) & ((1u << shift) - 1);
-            values[lane] = int32_t(uint32_t(value_of(ids[lane], extra)) << shift | low);
+            const uint32_t mask = LOW_MASKS[contexts[lane].shift];
+            values[lane] = int32_t(uint32_t(value_of(ids[lane], extra)) * (mask + 1) | (uint32_t(values[lane]) & mask));
         }
         if (next > end_) throw std::runtime_error("an entropy-coded block ends too early");
         next_ = next;

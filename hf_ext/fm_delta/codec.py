@@ -136,26 +136,32 @@ def read_header(payload: np.ndarray | bytes, name: str = "") -> Header:
     where = f"Tensor '{name}'" if name else "The payload"
     if len(data) < _FIXED.size or bytes(data[:3]) != MAGIC[:3]:
         raise CorruptFileError(f"{where} is not compressed by FM-Delta, or the file is damaged.")
-    magic, mode, ndim, *lengths, base_values, checksum, integrity = _FIXED.unpack_from(data)
-    if magic != MAGIC:
+    if data[3] != MAGIC[3]:
         raise CorruptFileError(
-            f"{where} is of format version {magic[3]}, this hf_ext reads version {MAGIC[3]}: update hf_ext, or the file is damaged."
+            f"{where} is of format version {data[3]}, this hf_ext reads version {MAGIC[3]}: update hf_ext, or the file is damaged."
         )
+    integrity = int.from_bytes(data[_FIXED.size - 8 : _FIXED.size], "little")
     found = xxhash.xxh3_64(data[: _FIXED.size - 8])
     found.update(bytes(8))
     found.update(data[_FIXED.size :])
-    body = _FIXED.size + 8 * ndim + sum(lengths)
-    if found.intdigest() != integrity or body > len(data) or mode not in (STORED, CODED):
+    header = peek_header(data) if found.intdigest() == integrity else None
+    if header is None or header.body > len(data):
         raise CorruptFileError(f"{where} is damaged: its bytes do not have the checksum they were written with.")
-    shape = struct.unpack_from(f"<{ndim}Q", data, _FIXED.size)
+    if name and header.name and name != header.name:
+        raise CorruptFileError(f"{where} holds the data of '{header.name}': the file's header is damaged.")
+    return header
+
+
+def peek_header(payload: np.ndarray | memoryview) -> Header:
+    """Reads the header of a payload that `read_header` has checked before."""
+    _, mode, ndim, *lengths, base_values, checksum, _ = _FIXED.unpack_from(payload)
+    shape = struct.unpack_from(f"<{ndim}Q", payload, _FIXED.size)
     texts, start = [], _FIXED.size + 8 * ndim
     for length in lengths:
-        texts.append(bytes(data[start : start + length]).decode())
+        texts.append(bytes(payload[start : start + length]).decode())
         start += length
-    dtype, base_dtype, own_name, base_name = texts
-    if name and own_name and name != own_name:
-        raise CorruptFileError(f"{where} holds the data of '{own_name}': the file's header is damaged.")
-    return Header(own_name, dtype, shape, mode == CODED, base_name, base_dtype, base_values, checksum, body)
+    dtype, base_dtype, name, base_name = texts
+    return Header(name, dtype, shape, mode == CODED, base_name, base_dtype, base_values, checksum, start)
 
 
 def decode_raw(payload: np.ndarray | bytes, base: RawTensor | None = None, header: Header | None = None, threads: int = 1) -> RawTensor:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,6 +36,8 @@ from hf_ext.fm_delta.format import (
 )
 
 METHOD = "fm_delta"
+AHEAD = 256 * 1024 * 1024  # bytes of tensors worked on before they are asked for
+CORES = os.cpu_count() or 1
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -97,9 +98,10 @@ def compress_weights(src: Path, base: Checkpoint, out: Path) -> None:
 
                 def encode(name: str, original: SafetensorsFile = original) -> bytes:
                     twin = base.twin_of(name)
-                    return encode_raw(original[name], None if twin is None else base[twin], name, twin or "")
+                    tensor = original[name]
+                    return encode_raw(tensor, None if twin is None else base[twin], name, twin or "", _threads(tensor.data.size))
 
-                for name, payload in _in_order(encode, original.entries):
+                for name, payload in WorkAhead(encode, {name: original[name].data.size for name in original.entries}):
                     writer.add(name, payload)
                     dtypes[original[name].dtype] += original[name].data.size
                     bar.update()
@@ -210,13 +212,14 @@ def matching_base(recorded: BaseInfo, name: str | os.PathLike, revision: str | N
 
 
 def decoded(file: CompressedFile, base: Checkpoint, names: Iterable[str]) -> Iterator[tuple[str, RawTensor]]:
-    """The tensors of a file, decoded on all cores, a few ahead of the reader."""
+    """The tensors of a file, decoded on all cores, some ahead of the reader."""
+    sizes = {name: file.size(name) for name in names}
+    return iter(WorkAhead(lambda name: decode_tensor(file, base, name), sizes))
 
-    def decode(name: str) -> RawTensor:
-        header = file.headers[name]
-        return decode_raw(file.payload(name), base_tensor(base, header.base_name), header)
 
-    return _in_order(decode, names)
+def decode_tensor(file: CompressedFile, base: Checkpoint, name: str) -> RawTensor:
+    header = file.headers[name]
+    return decode_raw(file.payload(name), base_tensor(base, header.base_name), header, _threads(file.size(name)))
 
 
 def base_tensor(base: Checkpoint, name: str) -> RawTensor | None:
@@ -224,21 +227,50 @@ def base_tensor(base: Checkpoint, name: str) -> RawTensor | None:
     return base[name] if name in base else None
 
 
-def _in_order(work: Callable[[str], Result], names: Iterable[str]) -> Iterator[tuple[str, Result]]:
-    """Runs `work` on all cores and yields its results in order, holding few of them at a time."""
-    workers = os.cpu_count() or 1
-    names = iter(names)
-    with ThreadPoolExecutor(workers) as pool:
-        waiting = deque((name, pool.submit(work, name)) for name in islice(names, workers + 1))
+class WorkAhead:
+    """Runs `work(name)` on all cores before its result is asked for, while what is ahead stays below AHEAD bytes.
+
+    Args:
+        sizes: the bytes of each result, by name, in the order in which they will be asked for (in any other it is slower).
+    """
+
+    def __init__(self, work: Callable[[str], Result], sizes: dict[str, int]):
+        self._work = work
+        self._sizes = sizes
+        self._coming = iter(sizes)
+        self._pool = ThreadPoolExecutor(CORES)
+        self._running: dict[str, Future[Result]] = {}
+        self._ahead = 0
+        self._start()
+
+    def result(self, name: str) -> Result:
+        future = self._running.pop(name, None)
+        if future is None:
+            return self._work(name)
+        result = future.result()
+        self._ahead -= self._sizes[name]
+        self._start()
+        return result
+
+    def __iter__(self) -> Iterator[tuple[str, Result]]:
         try:
-            while waiting:
-                name, future = waiting.popleft()
-                result = future.result()
-                if (following := next(names, None)) is not None:
-                    waiting.append((following, pool.submit(work, following)))
-                yield name, result
+            for name in self._sizes:
+                yield name, self.result(name)
         finally:
-            pool.shutdown(cancel_futures=True)
+            self.close()
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _start(self) -> None:
+        while (self._ahead < AHEAD or not self._running) and (name := next(self._coming, None)) is not None:
+            self._ahead += self._sizes[name]
+            self._running[name] = self._pool.submit(self._work, name)
+
+
+def _threads(size: int) -> int:
+    """A tensor that fills the room ahead is worked on by all cores together, others by one each."""
+    return CORES if size > AHEAD // 16 else 1
 
 
 def _progress(what: str, count: int):

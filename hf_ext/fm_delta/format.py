@@ -71,6 +71,11 @@ class CompressedFile:
     def payload(self, name: str) -> np.ndarray:
         return self.file[name].data
 
+    def size(self, name: str) -> int:
+        """Bytes of the tensor in the original file."""
+        begin, end = self.original[name]["data_offsets"]
+        return end - begin
+
     @cached_property
     def headers(self) -> dict[str, Header]:
         """The headers of all tensors; every payload is checked against its checksum."""

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps, WeightConverter, dot_natural_key
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import HfQuantizer
 
-from hf_ext.checkpoint import RawTensor
 from hf_ext.errors import CheckpointError, HfExtError
-from hf_ext.fm_delta.codec import decode_raw, is_payload, read_header
-from hf_ext.fm_delta.compress import base_tensor, matching_base
+from hf_ext.fm_delta.codec import is_payload, peek_header
+from hf_ext.fm_delta.compress import WorkAhead, decode_tensor, matching_base
 from hf_ext.fm_delta.config import FMDeltaConfig
 from hf_ext.fm_delta.format import CompressedFile, check_shards
 
@@ -42,7 +41,7 @@ class FMDeltaQuantizer(HfQuantizer):
             raise CheckpointError(
                 "FM-Delta is no way to load a plain checkpoint: call hf_ext.fm_delta.enable(model, base) and save the model to compress it."
             )
-        self.base = None
+        self.tensors: WorkAhead | None = None
         self.error: HfExtError | None = None
 
     def validate_environment(self, *args, **kwargs):
@@ -64,7 +63,11 @@ class FMDeltaQuantizer(HfQuantizer):
             raise CheckpointError("A checkpoint compressed by FM-Delta is read from safetensors files, not from a state dict.")
         check_shards(files)
         settings = self.quantization_config
-        self.base = matching_base(files[0].base, settings.base, settings.revision)
+        base = matching_base(files[0].base, settings.base, settings.revision)
+        file_of = {name: file for file in files for name in file.headers}
+        # Transformers loads in this order; decoding runs ahead of it.
+        sizes = {name: file_of[name].size(name) for name in sorted(file_of, key=dot_natural_key)}
+        self.tensors = WorkAhead(lambda name: decode_tensor(file_of[name], base, name), sizes)
         return model
 
     def update_weight_conversions(self, weight_conversions: list, model) -> list:
@@ -82,6 +85,7 @@ class FMDeltaQuantizer(HfQuantizer):
             converter.quantization_operation = decode
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        self.tensors.close()
         if self.error is not None:
             raise self.error
         model._weight_conversions = [entry for entry in model._weight_conversions if ANY_NAME not in entry._original_source_patterns]
@@ -114,15 +118,12 @@ class Decode(ConversionOps):
     def _decode(self, payload: torch.Tensor) -> torch.Tensor:
         tensor = payload
         if is_payload(payload):
-            data = payload.reshape(-1).view(torch.uint8).cpu().numpy()
-            header = read_header(data)
-            raw = RawTensor(header.dtype, header.shape, None)
+            header = peek_header(payload.reshape(-1).cpu().numpy())
             try:
-                raw = decode_raw(data, base_tensor(self.quantizer.base, header.base_name), header, torch.get_num_threads())
+                tensor = self.quantizer.tensors.result(header.name).to_torch().to(payload.device)
             except HfExtError as error:
                 self.quantizer.error = self.quantizer.error or error
-                return torch.empty(raw.shape)
-            tensor = raw.to_torch().to(payload.device)
+                return torch.empty(header.shape)
         return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
 
 

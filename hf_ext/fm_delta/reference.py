@@ -254,8 +254,10 @@ def cast(bits: np.ndarray, from_code: int, to_code: int) -> np.ndarray:
     """Floats rounded to the nearest of another type, ties to even. A NaN keeps its sign and nothing else."""
     source, target = TYPES[from_code], TYPES[to_code]
     bits = np.asarray(bits, source.unsigned)
+    negative = (bits >> source.unsigned.type(source.width - 1)).astype(bool)
     quiet_nan = target.infinity | 1 << (target.mantissa - 1)
-    nan = np.where(bits >> source.unsigned.type(source.width - 1), quiet_nan | 1 << (target.width - 1), quiet_nan)
+    minus_nan = quiet_nan | 1 << (target.width - 1)
+    nan = np.where(negative, target.unsigned.type(minus_nan), target.unsigned.type(quiet_nan))
     with np.errstate(all="ignore"):
         exact = (bits.astype("<u4") << np.uint32(16)).view("<f4") if source.numpy is None else bits.view(source.numpy)
         exact = exact.astype("<f8")
@@ -265,4 +267,4 @@ def cast(bits: np.ndarray, from_code: int, to_code: int) -> np.ndarray:
             result = ((np.rint(exact / grid) * grid).astype("<f4").view("<u4") >> np.uint32(16)).astype("<u2")
         else:
             result = exact.astype(target.numpy).view(target.unsigned)
-    return np.where(np.isnan(exact), nan.astype(target.unsigned), result)
+    return np.where(np.isnan(exact), nan, result)

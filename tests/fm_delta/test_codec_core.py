@@ -1,0 +1,448 @@
+"""The C++ codec keeps every bit, agrees with the reference decoder about any body, and survives damaged ones."""
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_ext.fm_delta import _codec, reference
+
+FP32, FP16, BF16, FP64 = 1, 2, 3, 4
+NAMES = {FP32: "fp32", FP16: "fp16", BF16: "bf16", FP64: "fp64"}
+HEADER = 14
+
+every_type = pytest.mark.parametrize("code", NAMES, ids=NAMES.values())
+
+
+def unsigned(code: int) -> np.dtype:
+    return reference.TYPES[code].unsigned
+
+
+def floats(values: np.ndarray, code: int) -> np.ndarray:
+    return reference.cast(np.asarray(values, "<f8").view("<u8"), FP64, code)
+
+
+def random_bits(rng: np.random.Generator, size: int, code: int) -> np.ndarray:
+    return rng.integers(0, np.iinfo(unsigned(code)).max, size, unsigned(code), endpoint=True)
+
+
+def landmarks(code: int) -> np.ndarray:
+    """Zero, the ends of the subnormals and of the finite values, one, infinity, NaNs with payloads; each with both signs."""
+    kind = reference.TYPES[code]
+    least_normal, one = 1 << kind.mantissa, kind.exponent_bias << kind.mantissa
+    quiet = kind.infinity | 1 << (kind.mantissa - 1)
+    most = (1 << (kind.width - 1)) - 1
+    around = [0, 1, least_normal - 1, least_normal, one - 1, one, one + 1, kind.infinity - 1, kind.infinity]
+    positive = [*around, kind.infinity + 1, quiet, quiet + 5, most]
+    return np.array([bits | sign for bits in positive for sign in (0, 1 << (kind.width - 1))], kind.unsigned)
+
+
+def fine_tune(rng: np.random.Generator, size: int, code: int, change: float = 0.01) -> tuple[np.ndarray, np.ndarray]:
+    """Weights as they are usual, and what a little training makes of them."""
+    weights = rng.normal(0, 0.02, size)
+    return floats(weights + rng.normal(0, 0.02 * change, size), code), floats(weights, code)
+
+
+def encode(tensor: np.ndarray, base: np.ndarray | None, code: int, row_length: int, base_values: int | None = None) -> bytes:
+    if base_values is None:
+        base_values = 0 if base is None else len(tensor)
+    return _codec.encode(tensor, base, code, row_length, base_values, 1)
+
+
+def decode(
+    body: bytes, base: np.ndarray | None, code: int, values: int, row_length: int, base_values: int, threads: int = 1
+) -> np.ndarray:
+    tensor = np.full(values, 0x5A, unsigned(code))
+    _codec.decode(body, (tensor, base, code, row_length, base_values, threads))
+    return tensor
+
+
+def assert_comes_back(
+    tensor: np.ndarray, base: np.ndarray | None, code: int, row_length: int, base_values: int | None = None, slow: bool = True
+) -> bytes:
+    """Bit by bit, through both decoders."""
+    if base_values is None:
+        base_values = 0 if base is None else len(tensor)
+    body = encode(tensor, base, code, row_length, base_values)
+    shape = base, code, len(tensor), row_length, base_values
+    np.testing.assert_array_equal(decode(body, *shape), tensor)
+    if slow:
+        np.testing.assert_array_equal(reference.decode_body(body, *shape), tensor)
+    return body
+
+
+def outcome(body: bytes, base: np.ndarray | None, code: int, *sizes: int) -> tuple[bytes | None, bytes | None]:
+    """What the two decoders make of a body: None where it is refused."""
+    results: list[bytes | None] = []
+    for decoder in (decode, reference.decode_body):
+        try:
+            results.append(decoder(body, base, code, *sizes).tobytes())
+        except ValueError:
+            results.append(None)
+    return results[0], results[1]
+
+
+# ---- round trips -------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray | None, int, int, int]:
+    """A small tensor of any content, its base, and the other arguments of `encode`."""
+    code = draw(st.sampled_from(list(NAMES)))
+    row_length = draw(st.one_of(st.integers(1, 20), st.integers(1, 300)))
+    size = draw(st.integers(0, 20)) * row_length % 300 + draw(st.integers(0, row_length)) % 40
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    scale = 2.0 ** draw(st.one_of(st.integers(-8, 0), st.integers(-1070, 1000)))
+
+    def content(kind: str) -> np.ndarray:
+        if kind == "mixed":
+            choice = rng.choice(4, size, p=[0.1, 0.1, 0.7, 0.1])
+            return np.choose(choice, [content(kind) for kind in ("bits", "landmarks", "normal", "constant")])
+        if kind == "bits":
+            return random_bits(rng, size, code)
+        if kind == "landmarks":
+            return rng.choice(landmarks(code), size)
+        if kind == "constant":
+            return np.full(size, rng.choice(landmarks(code)))
+        return floats(rng.normal(0, scale, size), code)
+
+    tensor = content(draw(st.sampled_from(["bits", "landmarks", "constant", "normal", "mixed"])))
+    relation = draw(st.sampled_from(["none", "equal", "some rows", "steps", "unrelated"]))
+    if relation == "none":
+        return tensor, None, code, row_length, 0
+    base = content("mixed") if relation == "unrelated" else tensor.copy()
+    if relation == "steps":
+        base += rng.integers(-(2 ** draw(st.integers(0, 15))), 2 ** draw(st.integers(0, 15)), size).astype(base.dtype)
+    elif relation == "some rows":
+        changed = rng.random(size // row_length + 1) < 0.5
+        base = np.where(changed[np.arange(size) // row_length], content("mixed"), base)
+    rows = draw(st.one_of(st.just(None), st.integers(0, size // row_length)))
+    return tensor, base, code, row_length, size if rows is None else rows * row_length
+
+
+@settings(max_examples=600, derandomize=True, database=None, deadline=None)
+@given(tensors())
+def test_any_bits_come_back_whatever_the_base(example: tuple[np.ndarray, np.ndarray | None, int, int, int]) -> None:
+    assert_comes_back(*example)
+
+
+@every_type
+@pytest.mark.parametrize("size", [0, 1, 2, 63, 64, 65, 127, 128, 129])
+def test_sizes_around_those_of_a_row_of_lanes_come_back(code: int, size: int) -> None:
+    tensor, base = fine_tune(np.random.default_rng(size), size, code)
+    for row_length in (1, 16, 64, 1000):
+        assert_comes_back(tensor, base, code, row_length)
+        assert_comes_back(tensor, None, code, row_length)
+
+
+@every_type
+@pytest.mark.parametrize("size", [16384, 16385, 20_000])
+def test_interleaved_blocks_come_back_with_tails_and_escapes(code: int, size: int) -> None:
+    rng = np.random.default_rng(size)
+    tensor, base = fine_tune(rng, size, code)
+    wild = rng.random(size) < 0.01
+    tensor = np.where(wild, np.where(rng.random(size) < 0.5, random_bits(rng, size, code), rng.choice(landmarks(code), size)), tensor)
+    for first, second in ((tensor, base), (base, tensor), (tensor, None)):
+        assert_comes_back(first, second, code, 100)
+
+
+@every_type
+def test_the_largest_block_of_one_lane_comes_back(code: int) -> None:
+    tensor, base = fine_tune(np.random.default_rng(code), 16383, code)
+    assert_comes_back(tensor, base, code, 127)
+
+
+@every_type
+def test_a_tensor_of_several_blocks_comes_back(code: int) -> None:
+    tensor, base = fine_tune(np.random.default_rng(code), 262_144 + 20_000, code)
+    assert_comes_back(tensor, base, code, 1000)
+    assert_comes_back(tensor, base, code, 700, 700 * 150)
+    tensor, base = fine_tune(np.random.default_rng(code), 1_500_000, code)
+    for base_values in (1_500_000, 4096 * 100, 0):
+        assert_comes_back(tensor, base, code, 4096, base_values, slow=False)
+
+
+@every_type
+@pytest.mark.parametrize("row_length", [1, 2, 7, 64, 4097, 50_000, 10**6])
+def test_rows_of_any_length_come_back(code: int, row_length: int) -> None:
+    tensor, base = fine_tune(np.random.default_rng(row_length), 18_000, code)
+    assert_comes_back(tensor, base, code, row_length)
+    assert_comes_back(tensor, None, code, row_length)
+
+
+@every_type
+def test_a_tensor_that_grew_rows_comes_back(code: int) -> None:
+    tensor, base = fine_tune(np.random.default_rng(code), 300 * 64 + 5, code)
+    for rows in (1, 8, 100, 299, 300):
+        assert_comes_back(tensor, base[: rows * 64], code, 64, rows * 64)
+
+
+@every_type
+def test_scales_from_the_smallest_to_the_largest_floats_come_back(code: int) -> None:
+    rng = np.random.default_rng(code)
+    scales = 2.0 ** np.linspace(-1074, 1023, 128)
+    for rows, columns in ((scales, np.ones(150)), (np.ones(128), 2.0 ** np.linspace(-140, 120, 150)), (scales, rng.random(150))):
+        values = rng.normal(0, 1, (128, 150)) * rows[:, None] * columns
+        tensor = floats(values.ravel(), code)
+        assert_comes_back(tensor, None, code, 150)
+        assert_comes_back(tensor, floats(rng.normal(1, 1e-3, values.size) * values.ravel(), code), code, 150)
+        assert_comes_back(tensor, np.zeros_like(tensor), code, 150)
+
+
+@every_type
+def test_constant_tensors_come_back_and_cost_little(code: int) -> None:
+    for value in landmarks(code)[::3]:
+        tensor = np.full(20_000, value)
+        assert len(assert_comes_back(tensor, None, code, 100)) < 0.9 * tensor.nbytes
+        assert_comes_back(tensor, floats(np.ones(20_000), code), code, 100)
+
+
+# ---- sizes -------------------------------------------------------------------------------------------------------------
+
+
+@every_type
+def test_a_tensor_equal_to_its_base_costs_a_bit_a_row(code: int) -> None:
+    tensor = random_bits(np.random.default_rng(code), 100_000, code)
+    assert len(assert_comes_back(tensor, tensor.copy(), code, 100)) == HEADER + 1000 // 8
+
+
+@every_type
+def test_rows_that_did_not_change_cost_a_bit_each(code: int) -> None:
+    rng = np.random.default_rng(code)
+    tensor, base = fine_tune(rng, 200_000, code)
+    changed = np.repeat(rng.random(2000) < 0.1, 100)
+    some = assert_comes_back(np.where(changed, tensor, base), base, code, 100)
+    only = encode(tensor[changed], base[changed], code, 100)
+    assert len(some) <= len(only) + 2000 // 8
+
+
+@pytest.mark.parametrize("code, share", [(FP32, 0.70), (FP16, 0.55), (BF16, 0.36), (FP64, 0.82)])
+def test_a_fine_tune_shrinks(code: int, share: float) -> None:
+    tensor, base = fine_tune(np.random.default_rng(code), 1 << 18, code)
+    assert len(encode(tensor, base, code, 512)) < share * tensor.nbytes
+
+
+@every_type
+def test_random_data_grows_by_less_than_a_thousandth(code: int) -> None:
+    rng = np.random.default_rng(code)
+    tensor, base = (random_bits(rng, 1 << 20, code) for _ in range(2))
+    for other in (None, base):
+        assert len(assert_comes_back(tensor, other, code, 1024, slow=False)) < 1.001 * tensor.nbytes
+
+
+@every_type
+def test_the_bytes_do_not_depend_on_the_number_of_threads(code: int) -> None:
+    tensor, base = fine_tune(np.random.default_rng(code), 1_200_000, code)
+    for base_values in (1_200_000, 600_000, 0):
+        one, two, many = (_codec.encode(tensor, base, code, 1000, base_values, threads) for threads in (1, 2, 7))
+        assert one == two == many
+        np.testing.assert_array_equal(decode(one, base, code, len(tensor), 1000, base_values, threads=2), tensor)
+
+
+def test_the_default_tables_can_code_every_symbol_or_escape_it() -> None:
+    tables = np.frombuffer(_codec.default_tables(), np.uint16).reshape(reference.TABLES, reference.SYMBOLS)
+    assert (tables.sum(axis=1) == 2048).all()
+    assert (tables[:, reference.ESCAPE] > 0).all()
+    assert (tables[:, 63] == 0).all()
+
+
+# ---- damaged bodies ----------------------------------------------------------------------------------------------------
+
+
+def damaged(code: int) -> list[tuple[bytes, tuple]]:
+    """Bodies that together use every feature, with the other arguments of `decode`."""
+    rng = np.random.default_rng(code)
+    tensor, base = fine_tune(rng, 400, code)
+    tensor[100:150] = base[100:150]
+    tensor[::37] = random_bits(rng, len(tensor[::37]), code)
+    long, long_base = fine_tune(rng, 17_000, code, change=1e-4)
+    long[:5000] = long_base[:5000]
+    verbatim = random_bits(rng, 60, code)
+    cases = [
+        (tensor, base, 25, 400),
+        (tensor, base, 25, 200),
+        (tensor, None, 20, 0),
+        (verbatim, None, 20, 0),
+        (long, long_base, 170, 17_000),
+    ]
+    bodies = [encode(tensor, base, code, length, known) for tensor, base, length, known in cases]
+    headers = [struct.unpack_from("<BBQI", body) for body in bodies]
+    assert headers[0][1] == 3 and headers[-1][2], "untouched rows, column scales and tables of the tensor's own must occur"
+    return [
+        (body, (base, code, len(tensor), length, known))
+        for body, (tensor, base, length, known) in zip(bodies, cases, strict=True)
+    ]
+
+
+@every_type
+def test_a_flipped_byte_is_refused_or_decoded_as_the_reference_does(code: int) -> None:
+    rng = np.random.default_rng(code)
+    refused = 0
+    for body, shape in damaged(code):
+        some = sorted({*range(HEADER + 8), *rng.integers(0, len(body), 120).tolist(), len(body) - 1})
+        for at in some:
+            flipped = bytearray(body)
+            flipped[at] ^= 1 << rng.integers(8) if rng.random() < 0.5 else rng.integers(1, 256)
+            fast, slow = outcome(bytes(flipped), *shape)
+            assert fast == slow
+            refused += fast is None
+    assert refused > 100
+
+
+@every_type
+def test_every_truncation_and_every_extension_is_refused(code: int) -> None:
+    rng = np.random.default_rng(code)
+    for body, shape in damaged(code):
+        for length in {*range(min(len(body), 200)), *rng.integers(0, len(body), 100).tolist(), len(body) - 1}:
+            with pytest.raises(ValueError):
+                decode(body[:length], *shape)
+        for tail in (b"\0", bytes(2), bytes(1000)):
+            assert outcome(body + tail, *shape) == (None, None)
+
+
+@every_type
+def test_garbage_is_refused_or_decoded_as_the_reference_does(code: int) -> None:
+    rng = np.random.default_rng(code)
+    for body, shape in damaged(code)[:4]:
+        for _ in range(60):
+            begin, end = sorted(rng.integers(0, len(body), 2))
+            garbage = body[:begin] + rng.bytes(end - begin) + body[end:]
+            fast, slow = outcome(garbage, *shape)
+            assert fast == slow
+    for length in (0, 1, 13, 14, 15, 100, 5000):
+        assert outcome(rng.bytes(length), None, code, 50, 10, 0) == (None, None)
+
+
+@every_type
+def test_hostile_headers_are_refused(code: int) -> None:
+    planes = reference.TYPES[code].planes
+    for body, shape in damaged(code):
+        plane, flags, own_tables, side = struct.unpack_from("<BBQI", body)
+        headers = [(other, flags, own_tables, side) for other in range(256) if other not in planes]
+        headers += [(plane, other, own_tables, side) for other in (4, 7, 128, 255)]
+        headers += [(plane, flags, own_tables | 1 << bit, side) for bit in range(33, 64)]
+        headers += [(plane, flags, 2**64 - 1, side), (plane, flags, own_tables, 2**32 - 1), (plane, flags, own_tables, 2**31)]
+        headers += [(plane, flags, own_tables, len(body)), (plane, flags, own_tables, len(body) - HEADER + 1)]
+        for header in headers:
+            assert outcome(struct.pack("<BBQI", *header) + body[HEADER:], *shape) == (None, None)
+        # Tables or scales that are not there, or a side information that holds more than it should.
+        headers = [(plane, other, own_tables, side) for other in range(4) if other != flags]
+        headers += [(plane, flags, own_tables ^ 1 << bit, side) for bit in range(33)] + [(plane, flags, 2**33 - 1, side)]
+        headers += [(plane, flags, own_tables, other) for other in (0, side // 2, side + 4, len(body) - HEADER)]
+        for header in headers:
+            fast, slow = outcome(struct.pack("<BBQI", *header) + body[HEADER:], *shape)
+            assert fast == slow
+
+
+@every_type
+def test_blocks_that_lie_about_their_size_or_kind_are_refused(code: int) -> None:
+    for body, shape in damaged(code):
+        at = HEADER + struct.unpack_from("<I", body, 10)[0]
+        (entry,) = struct.unpack_from("<I", body, at)
+        size = entry >> 2
+        for other in (0, 1, size - 2, size - 1, size + 1, size + 2, 2 * size, 2**29, 2**30 - 1):
+            for kind in range(4):
+                lie = body[:at] + struct.pack("<I", other << 2 | kind) + body[at + 4 :]
+                assert outcome(lie, *shape) == (None, None)
+        for kind in range(4):
+            fast, slow = outcome(body[:at] + struct.pack("<I", size << 2 | kind) + body[at + 4 :], *shape)
+            assert fast == slow
+        assert outcome(body[:at] + struct.pack("<I", size << 2 | 3) + body[at + 4 :], *shape) == (None, None)
+
+
+@every_type
+def test_a_body_for_another_shape_is_refused_or_decoded_as_the_reference_does(code: int) -> None:
+    for body, (base, _, values, row_length, base_values) in damaged(code)[:4]:
+        shapes = [(values, 10 * row_length, 0), (values, row_length, 0), (values, 1, base_values)]
+        shapes += [(values - 1, row_length, 0), (values + 1, row_length, 0), (0, 1, 0), (2 * values, row_length, base_values)]
+        shapes += [(values, 2 * row_length, base_values // (2 * row_length) * 2 * row_length), (values, 10**6, base_values % 1)]
+        for other in NAMES:
+            twin = None if base is None else np.resize(base.view(np.uint8), 8 * values).view(unsigned(other))
+            for shape in shapes:
+                fast, slow = outcome(body, twin, other, *shape)
+                assert fast == slow
+
+
+# ---- casts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", NAMES, ids=NAMES.values())
+@pytest.mark.parametrize("source", NAMES, ids=NAMES.values())
+def test_a_cast_rounds_to_the_nearest_even_for_any_bits(source: int, target: int) -> None:
+    rng = np.random.default_rng([source, target])
+    # All 16-bit patterns, their neighbours and the ties between them, the ends of each range, and random bits.
+    short = [reference.cast(np.arange(1 << 16, dtype="<u2"), code, source) for code in (FP16, BF16)]
+    halves = [
+        floats((pair.view("<f8")[:-1] + pair.view("<f8")[1:]) / 2, source)
+        for code in (FP16, BF16)
+        for pair in [reference.cast(np.sort(np.arange(reference.TYPES[code].infinity, dtype="<u2")), code, FP64)]
+    ]
+    ends = [reference.cast(landmarks(code), code, source) for code in NAMES] + [landmarks(source)]
+    exact = np.concatenate([*short, *halves, *ends])
+    near = [exact + np.array(step, unsigned(source)) for step in (0, 1, np.iinfo(unsigned(source)).max)]
+    sign = unsigned(source).type(1 << (reference.TYPES[source].width - 1))
+    bits = np.concatenate([*near, *(part ^ sign for part in near), random_bits(rng, 50_000, source)])
+    rounded = np.empty(len(bits), unsigned(target))
+    _codec.cast(bits, source, rounded, target)
+    np.testing.assert_array_equal(rounded, reference.cast(bits, source, target))
+
+
+@pytest.mark.parametrize("code, values, expected", [
+    (BF16, [1 + 2**-8, 1 + 3 * 2**-8, 2.0**-134, 3 * 2.0**-134, 1e39], [0x3F80, 0x3F82, 0, 2, 0x7F80]),
+    (FP16, [1 + 2**-11, 1 + 3 * 2**-11, 2.0**-25, 65519.99, 65520], [0x3C00, 0x3C02, 0, 0x7BFF, 0x7C00]),
+    (FP32, [1 + 2**-24, 2.0**-150, 1.5 * 2.0**-149, 1e39, -0.0], [0x3F800000, 0, 2, 0x7F800000, 0x80000000]),
+])  # fmt: skip
+def test_casts_have_the_results_that_ieee_754_gives(code: int, values: list[float], expected: list[int]) -> None:
+    rounded = np.empty(len(values), unsigned(code))
+    _codec.cast(np.array(values), FP64, rounded, code)
+    assert rounded.tolist() == expected
+
+
+def test_a_cast_keeps_the_sign_of_a_nan_and_nothing_else() -> None:
+    rounded = np.empty(2, "<u2")
+    _codec.cast(np.array([0x7F800001, 0xFFFFFFFF], "<u4"), FP32, rounded, BF16)
+    assert rounded.tolist() == [0x7FC0, 0xFFC0]
+
+
+# ---- arguments ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [
+    (bytes(15), None, FP64, 1, 0),
+    (bytes(3), None, BF16, 1, 0),
+    (bytes(8), None, 0, 1, 0),
+    (bytes(8), None, 5, 1, 0),
+    (bytes(8), None, FP16, 0, 0),
+    (bytes(8), None, FP16, 1, 4),
+    (bytes(8), bytes(6), FP16, 1, 4),
+    (bytes(8), bytes(10), FP16, 1, 5),
+    (bytes(8), bytes(8), FP16, 1, -1),
+    (bytes(8), bytes(8), FP16, 2, 3),
+])  # fmt: skip
+def test_buffers_of_wrong_sizes_raise_a_type_error(arguments: tuple) -> None:
+    tensor, *rest = arguments
+    with pytest.raises(TypeError):
+        _codec.encode(tensor, *rest, 1)
+    with pytest.raises(TypeError):
+        _codec.decode(encode(np.zeros(4, "<u2"), None, FP16, 1), (bytearray(tensor), *rest, 1))
+
+
+@pytest.mark.parametrize("arguments", [
+    (bytes(8), FP32, bytearray(2), FP16),
+    (bytes(8), FP32, bytearray(6), FP16),
+    (bytes(8), 0, bytearray(4), FP16),
+    (bytes(8), FP32, bytearray(4), 5),
+])  # fmt: skip
+def test_casts_between_buffers_of_different_lengths_raise_a_type_error(arguments: tuple) -> None:
+    with pytest.raises(TypeError):
+        _codec.cast(*arguments)
+
+
+def test_a_read_only_tensor_is_not_written_to() -> None:
+    tensor = np.zeros(4, "<u2")
+    with pytest.raises(BufferError):
+        _codec.decode(encode(tensor, None, FP16, 1), (tensor.tobytes(), None, FP16, 1, 0, 1))
+    with pytest.raises(BufferError):
+        _codec.cast(tensor, FP16, tensor.tobytes(), BF16)
