@@ -255,8 +255,8 @@ def damaged(code: int) -> list[tuple[bytes, tuple]]:
     """Bodies that together use every feature, with the other arguments of `decode`."""
     rng = np.random.default_rng(code)
     tensor, base = fine_tune(rng, 400, code)
-    tensor[100:150] = base[100:150]
     tensor[::37] = random_bits(rng, len(tensor[::37]), code)
+    tensor[100:150] = base[100:150]
     long, long_base = fine_tune(rng, 17_000, code, change=1e-4)
     long[:5000] = long_base[:5000]
     verbatim = random_bits(rng, 60, code)

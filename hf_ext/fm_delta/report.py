@@ -1,0 +1,182 @@
+"""What a compressed checkpoint consists of, as numbers, as a table, as a picture."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hf_ext.errors import HfExtError
+from hf_ext.fm_delta.codec import Header
+from hf_ext.fm_delta.compress import open_compressed
+
+KINDS = {
+    "embedding": r"embed|wte|wpe",
+    "norm": r"norm|\bln_",
+    "attention": r"attn|attention|query|key|value|[qkvo]_proj|c_attn",
+    "mlp": r"mlp|intermediate|output\.dense|fc\d?|gate|up_proj|down_proj|experts|ffn",
+}
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """One tensor: `how` is "delta" (predicted by the base), "resized" (its first rows are), "alone" (coded without a base)
+    or "stored"; sizes in bytes."""
+
+    name: str
+    kind: str
+    how: str
+    dtype: str
+    shape: tuple[int, ...]
+    parameters: int
+    original_bytes: int
+    compressed_bytes: int
+
+    @property
+    def bits_per_parameter(self) -> float:
+        return 8 * self.compressed_bytes / max(self.parameters, 1)
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """A compressed checkpoint; `str()` of it is a table. Bytes count whole files, headers included."""
+
+    base: str
+    revision: str | None
+    tensors: list[TensorReport]
+    original_bytes: int
+    compressed_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Compressed size as a share of the original."""
+        return self.compressed_bytes / max(self.original_bytes, 1)
+
+    def to_dict(self) -> dict:
+        return asdict(self) | {"ratio": self.ratio}
+
+    def __str__(self) -> str:
+        return "\n\n".join((self.tensor_table(), self.kind_table(), self.summary()))
+
+    def summary(self) -> str:
+        base = self.base + (f" at {self.revision}" if self.revision else "")
+        return f"{_megabytes(self.compressed_bytes)} of {_megabytes(self.original_bytes)} ({100 * self.ratio:.1f} %), base {base}"
+
+    def tensor_table(self) -> str:
+        rows = [(t.name, t.kind, t.how, t.dtype, "×".join(map(str, t.shape)) or "1", *_sizes([t])) for t in self.tensors]
+        return _table(("tensor", "kind", "how", "type", "shape", "bits/parameter", "size", "of original"), rows)
+
+    def kind_table(self) -> str:
+        rows = [
+            (kind, f"{sum(t.parameters for t in group):,}", *_sizes(group)) for kind, group in self._groups(lambda t: t.kind).items()
+        ]
+        return _table(("kind", "parameters", "bits/parameter", "size", "of original"), [*rows, ("all", f"{self._parameters():,}", *_sizes(self.tensors))])
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """Draws the size of each layer, compressed by kind on top of the original, to an image file.
+
+        Raises:
+            HfExtError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise HfExtError("Drawing needs matplotlib: pip install matplotlib (or hf_ext[demo]).") from error
+        layers = self._groups(lambda t: _layer(t.name))
+        figure = Figure(figsize=(max(6.0, 0.35 * len(layers) + 3), 4.5), layout="constrained")
+        axes = figure.subplots()
+        positions = range(len(layers))
+        axes.bar(positions, [_mb(t.original_bytes for t in group) for group in layers.values()], color="#e3e3e3", label="original")
+        below = [0.0] * len(layers)
+        for kind in [*KINDS, "other"]:
+            sizes = [_mb(t.compressed_bytes for t in group if t.kind == kind) for group in layers.values()]
+            if any(sizes):
+                axes.bar(positions, sizes, bottom=below, label=kind)
+                below = [a + b for a, b in zip(below, sizes)]
+        axes.set_xticks(list(positions), list(layers), rotation=45 if len(layers) > 8 else 0, ha="right" if len(layers) > 8 else "center")
+        axes.set_ylabel("MB")
+        axes.set_title(self.summary(), fontsize="small")
+        axes.legend(fontsize="small", frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, dpi=150)
+
+    def _parameters(self) -> int:
+        return sum(t.parameters for t in self.tensors)
+
+    def _groups(self, key: Callable[[TensorReport], str]) -> dict[str, list[TensorReport]]:
+        groups: dict[str, list[TensorReport]] = {}
+        for tensor in self.tensors:
+            groups.setdefault(key(tensor), []).append(tensor)
+        return groups
+
+
+def inspect(src: str | os.PathLike) -> CheckpointReport:
+    """Reads how a compressed folder (or file) is made up, without decoding and without its base.
+
+    Raises:
+        CorruptFileError: a file is not compressed, damaged or from a newer version.
+    """
+    files = open_compressed(Path(src))
+    tensors = [
+        TensorReport(
+            name, _kind(name), _how(header), header.dtype, header.shape, header.values, file.size(name), file.payload(name).size
+        )
+        for file in files
+        for name, header in sorted(file.headers.items(), key=lambda item: _natural(item[0]))
+    ]
+    return CheckpointReport(
+        files[0].base.name,
+        files[0].base.revision,
+        tensors,
+        sum(8 + len(file.original_header) + sum(map(file.size, file.original)) for file in files),
+        sum(file.path.stat().st_size for file in files),
+    )
+
+
+def _how(header: Header) -> str:
+    if not header.coded:
+        return "stored"
+    if not header.base_values:
+        return "alone"
+    return "delta" if header.base_values == header.values else "resized"
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), "other")
+
+
+def _layer(name: str) -> str:
+    """The first number in a name, or what stands before the parameter's own name where there is none."""
+    number = re.search(r"\.(\d+)\.", name)
+    return number[1] if number else _kind(name) if _kind(name) == "embedding" else name.split(".")[-2] if "." in name else name
+
+
+def _natural(name: str) -> list:
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
+
+
+def _sizes(tensors: Iterable[TensorReport]) -> tuple[str, str, str]:
+    tensors = list(tensors)
+    size, original = sum(t.compressed_bytes for t in tensors), sum(t.original_bytes for t in tensors)
+    bits = 8 * size / max(sum(t.parameters for t in tensors), 1)
+    return f"{bits:.2f}", f"{size:,}", f"{100 * size / original:.1f} %" if original else "–"
+
+
+def _mb(sizes: Iterable[int]) -> float:
+    return sum(sizes) / 1e6
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.2f} MB"
+
+
+def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(header, *rows)]
+    numeric = [bool(rows) and all(re.match(r"[\d–]", row[i]) for row in rows) for i in range(len(header))]
+    lines = [
+        "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(row, widths, numeric)).rstrip()
+        for row in (header, tuple("-" * width for width in widths), *rows)
+    ]
+    return "\n".join(lines)
