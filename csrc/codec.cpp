@@ -115,6 +115,7 @@ struct Chunk {
             }
             if (columns)
                 for (size_t i = 0; i < count; ++i) sizes[i] = int16_t(sizes[i] + columns[i]);
+            for (size_t i = 0; i < count; ++i) sizes[i] = ContextTable::index(sizes[i]);
             for (size_t i = 0; i < count; ++i) contexts[at + i] = lookup[sizes[i]];
         });
     }

@@ -152,10 +152,10 @@ class Decoder {
    private:
     // Without a branch: which states are low is random. (A conditional expression here is compiled to a jump.)
     static uint32_t refill(uint32_t x, const uint16_t*& next) {
-        const uint32_t low = x < STATE_LOW;
+        const int64_t low = (int64_t(x) - STATE_LOW) >> 63;  // all ones or zero
         const uint32_t filled = x << 16 | *next;
-        next += low;
-        return x ^ ((x ^ filled) & (0u - low));
+        next -= low;
+        return x ^ ((x ^ filled) & uint32_t(low));
     }
 
     [[gnu::always_inline]] inline void decode_row(const Context* contexts, int32_t* values, int lanes, const DecodeTable* tables) {

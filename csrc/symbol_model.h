@@ -51,16 +51,17 @@ inline Context context_of(int c, int mantissa) {
     return {uint8_t(shift), uint8_t(table)};
 }
 
-// context_of for every c, looked up.
+// context_of for every c, looked up. Apart from the look-up, both steps are left to vector code.
 class ContextTable {
    public:
     explicit ContextTable(int mantissa) {
         for (int c = LOW; c <= HIGH; ++c) contexts_[size_t(c - LOW)] = context_of(c, mantissa);
     }
-    Context operator[](int c) const { return contexts_[size_t(std::clamp(c, LOW, HIGH) - LOW)]; }
+    static int16_t index(int16_t c) { return int16_t(std::clamp<int16_t>(c, LOW, HIGH) - LOW); }
+    Context operator[](int16_t index) const { return contexts_[size_t(index)]; }
 
    private:
-    static constexpr int LOW = -8, HIGH = 4 * 23 + 24;  // below and above, context_of is constant
+    static constexpr int16_t LOW = -8, HIGH = 4 * 23 + 24;  // below and above, context_of is constant
     std::array<Context, HIGH - LOW + 1> contexts_;
 };
 
