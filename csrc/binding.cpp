@@ -66,6 +66,10 @@ bool parse(PyObject* args, const char* format, Buffer& tensor, int tensor_flags,
     Py_ssize_t row_length, base_values;
     if (!PyArg_ParseTuple(args, format, &tensor_object, &base_object, &shape.dtype, &row_length, &base_values, &threads)) return false;
     if (!tensor.open(tensor_object, tensor_flags) || !base.open(base_object, 0)) return false;
+    if (row_length < 1 || base_values < 0) {
+        PyErr_SetString(PyExc_TypeError, "row_length must be positive and base_values must not be negative");
+        return false;
+    }
     const int width = fm_delta::width(shape.dtype);
     shape.row_length = size_t(row_length);
     shape.base_values = size_t(base_values);

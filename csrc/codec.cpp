@@ -190,22 +190,24 @@ class TensorEncoder {
     bool any_untouched() const { return std::find(untouched_.begin(), untouched_.end(), true) != untouched_.end(); }
 
     // What a scale has to explain: the square of the change and the variance of its grid, or of the value where it is alone.
+    // Bounded, because a single infinite square would make every scale of its column and row meaningless.
     void squares(size_t at, size_t count, Real<F>* out) const {
+        constexpr Real<F> MOST = F::WIDTH == 64 ? Real<F>(1e300) : Real<F>(1e37f);
         const U* x = tensor_ + at;
         if (at >= plan_.shape.base_values) {
-            for (size_t i = 0; i < count; ++i) out[i] = finite_value<F>(x[i]) * finite_value<F>(x[i]);
+            for (size_t i = 0; i < count; ++i) out[i] = std::min(finite_value<F>(x[i]) * finite_value<F>(x[i]), MOST);
             return;
         }
         const U* b = base_ + at;
         for (size_t i = 0; i < count; ++i) {
             const Real<F> change = finite_value<F>(x[i]) - finite_value<F>(b[i]);
-            out[i] = change * change + grid_variance<F>(b[i]);
+            out[i] = std::min(change * change + grid_variance<F>(b[i]), MOST);
         }
     }
 
     void choose_scales() {
         const size_t length = plan_.shape.row_length, rows = plan_.rows.size();
-        std::vector<Real<F>> weights(length, 1);
+        std::vector<Real<F>> weights(std::min(length, plan_.shape.values), 1);
         // Rows with a base come first; the columns are theirs unless there are hardly any. A short last row has no say.
         const size_t with_base = plan_.parts[1].first_row;
         const size_t first = with_base >= FIT_ROWS ? 0 : with_base;
@@ -219,7 +221,7 @@ class TensorEncoder {
         }
         plan_.row_scales.resize(rows);
         parallel_for((rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, threads_, [&](size_t group) {
-            std::vector<Real<F>> row(length);
+            std::vector<Real<F>> row(weights.size());
             for (size_t i = group * ROWS_AT_ONCE; i < std::min(rows, (group + 1) * ROWS_AT_ONCE); ++i) {
                 const size_t count = plan_.row_values(plan_.rows[i]);
                 squares(plan_.rows[i] * length, count, row.data());

@@ -1,6 +1,7 @@
 // Floats as integers that keep their order (FM-Delta, section 3), and what the codec must know of each float type.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -104,9 +105,9 @@ inline Real<F> finite_value(typename F::U bits) {
 // The variance of rounding to the grid of a value, as far as Real can hold it.
 template <class F>
 inline Real<F> grid_variance(typename F::U bits) {
-    constexpr int LOWEST = F::WIDTH == 64 ? -1000 : -100, BIAS = F::WIDTH == 64 ? 1023 : 127, SHIFT = F::WIDTH == 64 ? 52 : 23;
-    const int exponent = 2 * (grid_exponent<F>(bits) + F::ULP_BIAS);
-    return bits_as<Real<F>>(Wide<F>((exponent > LOWEST ? exponent : LOWEST) + BIAS) << SHIFT) * Real<F>(1.0 / 12);
+    constexpr int LIMIT = F::WIDTH == 64 ? 1000 : 100, BIAS = F::WIDTH == 64 ? 1023 : 127, SHIFT = F::WIDTH == 64 ? 52 : 23;
+    const int exponent = std::clamp(2 * (grid_exponent<F>(bits) + F::ULP_BIAS), -LIMIT, LIMIT);
+    return bits_as<Real<F>>(Wide<F>(exponent + BIAS) << SHIFT) * Real<F>(1.0 / 12);
 }
 
 // Rounds to the nearest, ties to even, in integers only: a prediction must be the same on every machine.

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -25,7 +26,11 @@ void parallel_for(size_t count, int threads, const Task& task) {
         }
     };
     std::vector<std::thread> others;
-    for (size_t i = 1; i < std::min<size_t>(size_t(std::max(threads, 1)), count); ++i) others.emplace_back(work);
+    try {
+        for (size_t i = 1; i < std::min<size_t>(size_t(std::max(threads, 1)), count); ++i) others.emplace_back(work);
+    } catch (const std::system_error&) {
+        // The system gives no more threads: those that run do the work.
+    }
     work();
     for (std::thread& other : others) other.join();
     if (error) std::rethrow_exception(error);

@@ -156,20 +156,20 @@ class Lanes:
 
 
 def decode_numbers(data: bytes, width: int, shift: np.ndarray, table: np.ndarray, tables: np.ndarray) -> np.ndarray:
-    """The numbers of a block: row by row the symbols, then the low bits, then the extra bits of tail symbols."""
+    """The numbers of a block: in rounds of all lanes, first their symbols, then the raw bits, then the extra bits."""
     symbol_at = np.stack([np.repeat(np.arange(SYMBOLS), frequencies) for frequencies in tables])
     starts = np.cumsum(tables, axis=1) - tables
     coder = Lanes(data, width)
     numbers = np.empty(len(shift), np.int64)
     for first in range(0, len(shift), width):
-        row = slice(first, first + width)
-        lanes = np.arange(len(shift[row]))
+        turn = slice(first, first + width)
+        lanes = np.arange(len(shift[turn]))
         states = coder.states[lanes]
         slot = states & ((1 << TABLE_BITS) - 1)
-        symbol = symbol_at[table[row], slot]
-        frequency, start = tables[table[row], symbol], starts[table[row], symbol]
+        symbol = symbol_at[table[turn], slot]
+        frequency, start = tables[table[turn], symbol], starts[table[turn], symbol]
         coder.replace(lanes, frequency * (states >> TABLE_BITS) + slot - start)
-        low = coder.take_bits(lanes, shift[row])
+        raw = coder.take_bits(lanes, shift[turn])
         high = symbol - LINEAR
         for lane in np.flatnonzero(symbol >= TAIL):
             one = lanes[lane : lane + 1]
@@ -180,7 +180,7 @@ def decode_numbers(data: bytes, width: int, shift: np.ndarray, table: np.ndarray
                 tail, negative = divmod(int(symbol[lane]) - TAIL, 2)
                 magnitude = LINEAR + TAIL_START[tail] + coder.take_bits(one, TAIL_BITS[tail])[0]
                 high[lane] = -1 - magnitude if negative else magnitude
-        numbers[row] = high << shift[row] | low
+        numbers[turn] = high << shift[turn] | raw
     require(len(coder.words) == 0 and bool((coder.states == 1 << 16).all()), "a block does not end where it should")
     return numbers
 

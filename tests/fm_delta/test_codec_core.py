@@ -12,6 +12,7 @@ from hf_ext.fm_delta import _codec, reference
 FP32, FP16, BF16, FP64 = 1, 2, 3, 4
 NAMES = {FP32: "fp32", FP16: "fp16", BF16: "bf16", FP64: "fp64"}
 HEADER = 14
+Base = np.ndarray | None
 
 every_type = pytest.mark.parametrize("code", NAMES, ids=NAMES.values())
 
@@ -29,7 +30,7 @@ def random_bits(rng: np.random.Generator, size: int, code: int) -> np.ndarray:
 
 
 def landmarks(code: int) -> np.ndarray:
-    """Zero, the ends of the subnormals and of the finite values, one, infinity, NaNs with payloads; each with both signs."""
+    """Zero, one, the ends of the subnormals and of the finite values, infinity, NaNs with payloads; with both signs."""
     kind = reference.TYPES[code]
     least_normal, one = 1 << kind.mantissa, kind.exponent_bias << kind.mantissa
     quiet = kind.infinity | 1 << (kind.mantissa - 1)
@@ -45,14 +46,14 @@ def fine_tune(rng: np.random.Generator, size: int, code: int, change: float = 0.
     return floats(weights + rng.normal(0, 0.02 * change, size), code), floats(weights, code)
 
 
-def encode(tensor: np.ndarray, base: np.ndarray | None, code: int, row_length: int, base_values: int | None = None) -> bytes:
+def encode(tensor: np.ndarray, base: Base, code: int, row_length: int, base_values: int | None = None) -> bytes:
     if base_values is None:
         base_values = 0 if base is None else len(tensor)
     return _codec.encode(tensor, base, code, row_length, base_values, 1)
 
 
 def decode(
-    body: bytes, base: np.ndarray | None, code: int, values: int, row_length: int, base_values: int, threads: int = 1
+    body: bytes, base: Base, code: int, values: int, row_length: int, base_values: int, threads: int = 1
 ) -> np.ndarray:
     tensor = np.full(values, 0x5A, unsigned(code))
     _codec.decode(body, (tensor, base, code, row_length, base_values, threads))
@@ -60,7 +61,7 @@ def decode(
 
 
 def assert_comes_back(
-    tensor: np.ndarray, base: np.ndarray | None, code: int, row_length: int, base_values: int | None = None, slow: bool = True
+    tensor: np.ndarray, base: Base, code: int, row_length: int, base_values: int | None = None, slow: bool = True
 ) -> bytes:
     """Bit by bit, through both decoders."""
     if base_values is None:
@@ -73,7 +74,7 @@ def assert_comes_back(
     return body
 
 
-def outcome(body: bytes, base: np.ndarray | None, code: int, *sizes: int) -> tuple[bytes | None, bytes | None]:
+def outcome(body: bytes, base: Base, code: int, *sizes: int) -> tuple[bytes | None, bytes | None]:
     """What the two decoders make of a body: None where it is refused."""
     results: list[bytes | None] = []
     for decoder in (decode, reference.decode_body):
@@ -84,11 +85,11 @@ def outcome(body: bytes, base: np.ndarray | None, code: int, *sizes: int) -> tup
     return results[0], results[1]
 
 
-# ---- round trips -------------------------------------------------------------------------------------------------------
+# ---- round trips -----------------------------------------------------------------------------------------------------
 
 
 @st.composite
-def tensors(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray | None, int, int, int]:
+def tensors(draw: st.DrawFn) -> tuple[np.ndarray, Base, int, int, int]:
     """A small tensor of any content, its base, and the other arguments of `encode`."""
     code = draw(st.sampled_from(list(NAMES)))
     row_length = draw(st.one_of(st.integers(1, 20), st.integers(1, 300)))
@@ -124,7 +125,7 @@ def tensors(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray | None, int, int, i
 
 @settings(max_examples=600, derandomize=True, database=None, deadline=None)
 @given(tensors())
-def test_any_bits_come_back_whatever_the_base(example: tuple[np.ndarray, np.ndarray | None, int, int, int]) -> None:
+def test_any_bits_come_back_whatever_the_base(example: tuple[np.ndarray, Base, int, int, int]) -> None:
     assert_comes_back(*example)
 
 
@@ -138,12 +139,12 @@ def test_sizes_around_those_of_a_row_of_lanes_come_back(code: int, size: int) ->
 
 
 @every_type
-@pytest.mark.parametrize("size", [16384, 16385, 20_000])
+@pytest.mark.parametrize("size", [16384, 18_001])
 def test_interleaved_blocks_come_back_with_tails_and_escapes(code: int, size: int) -> None:
     rng = np.random.default_rng(size)
     tensor, base = fine_tune(rng, size, code)
-    wild = rng.random(size) < 0.01
-    tensor = np.where(wild, np.where(rng.random(size) < 0.5, random_bits(rng, size, code), rng.choice(landmarks(code), size)), tensor)
+    wild = np.where(rng.random(size) < 0.5, random_bits(rng, size, code), rng.choice(landmarks(code), size))
+    tensor = np.where(rng.random(size) < 0.01, wild, tensor)
     for first, second in ((tensor, base), (base, tensor), (tensor, None)):
         assert_comes_back(first, second, code, 100)
 
@@ -182,9 +183,10 @@ def test_a_tensor_that_grew_rows_comes_back(code: int) -> None:
 @every_type
 def test_scales_from_the_smallest_to_the_largest_floats_come_back(code: int) -> None:
     rng = np.random.default_rng(code)
-    scales = 2.0 ** np.linspace(-1074, 1023, 128)
-    for rows, columns in ((scales, np.ones(150)), (np.ones(128), 2.0 ** np.linspace(-140, 120, 150)), (scales, rng.random(150))):
-        values = rng.normal(0, 1, (128, 150)) * rows[:, None] * columns
+    by_row, by_column = 2.0 ** np.linspace(-1074, 1023, 128), 2.0 ** np.linspace(-140, 120, 150)
+    for rows, columns in ((by_row, np.ones(150)), (np.ones(128), by_column), (by_row, by_column)):
+        with np.errstate(over="ignore"):
+            values = rng.normal(0, 1, (128, 150)) * rows[:, None] * columns
         tensor = floats(values.ravel(), code)
         assert_comes_back(tensor, None, code, 150)
         assert_comes_back(tensor, floats(rng.normal(1, 1e-3, values.size) * values.ravel(), code), code, 150)
@@ -192,14 +194,14 @@ def test_scales_from_the_smallest_to_the_largest_floats_come_back(code: int) -> 
 
 
 @every_type
-def test_constant_tensors_come_back_and_cost_little(code: int) -> None:
-    for value in landmarks(code)[::3]:
-        tensor = np.full(20_000, value)
-        assert len(assert_comes_back(tensor, None, code, 100)) < 0.9 * tensor.nbytes
-        assert_comes_back(tensor, floats(np.ones(20_000), code), code, 100)
+def test_constant_tensors_come_back(code: int) -> None:
+    for value in landmarks(code)[::5]:
+        tensor = np.full(17_000, value)
+        assert_comes_back(tensor, None, code, 100)
+        assert_comes_back(tensor, floats(np.ones(17_000), code), code, 100)
 
 
-# ---- sizes -------------------------------------------------------------------------------------------------------------
+# ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
 @every_type
@@ -232,6 +234,17 @@ def test_random_data_grows_by_less_than_a_thousandth(code: int) -> None:
         assert len(assert_comes_back(tensor, other, code, 1024, slow=False)) < 1.001 * tensor.nbytes
 
 
+@pytest.mark.parametrize("code", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("outlier", [1e20, 3e38, 2.0**87])
+def test_one_huge_value_does_not_spoil_the_rest(code: int, outlier: float) -> None:
+    tensor, base = fine_tune(np.random.default_rng(code), 1 << 17, code)
+    for twin in (base, None):
+        usual = len(encode(tensor, twin, code, 512))
+        spoilt = tensor.copy()
+        spoilt[70_000] = floats(np.array([outlier]), code)[0]
+        assert len(encode(spoilt, twin, code, 512)) < 1.02 * usual
+
+
 @every_type
 def test_the_bytes_do_not_depend_on_the_number_of_threads(code: int) -> None:
     tensor, base = fine_tune(np.random.default_rng(code), 1_200_000, code)
@@ -248,7 +261,7 @@ def test_the_default_tables_can_code_every_symbol_or_escape_it() -> None:
     assert (tables[:, 63] == 0).all()
 
 
-# ---- damaged bodies ----------------------------------------------------------------------------------------------------
+# ---- damaged bodies --------------------------------------------------------------------------------------------------
 
 
 def damaged(code: int) -> list[tuple[bytes, tuple]]:
@@ -256,12 +269,13 @@ def damaged(code: int) -> list[tuple[bytes, tuple]]:
     rng = np.random.default_rng(code)
     tensor, base = fine_tune(rng, 400, code)
     tensor[::37] = random_bits(rng, len(tensor[::37]), code)
-    tensor[100:150] = base[100:150]
-    long, long_base = fine_tune(rng, 17_000, code, change=1e-4)
-    long[:5000] = long_base[:5000]
+    tensor[100:140] = base[100:140]
+    long_base = floats(rng.normal(0, 0.02, 17_000), code)
+    long = long_base + rng.choice([0, 3], 17_000).astype(long_base.dtype)
+    long[:600] = long_base[:600]
     verbatim = random_bits(rng, 60, code)
     cases = [
-        (tensor, base, 25, 400),
+        (tensor, base, 4, 400),
         (tensor, base, 25, 200),
         (tensor, None, 20, 0),
         (verbatim, None, 20, 0),
@@ -269,7 +283,7 @@ def damaged(code: int) -> list[tuple[bytes, tuple]]:
     ]
     bodies = [encode(tensor, base, code, length, known) for tensor, base, length, known in cases]
     headers = [struct.unpack_from("<BBQI", body) for body in bodies]
-    assert headers[0][1] == 3 and headers[-1][2], "untouched rows, column scales and tables of the tensor's own must occur"
+    assert headers[0][1] == 3 and headers[-1][2], "flags and tables of the tensor's own must occur"
     return [
         (body, (base, code, len(tensor), length, known))
         for body, (tensor, base, length, known) in zip(bodies, cases, strict=True)
@@ -281,8 +295,10 @@ def test_a_flipped_byte_is_refused_or_decoded_as_the_reference_does(code: int) -
     rng = np.random.default_rng(code)
     refused = 0
     for body, shape in damaged(code):
-        some = sorted({*range(HEADER + 8), *rng.integers(0, len(body), 120).tolist(), len(body) - 1})
-        for at in some:
+        side = struct.unpack_from("<I", body, 10)[0]
+        in_blocks = 3 if len(body) > 2000 else 60  # in a long body the reference is slow
+        places = [*rng.integers(0, HEADER + side + 4, 60), *rng.integers(HEADER + side, len(body), in_blocks)]
+        for at in [*range(HEADER + 8), *places, len(body) - 1]:
             flipped = bytearray(body)
             flipped[at] ^= 1 << rng.integers(8) if rng.random() < 0.5 else rng.integers(1, 256)
             fast, slow = outcome(bytes(flipped), *shape)
@@ -306,7 +322,7 @@ def test_every_truncation_and_every_extension_is_refused(code: int) -> None:
 def test_garbage_is_refused_or_decoded_as_the_reference_does(code: int) -> None:
     rng = np.random.default_rng(code)
     for body, shape in damaged(code)[:4]:
-        for _ in range(60):
+        for _ in range(30):
             begin, end = sorted(rng.integers(0, len(body), 2))
             garbage = body[:begin] + rng.bytes(end - begin) + body[end:]
             fast, slow = outcome(garbage, *shape)
@@ -323,13 +339,15 @@ def test_hostile_headers_are_refused(code: int) -> None:
         headers = [(other, flags, own_tables, side) for other in range(256) if other not in planes]
         headers += [(plane, other, own_tables, side) for other in (4, 7, 128, 255)]
         headers += [(plane, flags, own_tables | 1 << bit, side) for bit in range(33, 64)]
-        headers += [(plane, flags, 2**64 - 1, side), (plane, flags, own_tables, 2**32 - 1), (plane, flags, own_tables, 2**31)]
-        headers += [(plane, flags, own_tables, len(body)), (plane, flags, own_tables, len(body) - HEADER + 1)]
+        headers.append((plane, flags, 2**64 - 1, side))
+        sizes = (2**32 - 1, 2**31, len(body), len(body) - HEADER + 1)
+        headers += [(plane, flags, own_tables, other) for other in sizes]
         for header in headers:
             assert outcome(struct.pack("<BBQI", *header) + body[HEADER:], *shape) == (None, None)
         # Tables or scales that are not there, or a side information that holds more than it should.
         headers = [(plane, other, own_tables, side) for other in range(4) if other != flags]
-        headers += [(plane, flags, own_tables ^ 1 << bit, side) for bit in range(33)] + [(plane, flags, 2**33 - 1, side)]
+        headers += [(plane, flags, own_tables ^ 1 << bit, side) for bit in range(33)]
+        headers.append((plane, flags, 2**33 - 1, side))
         headers += [(plane, flags, own_tables, other) for other in (0, side // 2, side + 4, len(body) - HEADER)]
         for header in headers:
             fast, slow = outcome(struct.pack("<BBQI", *header) + body[HEADER:], *shape)
@@ -355,9 +373,10 @@ def test_blocks_that_lie_about_their_size_or_kind_are_refused(code: int) -> None
 @every_type
 def test_a_body_for_another_shape_is_refused_or_decoded_as_the_reference_does(code: int) -> None:
     for body, (base, _, values, row_length, base_values) in damaged(code)[:4]:
-        shapes = [(values, 10 * row_length, 0), (values, row_length, 0), (values, 1, base_values)]
-        shapes += [(values - 1, row_length, 0), (values + 1, row_length, 0), (0, 1, 0), (2 * values, row_length, base_values)]
-        shapes += [(values, 2 * row_length, base_values // (2 * row_length) * 2 * row_length), (values, 10**6, base_values % 1)]
+        whole = base_values - base_values % (2 * row_length)
+        shapes = [(values, row_length, 0), (values - 1, row_length, 0), (values + 1, row_length, 0), (0, 1, 0)]
+        shapes += [(values, 1, base_values), (values, 2 * row_length, whole), (values, 10**6, 0)]
+        shapes += [(2 * values, row_length, base_values)]
         for other in NAMES:
             twin = None if base is None else np.resize(base.view(np.uint8), 8 * values).view(unsigned(other))
             for shape in shapes:
@@ -365,7 +384,7 @@ def test_a_body_for_another_shape_is_refused_or_decoded_as_the_reference_does(co
                 assert fast == slow
 
 
-# ---- casts -------------------------------------------------------------------------------------------------------------
+# ---- casts -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", NAMES, ids=NAMES.values())
@@ -406,7 +425,7 @@ def test_a_cast_keeps_the_sign_of_a_nan_and_nothing_else() -> None:
     assert rounded.tolist() == [0x7FC0, 0xFFC0]
 
 
-# ---- arguments ---------------------------------------------------------------------------------------------------------
+# ---- arguments -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arguments", [

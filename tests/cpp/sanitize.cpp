@@ -1,0 +1,157 @@
+// Round trips and damaged bodies, to be compiled with sanitizers: they stop at the first step
+// outside a buffer or the language. Every buffer has exactly the size that the codec is told.
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <iterator>
+#include <random>
+#include <vector>
+
+#include "../../csrc/codec.h"
+
+namespace {
+
+using Bytes = std::vector<uint8_t>;
+using fm_delta::Shape;
+
+std::mt19937_64 rng(20241);
+
+size_t below(size_t end) { return size_t(rng() % end); }
+
+Bytes random_bytes(size_t size) {
+    Bytes bytes(size);
+    for (uint8_t& byte : bytes) byte = uint8_t(rng());
+    return bytes;
+}
+
+Bytes as_floats(const std::vector<double>& values, int dtype) {
+    Bytes bytes(values.size() * size_t(fm_delta::width(dtype)));
+    fm_delta::cast(4, dtype, values.data(), bytes.data(), values.size());
+    return bytes;
+}
+
+struct Tensor {
+    Shape shape;
+    Bytes values, base;
+};
+
+enum Content { BITS, FINE_TUNE, WILD_FINE_TUNE, SOME_ROWS, EQUAL, CONTENTS };
+
+Tensor make(Shape shape, Content content) {
+    Tensor tensor{shape, {}, {}};
+    const size_t width = size_t(fm_delta::width(shape.dtype)), rows_of = shape.row_length * width;
+    if (content == BITS) {
+        tensor.values = random_bytes(shape.values * width);
+        tensor.base = random_bytes(shape.base_values * width);
+        return tensor;
+    }
+    std::normal_distribution<double> normal;
+    const double scale = std::exp2(double(below(60)) - 40);
+    std::vector<double> before(shape.values), after(shape.values);
+    for (size_t i = 0; i < shape.values; ++i) {
+        before[i] = scale * normal(rng);
+        after[i] = before[i] + 0.01 * scale * normal(rng);
+    }
+    tensor.values = as_floats(after, shape.dtype);
+    tensor.base = as_floats(before, shape.dtype);
+    if (content == WILD_FINE_TUNE)
+        for (size_t i = 0; i < tensor.values.size(); i += 1 + below(400)) tensor.values[i] = uint8_t(rng());
+    if (content == SOME_ROWS || content == EQUAL)
+        for (size_t i = 0; i < tensor.values.size(); ++i)
+            if (content == EQUAL || i / rows_of % 3) tensor.values[i] = tensor.base[i];
+    Bytes(tensor.base.begin(), tensor.base.begin() + std::ptrdiff_t(shape.base_values * width)).swap(tensor.base);
+    return tensor;
+}
+
+// A body lies anywhere in a file: here one byte off any alignment, and still at the end of its memory.
+void decode(const Tensor& tensor, const Bytes& body, Bytes& out, int threads) {
+    Bytes moved(1);
+    moved.reserve(body.size() + 1);
+    moved.insert(moved.end(), body.begin(), body.end());
+    fm_delta::decode(tensor.shape, moved.data() + 1, body.size(), tensor.base.data(), out.data(), threads);
+}
+
+Bytes round_trip(const Tensor& tensor) {
+    const Bytes body = fm_delta::encode(tensor.shape, tensor.values.data(), tensor.base.data(), 1);
+    if (body != fm_delta::encode(tensor.shape, tensor.values.data(), tensor.base.data(), 2)) {
+        std::fprintf(stderr, "two threads make other bytes than one\n");
+        std::exit(1);
+    }
+    for (int threads : {1, 2}) {
+        Bytes out(tensor.values.size(), 0x5A);
+        decode(tensor, body, out, threads);
+        if (out == tensor.values) continue;
+        std::fprintf(stderr, "%zu values of type %d do not come back\n", tensor.shape.values, tensor.shape.dtype);
+        std::exit(1);
+    }
+    return body;
+}
+
+// Flips, overwrites, cuts or extends; half of the time in the first bytes, where sizes and side information are.
+Bytes damage(Bytes body) {
+    const size_t area = rng() % 2 ? std::min<size_t>(body.size(), 80) : body.size();
+    switch (below(6)) {
+        case 0: body[below(area)] ^= uint8_t(1) << below(8); break;
+        case 1: body[below(area)] = uint8_t(rng()); break;
+        case 2:
+            for (size_t i = below(area), end = std::min(body.size(), i + 1 + below(32)); i < end; ++i) body[i] = uint8_t(rng());
+            break;
+        case 3:
+            for (size_t i = below(area), end = std::min(body.size(), i + 1 + below(16)); i < end; ++i) body[i] = rng() % 2 ? 0xff : 0;
+            break;
+        case 4: body.resize(below(body.size() + 1)); break;
+        case 5: body = random_bytes(below(200)); break;
+    }
+    body.shrink_to_fit();
+    return body;
+}
+
+bool decodes(const Tensor& tensor, const Bytes& body, int threads) {
+    Bytes out(tensor.values.size());
+    try {
+        decode(tensor, body, out, threads);
+        return true;
+    } catch (const std::exception&) {
+        return false;
+    }
+}
+
+}  // namespace
+
+int main() {
+    size_t round_trips = 0, refused = 0, decoded = 0;
+    for (int dtype = 1; dtype <= 4; ++dtype) {
+        const Shape shapes[] = {
+            {dtype, 0, 1, 0},        {dtype, 1, 1, 1},         {dtype, 63, 7, 63},          {dtype, 64, 64, 64},
+            {dtype, 65, 100, 65},    {dtype, 500, 5, 500},     {dtype, 500, 5, 250},        {dtype, 503, 5, 0},
+            {dtype, 4097, 1, 4097},  {dtype, 16383, 90, 900},  {dtype, 16384, 4096, 16384}, {dtype, 20001, 200, 20001},
+            {dtype, 20001, 200, 400}, {dtype, 20001, 3, 19998}, {dtype, 20001, 30000, 0},   {dtype, 290'000, 500, 270'000},
+        };
+        for (const Shape& shape : shapes) {
+            fm_delta::check(shape);
+            for (int content = 0; content < CONTENTS; ++content) {
+                if (shape.values > 100'000 && content != WILD_FINE_TUNE && content != SOME_ROWS) continue;
+                const Tensor tensor = make(shape, Content(content));
+                const Bytes body = round_trip(tensor);
+                ++round_trips;
+                const int damages = shape.values > 100'000 ? 6 : shape.values > 10'000 ? 30 : 100;
+                for (int i = 0; i < damages; ++i) ++(decodes(tensor, damage(body), 1 + i % 2) ? decoded : refused);
+                // A sound body of another tensor: the sizes lie everywhere.
+                const Tensor stranger = make(shapes[below(std::size(shapes) - 1)], FINE_TUNE);
+                ++(decodes(stranger, body, 1) ? decoded : refused);
+            }
+        }
+        for (int to = 1; to <= 4; ++to) {
+            const Bytes source = random_bytes(100'000 * size_t(fm_delta::width(dtype)));
+            Bytes target(100'000 * size_t(fm_delta::width(to)));
+            fm_delta::cast(dtype, to, source.data(), target.data(), 100'000);
+        }
+    }
+    std::printf("%zu round trips; of %zu damaged bodies %zu were refused\n", round_trips, refused + decoded, refused);
+    return refused + decoded > 5000 && refused > decoded ? 0 : 1;
+}
