@@ -1,9 +1,8 @@
-"""Checkpoints as lazily read tensors: a folder or a Hub repository of safetensors files, and folders written whole or not at all."""
+"""Checkpoints as lazily read tensors: a folder or a Hub repository of safetensors files. Folders written whole or not."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import mmap
 import os
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(\.[\w-]+)?(-\d{5}-of-\d{5})?\.safetensors")
+STAGE = ".hf_ext-partial"  # one fixed name, so that what a killed process left is cleared by the next save
 FINGERPRINT_SAMPLE = 1024  # bytes read at each of three places of a tensor
 
 # safetensors' names of types, as torch has them.
@@ -49,6 +50,15 @@ TORCH_DTYPES = {
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
+class Entry(NamedTuple):
+    """What the header of a safetensors file says of one tensor; its data are the bytes from `begin` to `end`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
 @dataclass(frozen=True)
 class RawTensor:
     """A tensor as its bytes: `dtype` is safetensors' name of the type, `data` a flat uint8 array, little-endian."""
@@ -59,12 +69,28 @@ class RawTensor:
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> RawTensor:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        if tensor.dtype not in SAFETENSORS_DTYPES:
+            raise CheckpointError(f"A tensor of type {tensor.dtype} cannot be kept in a safetensors file.")
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         return cls(SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape), flat.view(torch.uint8).numpy())
 
     def to_torch(self) -> torch.Tensor:
         """The same memory as a tensor, so `data` must be writable and nobody else's."""
+        if self.dtype not in TORCH_DTYPES:
+            raise CheckpointError(f"This PyTorch ({torch.__version__}) has no tensors of type {self.dtype}.")
+        if not self.data.size:  # torch cannot view an empty array as another type
+            return torch.empty(self.shape, dtype=TORCH_DTYPES[self.dtype])
         return torch.from_numpy(self.data).view(TORCH_DTYPES[self.dtype]).reshape(self.shape)
+
+
+def parse_header(header: bytes) -> tuple[dict[str, str], dict[str, Entry]]:
+    """The metadata and the tensors (in the order of their data) that the header of a safetensors file describes."""
+    entries = json.loads(header)
+    metadata = entries.pop("__metadata__", None) or {}
+    return metadata, {
+        name: Entry(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
+    }
 
 
 class SafetensorsFile:
@@ -81,19 +107,13 @@ class SafetensorsFile:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         length = int.from_bytes(self._map[:8], "little")
         self.header_bytes: bytes = self._map[8 : 8 + length]
-        header = json.loads(self.header_bytes)
-        self.metadata: dict[str, str] = header.pop("__metadata__", {})
-        #: name -> (dtype, shape, begin, end), in the order of the data
-        self.entries: dict[str, tuple[str, tuple[int, ...], int, int]] = {
-            name: (entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-            for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-        }
+        self.metadata, self.entries = parse_header(self.header_bytes)
         self._data = np.frombuffer(self._map, np.uint8, offset=8 + length)
 
     def __getitem__(self, name: str) -> RawTensor:
         """Reads nothing yet: the data is a view of the mapped file."""
-        dtype, shape, begin, end = self.entries[name]
-        return RawTensor(dtype, shape, self._data[begin:end])
+        entry = self.entries[name]
+        return RawTensor(entry.dtype, entry.shape, self._data[entry.begin : entry.end])
 
 
 class Checkpoint:
@@ -102,12 +122,18 @@ class Checkpoint:
     Args:
         name: a folder, or the id of a repository on the Hub.
         revision: branch, tag or commit on the Hub; `self.revision` is the commit it led to, None for a folder.
+
+    Raises:
+        BaseModelError: there are no safetensors weights of that name, or they are damaged.
     """
 
     def __init__(self, name: str | os.PathLike, revision: str | None = None):
         self.name = os.fspath(name)
         self.revision = revision
-        self.files = [SafetensorsFile(path) for path in self._locate()]
+        try:
+            self.files = [SafetensorsFile(path) for path in self._locate()]
+        except (CheckpointError, CorruptFileError) as error:
+            raise BaseModelError(f"The weights of '{self.name}' cannot be read: {error}") from error
         self._file_of = {key: file for file in self.files for key in file.entries}
 
     def _locate(self) -> list[Path]:
@@ -120,8 +146,7 @@ class Checkpoint:
                 paths = [Path(first)]
             except EntryNotFoundError:
                 first = hf_hub_download(self.name, INDEX, revision=self.revision)
-                shards = sorted(set(json.loads(Path(first).read_text(encoding="utf-8"))["weight_map"].values()))
-                paths = [Path(hf_hub_download(self.name, shard, revision=self.revision)) for shard in shards]
+                paths = [Path(hf_hub_download(self.name, shard, revision=self.revision)) for shard in read_index(Path(first))]
         except (HFValidationError, RepositoryNotFoundError, EntryNotFoundError, LocalEntryNotFoundError) as error:
             raise BaseModelError(
                 f"'{self.name}' is neither a folder nor a Hub repository with safetensors weights that can be reached "
@@ -196,8 +221,7 @@ def select_weights(folder: Path) -> list[Path]:
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
     if (folder / INDEX).exists():
-        shards = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-        return [folder / Path(shard).name for shard in shards]
+        return [folder / shard for shard in read_index(folder / INDEX)]
     files = all_weights(folder)
     if not files:
         raise CheckpointError(
@@ -205,6 +229,31 @@ def select_weights(folder: Path) -> list[Path]:
             "load the model with Transformers and save it again."
         )
     return files
+
+
+def read_index(path: Path) -> list[str]:
+    """The names of the shards that an index lists."""
+    try:
+        return sorted({Path(shard).name for shard in json.loads(path.read_bytes())["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptFileError(f"{path} is not an index of shards.") from error
+
+
+def read_config(path: Path) -> dict:
+    """What a config.json says; nothing if there is none.
+
+    Raises:
+        CorruptFileError: it is not a JSON object.
+    """
+    if not path.exists():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise CorruptFileError(f"{path} is not a JSON object.")
+    return config
 
 
 def all_weights(folder: Path) -> list[Path]:
@@ -223,16 +272,14 @@ def staged_folder(target: str | os.PathLike) -> Iterator[Path]:
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file; give a folder to write the checkpoint into.")
     created = not target.exists()
-    stage = target / ".hf_ext-partial"  # one fixed name, so that what a killed process left is cleared by the next save
+    stage = target / STAGE
     shutil.rmtree(stage, ignore_errors=True)
     try:
         stage.mkdir(parents=True)
         yield stage
         _move_into(stage, target)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CheckpointError(f"There is not enough disk space to write {target}; nothing there was changed.") from error
-        raise
+        raise CheckpointError(f"{target} could not be written: {error}") from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)
         if created and target.exists() and not any(target.iterdir()):
@@ -240,25 +287,23 @@ def staged_folder(target: str | os.PathLike) -> Iterator[Path]:
 
 
 def _move_into(stage: Path, target: Path) -> None:
-    def rank(path: Path) -> tuple[int, str]:
-        kind = 0 if WEIGHTS.fullmatch(path.name) else 2 if path.name == CONFIG else 1
-        return kind, path.relative_to(stage).as_posix()
+    def rank(name: Path) -> tuple[int, str]:
+        return 0 if WEIGHTS.fullmatch(str(name)) else 2 if str(name) == CONFIG else 1, name.as_posix()
 
-    files = sorted((path for path in stage.rglob("*") if path.is_file()), key=rank)
-    new = {path.name for path in files}
-    stems = {_stem(path.name) for path in files if WEIGHTS.fullmatch(path.name)}
+    files = sorted((path.relative_to(stage) for path in stage.rglob("*") if path.is_file()), key=rank)
+    saves = {save_of(path) for path in files if WEIGHTS.fullmatch(str(path))}
     for path in files:
-        destination = target / path.relative_to(stage)
-        destination.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(path, destination)
-    for old in all_weights(target):
-        if _stem(old.name) in stems and old.name not in new:
-            old.unlink()
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(stage / path, target / path)
+    indices = [target / INDEX.replace(".json", save.removeprefix("model") + ".json") for save in saves]
+    for old in [*all_weights(target), *indices]:
+        if old.relative_to(target) not in files and (old in indices or save_of(old) in saves):
+            old.unlink(missing_ok=True)
 
 
-def _stem(name: str) -> str:
+def save_of(path: Path) -> str:
     """What the shards of one checkpoint and its single file have in common: `model`, or `model.fp16` of a variant."""
-    return re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", name)
+    return re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", path.name)
 
 
 def write_atomically(path: str | os.PathLike, write: Callable[[Path], None]) -> None:

@@ -34,13 +34,19 @@ def verify(args: argparse.Namespace) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    main = argparse.ArgumentParser(prog="hf-ext", description="Compress fine-tuned checkpoints against their base model, without loss.")
+    main = argparse.ArgumentParser(
+        prog="hf-ext", description="Compress fine-tuned checkpoints against their base model, without loss."
+    )
     main.add_argument("--version", action="version", version=f"hf_ext {__version__}")
     commands = main.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def command(run, help: str, example: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(
-            run.__name__, help=help, description=help, epilog=f"example: {example}", formatter_class=argparse.RawDescriptionHelpFormatter
+            run.__name__,
+            help=help,
+            description=help,
+            epilog=f"example: {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         sub.set_defaults(run=run)
         return sub
@@ -87,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     try:
         args.run(args)
-    except HfExtError as error:
+    except (HfExtError, OSError) as error:
         print(f"hf-ext: {error}", file=sys.stderr)
         return 1
     return 0

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import xxhash
 
-from hf_ext.checkpoint import RawTensor
-from hf_ext.errors import BaseModelError, CorruptFileError
+from hf_ext.checkpoint import TORCH_DTYPES, RawTensor
+from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 
 try:
     from hf_ext.fm_delta import _codec
@@ -30,7 +30,7 @@ STORED, CODED = 0, 1
 FLOATS = {"F32": 1, "F16": 2, "BF16": 3, "F64": 4}
 WIDTHS = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
 FLAT_ROW = 1024  # values that share a scale in a tensor of one dimension
-MAX_EXPANSION = 1 << 14  # no payload describes more values without a base than this times its bytes
+MAX_EXPANSION = 64  # values without a base that a byte of a body may stand for; at most 4/3 do, as their low bits are verbatim
 
 _FIXED = struct.Struct("<4sBBBBHHQQQ")  # magic, mode, ndim, lengths of 2 dtypes, of 2 names, base values, 2 checksums
 
@@ -72,6 +72,8 @@ def payload_shape(ndim: int, size: int) -> tuple[int, ...]:
 
 def is_payload(data: np.ndarray | torch.Tensor) -> bool:
     """Whether an array of bytes starts as a payload does."""
+    if str(data.dtype).removeprefix("torch.") != "uint8":
+        return False
     flat = data.reshape(-1)
     return len(flat) >= _FIXED.size and bytes(flat[:4].tolist()) == MAGIC
 
@@ -83,7 +85,9 @@ def row_length(shape: tuple[int, ...]) -> int:
     return max(math.prod(shape[1:]), 1)
 
 
-def encode_raw(tensor: RawTensor, base: RawTensor | None = None, name: str = "", base_name: str = "", threads: int = 1) -> bytes:
+def encode_raw(
+    tensor: RawTensor, base: RawTensor | None = None, name: str = "", base_name: str = "", threads: int = 1
+) -> bytes:
     """Compresses a tensor, without loss, to a payload of at most its own size and a header.
 
     Args:
@@ -92,16 +96,19 @@ def encode_raw(tensor: RawTensor, base: RawTensor | None = None, name: str = "",
             rows or begin with all of the tensor's (a resized embedding). Otherwise it is left aside.
         name, base_name: what the two are called in their checkpoints.
         threads: for tensors of more than 262,144 values.
+
+    Raises:
+        CheckpointError: the tensor has more than 255 dimensions or a name of more than 65,535 bytes.
     """
     checksum = xxhash.xxh3_64_intdigest(tensor.data)
     coded, base_values, body = False, 0, memoryview(tensor.data)
     if tensor.dtype in FLOATS and tensor.data.size:
+        data = _aligned(tensor.data, tensor.dtype)
         base_values = _predicted_values(tensor, base)
         attempts = [base_values, 0] if base_values else [0]
         for predicted in attempts:
-            candidate = _codec.encode(
-                tensor.data, _prediction(base, tensor.dtype, predicted), FLOATS[tensor.dtype], row_length(tensor.shape), predicted, threads
-            )
+            prediction = _prediction(base, tensor.dtype, predicted)
+            candidate = _codec.encode(data, prediction, FLOATS[tensor.dtype], row_length(tensor.shape), predicted, threads)
             if len(candidate) < len(body):
                 coded, base_values, body = True, predicted, candidate
             # A base that saves a quarter is this tensor's base; one that does not may be a stranger of the same shape.
@@ -120,7 +127,10 @@ def encode_raw(tensor: RawTensor, base: RawTensor | None = None, name: str = "",
     def header(integrity: int) -> bytes:
         return _FIXED.pack(MAGIC, CODED if coded else STORED, len(tensor.shape), *lengths, base_values, checksum, integrity)
 
-    integrity = xxhash.xxh3_64(header(0) + variable)
+    try:
+        integrity = xxhash.xxh3_64(header(0) + variable)
+    except struct.error as error:
+        raise CheckpointError(f"Tensor '{name[:100]}' has too many dimensions or too long a name to be compressed.") from error
     integrity.update(body)
     return b"".join((header(integrity.intdigest()), variable, body))
 
@@ -138,15 +148,21 @@ def read_header(payload: np.ndarray | bytes, name: str = "") -> Header:
         raise CorruptFileError(f"{where} is not compressed by FM-Delta, or the file is damaged.")
     if data[3] != MAGIC[3]:
         raise CorruptFileError(
-            f"{where} is of format version {data[3]}, this hf_ext reads version {MAGIC[3]}: update hf_ext, or the file is damaged."
+            f"{where} is of format version {data[3]}, this hf_ext reads version {MAGIC[3]}: update hf_ext, or the file is "
+            "damaged."
         )
     integrity = int.from_bytes(data[_FIXED.size - 8 : _FIXED.size], "little")
     found = xxhash.xxh3_64(data[: _FIXED.size - 8])
     found.update(bytes(8))
     found.update(data[_FIXED.size :])
-    header = peek_header(data) if found.intdigest() == integrity else None
-    if header is None or header.body > len(data):
+    if found.intdigest() != integrity:
         raise CorruptFileError(f"{where} is damaged: its bytes do not have the checksum they were written with.")
+    try:
+        header = peek_header(data)
+    except (struct.error, ValueError) as error:
+        raise CorruptFileError(f"{where} has a header that cannot be read: {error}.") from error
+    if not _is_possible(header, len(data) - header.body):
+        raise CorruptFileError(f"{where} claims a type or sizes that its bytes cannot have.")
     if name and header.name and name != header.name:
         raise CorruptFileError(f"{where} holds the data of '{header.name}': the file's header is damaged.")
     return header
@@ -155,6 +171,8 @@ def read_header(payload: np.ndarray | bytes, name: str = "") -> Header:
 def peek_header(payload: np.ndarray | memoryview) -> Header:
     """Reads the header of a payload that `read_header` has checked before."""
     _, mode, ndim, *lengths, base_values, checksum, _ = _FIXED.unpack_from(payload)
+    if mode not in (STORED, CODED):
+        raise ValueError(f"mode {mode} is unknown")
     shape = struct.unpack_from(f"<{ndim}Q", payload, _FIXED.size)
     texts, start = [], _FIXED.size + 8 * ndim
     for length in lengths:
@@ -164,7 +182,9 @@ def peek_header(payload: np.ndarray | memoryview) -> Header:
     return Header(name, dtype, shape, mode == CODED, base_name, base_dtype, base_values, checksum, start)
 
 
-def decode_raw(payload: np.ndarray | bytes, base: RawTensor | None = None, header: Header | None = None, threads: int = 1) -> RawTensor:
+def decode_raw(
+    payload: np.ndarray | bytes, base: RawTensor | None = None, header: Header | None = None, threads: int = 1
+) -> RawTensor:
     """Gives back the tensor of a payload, bit for bit.
 
     Args:
@@ -179,14 +199,15 @@ def decode_raw(payload: np.ndarray | bytes, base: RawTensor | None = None, heade
     header = header or read_header(payload)
     body = np.frombuffer(payload, np.uint8)[header.body :]
     label = f"Tensor '{header.name}'"
+    another_base = BaseModelError(
+        f"{label} does not come out as it was saved: '{header.base_name}' of the base model has changed since then, or this is "
+        "another base model."
+    )
     if not header.coded:
         tensor = RawTensor(header.dtype, header.shape, body.copy())
     else:
         if header.base_values and base is None:
             raise BaseModelError(f"{label} needs the tensor '{header.base_name}' of the base model.")
-        width = WIDTHS.get(header.dtype)
-        if width is None or header.values - header.base_values > MAX_EXPANSION * len(body):
-            raise CorruptFileError(f"{label} claims sizes that its payload cannot have.")
         if header.base_values and (
             base.dtype != header.base_dtype or base.data.size // WIDTHS[base.dtype] < header.base_values
         ):
@@ -194,18 +215,20 @@ def decode_raw(payload: np.ndarray | bytes, base: RawTensor | None = None, heade
                 f"{label} was compressed against a {header.base_dtype} tensor with at least {header.base_values} values; "
                 f"'{header.base_name}' of the base is {base.dtype} {list(base.shape)}. This is another base model."
             )
-        tensor = RawTensor(header.dtype, header.shape, np.empty(header.values * width, np.uint8))
+        tensor = RawTensor(header.dtype, header.shape, np.empty(header.values * WIDTHS[header.dtype], np.uint8))
         prediction = _prediction(base, header.dtype, header.base_values)
         try:
-            _codec.decode(body, (tensor.data, prediction, FLOATS[header.dtype], row_length(header.shape), header.base_values, threads))
-        except (ValueError, TypeError) as error:
+            _codec.decode(
+                body, (tensor.data, prediction, FLOATS[header.dtype], row_length(header.shape), header.base_values, threads)
+            )
+        except ValueError as error:
+            # Its bytes are what was written, so it is the base that makes no sense of them.
+            raise another_base if header.base_values else CorruptFileError(f"{label} cannot be decoded: {error}.") from error
+        except TypeError as error:
             raise CorruptFileError(f"{label} cannot be decoded: {error}.") from error
     if xxhash.xxh3_64_intdigest(tensor.data) != header.checksum:
         if header.base_values:
-            raise BaseModelError(
-                f"{label} does not come out as it was saved: '{header.base_name}' of the base model has changed since then, or "
-                "this is another base model."
-            )
+            raise another_base
         raise CorruptFileError(f"{label} does not come out as it was saved: the file is damaged.")
     return tensor
 
@@ -218,6 +241,20 @@ def encode(tensor: torch.Tensor, base: torch.Tensor | None = None, threads: int 
 def decode(payload: bytes, base: torch.Tensor | None = None, threads: int = 1) -> torch.Tensor:
     """`decode_raw` for tensors in memory."""
     return decode_raw(payload, None if base is None else RawTensor.from_torch(base), threads=threads).to_torch()
+
+
+def _is_possible(header: Header, size: int) -> bool:
+    """Whether the fields of a header agree with each other and with a body of `size` bytes; those of a forged one may not."""
+    if header.coded:
+        with_base = header.base_values <= header.values and header.base_dtype in FLOATS or header.base_values == 0
+        return header.dtype in FLOATS and with_base and 0 < header.values <= header.base_values + MAX_EXPANSION * size
+    dtype = TORCH_DTYPES.get(header.dtype)
+    return size >= 0 and header.base_values == 0 and (dtype is None or size == header.values * dtype.itemsize)
+
+
+def _aligned(data: np.ndarray, dtype: str) -> np.ndarray:
+    """The same bytes where a processor reads whole values from; a file may hold them at any address."""
+    return data if data.ctypes.data % WIDTHS[dtype] == 0 else data.copy()
 
 
 def _predicted_values(tensor: RawTensor, base: RawTensor | None) -> int:
@@ -235,7 +272,7 @@ def _prediction(base: RawTensor | None, dtype: str, values: int) -> np.ndarray |
     """The first `values` values of the base as `dtype`."""
     if base is None or values == 0:
         return None
-    source = base.data[: values * WIDTHS[base.dtype]]
+    source = _aligned(base.data[: values * WIDTHS[base.dtype]], base.dtype)
     if base.dtype == dtype:
         return source
     target = np.empty(values * WIDTHS[dtype], np.uint8)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections import Counter
@@ -16,16 +15,20 @@ from transformers.utils.logging import tqdm
 from hf_ext.checkpoint import (
     CONFIG,
     SAFETENSORS_DTYPES,
-    WEIGHTS,
+    STAGE,
     Checkpoint,
     RawTensor,
     SafetensorsFile,
     all_weights,
+    read_config,
+    save_of,
     staged_folder,
+    write_atomically,
 )
-from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.fm_delta.codec import FLOATS, decode_raw, encode_raw
 from hf_ext.fm_delta.format import (
+    KEY,
     BaseInfo,
     CompressedFile,
     CompressedWriter,
@@ -43,7 +46,9 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def compress_checkpoint(src: str | os.PathLike, base: str | os.PathLike, out: str | os.PathLike, revision: str | None = None) -> None:
+def compress_checkpoint(
+    src: str | os.PathLike, base: str | os.PathLike, out: str | os.PathLike, revision: str | None = None
+) -> None:
     """Writes a model's folder again with its weights as lossless differences from a base model (FM-Delta, NeurIPS 2024).
 
     Every file that holds no weights is copied; config.json gets a `quantization_config` entry, by which
@@ -63,9 +68,7 @@ def compress_checkpoint(src: str | os.PathLike, base: str | os.PathLike, out: st
     if not src.is_dir():
         raise CheckpointError(f"{src} is not a folder; give the folder of a saved model.")
     base_checkpoint = Checkpoint(base, revision)
-    for folder in (src, Path(base)):
-        if out.exists() and folder.exists() and out.samefile(folder):
-            raise CheckpointError(f"The compressed checkpoint cannot be written into {folder} itself; give another folder.")
+    _require_another_folder(out, src, base)
     with staged_folder(out) as stage:
         for path in _other_files(src, out):
             _copy(path, stage / path.relative_to(src))
@@ -74,48 +77,54 @@ def compress_checkpoint(src: str | os.PathLike, base: str | os.PathLike, out: st
 
 def compress_weights(src: Path, base: Checkpoint, out: Path) -> None:
     """Compresses the weights of a folder into `out`, then adds what `from_pretrained` must know to `out`/config.json."""
-    config_path = out / CONFIG
-    config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
+    config = read_config(out / CONFIG)
     if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method")
+        settings = config["quantization_config"]
+        method = settings.get("quant_method") if isinstance(settings, dict) else settings
         raise CheckpointError(
-            f"{src} is compressed already." if method == METHOD else f"{src} is quantised ({method}); only plain weights can be compressed."
+            f"{src} is compressed already."
+            if method == METHOD
+            else f"{src} is quantised ({method}); only plain weights can be compressed."
         )
     paths = all_weights(src)
     if not paths:
         raise CheckpointError(f"{src} holds no safetensors weights (model.safetensors, or shards of it).")
-    if any((Path(file.path)).is_relative_to(src) for file in base.files):
+    if any(file.path.parent.samefile(src) for file in base.files):
         raise CheckpointError(f"{src} is the base model itself; give the folder of a fine-tune of it.")
     info = BaseInfo(_portable_name(base), base.revision, base.fingerprint)
     originals = [SafetensorsFile(path) for path in paths]
+    for file in [*originals, *base.files]:
+        if KEY in file.metadata:
+            raise CheckpointError(f"{file.path} is compressed already; decompress it first.")
     writers: list[CompressedWriter] = []
     dtypes: Counter[str] = Counter()
     try:
         with _progress("Compressing", sum(len(file.entries) for file in originals)) as bar:
             for original in originals:
-                writer = CompressedWriter(out / original.path.name, original)
+                writer = CompressedWriter(out / original.path.name, original, info)
                 writers.append(writer)
 
                 def encode(name: str, original: SafetensorsFile = original) -> bytes:
                     twin = base.twin_of(name)
                     tensor = original[name]
-                    return encode_raw(tensor, None if twin is None else base[twin], name, twin or "", _threads(tensor.data.size))
+                    return encode_raw(
+                        tensor, None if twin is None else base[twin], name, twin or "", _threads(tensor.data.size)
+                    )
 
                 for name, payload in WorkAhead(encode, {name: original[name].data.size for name in original.entries}):
                     writer.add(name, payload)
                     dtypes[original[name].dtype] += original[name].data.size
                     bar.update()
-        for stem in {_group(writer.original.path) for writer in writers}:
-            group = [writer for writer in writers if _group(writer.original.path) == stem]
+        for save in {save_of(path) for path in paths}:
+            group = [writer for writer in writers if save_of(writer.original.path) == save]
             digest = digest_of(header for writer in group for header in writer.headers)
             for writer in group:
-                writer.finish(info, digest)
+                writer.finish(digest)
     finally:
         for writer in writers:
             writer.close()
-    if config_path.exists():
-        settings = {"quant_method": METHOD, "base": info.name, "revision": info.revision, "dtype": _float_type(dtypes)}
-        config_path.write_text(add_to_config(config_path.read_text(encoding="utf-8"), settings), encoding="utf-8")
+    settings = {"quant_method": METHOD, "base": info.name, "revision": info.revision, "dtype": _float_type(dtypes)}
+    _rewrite(out / CONFIG, lambda text: add_to_config(text, settings))
 
 
 def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: str | os.PathLike | None = None) -> None:
@@ -132,21 +141,18 @@ def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: 
     """
     src, out = Path(src), Path(out)
     files = open_compressed(src)
-    if out.exists() and out.samefile(src):
-        raise CheckpointError(f"{src} cannot be decompressed into itself; give another folder.")
     base_checkpoint = open_base(files, src, base)
+    _require_another_folder(out, src, base_checkpoint.name)
     with staged_folder(out) as stage:
         for path in _other_files(src, out):
             _copy(path, stage / path.relative_to(src))
-        if (stage / CONFIG).exists():
-            text = (stage / CONFIG).read_text(encoding="utf-8")
-            (stage / CONFIG).write_text(remove_from_config(text), encoding="utf-8")
+        read_config(stage / CONFIG)
+        _rewrite(stage / CONFIG, remove_from_config)
         with _progress("Decompressing", sum(len(file.original) for file in files)) as bar:
             for file in files:
                 with open(stage / file.path.name, "wb") as target:
                     target.write(len(file.original_header).to_bytes(8, "little") + file.original_header)
-                    names = sorted(file.original, key=lambda name: file.original[name]["data_offsets"])
-                    for _, tensor in decoded(file, base_checkpoint, names):
+                    for _, tensor in decoded(file, base_checkpoint, file.original):
                         target.write(tensor.data)
                         bar.update()
 
@@ -172,8 +178,9 @@ def open_compressed(src: Path) -> list[CompressedFile]:
     if not paths or not paths[0].exists():
         raise CheckpointError(f"{src} holds no safetensors weights.")
     files = [CompressedFile(path) for path in paths]
-    for stem in {_group(path) for path in paths}:
-        check_shards([file for file in files if _group(file.path) == stem])
+    if src.is_dir():
+        for save in {save_of(path) for path in paths}:
+            check_shards([file for file in files if save_of(file.path) == save])
     return files
 
 
@@ -187,9 +194,9 @@ def open_base(files: list[CompressedFile], src: Path, base: str | os.PathLike | 
     name, revision = base, None
     if name is None:
         name, revision = recorded.name, recorded.revision
-        if (src / CONFIG).exists():
-            settings = json.loads((src / CONFIG).read_text(encoding="utf-8")).get("quantization_config", {})
-            name, revision = settings.get("base", name), settings.get("revision", revision)
+        settings = read_config(src / CONFIG).get("quantization_config")
+        if isinstance(settings, dict) and "base" in settings:
+            name, revision = settings["base"], settings.get("revision")
     return matching_base(recorded, name, revision)
 
 
@@ -199,14 +206,16 @@ def matching_base(recorded: BaseInfo, name: str | os.PathLike, revision: str | N
         'If the base has moved, set "base" under "quantization_config" in config.json to its folder or Hub id '
         "(on the command line: --base)."
     )
+    if not isinstance(name, str | os.PathLike) or not isinstance(revision, str | None):
+        raise BaseModelError(f"{name!r} at revision {revision!r} cannot be the name of the base {recorded}. {advice}")
     try:
         checkpoint = Checkpoint(name, revision)
-    except (BaseModelError, CheckpointError, CorruptFileError) as error:
+    except BaseModelError as error:
         raise BaseModelError(f"The base model {recorded} is needed to read this checkpoint. {error} {advice}") from error
     if checkpoint.fingerprint != recorded.fingerprint:
         raise BaseModelError(
-            f"This checkpoint was compressed against {recorded} (fingerprint {recorded.fingerprint}), but {checkpoint} is another "
-            f"model or revision (fingerprint {checkpoint.fingerprint}). {advice}"
+            f"This checkpoint was compressed against {recorded} (fingerprint {recorded.fingerprint}), but {checkpoint} is "
+            f"another model or revision (fingerprint {checkpoint.fingerprint}). {advice}"
         )
     return checkpoint
 
@@ -277,13 +286,28 @@ def _progress(what: str, count: int):
     return tqdm(total=count, desc=f"{what} tensors")
 
 
-def _group(path: Path) -> str:
-    """What the shards of one checkpoint share: `model`, or `model.fp16` of a variant."""
-    return WEIGHTS.fullmatch(path.name)[1] or "" if WEIGHTS.fullmatch(path.name) else path.name
+def _require_another_folder(out: Path, src: Path, base: str | os.PathLike) -> None:
+    for folder in (src if src.is_dir() else src.parent, Path(base)):
+        if out.exists() and folder.exists() and out.samefile(folder):
+            raise CheckpointError(f"{folder} cannot be written over, it is still needed; give another folder.")
 
 
 def _other_files(src: Path, out: Path) -> list[Path]:
-    return [path for path in src.rglob("*") if path.is_file() and path not in all_weights(src) and not path.is_relative_to(out)]
+    """All files below `src` but its weights, what a killed save left, and `out`."""
+    weights, out = all_weights(src) if src.is_dir() else [], out.resolve()
+
+    def is_other(path: Path) -> bool:
+        left = STAGE in path.relative_to(src).parts or path.parent.resolve().is_relative_to(out)
+        return path.is_file() and path not in weights and not left
+
+    return [path for path in src.rglob("*") if is_other(path)]
+
+
+def _rewrite(path: Path, change: Callable[[str], str]) -> None:
+    """Changes the text of a file, if there is one, whatever its line ends, and be it read-only."""
+    if path.exists():
+        text = change(path.read_bytes().decode())
+        write_atomically(path, lambda beside: beside.write_bytes(text.encode()))
 
 
 def _copy(source: Path, target: Path) -> None:

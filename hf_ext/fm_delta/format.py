@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,13 +18,14 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from hf_ext.checkpoint import SafetensorsFile
+from hf_ext.checkpoint import Entry, SafetensorsFile, parse_header
 from hf_ext.errors import CorruptFileError
-from hf_ext.fm_delta.codec import Header, payload_shape, read_header
+from hf_ext.fm_delta.codec import WIDTHS, Header, payload_shape, read_header
 
 VERSION = 1
 KEY, CHECKSUM_KEY = "fm_delta", "fm_delta_checksum"
 MAX_HEADER = 100_000_000  # the safetensors library reads no longer header than this
+PAYLOAD_HEADER = 1 << 18  # no payload's header is longer: 255 dimensions and names of 65,535 bytes
 
 
 @dataclass(frozen=True)
@@ -53,37 +55,44 @@ class CompressedFile:
             raise CorruptFileError(f"{self.path} is not compressed by FM-Delta, or its header is damaged.")
         try:
             fields = json.loads(record)
-        except ValueError:
-            fields = {}
+        except (ValueError, RecursionError):
+            fields = None
         version = fields.get("version") if isinstance(fields, dict) else None
         if isinstance(version, int) and version > VERSION:
-            raise CorruptFileError(f"{self.path} has format version {version}, this hf_ext reads up to {VERSION}: update hf_ext.")
+            raise CorruptFileError(
+                f"{self.path} has format version {version}, this hf_ext reads up to {VERSION}: update hf_ext."
+            )
         if self.file.metadata.get(CHECKSUM_KEY) != _header_checksum(record, self.file.entries.items()):
             raise CorruptFileError(f"The header of {self.path} is damaged: it does not have the checksum it was written with.")
-        self.digest: str = fields["digest"]
-        self.base = BaseInfo(**fields["base"])
-        self.original_header = _unpack_header(fields["header"], self.path)
-        self.original: dict[str, dict] = json.loads(self.original_header)
-        metadata = self.original.pop("__metadata__", {})
+        try:
+            self.digest: str = fields["digest"]
+            self.base = BaseInfo(**fields["base"])
+            self.original_header = _unpack_header(fields["header"])
+            metadata, self.original = parse_header(self.original_header)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
+            raise CorruptFileError(f"The header of {self.path} is damaged: {type(error).__name__} {error}.") from error
         if metadata != {key: text for key, text in self.file.metadata.items() if key not in (KEY, CHECKSUM_KEY)}:
             raise CorruptFileError(f"The header of {self.path} is damaged: its metadata is not the original file's.")
+        if self.original.keys() != self.file.entries.keys() or not _is_contiguous(self.original.values()):
+            raise CorruptFileError(f"The header of {self.path} is damaged: its tensors are not the original file's.")
 
     def payload(self, name: str) -> np.ndarray:
         return self.file[name].data
 
     def size(self, name: str) -> int:
         """Bytes of the tensor in the original file."""
-        begin, end = self.original[name]["data_offsets"]
-        return end - begin
+        return self.original[name].end - self.original[name].begin
 
     @cached_property
     def headers(self) -> dict[str, Header]:
         """The headers of all tensors; every payload is checked against its checksum."""
         headers = {}
-        for name in self.file.entries:
-            header = headers[name] = read_header(self.payload(name), name)
-            original = self.original.get(name)
-            if original is None or original["dtype"] != header.dtype or tuple(original["shape"]) != header.shape:
+        for name, entry in self.file.entries.items():
+            payload = self.payload(name)
+            header = headers[name] = read_header(payload, name)
+            size = header.values * WIDTHS[header.dtype] if header.coded else payload.size - header.body
+            written = Entry("U8", payload_shape(len(header.shape), payload.size), entry.begin, entry.end)
+            if entry != written or self.original[name][:2] != (header.dtype, header.shape) or self.size(name) != size:
                 raise CorruptFileError(f"Tensor '{name}' in {self.path} is not the one the file was written with.")
         return headers
 
@@ -111,26 +120,27 @@ class CompressedWriter:
     """Writes one compressed file payload by payload. The header, which needs all sizes, gets its room first and its content
     in `finish`."""
 
-    def __init__(self, path: Path, original: SafetensorsFile):
+    def __init__(self, path: Path, original: SafetensorsFile, base: BaseInfo):
         self.original = original
         self.headers: list[Header] = []
-        self._entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        self._base = base
+        self._entries: dict[str, Entry] = {}
         self._end = 0
-        most = sum(end - begin + 1024 + 2 * len(name) for name, (_, _, begin, end) in original.entries.items())
-        widest = {name: ((most, most), most, most) for name in original.entries}
-        self._room = len(self._header(widest, BaseInfo("\0" * 4096, "0" * 40, "0" * 32), "0" * 32))
+        most = sum(entry.end - entry.begin + PAYLOAD_HEADER for entry in original.entries.values())
+        widest = dict.fromkeys(original.entries, Entry("U8", (most, most), most, most))
+        self._room = len(self._header(widest, "0" * 32))
         self._file = open(path, "wb")
         self._file.write(bytes(8 + self._room))
 
     def add(self, name: str, payload: bytes) -> None:
         header = read_header(payload, name)
         self.headers.append(header)
-        self._entries[name] = payload_shape(len(header.shape), len(payload)), self._end, self._end + len(payload)
+        self._entries[name] = Entry("U8", payload_shape(len(header.shape), len(payload)), self._end, self._end + len(payload))
         self._end += len(payload)
         self._file.write(payload)
 
-    def finish(self, base: BaseInfo, digest: str) -> None:
-        header = self._header(self._entries, base, digest).ljust(self._room)
+    def finish(self, digest: str) -> None:
+        header = self._header(self._entries, digest).ljust(self._room)
         self._file.seek(0)
         self._file.write(len(header).to_bytes(8, "little") + header)
         self.close()
@@ -138,48 +148,54 @@ class CompressedWriter:
     def close(self) -> None:
         self._file.close()
 
-    def _header(self, entries: dict[str, tuple[tuple[int, ...], int, int]], base: BaseInfo, digest: str) -> bytes:
+    def _header(self, entries: dict[str, Entry], digest: str) -> bytes:
         packed = base64.b85encode(zlib.compress(self.original.header_bytes, 9)).decode()
-        record = json.dumps({"version": VERSION, "digest": digest, "base": asdict(base), "header": packed})
-        checked = [(name, (None, None, begin, end)) for name, (_, begin, end) in entries.items()]
-        metadata = self.original.metadata | {KEY: record, CHECKSUM_KEY: _header_checksum(record, checked)}
+        record = json.dumps({"version": VERSION, "digest": digest, "base": asdict(self._base), "header": packed})
+        metadata = self.original.metadata | {KEY: record, CHECKSUM_KEY: _header_checksum(record, entries.items())}
         header = {"__metadata__": metadata} | {
-            name: {"dtype": "U8", "shape": shape, "data_offsets": (begin, end)} for name, (shape, begin, end) in entries.items()
+            name: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (entry.begin, entry.end)}
+            for name, entry in entries.items()
         }
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         return text.ljust(-(-len(text) // 8) * 8)
 
 
-def _header_checksum(record: str, entries: Iterable[tuple[str, tuple]]) -> str:
+def _header_checksum(record: str, entries: Iterable[tuple[str, Entry]]) -> str:
     digest = xxhash.xxh3_64(record.encode())
-    for name, (_, _, begin, end) in entries:
-        digest.update(f"\0{name}\0{begin}\0{end}".encode())
+    for name, entry in entries:
+        digest.update(f"\0{name}\0{entry.begin}\0{entry.end}".encode())
     return digest.hexdigest()
 
 
-def _unpack_header(packed: str, path: Path) -> bytes:
+def _unpack_header(packed: str) -> bytes:
     unpacker = zlib.decompressobj()
     header = unpacker.decompress(base64.b85decode(packed), MAX_HEADER)
     if not unpacker.eof:
-        raise CorruptFileError(f"{path} describes an original header of more than {MAX_HEADER} bytes.")
+        raise ValueError(f"the original header has no end within {MAX_HEADER} bytes")
     return header
+
+
+def _is_contiguous(entries: Iterable[Entry]) -> bool:
+    end = 0
+    for entry in entries:
+        if not entry.begin == end <= entry.end:
+            return False
+        end = entry.end
+    return True
 
 
 def add_to_config(text: str, settings: dict) -> str:
     """The text of a config.json with `settings` as its quantization_config, otherwise untouched."""
-    rest = text.split("{", 1)[1]
-    return "{" + _config_entry(settings) + ("" if rest.lstrip().startswith("}") else ",") + rest
+    before, brace, rest = text.partition("{")
+    entry = '\n  "quantization_config": ' + json.dumps(settings, indent=2).replace("\n", "\n  ")
+    return before + brace + entry + ("" if rest.lstrip().startswith("}") else ",") + rest
 
 
 def remove_from_config(text: str) -> str:
-    """Takes out what `add_to_config` put in; if the file was edited since, at least its content is right."""
+    """Takes out what `add_to_config` put in; if the file was written anew since, at least its content is right."""
+    before, brace, rest = text.partition("{")
+    if entry := re.match(r'\s*"quantization_config":\s*', rest):
+        end = json.JSONDecoder().raw_decode(rest, entry.end())[1]
+        return before + brace + rest[end:].removeprefix(",")
     config = json.loads(text)
-    settings = config.pop("quantization_config")
-    entry = "{" + _config_entry(settings)
-    if text.startswith(entry):
-        return "{" + text[len(entry) :].removeprefix(",")
-    return json.dumps(config, indent=2) + "\n"
-
-
-def _config_entry(settings: dict) -> str:
-    return '\n  "quantization_config": ' + json.dumps(settings, indent=2).replace("\n", "\n  ")
+    return text if config.pop("quantization_config", None) is None else json.dumps(config, indent=2) + "\n"

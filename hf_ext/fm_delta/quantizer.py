@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter, dot_natural_key
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import HfQuantizer
@@ -89,6 +90,8 @@ class FMDeltaQuantizer(HfQuantizer):
         if self.error is not None:
             raise self.error
         model._weight_conversions = [entry for entry in model._weight_conversions if ANY_NAME not in entry._original_source_patterns]
+        del model.is_quantized
+        _point_offloaded_ties_at_decoded_weights(model)
         return model
 
     def is_serializable(self) -> bool:
@@ -124,7 +127,17 @@ class Decode(ConversionOps):
             except HfExtError as error:
                 self.quantizer.error = self.quantizer.error or error
                 return torch.empty(header.shape)
-        return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
+        return tensor.to(dtype=self.dtype)
+
+
+def _point_offloaded_ties_at_decoded_weights(model: PreTrainedModel) -> None:
+    """Transformers looks up an offloaded weight that is tied to another in the checkpoint's own file, where a payload stands
+    instead of it; the other one's place is among the decoded weights."""
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    index = next((hook.weights_map.dataset.index for hook in hooks if getattr(hook, "weights_map", None) is not None), {})
+    for target, source in model.all_tied_weights_keys.items():
+        if source in index:
+            index[target] = index[source]
 
 
 def _as_list(tensors: Any) -> list[torch.Tensor]:

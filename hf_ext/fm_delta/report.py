@@ -62,7 +62,9 @@ class CheckpointReport:
 
     def summary(self) -> str:
         base = self.base + (f" at {self.revision}" if self.revision else "")
-        return f"{_megabytes(self.compressed_bytes)} of {_megabytes(self.original_bytes)} ({100 * self.ratio:.1f} %), base {base}"
+        return (
+            f"{_megabytes(self.compressed_bytes)} of {_megabytes(self.original_bytes)} ({100 * self.ratio:.1f} %), base {base}"
+        )
 
     def tensor_table(self) -> str:
         rows = [(t.name, t.kind, t.how, t.dtype, "×".join(map(str, t.shape)) or "1", *_sizes([t])) for t in self.tensors]
@@ -70,15 +72,19 @@ class CheckpointReport:
 
     def kind_table(self) -> str:
         rows = [
-            (kind, f"{sum(t.parameters for t in group):,}", *_sizes(group)) for kind, group in self._groups(lambda t: t.kind).items()
+            (kind, f"{sum(t.parameters for t in group):,}", *_sizes(group))
+            for kind, group in self._groups(lambda t: t.kind).items()
         ]
-        return _table(("kind", "parameters", "bits/parameter", "size", "of original"), [*rows, ("all", f"{self._parameters():,}", *_sizes(self.tensors))])
+        return _table(
+            ("kind", "parameters", "bits/parameter", "size", "of original"),
+            [*rows, ("all", f"{self._parameters():,}", *_sizes(self.tensors))],
+        )
 
     def plot(self, path: str | os.PathLike) -> None:
         """Draws the size of each layer, compressed by kind on top of the original, to an image file.
 
         Raises:
-            HfExtError: matplotlib is not installed.
+            HfExtError: matplotlib is not installed, or the file cannot be written.
         """
         try:
             from matplotlib.figure import Figure
@@ -88,19 +94,26 @@ class CheckpointReport:
         figure = Figure(figsize=(max(6.0, 0.35 * len(layers) + 3), 4.5), layout="constrained")
         axes = figure.subplots()
         positions = range(len(layers))
-        axes.bar(positions, [_mb(t.original_bytes for t in group) for group in layers.values()], color="#e3e3e3", label="original")
+        axes.bar(
+            positions, [_mb(t.original_bytes for t in group) for group in layers.values()], color="#e3e3e3", label="original"
+        )
         below = [0.0] * len(layers)
         for kind in [*KINDS, "other"]:
             sizes = [_mb(t.compressed_bytes for t in group if t.kind == kind) for group in layers.values()]
             if any(sizes):
                 axes.bar(positions, sizes, bottom=below, label=kind)
                 below = [a + b for a, b in zip(below, sizes)]
-        axes.set_xticks(list(positions), list(layers), rotation=45 if len(layers) > 8 else 0, ha="right" if len(layers) > 8 else "center")
+        axes.set_xticks(
+            list(positions), list(layers), rotation=45 if len(layers) > 8 else 0, ha="right" if len(layers) > 8 else "center"
+        )
         axes.set_ylabel("MB")
         axes.set_title(self.summary(), fontsize="small")
         axes.legend(fontsize="small", frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(path, dpi=150)
+        try:
+            figure.savefig(path, dpi=150)
+        except (OSError, ValueError) as error:
+            raise HfExtError(f"The picture {path} cannot be written: {error}") from error
 
     def _parameters(self) -> int:
         return sum(t.parameters for t in self.tensors)
@@ -154,7 +167,7 @@ def _layer(name: str) -> str:
 
 
 def _natural(name: str) -> list:
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]
 
 
 def _sizes(tensors: Iterable[TensorReport]) -> tuple[str, str, str]:
@@ -176,7 +189,9 @@ def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(header, *rows)]
     numeric = [bool(rows) and all(re.match(r"[\d–]", row[i]) for row in rows) for i in range(len(header))]
     lines = [
-        "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(row, widths, numeric)).rstrip()
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(row, widths, numeric)
+        ).rstrip()
         for row in (header, tuple("-" * width for width in widths), *rows)
     ]
     return "\n".join(lines)

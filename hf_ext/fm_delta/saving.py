@@ -9,16 +9,19 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import logging
 from transformers.utils.hub import create_and_tag_model_card
 
-from hf_ext.checkpoint import CONFIG, Checkpoint, RawTensor, all_weights, staged_folder
+from hf_ext.checkpoint import Checkpoint, all_weights, staged_folder
 from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.codec import decode_raw, is_payload, read_header
 from hf_ext.fm_delta.compress import base_tensor, compress_weights
 
 logger = logging.get_logger(__name__)
+
+HUB_OPTIONS = ("repo_id", "private", "revision", "commit_message", "commit_description", "create_pr")
 
 
 def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None = None) -> PreTrainedModel:
@@ -44,7 +47,8 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
         raise CheckpointError("This model is quantised; only plain weights can be compressed.")
     disable(model)
-    checkpoint = Checkpoint(base, revision)
+    # A save may happen in another working directory.
+    checkpoint = Checkpoint(os.path.abspath(base) if os.path.isdir(base) else base, revision)
     names = model.state_dict().keys()
     if not any(checkpoint.twin_of(name) for name in names):
         logger.warning(f"No tensor of {checkpoint} has a name that {type(model).__name__} knows: nothing will be saved by it.")
@@ -72,7 +76,12 @@ class CompressedSaving:
         self.revision = base.revision
 
     def __call__(
-        self, save_directory: str | os.PathLike, is_main_process: bool = True, push_to_hub: bool = False, **kwargs: Any
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
     ) -> None:
         plain_save = type(self.model).save_pretrained
         if kwargs.get("distributed_checkpoint"):
@@ -80,16 +89,19 @@ class CompressedSaving:
         if not self.model.should_save_on_this_rank(is_main_process):
             # This process only takes part in gathering the weights.
             with TemporaryDirectory() as nowhere:
-                plain_save(self.model, nowhere, is_main_process=is_main_process, **kwargs)
+                plain_save(self.model, nowhere, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
             return
-        hub_options = {key: kwargs.pop(key) for key in ("repo_id", "commit_message", "create_pr", "private") if key in kwargs}
+        hub_options = {key: kwargs.pop(key) for key in HUB_OPTIONS if key in kwargs}
         base = Checkpoint(self.base, self.revision)
         folder = Path(save_directory)
         if os.path.isdir(base.name) and folder.exists() and folder.samefile(base.name):
             raise CheckpointError(f"{folder} is the folder of the base model; saving there would destroy what the save refers to.")
         with staged_folder(folder) as stage:
             plain = stage / "plain"
-            plain_save(self.model, plain, is_main_process=is_main_process, **kwargs)
+            try:
+                plain_save(self.model, plain, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+            except SafetensorError as error:
+                raise CheckpointError(f"{folder} could not be written: {error}") from error
             written = [path for path in plain.iterdir() if path not in all_weights(plain)]
             for path in written:
                 path.rename(stage / path.name)
@@ -119,9 +131,9 @@ class CompressedSaving:
         """A `load_state_dict` pre-hook: replaces payloads by the tensors they stand for."""
         base = None
         for key, value in state_dict.items():
-            if not is_payload(value):
+            if not isinstance(value, torch.Tensor) or not is_payload(value):
                 continue
-            data = value.reshape(-1).view(torch.uint8).cpu().numpy()
-            header = read_header(data, key)
+            data = value.reshape(-1).cpu().numpy()
+            header = read_header(data, key.removeprefix(prefix))
             base = base or Checkpoint(self.base, self.revision)
             state_dict[key] = decode_raw(data, base_tensor(base, header.base_name), header, torch.get_num_threads()).to_torch()

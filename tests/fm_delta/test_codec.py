@@ -1,0 +1,338 @@
+"""A tensor comes back from its payload with every bit, whatever it and the base are; a payload says all that is needed."""
+
+import math
+import struct
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_ext.checkpoint import SAFETENSORS_DTYPES, TORCH_DTYPES, RawTensor
+from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+from hf_ext.fm_delta.codec import (
+    FLOATS,
+    MAX_EXPANSION,
+    WIDTHS,
+    decode,
+    decode_raw,
+    encode,
+    encode_raw,
+    is_payload,
+    payload_shape,
+    read_header,
+)
+
+HEADER = 36  # bytes before the shape, see docs/format.md
+FLOAT_DTYPES = [TORCH_DTYPES[name] for name in FLOATS]
+SHAPES = [(), (0,), (1,), (1023,), (1025,), (3, 0, 2), (7, 300), (130, 33), (2, 3, 4, 5, 6)]
+
+every_float = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+every_dtype = pytest.mark.parametrize("dtype", SAFETENSORS_DTYPES, ids=str)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return RawTensor.from_torch(tensor).data.tobytes()
+
+
+def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """Every bit pattern: NaNs with payloads, subnormals, both zeros. Bools are 0 or 1."""
+    rng = np.random.default_rng(seed)
+    data = rng.integers(0, 2 if dtype == torch.bool else 256, math.prod(shape) * dtype.itemsize, np.uint8)
+    return RawTensor(SAFETENSORS_DTYPES[dtype], shape, data).to_torch()
+
+
+def trained(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0, change: float = 1e-4) -> tuple[torch.Tensor, torch.Tensor]:
+    """A fine-tuned tensor and its base."""
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.randn(shape, generator=generator, dtype=torch.float64) * 0.02
+    return (base + torch.randn(shape, generator=generator, dtype=torch.float64) * change).to(dtype), base.to(dtype)
+
+
+def assert_comes_back(tensor: torch.Tensor, base: torch.Tensor | None = None) -> bytes:
+    payload = encode(tensor, base)
+    decoded = decode(payload, base)
+    assert (decoded.dtype, decoded.shape) == (tensor.dtype, tensor.shape)
+    assert bits(decoded) == bits(tensor)
+    return payload
+
+
+# ---- round trips ------------------------------------------------------------------------------------------------------
+
+
+@every_dtype
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_type_and_shape_comes_back_bit_by_bit(dtype, shape):
+    tensor, base = random_bits(dtype, shape), random_bits(dtype, shape, seed=1)
+    assert_comes_back(tensor)
+    assert_comes_back(tensor, base)
+    assert_comes_back(tensor, tensor.clone())
+
+
+@every_float
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_fine_tuned_tensor_comes_back_bit_by_bit(dtype, shape):
+    assert_comes_back(*trained(dtype, shape))
+
+
+@every_float
+def test_the_landmarks_of_a_type_come_back_with_their_signs_and_payloads(dtype):
+    width, limits = 8 * dtype.itemsize, torch.finfo(dtype)
+    infinity = int.from_bytes(bits(torch.tensor(math.inf, dtype=dtype)), "little")
+    patterns = [0, 1, 2, infinity, infinity - 1, infinity + 1, infinity | infinity >> 1, (1 << (width - 1)) - 1]
+    patterns += [int.from_bytes(bits(torch.tensor(value, dtype=dtype)), "little") for value in (limits.tiny, 1.0, limits.eps)]
+    patterns += [pattern | 1 << (width - 1) for pattern in patterns]
+    data = np.frombuffer(b"".join(pattern.to_bytes(dtype.itemsize, "little") for pattern in patterns * 60), np.uint8)
+    landmarks = RawTensor(SAFETENSORS_DTYPES[dtype], (60, len(patterns)), data.copy()).to_torch()
+    assert_comes_back(landmarks)
+    assert_comes_back(landmarks, landmarks.flip(1))
+    assert_comes_back(landmarks, torch.zeros_like(landmarks))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.T,
+        lambda x: x[::2, 1::3],
+        lambda x: x[5:],
+        lambda x: x.expand(3, *x.shape),
+        lambda x: x.flip(0).transpose(0, 1),
+        lambda x: x.requires_grad_(),
+    ],
+)
+def test_a_tensor_need_not_be_contiguous(view):
+    tensor, base = trained(torch.float32, (40, 60))
+    assert_comes_back(view(tensor), view(base))
+
+
+@every_float
+@pytest.mark.parametrize("base_dtype", FLOAT_DTYPES, ids=str)
+def test_a_base_of_another_float_type_predicts_too(dtype, base_dtype):
+    tensor, base = trained(dtype, (100, 64))
+    base = base.to(base_dtype)
+    payload = assert_comes_back(tensor, base)
+    header = read_header(payload)
+    assert (header.base_dtype, header.base_values) == (SAFETENSORS_DTYPES[base_dtype], 6400)
+    assert len(payload) < len(encode(tensor))
+    strange = random_bits(base_dtype, (100, 64))
+    assert_comes_back(tensor, strange)
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        torch.zeros(6400),
+        torch.zeros(64, 100),
+        torch.zeros(100, 64, 1),
+        torch.zeros(100, 65),
+        torch.zeros(()),
+        torch.zeros(0, 64),
+        torch.zeros(100, 64, dtype=torch.int32),
+        torch.zeros(100, 64).to(torch.float8_e4m3fn),
+        torch.zeros(100, 64, dtype=torch.complex64),
+    ],
+    ids=lambda base: f"{base.dtype}-{list(base.shape)}",
+)
+def test_a_base_that_cannot_predict_is_left_aside(base):
+    tensor, _ = trained(torch.float32, (100, 64))
+    assert encode(tensor, base) == encode(tensor)
+    assert bits(decode(encode(tensor, base))) == bits(tensor)
+
+
+@every_float
+def test_a_stranger_as_base_is_left_aside(dtype):
+    tensor, stranger = trained(dtype, (200, 64), seed=0)[0], trained(dtype, (200, 64), seed=9)[0] * 50
+    assert len(assert_comes_back(tensor, stranger)) <= len(encode(tensor))
+
+
+@every_float
+@pytest.mark.parametrize(("rows", "base_rows"), [(100, 97), (97, 100), (100, 1), (1, 100), (300, 299)])
+@pytest.mark.parametrize("row", [(64,), (5, 7), ()], ids=str)
+def test_the_rows_of_a_resized_embedding_that_remain_are_predicted(dtype, rows, base_rows, row):
+    tensor, base = trained(dtype, (max(rows, base_rows), *row))
+    tensor, base = tensor[:rows], base[:base_rows]
+    header = read_header(assert_comes_back(tensor, base))
+    if row and base_rows > 1:  # a vector has no rows, and one row of a hundred saves next to nothing
+        assert header.base_values == min(rows, base_rows) * math.prod(row)
+
+
+@every_float
+def test_rows_that_were_not_trained_cost_next_to_nothing(dtype):
+    tensor, base = trained(dtype, (1000, 64))
+    tensor[10:] = base[10:]
+    assert len(assert_comes_back(tensor, base)) < 0.03 * len(bits(tensor))
+
+
+@every_float
+def test_threads_make_no_difference(dtype):
+    tensor, base = trained(dtype, (600, 1000))
+    payload = encode(tensor, base, threads=1)
+    assert encode(tensor, base, threads=3) == payload
+    assert bits(decode(payload, base, threads=3)) == bits(tensor)
+
+
+def test_a_tensor_at_an_odd_address_comes_back():
+    tensor, base = (RawTensor.from_torch(x) for x in trained(torch.float64, (70, 70)))
+
+    def moved(raw):
+        memory = np.empty(raw.data.size + 1, np.uint8)
+        memory[1:] = raw.data
+        return RawTensor(raw.dtype, raw.shape, memory[1:])
+
+    payload = encode_raw(moved(tensor), moved(base))
+    assert payload == encode_raw(tensor, base)
+    shifted = np.frombuffer(b"\0" + payload, np.uint8)[1:]
+    assert decode_raw(shifted, moved(base)).data.tobytes() == tensor.data.tobytes()
+
+
+shapes = st.lists(st.integers(0, 12), max_size=4).map(tuple)
+
+
+@st.composite
+def tensors_and_bases(draw):
+    """A tensor of any type and, perhaps, a base: any tensor, or the tensor with some values and rows changed."""
+    dtype = draw(st.sampled_from(list(SAFETENSORS_DTYPES)))
+    shape = draw(shapes)
+    tensor = random_bits(dtype, shape, draw(st.integers(0, 1000)))
+    kind = draw(st.sampled_from(["none", "same", "near", "resized", "other"]))
+    if kind == "none":
+        return tensor, None
+    if kind == "other":
+        return tensor, random_bits(draw(st.sampled_from(list(SAFETENSORS_DTYPES))), draw(shapes), 5)
+    base = tensor.clone()
+    if kind == "near" and tensor.numel():
+        flat = base.reshape(-1).view(torch.uint8)
+        at = draw(st.lists(st.integers(0, len(flat) - 1), max_size=5))
+        flat[at] = flat[at] ^ (1 if dtype == torch.bool else draw(st.integers(1, 255)))
+    if kind == "resized" and tensor.dim():
+        rows = draw(st.integers(0, 2 * shape[0]))
+        base = torch.cat([base, random_bits(dtype, shape, 7)])[:rows]
+    return tensor, base
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(tensors_and_bases())
+def test_any_tensor_comes_back_with_any_base(pair):
+    tensor, base = pair
+    payload = assert_comes_back(tensor, base)
+    assert len(payload) <= len(bits(tensor)) + HEADER + 8 * tensor.dim() + 16
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(tensors_and_bases(), tensors_and_bases())
+def test_a_payload_with_another_base_is_right_or_refused(pair, other):
+    payload = encode(*pair)
+    try:
+        assert bits(decode(payload, other[1])) == bits(pair[0])
+    except BaseModelError:
+        assert read_header(payload).base_values > 0
+
+
+# ---- sizes ------------------------------------------------------------------------------------------------------------
+
+
+@every_float
+@pytest.mark.parametrize("with_base", [False, True])
+def test_what_cannot_be_compressed_grows_by_less_than_a_thousandth(dtype, with_base):
+    tensor = random_bits(dtype, (1000, 1000))
+    payload = assert_comes_back(tensor, random_bits(dtype, (1000, 1000), 1) if with_base else None)
+    assert len(payload) < 1.001 * len(bits(tensor))
+
+
+@every_float
+def test_no_payload_without_a_base_stands_for_more_values_than_the_decoder_allows(dtype):
+    for value in (0.0, 1.0, -1.5, math.inf, torch.finfo(dtype).smallest_normal):
+        for shape in ((1 << 18,), (1, 1 << 18), (1 << 14, 16), (1, 1)):
+            tensor = torch.full(shape, value, dtype=dtype)
+            assert tensor.numel() < len(encode(tensor)) * MAX_EXPANSION / 16
+
+
+# ---- the header -------------------------------------------------------------------------------------------------------
+
+
+def test_the_header_has_the_layout_of_the_documentation():
+    tensor = torch.tensor([[1, 2, 3]], dtype=torch.int16)
+    payload = encode_raw(RawTensor.from_torch(tensor), name="a.ß")
+    fixed = b"FMD\x01" + bytes([0, 2, 3, 0]) + struct.pack("<HHQ", 4, 0, 0) + struct.pack("<Q", xxhash.xxh3_64_intdigest(bits(tensor)))
+    variable = struct.pack("<QQ", 1, 3) + "I16a.ß".encode() + bits(tensor)
+    assert payload == fixed + struct.pack("<Q", xxhash.xxh3_64_intdigest(fixed + bytes(8) + variable)) + variable
+
+
+def test_the_header_says_what_predicts_a_tensor():
+    tensor, base = trained(torch.bfloat16, (90, 32))
+    raw, twin = RawTensor.from_torch(tensor), RawTensor.from_torch(base[:80].float())
+    header = read_header(encode_raw(raw, twin, "model.weight", "weight"))
+    assert (header.name, header.dtype, header.shape, header.values) == ("model.weight", "BF16", (90, 32), 2880)
+    assert (header.coded, header.base_name, header.base_dtype, header.base_values) == (True, "weight", "F32", 2560)
+    assert header.checksum == xxhash.xxh3_64_intdigest(raw.data)
+    assert header.body == HEADER + 16 + len("BF16" + "F32" + "model.weight" + "weight")
+
+
+def test_a_tensor_that_the_base_does_not_help_names_no_base():
+    raw = RawTensor.from_torch(torch.arange(5))
+    header = read_header(encode_raw(raw, raw, "steps", "steps"))
+    assert (header.coded, header.base_name, header.base_dtype, header.base_values) == (False, "", "", 0)
+
+
+def test_names_and_dimensions_up_to_the_formats_limits_fit():
+    one = np.zeros(1, np.uint8)
+    name = "ä" * 32767
+    assert read_header(encode_raw(RawTensor("U8", (1,) * 255, one), name=name), name).shape == (1,) * 255
+    with pytest.raises(CheckpointError, match="too many dimensions or too long a name"):
+        encode_raw(RawTensor("U8", (1,) * 256, one))
+    with pytest.raises(CheckpointError, match="too many dimensions or too long a name"):
+        encode_raw(RawTensor("U8", (1,), one), name="a" * 65536)
+
+
+@pytest.mark.parametrize("ndim", range(5))
+def test_a_payload_never_has_as_many_dimensions_as_its_tensor(ndim):
+    shape = payload_shape(ndim, 77)
+    assert len(shape) != ndim and math.prod(shape) == 77
+
+
+def test_a_payload_is_recognised_among_tensors():
+    payload = torch.frombuffer(bytearray(encode(torch.randn(50))), dtype=torch.uint8)
+    for shape in ((-1,), (1, -1)):
+        assert is_payload(payload.reshape(shape)) and is_payload(payload.numpy().reshape(shape))
+    assert not is_payload(payload[1:]) and not is_payload(payload[:20]) and not is_payload(payload[:0])
+    others = [torch.randn(100), torch.randn(10, 10).bfloat16(), -torch.ones(100).int(), torch.full((100,), 10**6), torch.zeros(100).bool()]
+    assert not any(map(is_payload, others)) and not is_payload(np.random.default_rng(0).random(100))
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_payload_is_refused_without_its_base():
+    tensor, base = trained(torch.float32, (40, 40))
+    payload = encode_raw(RawTensor.from_torch(tensor), RawTensor.from_torch(base), "a", "b")
+    with pytest.raises(BaseModelError, match="'a' needs the tensor 'b'"):
+        decode_raw(payload)
+    for other in (base.half(), base.int(), base[:39], base.reshape(-1)[:100]):
+        with pytest.raises(BaseModelError, match="'a' was compressed against a F32 tensor with at least 1600 values"):
+            decode_raw(payload, RawTensor.from_torch(other))
+
+
+@every_float
+def test_one_changed_value_of_the_base_is_noticed_wherever_it_is(dtype):
+    tensor, base = trained(dtype, (40, 40))
+    raw = RawTensor.from_torch(tensor)
+    payload = encode_raw(raw, RawTensor.from_torch(base), "a", "b")
+    for at in range(0, 1600, 23):
+        for change in (lambda x: -x, lambda x: x * 1000, lambda x: torch.full_like(x, math.nan)):
+            other = base.clone().reshape(-1)
+            other[at] = change(other[at])
+            with pytest.raises(BaseModelError, match="'b' of the base model has changed"):
+                decode_raw(payload, RawTensor.from_torch(other.reshape(40, 40)))
+
+
+def test_a_payload_under_another_name_is_refused():
+    payload = encode_raw(RawTensor.from_torch(torch.randn(3)), name="a")
+    assert read_header(payload, "a").name == "a"
+    with pytest.raises(CorruptFileError, match="Tensor 'b' holds the data of 'a'"):
+        read_header(payload, "b")
+
+
+def test_widths_are_those_of_torch():
+    assert {name: TORCH_DTYPES[name].itemsize for name in FLOATS} == WIDTHS

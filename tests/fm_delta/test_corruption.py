@@ -1,0 +1,563 @@
+"""Whatever happens to a file or its base, reading it raises one of our errors or gives the right bytes; nothing else."""
+
+import base64
+import json
+import os
+import random
+import shutil
+import struct
+import zlib
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+from tiny_checkpoints import CONFIG, contents, fine_tune, pair, weights, write_folder
+from transformers.utils import logging
+
+from hf_ext import fm_delta
+from hf_ext.checkpoint import RawTensor, SafetensorsFile
+from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError
+from hf_ext.fm_delta.codec import decode_raw, encode_raw, read_header
+from hf_ext.fm_delta.format import MAX_HEADER, CompressedFile
+
+READERS = (fm_delta.verify, fm_delta.inspect)
+
+
+@pytest.fixture(autouse=True)
+def no_progress_bars(monkeypatch):
+    monkeypatch.setattr(logging, "_tqdm_active", False)
+
+
+def small_pair(folder: Path) -> tuple[Path, Path]:
+    """A fine-tune and a base with a tensor of each kind: predicted, resized, alone, stored."""
+    generator = torch.Generator().manual_seed(3)
+    base = {
+        "a.weight": torch.randn(12, 12, generator=generator),
+        "b.weight": torch.randn(6, 8, generator=generator).bfloat16(),
+    }
+    tuned = fine_tune(base)
+    tuned["b.weight"] = torch.cat([tuned["b.weight"], torch.ones(2, 8, dtype=torch.bfloat16)])
+    tuned |= {"c.weight": torch.randn(8, 24, generator=generator) * 0.01, "steps": torch.arange(3)}
+    return write_folder(folder / "tuned", tuned), write_folder(folder / "base", base)
+
+
+@pytest.fixture
+def compressed(tmp_path) -> Path:
+    """A folder with tuned, base and small, which is tuned as compressed."""
+    fm_delta.compress_checkpoint(*small_pair(tmp_path), tmp_path / "small")
+    return tmp_path
+
+
+def assert_right_or_refused(folder: Path) -> bool:
+    """Whether `small` is still read; the weights are then the original's."""
+    shutil.rmtree(folder / "back", ignore_errors=True)
+    try:
+        fm_delta.verify(folder / "small")
+    except HfExtError as error:
+        assert str(error)
+        with pytest.raises(HfExtError):
+            fm_delta.decompress_checkpoint(folder / "small", folder / "back")
+        assert not (folder / "back").exists()
+        return False
+    fm_delta.decompress_checkpoint(folder / "small", folder / "back")
+    assert contents(folder / "back")["model.safetensors"] == contents(folder / "tuned")["model.safetensors"]
+    return True
+
+
+# ---- accidents --------------------------------------------------------------------------------------------------------
+
+
+def test_the_small_checkpoint_has_tensors_of_every_kind(compressed):
+    assert {tensor.how for tensor in fm_delta.inspect(compressed / "small").tensors} == {"delta", "resized", "alone", "stored"}
+
+
+def test_every_flipped_byte_is_noticed_or_changes_nothing(compressed):
+    path = compressed / "small/model.safetensors"
+    data = path.read_bytes()
+    rng = random.Random(0)
+    survived = []
+    for at in range(len(data)):
+        masks = {1 << rng.randrange(8), rng.randrange(1, 256)}
+        for mask in masks if at % 16 else {1 << bit for bit in range(8)}:
+            path.write_bytes(data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :])
+            if assert_right_or_refused(compressed):
+                survived.append((at, mask))
+    # White space may become other white space; within the tensors nothing goes unnoticed.
+    header = 8 + int.from_bytes(data[:8], "little")
+    assert all(at < header for at, _ in survived)
+    assert len(survived) < 0.02 * len(data)
+
+
+def test_every_shorter_or_longer_file_is_refused(compressed):
+    path = compressed / "small/model.safetensors"
+    data = path.read_bytes()
+    for length in {*range(0, len(data), 7), *range(40), *range(len(data) - 20, len(data))}:
+        path.write_bytes(data[:length])
+        assert not assert_right_or_refused(compressed)
+    for more in (b"\0", data, b" " * 4096):
+        path.write_bytes(data + more)
+        assert not assert_right_or_refused(compressed)
+
+
+def test_holes_and_swapped_parts_are_refused(compressed):
+    path = compressed / "small/model.safetensors"
+    data = path.read_bytes()
+    rng = random.Random(1)
+    for _ in range(100):
+        size = rng.randrange(1, 200)
+        first, second = sorted(rng.sample(range(len(data) - size), 2))
+        swapped = bytearray(data)
+        swapped[first : first + size], swapped[second : second + size] = data[second : second + size], data[first : first + size]
+        for changed in (data[:first] + bytes(size) + data[first + size :], bytes(swapped)):
+            if changed[: len(data)] != data:
+                path.write_bytes(changed[: len(data)])
+                assert_right_or_refused(compressed)
+
+
+def test_every_flipped_byte_of_the_config_is_refused_or_changes_nothing(compressed):
+    path = compressed / "small/config.json"
+    data = path.read_bytes()
+    rng = random.Random(2)
+    for at in range(len(data)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ rng.randrange(1, 256)]) + data[at + 1 :])
+        assert_right_or_refused(compressed)
+
+
+@pytest.mark.parametrize("config", ["", "{", "[]", "null", '"fm_delta"', "[" * 100_000, "\ufeff{}"])
+def test_a_config_that_is_no_json_object_is_named(compressed, config):
+    for folder in ("small", "tuned"):
+        (compressed / folder / "config.json").write_text(config)
+    for action in (
+        lambda: fm_delta.verify(compressed / "small"),
+        lambda: fm_delta.decompress_checkpoint(compressed / "small", compressed / "back", base=compressed / "base"),
+        lambda: fm_delta.compress_checkpoint(compressed / "tuned", compressed / "base", compressed / "back"),
+    ):
+        with pytest.raises(CorruptFileError, match="config.json is not"):
+            action()
+        assert not (compressed / "back").exists()
+
+
+@pytest.mark.parametrize("settings", ["{}", "null", "5", "[]", '"fm_delta"', '{"quant_method": "fm_delta"}'])
+def test_where_the_config_names_no_base_the_files_do(compressed, settings):
+    (compressed / "small/config.json").write_text(f'{{"quantization_config": {settings}}}')
+    assert fm_delta.verify(compressed / "small") == 4
+    (compressed / "small/config.json").unlink()
+    assert fm_delta.verify(compressed / "small") == 4
+
+
+@pytest.mark.parametrize("settings", [{"base": 5}, {"base": None}, {"base": ["a"]}, {"base": "", "revision": 5}, {"base": ""}])
+def test_a_config_with_an_impossible_base_is_refused(compressed, settings):
+    (compressed / "small/config.json").write_text(json.dumps({"quantization_config": settings}))
+    with pytest.raises(BaseModelError, match='set "base" under "quantization_config"'):
+        fm_delta.verify(compressed / "small")
+
+
+def test_shards_of_two_saves_are_not_mixed(tmp_path):
+    src, base = pair(tmp_path, shards=2)
+    write_folder(tmp_path / "other", fine_tune(weights(), seed=2), shards=2)
+    for name in ("tuned", "other"):
+        fm_delta.compress_checkpoint(tmp_path / name, base, tmp_path / f"{name}-small")
+    small, other = tmp_path / "tuned-small", tmp_path / "other-small"
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        data = (small / name).read_bytes()
+        (small / name).write_bytes((other / name).read_bytes())
+        for read in READERS:
+            with pytest.raises(CorruptFileError, match="belongs to another save than the files beside it"):
+                read(small)
+        (small / name).unlink()
+        for read in READERS:
+            with pytest.raises(CorruptFileError, match="or some are missing"):
+                read(small)
+        (small / name).write_bytes(data)
+    assert fm_delta.verify(small) == 7
+
+
+# ---- another base -----------------------------------------------------------------------------------------------------
+
+
+def test_another_model_or_revision_as_base_is_named_with_the_right_one(compressed):
+    base, other = compressed / "base", compressed / "other"
+    write_folder(other, fine_tune(weights()))
+    for action in (
+        lambda: fm_delta.verify(compressed / "small", base=other),
+        lambda: fm_delta.decompress_checkpoint(compressed / "small", compressed / "back", base=other),
+    ):
+        with pytest.raises(BaseModelError, match=f"'{base}'.*but '{other}' is another model or revision"):
+            action()
+    tensors = {name: torch.zeros(1) for name in Tensors(base)}
+    write_folder(base, tensors)
+    with pytest.raises(BaseModelError, match=f"'{base}'.*but '{base}' is another model or revision"):
+        fm_delta.verify(compressed / "small")
+
+
+class Tensors(dict):
+    """The tensors of a folder's single file, to be changed and written back."""
+
+    def __init__(self, folder: Path):
+        file = SafetensorsFile(folder / "model.safetensors")
+        super().__init__((name, RawTensor(file[name].dtype, file[name].shape, file[name].data.copy())) for name in file.entries)
+
+
+@pytest.mark.parametrize("where", ["sampled", "between"])
+def test_one_changed_value_of_the_base_is_refused(tmp_path, where):
+    generator = torch.Generator().manual_seed(0)
+    base = {"a.weight": torch.randn(100, 100, generator=generator), "b.weight": torch.randn(100, 100, generator=generator)}
+    src, folder = write_folder(tmp_path / "tuned", fine_tune(base)), write_folder(tmp_path / "base", base)
+    fm_delta.compress_checkpoint(src, folder, tmp_path / "small")
+    base["b.weight"][3 if where == "between" else 0, 17] *= 1.0001
+    write_folder(folder, base)
+    message = "'b.weight' of the base model has changed" if where == "between" else "is another model or revision"
+    with pytest.raises(BaseModelError, match=message):
+        fm_delta.verify(tmp_path / "small")
+    with pytest.raises(BaseModelError, match=message):
+        fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_base_that_cannot_be_read_is_named_with_what_to_do(compressed):
+    base, weights_file = compressed / "base", compressed / "base/model.safetensors"
+    data = weights_file.read_bytes()
+    (compressed / "none").mkdir()
+    cases = [(compressed / "missing", "neither a folder nor"), (compressed / "none", "holds no safetensors weights")]
+    for name, message in cases:
+        with pytest.raises(BaseModelError, match=f"The base model '{base}' is needed.*{name}.*{message}.*--base"):
+            fm_delta.verify(compressed / "small", base=name)
+        with pytest.raises(BaseModelError, match=f"{name}.*{message}"):
+            fm_delta.compress_checkpoint(compressed / "tuned", name, compressed / "out")
+    for broken in (b"", data[:100], b"\xff" * 200):
+        weights_file.write_bytes(broken)
+        with pytest.raises(BaseModelError, match="model.safetensors is not a readable safetensors file"):
+            fm_delta.verify(compressed / "small")
+        with pytest.raises(BaseModelError, match="model.safetensors is not a readable safetensors file"):
+            fm_delta.compress_checkpoint(compressed / "tuned", base, compressed / "out")
+    assert not (compressed / "out").exists()
+    weights_file.unlink()
+    (base / "config.json").unlink()
+    base.rmdir()
+    with pytest.raises(BaseModelError, match=f"The base model '{base}' is needed"):
+        fm_delta.decompress_checkpoint(compressed / "small", compressed / "back")
+    assert fm_delta.inspect(compressed / "small").ratio > 0  # needs no base
+
+
+def test_every_flipped_byte_of_the_base_is_refused_or_changes_nothing(compressed):
+    path = compressed / "base/model.safetensors"
+    data = path.read_bytes()
+    rng = random.Random(4)
+    for at in range(len(data)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ rng.randrange(1, 256)]) + data[at + 1 :])
+        assert_right_or_refused(compressed)
+
+
+# ---- forgeries: files whose every checksum is right -------------------------------------------------------------------
+
+FIXED = "<4sBBBBHHQQQ"  # docs/format.md: magic, mode, dimensions, lengths of the texts, base values, checksum, integrity
+FIELDS = ("magic", "mode", "ndim", "dtype_bytes", "base_dtype_bytes", "name_bytes", "base_name_bytes", "base_values", "checksum")
+
+
+def seal(payload: bytes) -> bytes:
+    integrity = xxhash.xxh3_64_intdigest(payload[:28] + bytes(8) + payload[36:])
+    return payload[:28] + integrity.to_bytes(8, "little") + payload[36:]
+
+
+def forge(payload: bytes, replace: tuple[bytes, bytes] = (b"", b""), **changes) -> bytes:
+    """The payload with other fields, and bytes in its first 100 replaced, under a checksum that is right."""
+    fields = dict(zip(FIELDS, struct.unpack(FIXED, payload[:36])[:-1], strict=True)) | changes
+    rest = payload[36:136].replace(*replace, 1) + payload[136:]
+    return seal(struct.pack(FIXED, *fields.values(), 0) + rest)
+
+
+def shaped(payload: bytes, *shape: int, **changes) -> bytes:
+    """The payload with another shape."""
+    ndim = payload[5]
+    return seal(forge(payload, ndim=len(shape), **changes)[:36] + struct.pack(f"<{len(shape)}Q", *shape) + payload[36 + 8 * ndim :])
+
+
+def payloads() -> tuple[bytes, bytes, bytes, RawTensor]:
+    """One with a base, one alone, one stored, and the base."""
+    base = {"a": torch.randn(20, 30, generator=torch.Generator().manual_seed(0))}
+    tensor, twin = RawTensor.from_torch(fine_tune(base)["a"]), RawTensor.from_torch(base["a"])
+    return encode_raw(tensor, twin, "a", "b"), encode_raw(tensor, name="a"), encode_raw(steps(), name="a"), twin
+
+
+def steps() -> RawTensor:
+    return RawTensor.from_torch(torch.arange(12).reshape(3, 4))
+
+
+def hostile_payloads() -> dict[str, bytes]:
+    delta, alone, stored, _ = payloads()
+    huge = 2**64 - 1
+    return {
+        "unknown mode": forge(stored, mode=2),
+        "unknown mode of a coded one": forge(delta, mode=255),
+        "stored as coded": forge(stored, mode=1),
+        "coded as stored": forge(alone, mode=0),
+        "unknown type": forge(alone, replace=(b"F32", b"F99")),
+        "type that is not coded": forge(alone, replace=(b"F32", b"I32")),
+        "narrower type": forge(stored, replace=(b"I64", b"I32")),
+        "unknown base type": forge(delta, replace=(b"F32F32", b"F32F99")),
+        "base type that predicts nothing": forge(delta, replace=(b"F32F32", b"F32I32")),
+        "invalid utf-8": forge(stored, replace=(b"I64a", b"I64\xff")),
+        "255 dimensions": forge(delta, ndim=255),
+        "no dimensions": forge(delta, ndim=0),
+        "long name": forge(stored, name_bytes=65535),
+        "long texts": forge(delta, dtype_bytes=255, base_dtype_bytes=255, name_bytes=65535, base_name_bytes=65535),
+        "no texts": forge(delta, dtype_bytes=0, base_dtype_bytes=0, name_bytes=0, base_name_bytes=0),
+        "huge and alone": shaped(alone, 1 << 40, 1 << 20),
+        "huge and stored": shaped(stored, 1 << 40, 1 << 20),
+        "huge product": shaped(alone, huge, huge, huge, huge),
+        "huge and with a base": shaped(delta, 1 << 40, 30),
+        "huge row of no rows": shaped(alone, 0, huge),
+        "huge row of no stored rows": shaped(stored, 0, huge),
+        "no rows": shaped(delta, 0, 30, base_values=0),
+        "4096 values a byte": shaped(alone, len(alone), 4096),
+        "too many base values": forge(delta, base_values=601),
+        "far too many base values": forge(delta, base_values=huge),
+        "base values of a stored one": forge(stored, base_values=12),
+        "base values within a row": forge(delta, base_values=31),
+        "base values without a base": forge(alone, base_values=600),
+        "no body": seal(alone[: read_header(alone).body]),
+        "no stored body": seal(stored[: read_header(stored).body]),
+        "half a body": seal(alone[: len(alone) // 2]),
+        "two bodies": seal(alone + alone[read_header(alone).body :]),
+        "checksum of another tensor": forge(stored, checksum=5),
+        "checksum of another coded tensor": forge(alone, checksum=5),
+    }
+
+
+HOSTILE = hostile_payloads()
+
+
+@contextmanager
+def little_memory(more: int = 256 * 1024 * 1024):
+    """Lets this process have little more memory than it has now."""
+    resource = pytest.importorskip("resource")
+    try:
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        pytest.skip("needs /proc")
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+@pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE)
+def test_a_forged_payload_is_refused_without_much_memory(payload):
+    twin = payloads()[-1]
+    with little_memory(), pytest.raises(CorruptFileError):
+        decode_raw(payload, twin)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda delta: forge(delta, base_values=0),
+        lambda delta: forge(delta, base_values=300),
+        lambda delta: forge(delta, checksum=5),
+        lambda delta: seal(delta[:-30]),
+        lambda delta: shaped(delta, 1 << 40, 30, base_values=30 << 40),
+        lambda delta: shaped(delta, 20, 30 << 50, base_values=600 << 50),
+        lambda delta: shaped(delta, *[1] * 200, 600),
+        lambda delta: seal(delta[:200] + bytes(byte ^ 0x55 for byte in delta[200:])),
+    ],
+)
+def test_a_forged_payload_that_blames_its_base_is_refused_without_much_memory(changed):
+    delta, *_, twin = payloads()
+    with little_memory(), pytest.raises((BaseModelError, CorruptFileError)):
+        decode_raw(changed(delta), twin)
+
+
+def test_a_payload_that_is_forged_by_chance_is_refused():
+    rng = random.Random(5)
+    delta, alone, stored, twin = payloads()
+    with little_memory():
+        for payload in (delta, alone, stored):
+            for _ in range(1500):
+                at, length = rng.randrange(4, len(payload)), rng.choice((1, 1, 2, 8))
+                if not 20 <= at < 36:  # the checksums
+                    changed = seal(payload[:at] + rng.randbytes(length) + payload[at + length :])
+                    try:
+                        decoded = decode_raw(changed, twin).data.tobytes()
+                    except HfExtError:
+                        continue
+                    assert xxhash.xxh3_64_intdigest(decoded).to_bytes(8, "little") == payload[20:28]
+
+
+def test_a_payload_of_a_later_version_says_so():
+    payload = payloads()[0]
+    with pytest.raises(CorruptFileError, match="format version 2, this hf_ext reads version 1: update hf_ext"):
+        read_header(b"FMD\x02" + payload[4:])
+    for other in (b"", b"FMD", b"FMD\x01", bytes(100), b"GGUF" + payload[4:]):
+        with pytest.raises(CorruptFileError, match="not compressed by FM-Delta, or the file is damaged"):
+            read_header(other)
+
+
+def forge_file(path: Path, record: dict | str, tensors: dict[str, bytes] | None = None, **header) -> None:
+    """Rewrites a compressed file with another record, other payloads and other entries, every checksum right."""
+    file = SafetensorsFile(path)
+    tensors = tensors or {name: file[name].data.tobytes() for name in file.entries}
+    text = record if isinstance(record, str) else json.dumps(json.loads(file.metadata["fm_delta"]) | record)
+    digest, entries, end = xxhash.xxh3_64(text.encode()), {}, 0
+    for name, payload in tensors.items():
+        shape = file.entries[name].shape[:-1] + (len(payload),) if name in file.entries else (len(payload),)
+        entries[name] = {"dtype": "U8", "shape": shape, "data_offsets": (end, end + len(payload))} | header
+        digest.update(f"\0{name}\0{end}\0{end + len(payload)}".encode())
+        end += len(payload)
+    metadata = file.metadata | {"fm_delta": text, "fm_delta_checksum": digest.hexdigest()}
+    written = json.dumps({"__metadata__": metadata} | entries).encode()
+    path.write_bytes(len(written).to_bytes(8, "little") + written + b"".join(tensors.values()))
+
+
+def packed(header: bytes) -> str:
+    return base64.b85encode(zlib.compress(header, 9)).decode()
+
+
+def test_the_forger_of_these_tests_makes_files_that_are_read(compressed):
+    forge_file(compressed / "small/model.safetensors", {})
+    assert assert_right_or_refused(compressed)
+
+
+@pytest.mark.parametrize("version", [2, 10**9])
+def test_a_file_of_a_later_version_says_so(compressed, version):
+    path = compressed / "small/model.safetensors"
+    for record in ({"version": version}, json.dumps({"version": version, "all else": "may differ"})):
+        forge_file(path, record)
+        for read in READERS:
+            with pytest.raises(CorruptFileError, match=f"has format version {version}, this hf_ext reads up to 1: update hf_ext"):
+                read(compressed / "small")
+    path.write_bytes(path.read_bytes().replace(b"may differ", b"may DIFFER"))  # and so may the checksum
+    with pytest.raises(CorruptFileError, match="update hf_ext"):
+        fm_delta.verify(compressed / "small")
+
+
+RECORDS = {
+    "no JSON": "{",
+    "a list": "[]",
+    "a number": "5",
+    "deep": "[" * 50_000,
+    "empty": "{}",
+    "no base": json.dumps({"version": 1, "digest": "", "header": packed(b"{}")}),
+    "version of another type": {"version": "later"},
+    "digest of another type": {"digest": 5},
+    "digest of another save": {"digest": "0" * 32},
+    "base of another type": {"base": "bert"},
+    "base without fingerprint": {"base": {"name": "bert", "revision": None}},
+    "base with more": {"base": {"name": "bert", "revision": None, "fingerprint": "", "more": 1}},
+    "header of another type": {"header": 5},
+    "header that is not base85": {"header": '"'},
+    "header that is not deflate": {"header": base64.b85encode(b"not deflate").decode()},
+    "header cut short": {"header": packed(b"{}" + b" " * 1000)[:-5]},
+    "header that is no JSON": {"header": packed(b"{")},
+    "header that is a list": {"header": packed(b"[]")},
+    "header that is deep": {"header": packed(b'{"a":' * 50_000)},
+    "header without tensors": {"header": packed(b"{}")},
+    "header with other metadata": {"header": packed(b'{"__metadata__": {"format": "tf"}}')},
+    "header with metadata of another type": {"header": packed(b'{"__metadata__": [1]}')},
+    "header that is a bomb": {"header": packed(b"{" + b" " * MAX_HEADER + b"}")},
+}
+
+
+@pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS)
+def test_a_forged_record_is_refused_without_much_memory(compressed, record):
+    forge_file(compressed / "small/model.safetensors", record)
+    with little_memory(more=2 * MAX_HEADER + (64 << 20)):
+        for read in READERS:
+            if record == RECORDS["version of another type"]:
+                assert read(compressed / "small")  # there never was one; nothing is known to be wrong
+            else:
+                with pytest.raises(CorruptFileError, match="model.safetensors"):
+                    read(compressed / "small")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header["steps"].update(dtype="F64"),
+        lambda header: header["steps"].update(dtype=None),
+        lambda header: header["steps"].update(shape=[1, 3]),
+        lambda header: header["steps"].update(shape=5),
+        lambda header: header["steps"].update(data_offsets=[0, 24]),
+        lambda header: header["steps"].update(data_offsets=[-24, 0]),
+        lambda header: header["steps"].update(data_offsets=["0", "24"]),
+        lambda header: header["steps"].update(data_offsets=[0]),
+        lambda header: header["steps"].pop("data_offsets"),
+        lambda header: header.update(steps=[]),
+        lambda header: header.pop("steps"),
+        lambda header: header.update(more={"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}),
+        lambda header: [entry.update(data_offsets=[x + 8 for x in entry["data_offsets"]]) for entry in list(header.values())[1:]],
+        lambda header: [entry.update(data_offsets=[x * 2 for x in entry["data_offsets"]]) for entry in list(header.values())[1:]],
+    ],
+)
+def test_a_forged_original_header_is_refused(compressed, change):
+    path = compressed / "small/model.safetensors"
+    header = json.loads(CompressedFile(path).original_header)
+    change(header)
+    forge_file(path, {"header": packed(json.dumps(header).encode())})
+    for read in READERS:
+        with pytest.raises(CorruptFileError, match="model.safetensors"):
+            read(compressed / "small")
+
+
+def test_a_file_that_a_loader_could_take_for_the_tensors_is_refused(compressed):
+    path = compressed / "small/model.safetensors"
+    size = len(SafetensorsFile(path)["steps"].data)
+    for header in ({"dtype": "I8"}, {"shape": [1, 1, 1]}):
+        forged = compressed / "small/model.safetensors"
+        steps = {"steps": SafetensorsFile(path)["steps"].data.tobytes()}
+        original = {"steps": json.loads(CompressedFile(path).original_header)["steps"] | {"data_offsets": [0, 24]}}
+        metadata = {"__metadata__": {"format": "pt"}}
+        if "shape" in header:
+            header = {"shape": [1, 1, size]}
+        data = path.read_bytes()
+        forge_file(forged, {"header": packed(json.dumps(metadata | original).encode())}, steps, **header)
+        with pytest.raises(CorruptFileError, match="'steps' in .* is not the one the file was written with"):
+            fm_delta.verify(compressed / "small")
+        path.write_bytes(data)
+
+
+def test_payloads_under_each_others_names_are_refused(compressed):
+    path = compressed / "small/model.safetensors"
+    file = SafetensorsFile(path)
+    tensors = {name: file[name].data.tobytes() for name in file.entries}
+    forge_file(path, {}, tensors | {"a.weight": tensors["c.weight"], "c.weight": tensors["a.weight"]})
+    with pytest.raises(CorruptFileError, match="Tensor 'a.weight' holds the data of 'c.weight'"):
+        fm_delta.verify(compressed / "small")
+
+
+@pytest.mark.parametrize("base", [{"name": 5}, {"name": None}, {"name": ["a"]}, {"revision": 5, "name": ""}])
+def test_a_forged_base_is_refused(compressed, base):
+    path = compressed / "small/model.safetensors"
+    record = json.loads(SafetensorsFile(path).metadata["fm_delta"])
+    forge_file(path, {"base": record["base"] | base})
+    (compressed / "small/config.json").write_text(CONFIG)
+    with pytest.raises(BaseModelError):
+        fm_delta.verify(compressed / "small")
+
+
+def test_forged_payloads_in_a_file_are_refused(compressed):
+    path = compressed / "small/model.safetensors"
+    file = SafetensorsFile(path)
+    tensors = {name: file[name].data.tobytes() for name in file.entries}
+    data = path.read_bytes()
+    for forged in (
+        forge(tensors["steps"], mode=2),
+        forge(tensors["steps"], replace=(b"I64", b"F64")),
+        forge(tensors["steps"], checksum=1),
+        shaped(tensors["steps"], 3, 1),
+        shaped(tensors["c.weight"], 2**40, 2**20),
+        shaped(tensors["c.weight"], 8, 2**40),
+    ):
+        name = "steps" if b"steps" in forged[:100] else "c.weight"
+        forge_file(path, {}, tensors | {name: forged})
+        with little_memory(), pytest.raises(CorruptFileError):
+            fm_delta.verify(compressed / "small")
+        path.write_bytes(data)
+
+
+def test_every_error_is_ours_and_a_value_error():
+    for kind in (CorruptFileError, BaseModelError, CheckpointError):
+        assert issubclass(kind, HfExtError) and issubclass(kind, ValueError)

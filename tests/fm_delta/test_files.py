@@ -1,0 +1,369 @@
+"""A compressed folder gives back every file byte for byte, and is itself a valid checkpoint that names the same tensors."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny_checkpoints import CONFIG, contents, fine_tune, pair, weights, write_folder, write_safetensors
+
+from hf_ext import fm_delta
+from hf_ext.checkpoint import SAFETENSORS_DTYPES, Checkpoint, RawTensor, SafetensorsFile
+from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.fm_delta import compress as compress_module
+from hf_ext.fm_delta.codec import read_header
+from hf_ext.fm_delta.format import CHECKSUM_KEY, KEY, CompressedFile, add_to_config, remove_from_config
+
+
+def round_trip(tmp_path, src, base):
+    """Compresses, checks, decompresses, compares; returns the compressed folder."""
+    small, back = tmp_path / "small", tmp_path / "back"
+    fm_delta.compress_checkpoint(src, base, small)
+    fm_delta.verify(small)
+    fm_delta.decompress_checkpoint(small, back)
+    assert contents(back) == contents(src)
+    assert contents(small).keys() == contents(src).keys()
+    return small
+
+
+# ---- whole folders ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_folder_comes_back_byte_for_byte(tmp_path, dtype, shards):
+    src, base = pair(tmp_path, dtype, shards)
+    small = round_trip(tmp_path, src, base)
+    payloads = [file.payload(name) for file in compressed_files(small) for name in file.original]
+    assert sum(map(len, payloads)) < sum(raw.data.size for raw in map(Checkpoint(src).__getitem__, Checkpoint(src).names()))
+
+
+def compressed_files(folder):
+    return [CompressedFile(path) for path in sorted(folder.glob("*.safetensors"))]
+
+
+def test_variants_and_their_shards_come_back_beside_the_main_weights(tmp_path):
+    src, base = pair(tmp_path, shards=2)
+    half = fine_tune(weights(torch.float16))
+    names = list(half)
+    for i, part in enumerate((names[:3], names[3:])):
+        file = f"model.fp16-0000{i + 1}-of-00002.safetensors"
+        save_file({name: half[name] for name in part}, src / file, {"format": "pt"})
+    save_file(fine_tune(weights(torch.bfloat16)), src / "model.my-variant.safetensors")
+    small = round_trip(tmp_path, src, base)
+    assert len(compressed_files(small)) == 5
+    (small / "model.fp16-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CorruptFileError, match="fp16-00001-of-00002.safetensors belongs to another save"):
+        fm_delta.verify(small)
+
+
+def test_every_file_that_holds_no_weights_is_carried_along(tmp_path):
+    src, base = pair(tmp_path)
+    save_file({"lora_A": torch.randn(4, 4)}, src / "adapter_model.safetensors")
+    for name, content in {
+        "tokenizer.json": b'{"version": "1.0"}\r\n',
+        "merges.txt": "naïve\n".encode(),
+        ".gitattributes": b"*.safetensors filter=lfs",
+        "checkpoint-5/model.safetensors": (src / "model.safetensors").read_bytes(),
+        "checkpoint-5/config.json": b"{}",
+        "onnx/deep/er/model.onnx": bytes(range(256)),
+        "pytorch_model.bin": b"\x80",
+        "empty": b"",
+    }.items():
+        (src / name).parent.mkdir(parents=True, exist_ok=True)
+        (src / name).write_bytes(content)
+    small = round_trip(tmp_path, src, base)
+    changed = {name for name, digest in contents(small).items() if contents(src)[name] != digest}
+    assert changed == {"model.safetensors", "config.json"}
+
+
+CONFIGS = {
+    "none": None,
+    "usual": CONFIG,
+    "compact": '{"model_type":"bert"}',
+    "without a last newline": '{\n  "model_type": "bert"\n}',
+    "trailing space": '{"model_type": "bert" }  \n\n\t',
+    "leading space": '\n  {"model_type": "bert"}',
+    "empty": "{}",
+    "empty with space": "{ \n }",
+    "windows": '{\r\n  "model_type": "bert"\r\n}\r\n',
+    "braces in texts": '{"template": "{{ a }} {", "id2label": {"0": "}"}}',
+    "unicode": '{"name": "ß \\u00df \U0001f917"}',
+    "duplicates": '{"a": 1, "a": 2}',
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_config_json_comes_back_however_it_is_laid_out(tmp_path, config):
+    base = write_folder(tmp_path / "base", weights())
+    src = write_folder(tmp_path / "tuned", fine_tune(weights()), config)
+    small = round_trip(tmp_path, src, base)
+    if config is not None:
+        settings = {"quant_method": "fm_delta", "base": str(base), "revision": None, "dtype": "float32"}
+        assert json.loads((small / "config.json").read_text()) == {"quantization_config": settings} | json.loads(config)
+
+
+def test_config_json_may_be_edited_or_written_anew_in_between(tmp_path):
+    src, base = pair(tmp_path)
+    small = round_trip(tmp_path, src, base)
+    path = small / "config.json"
+    text = path.read_text()
+    for changed, expected in [
+        (text.replace(str(base), str(tmp_path / "other")), CONFIG),
+        (text.replace('"revision": null,\n    ', ""), CONFIG),
+        (text.replace(CONFIG[1:], CONFIG[1:].replace("16", "32")), CONFIG.replace("16", "32")),
+        (json.dumps(json.loads(text), indent=4, sort_keys=True), None),
+        (json.dumps(json.loads(text), sort_keys=True), None),
+        (CONFIG, CONFIG),
+    ]:
+        path.write_text(changed)
+        fm_delta.decompress_checkpoint(small, tmp_path / "again", base=base)
+        restored = (tmp_path / "again/config.json").read_text()
+        assert json.loads(restored) == json.loads(expected or CONFIG)
+        assert expected is None or restored == expected
+
+
+@pytest.mark.parametrize("config", [text for text in CONFIGS.values() if text is not None])
+def test_adding_to_a_config_and_removing_are_inverse(config):
+    settings = {"quant_method": "fm_delta", "base": 'a "quoted" {base}', "revision": None}
+    added = add_to_config(config, settings)
+    assert json.loads(added) == {"quantization_config": settings} | json.loads(config)
+    assert remove_from_config(added) == config
+    assert remove_from_config(config) == config
+
+
+# ---- headers and tensors ----------------------------------------------------------------------------------------------
+
+ODD_NAMES = ["", ".", "a.", "..a", "with space", "ünïcödé.權重.\U0001f917", "quo'te\"d", "back\\slash", "tab\tnewline\n", "\0", "{}"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "layout"),
+    [
+        (None, {}),
+        ({}, {}),
+        ({"format": "pt", "author": 'quoted "ß"', "": "\n", "step": "5"}, {}),
+        ({"format": "pt"}, {"indent": 2}),
+        ({"format": "pt"}, {"separators": (" ,\t", " : ")}),
+        ({"format": "pt"}, {"ensure_ascii": False}),
+        ({"format": "pt"}, {"padding": " "}),
+        ({"format": "pt"}, {"padding": "\n\t  \r"}),
+        ({"format": "pt"}, {"padding": " " * 4099}),
+    ],
+    ids=str,
+)
+def test_headers_come_back_however_they_are_written(tmp_path, metadata, layout):
+    base = weights()
+    tuned = dict(reversed(fine_tune(base).items())) | {name: torch.arange(3) for name in ODD_NAMES}
+    src, base = tmp_path / "tuned", write_folder(tmp_path / "base", base)
+    write_safetensors(src / "model.safetensors", tuned, metadata, **layout)
+    small = round_trip(tmp_path, src, base)
+    kept = SafetensorsFile(small / "model.safetensors").metadata
+    assert {key: text for key, text in kept.items() if key not in (KEY, CHECKSUM_KEY)} == (metadata or {})
+
+
+def test_metadata_may_be_null_or_come_last(tmp_path):
+    base = write_folder(tmp_path / "base", weights())
+    for i, (start, end) in enumerate([('"__metadata__": null, ', ""), ("", ', "__metadata__": {"a": "b"}')]):
+        header = f'{{{start}"x": {{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}{end}}}'.encode()
+        src = tmp_path / f"tuned{i}"
+        src.mkdir()
+        (src / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+        (tmp_path / str(i)).mkdir()
+        round_trip(tmp_path / str(i), src, base)
+
+
+def test_tensors_of_every_type_and_shape_come_back_from_files(tmp_path):
+    rng = torch.Generator().manual_seed(0)
+    tensors = {}
+    for dtype, shape in itertools.product(SAFETENSORS_DTYPES, [(), (0,), (5,), (3, 7), (2, 3, 4, 5, 6)]):
+        size = torch.empty(shape, dtype=dtype).nbytes
+        data = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), generator=rng, dtype=torch.uint8).numpy()
+        tensors[f"{dtype}{list(shape)}"] = RawTensor(SAFETENSORS_DTYPES[dtype], shape, data)
+    src, base = write_folder(tmp_path / "tuned", tensors, shards=2), write_folder(tmp_path / "base", weights())
+    small = round_trip(tmp_path, src, base)
+    assert {header.base_name for file in compressed_files(small) for header in file.headers.values()} == {""}
+    (tmp_path / "same").mkdir()
+    round_trip(tmp_path / "same", src, write_folder(tmp_path / "all", tensors))
+
+
+def test_types_that_torch_does_not_have_come_back_from_files(tmp_path):
+    tensors = {name: RawTensor(name, (8,), np.arange(size, dtype=np.uint8)) for name, size in [("F4", 4), ("F6_E2M3", 6)]}
+    src = write_folder(tmp_path / "tuned", tensors)
+    round_trip(tmp_path, src, write_folder(tmp_path / "base", tensors | weights()))
+
+
+def test_a_checkpoint_without_tensors_comes_back(tmp_path):
+    src, base = write_folder(tmp_path / "tuned", {}), write_folder(tmp_path / "base", weights())
+    small = round_trip(tmp_path, src, base)
+    assert fm_delta.verify(small) == 0
+    assert json.loads((small / "config.json").read_text())["quantization_config"]["dtype"] is None
+
+
+def predictors(folder):
+    return {name: header.base_name for file in compressed_files(folder) for name, header in file.headers.items()}
+
+
+def test_tensors_are_predicted_across_prefixes_and_old_names(tmp_path):
+    base = {
+        "embeddings.LayerNorm.gamma": torch.ones(500),
+        "embeddings.LayerNorm.beta": torch.rand(500),
+        "encoder.layer.0.dense.weight": torch.randn(50, 50),
+        "encoder.shared.weight": torch.randn(90, 30),
+    }
+    tuned = fine_tune(base)
+    tuned = {
+        "bert.embeddings.LayerNorm.weight": tuned["embeddings.LayerNorm.gamma"],
+        "bert.embeddings.LayerNorm.bias": tuned["embeddings.LayerNorm.beta"],
+        "bert.encoder.layer.0.dense.weight": tuned["encoder.layer.0.dense.weight"],
+        "encoder.shared.weight": tuned["encoder.shared.weight"],
+        "decoder.shared.weight": tuned["encoder.shared.weight"].clone(),  # a tie that was written twice
+        "classifier.weight": torch.randn(3, 50),
+    }
+    small = round_trip(tmp_path, write_folder(tmp_path / "tuned", tuned), write_folder(tmp_path / "base", base))
+    assert predictors(small) == {
+        "bert.embeddings.LayerNorm.weight": "embeddings.LayerNorm.gamma",
+        "bert.embeddings.LayerNorm.bias": "embeddings.LayerNorm.beta",
+        "bert.encoder.layer.0.dense.weight": "encoder.layer.0.dense.weight",
+        "encoder.shared.weight": "encoder.shared.weight",
+        "decoder.shared.weight": "encoder.shared.weight",
+        "classifier.weight": "",
+    }
+
+
+def test_a_base_in_shards_of_another_type_predicts_as_well(tmp_path):
+    base = weights(torch.bfloat16)
+    tuned = fine_tune({name: tensor.float() for name, tensor in base.items()})
+    src, base = write_folder(tmp_path / "tuned", tuned), write_folder(tmp_path / "base", base, shards=3)
+    small = round_trip(tmp_path, src, base)
+    assert all(name == twin for name, twin in predictors(small).items())
+
+
+# ---- the compressed file ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_compressed_file_is_a_safetensors_file_of_the_same_names_and_other_dimensions(tmp_path, shards):
+    tensors = {f"{ndim}d": torch.randn([2] * ndim) for ndim in range(6)} | {"steps": torch.arange(3), "none": torch.empty(0)}
+    src = write_folder(tmp_path / "tuned", tensors, shards=shards)
+    fm_delta.compress_checkpoint(src, write_folder(tmp_path / "base", weights()), tmp_path / "small")
+    for path in src.glob("*.safetensors"):
+        with safe_open(path, "pt") as original, safe_open(tmp_path / "small" / path.name, "pt") as compressed:
+            assert set(compressed.keys()) == set(original.keys())
+            assert compressed.metadata()["format"] == "pt"
+            for name in original.keys():
+                payload = compressed.get_tensor(name)
+                assert payload.dtype == torch.uint8
+                assert payload.dim() != original.get_tensor(name).dim()
+                assert read_header(payload.reshape(-1).numpy(), name).name == name
+
+
+def test_the_file_records_its_base_and_its_original_header(tmp_path):
+    src, base = pair(tmp_path)
+    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+    file = CompressedFile(tmp_path / "small/model.safetensors")
+    assert (file.base.name, file.base.revision, file.base.fingerprint) == (str(base), None, Checkpoint(base).fingerprint)
+    assert file.original_header == SafetensorsFile(src / "model.safetensors").header_bytes
+    assert json.loads(file.file.metadata[KEY]).keys() == {"version", "digest", "base", "header"}
+
+
+def test_a_relative_base_is_recorded_so_that_it_is_found_from_anywhere(tmp_path, monkeypatch):
+    src, base = pair(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    fm_delta.compress_checkpoint("tuned", "base", "small")
+    monkeypatch.chdir("/")
+    assert fm_delta.verify(tmp_path / "small") == 7
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_compressing_twice_gives_the_same_bytes_on_any_number_of_cores(tmp_path, monkeypatch, shards):
+    src, base = pair(tmp_path, shards=shards)
+    generator = torch.Generator().manual_seed(0)
+    for folder in (src, base):  # large enough for all cores to share it
+        save_file({"large": torch.randn(700, 1000, generator=generator)}, folder / "model.large.safetensors")
+    folders = []
+    for cores, ahead in [(1, 1 << 28), (1, 1 << 28), (2, 1 << 28), (7, 1 << 28), (3, 1)]:
+        monkeypatch.setattr(compress_module, "CORES", cores)
+        monkeypatch.setattr(compress_module, "AHEAD", ahead)
+        folders.append(tmp_path / f"small{len(folders)}")
+        fm_delta.compress_checkpoint(src, base, folders[-1])
+        fm_delta.decompress_checkpoint(folders[-1], tmp_path / "back")
+        assert contents(tmp_path / "back") == contents(src)
+    assert all(contents(folder) == contents(folders[0]) for folder in folders)
+
+
+def test_one_file_can_be_checked_and_restored_by_itself(tmp_path):
+    src, base = pair(tmp_path, shards=2)
+    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+    name = "model-00002-of-00002.safetensors"
+    assert fm_delta.verify(tmp_path / "small" / name) == 3
+    fm_delta.decompress_checkpoint(tmp_path / "small" / name, tmp_path / "back")
+    assert contents(tmp_path / "back") == {name: contents(src)[name]}
+
+
+def test_the_folder_may_lie_in_the_one_it_was_made_of(tmp_path, monkeypatch):
+    src, base = pair(tmp_path)
+    expected = contents(src)
+    for _ in range(2):  # the second time it is there already
+        fm_delta.compress_checkpoint(src, base, src / "small")
+    monkeypatch.chdir(src)
+    fm_delta.compress_checkpoint(src, base, "small")
+    assert contents(src / "small").keys() == expected.keys()
+    fm_delta.decompress_checkpoint(src / "small", src / "small/back")
+    assert contents(src / "small/back") == expected
+
+
+def test_the_base_may_have_moved(tmp_path):
+    src, base = pair(tmp_path)
+    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+    moved = base.rename(tmp_path / "moved")
+    assert fm_delta.verify(tmp_path / "small", base=moved) == 7
+    config = tmp_path / "small/config.json"
+    config.write_text(config.read_text().replace(str(base), str(moved)))
+    assert fm_delta.verify(tmp_path / "small") == 7
+    fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(src)
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_compressed_or_quantised_is_not_compressed_again(tmp_path):
+    src, base = pair(tmp_path)
+    small = round_trip(tmp_path, src, base)
+    with pytest.raises(CheckpointError, match="small is compressed already"):
+        fm_delta.compress_checkpoint(small, base, tmp_path / "smaller")
+    (small / "config.json").write_text(CONFIG)
+    with pytest.raises(CheckpointError, match="model.safetensors is compressed already"):
+        fm_delta.compress_checkpoint(small, base, tmp_path / "smaller")
+    with pytest.raises(CheckpointError, match="model.safetensors is compressed already"):
+        fm_delta.compress_checkpoint(src, small, tmp_path / "smaller")
+    for settings in ({"quant_method": "bitsandbytes"}, None, "gptq"):
+        (src / "config.json").write_text(json.dumps({"quantization_config": settings}))
+        with pytest.raises(CheckpointError, match="tuned is quantised"):
+            fm_delta.compress_checkpoint(src, base, tmp_path / "smaller")
+    assert not (tmp_path / "smaller").exists()
+
+
+def test_what_cannot_be_a_checkpoint_is_named(tmp_path):
+    src, base = pair(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for wrong, message in [
+        (tmp_path / "none", "none is not a folder"),
+        (src / "config.json", "config.json is not a folder"),
+        (tmp_path / "empty", "empty holds no safetensors weights"),
+        (base, "base is the base model itself"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            fm_delta.compress_checkpoint(wrong, base, tmp_path / "out")
+    for wrong in (tmp_path / "none", tmp_path / "empty"):
+        for function in (fm_delta.verify, fm_delta.inspect):
+            with pytest.raises(CheckpointError, match="holds no safetensors weights"):
+                function(wrong)
+    for plain in (src, src / "model.safetensors"):
+        with pytest.raises(CorruptFileError, match="model.safetensors is not compressed by FM-Delta"):
+            fm_delta.verify(plain)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,177 @@
+"""Compressed checkpoints travel through the Hub: pushed by the usual calls, loaded by id, with the base pinned to its commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from local_hub import LocalHub
+
+MODELS = """
+import json, os, sys
+from pathlib import Path
+import torch
+import hf_ext
+from hf_ext import fm_delta
+from tiny_models import assert_same_weights, bert, perturb
+from transformers import AutoModelForSequenceClassification
+
+def tuned(seed):
+    return perturb(bert(), seed)
+
+def check(seed, *args, **options):
+    assert_same_weights(AutoModelForSequenceClassification.from_pretrained(*args, **options), tuned(seed))
+"""
+
+PUSH = """
+base = bert().push_to_hub("user/base").oid
+tuned(1).push_to_hub("user/plain")
+model = fm_delta.enable(tuned(1), "user/base")
+model.push_to_hub("user/small", commit_message="by push_to_hub")
+second = fm_delta.enable(tuned(2), "user/base").push_to_hub("user/small", revision="second").oid
+fm_delta.enable(tuned(3), "user/base").push_to_hub("user/shards", max_shard_size="60KB")
+model.add_model_tags("tiny")
+model.save_pretrained("saved", push_to_hub=True, repo_id="user/saved", commit_message="by save_pretrained", private=True)
+assert {path.name for path in Path("saved").iterdir()} == {"README.md", "config.json", "model.safetensors"}
+Path("saved/notes.txt").write_text("not part of the save")
+fm_delta.enable(tuned(4), "user/base").save_pretrained("saved", push_to_hub=True, repo_id="user/saved")
+# From now on the base's main branch is another model.
+other = perturb(bert(), 99).push_to_hub("user/base").oid
+print(json.dumps({"base": base, "other": other, "second": second}))
+"""
+
+LOAD = """
+check(1, "user/small")
+check(1, "user/plain")
+check(2, "user/small", revision="second")
+check(2, "user/small", revision=sys.argv[1])
+check(3, "user/shards")
+check(4, "user/saved")
+"""
+
+PIN = """
+model = fm_delta.enable(tuned(1), "user/base", revision=sys.argv[1])
+model.save_pretrained("pinned")
+config = json.loads(Path("pinned/config.json").read_text())["quantization_config"]
+assert (config["base"], config["revision"]) == ("user/base", sys.argv[1])
+check(1, "pinned")
+fm_delta.enable(model, "user/base").save_pretrained("newest")
+config = json.loads(Path("newest/config.json").read_text())["quantization_config"]
+assert config["revision"] == sys.argv[2]
+check(1, "newest")
+"""
+
+REFUSED = """
+errors = []
+for target in sys.argv[1:]:
+    try:
+        AutoModelForSequenceClassification.from_pretrained(target)
+    except Exception as error:
+        errors.append([type(error).__name__, str(error)])
+print(json.dumps(errors))
+"""
+
+
+class Client:
+    """Runs code in new processes that know no other Hub than `hub`."""
+
+    def __init__(self, hub: LocalHub, home: Path):
+        self.hub, self.home = hub, home
+
+    def command(self, *command: str, home: Path | None = None, signed_in: bool = True, **extra: str) -> subprocess.CompletedProcess:
+        env = self.hub.client_env(home or self.home, signed_in=signed_in, **extra)
+        paths = [str(Path(__file__).parents[1]), str(Path.cwd()), env.get("PYTHONPATH", "")]
+        env |= {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        result = subprocess.run([sys.executable, *command], env=env, cwd=self.home, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stderr
+        return result
+
+    def run(self, code: str, *args: str, **options) -> str:
+        return self.command("-c", MODELS + code, *args, **options).stdout
+
+    def files(self, repo: str, revision: str = "main") -> dict[str, bytes]:
+        return {path: file.content for path, file in self.hub.repos[repo].at(revision).files.items()}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    with LocalHub() as hub:
+        yield Client(hub, tmp_path_factory.mktemp("hub"))
+
+
+@pytest.fixture(scope="module")
+def commits(client) -> dict[str, str]:
+    return json.loads(client.run(PUSH))
+
+
+def metadata(file: bytes) -> dict[str, str]:
+    return json.loads(file[8 : 8 + int.from_bytes(file[:8], "little")])["__metadata__"]
+
+
+@pytest.mark.parametrize("repo", ["user/small", "user/saved"])
+def test_both_ways_to_push_upload_compressed_files_and_the_commit_of_the_base(client, commits, repo):
+    files, plain = client.files(repo), client.files("user/plain")
+    assert files.keys() == plain.keys()
+    assert len(files["model.safetensors"]) < 0.85 * len(plain["model.safetensors"])
+    record = json.loads(metadata(files["model.safetensors"])["fm_delta"])
+    assert (record["base"]["name"], record["base"]["revision"]) == ("user/base", commits["base"])
+    settings = json.loads(files["config.json"])["quantization_config"]
+    assert settings == {"quant_method": "fm_delta", "base": "user/base", "revision": commits["base"], "dtype": "float32"}
+    assert client.hub.repos[repo].at("main").files["model.safetensors"].lfs
+
+
+def test_a_push_keeps_message_privacy_tags_and_branch(client, commits):
+    small, saved = client.hub.repos["user/small"], client.hub.repos["user/saved"]
+    assert [commit.summary for commit in small.commits.values()][1] == "by push_to_hub"
+    assert [commit.summary for commit in saved.commits.values()][1:] == ["by save_pretrained", "Upload model"]
+    assert saved.private and not small.private
+    assert b"- tiny" in client.files("user/saved")["README.md"]
+    assert small.branches["second"] == commits["second"]
+
+
+def test_shards_are_pushed_compressed(client, commits):
+    shards = [file for path, file in client.files("user/shards").items() if path.endswith(".safetensors")]
+    assert len(shards) > 2 and all("fm_delta" in metadata(shard) for shard in shards)
+
+
+def test_pushed_checkpoints_load_by_id_branch_and_commit_though_the_base_has_moved_on(client, commits, tmp_path):
+    assert client.hub.repos["user/base"].branches["main"] == commits["other"]
+    client.run(LOAD, commits["second"], home=tmp_path)
+    answered = len(client.hub.log)
+    client.run(LOAD, commits["second"], home=tmp_path, HF_HUB_OFFLINE="1")
+    assert len(client.hub.log) == answered
+
+
+def test_the_base_may_be_given_with_a_revision(client, commits):
+    client.run(PIN, commits["base"], commits["other"])
+
+
+def test_a_base_that_cannot_be_reached_is_named_with_its_commit(client, commits, tmp_path):
+    hub = client.hub
+    try:
+        hub.repos["user/base"].private = True
+        [[kind, message]] = json.loads(client.run(REFUSED, "user/small", home=tmp_path, signed_in=False))
+        assert kind == "BaseModelError" and "'user/base'" in message and commits["base"] in message
+        client.run("check(1, 'user/small')", home=tmp_path)
+        gone = hub.repos["user/base"].commits.pop(commits["base"])
+        [[kind, message]] = json.loads(client.run(REFUSED, "user/small", home=tmp_path / "new"))
+        assert kind == "BaseModelError" and "'user/base'" in message and commits["base"] in message
+    finally:
+        hub.repos["user/base"].commits.setdefault(commits["base"], gone)
+        hub.repos["user/base"].private = False
+
+
+def test_the_command_line_takes_a_base_from_the_hub(client, commits, tmp_path):
+    client.run("tuned(4).save_pretrained(sys.argv[1])", str(tmp_path / "tuned"))
+    arguments = ["--base", "user/base", "--revision", commits["base"]]
+    client.command("-m", "hf_ext.cli", "compress", str(tmp_path / "tuned"), *arguments, "--out", str(tmp_path / "small"))
+    config = json.loads((tmp_path / "small/config.json").read_text())["quantization_config"]
+    assert config["revision"] == commits["base"]
+    client.command("-m", "hf_ext.cli", "decompress", str(tmp_path / "small"), "--out", str(tmp_path / "restored"))
+    for path in (tmp_path / "tuned").iterdir():
+        assert (tmp_path / "restored" / path.name).read_bytes() == path.read_bytes()
+    assert (tmp_path / "small/model.safetensors").stat().st_size < (tmp_path / "tuned/model.safetensors").stat().st_size

@@ -1,0 +1,507 @@
+"""A compressed checkpoint loads through `from_pretrained` as the plain one does, to the last bit, or fails with a reason."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from tiny_models import (
+    MODELS,
+    assert_same_weights,
+    bert,
+    fine_tuned,
+    inputs,
+    llama,
+    mixtral,
+    perturb,
+    qwen_moe,
+    same_bits,
+    t5,
+    tokenizer,
+)
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertModel,
+    BitsAndBytesConfig,
+    LlamaForCausalLM,
+    pipeline,
+)
+
+from hf_ext import BaseModelError, CheckpointError, CorruptFileError, fm_delta
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def compressed(model, folder: Path, **options) -> Path:
+    """A folder with `base`, its fine-tune `tuned` (saved with `options`) and that compressed, `small`."""
+    fine_tuned(model, folder, **options)
+    fm_delta.compress_checkpoint(folder / "tuned", folder / "base", folder / "small")
+    return folder
+
+
+def assert_loads_the_same(auto, folder: Path, **options):
+    """Loads the plain and the compressed folder in the same way; also what they report must be the same."""
+    models = []
+    for name in ("tuned", "small"):
+        torch.manual_seed(0)  # of weights that are in neither
+        models.append(auto.from_pretrained(folder / name, output_loading_info=True, **options))
+    (plain, expected), (model, found) = models
+    assert_same_weights(model, plain)
+    assert found == expected
+    assert model.dtype == plain.dtype and model.config.dtype == plain.config.dtype
+    return model, plain
+
+
+def assert_fails(error: type[Exception], *parts: str | os.PathLike, folder: Path, auto=AutoModel, **options) -> None:
+    with pytest.raises(error) as info:
+        auto.from_pretrained(folder, **options)
+    assert type(info.value) is error
+    for part in parts:
+        assert os.fspath(part) in str(info.value)
+
+
+def edit_config(folder: Path, **changes) -> None:
+    """Sets fields of config.json, or takes them out where the new value is None."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def edit_weights(folder: Path, edit) -> None:
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """The folders of each model of `MODELS`, made once; tests do not write into them."""
+    made: dict[str, Path] = {}
+
+    def folder_of(name: str) -> Path:
+        if name not in made:
+            made[name] = compressed(MODELS[name].build(), tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return folder_of
+
+
+# ---- bit-equal to the plain load ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_loads_bit_equal_and_smaller(folder_of, name):
+    folder = folder_of(name)
+    model, plain = assert_loads_the_same(MODELS[name].auto, folder)
+    for output, expected in zip(model(**inputs(model)).to_tuple(), plain(**inputs(plain)).to_tuple(), strict=True):
+        if isinstance(output, torch.Tensor):
+            assert same_bits(output, expected)
+    assert (folder / "small/model.safetensors").stat().st_size < (folder / "tuned/model.safetensors").stat().st_size
+
+
+def test_tensors_of_several_blocks_load_bit_equal(tmp_path):
+    folder = compressed(llama(vocabulary=5000), tmp_path)
+    assert load_file(folder / "tuned/model.safetensors")["lm_head.weight"].numel() > 300_000
+    assert_loads_the_same(AutoModelForCausalLM, folder)
+
+
+@pytest.mark.parametrize("tuned_class", [BertModel, BertForSequenceClassification])
+@pytest.mark.parametrize("base_class", [BertModel, BertForSequenceClassification])
+def test_base_models_and_task_models_predict_each_other_and_load_as_each_other(tmp_path, base_class, tuned_class):
+    model = bert()
+    tuned = perturb(model)
+    (model if base_class is type(model) else model.bert).save_pretrained(tmp_path / "base")
+    (tuned if tuned_class is type(model) else tuned.bert).save_pretrained(tmp_path / "tuned")
+    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small")
+    tensors = fm_delta.inspect(tmp_path / "small").tensors
+    assert all(tensor.how == "delta" for tensor in tensors if tensor.parameters > 1000)
+    for auto in (BertModel, BertForSequenceClassification, BertForMaskedLM):
+        assert_loads_the_same(auto, tmp_path)
+
+
+@pytest.mark.parametrize("build", [llama, mixtral, lambda: llama(tied=True)], ids=["llama", "mixtral", "tied"])
+def test_shards_load_bit_equal(tmp_path, build):
+    folder = compressed(build(), tmp_path, max_shard_size="60KB")
+    shards = {path.name for path in (folder / "tuned").glob("*-of-*.safetensors")}
+    assert len(shards) > 2 and shards == {path.name for path in (folder / "small").glob("*.safetensors")}
+    assert_loads_the_same(AutoModelForCausalLM, folder)
+
+
+def test_a_sharded_base_is_as_good_as_one_of_a_single_file(tmp_path, folder_of):
+    folder = folder_of("llama")
+    LlamaForCausalLM.from_pretrained(folder / "base").save_pretrained(tmp_path / "shards", max_shard_size="60KB")
+    fm_delta.compress_checkpoint(folder / "tuned", tmp_path / "shards", tmp_path / "small")
+    one, other = (path / "model.safetensors" for path in (folder / "small", tmp_path / "small"))
+    assert load_file(one).keys() == load_file(other).keys()
+    assert all(torch.equal(load_file(one)[name], tensor) for name, tensor in load_file(other).items())
+    shutil.copytree(folder / "small", tmp_path / "moved")
+    settings = json.loads((tmp_path / "moved/config.json").read_text())["quantization_config"]
+    edit_config(tmp_path / "moved", quantization_config=settings | {"base": str(tmp_path / "shards")})
+    (tmp_path / "tuned").symlink_to(folder / "tuned")
+    assert_loads_the_same(AutoModelForCausalLM, tmp_path)
+    shutil.move(tmp_path / "moved", shutil.move(tmp_path / "small", tmp_path / "old").parent / "small")
+    assert_loads_the_same(AutoModelForCausalLM, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [None, "auto", *DTYPES], ids=str)
+@pytest.mark.parametrize("name", ["llama", "llama_bf16", "mixtral", "t5"])
+def test_a_dtype_gives_what_the_plain_load_gives(folder_of, name, dtype):
+    assert_loads_the_same(MODELS[name].auto, folder_of(name), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "mixed"], ids=str)
+def test_dtype_auto_finds_the_stored_type_without_the_help_of_config_json(tmp_path, dtype):
+    model = t5().to(torch.float16 if dtype == "mixed" else dtype)
+    if dtype == "mixed":  # most of the bytes are float32, the first tensor is not
+        model.shared.float(), model.encoder.block.float()
+    fine_tuned(model, tmp_path)
+    edit_config(tmp_path / "tuned", dtype=None)
+    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small")
+    assert_loads_the_same(AutoModelForSeq2SeqLM, tmp_path)
+    assert_loads_the_same(AutoModelForSeq2SeqLM, tmp_path, dtype="auto")
+
+
+def test_modules_that_stay_in_float32_keep_all_their_bits(folder_of):
+    model, _ = assert_loads_the_same(AutoModelForSeq2SeqLM, folder_of("t5"), dtype=torch.float16)
+    kept = {name for name, weight in model.named_parameters() if weight.dtype == torch.float32}
+    assert kept and all(".wo." in name for name in kept)
+
+
+@pytest.mark.parametrize("first, second", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)])
+def test_base_and_fine_tune_may_differ_in_type(tmp_path, first, second):
+    model = llama()
+    model.to(first).save_pretrained(tmp_path / "base")
+    perturb(model).to(second).save_pretrained(tmp_path / "tuned")
+    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small")
+    assert all(tensor.how == "delta" for tensor in fm_delta.inspect(tmp_path / "small").tensors if tensor.parameters > 1000)
+    model, _ = assert_loads_the_same(AutoModelForCausalLM, tmp_path)
+    assert model.dtype == second
+
+
+@pytest.mark.parametrize("device_map", ["auto", "cpu", {"": "cpu"}], ids=str)
+@pytest.mark.parametrize("name", ["llama_tied", "mixtral", "bert"])
+def test_device_maps_give_the_same_model(folder_of, name, device_map):
+    model, plain = assert_loads_the_same(MODELS[name].auto, folder_of(name), device_map=device_map)
+    assert getattr(model, "hf_device_map", None) == getattr(plain, "hf_device_map", None)
+
+
+OFFLOADS = {
+    "llama": {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"},
+    "llama_tied": {"": "disk"},
+    "t5": {"": "disk"},
+    "mixtral": {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "disk", "model.rotary_emb": "cpu", "lm_head": "cpu"},
+    "bert": {"bert": "disk", "classifier": "cpu"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["one_file", "shards"])
+@pytest.mark.parametrize("name", OFFLOADS)
+def test_weights_offloaded_to_disk_are_the_decoded_ones(tmp_path, name, sharded):
+    folder = compressed(MODELS[name].build(), tmp_path, max_shard_size="60KB" if sharded else "1GB")
+    models = [
+        MODELS[name].auto.from_pretrained(folder / kind, device_map=OFFLOADS[name], offload_folder=str(tmp_path / f"offload_{kind}"))
+        for kind in ("tuned", "small")
+    ]
+    assert any(weight.device.type == "meta" for weight in models[1].parameters())
+    plain, model = (m(**inputs(m)).logits for m in models)
+    assert same_bits(model, plain)
+    for kind, model in zip(("tuned", "small"), models, strict=True):
+        model.save_pretrained(tmp_path / f"saved_{kind}")
+    assert (tmp_path / "saved_small/model.safetensors").read_bytes() == (tmp_path / "saved_tuned/model.safetensors").read_bytes()
+
+
+def test_a_variant_loads_bit_equal(tmp_path):
+    folder = compressed(llama().half(), tmp_path, variant="fp16")
+    assert [path.name for path in (folder / "small").glob("*.safetensors")] == ["model.fp16.safetensors"]
+    assert_loads_the_same(AutoModelForCausalLM, folder, variant="fp16")
+
+
+def test_a_sharded_variant_loads_bit_equal(tmp_path):
+    folder = compressed(llama().half(), tmp_path, variant="fp16", max_shard_size="60KB")
+    assert len(list((folder / "small").glob("model.fp16-*-of-*.safetensors"))) > 2
+    assert_loads_the_same(AutoModelForCausalLM, folder, variant="fp16")
+
+
+def test_a_head_of_another_size_is_initialised_as_in_the_plain_load(folder_of):
+    folder = folder_of("bert")
+    model, _ = assert_loads_the_same(AutoModelForSequenceClassification, folder, num_labels=7, ignore_mismatched_sizes=True)
+    assert model.classifier.weight.shape[0] == 7
+    assert_fails(RuntimeError, folder=folder / "small", auto=AutoModelForSequenceClassification, num_labels=7)
+
+
+def test_tokens_and_labels_that_the_base_does_not_have_load_bit_equal(tmp_path):
+    model = bert(labels=2)
+    model.save_pretrained(tmp_path / "base")
+    tuned = perturb(bert(labels=5))
+    tuned.resize_token_embeddings(tuned.config.vocab_size + 8)
+    tuned.save_pretrained(tmp_path / "tuned")
+    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small")
+    how = {tensor.name: tensor.how for tensor in fm_delta.inspect(tmp_path / "small").tensors}
+    assert how["bert.embeddings.word_embeddings.weight"] == "resized"
+    assert_loads_the_same(AutoModelForSequenceClassification, tmp_path)
+
+
+def test_integers_and_buffers_load_as_in_the_plain_load(tmp_path):
+    fine_tuned(bert(), tmp_path)
+
+    def add(weights):
+        weights["bert.embeddings.position_ids"] = torch.arange(32)[None]
+        weights["bert.nobody_expects"] = torch.arange(300)
+        weights["bert.pooler.dense.bias"] = torch.arange(48, dtype=torch.int32)
+
+    edit_weights(tmp_path / "tuned", add)
+    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small")
+    assert_loads_the_same(AutoModelForSequenceClassification, tmp_path)
+    assert_loads_the_same(AutoModelForSequenceClassification, tmp_path, dtype=torch.bfloat16)
+
+
+def test_old_names_of_normalisation_weights_are_predicted_and_renamed(tmp_path):
+    fine_tuned(bert(), tmp_path)
+
+    def rename(weights):
+        for name in [name for name in weights if "LayerNorm" in name]:
+            weights[name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")] = weights.pop(name)
+
+    edit_weights(tmp_path / "tuned", rename)
+    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small")
+    how = {tensor.name: tensor.how for tensor in fm_delta.inspect(tmp_path / "small").tensors}
+    assert how["bert.embeddings.LayerNorm.gamma"] == "delta"
+    assert_loads_the_same(AutoModelForSequenceClassification, tmp_path)
+
+
+def test_a_subfolder_and_a_config_given_by_hand_load_as_in_the_plain_load(folder_of, tmp_path):
+    folder = folder_of("llama")
+    for name in ("tuned", "small"):
+        shutil.copytree(folder / name, tmp_path / name / "inner")
+    assert_loads_the_same(AutoModelForCausalLM, tmp_path, subfolder="inner")
+    config = AutoConfig.from_pretrained(folder / "small")
+    assert_same_weights(
+        LlamaForCausalLM.from_pretrained(folder / "small", config=config), LlamaForCausalLM.from_pretrained(folder / "tuned")
+    )
+    LlamaForCausalLM.from_pretrained(folder / "small", config=config)  # the first load has left the config as it was
+
+
+def test_a_pipeline_gives_the_same_scores(folder_of):
+    folder = folder_of("bert")
+    plain, small = (
+        pipeline("text-classification", model=str(folder / name), tokenizer=tokenizer(), top_k=None, device="cpu") for name in ("tuned", "small")
+    )
+    assert small("w1 w2 w50") == plain("w1 w2 w50")
+
+
+# ---- an ordinary model -------------------------------------------------------------------------------------------------
+
+
+def test_the_loaded_model_keeps_no_trace_of_its_compression(folder_of):
+    for name in ("llama_tied", "mixtral"):
+        model, plain = assert_loads_the_same(MODELS[name].auto, folder_of(name))
+        assert vars(model).keys() == vars(plain).keys()
+        assert not hasattr(model.config, "quantization_config")
+        own = model.config.to_dict() | {"_name_or_path": None}
+        assert own == plain.config.to_dict() | {"_name_or_path": None}
+        assert len(model._weight_conversions) == len(plain._weight_conversions)
+        assert not model._load_state_dict_pre_hooks
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_loaded_model_saves_plainly_and_identically(folder_of, tmp_path, name):
+    model, plain = assert_loads_the_same(MODELS[name].auto, folder_of(name))
+    model.save_pretrained(tmp_path / "small")
+    plain.save_pretrained(tmp_path / "tuned")
+    saved = {path.name for path in (tmp_path / "tuned").iterdir()}
+    assert saved == {path.name for path in (tmp_path / "small").iterdir()} >= {"config.json", "model.safetensors"}
+    for file in saved:
+        assert (tmp_path / "small" / file).read_bytes() == (tmp_path / "tuned" / file).read_bytes()
+
+
+def test_the_loaded_model_casts_copies_and_pickles(folder_of):
+    model, plain = assert_loads_the_same(AutoModelForCausalLM, folder_of("qwen_moe"))
+    for way in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
+        assert_same_weights(way(model), plain)
+    assert_same_weights(model.half(), plain.half())
+    assert_same_weights(model.float().to(torch.bfloat16), plain.float().to(torch.bfloat16))
+
+
+def train_step(model) -> float:
+    model.train()
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-2)
+    loss = model(**inputs(model), labels=inputs(model)["input_ids"]).loss
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "mixtral"])
+def test_the_loaded_model_trains_like_the_plain_one(folder_of, name):
+    model, plain = assert_loads_the_same(AutoModelForCausalLM, folder_of(name))
+    assert train_step(model) == train_step(plain)
+    assert_same_weights(model, plain)
+
+
+def test_the_loaded_model_takes_an_adapter_like_the_plain_one(folder_of):
+    adapted = []
+    for model in assert_loads_the_same(AutoModelForCausalLM, folder_of("llama")):
+        torch.manual_seed(0)
+        adapted.append(get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"])))
+    small, plain = adapted
+    assert train_step(small) == train_step(plain)
+    assert_same_weights(small, plain)
+    assert_same_weights(small.merge_and_unload(), plain.merge_and_unload())
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(folder_of, tmp_path) -> Path:
+    """The folders of a llama in a place of their own, free to be damaged."""
+    for name in ("base", "tuned"):
+        shutil.copytree(folder_of("llama") / name, tmp_path / name)
+    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small")
+    return tmp_path
+
+
+def other_llama(folder: Path) -> Path:
+    perturb(llama(), seed=99).save_pretrained(folder / "other")
+    return folder / "other"
+
+
+def test_a_base_of_other_weights_is_refused_and_both_are_named(folder):
+    settings = json.loads((folder / "small/config.json").read_text())["quantization_config"]
+    edit_config(folder / "small", quantization_config=settings | {"base": str(other_llama(folder))})
+    assert_fails(BaseModelError, folder / "base", folder / "other", "config.json", folder=folder / "small")
+
+
+def test_a_base_that_was_overwritten_is_refused(folder):
+    perturb(llama(), seed=99).save_pretrained(folder / "base")
+    assert_fails(BaseModelError, folder / "base", "another model or revision", folder=folder / "small")
+
+
+@pytest.mark.parametrize("build", [llama, qwen_moe], ids=["llama", "qwen_moe"])
+def test_a_base_changed_where_its_fingerprint_does_not_look_is_refused(tmp_path, build):
+    folder = compressed(build(), tmp_path)
+    tensors = fm_delta.inspect(folder / "small").tensors
+    name = next(tensor.name for tensor in tensors if tensor.original_bytes > 4096 and tensor.how == "delta")
+
+    def change(weights):
+        weights[name].view(-1)[weights[name].numel() // 4] += 0.5
+
+    edit_weights(folder / "base", change)
+    assert_fails(BaseModelError, name, folder / "base", folder=folder / "small")
+    shutil.copytree(folder / "base", folder / "moved")
+    settings = json.loads((folder / "small/config.json").read_text())["quantization_config"]
+    edit_config(folder / "small", quantization_config=settings | {"base": str(folder / "moved")})
+    assert_fails(BaseModelError, name, folder / "base", folder / "moved", folder=folder / "small")
+
+
+def test_a_missing_base_is_named_with_what_to_do(folder):
+    (folder / "base").rename(folder / "moved")
+    assert_fails(BaseModelError, folder / "base", '"base" under "quantization_config"', folder=folder / "small")
+    settings = json.loads((folder / "small/config.json").read_text())["quantization_config"]
+    edit_config(folder / "small", quantization_config=settings | {"base": str(folder / "moved")})
+    assert_loads_the_same(AutoModelForCausalLM, folder)
+
+
+def test_a_base_without_weights_is_refused(folder):
+    (folder / "base/model.safetensors").unlink()
+    assert_fails(BaseModelError, folder / "base", folder=folder / "small")
+
+
+@pytest.mark.parametrize("place", [0.3, 0.6, 0.999])
+def test_a_flipped_byte_in_a_payload_is_found_before_a_weight_reaches_the_model(folder, place):
+    path = folder / "small/model.safetensors"
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    data[start + int(place * (len(data) - start))] ^= 1
+    path.write_bytes(data)
+    assert_fails(CorruptFileError, "Tensor '", "damaged", folder=folder / "small")
+
+
+def test_a_truncated_file_is_refused(folder):
+    path = folder / "small/model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(Exception, match="(?i)safetensors|incomplete|invalid"):
+        AutoModel.from_pretrained(folder / "small")
+
+
+def test_shards_of_two_saves_are_refused(tmp_path):
+    folder = compressed(llama(), tmp_path, max_shard_size="60KB")
+    perturb(llama(), seed=5).save_pretrained(tmp_path / "later", max_shard_size="60KB")
+    fm_delta.compress_checkpoint(tmp_path / "later", tmp_path / "base", tmp_path / "small_later")
+    shards = sorted(path.name for path in (folder / "small").glob("*.safetensors"))
+    shutil.copy(tmp_path / "small_later" / shards[1], folder / "small")
+    assert_fails(CorruptFileError, folder / "small", "another save", folder=folder / "small")
+
+
+def test_a_missing_shard_is_an_error(tmp_path):
+    folder = compressed(llama(), tmp_path, max_shard_size="60KB")
+    shards = sorted(path.name for path in (folder / "small").glob("*.safetensors"))
+    (folder / "small" / shards[1]).unlink()
+    assert_fails(CorruptFileError, folder / "small" / shards[1], folder=folder / "small")
+    index = folder / "small/model.safetensors.index.json"
+    record = json.loads(index.read_text())
+    record["weight_map"] = {name: shard for name, shard in record["weight_map"].items() if shard != shards[1]}
+    index.write_text(json.dumps(record))
+    assert_fails(CorruptFileError, folder / "small", "missing", folder=folder / "small")
+
+
+def test_a_plain_file_behind_a_compressed_config_is_refused(folder):
+    shutil.copy(folder / "tuned/model.safetensors", folder / "small")
+    assert_fails(CorruptFileError, folder / "small", "not compressed", folder=folder / "small")
+
+
+def test_a_compressed_checkpoint_is_not_loaded_from_a_state_dict(folder):
+    config = AutoConfig.from_pretrained(folder / "small")
+    with pytest.raises(CheckpointError, match="safetensors"):
+        LlamaForCausalLM.from_pretrained(None, config=config, state_dict=load_file(folder / "small/model.safetensors"))
+
+
+@pytest.mark.parametrize("settings", [BitsAndBytesConfig(load_in_4bit=True), BitsAndBytesConfig(load_in_8bit=True)], ids=["4bit", "8bit"])
+def test_quantising_a_compressed_checkpoint_while_it_loads_is_refused(folder, settings):
+    with pytest.raises(ValueError, match="FMDeltaConfig"):
+        AutoModelForCausalLM.from_pretrained(folder / "small", quantization_config=settings)
+
+
+def test_the_config_is_no_way_to_load_a_plain_checkpoint(folder):
+    settings = fm_delta.FMDeltaConfig(str(folder / "base"))
+    assert_fails(CheckpointError, "enable", folder=folder / "tuned", auto=AutoModelForCausalLM, quantization_config=settings)
+
+
+WITHOUT_THE_PLUGIN = """
+import sys
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+for target in sys.argv[1:]:
+    auto, folder = target.split("@")
+    try:
+        globals()[auto].from_pretrained(folder)
+    except Exception as error:
+        print(type(error).__name__)
+    else:
+        print("loaded")
+assert not any(name.startswith("hf_ext") for name in sys.modules)
+"""
+
+
+def test_without_the_plugin_every_load_fails_loudly(folder_of):
+    targets = [f"{auto.__name__}@{folder_of(name) / 'small'}" for name, tiny in MODELS.items() for auto in (tiny.auto, AutoModel)]
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THE_PLUGIN, *targets], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert result.stdout.split() == ["RuntimeError"] * len(targets)
+    assert "fm_delta" in result.stderr

@@ -1,0 +1,473 @@
+"""A model that was enabled saves compressed through every call people already make, and never leaves a broken folder behind."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+from tiny_models import MODELS, assert_same_weights, bert, inputs, llama, perturb, same_bits, t5
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertModel,
+    BitsAndBytesConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from hf_ext import BaseModelError, CheckpointError, CorruptFileError, fm_delta
+
+STAGE = ".hf_ext-partial"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def is_compressed(folder: Path) -> bool:
+    """Whether config.json says so; the weights must agree."""
+    says = "quantization_config" in json.loads((folder / "config.json").read_text())
+    for path in folder.glob("*.safetensors"):
+        assert all(weight.dtype == torch.uint8 for weight in load_file(path).values()) == says
+    return says
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    llama().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def model(base) -> PreTrainedModel:
+    """A fine-tune of the llama in `base` that saves compressed."""
+    return fm_delta.enable(perturb(llama()), base)
+
+
+# ---- what is saved -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_every_model_saves_is_smaller_loads_bit_equal_and_decompresses_to_the_plain_save(tmp_path, name):
+    tiny = MODELS[name]
+    tiny.build().save_pretrained(tmp_path / "base")
+    tuned = perturb(tiny.build())
+    tuned.save_pretrained(tmp_path / "plain")
+    fm_delta.enable(tuned, tmp_path / "base").save_pretrained(tmp_path / "small")
+    assert is_compressed(tmp_path / "small") and not is_compressed(tmp_path / "plain")
+    plain, small = contents(tmp_path / "plain"), contents(tmp_path / "small")
+    assert plain.keys() == small.keys()
+    assert len(small["model.safetensors"]) < len(plain["model.safetensors"])
+    assert_same_weights(tiny.auto.from_pretrained(tmp_path / "small"), tiny.auto.from_pretrained(tmp_path / "plain"))
+    fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "restored")
+    assert contents(tmp_path / "restored") == plain
+
+
+def test_config_json_tells_how_to_load_and_is_otherwise_the_plain_one(tmp_path, base, model):
+    model.save_pretrained(tmp_path / "small")
+    config = json.loads((tmp_path / "small/config.json").read_text())
+    settings = {"quant_method": "fm_delta", "base": str(base), "revision": None, "dtype": "float32"}
+    assert config.pop("quantization_config") == settings
+    fm_delta.disable(model).save_pretrained(tmp_path / "plain")
+    assert config == json.loads((tmp_path / "plain/config.json").read_text())
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_a_save_gives_the_bytes_of_compressing_the_plain_save(tmp_path, base, model):
+    model.save_pretrained(tmp_path / "small")
+    type(model).save_pretrained(model, tmp_path / "plain")
+    fm_delta.compress_checkpoint(tmp_path / "plain", base, tmp_path / "compressed")
+    assert contents(tmp_path / "small") == contents(tmp_path / "compressed")
+
+
+def test_saving_again_gives_the_same_bytes(tmp_path, model):
+    model.save_pretrained(tmp_path / "small")
+    first = contents(tmp_path / "small")
+    model.save_pretrained(tmp_path / "small")
+    assert contents(tmp_path / "small") == first
+    model.save_pretrained(str(tmp_path / "new" / "small"))
+    assert contents(tmp_path / "new" / "small") == first
+
+
+def test_shards_are_compressed_and_those_of_an_earlier_save_removed(tmp_path, model):
+    sizes = {}
+    for size in ("60KB", "150KB", "1GB", "60KB", "150KB"):
+        model.save_pretrained(tmp_path / "small", max_shard_size=size)
+        assert is_compressed(tmp_path / "small")
+        shards = sorted(path.name for path in (tmp_path / "small").glob("*.safetensors"))
+        assert sizes.setdefault(size, shards) == shards
+        assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "small"), plain_of(model))
+    assert len({len(shards) for shards in sizes.values()}) == 3
+
+
+def plain_of(model: PreTrainedModel) -> PreTrainedModel:
+    return copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("size", ["60KB", "1GB"])
+def test_a_variant_is_compressed(tmp_path, model, size):
+    model.half().save_pretrained(tmp_path / "small", variant="fp16", max_shard_size=size)
+    assert is_compressed(tmp_path / "small")
+    assert all(path.name.startswith("model.fp16") for path in (tmp_path / "small").glob("*.safetensors"))
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "small", variant="fp16"), plain_of(model))
+
+
+@pytest.mark.parametrize("positional", [False, True])
+def test_a_state_dict_given_to_the_save_is_what_is_compressed(tmp_path, model, positional):
+    other = perturb(llama(), seed=2)
+    if positional:
+        model.save_pretrained(tmp_path / "small", True, other.state_dict())
+    else:
+        model.save_pretrained(tmp_path / "small", state_dict=other.state_dict())
+    assert is_compressed(tmp_path / "small")
+    assert_same_weights(LlamaForCausalLM.from_pretrained(tmp_path / "small"), other)
+
+
+def test_a_model_offloaded_to_disk_saves_compressed(tmp_path, base, model):
+    model.save_pretrained(tmp_path / "small")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "small", device_map={"": "disk"}, offload_folder=str(tmp_path / "offload"))
+    fm_delta.enable(loaded, base).save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "small/model.safetensors").read_bytes()
+
+
+def test_the_base_may_have_another_head_and_prefix(tmp_path):
+    bert().bert.save_pretrained(tmp_path / "base")
+    tuned = fm_delta.enable(perturb(bert(labels=5)), tmp_path / "base")
+    tuned.save_pretrained(tmp_path / "small")
+    how = {tensor.name: tensor.how for tensor in fm_delta.inspect(tmp_path / "small").tensors}
+    assert how["bert.encoder.layer.0.output.dense.weight"] == "delta"
+    assert_same_weights(AutoModelForSequenceClassification.from_pretrained(tmp_path / "small"), plain_of(tuned))
+
+
+# ---- copies of the model -----------------------------------------------------------------------------------------------
+
+
+def unpickled(model: PreTrainedModel) -> PreTrainedModel:
+    return pickle.loads(pickle.dumps(model))
+
+
+def torch_loaded(model: PreTrainedModel) -> PreTrainedModel:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, unpickled, torch_loaded])
+def test_a_copy_saves_its_own_weights_compressed_and_is_disabled_alone(tmp_path, model, copied):
+    twin = copied(model)
+    with torch.no_grad():
+        twin.lm_head.weight += 1
+    twin.save_pretrained(tmp_path / "twin")
+    model.save_pretrained(tmp_path / "small")
+    for folder, saved in (("twin", twin), ("small", model)):
+        assert is_compressed(tmp_path / folder)
+        assert_same_weights(LlamaForCausalLM.from_pretrained(tmp_path / folder), plain_of(saved))
+    twin.load_state_dict(load_file(tmp_path / "small/model.safetensors"))
+    assert_same_weights(twin, plain_of(model))
+    fm_delta.disable(twin).save_pretrained(tmp_path / "twin")
+    model.save_pretrained(tmp_path / "small")
+    assert is_compressed(tmp_path / "small") and not is_compressed(tmp_path / "twin")
+    assert not twin._load_state_dict_pre_hooks and model._load_state_dict_pre_hooks
+
+
+def test_a_copy_does_not_keep_the_original_alive_in_a_pickle(model):
+    assert len(pickle.dumps(model)) < 1.2 * len(pickle.dumps(perturb(llama())))
+
+
+def test_a_compiled_model_saves_compressed(tmp_path, model):
+    torch.compile(model).save_pretrained(tmp_path / "small")
+    assert is_compressed(tmp_path / "small")
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "small"), plain_of(model))
+
+
+def test_the_base_is_found_from_another_working_directory(tmp_path, base, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = fm_delta.enable(perturb(llama()), "base")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    model.save_pretrained("small")
+    assert is_compressed(Path("small"))
+    monkeypatch.chdir(tmp_path)
+    assert_same_weights(AutoModelForCausalLM.from_pretrained("elsewhere/small"), plain_of(model))
+
+
+# ---- on and off --------------------------------------------------------------------------------------------------------
+
+
+def test_disable_makes_the_model_what_it_was(tmp_path, base):
+    model = perturb(llama())
+    before = set(vars(model))
+    assert fm_delta.disable(model) is model
+    assert fm_delta.enable(model, base) is model
+    assert fm_delta.disable(model) is model
+    assert set(vars(model)) == before and not model._load_state_dict_pre_hooks
+    model.save_pretrained(tmp_path / "plain")
+    assert not is_compressed(tmp_path / "plain")
+
+
+def test_enabling_again_replaces_the_base(tmp_path, base, model):
+    perturb(llama(), seed=7).save_pretrained(tmp_path / "other")
+    fm_delta.enable(model, base)
+    fm_delta.enable(model, tmp_path / "other")
+    assert len(model._load_state_dict_pre_hooks) == 1
+    model.save_pretrained(tmp_path / "small")
+    assert fm_delta.inspect(tmp_path / "small").base == str(tmp_path / "other")
+
+
+def test_a_loaded_model_saves_plainly_until_it_is_enabled(tmp_path, base, model):
+    model.save_pretrained(tmp_path / "small")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
+    loaded.save_pretrained(tmp_path / "plain")
+    assert not is_compressed(tmp_path / "plain")
+    fm_delta.enable(loaded, base).save_pretrained(tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(tmp_path / "small")
+
+
+def test_only_the_enabled_object_changes(tmp_path, model):
+    other = perturb(llama())
+    other.save_pretrained(tmp_path / "plain")
+    assert not is_compressed(tmp_path / "plain")
+    assert "save_pretrained" not in vars(type(model)) and other.save_pretrained.__func__ is PreTrainedModel.save_pretrained
+
+
+def test_an_enabled_model_loads_state_dicts_of_both_kinds(tmp_path, model):
+    model.save_pretrained(tmp_path / "small")
+    expected = plain_of(fm_delta.disable(copy.deepcopy(model)))
+    state_dict = load_file(tmp_path / "small/model.safetensors")
+    keys = {name: weight.data_ptr() for name, weight in state_dict.items()}
+    for state in (state_dict, expected.state_dict()):
+        torch.nn.init.zeros_(model.lm_head.weight)
+        assert model.load_state_dict(state) == ([], [])
+        for name, weight in model.state_dict().items():
+            assert same_bits(weight, expected.state_dict()[name])
+    assert keys == {name: weight.data_ptr() for name, weight in state_dict.items()}
+    outer = torch.nn.ModuleDict({"inner": model})
+    torch.nn.init.zeros_(model.lm_head.weight)
+    outer.load_state_dict({f"inner.{name}": weight for name, weight in state_dict.items()})
+    assert same_bits(model.lm_head.weight, expected.lm_head.weight)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        expected.load_state_dict(state_dict)
+
+
+def test_a_damaged_state_dict_is_refused(tmp_path, model):
+    model.save_pretrained(tmp_path / "small")
+    state_dict = load_file(tmp_path / "small/model.safetensors")
+    state_dict["lm_head.weight"][-1] ^= 1
+    with pytest.raises(CorruptFileError, match="lm_head.weight"):
+        model.load_state_dict(state_dict)
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_the_folder_of_the_base_is_never_written_to(tmp_path, base, model, monkeypatch):
+    before = contents(base)
+    (tmp_path / "link").symlink_to(base)
+    monkeypatch.chdir(tmp_path)
+    for folder in (base, str(base) + "/", tmp_path / "link", "base", "link/../base"):
+        with pytest.raises(CheckpointError, match="base"):
+            model.save_pretrained(folder)
+    assert contents(base) == before
+
+
+def test_an_unreadable_base_is_refused_at_once(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for base in (tmp_path / "empty", tmp_path / "nothing", "not/a/hub/id"):
+        model = llama()
+        with pytest.raises((BaseModelError, CheckpointError), match=str(base)):
+            fm_delta.enable(model, base)
+        assert "save_pretrained" not in vars(model)
+
+
+def test_a_quantised_model_is_refused(base):
+    settings = BitsAndBytesConfig(load_in_4bit=True)
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=settings)
+    with pytest.raises(CheckpointError, match="quantised"):
+        fm_delta.enable(model, base)
+
+
+def test_what_is_not_a_transformers_model_is_refused(base, model):
+    from peft import get_peft_model
+
+    for other in (torch.nn.Linear(2, 2), model.state_dict(), get_peft_model(perturb(llama()), LoraConfig(target_modules=["q_proj"]))):
+        with pytest.raises(CheckpointError, match=type(other).__name__):
+            fm_delta.enable(other, base)
+
+
+def test_a_distributed_checkpoint_is_refused(tmp_path, model):
+    with pytest.raises(CheckpointError, match="distributed"):
+        model.save_pretrained(tmp_path / "small", distributed_checkpoint=True)
+    assert not (tmp_path / "small").exists()
+
+
+def test_a_base_that_has_nothing_in_common_is_warned_about(tmp_path, caplog):
+    t5().save_pretrained(tmp_path / "base")
+    tuned = fm_delta.enable(perturb(bert()).bert, tmp_path / "base")
+    assert [str(tmp_path / "base") in record.getMessage() for record in caplog.records] == [True]
+    tuned.save_pretrained(tmp_path / "small")
+    assert_same_weights(BertModel.from_pretrained(tmp_path / "small"), plain_of(tuned))
+
+
+def test_a_model_with_an_adapter_saves_the_adapter_alone(tmp_path, model):
+    torch.manual_seed(0)
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    model.save_pretrained(tmp_path / "adapter")
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert not list((tmp_path / "adapter").glob("model*")) and not (tmp_path / "adapter/config.json").exists()
+    fm_delta.disable(model).save_pretrained(tmp_path / "plain")
+    assert contents(tmp_path / "adapter") == contents(tmp_path / "plain")
+
+
+def test_a_process_that_is_not_the_main_one_writes_nothing(tmp_path, model):
+    model.save_pretrained(tmp_path / "small", is_main_process=False)
+    assert not (tmp_path / "small").exists()
+    model.save_pretrained(tmp_path / "small")
+    before = contents(tmp_path / "small")
+    model.save_pretrained(tmp_path / "small", is_main_process=False, max_shard_size="60KB")
+    assert contents(tmp_path / "small") == before
+
+
+# ---- interrupted saves -------------------------------------------------------------------------------------------------
+
+
+def test_a_save_that_fails_leaves_the_earlier_one_as_it_was(tmp_path, base, model):
+    model.save_pretrained(tmp_path / "small")
+    before = contents(tmp_path / "small")
+    with pytest.raises(AttributeError):  # in the middle of Transformers' own save
+        model.save_pretrained(tmp_path / "small", state_dict={"lm_head.weight": [0.0]})
+    assert contents(tmp_path / "small") == before and not (tmp_path / "small" / STAGE).exists()
+    shutil.move(base, tmp_path / "gone")
+    for folder in ("small", "new"):
+        with pytest.raises(BaseModelError, match=str(base)):
+            model.save_pretrained(tmp_path / folder)
+    assert contents(tmp_path / "small") == before and not (tmp_path / "new").exists()
+
+
+def test_a_full_disk_is_one_clear_error_and_the_earlier_save_stays(tmp_path, model):
+    resource = pytest.importorskip("resource")
+    model.save_pretrained(tmp_path / "small")
+    before = contents(tmp_path / "small")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=f"{tmp_path / 'small'} could not be written"):
+            model.save_pretrained(tmp_path / "small")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert contents(tmp_path / "small") == before and not (tmp_path / "small" / STAGE).exists()
+
+
+# Saves a model again and again, each time in a process of its own that is stopped right before its n-th change of the folder.
+INTERRUPTED = """
+import errno, json, os, shutil, signal, sys
+import torch
+from tiny_models import llama, perturb
+from hf_ext import CheckpointError, fm_delta
+
+CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.copyfile"}
+torch.set_num_threads(1)
+
+
+def save_until(step, how, model, size, folder):
+    left = step
+
+    def watch(event, args):
+        nonlocal left
+        if event not in CHANGES or not any(isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(folder) for path in args):
+            return
+        if event == "os.mkdir" and os.path.isdir(args[0]) or event == "open" and not set(args[1] or "") & set("wax+"):
+            return
+        left -= 1
+        if left == 0:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(errno.EIO, "injected")
+
+    sys.addaudithook(watch)
+    try:
+        model.save_pretrained(folder, max_shard_size=size)
+    except Exception as error:
+        return 1 if isinstance(error, CheckpointError) and folder in str(error) else 2
+    return 0
+
+
+for root, how, kind, first_size, second_size in json.loads(sys.argv[1]):
+    base, start = f"{root}/base", f"{root}/start"
+    llama().save_pretrained(base)
+    first, second = perturb(llama(), seed=1), fm_delta.enable(perturb(llama(), seed=2), base)
+    if kind == "compressed":
+        fm_delta.enable(first, base)
+    first.save_pretrained(start, max_shard_size=first_size)
+    step, ended = 0, None
+    while ended != 0:
+        step += 1
+        folder = f"{root}/step{step}"
+        shutil.copytree(start, folder)
+        child = os.fork()
+        if child == 0:
+            os._exit(save_until(step, how, second, second_size, folder))
+        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert ended in (0, -signal.SIGKILL if how == "kill" else 1), ended
+    print(step, flush=True)
+"""
+STOPS = [
+    ("kill", "compressed", "1GB", "1GB"),
+    ("kill", "compressed", "100KB", "100KB"),
+    ("kill", "compressed", "60KB", "100KB"),
+    ("kill", "compressed", "100KB", "1GB"),
+    ("kill", "plain", "1GB", "100KB"),
+    ("fail", "compressed", "60KB", "100KB"),
+]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """For each of `STOPS` a folder and in how many steps the save in it was stopped before one ran to its end."""
+    roots = {case: tmp_path_factory.mktemp("stopped") for case in STOPS}
+    paths = [str(Path(__file__).parents[1]), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", INTERRUPTED, json.dumps([(str(root), *case) for case, root in roots.items()])],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    return {case: (root, int(steps)) for (case, root), steps in zip(roots.items(), result.stdout.split(), strict=True)}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("case", STOPS, ids="-".join)
+def test_a_save_stopped_anywhere_leaves_the_old_the_new_or_an_error_and_the_next_one_clears_up(stopped, case):
+    how, kind, _, size = case
+    root, steps = stopped[case]
+    old, new = perturb(llama(), seed=1), perturb(llama(), seed=2)
+    outcomes, left = [], 0
+    for step in range(1, steps + 1):
+        folder = root / f"step{step}"
+        left += step < steps and (folder / STAGE).exists()
+        try:
+            loaded = AutoModelForCausalLM.from_pretrained(folder)
+        except Exception as error:
+            # Between weights and config.json of a folder that was plain before, only Transformers can notice.
+            assert isinstance(error, CorruptFileError) or kind == "plain", error
+            outcomes.append("error")
+        else:
+            outcomes.append("old" if same_bits(loaded.lm_head.weight, old.lm_head.weight) else "new")
+            assert_same_weights(loaded, old if outcomes[-1] == "old" else new)
+    assert outcomes.count("old") > 5 and outcomes[-1] == "new"
+    assert outcomes == sorted(outcomes, key=["old", "error", "new"].index)
+    assert left > 5 if how == "kill" else left == 0
+    fm_delta.enable(new, root / "base")
+    for step in range(1, steps):
+        new.save_pretrained(root / f"step{step}", max_shard_size=size)
+        assert contents(root / f"step{step}") == contents(root / f"step{steps}")

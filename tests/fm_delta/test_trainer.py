@@ -1,0 +1,162 @@
+"""Trainer saves an enabled model compressed, and resumes and picks its best model as it does with plain checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from tiny_models import VOCABULARY, assert_same_weights, bert, llama, perturb
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_ext import fm_delta
+
+
+def examples(count: int, causal: bool = False) -> list[dict]:
+    generator = torch.Generator().manual_seed(count)
+    rows = torch.randint(5, VOCABULARY, (count, 12), generator=generator)
+    return [{"input_ids": row, "labels": row if causal else row[0] % 3} for row in rows]
+
+
+def train(model, out: Path, resume: str | bool | None = None, callbacks=(), causal: bool = False, **options) -> Trainer:
+    settings = {"max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 2}
+    arguments = TrainingArguments(output_dir=str(out), use_cpu=True, report_to=[], disable_tqdm=True, **(settings | options))
+    trainer = Trainer(model, arguments, train_dataset=examples(16, causal), eval_dataset=examples(8, causal), callbacks=[*callbacks])
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def is_compressed(folder: Path) -> bool:
+    files = list(folder.glob("model*.safetensors"))
+    assert files
+    found = {"fm_delta" in safe_open(file, "pt").metadata() for file in files}
+    assert found == {"quantization_config" in json.loads((folder / "config.json").read_text())}
+    return found.pop()
+
+
+class StopAfter(TrainerCallback):
+    """Ends the training as a crash would: after a step, with only the checkpoints left."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    bert().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def model_of(base: Path, enabled: bool = True, auto=AutoModelForSequenceClassification):
+    model = auto.from_pretrained(base)
+    return fm_delta.enable(model, base) if enabled else model
+
+
+def test_trainer_saves_compressed_checkpoints_and_trains_as_before(tmp_path, base):
+    trainer = train(model_of(base), tmp_path / "out")
+    plain = train(model_of(base, enabled=False), tmp_path / "plain")
+    assert trainer.state.log_history[0]["loss"] == plain.state.log_history[0]["loss"]
+    for step in (2, 4, 6):
+        folder, expected = (tmp_path / out / f"checkpoint-{step}" for out in ("out", "plain"))
+        assert is_compressed(folder) and not is_compressed(expected)
+        assert {path.name for path in folder.iterdir()} == {path.name for path in expected.iterdir()}
+        assert_same_weights(*(AutoModelForSequenceClassification.from_pretrained(path) for path in (folder, expected)))
+    trainer.save_model(tmp_path / "final")
+    assert is_compressed(tmp_path / "final")
+    assert_same_weights(AutoModelForSequenceClassification.from_pretrained(tmp_path / "final"), plain.model)
+
+
+@pytest.mark.parametrize("auto, causal", [(AutoModelForSequenceClassification, False), (AutoModelForCausalLM, True)], ids=["bert", "llama_tied"])
+def test_a_resumed_training_ends_with_the_bits_of_one_that_ran_through(tmp_path, auto, causal):
+    (llama(tied=True) if causal else bert()).save_pretrained(tmp_path / "base")
+    through = train(model_of(tmp_path / "base", False, auto), tmp_path / "plain", causal=causal)
+    train(model_of(tmp_path / "base", True, auto), tmp_path / "out", callbacks=[StopAfter(4)], causal=causal)
+    assert get_last_checkpoint(str(tmp_path / "out")).endswith("checkpoint-4") and is_compressed(tmp_path / "out/checkpoint-4")
+    for resume in (True, str(tmp_path / "out/checkpoint-2")):
+        resumed = train(model_of(tmp_path / "base", True, auto), tmp_path / "out", resume=resume, causal=causal)
+        assert resumed.state.global_step == 6
+        assert_same_weights(resumed.model, through.model)
+
+
+def test_training_resumes_from_shards(tmp_path, base):
+    through = train(model_of(base, enabled=False), tmp_path / "plain")
+    train(model_of(base), tmp_path / "out", callbacks=[StopAfter(4)])
+    folder = tmp_path / "out/checkpoint-4"
+    fm_delta.enable(AutoModelForSequenceClassification.from_pretrained(folder), base).save_pretrained(folder, max_shard_size="60KB")
+    assert is_compressed(folder) and len(list(folder.glob("model-*.safetensors"))) > 2
+    assert_same_weights(train(model_of(base), tmp_path / "out", resume=True).model, through.model)
+
+
+def test_training_starts_from_and_resumes_on_a_loaded_compressed_model(tmp_path, base):
+    tuned = fm_delta.enable(perturb(bert()), base)
+    tuned.save_pretrained(tmp_path / "small")
+    fm_delta.disable(tuned).save_pretrained(tmp_path / "tuned")
+    through = train(model_of(tmp_path / "tuned", enabled=False), tmp_path / "plain")
+    train(fm_delta.enable(model_of(tmp_path / "small", enabled=False), base), tmp_path / "out", callbacks=[StopAfter(2)])
+    resumed = train(fm_delta.enable(model_of(tmp_path / "small", enabled=False), base), tmp_path / "out", resume=True)
+    assert_same_weights(resumed.model, through.model)
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path, base):
+    # The "best" is the worst, as that is not the last.
+    options = {"load_best_model_at_end": True, "greater_is_better": True, "eval_strategy": "steps", "eval_steps": 2}
+    options |= {"max_steps": 8, "learning_rate": 0.3}
+    trained = train(model_of(base), tmp_path / "out", **options)
+    plain = train(model_of(base, enabled=False), tmp_path / "plain", **options)
+    best = Path(trained.state.best_model_checkpoint)
+    assert best.name == Path(plain.state.best_model_checkpoint).name and is_compressed(best)
+    assert_same_weights(trained.model, plain.model)
+    assert_same_weights(trained.model, AutoModelForSequenceClassification.from_pretrained(best))
+    assert best.name != "checkpoint-8"
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path, base):
+    train(model_of(base), tmp_path / "out", save_total_limit=2)
+    kept = sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*"))
+    assert kept == ["checkpoint-4", "checkpoint-6"]
+    assert all(is_compressed(tmp_path / "out" / name) for name in kept)
+
+
+def test_a_model_that_is_not_enabled_does_not_resume_from_a_compressed_checkpoint_silently(tmp_path, base):
+    train(model_of(base), tmp_path / "out", callbacks=[StopAfter(2)])
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        train(model_of(base, enabled=False), tmp_path / "out", resume=True)
+
+
+def test_adapters_train_save_and_resume_on_top_of_a_compressed_model(tmp_path, base):
+    fm_delta.enable(perturb(bert()), base).save_pretrained(tmp_path / "small")
+    perturb(bert()).save_pretrained(tmp_path / "tuned")
+
+    def adapted(folder: Path, enabled: bool) -> PeftModel:
+        model = AutoModelForSequenceClassification.from_pretrained(folder)
+        torch.manual_seed(0)
+        return get_peft_model(fm_delta.enable(model, base) if enabled else model, LoraConfig(r=2, target_modules=["query", "value"]))
+
+    through = train(adapted(tmp_path / "tuned", False), tmp_path / "plain").model
+    for enabled in (False, True):
+        out = tmp_path / f"out_{enabled}"
+        train(adapted(tmp_path / "small", enabled), out, callbacks=[StopAfter(4)])
+        assert (out / "checkpoint-4/adapter_model.safetensors").exists() and not list((out / "checkpoint-4").glob("model*"))
+        resumed = train(adapted(tmp_path / "small", enabled), out, resume=True).model
+        assert_same_weights(resumed, through)
+        fresh = AutoModelForSequenceClassification.from_pretrained(tmp_path / "small")
+        merged = PeftModel.from_pretrained(fresh, out / "checkpoint-6").merge_and_unload()
+        assert_same_weights(merged, resumed.merge_and_unload())
+        if enabled:
+            merged = fm_delta.enable(merged, base)
+            merged.save_pretrained(tmp_path / "merged")
+            assert is_compressed(tmp_path / "merged")
+            assert_same_weights(AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged"), fm_delta.disable(merged))

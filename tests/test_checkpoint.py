@@ -1,0 +1,320 @@
+"""A checkpoint is read lazily, named by its content, matched by name, and written whole or not at all."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_checkpoints import CONFIG, contents, weights, write_folder, write_safetensors
+
+from hf_ext.checkpoint import (
+    SAFETENSORS_DTYPES,
+    STAGE,
+    Checkpoint,
+    RawTensor,
+    SafetensorsFile,
+    all_weights,
+    read_config,
+    select_weights,
+    staged_folder,
+    write_atomically,
+)
+from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+
+# ---- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_gives_every_tensor_as_the_safetensors_library_wrote_it(tmp_path):
+    tensors = {f"{name}.weight": torch.arange(24).to(dtype).reshape(2, 3, 4) for dtype, name in SAFETENSORS_DTYPES.items()}
+    tensors |= {"scalar": torch.tensor(-0.0), "empty": torch.empty(0, 5)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    file = SafetensorsFile(tmp_path / "model.safetensors")
+    assert file.metadata == {"format": "pt"}
+    assert set(file.entries) == set(tensors)
+    for name, tensor in tensors.items():
+        raw = file[name]
+        assert (raw.dtype, raw.shape) == (SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape))
+        assert raw.data.tobytes() == RawTensor.from_torch(tensor).data.tobytes()
+
+
+@pytest.mark.parametrize("metadata", ["null", "{}", '{"format": "pt"}'])
+def test_a_file_may_say_nothing_about_itself(tmp_path, metadata):
+    header = f'{{"__metadata__": {metadata}, "a": {{"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}}}'.encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\x07")
+    file = SafetensorsFile(tmp_path / "model.safetensors")
+    assert file.metadata == (json.loads(metadata) or {})
+    assert file["a"].data.tolist() == [7]
+
+
+@pytest.mark.parametrize("content", [b"", b"\x08", b"PK\x03\x04 a zip file", b"\xff" * 100, (2).to_bytes(8, "little") + b"[]"])
+def test_what_is_no_safetensors_file_is_named(tmp_path, content):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CorruptFileError, match="model.safetensors is not a readable safetensors file"):
+        SafetensorsFile(path)
+
+
+def test_a_missing_file_and_a_folder_in_its_place_are_named(tmp_path):
+    (tmp_path / "model.safetensors").mkdir()
+    for path in (tmp_path / "none.safetensors", tmp_path / "model.safetensors"):
+        with pytest.raises(CorruptFileError, match=path.name):
+            SafetensorsFile(path)
+
+
+def test_a_tensor_with_lazy_conjugation_gives_the_bytes_it_shows():
+    values = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+    assert RawTensor.from_torch(values.conj()).data.tobytes() == values.conj().resolve_conj().numpy().tobytes()
+    assert RawTensor.from_torch(values.conj().imag).data.tobytes() == torch.tensor([-2.0, 4.0]).numpy().tobytes()
+
+
+def test_types_that_only_torch_or_only_safetensors_has_are_refused_by_name():
+    with pytest.raises(CheckpointError, match="complex128"):
+        RawTensor.from_torch(torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(CheckpointError, match="F4"):
+        RawTensor("F4", (2,), RawTensor.from_torch(torch.zeros(1, dtype=torch.uint8)).data).to_torch()
+
+
+# ---- which files ------------------------------------------------------------------------------------------------------
+
+
+def test_the_single_file_goes_before_shards_and_the_index_before_what_lies_about(tmp_path):
+    write_folder(tmp_path, weights(), shards=2)
+    write_safetensors(tmp_path / "model.fp16.safetensors", weights(torch.float16))
+    write_safetensors(tmp_path / "model-00001-of-00003.safetensors", weights())
+    write_safetensors(tmp_path / "adapter_model.safetensors", weights())
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert [path.name for path in select_weights(tmp_path)] == shards
+    everything = ["model-00001-of-00002.safetensors", "model-00001-of-00003.safetensors", shards[1], "model.fp16.safetensors"]
+    assert [path.name for path in all_weights(tmp_path)] == everything
+    write_safetensors(tmp_path / "model.safetensors", weights())
+    assert [path.name for path in select_weights(tmp_path)] == ["model.safetensors"]
+
+
+def test_a_folder_without_safetensors_weights_says_what_to_do(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(CheckpointError, match="save it again"):
+        select_weights(tmp_path)
+    with pytest.raises(BaseModelError, match="save it again"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 5}', '{"weight_map": {"a": 5}}', "\x00\x01"])
+def test_a_broken_index_is_named(tmp_path, index):
+    write_folder(tmp_path, weights(), shards=2)
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(BaseModelError, match="model.safetensors.index.json is not an index"):
+        Checkpoint(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    write_folder(tmp_path, weights(), shards=2)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(BaseModelError, match="model-00002-of-00002.safetensors"):
+        Checkpoint(tmp_path)
+
+
+def test_an_index_cannot_lead_out_of_its_folder(tmp_path):
+    write_safetensors(tmp_path / "secret.safetensors", weights())
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/model.safetensors.index.json").write_text('{"weight_map": {"a": "../secret.safetensors"}}')
+    with pytest.raises(BaseModelError, match="model/secret.safetensors"):
+        Checkpoint(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["no/such/folder/here", "", "/no/such/folder", "a b"])
+def test_a_name_that_is_neither_folder_nor_repository_is_repeated(name):
+    with pytest.raises(BaseModelError, match=f"'{name}' is neither a folder nor a Hub repository"):
+        Checkpoint(name)
+
+
+def test_a_repository_that_is_not_in_the_cache_is_named_offline(tmp_path):
+    code = "from hf_ext.checkpoint import Checkpoint\nCheckpoint('some-org/some-model', 'v2')"
+    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    last = result.stderr.strip().splitlines()[-1]
+    assert "BaseModelError: 'some-org/some-model'" in last and "revision v2" in last
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '"text"', "null", "[" * 100_000])
+def test_a_config_that_is_no_json_object_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CorruptFileError, match="config.json is not"):
+        read_config(tmp_path / "config.json")
+    (tmp_path / "config.json").write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(CorruptFileError, match="config.json is not"):
+        read_config(tmp_path / "config.json")
+
+
+# ---- fingerprints and names -------------------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_does_not_depend_on_shards_order_or_layout(tmp_path):
+    tensors = weights()
+    backwards = dict(reversed(tensors.items()))
+    first = Checkpoint(write_folder(tmp_path / "one", tensors)).fingerprint
+    assert Checkpoint(write_folder(tmp_path / "shards", tensors, shards=3)).fingerprint == first
+    assert Checkpoint(write_folder(tmp_path / "backwards", backwards, shards=2)).fingerprint == first
+    write_safetensors(tmp_path / "padded/model.safetensors", backwards, {"other": "metadata"}, padding=" " * 13, indent=1)
+    assert Checkpoint(tmp_path / "padded").fingerprint == first
+
+
+def test_the_fingerprint_tells_names_types_shapes_and_values_apart(tmp_path):
+    tensors = {"a.weight": torch.zeros(4, 6), "a.bias": torch.zeros(6), "large": torch.zeros(100, 100)}
+    start, middle, end = (tensors["large"].clone() for _ in range(3))
+    start[0, 0] = middle[50, 3] = end[99, 99] = 1e-30
+    versions = [
+        tensors,
+        {"b.weight" if name == "a.weight" else name: tensor for name, tensor in tensors.items()},
+        tensors | {"a.weight": tensors["a.weight"].half()},
+        tensors | {"a.weight": tensors["a.weight"].int()},
+        tensors | {"a.weight": tensors["a.weight"].reshape(6, 4)},
+        tensors | {"a.weight": tensors["a.bias"], "a.bias": tensors["a.weight"]},
+        tensors | {"a.bias": -tensors["a.bias"]},
+        tensors | {"extra": torch.zeros(0)},
+        {name: tensor for name, tensor in tensors.items() if name != "a.bias"},
+        *(tensors | {"large": version} for version in (start, middle, end)),
+    ]
+    prints = [Checkpoint(write_folder(tmp_path / str(i), version)).fingerprint for i, version in enumerate(versions)]
+    assert len(set(prints)) == len(versions)
+
+
+@pytest.mark.parametrize(
+    ("name", "twin"),
+    [
+        ("bert.encoder.layer.0.output.dense.weight", "bert.encoder.layer.0.output.dense.weight"),
+        ("encoder.layer.0.output.dense.weight", "bert.encoder.layer.0.output.dense.weight"),
+        ("model.bert.encoder.layer.0.output.dense.weight", "bert.encoder.layer.0.output.dense.weight"),
+        ("bert.encoder.layer.0.output.LayerNorm.gamma", "bert.encoder.layer.0.output.LayerNorm.weight"),
+        ("encoder.layer.0.output.LayerNorm.beta", "bert.encoder.layer.0.output.LayerNorm.bias"),
+        ("bert.embeddings.LayerNorm.weight", "bert.embeddings.LayerNorm.gamma"),
+        ("bert.encoder.layer.1.output.dense.weight", "bert.encoder.layer.1.output.dense.weight"),
+        ("scale", "scale"),
+        ("model.scale", None),  # one part alone says too little
+        ("classifier.weight", None),
+        ("weight", None),
+        ("", None),
+        ("decoder.shared.weight", None),  # two have this ending
+        ("bert.pooler.dense.weight_gamma", None),
+    ],
+)
+def test_a_parameter_finds_its_twin_under_another_prefix_or_an_old_name(tmp_path, name, twin):
+    names = [
+        "bert.encoder.layer.0.output.dense.weight",
+        "bert.encoder.layer.0.output.LayerNorm.weight",
+        "bert.encoder.layer.0.output.LayerNorm.bias",
+        "bert.encoder.layer.1.output.dense.weight",
+        "bert.embeddings.LayerNorm.gamma",
+        "one.shared.weight",
+        "two.shared.weight",
+        "scale",
+    ]
+    checkpoint = Checkpoint(write_folder(tmp_path, {name: torch.zeros(1) for name in names}))
+    assert checkpoint.twin_of(name) == twin
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------------
+
+
+def fill(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def texts(folder):
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_staged_folder_appears_when_the_block_ends(tmp_path):
+    target = tmp_path / "new/out"
+    with staged_folder(target) as stage:
+        fill(stage, {"model.safetensors": "weights", "config.json": CONFIG, "sub/vocab.txt": "words"})
+        assert texts(target).keys() == {f"{STAGE}/{name}" for name in ("model.safetensors", "config.json", "sub/vocab.txt")}
+    assert texts(target) == {"model.safetensors": "weights", "config.json": CONFIG, "sub/vocab.txt": "words"}
+
+
+def test_a_failed_block_leaves_the_folder_as_it_was_or_absent(tmp_path):
+    old = {"model.safetensors": "old", "config.json": "old", "notes.txt": "mine"}
+    fill(tmp_path / "old", old)
+    for target in (tmp_path / "old", tmp_path / "new"):
+        with pytest.raises(KeyError), staged_folder(target) as stage:
+            fill(stage, {"model.safetensors": "new", "config.json": "new"})
+            raise KeyError
+    assert texts(tmp_path / "old") == old
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_a_killed_process_left_is_cleared(tmp_path):
+    fill(tmp_path / STAGE, {"model.safetensors": "half", "stale.txt": "stale"})
+    with staged_folder(tmp_path) as stage:
+        fill(stage, {"config.json": "new"})
+    assert texts(tmp_path) == {"config.json": "new"}
+
+
+SHARDS = {"model-00001-of-00002.safetensors": "1", "model-00002-of-00002.safetensors": "2"}
+INDEX = {"model.safetensors.index.json": "index"}
+KEPT = {"adapter_model.safetensors": "kept", "sub/model.safetensors": "kept", "model.fp16.safetensors": "kept"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (SHARDS | INDEX, {"model.safetensors": "new"}),
+        ({"model.safetensors": "old"}, SHARDS | INDEX),
+        ({"model-00003-of-00003.safetensors": "3"} | INDEX, SHARDS | INDEX),
+        ({"model.safetensors": "old"}, {"model.safetensors": "new"}),
+        (SHARDS, {"model.safetensors": "new", "sub/model-00001-of-00002.safetensors": "elsewhere"}),
+        ({"model.fp32-00001-of-00001.safetensors": "1", "model.safetensors.index.fp32.json": "i"}, {"model.fp32.safetensors": "n"}),
+    ],
+)
+def test_weights_that_a_save_replaces_by_other_files_go(tmp_path, old, new):
+    fill(tmp_path, old | KEPT)
+    with staged_folder(tmp_path) as stage:
+        fill(stage, new)
+    assert texts(tmp_path) == KEPT | new
+
+
+def test_weights_stay_where_a_save_has_none(tmp_path):
+    old = SHARDS | INDEX | {"model.safetensors": "old"}
+    fill(tmp_path, old)
+    with staged_folder(tmp_path) as stage:
+        fill(stage, {"config.json": "new", "sub/model.safetensors": "elsewhere"})
+    assert texts(tmp_path) == old | {"config.json": "new", "sub/model.safetensors": "elsewhere"}
+
+
+def test_weights_move_first_and_the_config_last(tmp_path, monkeypatch):
+    from hf_ext import checkpoint
+
+    moved = []
+    replace = checkpoint.os.replace
+    monkeypatch.setattr(checkpoint.os, "replace", lambda old, new: (moved.append(new.relative_to(tmp_path)), replace(old, new)))
+    names = ["a.json", "config.json", "model.safetensors", "sub/config.json", "sub/model.safetensors", "z.txt"]
+    with staged_folder(tmp_path) as stage:
+        fill(stage, dict.fromkeys(names, ""))
+    order = [path.as_posix() for path in moved]
+    assert order[0] == "model.safetensors" and order[-1] == "config.json" and sorted(order) == names
+
+
+def test_a_file_where_a_folder_should_go_is_refused(tmp_path):
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(CheckpointError, match="out is a file"), staged_folder(tmp_path / "out"):
+        pass
+    with pytest.raises(CheckpointError, match="could not be written"), staged_folder(tmp_path / "out/below"):
+        pass
+    assert (tmp_path / "out").read_text() == "a file"
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    write_atomically(path, lambda beside: beside.write_text("first"))
+
+    def fail(beside):
+        beside.write_text("half")
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        write_atomically(path, fail)
+    assert contents(tmp_path).keys() == {"file"}
+    assert path.read_text() == "first"
