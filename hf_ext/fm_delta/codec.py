@@ -29,7 +29,7 @@ MAGIC = b"FMD\x01"
 STORED, CODED = 0, 1
 FLOATS = {"F32": 1, "F16": 2, "BF16": 3, "F64": 4}
 WIDTHS = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
-FLAT_ROW = 1024  # values that share a scale in a tensor of one dimension
+SHORT_ROW, FLAT_ROW = 64, 1024  # rows shorter than the first share a scale, up to the second together
 MAX_EXPANSION = 64  # values without a base that a byte of a body may stand for; at most 4/3 do, as their low bits are verbatim
 
 _FIXED = struct.Struct("<4sBBBBHHQQQ")  # magic, mode, ndim, lengths of 2 dtypes, of 2 names, base values, 2 checksums
@@ -79,10 +79,9 @@ def is_payload(data: np.ndarray | torch.Tensor) -> bool:
 
 
 def row_length(shape: tuple[int, ...]) -> int:
-    """Values that share a row scale: a matrix row, all trailing dimensions together, or a stretch of a vector."""
-    if len(shape) < 2:
-        return FLAT_ROW
-    return max(math.prod(shape[1:]), 1)
+    """Values that share a row scale: all of one first index, or of several where that is fewer than SHORT_ROW."""
+    trailing = max(math.prod(shape[1:]), 1)
+    return trailing if trailing >= SHORT_ROW else FLAT_ROW // trailing * trailing
 
 
 def encode_raw(
@@ -265,7 +264,8 @@ def _predicted_values(tensor: RawTensor, base: RawTensor | None) -> int:
         return math.prod(tensor.shape)
     if len(tensor.shape) < 2 or base.shape[1:] != tensor.shape[1:]:
         return 0
-    return min(base.shape[0], tensor.shape[0]) * math.prod(tensor.shape[1:])
+    values, shared = math.prod(tensor.shape), min(base.shape[0], tensor.shape[0]) * math.prod(tensor.shape[1:])
+    return values if shared == values else shared - shared % row_length(tensor.shape)
 
 
 def _prediction(base: RawTensor | None, dtype: str, values: int) -> np.ndarray | None:
