@@ -7,8 +7,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 MSVC = sys.platform == "win32"
-SOURCES = ["csrc/binding.cpp", "csrc/codec.cpp"]
-HEADERS = [f"csrc/{name}.h" for name in ("bits", "codec", "default_tables", "float_map", "rans", "scales", "symbol_model", "threads")]
+SOURCES = [f"csrc/{name}.cpp" for name in ("binding", "codec", "decode", "encode")]
+HEADERS = [f"csrc/{name}.h" for name in ("bits", "blocks", "codec", "default_tables", "float_map", "rans", "scales", "symbol_model", "threads")]
 
 
 class BuildCodec(build_ext):

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
 #include <type_traits>
 
 namespace fm_delta {
@@ -37,15 +38,15 @@ using F16 = Float<uint16_t, 10, 5>;
 using BF16 = Float<uint16_t, 7, 8>;
 using F64 = Float<uint64_t, 52, 11>;
 
-// Calls f with the float type of a dtype code (docs/format.md has the codes). False if the code names none.
+// Calls f with the float type of a dtype code (docs/format.md has the codes).
 template <class Function>
-bool with_float(int dtype, Function&& f) {
+void with_float(int dtype, Function&& f) {
     switch (dtype) {
-        case 1: f(F32{}); return true;
-        case 2: f(F16{}); return true;
-        case 3: f(BF16{}); return true;
-        case 4: f(F64{}); return true;
-        default: return false;
+        case 1: return f(F32{});
+        case 2: return f(F16{});
+        case 3: return f(BF16{});
+        case 4: return f(F64{});
+        default: throw std::invalid_argument("unknown float type code");
     }
 }
 

@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-pthread", "-std=c++17"]
-DRIVER = ["-g", "-O1", ROOT / "csrc" / "codec.cpp", ROOT / "tests" / "cpp" / "sanitize.cpp"]
+CORE = [path for path in sorted((ROOT / "csrc").glob("*.cpp")) if path.name != "binding.cpp"]
+DRIVER = ["-g", "-O1", *CORE, ROOT / "tests" / "cpp" / "sanitize.cpp"]
 
 
 def find_compiler(tmp_path: Path) -> str:

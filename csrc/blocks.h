@@ -1,0 +1,136 @@
+// How a tensor falls into parts, blocks and chunks, and what is known of each value before a bit of it is read. Encoder and
+// decoder share this.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+#include <vector>
+
+#include "codec.h"
+#include "float_map.h"
+#include "symbol_model.h"
+
+namespace fm_delta {
+
+constexpr size_t BLOCK = 256 * 1024;  // values of a block: 64 states cost 0.008 bits each
+constexpr size_t CHUNK = 4096;        // values handled at a time, so that they stay in the first-level cache
+
+enum Flags : uint8_t { UNTOUCHED_ROWS = 1, COLUMN_SCALES = 2 };
+enum Kind : uint32_t { RAW = 0, NARROW = 1, INTERLEAVED = 2 };  // low two bits of a block's entry; the rest is its size
+
+// A run of rows with or without a base, seen as one sequence of values from which untouched rows are left out.
+struct Part {
+    bool alone;
+    size_t first_row;  // index into Plan::rows
+    size_t values;
+};
+
+// Everything about a tensor that its blocks share.
+struct Plan {
+    Shape shape;
+    int plane = 0;
+    std::vector<uint32_t> rows;  // the rows that are coded
+    std::vector<int16_t> row_scales, column_scales;
+    std::vector<Frequencies> tables;
+    uint64_t own_tables = 0;
+    Part parts[2] = {{false, 0, 0}, {true, 0, 0}};  // with a base, then without
+
+    size_t blocks(const Part& part) const { return (part.values + BLOCK - 1) / BLOCK; }
+    size_t blocks() const { return blocks(parts[0]) + blocks(parts[1]); }
+    size_t row_values(size_t row) const { return std::min(shape.row_length, shape.values - row * shape.row_length); }
+    size_t all_rows() const { return shape.values ? (shape.values - 1) / shape.row_length + 1 : 0; }
+    size_t base_rows() const { return shape.base_values ? (shape.base_values - 1) / shape.row_length + 1 : 0; }
+
+    // Fills rows and parts from a list of flags, one for every row that has a base.
+    void set_rows(const std::vector<bool>& untouched) {
+        for (size_t row = 0; row < all_rows(); ++row) {
+            if (row == base_rows()) parts[1].first_row = rows.size();
+            if (row < base_rows() && untouched[row]) continue;
+            rows.push_back(uint32_t(row));
+            parts[row >= base_rows()].values += row_values(row);
+        }
+        if (all_rows() == base_rows()) parts[1].first_row = rows.size();
+    }
+};
+
+struct Block {
+    const Part* part;
+    size_t begin, size;
+};
+
+inline Block block_at(const Plan& plan, size_t index) {
+    const size_t first = plan.blocks(plan.parts[0]);
+    const Part& part = plan.parts[index >= first];
+    const size_t begin = (index >= first ? index - first : index) * BLOCK;
+    return {&part, begin, std::min(BLOCK, part.values - begin)};
+}
+
+// Calls f(offset into the tensor, position in the range, length, row's index in plan.rows, column) for each piece of a row.
+template <class Function>
+void for_pieces(const Plan& plan, const Part& part, size_t begin, size_t size, Function&& f) {
+    const size_t length = plan.shape.row_length;
+    for (size_t done = 0; done < size;) {
+        const size_t row = part.first_row + (begin + done) / length, column = (begin + done) % length;
+        const size_t piece = std::min(size - done, length - column);
+        f(plan.rows[row] * length + column, done, piece, row, column);
+        done += piece;
+    }
+}
+
+// What the decoder knows of a chunk before it reads a bit: for each value a prediction (ordered, or rotated where there is
+// no base) and a context.
+template <class F>
+struct Chunk {
+    typename F::U prediction[CHUNK];
+    Context contexts[CHUNK];
+    const ContextTable lookup;
+
+    explicit Chunk(const Plan& plan) : lookup(mantissa_above<F>(plan.plane)) {}
+
+    void fill(const Plan& plan, const Part& part, size_t begin, size_t size, const typename F::U* base) {
+        const Context alone = alone_context<F>(plan.plane);
+        for_pieces(plan, part, begin, size, [&](size_t offset, size_t at, size_t count, size_t row, size_t column) {
+            const int scale = plan.row_scales[row];
+            const int16_t* columns = plan.column_scales.empty() ? nullptr : plan.column_scales.data() + column;
+            if (part.alone) {
+                for (size_t i = 0; i < count; ++i) {
+                    prediction[at + i] = expected_magnitude(scale + (columns ? columns[i] : 0));
+                    contexts[at + i] = alone;
+                }
+                return;
+            }
+            const int from = scale - 4 * F::ULP_BIAS - 32 * plan.plane;
+            int16_t sizes[CHUNK];
+            for (size_t i = 0; i < count; ++i) {
+                const typename F::U bits = base[offset + i];
+                prediction[at + i] = to_ordered<F>(bits);
+                sizes[i] = int16_t(from - 4 * grid_exponent<F>(bits));
+            }
+            if (columns)
+                for (size_t i = 0; i < count; ++i) sizes[i] = int16_t(sizes[i] + columns[i]);
+            for (size_t i = 0; i < count; ++i) sizes[i] = ContextTable::index(sizes[i]);
+            for (size_t i = 0; i < count; ++i) contexts[at + i] = lookup[sizes[i]];
+        });
+    }
+
+    // A float of about 2^(scale / 4), rotated.
+    static typename F::U expected_magnitude(int scale) {
+        const int field = std::clamp((scale >> 2) - F::ULP_BIAS - F::MANTISSA, 0, int(F::INFINITY_BITS >> F::MANTISSA) - 1);
+        using U = typename F::U;
+        return to_rotated<F>(U(U(field) << F::MANTISSA | U(scale & 3) << (F::MANTISSA - 2)));
+    }
+};
+
+// Residuals wrap around; their low `plane` bytes travel apart and the rest fits 32 bits.
+template <class F>
+int32_t high_part(typename F::U mapped, typename F::U prediction, int plane) {
+    if constexpr (F::WIDTH == 16) {
+        return int32_t(mapped) - int32_t(prediction);
+    } else {
+        return int32_t(std::make_signed_t<typename F::U>(mapped - prediction) >> (8 * plane));
+    }
+}
+
+}  // namespace fm_delta

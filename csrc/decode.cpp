@@ -1,0 +1,194 @@
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+
+#include "blocks.h"
+#include "rans.h"
+#include "scales.h"
+#include "threads.h"
+
+namespace fm_delta {
+namespace {
+
+class Reader {
+   public:
+    Reader(const uint8_t* data, size_t bytes) : data_(data), left_(bytes) {}
+
+    const uint8_t* take(size_t bytes) {
+        if (bytes > left_) throw std::runtime_error("the compressed tensor ends too early");
+        const uint8_t* taken = data_;
+        data_ += bytes;
+        left_ -= bytes;
+        return taken;
+    }
+
+    template <class T>
+    T get() {
+        T value;
+        std::memcpy(&value, take(sizeof value), sizeof value);
+        return value;
+    }
+
+    size_t left() const { return left_; }
+
+   private:
+    const uint8_t* data_;
+    size_t left_;
+};
+
+const std::vector<DecodeTable>& default_decode_tables() {
+    static const std::vector<DecodeTable> tables(DEFAULT_TABLES.begin(), DEFAULT_TABLES.end());
+    return tables;
+}
+
+Frequencies read_table(BitReader& in, const Frequencies& usual) {
+    const int k = int(in.get(3));
+    Frequencies frequencies{};
+    int sum = 0;
+    for (int id = 0; id < SYMBOLS - 1; ++id) {
+        const int frequency = usual[id] + unzigzag(get_rice(in, k));
+        if (frequency < 0 || frequency > PROBABILITY_SUM) throw std::runtime_error("a table has an impossible frequency");
+        frequencies[id] = uint16_t(frequency);
+        sum += frequency;
+    }
+    if (sum != PROBABILITY_SUM) throw std::runtime_error("a table's frequencies do not add up");
+    return frequencies;
+}
+
+template <class F>
+class TensorDecoder {
+    using U = typename F::U;
+
+   public:
+    TensorDecoder(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, void* tensor)
+        : base_(static_cast<const U*>(base)), tensor_(static_cast<U*>(tensor)) {
+        Reader in(body, bytes);
+        plan_.shape = shape;
+        plan_.plane = in.get<uint8_t>();
+        const bool plane_fits = F::WIDTH == 16 ? plan_.plane == 0 : F::WIDTH == 32 ? plan_.plane <= 2 : plan_.plane == 5 || plan_.plane == 6;
+        const uint8_t flags = in.get<uint8_t>();
+        plan_.own_tables = in.get<uint64_t>();
+        if (!plane_fits || flags > (UNTOUCHED_ROWS | COLUMN_SCALES) || plan_.own_tables >> TABLES)
+            throw std::runtime_error("the compressed tensor uses a feature this version does not know");
+        const size_t side_bytes = in.get<uint32_t>();
+        read_side(BitReader(in.take(side_bytes), side_bytes), flags);
+        const uint8_t* entries = in.take(4 * plan_.blocks());
+        for (size_t i = 0; i < plan_.blocks(); ++i) {
+            uint32_t entry;
+            std::memcpy(&entry, entries + 4 * i, 4);
+            blocks_.push_back({in.take(entry >> 2), entry >> 2, Kind(entry & 3)});
+        }
+        if (in.left()) throw std::runtime_error("the compressed tensor has bytes left over");
+    }
+
+    void decode(int threads) {
+        copy_untouched();
+        parallel_for(blocks_.size(), threads, [&](size_t i) {
+            const Block block = block_at(plan_, i);
+            const Coded& coded = blocks_[i];
+            switch (coded.kind) {
+                case INTERLEAVED: return decode_block<64>(block, coded.data, coded.bytes);
+                case NARROW: return decode_block<1>(block, coded.data, coded.bytes);
+                case RAW: return copy_raw(block, coded.data, coded.bytes);
+                default: throw std::runtime_error("a block is of a kind this version does not know");
+            }
+        });
+    }
+
+   private:
+    struct Coded {
+        const uint8_t* data;
+        size_t bytes;
+        Kind kind;
+    };
+
+    void read_side(BitReader in, uint8_t flags) {
+        std::vector<bool> untouched(plan_.base_rows());
+        if (flags & UNTOUCHED_ROWS)
+            for (size_t row = 0; row < untouched.size(); ++row) untouched[row] = in.get(1);
+        plan_.set_rows(untouched);
+        plan_.row_scales = get_scales(in, plan_.rows.size());
+        if (flags & COLUMN_SCALES) plan_.column_scales = get_scales(in, plan_.shape.row_length);
+        tables_ = &default_decode_tables();
+        if (!plan_.own_tables) return;
+        own_tables_ = default_decode_tables();
+        tables_ = &own_tables_;
+        for (int id = 0; id < TABLES; ++id)
+            if (plan_.own_tables >> id & 1) own_tables_[id] = DecodeTable(read_table(in, DEFAULT_TABLES[id]));
+    }
+
+    void copy_untouched() {
+        size_t next = 0;
+        for (size_t row = 0; row < plan_.base_rows(); ++row) {
+            if (next < plan_.rows.size() && plan_.rows[next] == row) {
+                ++next;
+            } else {
+                const size_t at = row * plan_.shape.row_length;
+                std::memcpy(tensor_ + at, base_ + at, plan_.row_values(row) * sizeof(U));
+            }
+        }
+    }
+
+    void copy_raw(const Block& block, const uint8_t* data, size_t bytes) {
+        if (bytes != block.size * sizeof(U)) throw std::runtime_error("a verbatim block has the wrong size");
+        for_pieces(plan_, *block.part, block.begin, block.size, [&](size_t offset, size_t at, size_t count, size_t, size_t) {
+            std::memcpy(tensor_ + offset, data + at * sizeof(U), count * sizeof(U));
+        });
+    }
+
+    template <int LANES>
+    void decode_block(const Block& block, const uint8_t* data, size_t bytes) {
+        const size_t plane = size_t(plan_.plane), low_bytes = block.size * plane;
+        if (bytes < low_bytes) throw std::runtime_error("a block is smaller than its low bytes");
+        Decoder<LANES> decoder(data + low_bytes, bytes - low_bytes);
+        const auto chunk = std::make_unique<Chunk<F>>(plan_);
+        const auto values = std::make_unique<int32_t[]>(CHUNK);
+        for (size_t done = 0; done < block.size; done += CHUNK) {
+            const size_t size = std::min(CHUNK, block.size - done);
+            chunk->fill(plan_, *block.part, block.begin + done, size, base_);
+            decoder.decode(chunk->contexts, values.get(), size, tables_->data());
+            const uint8_t* low = data + done * plane;
+            switch (plan_.plane) {
+                case 0: restore<0>(block, done, size, *chunk, values.get(), low); break;
+                case 1: restore<1>(block, done, size, *chunk, values.get(), low); break;
+                case 2: restore<2>(block, done, size, *chunk, values.get(), low); break;
+                case 5: restore<5>(block, done, size, *chunk, values.get(), low); break;
+                case 6: restore<6>(block, done, size, *chunk, values.get(), low); break;
+            }
+        }
+        decoder.finish();
+    }
+
+    template <int PLANE>
+    void restore(const Block& block, size_t done, size_t size, const Chunk<F>& chunk, const int32_t* values, const uint8_t* low) {
+        if constexpr (PLANE < int(sizeof(U))) {
+            for_pieces(plan_, *block.part, block.begin + done, size, [&](size_t offset, size_t at, size_t count, size_t, size_t) {
+                const U* prediction = chunk.prediction + at;
+                const auto value = [&](size_t i) {
+                    U rest = 0;
+                    std::memcpy(&rest, low + (at + i) * PLANE, PLANE);
+                    return U(prediction[i] + U(U(values[at + i]) << (8 * PLANE) | rest));
+                };
+                if (block.part->alone)
+                    for (size_t i = 0; i < count; ++i) tensor_[offset + i] = from_rotated<F>(value(i));
+                else
+                    for (size_t i = 0; i < count; ++i) tensor_[offset + i] = from_ordered<F>(value(i));
+            });
+        }
+    }
+
+    Plan plan_;
+    const U* base_;
+    U* tensor_;
+    const std::vector<DecodeTable>* tables_;
+    std::vector<DecodeTable> own_tables_;
+    std::vector<Coded> blocks_;
+};
+
+}  // namespace
+
+void decode(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, void* tensor, int threads) {
+    with_float(shape.dtype, [&](auto type) { TensorDecoder<decltype(type)>(shape, body, bytes, base, tensor).decode(threads); });
+}
+
+}  // namespace fm_delta

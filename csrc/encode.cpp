@@ -1,0 +1,272 @@
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <memory>
+
+#include "blocks.h"
+#include "rans.h"
+#include "scales.h"
+#include "threads.h"
+
+namespace fm_delta {
+namespace {
+
+constexpr size_t WIDE = 16384;          // from here on a block has 64 lanes, below one
+constexpr size_t FIT_VALUES = 1 << 18;  // column scales are fitted on so many values
+constexpr size_t FIT_ROWS = 64;         // with fewer rows, column scales cost more than they save
+constexpr size_t COUNT_BLOCKS = 8;      // tables are chosen on so many blocks
+constexpr size_t ROWS_AT_ONCE = 64;     // row scales are measured in such groups
+
+template <class F>
+class TensorEncoder {
+    using U = typename F::U;
+
+   public:
+    TensorEncoder(const Shape& shape, const void* tensor, const void* base, int threads)
+        : tensor_(static_cast<const U*>(tensor)), base_(static_cast<const U*>(base)), threads_(threads) {
+        plan_.shape = shape;
+        untouched_.resize(plan_.base_rows());
+        for (size_t row = 0; row < untouched_.size(); ++row) {
+            const size_t at = row * shape.row_length;
+            untouched_[row] = std::memcmp(tensor_ + at, base_ + at, plan_.row_values(row) * sizeof(U)) == 0;
+        }
+        plan_.set_rows(untouched_);
+        choose_scales();
+        choose_plane();
+        plan_.tables.assign(DEFAULT_TABLES.begin(), DEFAULT_TABLES.end());
+    }
+
+    std::vector<uint8_t> encode() {
+        choose_tables();
+        std::vector<EncodeTable> tables(plan_.tables.begin(), plan_.tables.end());
+        std::vector<std::vector<uint8_t>> blocks(plan_.blocks());
+        std::vector<uint32_t> entries(blocks.size());
+        parallel_for(blocks.size(), threads_, [&](size_t i) {
+            const Block block = block_at(plan_, i);
+            Kind kind = block.size >= WIDE ? INTERLEAVED : NARROW;
+            blocks[i] = kind == INTERLEAVED ? code<64>(block, tables) : code<1>(block, tables);
+            if (blocks[i].size() >= block.size * sizeof(U)) {
+                kind = RAW;
+                blocks[i].resize(block.size * sizeof(U));
+                for_pieces(plan_, *block.part, block.begin, block.size, [&](size_t offset, size_t at, size_t count, size_t, size_t) {
+                    std::memcpy(blocks[i].data() + at * sizeof(U), tensor_ + offset, count * sizeof(U));
+                });
+            }
+            entries[i] = uint32_t(blocks[i].size() << 2 | kind);
+        });
+        return assemble(entries, blocks);
+    }
+
+    std::vector<uint64_t> count() const {
+        std::vector<uint64_t> counts(TABLES * SYMBOLS);
+        for (size_t i = 0; i < plan_.blocks(); ++i) count_block(block_at(plan_, i), counts);
+        return counts;
+    }
+
+   private:
+    bool any_untouched() const { return std::find(untouched_.begin(), untouched_.end(), true) != untouched_.end(); }
+
+    // What a scale has to explain: the square of the change and the variance of its grid, or of the value where it is alone.
+    // Bounded, because a single infinite square would make every scale of its column and row meaningless.
+    void squares(size_t at, size_t count, Real<F>* out) const {
+        constexpr Real<F> MOST = F::WIDTH == 64 ? Real<F>(1e300) : Real<F>(1e37f);
+        const U* x = tensor_ + at;
+        if (at >= plan_.shape.base_values) {
+            for (size_t i = 0; i < count; ++i) out[i] = std::min(finite_value<F>(x[i]) * finite_value<F>(x[i]), MOST);
+            return;
+        }
+        const U* b = base_ + at;
+        for (size_t i = 0; i < count; ++i) {
+            const Real<F> change = finite_value<F>(x[i]) - finite_value<F>(b[i]);
+            out[i] = std::min(change * change + grid_variance<F>(b[i]), MOST);
+        }
+    }
+
+    void choose_scales() {
+        const size_t length = plan_.shape.row_length, rows = plan_.rows.size();
+        std::vector<Real<F>> weights(std::min(length, plan_.shape.values), 1);
+        // Rows with a base come first; the columns are theirs unless there are hardly any. A short last row has no say.
+        const size_t with_base = plan_.parts[1].first_row;
+        const size_t first = with_base >= FIT_ROWS ? 0 : with_base;
+        const size_t usable = (with_base >= FIT_ROWS ? with_base : rows) - first - (rows && plan_.row_values(plan_.rows.back()) < length);
+        if (usable >= FIT_ROWS && usable <= rows && length > 1) {
+            const size_t sampled = std::min(usable, std::max<size_t>(1, FIT_VALUES / length));
+            std::vector<Real<F>> sample(sampled * length);
+            parallel_for(sampled, threads_, [&](size_t i) { squares(plan_.rows[first + i * usable / sampled] * length, length, &sample[i * length]); });
+            plan_.column_scales = fit_columns(sample, sampled, length);
+            for (size_t j = 0; j < length; ++j) weights[j] = Real<F>(std::exp2(-0.5 * plan_.column_scales[j]));
+        }
+        plan_.row_scales.resize(rows);
+        parallel_for((rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, threads_, [&](size_t group) {
+            std::vector<Real<F>> row(weights.size());
+            for (size_t i = group * ROWS_AT_ONCE; i < std::min(rows, (group + 1) * ROWS_AT_ONCE); ++i) {
+                const size_t count = plan_.row_values(plan_.rows[i]);
+                squares(plan_.rows[i] * length, count, row.data());
+                plan_.row_scales[i] = quarter_octaves(double(weighted_sum(row.data(), weights.data(), count)) / double(count));
+            }
+        });
+    }
+
+    // As many low bytes travel verbatim as are random in all but one value of a thousand.
+    void choose_plane() {
+        if constexpr (F::WIDTH == 16) return;
+        constexpr int least = F::WIDTH == 64 ? 5 : 0, most = F::WIDTH == 64 ? 6 : 2;
+        plan_.plane = most;
+        const Part& part = plan_.parts[0];
+        if (part.values == 0) return;
+        std::array<size_t, 64> octaves{};  // of the expected residual, in steps
+        const size_t stride = std::max<size_t>(1, (plan_.parts[1].first_row * plan_.shape.row_length) >> 16);
+        size_t sampled = 0;
+        for (size_t i = 0; i < part.values; i += stride, ++sampled) {
+            for_pieces(plan_, part, i, 1, [&](size_t offset, size_t, size_t, size_t row, size_t column) {
+                const int scale = plan_.row_scales[row] + (plan_.column_scales.empty() ? 0 : plan_.column_scales[column]);
+                const int octave = (scale >> 2) - F::ULP_BIAS - grid_exponent<F>(base_[offset]);
+                ++octaves[size_t(std::clamp(octave, 0, 63))];
+            });
+        }
+        for (; plan_.plane > least; --plan_.plane) {
+            size_t small = 0;
+            for (int octave = 0; octave < 8 * plan_.plane + 2; ++octave) small += octaves[size_t(octave)];
+            if (small * 1000 <= sampled) return;
+        }
+    }
+
+    // Calls f(position in the block, size, chunk, values) for each chunk of a block, values being the high parts.
+    template <class Function>
+    void for_chunks(const Block& block, Function&& f) const {
+        const auto chunk = std::make_unique<Chunk<F>>(plan_);
+        const auto values = std::make_unique<int32_t[]>(CHUNK);
+        for (size_t done = 0; done < block.size; done += CHUNK) {
+            const size_t size = std::min(CHUNK, block.size - done);
+            chunk->fill(plan_, *block.part, block.begin + done, size, base_);
+            for_pieces(plan_, *block.part, block.begin + done, size, [&](size_t offset, size_t at, size_t count, size_t, size_t) {
+                const U* prediction = chunk->prediction + at;
+                int32_t* value = values.get() + at;
+                if (block.part->alone)
+                    for (size_t i = 0; i < count; ++i) value[i] = high_part<F>(to_rotated<F>(tensor_[offset + i]), prediction[i], plan_.plane);
+                else
+                    for (size_t i = 0; i < count; ++i) value[i] = high_part<F>(to_ordered<F>(tensor_[offset + i]), prediction[i], plan_.plane);
+            });
+            f(done, size, *chunk, values.get());
+        }
+    }
+
+    void count_block(const Block& block, std::vector<uint64_t>& counts) const {
+        for_chunks(block, [&](size_t, size_t size, const Chunk<F>& chunk, const int32_t* values) {
+            for (size_t i = 0; i < size; ++i) {
+                const Context context = chunk.contexts[i];
+                ++counts[context.table * SYMBOLS + symbol_of(values[i] >> context.shift).id];
+            }
+        });
+    }
+
+    // A table of the tensor's own pays when it saves more than its description costs.
+    void choose_tables() {
+        const size_t blocks = plan_.blocks(), sampled = std::min(blocks, COUNT_BLOCKS);
+        if (blocks == 0) return;
+        std::vector<std::vector<uint64_t>> partial(sampled, std::vector<uint64_t>(TABLES * SYMBOLS));
+        // The last block is among them: where some rows have no base it is one of those.
+        parallel_for(sampled, threads_, [&](size_t i) { count_block(block_at(plan_, blocks - 1 - i * blocks / sampled), partial[i]); });
+        for (int id = 0; id < TABLES; ++id) {
+            std::array<uint64_t, SYMBOLS> counts{};
+            for (const auto& part : partial)
+                for (int symbol = 0; symbol < SYMBOLS; ++symbol) counts[symbol] += part[id * SYMBOLS + symbol];
+            const Frequencies own = normalise(counts);
+            size_t description = 0;
+            best_rice(differences(own, DEFAULT_TABLES[id]), &description);
+            const double saved = (cost(counts, DEFAULT_TABLES[id]) - cost(counts, own)) * double(blocks) / double(sampled);
+            if (saved > double(description + 3)) {
+                plan_.tables[id] = own;
+                plan_.own_tables |= uint64_t(1) << id;
+            }
+        }
+    }
+
+    static double cost(const std::array<uint64_t, SYMBOLS>& counts, const Frequencies& frequencies) {
+        double bits = 0;
+        for (int id = 0; id < SYMBOLS; ++id) {
+            const bool coded = frequencies[id] != 0;
+            const double extra = coded ? 0 : 32 - extra_bits_of(id);
+            bits += double(counts[id]) * (extra + PROBABILITY_BITS - std::log2(double(frequencies[coded ? id : ESCAPE])));
+        }
+        return bits;
+    }
+
+    static std::vector<uint32_t> differences(const Frequencies& own, const Frequencies& usual) {
+        std::vector<uint32_t> codes;
+        for (int id = 0; id < SYMBOLS - 1; ++id) codes.push_back(zigzag(int(own[id]) - int(usual[id])));
+        return codes;
+    }
+
+    template <int LANES>
+    std::vector<uint8_t> code(const Block& block, const std::vector<EncodeTable>& tables) const {
+        std::vector<Element> elements(block.size);
+        std::vector<uint8_t> out(block.size * size_t(plan_.plane));
+        for_chunks(block, [&](size_t done, size_t size, const Chunk<F>& chunk, const int32_t* values) {
+            for (size_t i = 0; i < size; ++i) elements[done + i] = {values[i], chunk.contexts[i]};
+            if (plan_.plane == 0) return;
+            for_pieces(plan_, *block.part, block.begin + done, size, [&](size_t offset, size_t at, size_t count, size_t, size_t) {
+                for (size_t i = 0; i < count; ++i) {
+                    const U bits = tensor_[offset + i];
+                    const U rest = U((block.part->alone ? to_rotated<F>(bits) : to_ordered<F>(bits)) - chunk.prediction[at + i]);
+                    for (int byte = 0; byte < plan_.plane; ++byte) out[(done + at + i) * size_t(plan_.plane) + size_t(byte)] = uint8_t(rest >> (8 * byte));
+                }
+            });
+        });
+        Encoder<LANES> encoder(block.size);
+        encoder.encode(elements.data(), elements.size(), tables);
+        encoder.finish(out);
+        return out;
+    }
+
+    std::vector<uint8_t> assemble(const std::vector<uint32_t>& entries, const std::vector<std::vector<uint8_t>>& blocks) const {
+        BitWriter side;
+        if (any_untouched())
+            for (const bool untouched : untouched_) side.put(untouched, 1);
+        put_scales(side, plan_.row_scales);
+        put_scales(side, plan_.column_scales);
+        for (int id = 0; id < TABLES; ++id) {
+            if (!(plan_.own_tables >> id & 1)) continue;
+            const std::vector<uint32_t> codes = differences(plan_.tables[id], DEFAULT_TABLES[id]);
+            const int k = best_rice(codes);
+            side.put(uint64_t(k), 3);
+            for (const uint32_t code : codes) put_rice(side, code, k);
+        }
+        std::vector<uint8_t> body;
+        const auto append = [&body](const void* data, size_t bytes) {
+            const auto* begin = static_cast<const uint8_t*>(data);
+            body.insert(body.end(), begin, begin + bytes);
+        };
+        body.push_back(uint8_t(plan_.plane));
+        body.push_back(uint8_t((any_untouched() ? UNTOUCHED_ROWS : 0) | (plan_.column_scales.empty() ? 0 : COLUMN_SCALES)));
+        append(&plan_.own_tables, 8);
+        const uint32_t side_bytes = uint32_t(side.bytes().size());
+        append(&side_bytes, 4);
+        append(side.bytes().data(), side_bytes);
+        append(entries.data(), 4 * entries.size());
+        for (const auto& block : blocks) append(block.data(), block.size());
+        return body;
+    }
+
+    const U* tensor_;
+    const U* base_;
+    int threads_;
+    Plan plan_;
+    std::vector<bool> untouched_;
+};
+
+}  // namespace
+
+std::vector<uint8_t> encode(const Shape& shape, const void* tensor, const void* base, int threads) {
+    std::vector<uint8_t> body;
+    with_float(shape.dtype, [&](auto type) { body = TensorEncoder<decltype(type)>(shape, tensor, base, threads).encode(); });
+    return body;
+}
+
+std::vector<uint64_t> count_symbols(const Shape& shape, const void* tensor, const void* base) {
+    std::vector<uint64_t> counts;
+    with_float(shape.dtype, [&](auto type) { counts = TensorEncoder<decltype(type)>(shape, tensor, base, 1).count(); });
+    return counts;
+}
+
+}  // namespace fm_delta
