@@ -266,12 +266,13 @@ def staged_folder(target: str | os.PathLike) -> Iterator[Path]:
     """A folder to write a checkpoint into; when the block ends well its files move into `target`, weights first, config.json
     last, each in one step. When it does not, `target` stays as it was.
 
-    Weights in `target` that the new checkpoint replaces by others (shards of another count) are removed.
+    Weights in `target` that the new checkpoint replaces by others (shards of another count) are removed before config.json
+    comes, so that whoever finds it finds the weights it belongs to.
     """
     target = Path(target)
-    if target.exists() and not target.is_dir():
+    created = not os.path.exists(target)
+    if not created and not target.is_dir():
         raise CheckpointError(f"{target} is a file; give a folder to write the checkpoint into.")
-    created = not target.exists()
     stage = target / STAGE
     shutil.rmtree(stage, ignore_errors=True)
     try:
@@ -282,23 +283,27 @@ def staged_folder(target: str | os.PathLike) -> Iterator[Path]:
         raise CheckpointError(f"{target} could not be written: {error}") from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)
-        if created and target.exists() and not any(target.iterdir()):
+        if created and os.path.exists(target) and not any(target.iterdir()):
             target.rmdir()
 
 
 def _move_into(stage: Path, target: Path) -> None:
-    def rank(name: Path) -> tuple[int, str]:
-        return 0 if WEIGHTS.fullmatch(str(name)) else 2 if str(name) == CONFIG else 1, name.as_posix()
-
-    files = sorted((path.relative_to(stage) for path in stage.rglob("*") if path.is_file()), key=rank)
-    saves = {save_of(path) for path in files if WEIGHTS.fullmatch(str(path))}
-    for path in files:
+    def move(path: Path) -> None:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         os.replace(stage / path, target / path)
+
+    files = {path.relative_to(stage) for path in stage.rglob("*") if path.is_file()}
+    weights = {path for path in files if WEIGHTS.fullmatch(str(path))}
+    config = files & {Path(CONFIG)}
+    saves = {save_of(path) for path in weights}
     indices = [target / INDEX.replace(".json", save.removeprefix("model") + ".json") for save in saves]
+    for path in [*sorted(weights), *sorted(files - weights - config)]:
+        move(path)
     for old in [*all_weights(target), *indices]:
         if old.relative_to(target) not in files and (old in indices or save_of(old) in saves):
             old.unlink(missing_ok=True)
+    for path in config:
+        move(path)
 
 
 def save_of(path: Path) -> str:

@@ -23,11 +23,13 @@ from hf_ext.checkpoint import (
 )
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 
-# ---- files ------------------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_gives_every_tensor_as_the_safetensors_library_wrote_it(tmp_path):
-    tensors = {f"{name}.weight": torch.arange(24).to(dtype).reshape(2, 3, 4) for dtype, name in SAFETENSORS_DTYPES.items()}
+    tensors = {
+        f"{name}.weight": torch.arange(24).to(dtype).reshape(2, 3, 4) for dtype, name in SAFETENSORS_DTYPES.items()
+    }
     tensors |= {"scalar": torch.tensor(-0.0), "empty": torch.empty(0, 5)}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     file = SafetensorsFile(tmp_path / "model.safetensors")
@@ -48,7 +50,9 @@ def test_a_file_may_say_nothing_about_itself(tmp_path, metadata):
     assert file["a"].data.tolist() == [7]
 
 
-@pytest.mark.parametrize("content", [b"", b"\x08", b"PK\x03\x04 a zip file", b"\xff" * 100, (2).to_bytes(8, "little") + b"[]"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x08", b"PK\x03\x04 a zip file", b"\xff" * 100, (2).to_bytes(8, "little") + b"[]"]
+)
 def test_what_is_no_safetensors_file_is_named(tmp_path, content):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
@@ -76,7 +80,7 @@ def test_types_that_only_torch_or_only_safetensors_has_are_refused_by_name():
         RawTensor("F4", (2,), RawTensor.from_torch(torch.zeros(1, dtype=torch.uint8)).data).to_torch()
 
 
-# ---- which files ------------------------------------------------------------------------------------------------------
+# ---- which files -----------------------------------------------------------------------------------------------------
 
 
 def test_the_single_file_goes_before_shards_and_the_index_before_what_lies_about(tmp_path):
@@ -86,7 +90,12 @@ def test_the_single_file_goes_before_shards_and_the_index_before_what_lies_about
     write_safetensors(tmp_path / "adapter_model.safetensors", weights())
     shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert [path.name for path in select_weights(tmp_path)] == shards
-    everything = ["model-00001-of-00002.safetensors", "model-00001-of-00003.safetensors", shards[1], "model.fp16.safetensors"]
+    everything = [
+        "model-00001-of-00002.safetensors",
+        "model-00001-of-00003.safetensors",
+        shards[1],
+        "model.fp16.safetensors",
+    ]
     assert [path.name for path in all_weights(tmp_path)] == everything
     write_safetensors(tmp_path / "model.safetensors", weights())
     assert [path.name for path in select_weights(tmp_path)] == ["model.safetensors"]
@@ -147,7 +156,7 @@ def test_a_config_that_is_no_json_object_is_named(tmp_path, text):
         read_config(tmp_path / "config.json")
 
 
-# ---- fingerprints and names -------------------------------------------------------------------------------------------
+# ---- fingerprints and names ------------------------------------------------------------------------------------------
 
 
 def test_the_fingerprint_does_not_depend_on_shards_order_or_layout(tmp_path):
@@ -156,7 +165,9 @@ def test_the_fingerprint_does_not_depend_on_shards_order_or_layout(tmp_path):
     first = Checkpoint(write_folder(tmp_path / "one", tensors)).fingerprint
     assert Checkpoint(write_folder(tmp_path / "shards", tensors, shards=3)).fingerprint == first
     assert Checkpoint(write_folder(tmp_path / "backwards", backwards, shards=2)).fingerprint == first
-    write_safetensors(tmp_path / "padded/model.safetensors", backwards, {"other": "metadata"}, padding=" " * 13, indent=1)
+    write_safetensors(
+        tmp_path / "padded/model.safetensors", backwards, {"other": "metadata"}, padding=" " * 13, indent=1
+    )
     assert Checkpoint(tmp_path / "padded").fingerprint == first
 
 
@@ -214,7 +225,7 @@ def test_a_parameter_finds_its_twin_under_another_prefix_or_an_old_name(tmp_path
     assert checkpoint.twin_of(name) == twin
 
 
-# ---- writing ----------------------------------------------------------------------------------------------------------
+# ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def fill(folder, files):
@@ -231,7 +242,9 @@ def test_a_staged_folder_appears_when_the_block_ends(tmp_path):
     target = tmp_path / "new/out"
     with staged_folder(target) as stage:
         fill(stage, {"model.safetensors": "weights", "config.json": CONFIG, "sub/vocab.txt": "words"})
-        assert texts(target).keys() == {f"{STAGE}/{name}" for name in ("model.safetensors", "config.json", "sub/vocab.txt")}
+        assert texts(target).keys() == {
+            f"{STAGE}/{name}" for name in ("model.safetensors", "config.json", "sub/vocab.txt")
+        }
     assert texts(target) == {"model.safetensors": "weights", "config.json": CONFIG, "sub/vocab.txt": "words"}
 
 
@@ -266,7 +279,10 @@ KEPT = {"adapter_model.safetensors": "kept", "sub/model.safetensors": "kept", "m
         ({"model-00003-of-00003.safetensors": "3"} | INDEX, SHARDS | INDEX),
         ({"model.safetensors": "old"}, {"model.safetensors": "new"}),
         (SHARDS, {"model.safetensors": "new", "sub/model-00001-of-00002.safetensors": "elsewhere"}),
-        ({"model.fp32-00001-of-00001.safetensors": "1", "model.safetensors.index.fp32.json": "i"}, {"model.fp32.safetensors": "n"}),
+        (
+            {"model.fp32-00001-of-00001.safetensors": "1", "model.safetensors.index.fp32.json": "i"},
+            {"model.fp32.safetensors": "n"},
+        ),
     ],
 )
 def test_weights_that_a_save_replaces_by_other_files_go(tmp_path, old, new):
@@ -289,7 +305,9 @@ def test_weights_move_first_and_the_config_last(tmp_path, monkeypatch):
 
     moved = []
     replace = checkpoint.os.replace
-    monkeypatch.setattr(checkpoint.os, "replace", lambda old, new: (moved.append(new.relative_to(tmp_path)), replace(old, new)))
+    monkeypatch.setattr(
+        checkpoint.os, "replace", lambda old, new: (moved.append(new.relative_to(tmp_path)), replace(old, new))
+    )
     names = ["a.json", "config.json", "model.safetensors", "sub/config.json", "sub/model.safetensors", "z.txt"]
     with staged_folder(tmp_path) as stage:
         fill(stage, dict.fromkeys(names, ""))

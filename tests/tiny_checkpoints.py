@@ -62,11 +62,16 @@ def write_folder(folder: Path, tensors: Tensors, config: str | None = CONFIG, sh
     """A checkpoint as `save_pretrained` leaves it: one file, or shards and their index, and config.json."""
     names = list(tensors)
     parts = [names[i::shards] for i in range(shards)]
-    files = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)] if shards > 1 else ["model.safetensors"]
+    files = (
+        [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)] if shards > 1 else ["model.safetensors"]
+    )
     for file, part in zip(files, parts, strict=True):
         write_safetensors(folder / file, {name: tensors[name] for name in part}, {"format": "pt"})
     if shards > 1:
-        index = {"metadata": {}, "weight_map": {name: file for file, part in zip(files, parts, strict=True) for name in part}}
+        index = {
+            "metadata": {},
+            "weight_map": {name: file for file, part in zip(files, parts, strict=True) for name in part},
+        }
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
     if config is not None:
         (folder / "config.json").write_bytes(config.encode())

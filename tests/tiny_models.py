@@ -50,7 +50,9 @@ def llama(tied: bool = False, dtype: torch.dtype = torch.float32, vocabulary: in
 def gpt2() -> PreTrainedModel:
     """Its Conv1D layers hold their weights transposed."""
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=48, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=48, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1)
+    )
 
 
 def bert(labels: int = 3) -> PreTrainedModel:
@@ -141,7 +143,7 @@ def perturb(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
 
 
 def fine_tuned(model: PreTrainedModel, folder: str | os.PathLike, **options) -> PreTrainedModel:
-    """Saves the model to `folder`/base and a fine-tune of it to `folder`/tuned, the latter with `options`; returns the fine-tune."""
+    """Saves the model to `folder`/base and a fine-tune of it, which is returned, to `folder`/tuned with `options`."""
     tuned = perturb(model)
     model.save_pretrained(Path(folder) / "base")
     tuned.save_pretrained(Path(folder) / "tuned", **options)

@@ -288,7 +288,7 @@ def _progress(what: str, count: int):
 
 def _require_another_folder(out: Path, src: Path, base: str | os.PathLike) -> None:
     for folder in (src if src.is_dir() else src.parent, Path(base)):
-        if out.exists() and folder.exists() and out.samefile(folder):
+        if os.path.exists(out) and os.path.exists(folder) and out.samefile(folder):
             raise CheckpointError(f"{folder} cannot be written over, it is still needed; give another folder.")
 
 

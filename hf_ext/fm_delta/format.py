@@ -62,7 +62,8 @@ class CompressedFile:
             raise CorruptFileError(
                 f"{self.path} has format version {version}, this hf_ext reads up to {VERSION}: update hf_ext."
             )
-        if self.file.metadata.get(CHECKSUM_KEY) != _header_checksum(record, self.file.entries.items()):
+        checksum = _header_checksum(record, self.file.entries.items())
+        if version != VERSION or self.file.metadata.get(CHECKSUM_KEY) != checksum:
             raise CorruptFileError(f"The header of {self.path} is damaged: it does not have the checksum it was written with.")
         try:
             self.digest: str = fields["digest"]

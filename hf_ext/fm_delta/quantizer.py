@@ -15,7 +15,8 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, dot_
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import HfQuantizer
 
-from hf_ext.errors import CheckpointError, HfExtError
+from hf_ext.checkpoint import RawTensor
+from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.fm_delta.codec import is_payload, peek_header
 from hf_ext.fm_delta.compress import WorkAhead, decode_tensor, matching_base
 from hf_ext.fm_delta.config import FMDeltaConfig
@@ -40,7 +41,8 @@ class FMDeltaQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         if not self.pre_quantized:
             raise CheckpointError(
-                "FM-Delta is no way to load a plain checkpoint: call hf_ext.fm_delta.enable(model, base) and save the model to compress it."
+                "FM-Delta is no way to load a plain checkpoint: to compress it, call hf_ext.fm_delta.enable(model, base) and "
+                "save the model."
             )
         self.tensors: WorkAhead | None = None
         self.error: HfExtError | None = None
@@ -68,7 +70,14 @@ class FMDeltaQuantizer(HfQuantizer):
         file_of = {name: file for file in files for name in file.headers}
         # Transformers loads in this order; decoding runs ahead of it.
         sizes = {name: file_of[name].size(name) for name in sorted(file_of, key=dot_natural_key)}
-        self.tensors = WorkAhead(lambda name: decode_tensor(file_of[name], base, name), sizes)
+
+        def decode(name: str) -> RawTensor:
+            try:
+                return decode_tensor(file_of[name], base, name)
+            except BaseModelError as error:
+                raise BaseModelError(f"{error} Compressed against {files[0].base}, read with {base}.") from error
+
+        self.tensors = WorkAhead(decode, sizes)
         return model
 
     def update_weight_conversions(self, weight_conversions: list, model) -> list:
@@ -89,7 +98,8 @@ class FMDeltaQuantizer(HfQuantizer):
         self.tensors.close()
         if self.error is not None:
             raise self.error
-        model._weight_conversions = [entry for entry in model._weight_conversions if ANY_NAME not in entry._original_source_patterns]
+        used = model._weight_conversions
+        model._weight_conversions = [entry for entry in used if ANY_NAME not in entry._original_source_patterns]
         del model.is_quantized
         _point_offloaded_ties_at_decoded_weights(model)
         return model
@@ -145,4 +155,7 @@ def _as_list(tensors: Any) -> list[torch.Tensor]:
 
 
 def _sharded(what: str) -> str:
-    return f"{what} shards weights while it loads them, which compressed ones cannot be. Run `hf-ext decompress` on the checkpoint first."
+    return (
+        f"{what} shards weights while it loads them, which compressed ones cannot be. "
+        "Run `hf-ext decompress` on the checkpoint first."
+    )

@@ -43,7 +43,9 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
         CheckpointError: the model is quantised.
     """
     if not isinstance(model, PreTrainedModel):
-        raise CheckpointError(f"enable takes a Transformers PreTrainedModel, not a {type(model).__name__}. For a PEFT model, pass its base_model.")
+        raise CheckpointError(
+            f"enable takes a Transformers PreTrainedModel, not a {type(model).__name__}. For a PEFT model, pass its base_model."
+        )
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
         raise CheckpointError("This model is quantised; only plain weights can be compressed.")
     disable(model)
@@ -95,7 +97,9 @@ class CompressedSaving:
         base = Checkpoint(self.base, self.revision)
         folder = Path(save_directory)
         if os.path.isdir(base.name) and folder.exists() and folder.samefile(base.name):
-            raise CheckpointError(f"{folder} is the folder of the base model; saving there would destroy what the save refers to.")
+            raise CheckpointError(
+                f"{folder} is the folder of the base model; saving there would destroy what the save refers to."
+            )
         with staged_folder(folder) as stage:
             plain = stage / "plain"
             try:
@@ -116,11 +120,19 @@ class CompressedSaving:
             self._push(folder, names, kwargs.get("token"), **hub_options)
 
     def _push(
-        self, folder: Path, names: list[str], token: str | bool | None, repo_id: str | None = None, private: bool | None = None, **options
+        self,
+        folder: Path,
+        names: list[str],
+        token: str | bool | None,
+        repo_id: str | None = None,
+        private: bool | None = None,
+        **options,
     ) -> None:
         """Uploads what this save has written, as `save_pretrained(push_to_hub=True)` does, after it is compressed."""
         if os.path.isdir(self.base):
-            logger.warning(f"The base {self.base} is a local folder: others cannot load what is pushed. Enable with a Hub id instead.")
+            logger.warning(
+                f"The base {self.base} is a local folder: others cannot load what is pushed. Enable with a Hub id instead."
+            )
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id or folder.name, private=private, exist_ok=True).repo_id
         create_and_tag_model_card(repo_id, self.model.model_tags, token=token).save(folder / "README.md")

@@ -1,4 +1,4 @@
-"""Whatever happens to a file or its base, reading it raises one of our errors or gives the right bytes; nothing else."""
+"""Whatever happens to a file or its base, reading it raises an error of ours or gives the right bytes; nothing else."""
 
 import base64
 import json
@@ -35,10 +35,10 @@ def small_pair(folder: Path) -> tuple[Path, Path]:
     generator = torch.Generator().manual_seed(3)
     base = {
         "a.weight": torch.randn(12, 12, generator=generator),
-        "b.weight": torch.randn(6, 8, generator=generator).bfloat16(),
+        "b.weight": torch.randn(3, 64, generator=generator).bfloat16(),
     }
     tuned = fine_tune(base)
-    tuned["b.weight"] = torch.cat([tuned["b.weight"], torch.ones(2, 8, dtype=torch.bfloat16)])
+    tuned["b.weight"] = torch.cat([tuned["b.weight"], torch.ones(1, 64, dtype=torch.bfloat16)])
     tuned |= {"c.weight": torch.randn(8, 24, generator=generator) * 0.01, "steps": torch.arange(3)}
     return write_folder(folder / "tuned", tuned), write_folder(folder / "base", base)
 
@@ -66,11 +66,16 @@ def assert_right_or_refused(folder: Path) -> bool:
     return True
 
 
-# ---- accidents --------------------------------------------------------------------------------------------------------
+# ---- accidents -------------------------------------------------------------------------------------------------------
 
 
 def test_the_small_checkpoint_has_tensors_of_every_kind(compressed):
-    assert {tensor.how for tensor in fm_delta.inspect(compressed / "small").tensors} == {"delta", "resized", "alone", "stored"}
+    assert {tensor.how for tensor in fm_delta.inspect(compressed / "small").tensors} == {
+        "delta",
+        "resized",
+        "alone",
+        "stored",
+    }
 
 
 def test_every_flipped_byte_is_noticed_or_changes_nothing(compressed):
@@ -79,8 +84,7 @@ def test_every_flipped_byte_is_noticed_or_changes_nothing(compressed):
     rng = random.Random(0)
     survived = []
     for at in range(len(data)):
-        masks = {1 << rng.randrange(8), rng.randrange(1, 256)}
-        for mask in masks if at % 16 else {1 << bit for bit in range(8)}:
+        for mask in {0xFF, 1 << rng.randrange(8), *rng.sample(range(1, 256), 3)}:
             path.write_bytes(data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :])
             if assert_right_or_refused(compressed):
                 survived.append((at, mask))
@@ -109,7 +113,10 @@ def test_holes_and_swapped_parts_are_refused(compressed):
         size = rng.randrange(1, 200)
         first, second = sorted(rng.sample(range(len(data) - size), 2))
         swapped = bytearray(data)
-        swapped[first : first + size], swapped[second : second + size] = data[second : second + size], data[first : first + size]
+        swapped[first : first + size], swapped[second : second + size] = (
+            data[second : second + size],
+            data[first : first + size],
+        )
         for changed in (data[:first] + bytes(size) + data[first + size :], bytes(swapped)):
             if changed[: len(data)] != data:
                 path.write_bytes(changed[: len(data)])
@@ -147,7 +154,9 @@ def test_where_the_config_names_no_base_the_files_do(compressed, settings):
     assert fm_delta.verify(compressed / "small") == 4
 
 
-@pytest.mark.parametrize("settings", [{"base": 5}, {"base": None}, {"base": ["a"]}, {"base": "", "revision": 5}, {"base": ""}])
+@pytest.mark.parametrize(
+    "settings", [{"base": 5}, {"base": None}, {"base": ["a"]}, {"base": "", "revision": 5}, {"base": ""}]
+)
 def test_a_config_with_an_impossible_base_is_refused(compressed, settings):
     (compressed / "small/config.json").write_text(json.dumps({"quantization_config": settings}))
     with pytest.raises(BaseModelError, match='set "base" under "quantization_config"'):
@@ -174,7 +183,7 @@ def test_shards_of_two_saves_are_not_mixed(tmp_path):
     assert fm_delta.verify(small) == 7
 
 
-# ---- another base -----------------------------------------------------------------------------------------------------
+# ---- another base ----------------------------------------------------------------------------------------------------
 
 
 def test_another_model_or_revision_as_base_is_named_with_the_right_one(compressed):
@@ -197,13 +206,18 @@ class Tensors(dict):
 
     def __init__(self, folder: Path):
         file = SafetensorsFile(folder / "model.safetensors")
-        super().__init__((name, RawTensor(file[name].dtype, file[name].shape, file[name].data.copy())) for name in file.entries)
+        super().__init__(
+            (name, RawTensor(file[name].dtype, file[name].shape, file[name].data.copy())) for name in file.entries
+        )
 
 
 @pytest.mark.parametrize("where", ["sampled", "between"])
 def test_one_changed_value_of_the_base_is_refused(tmp_path, where):
     generator = torch.Generator().manual_seed(0)
-    base = {"a.weight": torch.randn(100, 100, generator=generator), "b.weight": torch.randn(100, 100, generator=generator)}
+    base = {
+        "a.weight": torch.randn(100, 100, generator=generator),
+        "b.weight": torch.randn(100, 100, generator=generator),
+    }
     src, folder = write_folder(tmp_path / "tuned", fine_tune(base)), write_folder(tmp_path / "base", base)
     fm_delta.compress_checkpoint(src, folder, tmp_path / "small")
     base["b.weight"][3 if where == "between" else 0, 17] *= 1.0001
@@ -250,10 +264,22 @@ def test_every_flipped_byte_of_the_base_is_refused_or_changes_nothing(compressed
         assert_right_or_refused(compressed)
 
 
-# ---- forgeries: files whose every checksum is right -------------------------------------------------------------------
+# ---- forgeries: files whose every checksum is right ------------------------------------------------------------------
 
-FIXED = "<4sBBBBHHQQQ"  # docs/format.md: magic, mode, dimensions, lengths of the texts, base values, checksum, integrity
-FIELDS = ("magic", "mode", "ndim", "dtype_bytes", "base_dtype_bytes", "name_bytes", "base_name_bytes", "base_values", "checksum")
+FIXED = (
+    "<4sBBBBHHQQQ"  # docs/format.md: magic, mode, dimensions, lengths of the texts, base values, checksum, integrity
+)
+FIELDS = (
+    "magic",
+    "mode",
+    "ndim",
+    "dtype_bytes",
+    "base_dtype_bytes",
+    "name_bytes",
+    "base_name_bytes",
+    "base_values",
+    "checksum",
+)
 
 
 def seal(payload: bytes) -> bytes:
@@ -271,12 +297,16 @@ def forge(payload: bytes, replace: tuple[bytes, bytes] = (b"", b""), **changes) 
 def shaped(payload: bytes, *shape: int, **changes) -> bytes:
     """The payload with another shape."""
     ndim = payload[5]
-    return seal(forge(payload, ndim=len(shape), **changes)[:36] + struct.pack(f"<{len(shape)}Q", *shape) + payload[36 + 8 * ndim :])
+    return seal(
+        forge(payload, ndim=len(shape), **changes)[:36]
+        + struct.pack(f"<{len(shape)}Q", *shape)
+        + payload[36 + 8 * ndim :]
+    )
 
 
 def payloads() -> tuple[bytes, bytes, bytes, RawTensor]:
     """One with a base, one alone, one stored, and the base."""
-    base = {"a": torch.randn(20, 30, generator=torch.Generator().manual_seed(0))}
+    base = {"a": torch.randn(20, 64, generator=torch.Generator().manual_seed(0))}
     tensor, twin = RawTensor.from_torch(fine_tune(base)["a"]), RawTensor.from_torch(base["a"])
     return encode_raw(tensor, twin, "a", "b"), encode_raw(tensor, name="a"), encode_raw(steps(), name="a"), twin
 
@@ -307,16 +337,16 @@ def hostile_payloads() -> dict[str, bytes]:
         "huge and alone": shaped(alone, 1 << 40, 1 << 20),
         "huge and stored": shaped(stored, 1 << 40, 1 << 20),
         "huge product": shaped(alone, huge, huge, huge, huge),
-        "huge and with a base": shaped(delta, 1 << 40, 30),
+        "huge and with a base": shaped(delta, 1 << 40, 64),
         "huge row of no rows": shaped(alone, 0, huge),
         "huge row of no stored rows": shaped(stored, 0, huge),
-        "no rows": shaped(delta, 0, 30, base_values=0),
+        "no rows": shaped(delta, 0, 64, base_values=0),
         "4096 values a byte": shaped(alone, len(alone), 4096),
-        "too many base values": forge(delta, base_values=601),
+        "too many base values": forge(delta, base_values=1281),
         "far too many base values": forge(delta, base_values=huge),
         "base values of a stored one": forge(stored, base_values=12),
-        "base values within a row": forge(delta, base_values=31),
-        "base values without a base": forge(alone, base_values=600),
+        "base values within a row": forge(delta, base_values=65),
+        "base values without a base": forge(alone, base_values=1280),
         "no body": seal(alone[: read_header(alone).body]),
         "no stored body": seal(stored[: read_header(stored).body]),
         "half a body": seal(alone[: len(alone) // 2]),
@@ -356,12 +386,12 @@ def test_a_forged_payload_is_refused_without_much_memory(payload):
     "changed",
     [
         lambda delta: forge(delta, base_values=0),
-        lambda delta: forge(delta, base_values=300),
+        lambda delta: forge(delta, base_values=640),
         lambda delta: forge(delta, checksum=5),
         lambda delta: seal(delta[:-30]),
-        lambda delta: shaped(delta, 1 << 40, 30, base_values=30 << 40),
-        lambda delta: shaped(delta, 20, 30 << 50, base_values=600 << 50),
-        lambda delta: shaped(delta, *[1] * 200, 600),
+        lambda delta: shaped(delta, 1 << 40, 64, base_values=64 << 40),
+        lambda delta: shaped(delta, 20, 64 << 50, base_values=1280 << 50),
+        lambda delta: shaped(delta, *[1] * 200, 1280),
         lambda delta: seal(delta[:200] + bytes(byte ^ 0x55 for byte in delta[200:])),
     ],
 )
@@ -396,15 +426,15 @@ def test_a_payload_of_a_later_version_says_so():
             read_header(other)
 
 
-def forge_file(path: Path, record: dict | str, tensors: dict[str, bytes] | None = None, **header) -> None:
-    """Rewrites a compressed file with another record, other payloads and other entries, every checksum right."""
+def forge_file(path: Path, record: dict | str, tensors: dict[str, bytes] | None = None) -> None:
+    """Rewrites a compressed file with another record and other payloads, every checksum right."""
     file = SafetensorsFile(path)
     tensors = tensors or {name: file[name].data.tobytes() for name in file.entries}
     text = record if isinstance(record, str) else json.dumps(json.loads(file.metadata["fm_delta"]) | record)
     digest, entries, end = xxhash.xxh3_64(text.encode()), {}, 0
     for name, payload in tensors.items():
-        shape = file.entries[name].shape[:-1] + (len(payload),) if name in file.entries else (len(payload),)
-        entries[name] = {"dtype": "U8", "shape": shape, "data_offsets": (end, end + len(payload))} | header
+        shape = (*file.entries[name].shape[:-1], len(payload))
+        entries[name] = {"dtype": "U8", "shape": shape, "data_offsets": (end, end + len(payload))}
         digest.update(f"\0{name}\0{end}\0{end + len(payload)}".encode())
         end += len(payload)
     metadata = file.metadata | {"fm_delta": text, "fm_delta_checksum": digest.hexdigest()}
@@ -427,7 +457,9 @@ def test_a_file_of_a_later_version_says_so(compressed, version):
     for record in ({"version": version}, json.dumps({"version": version, "all else": "may differ"})):
         forge_file(path, record)
         for read in READERS:
-            with pytest.raises(CorruptFileError, match=f"has format version {version}, this hf_ext reads up to 1: update hf_ext"):
+            with pytest.raises(
+                CorruptFileError, match=f"has format version {version}, this hf_ext reads up to 1: update hf_ext"
+            ):
                 read(compressed / "small")
     path.write_bytes(path.read_bytes().replace(b"may differ", b"may DIFFER"))  # and so may the checksum
     with pytest.raises(CorruptFileError, match="update hf_ext"):
@@ -442,6 +474,7 @@ RECORDS = {
     "empty": "{}",
     "no base": json.dumps({"version": 1, "digest": "", "header": packed(b"{}")}),
     "version of another type": {"version": "later"},
+    "version that never was": {"version": 0},
     "digest of another type": {"digest": 5},
     "digest of another save": {"digest": "0" * 32},
     "base of another type": {"base": "bert"},
@@ -466,11 +499,8 @@ def test_a_forged_record_is_refused_without_much_memory(compressed, record):
     forge_file(compressed / "small/model.safetensors", record)
     with little_memory(more=2 * MAX_HEADER + (64 << 20)):
         for read in READERS:
-            if record == RECORDS["version of another type"]:
-                assert read(compressed / "small")  # there never was one; nothing is known to be wrong
-            else:
-                with pytest.raises(CorruptFileError, match="model.safetensors"):
-                    read(compressed / "small")
+            with pytest.raises(CorruptFileError, match="model.safetensors"):
+                read(compressed / "small")
 
 
 @pytest.mark.parametrize(
@@ -488,8 +518,12 @@ def test_a_forged_record_is_refused_without_much_memory(compressed, record):
         lambda header: header.update(steps=[]),
         lambda header: header.pop("steps"),
         lambda header: header.update(more={"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}),
-        lambda header: [entry.update(data_offsets=[x + 8 for x in entry["data_offsets"]]) for entry in list(header.values())[1:]],
-        lambda header: [entry.update(data_offsets=[x * 2 for x in entry["data_offsets"]]) for entry in list(header.values())[1:]],
+        lambda header: [
+            entry.update(data_offsets=[x + 8 for x in entry["data_offsets"]]) for entry in list(header.values())[1:]
+        ],
+        lambda header: [
+            entry.update(data_offsets=[x * 2 for x in entry["data_offsets"]]) for entry in list(header.values())[1:]
+        ],
     ],
 )
 def test_a_forged_original_header_is_refused(compressed, change):
@@ -502,18 +536,15 @@ def test_a_forged_original_header_is_refused(compressed, change):
             read(compressed / "small")
 
 
-def test_a_file_that_a_loader_could_take_for_the_tensors_is_refused(compressed):
+def test_a_payload_that_a_loader_could_take_for_the_tensor_is_refused(compressed):
     path = compressed / "small/model.safetensors"
-    size = len(SafetensorsFile(path)["steps"].data)
-    for header in ({"dtype": "I8"}, {"shape": [1, 1, 1]}):
-        forged = compressed / "small/model.safetensors"
-        steps = {"steps": SafetensorsFile(path)["steps"].data.tobytes()}
-        original = {"steps": json.loads(CompressedFile(path).original_header)["steps"] | {"data_offsets": [0, 24]}}
-        metadata = {"__metadata__": {"format": "pt"}}
-        if "shape" in header:
-            header = {"shape": [1, 1, size]}
-        data = path.read_bytes()
-        forge_file(forged, {"header": packed(json.dumps(metadata | original).encode())}, steps, **header)
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    for change in ({"dtype": "I8"}, {"shape": [SafetensorsFile(path)["steps"].data.size]}):
+        header = json.loads(data[8:start])
+        header["steps"] |= change
+        text = json.dumps(header).encode()
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data[start:])
         with pytest.raises(CorruptFileError, match="'steps' in .* is not the one the file was written with"):
             fm_delta.verify(compressed / "small")
         path.write_bytes(data)

@@ -1,4 +1,4 @@
-"""A compressed folder gives back every file byte for byte, and is itself a valid checkpoint that names the same tensors."""
+"""A compressed folder gives back every file byte for byte, and is itself a checkpoint that names the same tensors."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ def round_trip(tmp_path, src, base):
     return small
 
 
-# ---- whole folders ----------------------------------------------------------------------------------------------------
+# ---- whole folders ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
@@ -38,7 +38,9 @@ def test_a_folder_comes_back_byte_for_byte(tmp_path, dtype, shards):
     src, base = pair(tmp_path, dtype, shards)
     small = round_trip(tmp_path, src, base)
     payloads = [file.payload(name) for file in compressed_files(small) for name in file.original]
-    assert sum(map(len, payloads)) < sum(raw.data.size for raw in map(Checkpoint(src).__getitem__, Checkpoint(src).names()))
+    assert sum(map(len, payloads)) < sum(
+        raw.data.size for raw in map(Checkpoint(src).__getitem__, Checkpoint(src).names())
+    )
 
 
 def compressed_files(folder):
@@ -135,9 +137,21 @@ def test_adding_to_a_config_and_removing_are_inverse(config):
     assert remove_from_config(config) == config
 
 
-# ---- headers and tensors ----------------------------------------------------------------------------------------------
+# ---- headers and tensors ---------------------------------------------------------------------------------------------
 
-ODD_NAMES = ["", ".", "a.", "..a", "with space", "ünïcödé.權重.\U0001f917", "quo'te\"d", "back\\slash", "tab\tnewline\n", "\0", "{}"]
+ODD_NAMES = [
+    "",
+    ".",
+    "a.",
+    "..a",
+    "with space",
+    "ünïcödé.權重.\U0001f917",
+    "quo'te\"d",
+    "back\\slash",
+    "tab\tnewline\n",
+    "\0",
+    "{}",
+]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +205,9 @@ def test_tensors_of_every_type_and_shape_come_back_from_files(tmp_path):
 
 
 def test_types_that_torch_does_not_have_come_back_from_files(tmp_path):
-    tensors = {name: RawTensor(name, (8,), np.arange(size, dtype=np.uint8)) for name, size in [("F4", 4), ("F6_E2M3", 6)]}
+    tensors = {
+        name: RawTensor(name, (8,), np.arange(size, dtype=np.uint8)) for name, size in [("F4", 4), ("F6_E2M3", 6)]
+    }
     src = write_folder(tmp_path / "tuned", tensors)
     round_trip(tmp_path, src, write_folder(tmp_path / "base", tensors | weights()))
 
@@ -242,12 +258,15 @@ def test_a_base_in_shards_of_another_type_predicts_as_well(tmp_path):
     assert all(name == twin for name, twin in predictors(small).items())
 
 
-# ---- the compressed file ----------------------------------------------------------------------------------------------
+# ---- the compressed file ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_compressed_file_is_a_safetensors_file_of_the_same_names_and_other_dimensions(tmp_path, shards):
-    tensors = {f"{ndim}d": torch.randn([2] * ndim) for ndim in range(6)} | {"steps": torch.arange(3), "none": torch.empty(0)}
+    tensors = {f"{ndim}d": torch.randn([2] * ndim) for ndim in range(6)} | {
+        "steps": torch.arange(3),
+        "none": torch.empty(0),
+    }
     src = write_folder(tmp_path / "tuned", tensors, shards=shards)
     fm_delta.compress_checkpoint(src, write_folder(tmp_path / "base", weights()), tmp_path / "small")
     for path in src.glob("*.safetensors"):
@@ -265,7 +284,11 @@ def test_the_file_records_its_base_and_its_original_header(tmp_path):
     src, base = pair(tmp_path)
     fm_delta.compress_checkpoint(src, base, tmp_path / "small")
     file = CompressedFile(tmp_path / "small/model.safetensors")
-    assert (file.base.name, file.base.revision, file.base.fingerprint) == (str(base), None, Checkpoint(base).fingerprint)
+    assert (file.base.name, file.base.revision, file.base.fingerprint) == (
+        str(base),
+        None,
+        Checkpoint(base).fingerprint,
+    )
     assert file.original_header == SafetensorsFile(src / "model.safetensors").header_bytes
     assert json.loads(file.file.metadata[KEY]).keys() == {"version", "digest", "base", "header"}
 
@@ -328,7 +351,7 @@ def test_the_base_may_have_moved(tmp_path):
     assert contents(tmp_path / "back") == contents(src)
 
 
-# ---- what is refused --------------------------------------------------------------------------------------------------
+# ---- what is refused -------------------------------------------------------------------------------------------------
 
 
 def test_what_is_compressed_or_quantised_is_not_compressed_again(tmp_path):

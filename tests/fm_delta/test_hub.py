@@ -1,4 +1,4 @@
-"""Compressed checkpoints travel through the Hub: pushed by the usual calls, loaded by id, with the base pinned to its commit."""
+"""Compressed checkpoints go to the Hub by the usual calls and load from it by id, with the base pinned to its commit."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ class Client:
     def __init__(self, hub: LocalHub, home: Path):
         self.hub, self.home = hub, home
 
-    def command(self, *command: str, home: Path | None = None, signed_in: bool = True, **extra: str) -> subprocess.CompletedProcess:
+    def command(
+        self, *command: str, home: Path | None = None, signed_in: bool = True, **extra: str
+    ) -> subprocess.CompletedProcess:
         env = self.hub.client_env(home or self.home, signed_in=signed_in, **extra)
         paths = [str(Path(__file__).parents[1]), str(Path.cwd()), env.get("PYTHONPATH", "")]
         env |= {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
@@ -150,19 +152,17 @@ def test_the_base_may_be_given_with_a_revision(client, commits):
     client.run(PIN, commits["base"], commits["other"])
 
 
-def test_a_base_that_cannot_be_reached_is_named_with_its_commit(client, commits, tmp_path):
-    hub = client.hub
-    try:
-        hub.repos["user/base"].private = True
-        [[kind, message]] = json.loads(client.run(REFUSED, "user/small", home=tmp_path, signed_in=False))
+def test_a_base_that_cannot_be_reached_is_named_with_its_commit(client, commits, tmp_path, monkeypatch):
+    base = client.hub.repos["user/base"]
+
+    def refusal(**options) -> None:
+        [[kind, message]] = json.loads(client.run(REFUSED, "user/small", **options))
         assert kind == "BaseModelError" and "'user/base'" in message and commits["base"] in message
-        client.run("check(1, 'user/small')", home=tmp_path)
-        gone = hub.repos["user/base"].commits.pop(commits["base"])
-        [[kind, message]] = json.loads(client.run(REFUSED, "user/small", home=tmp_path / "new"))
-        assert kind == "BaseModelError" and "'user/base'" in message and commits["base"] in message
-    finally:
-        hub.repos["user/base"].commits.setdefault(commits["base"], gone)
-        hub.repos["user/base"].private = False
+
+    monkeypatch.setattr(base, "private", True)
+    refusal(home=tmp_path / "stranger", signed_in=False)
+    monkeypatch.setattr(base, "commits", {commit: base.commits[commit] for commit in base.commits if commit != commits["base"]})
+    refusal(home=tmp_path / "newcomer")
 
 
 def test_the_command_line_takes_a_base_from_the_hub(client, commits, tmp_path):

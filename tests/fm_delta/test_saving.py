@@ -16,7 +16,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-from tiny_models import MODELS, assert_same_weights, bert, inputs, llama, perturb, same_bits, t5
+from tiny_models import MODELS, assert_same_weights, bert, llama, perturb, same_bits, t5
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -136,7 +136,9 @@ def test_a_state_dict_given_to_the_save_is_what_is_compressed(tmp_path, model, p
 
 def test_a_model_offloaded_to_disk_saves_compressed(tmp_path, base, model):
     model.save_pretrained(tmp_path / "small")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "small", device_map={"": "disk"}, offload_folder=str(tmp_path / "offload"))
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "small", device_map={"": "disk"}, offload_folder=str(tmp_path / "offload")
+    )
     fm_delta.enable(loaded, base).save_pretrained(tmp_path / "again")
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "small/model.safetensors").read_bytes()
 
@@ -292,6 +294,7 @@ def test_an_unreadable_base_is_refused_at_once(tmp_path):
 
 
 def test_a_quantised_model_is_refused(base):
+    pytest.importorskip("bitsandbytes")
     settings = BitsAndBytesConfig(load_in_4bit=True)
     model = AutoModelForCausalLM.from_pretrained(base, quantization_config=settings)
     with pytest.raises(CheckpointError, match="quantised"):
@@ -301,7 +304,11 @@ def test_a_quantised_model_is_refused(base):
 def test_what_is_not_a_transformers_model_is_refused(base, model):
     from peft import get_peft_model
 
-    for other in (torch.nn.Linear(2, 2), model.state_dict(), get_peft_model(perturb(llama()), LoraConfig(target_modules=["q_proj"]))):
+    for other in (
+        torch.nn.Linear(2, 2),
+        model.state_dict(),
+        get_peft_model(perturb(llama()), LoraConfig(target_modules=["q_proj"])),
+    ):
         with pytest.raises(CheckpointError, match=type(other).__name__):
             fm_delta.enable(other, base)
 
@@ -334,6 +341,8 @@ def test_a_process_that_is_not_the_main_one_writes_nothing(tmp_path, model):
     model.save_pretrained(tmp_path / "small", is_main_process=False)
     assert not (tmp_path / "small").exists()
     model.save_pretrained(tmp_path / "small")
+    (tmp_path / "small" / STAGE).mkdir()
+    (tmp_path / "small" / STAGE / "file").write_text("of the main process, which is still at work")
     before = contents(tmp_path / "small")
     model.save_pretrained(tmp_path / "small", is_main_process=False, max_shard_size="60KB")
     assert contents(tmp_path / "small") == before
@@ -385,10 +394,13 @@ def save_until(step, how, model, size, folder):
 
     def watch(event, args):
         nonlocal left
-        if event not in CHANGES or not any(isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(folder) for path in args):
+        paths = [os.fspath(path) for path in args if isinstance(path, (str, os.PathLike))]
+        if event not in CHANGES or not any(path.startswith(folder) for path in paths):
             return
         if event == "os.mkdir" and os.path.isdir(args[0]) or event == "open" and not set(args[1] or "") & set("wax+"):
             return
+        if event == "open" and not paths[0].startswith(f"{folder}/.hf_ext-partial/"):
+            os._exit(3)  # a file that is read by others is only ever replaced whole
         left -= 1
         if left == 0:
             if how == "kill":

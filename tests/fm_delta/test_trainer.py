@@ -31,7 +31,9 @@ def examples(count: int, causal: bool = False) -> list[dict]:
 def train(model, out: Path, resume: str | bool | None = None, callbacks=(), causal: bool = False, **options) -> Trainer:
     settings = {"max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 2}
     arguments = TrainingArguments(output_dir=str(out), use_cpu=True, report_to=[], disable_tqdm=True, **(settings | options))
-    trainer = Trainer(model, arguments, train_dataset=examples(16, causal), eval_dataset=examples(8, causal), callbacks=[*callbacks])
+    trainer = Trainer(
+        model, arguments, train_dataset=examples(16, causal), eval_dataset=examples(8, causal), callbacks=[*callbacks]
+    )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -79,7 +81,9 @@ def test_trainer_saves_compressed_checkpoints_and_trains_as_before(tmp_path, bas
     assert_same_weights(AutoModelForSequenceClassification.from_pretrained(tmp_path / "final"), plain.model)
 
 
-@pytest.mark.parametrize("auto, causal", [(AutoModelForSequenceClassification, False), (AutoModelForCausalLM, True)], ids=["bert", "llama_tied"])
+@pytest.mark.parametrize(
+    "auto, causal", [(AutoModelForSequenceClassification, False), (AutoModelForCausalLM, True)], ids=["bert", "llama_tied"]
+)
 def test_a_resumed_training_ends_with_the_bits_of_one_that_ran_through(tmp_path, auto, causal):
     (llama(tied=True) if causal else bert()).save_pretrained(tmp_path / "base")
     through = train(model_of(tmp_path / "base", False, auto), tmp_path / "plain", causal=causal)
@@ -95,7 +99,9 @@ def test_training_resumes_from_shards(tmp_path, base):
     through = train(model_of(base, enabled=False), tmp_path / "plain")
     train(model_of(base), tmp_path / "out", callbacks=[StopAfter(4)])
     folder = tmp_path / "out/checkpoint-4"
-    fm_delta.enable(AutoModelForSequenceClassification.from_pretrained(folder), base).save_pretrained(folder, max_shard_size="60KB")
+    fm_delta.enable(AutoModelForSequenceClassification.from_pretrained(folder), base).save_pretrained(
+        folder, max_shard_size="60KB"
+    )
     assert is_compressed(folder) and len(list(folder.glob("model-*.safetensors"))) > 2
     assert_same_weights(train(model_of(base), tmp_path / "out", resume=True).model, through.model)
 
@@ -143,7 +149,9 @@ def test_adapters_train_save_and_resume_on_top_of_a_compressed_model(tmp_path, b
     def adapted(folder: Path, enabled: bool) -> PeftModel:
         model = AutoModelForSequenceClassification.from_pretrained(folder)
         torch.manual_seed(0)
-        return get_peft_model(fm_delta.enable(model, base) if enabled else model, LoraConfig(r=2, target_modules=["query", "value"]))
+        return get_peft_model(
+            fm_delta.enable(model, base) if enabled else model, LoraConfig(r=2, target_modules=["query", "value"])
+        )
 
     through = train(adapted(tmp_path / "tuned", False), tmp_path / "plain").model
     for enabled in (False, True):
@@ -159,4 +167,6 @@ def test_adapters_train_save_and_resume_on_top_of_a_compressed_model(tmp_path, b
             merged = fm_delta.enable(merged, base)
             merged.save_pretrained(tmp_path / "merged")
             assert is_compressed(tmp_path / "merged")
-            assert_same_weights(AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged"), fm_delta.disable(merged))
+            assert_same_weights(
+                AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged"), fm_delta.disable(merged)
+            )

@@ -1,0 +1,399 @@
+"""A run that fails or is killed leaves what was there; the next run succeeds and clears what the last one left."""
+
+import multiprocessing
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
+from transformers.utils import logging
+
+from hf_ext import fm_delta
+from hf_ext.checkpoint import STAGE, SafetensorsFile
+from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
+from hf_ext.fm_delta import compress as compress_module
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kills and limits processes as Linux does")
+
+
+@pytest.fixture(autouse=True)
+def no_progress_bars(monkeypatch):
+    monkeypatch.setattr(logging, "_tqdm_active", False)
+
+
+def in_child(work: Callable[[], object]) -> tuple[int | None, str]:
+    """Runs `work` in a process; returns its exit code (negative: the signal) and what it returned or raised."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def report():
+        try:
+            sender.send(str(work()))
+        except BaseException as error:
+            sender.send(f"{type(error).__name__}: {error}")
+
+    child = context.Process(target=report)
+    child.start()
+    sender.close()
+    try:
+        answer = receiver.recv() if receiver.poll(60) else "no answer"
+    except EOFError:
+        answer = ""
+    child.join(60)
+    return child.exitcode, answer
+
+
+def large_pair(folder: Path, tensors: int) -> tuple[Path, Path]:
+    """A fine-tune and its base, of 4 MiB a tensor."""
+    generator = torch.Generator().manual_seed(0)
+    base = {f"layers.{i}.weight": torch.randn(1024, 1024, generator=generator) for i in range(tensors)}
+    return write_folder(folder / "tuned", fine_tune(base)), write_folder(folder / "base", base)
+
+
+# ---- where nothing may be written ------------------------------------------------------------------------------------
+
+
+def test_the_source_and_the_base_are_never_written_over(tmp_path, monkeypatch):
+    src, base = pair(tmp_path)
+    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+    small, before = tmp_path / "small", contents(tmp_path)
+    (tmp_path / "link").symlink_to(base)
+    monkeypatch.chdir(tmp_path)
+    for out in (src, base, "tuned", "base/", "small/../base", "link"):
+        with pytest.raises(CheckpointError, match="cannot be written over"):
+            fm_delta.compress_checkpoint(src, base, out)
+    for out in (small, base, "small", "./base", "link"):
+        for source in (small, small / "model.safetensors"):
+            with pytest.raises(CheckpointError, match="cannot be written over"):
+                fm_delta.decompress_checkpoint(source, out)
+    with pytest.raises(CheckpointError, match="base model itself"):
+        fm_delta.compress_checkpoint("link", base, "out")
+    assert contents(tmp_path) == before
+
+
+def test_a_file_or_an_impossible_place_as_target_is_refused(tmp_path):
+    src, base = pair(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+    for out in (tmp_path / "file", tmp_path / "file/below", Path("/proc/no-such-process/out"), tmp_path / ("n" * 300)):
+        with pytest.raises(CheckpointError, match=f"{out} (is a file|could not be written)"):
+            fm_delta.compress_checkpoint(src, base, out)
+        with pytest.raises(CheckpointError, match=f"{out} (is a file|could not be written)"):
+            fm_delta.decompress_checkpoint(tmp_path / "small", out)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.fixture
+def everybodys_folder():
+    """A folder that a user without rights can reach."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def as_nobody(work: Callable[[], object]) -> tuple[int | None, str]:
+    def step_down():
+        if os.getuid() == 0:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+        return work()
+
+    return in_child(step_down)
+
+
+def test_folders_without_permission_are_refused_and_left(everybodys_folder):
+    src, base = pair(everybodys_folder)
+    locked, secret = everybodys_folder / "locked", everybodys_folder / "secret"
+    shutil.copytree(src, locked)
+    shutil.copytree(src, secret)
+    locked.chmod(0o555)
+    (secret / "model.safetensors").chmod(0)
+    before = contents(locked)
+    code, answer = as_nobody(lambda: fm_delta.compress_checkpoint(src, base, locked))
+    assert (code, answer[:16]) == (0, "CheckpointError:") and "Permission denied" in answer
+    code, answer = as_nobody(lambda: fm_delta.compress_checkpoint(secret, base, everybodys_folder / "locked/out"))
+    assert code == 0 and answer.startswith(("CheckpointError:", "CorruptFileError:"))
+    assert contents(locked) == before
+
+
+def test_read_only_files_are_compressed_and_restored(everybodys_folder):
+    src, base = pair(everybodys_folder)
+    for path in src.iterdir():
+        path.chmod(0o444)
+    everybodys_folder.chmod(0o777)
+    small, back = everybodys_folder / "small", everybodys_folder / "back"
+
+    def round_trip():
+        for _ in range(2):  # the second time over read-only files
+            fm_delta.compress_checkpoint(src, base, small)
+            fm_delta.decompress_checkpoint(small, back)
+
+    assert as_nobody(round_trip) == (0, "None")
+    assert contents(back) == contents(src)
+
+
+# ---- failures half way -----------------------------------------------------------------------------------------------
+
+
+def test_a_compression_that_fails_leaves_the_older_one(tmp_path):
+    src, base = pair(tmp_path, shards=2)
+    out = tmp_path / "small"
+    fm_delta.compress_checkpoint(src, base, out)
+    before = contents(out)
+    write_folder(src, fine_tune(weights(), seed=2), shards=2)
+    second = src / "model-00002-of-00002.safetensors"
+    data = second.read_bytes()
+    second.write_bytes(data[:-1])
+    with pytest.raises(CorruptFileError, match=second.name):
+        fm_delta.compress_checkpoint(src, base, out)
+    second.write_bytes(data)
+    with pytest.raises(HfExtError, match="missing"):
+        fm_delta.compress_checkpoint(src, tmp_path / "missing", out)
+    (src / "config.json").write_text("no JSON")
+    with pytest.raises(CorruptFileError, match="config.json"):
+        fm_delta.compress_checkpoint(src, base, out)
+    assert contents(out) == before
+    assert fm_delta.verify(out) == 7
+
+
+def test_a_decompression_that_fails_leaves_the_older_one(tmp_path):
+    src, base = pair(tmp_path, shards=2)
+    small, out = tmp_path / "small", tmp_path / "out"
+    fm_delta.compress_checkpoint(src, base, small)
+    fm_delta.decompress_checkpoint(small, out)
+    (small / "config.json").write_text((small / "config.json").read_text().replace("16", "32"))
+    changed = SafetensorsFile(base / "model.safetensors")["lm_head.weight"].data.copy()
+    data = (base / "model.safetensors").read_bytes()
+    changed[3000] ^= 1  # in the last tensor, between the places that the fingerprint samples
+    (base / "model.safetensors").write_bytes(data[: -len(changed)] + changed.tobytes())
+    with pytest.raises(HfExtError, match="'lm_head.weight' of the base model has changed"):
+        fm_delta.decompress_checkpoint(small, out)
+    assert contents(out) == contents(src)
+
+
+def test_weights_of_another_number_of_shards_are_replaced_as_a_whole(tmp_path):
+    base = write_folder(tmp_path / "base", weights())
+    out = tmp_path / "small"
+    for shards in (3, 1, 2, 3):
+        src = write_folder(tmp_path / f"tuned{shards}", fine_tune(weights(), seed=shards), shards=shards)
+        fm_delta.compress_checkpoint(src, base, out)
+        assert contents(out).keys() == contents(src).keys()
+        assert fm_delta.verify(out) == 7
+
+
+# ---- killed ----------------------------------------------------------------------------------------------------------
+
+
+def dying_at(n: int, folder: Path, work: Callable[[], object]) -> tuple[int | None, str]:
+    """Runs `work` in a process that is killed as it opens, makes, renames or removes something in `folder` for the n-th
+    time; its exit code is 0 if there are fewer."""
+
+    def watched():
+        left = n
+
+        def watch(event: str, arguments: tuple) -> None:
+            nonlocal left
+            if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir") and str(folder) in str(arguments[0]):
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(watch)
+        return work()
+
+    return in_child(watched)
+
+
+@pytest.mark.parametrize(("old_shards", "new_shards"), [(2, 2), (1, 2), (2, 1), (0, 2)])
+def test_a_kill_at_any_step_leaves_the_old_checkpoint_or_the_new_or_one_that_is_refused(
+    tmp_path, old_shards, new_shards
+):
+    base = write_folder(tmp_path / "base", weights())
+    small, out = tmp_path / "small", tmp_path / "out"
+    if old_shards:
+        old = write_folder(tmp_path / "old", fine_tune(weights(), seed=1), shards=old_shards)
+        fm_delta.compress_checkpoint(old, base, small)
+    new = write_folder(tmp_path / "new", fine_tune(weights(), seed=2), shards=new_shards)
+    (new / "vocab.txt").write_text("new words")
+    fm_delta.compress_checkpoint(new, base, tmp_path / "expected")
+    before, after = contents(small) if old_shards else {}, contents(tmp_path / "expected")
+    seen = set()
+    for step in range(1, 200):
+        shutil.rmtree(out, ignore_errors=True)
+        if old_shards:
+            shutil.copytree(small, out)
+        code, answer = dying_at(step, out, lambda: fm_delta.compress_checkpoint(new, base, out))
+        if code == 0:
+            assert answer == "None"
+            break
+        assert code == -signal.SIGKILL
+        files = (
+            {name: digest for name, digest in contents(out).items() if not name.startswith(STAGE)}
+            if out.exists()
+            else {}
+        )
+        assert all(digest in (before.get(name), after.get(name)) for name, digest in files.items())
+        if files == before or files == after:
+            seen.add("whole")
+        else:
+            seen.add("mixed")
+            assert files.get("config.json") == before.get("config.json")  # the new one is the last to come
+            try:
+                fm_delta.verify(out)
+                weights_there = {name: digest for name, digest in files.items() if name.endswith("safetensors")}
+                assert weights_there.items() <= before.items() or weights_there.items() <= after.items()
+            except HfExtError:
+                seen.add("refused")
+        fm_delta.compress_checkpoint(new, base, out)  # the next run
+        assert contents(out) == after
+    assert step > 10 and "whole" in seen
+    assert contents(out) == after
+
+
+def test_a_kill_while_weights_are_written_leaves_nothing_visible(tmp_path):
+    src, base = large_pair(tmp_path, tensors=16)
+    older, _ = pair(tmp_path / "older")
+    out = tmp_path / "out"
+    fm_delta.compress_checkpoint(older, base, out)
+    before = contents(out)
+    child = multiprocessing.get_context("fork").Process(target=fm_delta.compress_checkpoint, args=(src, base, out))
+    child.start()
+    half = out / STAGE / "model.safetensors"
+    deadline = time.monotonic() + 60
+    while child.is_alive() and time.monotonic() < deadline and not (half.exists() and half.stat().st_size > 1 << 20):
+        time.sleep(0.001)
+    child.kill()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL and half.exists()
+    assert {name: digest for name, digest in contents(out).items() if not name.startswith(STAGE)} == before
+    assert fm_delta.verify(out) == 7
+    fm_delta.compress_checkpoint(src, base, out)
+    assert fm_delta.verify(out) == 16
+    assert not (out / STAGE).exists()
+
+
+def test_what_a_killed_save_left_in_the_source_is_not_taken_along(tmp_path):
+    src, base = pair(tmp_path)
+    before = contents(src)
+    (src / STAGE).mkdir()
+    for name in ("config.json", "model.safetensors", "other.txt"):
+        (src / STAGE / name).write_text("half")
+    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+    fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
+    assert contents(tmp_path / "back") == before
+
+
+# ---- full disks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0, 100, 2000, 9000, 15000])
+def test_files_that_may_not_grow_are_an_error_and_leave_nothing(tmp_path, limit):
+    src, base = pair(tmp_path)
+    small, out, before = tmp_path / "small", tmp_path / "out", contents(tmp_path)
+    fm_delta.compress_checkpoint(src, base, small)
+
+    def limited(work):
+        def run():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+            return work()
+
+        return in_child(run)
+
+    code, answer = limited(lambda: fm_delta.compress_checkpoint(src, base, out))
+    assert code == 0 and re.match(f"CheckpointError: {out} could not be written: .*File too large", answer)
+    assert not out.exists()
+    code, answer = limited(lambda: fm_delta.decompress_checkpoint(small, out))
+    assert code == 0 and re.match(f"CheckpointError: {out} could not be written: .*File too large", answer)
+    assert not out.exists()
+    shutil.rmtree(small)
+    assert contents(tmp_path) == before
+
+
+FULL_DISK = """
+import os, sys
+from pathlib import Path
+from hf_ext import fm_delta
+from hf_ext.errors import CheckpointError
+disk, src, base = map(Path, sys.argv[1:])
+old = {path.name: path.read_bytes() for path in (disk / "out").iterdir()}
+compress, decompress = fm_delta.compress_checkpoint, fm_delta.decompress_checkpoint
+for function, arguments in ((compress, (src, base)), (decompress, (src.parent / "small",))):
+    for out in (disk / "out", disk / "new"):
+        try:
+            function(*arguments, out)
+        except CheckpointError as error:
+            assert "No space left on device" in str(error) and str(out) in str(error), error
+        else:
+            raise SystemExit(f"{function.__name__} found room")
+        assert {path.name: path.read_bytes() for path in (disk / "out").iterdir()} == old
+        assert [path.name for path in disk.iterdir()] == ["out"]
+print("refused, and all is as it was")
+"""
+
+
+def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path):
+    src, base = large_pair(tmp_path, tensors=2)
+    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+    older, _ = pair(tmp_path / "older")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = f'mount -t tmpfs -o size=3m tmpfs "{disk}"'
+    private = ["unshare", "--mount", "--propagation", "private", "sh", "-ec"]
+    try:
+        subprocess.run([*private, mount], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("may not mount a small disk")
+    command = f'{mount}; cp -r "{older}" "{disk}/out"; exec "$0" -c "$1" "{disk}" "{src}" "{base}"'
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        [*private, command, sys.executable, FULL_DISK], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.stdout == "refused, and all is as it was\n", result.stderr
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path, monkeypatch):
+    """32 tensors of 4 MiB, twice what a run may hold; the files' own pages, which the system can drop, do not count."""
+    monkeypatch.setattr(compress_module, "AHEAD", 16 << 20)
+    monkeypatch.setattr(compress_module, "CORES", 2)
+    src, base = large_pair(tmp_path, tensors=32)
+
+    def anonymous() -> int:
+        return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) >> 10
+
+    def peak() -> int:
+        most, done = 0, threading.Event()
+
+        def watch():
+            nonlocal most
+            while not done.wait(0.002):
+                most = max(most, anonymous())
+
+        before = anonymous()
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+        fm_delta.verify(tmp_path / "small")
+        fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
+        done.set()
+        watcher.join()
+        return most - before
+
+    code, megabytes = in_child(peak)
+    assert code == 0 and 4 <= int(megabytes) < 64
+    assert contents(tmp_path / "back") == contents(src)

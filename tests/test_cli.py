@@ -1,0 +1,140 @@
+"""The command does what its help says, prints what programs can read, and fails with one line."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
+
+import hf_ext
+from hf_ext import fm_delta
+from hf_ext.cli import main, parser
+
+COMMANDS = ("compress", "decompress", "inspect", "verify")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with tuned, base and small, which is tuned as compressed."""
+    fm_delta.compress_checkpoint(*pair(tmp_path), tmp_path / "small")
+    return tmp_path
+
+
+def hf_ext_command(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "hf_ext.cli", *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def run(capsys, *arguments) -> tuple[int, str, str]:
+    """The exit code, and what was printed to stdout and (but for progress bars) to stderr."""
+    capsys.readouterr()
+    code = main([str(argument) for argument in arguments])
+    printed = capsys.readouterr()
+    return code, printed.out, "".join(line for line in printed.err.splitlines(keepends=True) if "tensors:" not in line)
+
+
+def fails(capsys, *arguments) -> str:
+    """The one line that a run which fails prints."""
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (1, "")
+    assert err.startswith("hf-ext: ") and err.endswith("\n") and err.count("\n") == 1
+    return err
+
+
+def test_a_checkpoint_is_compressed_checked_and_restored(tmp_path, capsys):
+    src, base = pair(tmp_path)
+    small, back = tmp_path / "small", tmp_path / "back"
+    code, out, _ = run(capsys, "compress", src, "--base", base, "--out", small)
+    assert (code, out) == (0, fm_delta.inspect(small).summary() + "\n")
+    assert run(capsys, "verify", small)[:2] == (0, f"All 7 tensors of {small} come out as they were saved.\n")
+    assert run(capsys, "decompress", small, "--out", back)[:2] == (0, f"{back} holds the original files.\n")
+    assert contents(back) == contents(src)
+
+
+def test_a_base_that_has_moved_is_given_by_name(folder, capsys):
+    moved = (folder / "base").rename(folder / "moved")
+    assert str(folder / "base") in fails(capsys, "verify", folder / "small")
+    assert run(capsys, "verify", folder / "small", "--base", moved)[0] == 0
+    assert run(capsys, "decompress", folder / "small", "--base", moved, "--out", folder / "back")[0] == 0
+    assert contents(folder / "back") == contents(folder / "tuned")
+
+
+def test_inspect_prints_tables_or_json_of_the_same_report(folder, capsys):
+    report = fm_delta.inspect(folder / "small")
+    assert run(capsys, "inspect", folder / "small")[:2] == (0, f"{report}\n")
+    code, out, err = run(capsys, "inspect", folder / "small", "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out) == json.loads(json.dumps(report.to_dict()))
+    assert run(capsys, "inspect", folder / "small/model.safetensors", "--json")[1] == out
+
+
+def test_inspect_draws_a_picture(folder, capsys):
+    picture = folder / "sizes.png"
+    assert run(capsys, "inspect", folder / "small", "--plot", picture)[0] == 0
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n") and picture.stat().st_size > 10_000
+    assert "sizes.nonsense" in fails(capsys, "inspect", folder / "small", "--plot", folder / "sizes.nonsense")
+    assert "none/sizes.png" in fails(capsys, "inspect", folder / "small", "--plot", folder / "none/sizes.png")
+
+
+def test_what_goes_wrong_is_one_line(folder, capsys):
+    src, base, small = folder / "tuned", folder / "base", folder / "small"
+    other = write_folder(folder / "other", fine_tune(weights(), seed=5))
+    assert "neither a folder nor a Hub repository" in fails(
+        capsys, "compress", src, "--base", "no/such/base", "--out", folder / "out"
+    )
+    assert "is compressed already" in fails(capsys, "compress", small, "--base", base, "--out", folder / "out")
+    assert "cannot be written over" in fails(capsys, "compress", src, "--base", base, "--out", src)
+    assert "is not a folder" in fails(capsys, "compress", folder / "none", "--base", base, "--out", folder / "out")
+    assert "is a file" in fails(capsys, "compress", src, "--base", base, "--out", src / "config.json")
+    assert "is not compressed" in fails(capsys, "verify", src)
+    assert "is another model or revision" in fails(capsys, "verify", small, "--base", other)
+    assert "is another model or revision" in fails(
+        capsys, "decompress", small, "--base", other, "--out", folder / "out"
+    )
+    data = (small / "model.safetensors").read_bytes()
+    (small / "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    for command in ("verify", "inspect"):
+        assert "lm_head.weight" in fails(capsys, command, small)
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_every_command_has_an_example_that_it_understands(command, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main([command, "--help"])
+    assert exit.value.code == 0
+    example = capsys.readouterr().out.split("example: hf-ext ")[1].split()
+    assert example[0] == command
+    assert parser().parse_args(example).run.__name__ == command
+
+
+def test_the_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["--version"])
+    assert (exit.value.code, capsys.readouterr().out) == (0, f"hf_ext {hf_ext.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["zip"], ["compress", "a"], ["compress", "a", "--base", "b"], ["decompress", "a"]]
+)
+def test_an_incomplete_command_says_what_is_missing(arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: hf-ext")
+
+
+def test_as_a_process_it_exits_with_one_line_and_no_traceback(folder):
+    done = hf_ext_command("inspect", folder / "small", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == json.loads(json.dumps(fm_delta.inspect(folder / "small").to_dict()))
+    failed = hf_ext_command("verify", folder / "tuned")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert failed.stderr.startswith("hf-ext: ") and failed.stderr.count("\n") == 1

@@ -1,0 +1,77 @@
+"""The layers of docs: errors, checkpoint, pure files, host files, registration, the package and its command line. No import
+points up, methods do not import each other, and pure files know neither Transformers nor PEFT."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import hf_ext
+
+ROOT = Path(hf_ext.__file__).parent
+PURE = {"fm_delta": {"_codec", "codec", "compress", "format", "reference", "report"}}
+HOST = {"fm_delta": {"config", "quantizer", "saving"}}
+BELOW, ABOVE = ["errors", "checkpoint"], ["registration", "__init__", "cli"]
+FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.as_posix())
+
+
+def layer(module: str) -> int:
+    """The height of a module, given as `hf_ext` or `hf_ext.….name`."""
+    parts = module.split(".")[1:] or ["__init__"]
+    if len(parts) == 1 and parts[0] not in PURE:
+        return BELOW.index(parts[0]) if parts[0] in BELOW else 10 + ABOVE.index(parts[0])
+    method, name = (*parts, "__init__")[:2]
+    return 5 if name in PURE[method] else 6 if name in HOST[method] else 7 + ["__init__"].index(name)
+
+
+def method(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in PURE else None
+
+
+def imports(file: Path) -> list[str]:
+    """The modules that a file imports, wherever in it the import stands."""
+    found = []
+    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports name the module in full"
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            own = node.module.split(".")[0] == "hf_ext"
+            found += [module if own and is_module(module) else node.module for module in inner]
+    return found
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split(".")[1:])
+    return path.with_suffix(".py").exists() or path.is_dir() or path.name == "_codec"
+
+
+def module_of(file: Path) -> str:
+    return ".".join(("hf_ext", *file.with_suffix("").parts)).removesuffix(".__init__")
+
+
+def test_there_is_something_to_check():
+    assert Path("fm_delta/quantizer.py") in FILES and "hf_ext.fm_delta._codec" in imports(Path("fm_delta/codec.py"))
+
+
+@every_file
+def test_a_file_imports_nothing_that_stands_above_it(file):
+    own = layer(module_of(file))
+    above = [name for name in imports(file) if name.split(".")[0] == "hf_ext" and layer(name) > own]
+    assert not above
+
+
+@every_file
+def test_a_method_does_not_import_another(file):
+    own = method(module_of(file))
+    others = [name for name in imports(file) if method(name) not in (None, own)]
+    assert own is None or not others
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if len(file.parts) == 2 and file.stem in PURE[file.parts[0]]], ids=str)
+def test_a_pure_file_knows_neither_transformers_nor_peft(file):
+    libraries = [name for name in imports(file) if name.split(".")[0] in ("transformers", "peft", "accelerate", "datasets")]
+    assert set(libraries) <= {"transformers.utils.logging"}

@@ -1,0 +1,84 @@
+"""`import hf_ext` adds its entries to Transformers' registries and touches nothing else in any library."""
+
+import subprocess
+import sys
+
+import pytest
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+
+import hf_ext
+from hf_ext.fm_delta.config import FMDeltaConfig
+from hf_ext.fm_delta.quantizer import FMDeltaQuantizer
+from hf_ext.registration import register
+
+# Everything that the package imports is imported first, so that what changes afterwards is the package's doing.
+COMPARE = """
+import ast, importlib.util, sys, types
+from pathlib import Path
+
+root = Path(importlib.util.find_spec("hf_ext").submodule_search_locations[0])
+for path in root.rglob("*.py"):
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        for name in [node.module] if isinstance(node, ast.ImportFrom) else names:
+            if not name.startswith("hf_ext") and importlib.util.find_spec(name.split(".")[0]):
+                module = importlib.import_module(name)
+                [getattr(module, attribute) for attribute in names if isinstance(node, ast.ImportFrom)]
+assert not any(name.startswith("hf_ext") for name in sys.modules)
+import peft, safetensors.torch, transformers, torch
+
+LIBRARIES = ("transformers", "peft", "safetensors", "torch", "huggingface_hub", "accelerate", "tokenizers")
+
+def state():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] not in LIBRARIES or not isinstance(module, types.ModuleType):
+            continue
+        for attribute, value in list(vars(module).items()):
+            found[name, attribute] = value
+            if isinstance(value, type) and value.__module__ == name:
+                found |= {(name, f"{attribute}.{member}"): item for member, item in list(vars(value).items())}
+            if type(value) is dict and not attribute.startswith("__"):
+                found |= {(name, f"{attribute}[{key!r}]"): item for key, item in list(value.items())}
+            if type(value).__name__ == "_LazyAutoMapping":  # reading all of it would import all models
+                found |= {(name, f"{attribute}[{key!r}]"): item for key, item in list(value._extra_content.items())}
+    return found
+
+before = state()
+import hf_ext
+once = state()
+hf_ext.registration.register()
+importlib.reload(hf_ext)
+after = state()
+assert len(before) > 50_000
+assert [key for key in before if before[key] is not after.get(key, after)] == []
+assert once.keys() == after.keys()
+for module, attribute in sorted(after.keys() - before.keys()):
+    print(module, attribute)
+"""
+
+
+def test_the_import_adds_two_entries_and_replaces_nothing():
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPARE], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    mappings = {line.split()[1] for line in result.stdout.splitlines()}
+    assert mappings == {"AUTO_QUANTIZATION_CONFIG_MAPPING['fm_delta']", "AUTO_QUANTIZER_MAPPING['fm_delta']"}
+
+
+def test_registering_again_changes_nothing():
+    register()
+    assert AUTO_QUANTIZATION_CONFIG_MAPPING["fm_delta"] is FMDeltaConfig
+    assert AUTO_QUANTIZER_MAPPING["fm_delta"] is FMDeltaQuantizer
+
+
+@pytest.mark.parametrize("mapping", [AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING], ids=["config", "quantizer"])
+def test_an_entry_of_that_name_by_another_package_is_left_alone(monkeypatch, mapping):
+    monkeypatch.setitem(mapping, "fm_delta", object)
+    register()
+    assert mapping["fm_delta"] is object
+
+
+def test_every_public_name_exists():
+    for module in (hf_ext, hf_ext.fm_delta):
+        assert all(hasattr(module, name) for name in module.__all__)
+        assert sorted(module.__all__) == module.__all__
