@@ -1,5 +1,6 @@
 """Builds the C++ codec; everything else about the package is in setup.cfg."""
 
+import glob
 import shutil
 import sys
 
@@ -8,13 +9,16 @@ from setuptools.command.build_ext import build_ext
 
 MSVC = sys.platform == "win32"
 SOURCES = [f"csrc/{name}.cpp" for name in ("binding", "codec", "decode", "encode")]
-HEADERS = [f"csrc/{name}.h" for name in ("bits", "blocks", "codec", "default_tables", "float_map", "rans", "scales", "symbol_model", "threads")]
+HEADERS = sorted(glob.glob("csrc/*.h"))
+NO_COMPILER = (
+    "hf_ext needs a C++17 compiler to build its codec (on Debian: apt-get install g++; on macOS: xcode-select --install)."
+)
 
 
 class BuildCodec(build_ext):
     def build_extensions(self):
         if not MSVC and not any(shutil.which(name) for name in (self.compiler.compiler_cxx or ["c++"])[:1]):
-            sys.exit("hf_ext needs a C++17 compiler to build its codec (on Debian: apt-get install g++; on macOS: xcode-select --install).")
+            sys.exit(NO_COMPILER)
         super().build_extensions()
 
 
@@ -26,7 +30,7 @@ setup(
             depends=HEADERS,
             language="c++",
             py_limited_api=True,
-            extra_compile_args=["/std:c++17", "/O2", "/EHsc"] if MSVC else ["-std=c++17", "-O3", "-fvisibility=hidden", "-pthread"],
+            extra_compile_args=["/std:c++17", "/O2", "/EHsc"] if MSVC else ["-std=c++17", "-O3", "-pthread"],
             extra_link_args=[] if MSVC else ["-pthread"],
         )
     ],

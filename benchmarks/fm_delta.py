@@ -146,19 +146,19 @@ def speed(args: argparse.Namespace, dtype: str) -> dict:
     peers = [ours(), replace(ours(), name="ours, 2 threads"), *all_peers()]
     blobs = {peer.name: compress_checked(peer, pairs, dtype) for peer in peers}
 
-    def compress(peer, run):
-        run(lambda pair: peer.compress(pair.x, pair.base, dtype), pairs)
+    def compress(peer, mapping):
+        list(mapping(lambda pair: peer.compress(pair.x, pair.base, dtype), pairs))
 
-    def decompress(peer, run):
-        run(lambda pair, blob: peer.decompress(blob, pair.base, dtype, pair.x.shape), pairs, blobs[peer.name])
+    def decompress(peer, mapping):
+        list(mapping(lambda pair, blob: peer.decompress(blob, pair.base, dtype, pair.x.shape), pairs, blobs[peer.name]))
 
     found = {peer.name: {"compress": [], "decompress": []} for peer in peers}
     with ThreadPoolExecutor(2) as pool:  # as whole checkpoints are worked on: a tensor a thread
         for i in range(args.runs):
             for peer in peers[i % len(peers) :] + peers[: i % len(peers)]:
-                run = (lambda *work: list(pool.map(*work))) if peer.name.endswith("threads") else (lambda *work: list(map(*work)))
-                found[peer.name]["compress"].append(megabytes / timed(compress, peer, run))
-                found[peer.name]["decompress"].append(megabytes / timed(decompress, peer, run))
+                mapping = pool.map if peer.name.endswith("threads") else map
+                found[peer.name]["compress"].append(megabytes / timed(compress, peer, mapping))
+                found[peer.name]["decompress"].append(megabytes / timed(decompress, peer, mapping))
 
     torch.set_num_threads(default_threads)
     rows = []

@@ -35,7 +35,7 @@ from hf_ext import fm_delta
 @dataclass
 class Arguments:
     model_name_or_path: str | None = field(default=None, metadata={"help": "Base model: a folder or a Hub id."})
-    dataset_name: str | None = field(default=None, metadata={"help": "Data set on the Hub, or a local one, with a train split."})
+    dataset_name: str | None = field(default=None, metadata={"help": "Data set with a train split: Hub id or folder."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration."})
     text_column: str = field(default="text", metadata={"help": "The column to classify."})
     label_column: str = field(default="label", metadata={"help": "The column with the class."})
@@ -93,6 +93,10 @@ def folder_size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
 def timed(action):
     start = time.perf_counter()
     result = action()
@@ -117,7 +121,8 @@ def main():
     logging.set_verbosity(verbosity)
 
     def encode(batch):
-        return tokenizer(batch[args.text_column], truncation=True, max_length=args.max_length) | {"labels": batch[args.label_column]}
+        encoded = tokenizer(batch[args.text_column], truncation=True, max_length=args.max_length)
+        return encoded | {"labels": batch[args.label_column]}
 
     train, test = (split.map(encode, batched=True, remove_columns=split.column_names) for split in (train, test))
 
@@ -144,7 +149,7 @@ def main():
     plain, plain_load = timed(lambda: load(out / "plain", dtype=dtype))
     loaded, compressed_load = timed(lambda: load(out / "compressed", dtype=dtype))
     expected, found = plain.state_dict(), loaded.state_dict()
-    different = [name for name in expected if not torch.equal(expected[name].view(-1).view(torch.uint8), found[name].view(-1).view(torch.uint8))]
+    different = [name for name, tensor in expected.items() if not same_bits(tensor, found[name])]
     if different or expected.keys() != found.keys():
         raise SystemExit(f"These tensors did not come back as they were saved: {different}")
     before, after = (evaluator(m).evaluate()["eval_accuracy"] for m in (plain, loaded))
