@@ -107,7 +107,7 @@ class CheckpointReport:
             list(positions), list(layers), rotation=45 if len(layers) > 8 else 0, ha="right" if len(layers) > 8 else "center"
         )
         axes.set_ylabel("MB")
-        axes.set_title(self.summary(), fontsize="small")
+        axes.set_title(self._size(), fontsize="small")
         axes.legend(fontsize="small", frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
         try:

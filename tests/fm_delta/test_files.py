@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+import xxhash
 from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_checkpoints import CONFIG, contents, fine_tune, pair, weights, write_folder, write_safetensors
@@ -291,6 +292,22 @@ def test_the_file_records_its_base_and_its_original_header(tmp_path):
     )
     assert file.original_header == SafetensorsFile(src / "model.safetensors").header_bytes
     assert json.loads(file.file.metadata[KEY]).keys() == {"version", "digest", "base", "header"}
+
+
+def test_digest_and_fingerprint_are_those_of_the_documentation(tmp_path):
+    src, base = pair(tmp_path, shards=2)
+    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+    tuned, base = Checkpoint(src), Checkpoint(base)
+    digest, fingerprint = xxhash.xxh3_128(), xxhash.xxh3_128()
+    for name in sorted(tuned.names()):
+        digest.update(f"{name}\0{xxhash.xxh3_64_intdigest(tuned[name].data)}\0")
+    for name in sorted(base.names()):
+        data = base[name].data.tobytes()
+        fingerprint.update(f"{name}\0{base[name].dtype}\0{base[name].shape}\0")
+        for at in (0, len(data) // 2, max(0, len(data) - 1024)):
+            fingerprint.update(data[at : at + 1024])
+    for file in compressed_files(tmp_path / "small"):
+        assert (file.digest, file.base.fingerprint) == (digest.hexdigest(), fingerprint.hexdigest())
 
 
 def test_a_relative_base_is_recorded_so_that_it_is_found_from_anywhere(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     MODELS,
@@ -372,6 +372,17 @@ def test_the_loaded_model_takes_an_adapter_like_the_plain_one(folder_of):
     assert train_step(small) == train_step(plain)
     assert_same_weights(small, plain)
     assert_same_weights(small.merge_and_unload(), plain.merge_and_unload())
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_an_adapter_finds_its_compressed_base_model(folder_of, tmp_path, name):
+    settings = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    for kind in ("tuned", "small"):
+        torch.manual_seed(0)
+        get_peft_model(AutoModelForCausalLM.from_pretrained(folder_of(name) / kind), settings).save_pretrained(tmp_path / kind)
+    for auto in (AutoModelForCausalLM, AutoPeftModelForCausalLM):
+        plain, small = (auto.from_pretrained(tmp_path / kind) for kind in ("tuned", "small"))
+        assert_same_weights(small, plain)
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------------
