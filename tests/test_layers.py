@@ -1,5 +1,7 @@
-"""The layers of docs: errors, checkpoint, pure files, host files, registration, the package and its command line. No import
-points up, methods do not import each other, and pure files know neither Transformers nor PEFT."""
+"""The layers: errors, checkpoint, pure files, host files, registration, then the package itself and its command line.
+
+No import points up, methods do not import each other, and pure files know neither Transformers nor PEFT.
+"""
 
 import ast
 from pathlib import Path

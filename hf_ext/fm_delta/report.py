@@ -61,10 +61,10 @@ class CheckpointReport:
         return "\n\n".join((self.tensor_table(), self.kind_table(), self.summary()))
 
     def summary(self) -> str:
-        base = self.base + (f" at {self.revision}" if self.revision else "")
-        return (
-            f"{_megabytes(self.compressed_bytes)} of {_megabytes(self.original_bytes)} ({100 * self.ratio:.1f} %), base {base}"
-        )
+        return f"{self.sizes()}, base {self.base}" + (f" at {self.revision}" if self.revision else "")
+
+    def sizes(self) -> str:
+        return f"{_megabytes(self.compressed_bytes)} of {_megabytes(self.original_bytes)} ({100 * self.ratio:.1f} %)"
 
     def tensor_table(self) -> str:
         rows = [(t.name, t.kind, t.how, t.dtype, "×".join(map(str, t.shape)) or "1", *_sizes([t])) for t in self.tensors]
@@ -107,7 +107,7 @@ class CheckpointReport:
             list(positions), list(layers), rotation=45 if len(layers) > 8 else 0, ha="right" if len(layers) > 8 else "center"
         )
         axes.set_ylabel("MB")
-        axes.set_title(self._size(), fontsize="small")
+        axes.set_title(self.sizes(), fontsize="small")
         axes.legend(fontsize="small", frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from local_hub import LocalHub
+from tiny_models import bert, perturb
 
 MODELS = """
 import json, os, sys
@@ -166,7 +167,7 @@ def test_a_base_that_cannot_be_reached_is_named_with_its_commit(client, commits,
 
 
 def test_the_command_line_takes_a_base_from_the_hub(client, commits, tmp_path):
-    client.run("tuned(4).save_pretrained(sys.argv[1])", str(tmp_path / "tuned"))
+    perturb(bert(), seed=4).save_pretrained(tmp_path / "tuned")
     arguments = ["--base", "user/base", "--revision", commits["base"]]
     client.command("-m", "hf_ext.cli", "compress", str(tmp_path / "tuned"), *arguments, "--out", str(tmp_path / "small"))
     config = json.loads((tmp_path / "small/config.json").read_text())["quantization_config"]
