@@ -140,6 +140,8 @@ class Checkpoint:
         if os.path.isdir(self.name):
             self.revision = None
             return select_weights(Path(self.name))
+        if os.path.exists(self.name) or self.name.startswith((".", "/", "~")):
+            raise CheckpointError(f"there is no folder '{self.name}'. Give the folder of the model, or its id on the Hub.")
         try:
             try:
                 first = hf_hub_download(self.name, "model.safetensors", revision=self.revision)
@@ -257,8 +259,9 @@ def read_config(path: Path) -> dict:
 
 
 def all_weights(folder: Path) -> list[Path]:
-    """Every file of weights in a folder, variants included."""
-    return sorted(path for path in folder.iterdir() if WEIGHTS.fullmatch(path.name))
+    """Every file of weights in a folder: by its name, variants included, or because the index lists it."""
+    listed = read_index(folder / INDEX) if (folder / INDEX).exists() else []
+    return sorted(path for path in folder.iterdir() if WEIGHTS.fullmatch(path.name) or path.name in listed)
 
 
 @contextlib.contextmanager
@@ -309,6 +312,11 @@ def _move_into(stage: Path, target: Path) -> None:
 def save_of(path: Path) -> str:
     """What the shards of one checkpoint and its single file have in common: `model`, or `model.fp16` of a variant."""
     return re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", path.name)
+
+
+def shard_set(path: Path) -> str:
+    """What the shards of one set have in common, and no file beside them: a folder may hold a model whole and in shards."""
+    return re.sub(r"-\d{5}(-of-\d{5}\.safetensors)$", r"\1", path.name)
 
 
 def write_atomically(path: str | os.PathLike, write: Callable[[Path], None]) -> None:

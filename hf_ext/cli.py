@@ -96,6 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (HfExtError, OSError) as error:
         print(f"hf-ext: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("hf-ext: interrupted; nothing was changed.", file=sys.stderr)
+        return 130
     return 0
 
 

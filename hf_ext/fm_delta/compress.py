@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from transformers.utils.logging import tqdm
+from transformers.utils.logging import get_logger, tqdm
 
 from hf_ext.checkpoint import (
     CONFIG,
-    SAFETENSORS_DTYPES,
     STAGE,
+    TORCH_DTYPES,
     Checkpoint,
     RawTensor,
     SafetensorsFile,
     all_weights,
     read_config,
-    save_of,
+    select_weights,
+    shard_set,
     staged_folder,
     write_atomically,
 )
@@ -37,6 +37,8 @@ from hf_ext.fm_delta.format import (
     digest_of,
     remove_from_config,
 )
+
+logger = get_logger(__name__)
 
 METHOD = "fm_delta"
 AHEAD = 256 * 1024 * 1024  # bytes of tensors worked on before they are asked for
@@ -67,7 +69,7 @@ def compress_checkpoint(
     src, out = Path(src), Path(out)
     if not src.is_dir():
         raise CheckpointError(f"{src} is not a folder; give the folder of a saved model.")
-    base_checkpoint = Checkpoint(base, revision)
+    base_checkpoint = open_plain_base(base, revision)
     _require_another_folder(out, src, base)
     with staged_folder(out) as stage:
         for path in _other_files(src, out):
@@ -93,11 +95,10 @@ def compress_weights(src: Path, base: Checkpoint, out: Path) -> None:
         raise CheckpointError(f"{src} is the base model itself; give the folder of a fine-tune of it.")
     info = BaseInfo(_portable_name(base), base.revision, base.fingerprint)
     originals = [SafetensorsFile(path) for path in paths]
-    for file in [*originals, *base.files]:
-        if KEY in file.metadata:
-            raise CheckpointError(f"{file.path} is compressed already; decompress it first.")
+    if any(KEY in file.metadata for file in originals):
+        raise CheckpointError(f"The weights of {src} are compressed already; decompress them first.")
     writers: list[CompressedWriter] = []
-    dtypes: Counter[str] = Counter()
+    dtype = _float_type(SafetensorsFile(select_weights(src)[0]))
     try:
         with _progress("Compressing", sum(len(file.entries) for file in originals)) as bar:
             for original in originals:
@@ -113,17 +114,18 @@ def compress_weights(src: Path, base: Checkpoint, out: Path) -> None:
 
                 for name, payload in WorkAhead(encode, {name: original[name].data.size for name in original.entries}):
                     writer.add(name, payload)
-                    dtypes[original[name].dtype] += original[name].data.size
                     bar.update()
-        for save in {save_of(path) for path in paths}:
-            group = [writer for writer in writers if save_of(writer.original.path) == save]
+        for shards in {shard_set(path) for path in paths}:
+            group = [writer for writer in writers if shard_set(writer.original.path) == shards]
             digest = digest_of(header for writer in group for header in writer.headers)
             for writer in group:
                 writer.finish(digest)
     finally:
         for writer in writers:
             writer.close()
-    settings = {"quant_method": METHOD, "base": info.name, "revision": info.revision, "dtype": _float_type(dtypes)}
+    if not any(header.base_name for writer in writers for header in writer.headers):
+        logger.warning(f"The base {base} predicts no tensor of {src}: this is hardly the model it was fine-tuned from.")
+    settings = {"quant_method": METHOD, "base": info.name, "revision": info.revision, "dtype": dtype}
     _rewrite(out / CONFIG, lambda text: add_to_config(text, settings))
 
 
@@ -179,9 +181,21 @@ def open_compressed(src: Path) -> list[CompressedFile]:
         raise CheckpointError(f"{src} holds no safetensors weights.")
     files = [CompressedFile(path) for path in paths]
     if src.is_dir():
-        for save in {save_of(path) for path in paths}:
-            check_shards([file for file in files if save_of(file.path) == save])
+        for shards in {shard_set(path) for path in paths}:
+            check_shards([file for file in files if shard_set(file.path) == shards])
     return files
+
+
+def open_plain_base(base: str | os.PathLike, revision: str | None = None) -> Checkpoint:
+    """Opens a base to compress against.
+
+    Raises:
+        BaseModelError: it cannot be read, or is itself compressed.
+    """
+    checkpoint = Checkpoint(base, revision)
+    if any(KEY in file.metadata for file in checkpoint.files):
+        raise BaseModelError(f"The base {checkpoint} is itself compressed; decompress it first and give the plain folder.")
+    return checkpoint
 
 
 def open_base(files: list[CompressedFile], src: Path, base: str | os.PathLike | None = None) -> Checkpoint:
@@ -197,17 +211,20 @@ def open_base(files: list[CompressedFile], src: Path, base: str | os.PathLike | 
         settings = read_config(src / CONFIG).get("quantization_config")
         if isinstance(settings, dict) and "base" in settings:
             name, revision = settings["base"], settings.get("revision")
-    return matching_base(recorded, name, revision)
+    return matching_base(recorded, name, revision, src if src.is_dir() else src.parent)
 
 
-def matching_base(recorded: BaseInfo, name: str | os.PathLike, revision: str | None) -> Checkpoint:
-    """Opens `name` and makes sure that it is the recorded base."""
+def matching_base(recorded: BaseInfo, name: str | os.PathLike, revision: str | None, beside: Path) -> Checkpoint:
+    """Opens `name` and makes sure that it is the recorded base. A relative folder may be meant from `beside`, the folder of
+    the checkpoint, so that the two can be moved together."""
     advice = (
         'If the base has moved, set "base" under "quantization_config" in config.json to its folder or Hub id '
         "(on the command line: --base)."
     )
     if not isinstance(name, str | os.PathLike) or not isinstance(revision, str | None):
         raise BaseModelError(f"{name!r} at revision {revision!r} cannot be the name of the base {recorded}. {advice}")
+    if not os.path.isdir(name) and (beside / name).is_dir():
+        name = beside / name
     try:
         checkpoint = Checkpoint(name, revision)
     except BaseModelError as error:
@@ -300,7 +317,13 @@ def _other_files(src: Path, out: Path) -> list[Path]:
         left = STAGE in path.relative_to(src).parts or path.parent.resolve().is_relative_to(out)
         return path.is_file() and path not in weights and not left
 
-    return [path for path in src.rglob("*") if is_other(path)]
+    # A link to a folder is followed, as one to a file is; what a link leads back into is not walked twice.
+    found, walked = [], set()
+    for folder, folders, names in os.walk(src, followlinks=True):
+        walked.add(os.path.realpath(folder))
+        folders[:] = [name for name in folders if os.path.realpath(os.path.join(folder, name)) not in walked]
+        found += [Path(folder, name) for name in names]
+    return [path for path in found if is_other(path)]
 
 
 def _rewrite(path: Path, change: Callable[[str], str]) -> None:
@@ -320,8 +343,7 @@ def _portable_name(base: Checkpoint) -> str:
     return os.path.abspath(base.name) if os.path.isdir(base.name) else base.name
 
 
-def _float_type(sizes: Counter[str]) -> str | None:
-    """torch's name of the float type that most of the weights have: what dtype="auto" must find."""
-    floats = [dtype for dtype, _ in sizes.most_common() if dtype in FLOATS]
-    names = {name: str(dtype).removeprefix("torch.") for dtype, name in SAFETENSORS_DTYPES.items()}
-    return names[floats[0]] if floats else None
+def _float_type(file: SafetensorsFile) -> str | None:
+    """torch's name of the type of the first float tensor by name: what Transformers takes for dtype="auto"."""
+    dtypes = (file.entries[name].dtype for name in sorted(file.entries))
+    return next((str(TORCH_DTYPES[dtype]).removeprefix("torch.") for dtype in dtypes if dtype in FLOATS), None)

@@ -52,7 +52,9 @@ class CompressedFile:
         self.path = self.file.path
         record = self.file.metadata.get(KEY)
         if record is None:
-            raise CorruptFileError(f"{self.path} is not compressed by FM-Delta, or its header is damaged.")
+            raise CorruptFileError(
+                f"{self.path} is not compressed by FM-Delta (a plain checkpoint needs no such step), or its header is damaged."
+            )
         try:
             fields = json.loads(record)
         except (ValueError, RecursionError):

@@ -66,7 +66,7 @@ class FMDeltaQuantizer(HfQuantizer):
             raise CheckpointError("A checkpoint compressed by FM-Delta is read from safetensors files, not from a state dict.")
         check_shards(files)
         settings = self.quantization_config
-        base = matching_base(files[0].base, settings.base, settings.revision)
+        base = matching_base(files[0].base, settings.base, settings.revision, files[0].path.parent)
         file_of = {name: file for file in files for name in file.headers}
         # Transformers loads in this order; decoding runs ahead of it.
         sizes = {name: file_of[name].size(name) for name in sorted(file_of, key=dot_natural_key)}

@@ -17,7 +17,7 @@ from transformers.utils.hub import create_and_tag_model_card
 from hf_ext.checkpoint import Checkpoint, all_weights, staged_folder
 from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.codec import decode_raw, is_payload, read_header
-from hf_ext.fm_delta.compress import base_tensor, compress_weights
+from hf_ext.fm_delta.compress import base_tensor, compress_weights, open_plain_base
 
 logger = logging.get_logger(__name__)
 
@@ -39,7 +39,7 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
         The same model.
 
     Raises:
-        BaseModelError: the base cannot be read.
+        BaseModelError: the base cannot be read, or is itself compressed.
         CheckpointError: the model is quantised.
     """
     if not isinstance(model, PreTrainedModel):
@@ -50,7 +50,7 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
         raise CheckpointError("This model is quantised; only plain weights can be compressed.")
     disable(model)
     # A save may happen in another working directory.
-    checkpoint = Checkpoint(os.path.abspath(base) if os.path.isdir(base) else base, revision)
+    checkpoint = open_plain_base(os.path.abspath(base) if os.path.isdir(base) else base, revision)
     names = model.state_dict().keys()
     if not any(checkpoint.twin_of(name) for name in names):
         logger.warning(f"No tensor of {checkpoint} has a name that {type(model).__name__} knows: nothing will be saved by it.")

@@ -300,10 +300,10 @@ def test_digest_and_fingerprint_are_those_of_the_documentation(tmp_path):
     tuned, base = Checkpoint(src), Checkpoint(base)
     digest, fingerprint = xxhash.xxh3_128(), xxhash.xxh3_128()
     for name in sorted(tuned.names()):
-        digest.update(f"{name}\0{xxhash.xxh3_64_intdigest(tuned[name].data)}\0")
+        digest.update(f"{name}\0{xxhash.xxh3_64_intdigest(tuned[name].data)}\0".encode())
     for name in sorted(base.names()):
         data = base[name].data.tobytes()
-        fingerprint.update(f"{name}\0{base[name].dtype}\0{base[name].shape}\0")
+        fingerprint.update(f"{name}\0{base[name].dtype}\0{base[name].shape}\0".encode())
         for at in (0, len(data) // 2, max(0, len(data) - 1024)):
             fingerprint.update(data[at : at + 1024])
     for file in compressed_files(tmp_path / "small"):
@@ -403,6 +403,10 @@ def test_what_cannot_be_a_checkpoint_is_named(tmp_path):
         for function in (fm_delta.verify, fm_delta.inspect):
             with pytest.raises(CheckpointError, match="holds no safetensors weights"):
                 function(wrong)
+    shards = write_folder(tmp_path / "shards", weights(), shards=2)
+    (shards / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(CorruptFileError, match="model.safetensors.index.json is not an index"):
+        fm_delta.compress_checkpoint(shards, base, tmp_path / "out")
     for plain in (src, src / "model.safetensors"):
         with pytest.raises(CorruptFileError, match="model.safetensors is not compressed by FM-Delta"):
             fm_delta.verify(plain)
