@@ -302,8 +302,9 @@ def _move_into(stage: Path, target: Path) -> None:
     indices = [target / INDEX.replace(".json", save.removeprefix("model") + ".json") for save in saves]
     for path in [*sorted(weights), *sorted(files - weights - config)]:
         move(path)
-    for old in [*all_weights(target), *indices]:
-        if old.relative_to(target) not in files and (old in indices or save_of(old) in saves):
+    for old in [*target.glob("*.safetensors"), *indices]:
+        stale = old in indices or WEIGHTS.fullmatch(old.name) and save_of(old) in saves
+        if stale and old.relative_to(target) not in files:
             old.unlink(missing_ok=True)
     for path in config:
         move(path)
@@ -314,9 +315,16 @@ def save_of(path: Path) -> str:
     return re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", path.name)
 
 
-def shard_set(path: Path) -> str:
-    """What the shards of one set have in common, and no file beside them: a folder may hold a model whole and in shards."""
-    return re.sub(r"-\d{5}(-of-\d{5}\.safetensors)$", r"\1", path.name)
+def shard_sets(paths: list[Path]) -> list[list[Path]]:
+    """The weights of one folder as the sets that are read together: those that the index lists, and those whose names differ
+    only by their number. A folder may hold a model whole and in shards, and variants of it."""
+    index = paths[0].parent / INDEX
+    listed = read_index(index) if index.exists() else []
+    sets: dict[str, list[Path]] = {}
+    for path in paths:
+        key = INDEX if path.name in listed else re.sub(r"-\d+(-of-\d+\.safetensors)$", r"\1", path.name)
+        sets.setdefault(key, []).append(path)
+    return list(sets.values())
 
 
 def write_atomically(path: str | os.PathLike, write: Callable[[Path], None]) -> None:

@@ -132,7 +132,15 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path):
         Checkpoint(tmp_path / "model")
 
 
-@pytest.mark.parametrize("name", ["no/such/folder/here", "", "/no/such/folder", "a b"])
+@pytest.mark.parametrize("name", ["/no/such/folder", "./none", "~/none", "file"])
+def test_a_name_that_can_only_be_a_folders_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BaseModelError, match=f"there is no folder '{name}'"):
+        Checkpoint(name)
+
+
+@pytest.mark.parametrize("name", ["no/such/folder/here", "", "a b", "n" * 300])
 def test_a_name_that_is_neither_folder_nor_repository_is_repeated(name):
     with pytest.raises(BaseModelError, match=f"'{name}' is neither a folder nor a Hub repository"):
         Checkpoint(name)
@@ -290,6 +298,13 @@ def test_weights_that_a_save_replaces_by_other_files_go(tmp_path, old, new):
     with staged_folder(tmp_path) as stage:
         fill(stage, new)
     assert texts(tmp_path) == KEPT | new
+
+
+def test_a_broken_index_in_the_folder_does_not_stop_a_save_half_way(tmp_path):
+    fill(tmp_path, {"model.safetensors.index.json": "no JSON", "model-00001-of-00001.safetensors": "old"})
+    with staged_folder(tmp_path) as stage:
+        fill(stage, {"model.safetensors": "new", "config.json": "new"})
+    assert texts(tmp_path) == {"model.safetensors": "new", "config.json": "new"}
 
 
 def test_weights_stay_where_a_save_has_none(tmp_path):

@@ -21,7 +21,7 @@ from hf_ext.checkpoint import (
     all_weights,
     read_config,
     select_weights,
-    shard_set,
+    shard_sets,
     staged_folder,
     write_atomically,
 )
@@ -115,8 +115,8 @@ def compress_weights(src: Path, base: Checkpoint, out: Path) -> None:
                 for name, payload in WorkAhead(encode, {name: original[name].data.size for name in original.entries}):
                     writer.add(name, payload)
                     bar.update()
-        for shards in {shard_set(path) for path in paths}:
-            group = [writer for writer in writers if shard_set(writer.original.path) == shards]
+        for shards in shard_sets(paths):
+            group = [writer for writer in writers if writer.original.path in shards]
             digest = digest_of(header for writer in group for header in writer.headers)
             for writer in group:
                 writer.finish(digest)
@@ -181,8 +181,8 @@ def open_compressed(src: Path) -> list[CompressedFile]:
         raise CheckpointError(f"{src} holds no safetensors weights.")
     files = [CompressedFile(path) for path in paths]
     if src.is_dir():
-        for shards in {shard_set(path) for path in paths}:
-            check_shards([file for file in files if shard_set(file.path) == shards])
+        for shards in shard_sets(paths):
+            check_shards([file for file in files if file.path in shards])
     return files
 
 
@@ -223,7 +223,7 @@ def matching_base(recorded: BaseInfo, name: str | os.PathLike, revision: str | N
     )
     if not isinstance(name, str | os.PathLike) or not isinstance(revision, str | None):
         raise BaseModelError(f"{name!r} at revision {revision!r} cannot be the name of the base {recorded}. {advice}")
-    if not os.path.isdir(name) and (beside / name).is_dir():
+    if not os.path.isdir(name) and os.path.isdir(beside / name):
         name = beside / name
     try:
         checkpoint = Checkpoint(name, revision)
@@ -317,11 +317,11 @@ def _other_files(src: Path, out: Path) -> list[Path]:
         left = STAGE in path.relative_to(src).parts or path.parent.resolve().is_relative_to(out)
         return path.is_file() and path not in weights and not left
 
-    # A link to a folder is followed, as one to a file is; what a link leads back into is not walked twice.
-    found, walked = [], set()
+    # A link to a folder is followed, as one to a file is, unless it leads back into a folder that it stands in.
+    found = []
     for folder, folders, names in os.walk(src, followlinks=True):
-        walked.add(os.path.realpath(folder))
-        folders[:] = [name for name in folders if os.path.realpath(os.path.join(folder, name)) not in walked]
+        around = {os.path.realpath(path) for path in (folder, *Path(folder).absolute().parents)}
+        folders[:] = [name for name in folders if os.path.realpath(os.path.join(folder, name)) not in around]
         found += [Path(folder, name) for name in names]
     return [path for path in found if is_other(path)]
 

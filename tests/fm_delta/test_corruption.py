@@ -234,7 +234,7 @@ def test_a_base_that_cannot_be_read_is_named_with_what_to_do(compressed):
     base, weights_file = compressed / "base", compressed / "base/model.safetensors"
     data = weights_file.read_bytes()
     (compressed / "none").mkdir()
-    cases = [(compressed / "missing", "neither a folder nor"), (compressed / "none", "holds no safetensors weights")]
+    cases = [(compressed / "missing", "there is no folder"), (compressed / "none", "holds no safetensors weights")]
     for name, message in cases:
         with pytest.raises(BaseModelError, match=f"The base model '{base}' is needed.*{name}.*{message}.*--base"):
             fm_delta.verify(compressed / "small", base=name)

@@ -13,10 +13,10 @@ from tiny_checkpoints import CONFIG, contents, fine_tune, pair, weights, write_f
 
 from hf_ext import fm_delta
 from hf_ext.checkpoint import SAFETENSORS_DTYPES, Checkpoint, RawTensor, SafetensorsFile
-from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.fm_delta import compress as compress_module
 from hf_ext.fm_delta.codec import read_header
-from hf_ext.fm_delta.format import CHECKSUM_KEY, KEY, CompressedFile, add_to_config, remove_from_config
+from hf_ext.fm_delta.format import CHECKSUM_KEY, KEY, CompressedFile, add_to_config, check_shards, remove_from_config
 
 
 def round_trip(tmp_path, src, base):
@@ -61,6 +61,47 @@ def test_variants_and_their_shards_come_back_beside_the_main_weights(tmp_path):
     (small / "model.fp16-00002-of-00002.safetensors").unlink()
     with pytest.raises(CorruptFileError, match="fp16-00001-of-00002.safetensors belongs to another save"):
         fm_delta.verify(small)
+
+
+@pytest.mark.parametrize(
+    "names", [("a.safetensors", "z.safetensors"), ("m-01-of-000002.safetensors", "m-02-of-000002.safetensors")]
+)
+def test_the_shards_that_an_index_lists_belong_together_whatever_their_names(tmp_path, names):
+    src, base = pair(tmp_path, shards=2)
+    index = src / "model.safetensors.index.json"
+    for old, new in zip(sorted(src.glob("*.safetensors")), names, strict=True):
+        index.write_text(index.read_text().replace(old.name, new))
+        old.rename(src / new)
+    write_safetensors(src / "model.safetensors", fine_tune(weights(), seed=2))
+    write_safetensors(src / "adapter_model.safetensors", weights())
+    small = round_trip(tmp_path, src, base)
+    check_shards([CompressedFile(small / name) for name in names])  # as from_pretrained does
+    assert (small / "adapter_model.safetensors").read_bytes() == (src / "adapter_model.safetensors").read_bytes()
+    (small / names[1]).unlink()
+    with pytest.raises(CorruptFileError, match=f"{names[0]} belongs to another save"):
+        fm_delta.verify(small)
+
+
+def test_linked_folders_come_back_as_folders_and_circles_end(tmp_path):
+    src, base = pair(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    for folder in (src / "a", tmp_path / "elsewhere"):
+        folder.mkdir(exist_ok=True)
+        (folder / "vocab.txt").write_text(folder.name)
+    (src / "b").mkdir()
+    for link, target in [
+        ("b/again", src / "a"),
+        ("b/out", tmp_path / "elsewhere"),
+        ("a/up", src),
+        ("parent", tmp_path),
+    ]:
+        (src / link).symlink_to(target)
+    (tmp_path / "elsewhere/back").symlink_to(src / "b")
+    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+    fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
+    names = {"model.safetensors", "config.json", "a/vocab.txt", "b/again/vocab.txt", "b/out/vocab.txt"}
+    assert contents(tmp_path / "small").keys() == contents(tmp_path / "back").keys() == names
+    assert (tmp_path / "back/b/out/vocab.txt").read_text() == "elsewhere"
 
 
 def test_every_file_that_holds_no_weights_is_carried_along(tmp_path):
@@ -377,9 +418,9 @@ def test_what_is_compressed_or_quantised_is_not_compressed_again(tmp_path):
     with pytest.raises(CheckpointError, match="small is compressed already"):
         fm_delta.compress_checkpoint(small, base, tmp_path / "smaller")
     (small / "config.json").write_text(CONFIG)
-    with pytest.raises(CheckpointError, match="model.safetensors is compressed already"):
+    with pytest.raises(CheckpointError, match="small are compressed already"):
         fm_delta.compress_checkpoint(small, base, tmp_path / "smaller")
-    with pytest.raises(CheckpointError, match="model.safetensors is compressed already"):
+    with pytest.raises(BaseModelError, match="small' is itself compressed"):
         fm_delta.compress_checkpoint(src, small, tmp_path / "smaller")
     for settings in ({"quant_method": "bitsandbytes"}, None, "gptq"):
         (src / "config.json").write_text(json.dumps({"quantization_config": settings}))
