@@ -6,6 +6,8 @@ itself applies to its checkpoint (merging experts, splitting projections), so th
 
 from __future__ import annotations
 
+from collections import defaultdict
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +83,7 @@ class FMDeltaQuantizer(HfQuantizer):
         return model
 
     def update_weight_conversions(self, weight_conversions: list, model) -> list:
-        # For tensors that the model's own converters leave alone. Decoding on the CPU, then moving, is what force_cpu means.
-        return [*weight_conversions, WeightConverter([ANY_NAME], [r"\1"], [Decode(self)], force_cpu=True)]
+        return [*weight_conversions, AnyTensor([ANY_NAME], [r"\1"], [Decode(self)], force_cpu=True)]
 
     def get_new_dtype(self, converter, param, dtype: torch.dtype | None) -> None:
         """The type a tensor is to have is told to the operation that decodes it; the payload itself is not cast."""
@@ -98,8 +99,7 @@ class FMDeltaQuantizer(HfQuantizer):
         self.tensors.close()
         if self.error is not None:
             raise self.error
-        used = model._weight_conversions
-        model._weight_conversions = [entry for entry in used if ANY_NAME not in entry._original_source_patterns]
+        model._weight_conversions = [entry for entry in model._weight_conversions if not isinstance(entry, AnyTensor)]
         del model.is_quantized
         _point_offloaded_ties_at_decoded_weights(model)
         return model
@@ -110,6 +110,20 @@ class FMDeltaQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return True
+
+
+class AnyTensor(WeightConverter):
+    """For tensors that the model's own converters leave alone: decodes on the CPU, then moves (`force_cpu`).
+
+    Transformers makes a deep copy for every tensor it loads, which costs more than many a tensor.
+    """
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo) -> AnyTensor:
+        other = copy(self)
+        other.collected_tensors, other.layer_targets = defaultdict(list), defaultdict(set)
+        return other
 
 
 class Decode(ConversionOps):
