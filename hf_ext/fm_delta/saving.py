@@ -106,15 +106,15 @@ class CompressedSaving:
                 plain_save(self.model, plain, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
             except SafetensorError as error:
                 raise CheckpointError(f"{folder} could not be written: {error}") from error
-            written = [path for path in plain.iterdir() if path not in all_weights(plain)]
-            for path in written:
-                path.rename(stage / path.name)
+            written, weights = list(plain.iterdir()), all_weights(plain)
             names = [path.name for path in written]
-            if all_weights(plain):  # with a PEFT adapter on the model only the adapter was saved
-                names += [path.name for path in all_weights(plain)]
+            for path in written:
+                if path not in weights:
+                    path.rename(stage / path.name)
+            if weights:  # with a PEFT adapter on the model only the adapter was saved
                 compress_weights(plain, base, stage)
-                for path in all_weights(plain):
-                    path.unlink()
+            for path in weights:
+                path.unlink()
             plain.rmdir()
         if push_to_hub:
             self._push(folder, names, kwargs.get("token"), **hub_options)
