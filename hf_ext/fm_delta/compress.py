@@ -44,7 +44,6 @@ METHOD = "fm_delta"
 AHEAD = 256 * 1024 * 1024  # bytes of tensors worked on before they are asked for
 CORES = os.cpu_count() or 1
 
-Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -244,8 +243,12 @@ def decoded(file: CompressedFile, base: Checkpoint, names: Iterable[str]) -> Ite
 
 
 def decode_tensor(file: CompressedFile, base: Checkpoint, name: str) -> RawTensor:
+    """One tensor of a file; where the base is not the recorded one, the error names both."""
     header = file.headers[name]
-    return decode_raw(file.payload(name), base_tensor(base, header.base_name), header, _threads(file.size(name)))
+    try:
+        return decode_raw(file.payload(name), base_tensor(base, header.base_name), header, _threads(file.size(name)))
+    except BaseModelError as error:
+        raise BaseModelError(f"{error} Compressed against {file.base}, read with {base}.") from error
 
 
 def base_tensor(base: Checkpoint, name: str) -> RawTensor | None:

@@ -17,8 +17,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, dot_
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import HfQuantizer
 
-from hf_ext.checkpoint import RawTensor
-from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
+from hf_ext.errors import CheckpointError, HfExtError
 from hf_ext.fm_delta.codec import is_payload, peek_header
 from hf_ext.fm_delta.compress import WorkAhead, decode_tensor, matching_base
 from hf_ext.fm_delta.config import FMDeltaConfig
@@ -72,14 +71,7 @@ class FMDeltaQuantizer(HfQuantizer):
         file_of = {name: file for file in files for name in file.headers}
         # Transformers loads in this order; decoding runs ahead of it.
         sizes = {name: file_of[name].size(name) for name in sorted(file_of, key=dot_natural_key)}
-
-        def decode(name: str) -> RawTensor:
-            try:
-                return decode_tensor(file_of[name], base, name)
-            except BaseModelError as error:
-                raise BaseModelError(f"{error} Compressed against {files[0].base}, read with {base}.") from error
-
-        self.tensors = WorkAhead(decode, sizes)
+        self.tensors = WorkAhead(lambda name: decode_tensor(file_of[name], base, name), sizes)
         return model
 
     def update_weight_conversions(self, weight_conversions: list, model) -> list:
