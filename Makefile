@@ -32,4 +32,4 @@ $(VENV)/demo $(VENV)/dev $(VENV)/bench: $(VENV)/%: $(INPUTS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info hf_ext/fm_delta/_codec*.so
+	rm -rf $(VENV) build *.egg-info hf_ext/_native*.so

@@ -1,4 +1,4 @@
-"""Builds the C++ codec; everything else about the package is in setup.cfg."""
+"""Builds the C++ extension; everything else about the package is in setup.cfg."""
 
 import glob
 import shutil
@@ -8,10 +8,12 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 MSVC = sys.platform == "win32"
-SOURCES = [f"csrc/{name}.cpp" for name in ("binding", "codec", "decode", "encode")]
+SOURCES = [f"csrc/{name}.cpp" for name in ("binding", "codec", "decode", "emr", "encode")]
 HEADERS = sorted(glob.glob("csrc/*.h"))
+# Without -ffp-contract=off some processors would round a product and a sum at once, and others twice.
+COMPILE = ["/std:c++17", "/O2", "/EHsc"] if MSVC else ["-std=c++17", "-O3", "-ffp-contract=off", "-pthread"]
 NO_COMPILER = (
-    "hf_ext needs a C++17 compiler to build its codec (on Debian: apt-get install g++; on macOS: xcode-select --install)."
+    "hf_ext needs a C++17 compiler to build its extension (on Debian: apt-get install g++; on macOS: xcode-select --install)."
 )
 
 
@@ -25,12 +27,12 @@ class BuildCodec(build_ext):
 setup(
     ext_modules=[
         Extension(
-            "hf_ext.fm_delta._codec",
+            "hf_ext._native",
             SOURCES,
             depends=HEADERS,
             language="c++",
             py_limited_api=True,
-            extra_compile_args=["/std:c++17", "/O2", "/EHsc"] if MSVC else ["-std=c++17", "-O3", "-pthread"],
+            extra_compile_args=COMPILE,
             extra_link_args=[] if MSVC else ["-pthread"],
         )
     ],

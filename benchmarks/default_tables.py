@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from hf_ext.fm_delta import _codec
+from hf_ext import _native
 
 DTYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 TABLES, SYMBOLS, ALONE, ESCAPE, TOTAL = 33, 64, 32, 62, 2048
@@ -24,7 +24,7 @@ LINEAR, TAIL = 24, 48
 def count(tensor: torch.Tensor, base: torch.Tensor | None, dtype: torch.dtype) -> np.ndarray:
     values, twin = (None if t is None else t.to(dtype).contiguous().view(torch.uint8).numpy() for t in (tensor, base))
     predicted = 0 if twin is None else tensor.numel()
-    counts = _codec.count_symbols(values, twin, DTYPES[dtype], tensor.shape[-1], predicted)
+    counts = _native.count_symbols(values, twin, DTYPES[dtype], tensor.shape[-1], predicted)
     return np.frombuffer(counts, np.uint64).reshape(TABLES, SYMBOLS).astype(float)
 
 

@@ -1,4 +1,4 @@
-// The only file that knows Python: hf_ext.fm_delta._codec, buffers in and out, without the interpreter lock while it works.
+// The only file that knows Python: hf_ext._native, buffers in and out, without the interpreter lock while it works.
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -8,6 +8,7 @@
 #include <string>
 
 #include "codec.h"
+#include "emr.h"
 #include "symbol_model.h"
 
 namespace {
@@ -141,17 +142,107 @@ PyObject* default_tables(PyObject*, PyObject*) {
     return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(fm_delta::DEFAULT_TABLES.data()), sizeof fm_delta::DEFAULT_TABLES);
 }
 
+// The float type's width in bytes, after checking that the buffers hold as many values as each other. 0, with a Python exception
+// set, if they do not.
+size_t common_values(int dtype, std::initializer_list<const Buffer*> buffers, size_t& values) {
+    const size_t width = size_t(fm_delta::width(dtype));
+    values = width ? (*buffers.begin())->bytes() / width : 0;
+    for (const Buffer* buffer : buffers) {
+        if (width && buffer->bytes() == values * width) continue;
+        PyErr_SetString(PyExc_TypeError, width ? "the buffers hold different numbers of values" : "unknown float type code");
+        return 0;
+    }
+    return width;
+}
+
+bool mask_fits(const Buffer& mask, size_t values) {
+    if (!mask.view.obj || mask.bytes() == (values + 7) / 8) return true;
+    PyErr_SetString(PyExc_TypeError, "the mask's buffer has the wrong size");
+    return false;
+}
+
+PyObject* elect(PyObject*, PyObject* args) {
+    PyObject *base_object, *tasks_object, *elected_object, *masks_object, *sums_object;
+    int dtype, threads = 1;
+    if (!PyArg_ParseTuple(args, "iOO!OOO|i:elect", &dtype, &base_object, &PyTuple_Type, &tasks_object, &elected_object, &masks_object,
+                          &sums_object, &threads))
+        return nullptr;
+    const size_t count = size_t(PyTuple_Size(tasks_object));
+    Buffer base, elected, masks, sums;
+    std::vector<Buffer> tasks(count);
+    if (!base.open(base_object, 0) || !elected.open(elected_object, PyBUF_WRITABLE) || !masks.open(masks_object, PyBUF_WRITABLE) ||
+        !sums.open(sums_object, PyBUF_WRITABLE))
+        return nullptr;
+    std::vector<const void*> pointers(count);
+    size_t values = 0;
+    for (size_t i = 0; i < count; ++i) {
+        if (!tasks[i].open(PyTuple_GetItem(tasks_object, Py_ssize_t(i)), 0)) return nullptr;
+        if (!common_values(dtype, {&base, &elected, &tasks[i]}, values)) return nullptr;
+        pointers[i] = tasks[i].view.buf;
+    }
+    if (!count || masks.bytes() != count * ((values + 7) / 8) || sums.bytes() != count * sizeof(emr::Sums)) {
+        PyErr_SetString(PyExc_TypeError, "the buffers of the masks or the sums have the wrong size");
+        return nullptr;
+    }
+    if (!run([&] {
+            emr::elect(dtype, values, base.view.buf, pointers.data(), count, elected.view.buf, static_cast<uint8_t*>(masks.view.buf),
+                       static_cast<emr::Sums*>(sums.view.buf), threads);
+        }))
+        return nullptr;
+    Py_RETURN_NONE;
+}
+
+PyObject* modulate(PyObject*, PyObject* args) {
+    PyObject *base_object, *elected_object, *mask_object, *out_object;
+    Buffer base, elected, mask, out;
+    emr::Modulator task{};
+    int dtype, threads = 1;
+    if (!PyArg_ParseTuple(args, "iOOOdO|i:modulate", &dtype, &base_object, &elected_object, &mask_object, &task.scale, &out_object, &threads))
+        return nullptr;
+    size_t values;
+    if (!base.open(base_object, 0) || !elected.open(elected_object, 0) || !mask.open(mask_object, 0) || !out.open(out_object, PyBUF_WRITABLE) ||
+        !common_values(dtype, {&base, &elected, &out}, values) || !mask_fits(mask, values))
+        return nullptr;
+    task.mask = static_cast<const uint8_t*>(mask.view.buf);
+    if (!run([&] { emr::modulate(dtype, values, base.view.buf, elected.view.buf, task, out.view.buf, threads); })) return nullptr;
+    Py_RETURN_NONE;
+}
+
+PyObject* retarget(PyObject*, PyObject* args) {
+    PyObject *base_object, *elected_object, *from_object, *to_object, *live_object;
+    Buffer base, elected, from_mask, to_mask, live;
+    emr::Modulator from{}, to{};
+    int dtype, threads = 1;
+    if (!PyArg_ParseTuple(args, "iOOOdOdO|i:retarget", &dtype, &base_object, &elected_object, &from_object, &from.scale, &to_object,
+                          &to.scale, &live_object, &threads))
+        return nullptr;
+    size_t values;
+    if (!base.open(base_object, 0) || !elected.open(elected_object, 0) || !from_mask.open(from_object, 0) || !to_mask.open(to_object, 0) ||
+        !live.open(live_object, PyBUF_WRITABLE) || !common_values(dtype, {&base, &elected, &live}, values) || !mask_fits(from_mask, values) ||
+        !mask_fits(to_mask, values))
+        return nullptr;
+    from.mask = static_cast<const uint8_t*>(from_mask.view.buf);
+    to.mask = static_cast<const uint8_t*>(to_mask.view.buf);
+    bool same = false;
+    if (!run([&] { same = emr::retarget(dtype, values, base.view.buf, elected.view.buf, from, to, live.view.buf, threads); })) return nullptr;
+    return PyBool_FromLong(same);
+}
+
 PyMethodDef METHODS[] = {
     {"encode", encode, METH_VARARGS, "encode(tensor, base | None, dtype, row_length, base_values, threads=1) -> body"},
     {"decode", decode, METH_VARARGS, "decode(body, (tensor, base | None, dtype, row_length, base_values, threads=1)): fills the tensor"},
     {"cast", cast, METH_VARARGS, "cast(source, from_dtype, target, to_dtype): fills the target, rounding to nearest even"},
     {"count_symbols", count_symbols, METH_VARARGS, "count_symbols(tensor, base | None, dtype, row_length, base_values) -> uint64 counts"},
     {"default_tables", default_tables, METH_NOARGS, "default_tables() -> uint16 frequencies, 33 tables of 64 symbols"},
+    {"elect", elect, METH_VARARGS, "elect(dtype, base, (task, ...), elected, masks, sums, threads=1): fills the last three, see emr.h"},
+    {"modulate", modulate, METH_VARARGS, "modulate(dtype, base, elected, mask | None, scale, out, threads=1): fills out"},
+    {"retarget", retarget, METH_VARARGS,
+     "retarget(dtype, base, elected, mask | None, scale, to_mask | None, to_scale, live, threads=1) -> whether live was the first task's"},
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_codec", "The delta codec.", 0, METHODS, nullptr, nullptr, nullptr, nullptr};
+PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_native", "The delta codec and the kernels of EMR-Merging.", 0, METHODS, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__codec() { return PyModuleDef_Init(&MODULE); }
+PyMODINIT_FUNC PyInit__native() { return PyModuleDef_Init(&MODULE); }

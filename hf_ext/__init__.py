@@ -1,12 +1,23 @@
 """hf_ext: methods for fine-tuning, merging, shipping and serving models, as a plugin for Transformers and PEFT."""
 
-from hf_ext import fm_delta
-from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError
+from hf_ext import emr, fm_delta
+from hf_ext.emr import EMRConfig
+from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError, UnsavedChangesError
 from hf_ext.fm_delta import FMDeltaConfig
 from hf_ext.registration import register
 
 __version__ = "0.1.0"
 
-__all__ = ["BaseModelError", "CheckpointError", "CorruptFileError", "FMDeltaConfig", "HfExtError", "fm_delta"]
+__all__ = [
+    "BaseModelError",
+    "CheckpointError",
+    "CorruptFileError",
+    "EMRConfig",
+    "FMDeltaConfig",
+    "HfExtError",
+    "UnsavedChangesError",
+    "emr",
+    "fm_delta",
+]
 
 register()

@@ -1,18 +1,17 @@
-"""Checkpoints as lazily read tensors: a folder or a Hub repository of safetensors files. Folders written whole or not."""
+"""Checkpoints as lazily read tensors: a folder or a Hub repository of safetensors files, plain or encoded."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import math
 import mmap
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,11 +28,9 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+from hf_ext.folder import INDEX, read_index, select_weights
 
-CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
-WEIGHTS = re.compile(r"model(\.[\w-]+)?(-\d{5}-of-\d{5})?\.safetensors")
-STAGE = ".hf_ext-partial"  # one fixed name, so that what a killed process left is cleared by the next save
+MERGE = "emr"  # metadata key of files whose tensors are of a merge of several models, and so of none of them
 FINGERPRINT_SAMPLE = 1024  # bytes read at each of three places of a tensor
 
 # safetensors' names of types, as torch has them.
@@ -115,6 +112,60 @@ class SafetensorsFile:
         entry = self.entries[name]
         return RawTensor(entry.dtype, entry.shape, self._data[entry.begin : entry.end])
 
+    def forget(self, name: str, begin: int, end: int) -> None:
+        """Gives back the memory that reading these bytes of a tensor took; reading them again is possible."""
+        if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+            start = 8 + len(self.header_bytes) + self.entries[name].begin
+            first, last = -(-(start + begin) // mmap.PAGESIZE), (start + end) // mmap.PAGESIZE
+            if last > first:
+                self._map.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+
+
+class ComputedFile:
+    """A safetensors file yet to be written, whose tensors are made when they are asked for.
+
+    Args:
+        name: of the file.
+        tensors: type and shape of each tensor.
+        compute: makes one; called from several threads.
+        metadata: of the file's header.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+        compute: Callable[[str], RawTensor],
+        metadata: Mapping[str, str],
+    ):
+        self.path = Path(name)
+        self.metadata = dict(metadata)
+        self._compute = compute
+        self.entries: dict[str, Entry] = {}
+        end = 0
+        # Large elements first, as the safetensors library does, so that all are aligned.
+        for tensor, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-itemsize(item[1][0]), item[0])):
+            begin, end = end, end + math.prod(shape) * itemsize(dtype)
+            self.entries[tensor] = Entry(dtype, tuple(shape), begin, end)
+        self.header_bytes = write_header(self.metadata, self.entries)
+
+    def __getitem__(self, name: str) -> RawTensor:
+        return self._compute(name)
+
+
+def write_header(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> bytes:
+    """The header of a safetensors file, padded so that the data behind it are aligned."""
+    header: dict = {"__metadata__": dict(metadata)}
+    header |= {name: {"dtype": e.dtype, "shape": e.shape, "data_offsets": (e.begin, e.end)} for name, e in entries.items()}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    return text.ljust(-(-len(text) // 8) * 8)
+
+
+def itemsize(dtype: str) -> int:
+    if dtype not in TORCH_DTYPES:
+        raise CheckpointError(f"This PyTorch ({torch.__version__}) has no tensors of type {dtype}.")
+    return TORCH_DTYPES[dtype].itemsize
+
 
 class Checkpoint:
     """All tensors of a model by name, each read only when it is asked for.
@@ -168,6 +219,14 @@ class Checkpoint:
     def names(self) -> list[str]:
         return list(self._file_of)
 
+    def entry(self, name: str) -> Entry:
+        """Type, shape and size of a tensor, without reading it."""
+        return self._file_of[name].entries[name]
+
+    def forget(self, name: str, begin: int, end: int) -> None:
+        """Gives back the memory that reading these bytes of a tensor took."""
+        self._file_of[name].forget(name, begin, end)
+
     def __str__(self) -> str:
         return f"'{self.name}'" + (f" at revision {self.revision}" if self.revision else "")
 
@@ -214,125 +273,57 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
 
-def select_weights(folder: Path) -> list[Path]:
-    """The safetensors files of a model's folder that `from_pretrained` reads: the single file or else the shards.
+@dataclass(frozen=True)
+class Encoding:
+    """How one method stores tensors relative to a base, for others that read such checkpoints or store their own that way.
+
+    Attributes:
+        open: makes a Checkpoint of plain tensors, with `base` and `digest`, of the files of one; optionally of the base's name
+            and revision, where they are not those that the files record.
+        write: stores sets of files (of those that are read together) against a base into a folder; returns the name, revision
+            and fingerprint under which the base is recorded, and each set's digest.
+        name_of: the name of the tensor that stands encoded in a tensor of bytes, or None.
+    """
+
+    open: Callable[..., Checkpoint]
+    write: Callable[[Sequence[Sequence[ComputedFile]], Checkpoint, Path], Any]
+    name_of: Callable[[torch.Tensor], str | None]
+
+
+#: By the metadata key that marks its files. `hf_ext.registration` fills it.
+ENCODINGS: dict[str, Encoding] = {}
+
+
+def open_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Checkpoint:
+    """Opens a checkpoint in whatever form it is stored.
 
     Raises:
-        CheckpointError: there are none.
+        BaseModelError: there are no weights of that name, or the base they need is missing or another.
+        CheckpointError: they are a merge of several models.
+        CorruptFileError: they are damaged.
     """
-    if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"]
-    if (folder / INDEX).exists():
-        return [folder / shard for shard in read_index(folder / INDEX)]
-    files = all_weights(folder)
-    if not files:
-        raise CheckpointError(
-            f"{folder} holds no safetensors weights (model.safetensors or shards of it). If its weights are .bin files, "
-            "load the model with Transformers and save it again."
-        )
-    return files
+    checkpoint = Checkpoint(name, revision)
+    if any(MERGE in file.metadata for file in checkpoint.files):
+        raise CheckpointError(f"{checkpoint} holds several models merged into one; `hf-ext extract` writes one of them.")
+    for key, encoding in ENCODINGS.items():
+        if any(key in file.metadata for file in checkpoint.files):
+            return encoding.open([file.path for file in checkpoint.files])
+    return checkpoint
 
 
-def read_index(path: Path) -> list[str]:
-    """The names of the shards that an index lists."""
-    try:
-        return sorted({Path(shard).name for shard in json.loads(path.read_bytes())["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptFileError(f"{path} is not an index of shards.") from error
-
-
-def read_config(path: Path) -> dict:
-    """What a config.json says; nothing if there is none.
+def open_plain(name: str | os.PathLike, revision: str | None = None) -> Checkpoint:
+    """Opens a base model, whose tensors must stand in files as they are.
 
     Raises:
-        CorruptFileError: it is not a JSON object.
+        BaseModelError: it cannot be read, or is itself encoded.
     """
-    if not path.exists():
-        return {}
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CorruptFileError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(config, dict):
-        raise CorruptFileError(f"{path} is not a JSON object.")
-    return config
+    checkpoint = Checkpoint(name, revision)
+    if any(key in file.metadata for key in ENCODINGS for file in checkpoint.files):
+        raise BaseModelError(f"The base {checkpoint} is itself compressed; decompress it first and give the plain folder.")
+    return checkpoint
 
 
-def all_weights(folder: Path) -> list[Path]:
-    """Every file of weights in a folder: by its name, variants included, or because the index lists it."""
-    listed = read_index(folder / INDEX) if (folder / INDEX).exists() else []
-    return sorted(path for path in folder.iterdir() if WEIGHTS.fullmatch(path.name) or path.name in listed)
-
-
-@contextlib.contextmanager
-def staged_folder(target: str | os.PathLike) -> Iterator[Path]:
-    """A folder to write a checkpoint into; when the block ends well its files move into `target`, weights first, config.json
-    last, each in one step. When it does not, `target` stays as it was.
-
-    Weights in `target` that the new checkpoint replaces by others (shards of another count) are removed before config.json
-    comes, so that whoever finds it finds the weights it belongs to.
-    """
-    target = Path(target)
-    created = not os.path.exists(target)
-    if not created and not target.is_dir():
-        raise CheckpointError(f"{target} is a file; give a folder to write the checkpoint into.")
-    stage = target / STAGE
-    shutil.rmtree(stage, ignore_errors=True)
-    try:
-        stage.mkdir(parents=True)
-        yield stage
-        _move_into(stage, target)
-    except OSError as error:
-        raise CheckpointError(f"{target} could not be written: {error}") from error
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
-        if created and os.path.exists(target) and not any(target.iterdir()):
-            target.rmdir()
-
-
-def _move_into(stage: Path, target: Path) -> None:
-    def move(path: Path) -> None:
-        (target / path).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(stage / path, target / path)
-
-    files = {path.relative_to(stage) for path in stage.rglob("*") if path.is_file()}
-    weights = {path for path in files if WEIGHTS.fullmatch(str(path))}
-    config = files & {Path(CONFIG)}
-    saves = {save_of(path) for path in weights}
-    indices = [target / INDEX.replace(".json", save.removeprefix("model") + ".json") for save in saves]
-    for path in [*sorted(weights), *sorted(files - weights - config)]:
-        move(path)
-    for old in [*target.glob("*.safetensors"), *indices]:
-        stale = old in indices or WEIGHTS.fullmatch(old.name) and save_of(old) in saves
-        if stale and old.relative_to(target) not in files:
-            old.unlink(missing_ok=True)
-    for path in config:
-        move(path)
-
-
-def save_of(path: Path) -> str:
-    """What the shards of one checkpoint and its single file have in common: `model`, or `model.fp16` of a variant."""
-    return re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", path.name)
-
-
-def shard_sets(paths: list[Path]) -> list[list[Path]]:
-    """The weights of one folder as the sets that are read together: those that the index lists, and those whose names differ
-    only by their number. A folder may hold a model whole and in shards, and variants of it."""
-    index = paths[0].parent / INDEX
-    listed = read_index(index) if index.exists() else []
-    sets: dict[str, list[Path]] = {}
-    for path in paths:
-        key = INDEX if path.name in listed else re.sub(r"-\d+(-of-\d+\.safetensors)$", r"\1", path.name)
-        sets.setdefault(key, []).append(path)
-    return list(sets.values())
-
-
-def write_atomically(path: str | os.PathLike, write: Callable[[Path], None]) -> None:
-    """Calls `write` with a path beside `path`, then renames it."""
-    path = Path(path)
-    beside = path.with_name(f".{path.name}.partial")
-    try:
-        write(beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+def name_of(payload: torch.Tensor) -> str | None:
+    """The name of the tensor that stands encoded in one of bytes; None if none does."""
+    names = (encoding.name_of(payload) for encoding in ENCODINGS.values())
+    return next((name for name in names if name is not None), None)

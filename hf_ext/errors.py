@@ -15,3 +15,14 @@ class BaseModelError(HfExtError, ValueError):
 
 class CheckpointError(HfExtError, ValueError):
     """A checkpoint cannot be used for what was asked."""
+
+
+class UnsavedChangesError(HfExtError, RuntimeError):
+    """The weights of a model are not those of its active task any more, and switching would lose them."""
+
+    def __init__(self, task: str, parameter: str):
+        super().__init__(
+            f"'{parameter}' is not as task '{task}' has it: the model was changed since. Save it first (save_pretrained writes "
+            "it as a plain checkpoint), then switch with set_task(…, discard_changes=True)."
+        )
+        self.parameter = parameter

@@ -1,6 +1,7 @@
 """A checkpoint is read lazily, named by its content, matched by name, and written whole or not at all."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -9,27 +10,15 @@ import torch
 from safetensors.torch import save_file
 from tiny_checkpoints import CONFIG, contents, weights, write_folder, write_safetensors
 
-from hf_ext.checkpoint import (
-    SAFETENSORS_DTYPES,
-    STAGE,
-    Checkpoint,
-    RawTensor,
-    SafetensorsFile,
-    all_weights,
-    read_config,
-    select_weights,
-    staged_folder,
-    write_atomically,
-)
+from hf_ext.checkpoint import SAFETENSORS_DTYPES, Checkpoint, RawTensor, SafetensorsFile
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+from hf_ext.folder import STAGE, all_weights, read_config, select_weights, staged_folder, write_atomically
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_gives_every_tensor_as_the_safetensors_library_wrote_it(tmp_path):
-    tensors = {
-        f"{name}.weight": torch.arange(24).to(dtype).reshape(2, 3, 4) for dtype, name in SAFETENSORS_DTYPES.items()
-    }
+    tensors = {f"{name}.weight": torch.arange(24).to(dtype).reshape(2, 3, 4) for dtype, name in SAFETENSORS_DTYPES.items()}
     tensors |= {"scalar": torch.tensor(-0.0), "empty": torch.empty(0, 5)}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     file = SafetensorsFile(tmp_path / "model.safetensors")
@@ -50,9 +39,7 @@ def test_a_file_may_say_nothing_about_itself(tmp_path, metadata):
     assert file["a"].data.tolist() == [7]
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\x08", b"PK\x03\x04 a zip file", b"\xff" * 100, (2).to_bytes(8, "little") + b"[]"]
-)
+@pytest.mark.parametrize("content", [b"", b"\x08", b"PK\x03\x04 a zip file", b"\xff" * 100, (2).to_bytes(8, "little") + b"[]"])
 def test_what_is_no_safetensors_file_is_named(tmp_path, content):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
@@ -173,9 +160,7 @@ def test_the_fingerprint_does_not_depend_on_shards_order_or_layout(tmp_path):
     first = Checkpoint(write_folder(tmp_path / "one", tensors)).fingerprint
     assert Checkpoint(write_folder(tmp_path / "shards", tensors, shards=3)).fingerprint == first
     assert Checkpoint(write_folder(tmp_path / "backwards", backwards, shards=2)).fingerprint == first
-    write_safetensors(
-        tmp_path / "padded/model.safetensors", backwards, {"other": "metadata"}, padding=" " * 13, indent=1
-    )
+    write_safetensors(tmp_path / "padded/model.safetensors", backwards, {"other": "metadata"}, padding=" " * 13, indent=1)
     assert Checkpoint(tmp_path / "padded").fingerprint == first
 
 
@@ -250,9 +235,7 @@ def test_a_staged_folder_appears_when_the_block_ends(tmp_path):
     target = tmp_path / "new/out"
     with staged_folder(target) as stage:
         fill(stage, {"model.safetensors": "weights", "config.json": CONFIG, "sub/vocab.txt": "words"})
-        assert texts(target).keys() == {
-            f"{STAGE}/{name}" for name in ("model.safetensors", "config.json", "sub/vocab.txt")
-        }
+        assert texts(target).keys() == {f"{STAGE}/{name}" for name in ("model.safetensors", "config.json", "sub/vocab.txt")}
     assert texts(target) == {"model.safetensors": "weights", "config.json": CONFIG, "sub/vocab.txt": "words"}
 
 
@@ -316,13 +299,10 @@ def test_weights_stay_where_a_save_has_none(tmp_path):
 
 
 def test_weights_move_first_and_the_config_last(tmp_path, monkeypatch):
-    from hf_ext import checkpoint
 
     moved = []
-    replace = checkpoint.os.replace
-    monkeypatch.setattr(
-        checkpoint.os, "replace", lambda old, new: (moved.append(new.relative_to(tmp_path)), replace(old, new))
-    )
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: (moved.append(new.relative_to(tmp_path)), replace(old, new)))
     names = ["a.json", "config.json", "model.safetensors", "sub/config.json", "sub/model.safetensors", "z.txt"]
     with staged_folder(tmp_path) as stage:
         fill(stage, dict.fromkeys(names, ""))

@@ -11,9 +11,16 @@ import pytest
 import hf_ext
 
 ROOT = Path(hf_ext.__file__).parent
-PURE = {"fm_delta": {"_codec", "codec", "compress", "format", "reference", "report"}}
-HOST = {"fm_delta": {"config", "quantizer", "saving"}}
-BELOW, ABOVE = ["errors", "checkpoint"], ["registration", "__init__", "cli"]
+PURE = {
+    "fm_delta": {"codec", "compress", "format", "reference", "report"},
+    "emr": {"artifact", "election", "modulators", "reference", "report", "writing"},
+}
+HOST = {"fm_delta": {"config", "quantizer", "saving"}, "emr": {"adapter", "config", "merge", "quantizer", "switching"}}
+BELOW, ABOVE = (
+    ["_native", "native", "errors", "folder", "checkpoint", "work_ahead", "table"],
+    ["registration", "__init__", "cli"],
+)
+SHARED_HOST = ["loading", "saving"]
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.as_posix())
 
@@ -22,9 +29,10 @@ def layer(module: str) -> int:
     """The height of a module, given as `hf_ext` or `hf_ext.….name`."""
     parts = module.split(".")[1:] or ["__init__"]
     if len(parts) == 1 and parts[0] not in PURE:
-        return BELOW.index(parts[0]) if parts[0] in BELOW else 10 + ABOVE.index(parts[0])
+        name = parts[0]
+        return BELOW.index(name) if name in BELOW else 21 if name in SHARED_HOST else 30 + ABOVE.index(name)
     method, name = (*parts, "__init__")[:2]
-    return 5 if name in PURE[method] else 6 if name in HOST[method] else 7 + ["__init__"].index(name)
+    return 20 if name in PURE[method] else 22 if name in HOST[method] else 23 + ["__init__"].index(name)
 
 
 def method(module: str) -> str | None:
@@ -48,7 +56,7 @@ def imports(file: Path) -> list[str]:
 
 def is_module(name: str) -> bool:
     path = ROOT.joinpath(*name.split(".")[1:])
-    return path.with_suffix(".py").exists() or path.is_dir() or path.name == "_codec"
+    return path.with_suffix(".py").exists() or path.is_dir() or name == "hf_ext._native"
 
 
 def module_of(file: Path) -> str:
@@ -56,7 +64,7 @@ def module_of(file: Path) -> str:
 
 
 def test_there_is_something_to_check():
-    assert Path("fm_delta/quantizer.py") in FILES and "hf_ext.fm_delta._codec" in imports(Path("fm_delta/codec.py"))
+    assert Path("fm_delta/quantizer.py") in FILES and "hf_ext._native" in imports(Path("native.py"))
 
 
 @every_file

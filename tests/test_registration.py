@@ -58,11 +58,12 @@ for module, attribute in sorted(after.keys() - before.keys()):
 """
 
 
-def test_the_import_adds_two_entries_and_replaces_nothing():
+def test_the_import_adds_two_entries_a_method_and_replaces_nothing():
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPARE], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     mappings = {line.split()[1] for line in result.stdout.splitlines()}
-    assert mappings == {"AUTO_QUANTIZATION_CONFIG_MAPPING['fm_delta']", "AUTO_QUANTIZER_MAPPING['fm_delta']"}
+    tables = ("AUTO_QUANTIZATION_CONFIG_MAPPING", "AUTO_QUANTIZER_MAPPING")
+    assert mappings == {f"{table}['{method}']" for table in tables for method in ("fm_delta", "emr")}
 
 
 def test_registering_again_changes_nothing():
@@ -79,6 +80,6 @@ def test_an_entry_of_that_name_by_another_package_is_left_alone(monkeypatch, map
 
 
 def test_every_public_name_exists():
-    for module in (hf_ext, hf_ext.fm_delta):
+    for module in (hf_ext, hf_ext.fm_delta, hf_ext.emr):
         assert all(hasattr(module, name) for name in module.__all__)
         assert sorted(module.__all__) == module.__all__

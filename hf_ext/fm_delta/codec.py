@@ -16,19 +16,10 @@ import xxhash
 
 from hf_ext.checkpoint import TORCH_DTYPES, RawTensor
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
-
-try:
-    from hf_ext.fm_delta import _codec
-except ImportError as error:
-    raise ImportError(
-        "The C++ codec of hf_ext is not built. Install the package with a C++17 compiler at hand (pip install .), or in a "
-        "checkout run: python setup.py build_ext --inplace"
-    ) from error
+from hf_ext.native import FLOATS, WIDTHS, _native, aligned, cast
 
 MAGIC = b"FMD\x01"
 STORED, CODED = 0, 1
-FLOATS = {"F32": 1, "F16": 2, "BF16": 3, "F64": 4}
-WIDTHS = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
 SHORT_ROW, FLAT_ROW = 64, 1024  # rows shorter than the first share a scale, up to the second together
 MAX_EXPANSION = 64  # values without a base that a byte of a body may stand for; at most 4/3 do, as their low bits are verbatim
 
@@ -102,12 +93,12 @@ def encode_raw(
     checksum = xxhash.xxh3_64_intdigest(tensor.data)
     coded, base_values, body = False, 0, memoryview(tensor.data)
     if tensor.dtype in FLOATS and tensor.data.size:
-        data = _aligned(tensor.data, tensor.dtype)
+        data = aligned(tensor.data, tensor.dtype)
         base_values = _predicted_values(tensor, base)
         attempts = [base_values, 0] if base_values else [0]
         for predicted in attempts:
             prediction = _prediction(base, tensor.dtype, predicted)
-            candidate = _codec.encode(data, prediction, FLOATS[tensor.dtype], row_length(tensor.shape), predicted, threads)
+            candidate = _native.encode(data, prediction, FLOATS[tensor.dtype], row_length(tensor.shape), predicted, threads)
             if len(candidate) < len(body):
                 coded, base_values, body = True, predicted, candidate
             # A base that saves a quarter is this tensor's base; one that does not may be a stranger of the same shape.
@@ -217,7 +208,7 @@ def decode_raw(
         tensor = RawTensor(header.dtype, header.shape, np.empty(header.values * WIDTHS[header.dtype], np.uint8))
         prediction = _prediction(base, header.dtype, header.base_values)
         try:
-            _codec.decode(
+            _native.decode(
                 body, (tensor.data, prediction, FLOATS[header.dtype], row_length(header.shape), header.base_values, threads)
             )
         except ValueError as error:
@@ -251,11 +242,6 @@ def _is_possible(header: Header, size: int) -> bool:
     return size >= 0 and header.base_values == 0 and (dtype is None or size == header.values * dtype.itemsize)
 
 
-def _aligned(data: np.ndarray, dtype: str) -> np.ndarray:
-    """The same bytes where a processor reads whole values from; a file may hold them at any address."""
-    return data if data.ctypes.data % WIDTHS[dtype] == 0 else data.copy()
-
-
 def _predicted_values(tensor: RawTensor, base: RawTensor | None) -> int:
     """How many leading values of the tensor have a counterpart in the base: all, whole rows, or none."""
     if base is None or base.dtype not in FLOATS or len(base.shape) != len(tensor.shape):
@@ -272,9 +258,4 @@ def _prediction(base: RawTensor | None, dtype: str, values: int) -> np.ndarray |
     """The first `values` values of the base as `dtype`."""
     if base is None or values == 0:
         return None
-    source = _aligned(base.data[: values * WIDTHS[base.dtype]], base.dtype)
-    if base.dtype == dtype:
-        return source
-    target = np.empty(values * WIDTHS[dtype], np.uint8)
-    _codec.cast(source, FLOATS[base.dtype], target, FLOATS[dtype])
-    return target
+    return cast(base.data[: values * WIDTHS[base.dtype]], base.dtype, dtype)

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
-from transformers.utils.logging import get_logger, tqdm
+import torch
+from transformers.utils.logging import get_logger
 
 from hf_ext.checkpoint import (
-    CONFIG,
-    STAGE,
+    MERGE,
     TORCH_DTYPES,
     Checkpoint,
+    ComputedFile,
+    Encoding,
+    Entry,
     RawTensor,
     SafetensorsFile,
-    all_weights,
-    read_config,
-    select_weights,
-    shard_sets,
-    staged_folder,
-    write_atomically,
+    open_plain,
 )
 from hf_ext.errors import BaseModelError, CheckpointError
-from hf_ext.fm_delta.codec import FLOATS, decode_raw, encode_raw
+from hf_ext.fm_delta.codec import decode_raw, encode_raw, is_payload, peek_header
 from hf_ext.fm_delta.format import (
     KEY,
     BaseInfo,
@@ -37,14 +32,24 @@ from hf_ext.fm_delta.format import (
     digest_of,
     remove_from_config,
 )
+from hf_ext.folder import (
+    CONFIG,
+    all_weights,
+    copy,
+    other_files,
+    read_config,
+    require_another_folder,
+    rewrite,
+    select_weights,
+    shard_sets,
+    staged_folder,
+)
+from hf_ext.native import FLOATS
+from hf_ext.work_ahead import WorkAhead, progress, threads_for
 
 logger = get_logger(__name__)
 
 METHOD = "fm_delta"
-AHEAD = 256 * 1024 * 1024  # bytes of tensors worked on before they are asked for
-CORES = os.cpu_count() or 1
-
-Result = TypeVar("Result")
 
 
 def compress_checkpoint(
@@ -68,11 +73,11 @@ def compress_checkpoint(
     src, out = Path(src), Path(out)
     if not src.is_dir():
         raise CheckpointError(f"{src} is not a folder; give the folder of a saved model.")
-    base_checkpoint = open_plain_base(base, revision)
-    _require_another_folder(out, src, base)
+    base_checkpoint = open_plain(base, revision)
+    require_another_folder(out, src, base)
     with staged_folder(out) as stage:
-        for path in _other_files(src, out):
-            _copy(path, stage / path.relative_to(src))
+        for path in other_files(src, out):
+            copy(path, stage / path.relative_to(src))
         compress_weights(src, base_checkpoint, stage)
 
 
@@ -92,40 +97,49 @@ def compress_weights(src: Path, base: Checkpoint, out: Path) -> None:
         raise CheckpointError(f"{src} holds no safetensors weights (model.safetensors, or shards of it).")
     if any(file.path.parent.samefile(src) for file in base.files):
         raise CheckpointError(f"{src} is the base model itself; give the folder of a fine-tune of it.")
-    info = BaseInfo(_portable_name(base), base.revision, base.fingerprint)
     originals = [SafetensorsFile(path) for path in paths]
     if any(KEY in file.metadata for file in originals):
         raise CheckpointError(f"The weights of {src} are compressed already; decompress them first.")
-    writers: list[CompressedWriter] = []
     dtype = _float_type(SafetensorsFile(select_weights(src)[0]))
-    try:
-        with _progress("Compressing", sum(len(file.entries) for file in originals)) as bar:
-            for original in originals:
-                writer = CompressedWriter(out / original.path.name, original, info)
-                writers.append(writer)
+    info, _ = write_compressed([[file for file in originals if file.path in shards] for shards in shard_sets(paths)], base, out)
+    settings = {"quant_method": METHOD, "base": info.name, "revision": info.revision, "dtype": dtype}
+    rewrite(out / CONFIG, lambda text: add_to_config(text, settings))
 
-                def encode(name: str, original: SafetensorsFile = original) -> bytes:
-                    twin = base.twin_of(name)
-                    tensor = original[name]
+
+def write_compressed(
+    sets: Sequence[Sequence[SafetensorsFile | ComputedFile]], base: Checkpoint, out: Path
+) -> tuple[BaseInfo, list[str]]:
+    """Compresses files of tensors into files of the same names in `out`. The files of a set are read together; returns what is
+    recorded of the base, and the digest of each set."""
+    files = [file for shards in sets for file in shards]
+    info = BaseInfo(_portable_name(base), base.revision, base.fingerprint)
+    writers: dict[str, CompressedWriter] = {}
+    try:
+        with progress("Compressing", sum(len(file.entries) for file in files)) as bar:
+            for file in files:
+                writer = writers[file.path.name] = CompressedWriter(out / file.path.name, file, info)
+
+                def encode(name: str, file: SafetensorsFile | ComputedFile = file) -> bytes:
+                    twin, tensor = base.twin_of(name), file[name]
                     return encode_raw(
-                        tensor, None if twin is None else base[twin], name, twin or "", _threads(tensor.data.size)
+                        tensor, None if twin is None else base[twin], name, twin or "", threads_for(tensor.data.size)
                     )
 
-                for name, payload in WorkAhead(encode, {name: original[name].data.size for name in original.entries}):
+                sizes = {name: entry.end - entry.begin for name, entry in file.entries.items()}
+                for name, payload in WorkAhead(encode, sizes):
                     writer.add(name, payload)
                     bar.update()
-        for shards in shard_sets(paths):
-            group = [writer for writer in writers if writer.original.path in shards]
-            digest = digest_of(header for writer in group for header in writer.headers)
+        groups = [[writers[file.path.name] for file in shards] for shards in sets]
+        digests = [digest_of(header for writer in group for header in writer.headers) for group in groups]
+        for group, digest in zip(groups, digests):
             for writer in group:
                 writer.finish(digest)
     finally:
-        for writer in writers:
+        for writer in writers.values():
             writer.close()
-    if not any(header.base_name for writer in writers for header in writer.headers):
-        logger.warning(f"The base {base} predicts no tensor of {src}: this is hardly the model it was fine-tuned from.")
-    settings = {"quant_method": METHOD, "base": info.name, "revision": info.revision, "dtype": dtype}
-    _rewrite(out / CONFIG, lambda text: add_to_config(text, settings))
+    if not any(header.base_name for writer in writers.values() for header in writer.headers):
+        logger.warning(f"The base {base} predicts no tensor of these weights: this is hardly the model they were tuned from.")
+    return info, digests
 
 
 def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: str | os.PathLike | None = None) -> None:
@@ -142,14 +156,16 @@ def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: 
     """
     src, out = Path(src), Path(out)
     files = open_compressed(src)
+    if any(MERGE in file.original_metadata for file in files):
+        raise CheckpointError(f"{src} holds several models merged into one; `hf-ext extract` writes one of them.")
     base_checkpoint = open_base(files, src, base)
-    _require_another_folder(out, src, base_checkpoint.name)
+    require_another_folder(out, src, base_checkpoint.name)
     with staged_folder(out) as stage:
-        for path in _other_files(src, out):
-            _copy(path, stage / path.relative_to(src))
+        for path in other_files(src, out):
+            copy(path, stage / path.relative_to(src))
         read_config(stage / CONFIG)
-        _rewrite(stage / CONFIG, remove_from_config)
-        with _progress("Decompressing", sum(len(file.original) for file in files)) as bar:
+        rewrite(stage / CONFIG, remove_from_config)
+        with progress("Decompressing", sum(len(file.original) for file in files)) as bar:
             for file in files:
                 with open(stage / file.path.name, "wb") as target:
                     target.write(len(file.original_header).to_bytes(8, "little") + file.original_header)
@@ -166,7 +182,7 @@ def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int
     """
     files = open_compressed(Path(src))
     base_checkpoint = open_base(files, Path(src), base)
-    with _progress("Verifying", sum(len(file.original) for file in files)) as bar:
+    with progress("Verifying", sum(len(file.original) for file in files)) as bar:
         for file in files:
             for _ in decoded(file, base_checkpoint, file.file.entries):
                 bar.update()
@@ -183,18 +199,6 @@ def open_compressed(src: Path) -> list[CompressedFile]:
         for shards in shard_sets(paths):
             check_shards([file for file in files if file.path in shards])
     return files
-
-
-def open_plain_base(base: str | os.PathLike, revision: str | None = None) -> Checkpoint:
-    """Opens a base to compress against.
-
-    Raises:
-        BaseModelError: it cannot be read, or is itself compressed.
-    """
-    checkpoint = Checkpoint(base, revision)
-    if any(KEY in file.metadata for file in checkpoint.files):
-        raise BaseModelError(f"The base {checkpoint} is itself compressed; decompress it first and give the plain folder.")
-    return checkpoint
 
 
 def open_base(files: list[CompressedFile], src: Path, base: str | os.PathLike | None = None) -> Checkpoint:
@@ -236,6 +240,51 @@ def matching_base(recorded: BaseInfo, name: str | os.PathLike, revision: str | N
     return checkpoint
 
 
+class CompressedCheckpoint(Checkpoint):
+    """The tensors of compressed files, each decoded when it is asked for.
+
+    Attributes:
+        base: the base, checked against the fingerprint that the files record.
+        digest: a hash of the names and contents of all tensors.
+    """
+
+    def __init__(self, files: Sequence[CompressedFile], base: Checkpoint):
+        self.name = str(files[0].path.parent)
+        self.revision = None
+        self.files = list(files)
+        self.base = base
+        self.digest = files[0].digest
+        self._file_of = {name: file for file in files for name in file.headers}
+
+    def __getitem__(self, name: str) -> RawTensor:
+        return decode_tensor(self._file_of[name], self.base, name)
+
+    def entry(self, name: str) -> Entry:
+        return self._file_of[name].original[name]
+
+    def forget(self, name: str, begin: int, end: int) -> None:
+        """Nothing: a decoded tensor is its owner's."""
+
+
+def open_files(
+    paths: Sequence[Path], base: str | os.PathLike | None = None, revision: str | None = None
+) -> CompressedCheckpoint:
+    """Opens the compressed files of one checkpoint; `base` (at `revision`) is the base's place, if not that on record."""
+    files = [CompressedFile(path) for path in paths]
+    check_shards(files)
+    folder = files[0].path.parent
+    checkpoint = open_base(files, folder) if base is None else matching_base(files[0].base, base, revision, folder)
+    return CompressedCheckpoint(files, checkpoint)
+
+
+def name_of(payload: torch.Tensor) -> str | None:
+    """The name of the tensor that a payload stands for; None of what is no payload."""
+    return peek_header(payload.reshape(-1).cpu().numpy()).name if is_payload(payload) else None
+
+
+ENCODING = Encoding(open_files, write_compressed, name_of)
+
+
 def decoded(file: CompressedFile, base: Checkpoint, names: Iterable[str]) -> Iterator[tuple[str, RawTensor]]:
     """The tensors of a file, decoded on all cores, some ahead of the reader."""
     sizes = {name: file.size(name) for name in names}
@@ -246,7 +295,7 @@ def decode_tensor(file: CompressedFile, base: Checkpoint, name: str) -> RawTenso
     """One tensor of a file; where the base is not the recorded one, the error names both."""
     header = file.headers[name]
     try:
-        return decode_raw(file.payload(name), base_tensor(base, header.base_name), header, _threads(file.size(name)))
+        return decode_raw(file.payload(name), base_tensor(base, header.base_name), header, threads_for(file.size(name)))
     except BaseModelError as error:
         raise BaseModelError(f"{error} Compressed against {file.base}, read with {base}.") from error
 
@@ -254,91 +303,6 @@ def decode_tensor(file: CompressedFile, base: Checkpoint, name: str) -> RawTenso
 def base_tensor(base: Checkpoint, name: str) -> RawTensor | None:
     """The tensor that predicts another; None where none does or the base has none of that name."""
     return base[name] if name in base else None
-
-
-class WorkAhead:
-    """Runs `work(name)` on all cores before its result is asked for, while what is ahead stays below AHEAD bytes.
-
-    Args:
-        sizes: the bytes of each result, by name, in the order in which they will be asked for (in any other it is slower).
-    """
-
-    def __init__(self, work: Callable[[str], Result], sizes: dict[str, int]):
-        self._work = work
-        self._sizes = sizes
-        self._coming = iter(sizes)
-        self._pool = ThreadPoolExecutor(CORES)
-        self._running: dict[str, Future[Result]] = {}
-        self._ahead = 0
-        self._start()
-
-    def result(self, name: str) -> Result:
-        future = self._running.pop(name, None)
-        if future is None:
-            return self._work(name)
-        result = future.result()
-        self._ahead -= self._sizes[name]
-        self._start()
-        return result
-
-    def __iter__(self) -> Iterator[tuple[str, Result]]:
-        try:
-            for name in self._sizes:
-                yield name, self.result(name)
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def _start(self) -> None:
-        while (self._ahead < AHEAD or not self._running) and (name := next(self._coming, None)) is not None:
-            self._ahead += self._sizes[name]
-            self._running[name] = self._pool.submit(self._work, name)
-
-
-def _threads(size: int) -> int:
-    """A tensor that fills the room ahead is worked on by all cores together, others by one each."""
-    return CORES if size > AHEAD // 16 else 1
-
-
-def _progress(what: str, count: int):
-    return tqdm(total=count, desc=f"{what} tensors")
-
-
-def _require_another_folder(out: Path, src: Path, base: str | os.PathLike) -> None:
-    for folder in (src if src.is_dir() else src.parent, Path(base)):
-        if os.path.exists(out) and os.path.exists(folder) and out.samefile(folder):
-            raise CheckpointError(f"{folder} cannot be written over, it is still needed; give another folder.")
-
-
-def _other_files(src: Path, out: Path) -> list[Path]:
-    """All files below `src` but its weights, what a killed save left, and `out`."""
-    weights, out = all_weights(src) if src.is_dir() else [], out.resolve()
-
-    def is_other(path: Path) -> bool:
-        left = STAGE in path.relative_to(src).parts or path.parent.resolve().is_relative_to(out)
-        return path.is_file() and path not in weights and not left
-
-    # A link to a folder is followed, as one to a file is, unless it leads back into a folder that it stands in.
-    found = []
-    for folder, folders, names in os.walk(src, followlinks=True):
-        around = {os.path.realpath(path) for path in (folder, *Path(folder).absolute().parents)}
-        folders[:] = [name for name in folders if os.path.realpath(os.path.join(folder, name)) not in around]
-        found += [Path(folder, name) for name in names]
-    return [path for path in found if is_other(path)]
-
-
-def _rewrite(path: Path, change: Callable[[str], str]) -> None:
-    """Changes the text of a file, if there is one, whatever its line ends, and be it read-only."""
-    if path.exists():
-        text = change(path.read_bytes().decode())
-        write_atomically(path, lambda beside: beside.write_bytes(text.encode()))
-
-
-def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(source, target)
 
 
 def _portable_name(base: Checkpoint) -> str:

@@ -18,9 +18,10 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from hf_ext.checkpoint import Entry, SafetensorsFile, parse_header
+from hf_ext.checkpoint import ComputedFile, Entry, SafetensorsFile, parse_header
 from hf_ext.errors import CorruptFileError
-from hf_ext.fm_delta.codec import WIDTHS, Header, payload_shape, read_header
+from hf_ext.fm_delta.codec import Header, payload_shape, read_header
+from hf_ext.native import WIDTHS
 
 VERSION = 1
 KEY, CHECKSUM_KEY = "fm_delta", "fm_delta_checksum"
@@ -71,10 +72,10 @@ class CompressedFile:
             self.digest: str = fields["digest"]
             self.base = BaseInfo(**fields["base"])
             self.original_header = _unpack_header(fields["header"])
-            metadata, self.original = parse_header(self.original_header)
+            self.original_metadata, self.original = parse_header(self.original_header)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
             raise CorruptFileError(f"The header of {self.path} is damaged: {type(error).__name__} {error}.") from error
-        if metadata != {key: text for key, text in self.file.metadata.items() if key not in (KEY, CHECKSUM_KEY)}:
+        if self.original_metadata != {key: text for key, text in self.file.metadata.items() if key not in (KEY, CHECKSUM_KEY)}:
             raise CorruptFileError(f"The header of {self.path} is damaged: its metadata is not the original file's.")
         if self.original.keys() != self.file.entries.keys() or not _is_contiguous(self.original.values()):
             raise CorruptFileError(f"The header of {self.path} is damaged: its tensors are not the original file's.")
@@ -123,7 +124,7 @@ class CompressedWriter:
     """Writes one compressed file payload by payload. The header, which needs all sizes, gets its room first and its content
     in `finish`."""
 
-    def __init__(self, path: Path, original: SafetensorsFile, base: BaseInfo):
+    def __init__(self, path: Path, original: SafetensorsFile | ComputedFile, base: BaseInfo):
         self.original = original
         self.headers: list[Header] = []
         self._base = base

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_ext.fm_delta import _codec
+from hf_ext.native import _native
 
 BLOCK = 256 * 1024
 LANES = {1: 1, 2: 64}
@@ -208,7 +208,7 @@ def decode_body(
     row_scale = np.zeros(row_count, np.int64)
     row_scale[coded_row] = side.scales(int(coded_row.sum()))
     column_scale = side.scales(row_length) if flags & 2 else np.zeros(row_length, np.int64)
-    tables = np.frombuffer(_codec.default_tables(), np.uint16).reshape(TABLES, SYMBOLS).astype(np.int64)
+    tables = np.frombuffer(_native.default_tables(), np.uint16).reshape(TABLES, SYMBOLS).astype(np.int64)
     for i in range(TABLES):
         if own_tables >> i & 1:
             tables[i] = side.table(tables[i])

@@ -11,6 +11,7 @@ from pathlib import Path
 from hf_ext.errors import HfExtError
 from hf_ext.fm_delta.codec import Header
 from hf_ext.fm_delta.compress import open_compressed
+from hf_ext.table import table
 
 KINDS = {
     "embedding": r"embed|wte|wpe",
@@ -68,14 +69,14 @@ class CheckpointReport:
 
     def tensor_table(self) -> str:
         rows = [(t.name, t.kind, t.how, t.dtype, "×".join(map(str, t.shape)) or "1", *_sizes([t])) for t in self.tensors]
-        return _table(("tensor", "kind", "how", "type", "shape", "bits/parameter", "size", "of original"), rows)
+        return table(("tensor", "kind", "how", "type", "shape", "bits/parameter", "size", "of original"), rows)
 
     def kind_table(self) -> str:
         rows = [
             (kind, f"{sum(t.parameters for t in group):,}", *_sizes(group))
             for kind, group in self._groups(lambda t: t.kind).items()
         ]
-        return _table(
+        return table(
             ("kind", "parameters", "bits/parameter", "size", "of original"),
             [*rows, ("all", f"{self._parameters():,}", *_sizes(self.tensors))],
         )
@@ -183,15 +184,3 @@ def _mb(sizes: Iterable[int]) -> float:
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:.2f} MB"
-
-
-def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(header, *rows)]
-    numeric = [bool(rows) and all(re.match(r"[\d–]", row[i]) for row in rows) for i in range(len(header))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(row, widths, numeric)
-        ).rstrip()
-        for row in (header, tuple("-" * width for width in widths), *rows)
-    ]
-    return "\n".join(lines)

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import logging
-from transformers.utils.hub import create_and_tag_model_card
 
-from hf_ext.checkpoint import Checkpoint, all_weights, staged_folder
+from hf_ext.checkpoint import Checkpoint, open_plain
 from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.codec import decode_raw, is_payload, read_header
-from hf_ext.fm_delta.compress import base_tensor, compress_weights, open_plain_base
+from hf_ext.fm_delta.compress import base_tensor, compress_weights
+from hf_ext.folder import all_weights, staged_folder
+from hf_ext.saving import Saving
 
 logger = logging.get_logger(__name__)
-
-HUB_OPTIONS = ("repo_id", "private", "revision", "commit_message", "commit_description", "create_pr")
 
 
 def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None = None) -> PreTrainedModel:
@@ -50,7 +47,7 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
         raise CheckpointError("This model is quantised; only plain weights can be compressed.")
     disable(model)
     # A save may happen in another working directory.
-    checkpoint = open_plain_base(os.path.abspath(base) if os.path.isdir(base) else base, revision)
+    checkpoint = open_plain(os.path.abspath(base) if os.path.isdir(base) else base, revision)
     names = model.state_dict().keys()
     if not any(checkpoint.twin_of(name) for name in names):
         logger.warning(f"No tensor of {checkpoint} has a name that {type(model).__name__} knows: nothing will be saved by it.")
@@ -69,33 +66,18 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-class CompressedSaving:
-    """Stands in for `save_pretrained` on one model: lets the class's own method save, then compresses what it wrote."""
+class CompressedSaving(Saving):
+    """Lets the class's own method save, then compresses what it wrote."""
 
     def __init__(self, model: PreTrainedModel, base: Checkpoint):
-        self.model = model
+        super().__init__(model)
         self.base = base.name
         self.revision = base.revision
 
-    def __call__(
-        self,
-        save_directory: str | os.PathLike,
-        is_main_process: bool = True,
-        state_dict: dict[str, torch.Tensor] | None = None,
-        push_to_hub: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        plain_save = type(self.model).save_pretrained
+    def save(self, folder: Path, **kwargs: Any) -> list[str]:
         if kwargs.get("distributed_checkpoint"):
             raise CheckpointError("A distributed checkpoint cannot be compressed; call hf_ext.fm_delta.disable(model) first.")
-        if not self.model.should_save_on_this_rank(is_main_process):
-            # This process only takes part in gathering the weights.
-            with TemporaryDirectory() as nowhere:
-                plain_save(self.model, nowhere, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
-            return
-        hub_options = {key: kwargs.pop(key) for key in HUB_OPTIONS if key in kwargs}
         base = Checkpoint(self.base, self.revision)
-        folder = Path(save_directory)
         if os.path.isdir(base.name) and folder.exists() and folder.samefile(base.name):
             raise CheckpointError(
                 f"{folder} is the folder of the base model; saving there would destroy what the save refers to."
@@ -103,7 +85,7 @@ class CompressedSaving:
         with staged_folder(folder) as stage:
             plain = stage / "plain"
             try:
-                plain_save(self.model, plain, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+                self.plain_save(plain, **kwargs)
             except SafetensorError as error:
                 raise CheckpointError(f"{folder} could not be written: {error}") from error
             written, weights = list(plain.iterdir()), all_weights(plain)
@@ -116,28 +98,14 @@ class CompressedSaving:
             for path in weights:
                 path.unlink()
             plain.rmdir()
-        if push_to_hub:
-            self._push(folder, names, kwargs.get("token"), **hub_options)
+        return names
 
-    def _push(
-        self,
-        folder: Path,
-        names: list[str],
-        token: str | bool | None,
-        repo_id: str | None = None,
-        private: bool | None = None,
-        **options,
-    ) -> None:
-        """Uploads what this save has written, as `save_pretrained(push_to_hub=True)` does, after it is compressed."""
+    def push(self, folder: Path, names: list[str], **options: Any) -> None:
         if os.path.isdir(self.base):
             logger.warning(
                 f"The base {self.base} is a local folder: others cannot load what is pushed. Enable with a Hub id instead."
             )
-        api = HfApi(token=token)
-        repo_id = api.create_repo(repo_id or folder.name, private=private, exist_ok=True).repo_id
-        create_and_tag_model_card(repo_id, self.model.model_tags, token=token).save(folder / "README.md")
-        options.setdefault("commit_message", "Upload model")
-        api.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=[*names, "README.md"], **options)
+        super().push(folder, names, **options)
 
     def decode_state_dict(self, module: torch.nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:
         """A `load_state_dict` pre-hook: replaces payloads by the tensors they stand for."""

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_ext.fm_delta import _codec, reference
+from hf_ext import _native
+from hf_ext.fm_delta import reference
 
 FP32, FP16, BF16, FP64 = 1, 2, 3, 4
 NAMES = {FP32: "fp32", FP16: "fp16", BF16: "bf16", FP64: "fp64"}
@@ -49,14 +50,12 @@ def fine_tune(rng: np.random.Generator, size: int, code: int, change: float = 0.
 def encode(tensor: np.ndarray, base: Base, code: int, row_length: int, base_values: int | None = None) -> bytes:
     if base_values is None:
         base_values = 0 if base is None else len(tensor)
-    return _codec.encode(tensor, base, code, row_length, base_values, 1)
+    return _native.encode(tensor, base, code, row_length, base_values, 1)
 
 
-def decode(
-    body: bytes, base: Base, code: int, values: int, row_length: int, base_values: int, threads: int = 1
-) -> np.ndarray:
+def decode(body: bytes, base: Base, code: int, values: int, row_length: int, base_values: int, threads: int = 1) -> np.ndarray:
     tensor = np.full(values, 0x5A, unsigned(code))
-    _codec.decode(body, (tensor, base, code, row_length, base_values, threads))
+    _native.decode(body, (tensor, base, code, row_length, base_values, threads))
     return tensor
 
 
@@ -249,13 +248,13 @@ def test_one_huge_value_does_not_spoil_the_rest(code: int, outlier: float) -> No
 def test_the_bytes_do_not_depend_on_the_number_of_threads(code: int) -> None:
     tensor, base = fine_tune(np.random.default_rng(code), 1_200_000, code)
     for base_values in (1_200_000, 600_000, 0):
-        one, two, many = (_codec.encode(tensor, base, code, 1000, base_values, threads) for threads in (1, 2, 7))
+        one, two, many = (_native.encode(tensor, base, code, 1000, base_values, threads) for threads in (1, 2, 7))
         assert one == two == many
         np.testing.assert_array_equal(decode(one, base, code, len(tensor), 1000, base_values, threads=2), tensor)
 
 
 def test_the_default_tables_can_code_every_symbol_or_escape_it() -> None:
-    tables = np.frombuffer(_codec.default_tables(), np.uint16).reshape(reference.TABLES, reference.SYMBOLS)
+    tables = np.frombuffer(_native.default_tables(), np.uint16).reshape(reference.TABLES, reference.SYMBOLS)
     assert (tables.sum(axis=1) == 2048).all()
     assert (tables[:, reference.ESCAPE] > 0).all()
     assert (tables[:, 63] == 0).all()
@@ -404,7 +403,7 @@ def test_a_cast_rounds_to_the_nearest_even_for_any_bits(source: int, target: int
     sign = unsigned(source).type(1 << (reference.TYPES[source].width - 1))
     bits = np.concatenate([*near, *(part ^ sign for part in near), random_bits(rng, 50_000, source)])
     rounded = np.empty(len(bits), unsigned(target))
-    _codec.cast(bits, source, rounded, target)
+    _native.cast(bits, source, rounded, target)
     np.testing.assert_array_equal(rounded, reference.cast(bits, source, target))
 
 
@@ -415,13 +414,13 @@ def test_a_cast_rounds_to_the_nearest_even_for_any_bits(source: int, target: int
 ])  # fmt: skip
 def test_casts_have_the_results_that_ieee_754_gives(code: int, values: list[float], expected: list[int]) -> None:
     rounded = np.empty(len(values), unsigned(code))
-    _codec.cast(np.array(values), FP64, rounded, code)
+    _native.cast(np.array(values), FP64, rounded, code)
     assert rounded.tolist() == expected
 
 
 def test_a_cast_keeps_the_sign_of_a_nan_and_nothing_else() -> None:
     rounded = np.empty(2, "<u2")
-    _codec.cast(np.array([0x7F800001, 0xFFFFFFFF], "<u4"), FP32, rounded, BF16)
+    _native.cast(np.array([0x7F800001, 0xFFFFFFFF], "<u4"), FP32, rounded, BF16)
     assert rounded.tolist() == [0x7FC0, 0xFFC0]
 
 
@@ -443,9 +442,9 @@ def test_a_cast_keeps_the_sign_of_a_nan_and_nothing_else() -> None:
 def test_buffers_of_wrong_sizes_raise_a_type_error(arguments: tuple) -> None:
     tensor, *rest = arguments
     with pytest.raises(TypeError):
-        _codec.encode(tensor, *rest, 1)
+        _native.encode(tensor, *rest, 1)
     with pytest.raises(TypeError):
-        _codec.decode(encode(np.zeros(4, "<u2"), None, FP16, 1), (bytearray(tensor), *rest, 1))
+        _native.decode(encode(np.zeros(4, "<u2"), None, FP16, 1), (bytearray(tensor), *rest, 1))
 
 
 @pytest.mark.parametrize("arguments", [
@@ -456,12 +455,12 @@ def test_buffers_of_wrong_sizes_raise_a_type_error(arguments: tuple) -> None:
 ])  # fmt: skip
 def test_casts_between_buffers_of_different_lengths_raise_a_type_error(arguments: tuple) -> None:
     with pytest.raises(TypeError):
-        _codec.cast(*arguments)
+        _native.cast(*arguments)
 
 
 def test_a_read_only_tensor_is_not_written_to() -> None:
     tensor = np.zeros(4, "<u2")
     with pytest.raises(BufferError):
-        _codec.decode(encode(tensor, None, FP16, 1), (tensor.tobytes(), None, FP16, 1, 0, 1))
+        _native.decode(encode(tensor, None, FP16, 1), (tensor.tobytes(), None, FP16, 1, 0, 1))
     with pytest.raises(BufferError):
-        _codec.cast(tensor, FP16, tensor.tobytes(), BF16)
+        _native.cast(tensor, FP16, tensor.tobytes(), BF16)

@@ -11,10 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_checkpoints import CONFIG, contents, fine_tune, pair, weights, write_folder, write_safetensors
 
-from hf_ext import fm_delta
+from hf_ext import fm_delta, work_ahead
 from hf_ext.checkpoint import SAFETENSORS_DTYPES, Checkpoint, RawTensor, SafetensorsFile
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
-from hf_ext.fm_delta import compress as compress_module
 from hf_ext.fm_delta.codec import read_header
 from hf_ext.fm_delta.format import CHECKSUM_KEY, KEY, CompressedFile, add_to_config, check_shards, remove_from_config
 
@@ -39,9 +38,7 @@ def test_a_folder_comes_back_byte_for_byte(tmp_path, dtype, shards):
     src, base = pair(tmp_path, dtype, shards)
     small = round_trip(tmp_path, src, base)
     payloads = [file.payload(name) for file in compressed_files(small) for name in file.original]
-    assert sum(map(len, payloads)) < sum(
-        raw.data.size for raw in map(Checkpoint(src).__getitem__, Checkpoint(src).names())
-    )
+    assert sum(map(len, payloads)) < sum(raw.data.size for raw in map(Checkpoint(src).__getitem__, Checkpoint(src).names()))
 
 
 def compressed_files(folder):
@@ -247,9 +244,7 @@ def test_tensors_of_every_type_and_shape_come_back_from_files(tmp_path):
 
 
 def test_types_that_torch_does_not_have_come_back_from_files(tmp_path):
-    tensors = {
-        name: RawTensor(name, (8,), np.arange(size, dtype=np.uint8)) for name, size in [("F4", 4), ("F6_E2M3", 6)]
-    }
+    tensors = {name: RawTensor(name, (8,), np.arange(size, dtype=np.uint8)) for name, size in [("F4", 4), ("F6_E2M3", 6)]}
     src = write_folder(tmp_path / "tuned", tensors)
     round_trip(tmp_path, src, write_folder(tmp_path / "base", tensors | weights()))
 
@@ -367,8 +362,8 @@ def test_compressing_twice_gives_the_same_bytes_on_any_number_of_cores(tmp_path,
         save_file({"large": torch.randn(700, 1000, generator=generator)}, folder / "model.large.safetensors")
     folders = []
     for cores, ahead in [(1, 1 << 28), (1, 1 << 28), (2, 1 << 28), (7, 1 << 28), (3, 1)]:
-        monkeypatch.setattr(compress_module, "CORES", cores)
-        monkeypatch.setattr(compress_module, "AHEAD", ahead)
+        monkeypatch.setattr(work_ahead, "CORES", cores)
+        monkeypatch.setattr(work_ahead, "AHEAD", ahead)
         folders.append(tmp_path / f"small{len(folders)}")
         fm_delta.compress_checkpoint(src, base, folders[-1])
         fm_delta.decompress_checkpoint(folders[-1], tmp_path / "back")

@@ -19,10 +19,10 @@ import torch
 from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 from transformers.utils import logging
 
-from hf_ext import fm_delta
-from hf_ext.checkpoint import STAGE, SafetensorsFile, shard_sets
+from hf_ext import fm_delta, work_ahead
+from hf_ext.checkpoint import SafetensorsFile
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
-from hf_ext.fm_delta import compress as compress_module
+from hf_ext.folder import STAGE, shard_sets
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kills and limits processes as Linux does")
 
@@ -218,9 +218,7 @@ def dying_at(n: int, folder: Path, work: Callable[[], object]) -> tuple[int | No
 
 
 @pytest.mark.parametrize(("old_shards", "new_shards"), [(2, 2), (1, 2), (2, 1), (0, 2)])
-def test_a_kill_at_any_step_leaves_the_old_checkpoint_or_the_new_or_one_that_is_refused(
-    tmp_path, old_shards, new_shards
-):
+def test_a_kill_at_any_step_leaves_the_old_checkpoint_or_the_new_or_one_that_is_refused(tmp_path, old_shards, new_shards):
     base = write_folder(tmp_path / "base", weights())
     small, out = tmp_path / "small", tmp_path / "out"
     if old_shards:
@@ -240,11 +238,7 @@ def test_a_kill_at_any_step_leaves_the_old_checkpoint_or_the_new_or_one_that_is_
             assert answer == "None"
             break
         assert code == -signal.SIGKILL
-        files = (
-            {name: digest for name, digest in contents(out).items() if not name.startswith(STAGE)}
-            if out.exists()
-            else {}
-        )
+        files = {name: digest for name, digest in contents(out).items() if not name.startswith(STAGE)} if out.exists() else {}
         assert all(digest in (before.get(name), after.get(name)) for name, digest in files.items())
         if files == before or files == after:
             seen.add("whole")
@@ -370,8 +364,8 @@ def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path):
 
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path, monkeypatch):
     """32 tensors of 4 MiB, twice what a run may hold; the files' own pages, which the system can drop, do not count."""
-    monkeypatch.setattr(compress_module, "AHEAD", 16 << 20)
-    monkeypatch.setattr(compress_module, "CORES", 2)
+    monkeypatch.setattr(work_ahead, "AHEAD", 16 << 20)
+    monkeypatch.setattr(work_ahead, "CORES", 2)
     src, base = large_pair(tmp_path, tensors=32)
 
     def anonymous() -> int:

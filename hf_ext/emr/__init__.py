@@ -1,0 +1,7 @@
+"""EMR-Merging: many fine-tunes of one base model in one folder, each to be had again by name (NeurIPS 2024)."""
+
+from hf_ext.emr.config import EMRConfig
+from hf_ext.emr.merge import add_task, extract, merge, report
+from hf_ext.emr.switching import task
+
+__all__ = ["EMRConfig", "add_task", "extract", "merge", "report", "task"]

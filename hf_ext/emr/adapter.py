@@ -1,0 +1,141 @@
+"""A PEFT adapter as the checkpoint that it makes of its base, layer by layer: no model is built in memory."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+import transformers
+from peft import PeftConfig, PeftModel, TaskType
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import load_peft_weights
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from hf_ext.checkpoint import SAFETENSORS_DTYPES, Checkpoint, Entry, RawTensor
+from hf_ext.errors import CheckpointError
+
+ADAPTER_CONFIG = "adapter_config.json"
+AUTO_CLASSES = {
+    TaskType.SEQ_CLS: "AutoModelForSequenceClassification",
+    TaskType.TOKEN_CLS: "AutoModelForTokenClassification",
+    TaskType.QUESTION_ANS: "AutoModelForQuestionAnswering",
+    TaskType.CAUSAL_LM: "AutoModelForCausalLM",
+    TaskType.SEQ_2_SEQ_LM: "AutoModelForSeq2SeqLM",
+    TaskType.FEATURE_EXTRACTION: "AutoModel",
+}
+WRAPPERS = (".base_layer", ".original_module", ".modules_to_save.default")
+
+
+class AdapterCheckpoint(Checkpoint):
+    """The weights that an adapter makes: base weights with LoRA, DoRA, (IA)³ or whatever else PEFT can merge merged into them,
+    and the modules that were trained whole.
+
+    Args:
+        folder: of the adapter, as PEFT saves it.
+        base: the model it was trained on.
+        config: of that model with the adapter's sizes (labels, vocabulary); by default the base's, with the sizes that the
+            adapter's own tensors show.
+
+    Raises:
+        CheckpointError: the adapter makes no weights (prompt tuning), or does not fit the base.
+    """
+
+    def __init__(self, folder: Path, base: Checkpoint, config: PretrainedConfig | None = None):
+        self.name, self.revision, self.files, self.base = str(folder), None, [], base
+        settings = PeftConfig.from_pretrained(folder)
+        if settings.is_prompt_learning:
+            raise CheckpointError(
+                f"{folder} is a {settings.peft_type.value} adapter: it makes no weights that could be merged."
+            )
+        self.config = config or _config_of(settings, base, load_peft_weights(str(folder), device="cpu"))
+        skeleton = _skeleton(settings, self.config)
+        self.config.architectures = [type(skeleton).__name__]
+        tied = set(skeleton.all_tied_weights_keys)
+        try:
+            self._model = PeftModel.from_pretrained(skeleton, folder, low_cpu_mem_usage=True, torch_device="cpu")
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(f"The adapter {folder} does not fit the base {base}: {error}") from error
+        self._layers: dict[str, BaseTunerLayer] = {}  # name of a weight -> the layer that makes it
+        self._given: dict[str, torch.Tensor] = {}  # what the adapter holds whole
+        inside = skeleton.state_dict()
+        prefixes = [path + "." for path, module in skeleton.named_modules() if isinstance(module, BaseTunerLayer)]
+        names = set()
+        for path, tensor in inside.items():
+            name = _plain(path)
+            adapter = ".base_layer." not in path and any(path.startswith(prefix) for prefix in prefixes)
+            if adapter or ".original_module." in path or name in tied:
+                continue
+            names.add(name)
+            if not tensor.is_meta:
+                self._given[name] = tensor
+        for path, module in skeleton.named_modules():
+            if isinstance(module, BaseTunerLayer):
+                for parameter, tensor in module.get_base_layer().named_parameters(recurse=False):
+                    if tensor.is_meta:
+                        self._layers[f"{_plain(path)}.{parameter}"] = module
+        self._twins = {name: twin for name in names if (twin := base.twin_of(name)) is not None and name not in self._given}
+        orphans = names - self._given.keys() - self._twins.keys()
+        if stray := sorted(orphans & self._layers.keys()):
+            raise CheckpointError(
+                f"The adapter {folder} changes '{stray[0]}', which has no counterpart in the files of the base {base}. Merge "
+                "it with merge_and_unload, save the model, and give that folder."
+            )
+        if orphans:  # parameters that Transformers makes of others while it loads them: these keep the base's names
+            used = set(self._twins.values())
+            self._twins |= {name: name for name in base.names() if name not in used}
+        self._file_of = dict.fromkeys(sorted({*self._given, *self._twins}))
+
+    def entry(self, name: str) -> Entry:
+        if name in self._given:
+            tensor = self._given[name]
+            return Entry(SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape), 0, tensor.numel() * tensor.element_size())
+        return self.base.entry(self._twins[name])
+
+    def __getitem__(self, name: str) -> RawTensor:
+        if name in self._given:
+            return RawTensor.from_torch(self._given[name])
+        if name not in self._layers:
+            return self.base[self._twins[name]]
+        layer = deepcopy(self._layers[name])
+        inner, parameter = layer.get_base_layer(), name.rpartition(".")[2]
+        for other, tensor in list(inner.named_parameters(recurse=False)):
+            if tensor.is_meta:
+                raw = self.base[self._twins[f"{name.rpartition('.')[0]}.{other}"]]
+                copy = RawTensor(raw.dtype, raw.shape, raw.data.copy()).to_torch()
+                setattr(inner, other, torch.nn.Parameter(copy, requires_grad=False))
+        with torch.no_grad():
+            layer.merge(adapter_names=["default"])
+        return RawTensor.from_torch(getattr(inner, parameter))
+
+    def forget(self, name: str, begin: int, end: int) -> None:
+        """Nothing: the tensors are made anew each time."""
+
+
+def _plain(path: str) -> str:
+    """The name that a parameter has without PEFT."""
+    for wrapper in WRAPPERS:
+        path = path.replace(wrapper, "")
+    return path
+
+
+def _skeleton(settings: PeftConfig, config: PretrainedConfig) -> PreTrainedModel:
+    """The model that the adapter was trained on, without weights."""
+    name = AUTO_CLASSES.get(settings.task_type) or (settings.auto_mapping or {}).get("base_model_class")
+    kind = getattr(transformers, name or (config.architectures or ["AutoModel"])[0], transformers.AutoModel)
+    with torch.device("meta"):
+        return kind.from_config(config) if name in AUTO_CLASSES.values() or kind is transformers.AutoModel else kind(config)
+
+
+def _config_of(settings: PeftConfig, base: Checkpoint, tensors: dict[str, torch.Tensor]) -> PretrainedConfig:
+    """The base's configuration, with as many words and labels as the adapter's own modules have."""
+    config = AutoConfig.from_pretrained(base.name, revision=base.revision)
+    shapes = {name: tuple(tensor.shape) for name, tensor in _skeleton(settings, config).state_dict().items()}
+    for key, tensor in tensors.items():
+        name = _plain(key.removeprefix("base_model.model."))
+        if name in shapes and shapes[name][1:] == tuple(tensor.shape[1:]) and shapes[name] != tuple(tensor.shape):
+            if shapes[name][0] == config.get_text_config().vocab_size:
+                config.get_text_config().vocab_size = tensor.shape[0]
+            else:
+                config.num_labels = tensor.shape[0]
+    return config

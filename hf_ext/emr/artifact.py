@@ -1,0 +1,247 @@
+"""A merge as a folder, read as the checkpoint of any of its tasks.
+
+config.json, other files        the first task's, config.json with a `quantization_config` of the method `emr`
+model.safetensors (or shards)   the elected weights, as differences from the base
+tasks/TASK/config.json          the task's own
+tasks/TASK/modulators.safetensors
+tasks/TASK/…                    its other files, where they are not those of the first task
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from hf_ext.checkpoint import ENCODINGS, TORCH_DTYPES, Checkpoint, ComputedFile, Entry, RawTensor
+from hf_ext.emr import election
+from hf_ext.emr.modulators import FILE, TaskFile
+from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.folder import CONFIG, INDEX, read_config, select_weights
+from hf_ext.native import WIDTHS, cast
+from hf_ext.work_ahead import WorkAhead, progress, threads_for
+
+METHOD = "emr"
+TASKS = "tasks"
+GENERATION = "generation_config.json"
+STORED_AS = "fm_delta"  # how the elected weights are encoded
+ASSETS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")  # what belongs to a model besides its weights
+TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def assets_of(folder: Path) -> dict[str, Path]:
+    """The files that belong to a model besides config.json and its weights: tokenizer, generation settings, code."""
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in ASSETS)
+    skipped = (CONFIG, INDEX, "trainer_state.json")
+    return {path.name: path for path in files if path.name not in skipped and not path.name.endswith(".index.json")}
+
+
+def task_files(folder: Path) -> dict[str, TaskFile]:
+    """The files of all tasks of a merge, in the order of config.json.
+
+    Raises:
+        CheckpointError: the folder holds no merge.
+        CorruptFileError: a file is damaged, missing, or from a newer version.
+    """
+    settings = read_config(folder / CONFIG).get("quantization_config")
+    if not isinstance(settings, dict) or settings.get("quant_method") != METHOD:
+        raise CheckpointError(f"{folder} holds no merge (its config.json says nothing of the method {METHOD!r}).")
+    tasks = settings.get("tasks")
+    if (
+        not isinstance(tasks, list)
+        or not tasks
+        or not all(isinstance(task, str) and TASK_NAME.fullmatch(task) for task in tasks)
+    ):
+        raise CorruptFileError(f"{folder / CONFIG} lists no tasks: it is damaged.")
+    files = {task: TaskFile(folder / TASKS / task / FILE) for task in tasks}
+    for task, file in files.items():
+        if file.record.task != task:
+            raise CorruptFileError(f"{file.path} is of task '{file.record.task}': the folder's files are mixed up.")
+    return files
+
+
+class Merged:
+    """A merge, opened: the weights of any of its tasks, tensor by tensor.
+
+    Args:
+        folder: of the merge.
+        base: folder or Hub id of the base, if it is no longer where config.json says.
+        revision: of that base.
+
+    Raises:
+        CheckpointError: the folder holds no merge.
+        CorruptFileError: a file is damaged, missing, from another merge or from a newer version.
+        BaseModelError: the base is missing, or is not the one that was merged against.
+    """
+
+    def __init__(self, folder: str | os.PathLike, base: str | os.PathLike | None = None, revision: str | None = None):
+        self.folder = Path(folder)
+        self.files = task_files(self.folder)
+        self.tasks = list(self.files)
+        self.elected = ENCODINGS[STORED_AS].open(select_weights(self.folder), base, revision)
+        self.base: Checkpoint = self.elected.base
+        for file in self.files.values():
+            if file.record.elected != self.elected.digest:
+                raise CorruptFileError(
+                    f"{file.path} belongs to another merge than the weights beside it: the folder was not written to the end. "
+                    "Merge or download it again."
+                )
+
+    def __reduce__(self) -> tuple:
+        # Mapped files cannot be pickled, but opened again.
+        return Merged, (self.folder.absolute(), self.base.name, self.base.revision)
+
+    def __deepcopy__(self, memo) -> Merged:
+        return self
+
+    def require_task(self, task: str) -> None:
+        if task not in self.files:
+            raise CheckpointError(f"There is no task {task!r} in {self.folder}; its tasks are {', '.join(self.tasks)}.")
+
+    def task_config(self, task: str) -> dict:
+        """The config.json of a task's own model."""
+        self.require_task(task)
+        return read_config(self.folder / TASKS / task / CONFIG)
+
+    def generation_config(self, task: str) -> dict:
+        path = self.assets(task).get(GENERATION)
+        return read_config(path) if path else {}
+
+    def assets(self, task: str) -> dict[str, Path]:
+        """The files of a task's checkpoint besides config.json and its weights."""
+        own, shared = self.folder / TASKS / task, self.folder
+        paths = {name: own / name if (own / name).exists() else shared / name for name in self.files[task].record.files}
+        return {name: path for name, path in paths.items() if path.exists()}
+
+    def all_files(self) -> list[Path]:
+        """Every file of the folder that belongs to the merge, relative to it."""
+        paths = [*select_weights(self.folder), *(path for path in (self.folder / INDEX, self.folder / CONFIG) if path.exists())]
+        paths += [path for path in assets_of(self.folder).values()]
+        for task in self.tasks:
+            paths += [path for path in (self.folder / TASKS / task).iterdir() if path.suffix in (*ASSETS, ".safetensors")]
+        return sorted({path.relative_to(self.folder) for path in paths})
+
+    def is_elected(self, name: str) -> bool:
+        """Whether a stored tensor was elected, or is some tasks' own."""
+        return any(name in file.record.modulated for file in self.files.values())
+
+    def prior(self, name: str) -> np.ndarray:
+        """The base's bytes of an elected tensor, in the tensor's type."""
+        base = self.base[self.base.twin_of(name)]
+        return cast(base.data, base.dtype, self.elected.entry(name).dtype)
+
+    def entry(self, task: str, name: str) -> Entry:
+        """Type and shape of a task's tensor."""
+        file = self.files[task]
+        entry = file.own_entry(name) or self.elected.entry(name)
+        modulated = file.record.modulated.get(name)
+        if modulated is None or modulated.rows is None:
+            return entry
+        rows = file.rows_entry(name)
+        shape = (modulated.rows + (rows.shape[0] if rows else 0), *entry.shape[1:])
+        return Entry(entry.dtype, shape, 0, math.prod(shape) * WIDTHS[entry.dtype])
+
+    def modulator(self, task: str, name: str) -> tuple[np.ndarray | None, float]:
+        """Mask and rescaler by which the elected tensor becomes the task's."""
+        modulated = self.files[task].record.modulated[name]
+        return self.files[task].mask(name, math.prod(self.elected.entry(name).shape)), modulated.scale
+
+    def tensor(self, task: str, name: str, elected: RawTensor | None = None) -> RawTensor:
+        """A tensor of a task's model, in memory of its own.
+
+        Args:
+            elected: the elected tensor, if it is at hand; it stays as it is.
+        """
+        file = self.files[task]
+        if (own := file.own(name)) is not None:
+            return replace(own, data=own.data.copy())
+        if name not in file.record.modulated:
+            return self.elected[name]
+        spared = elected is not None
+        elected = elected if spared else self.elected[name]
+        out = np.empty_like(elected.data) if spared else elected.data
+        threads = threads_for(out.size)
+        election.modulate(elected.dtype, self.prior(name), elected.data, *self.modulator(task, name), out, threads)
+        entry = self.entry(task, name)
+        if entry.shape != elected.shape:
+            row = math.prod(entry.shape[1:]) * WIDTHS[entry.dtype]
+            more = file.rows(name)
+            out = np.concatenate([out[: file.record.modulated[name].rows * row], *([more.data] if more else [])])
+        return RawTensor(entry.dtype, entry.shape, out)
+
+    def checkpoint(self, task: str) -> Checkpoint:
+        """A task's model as a checkpoint."""
+        self.require_task(task)
+        return TaskCheckpoint(self, task)
+
+
+class TaskCheckpoint(Checkpoint):
+    """The tensors of one task of a merge, each computed when it is asked for."""
+
+    def __init__(self, merged: Merged, task: str):
+        self.merged, self.task = merged, task
+        self.name, self.revision, self.files = f"{merged.folder}#{task}", None, []
+        self._names = merged.files[task].names()
+        self._file_of = dict.fromkeys(self._names)
+
+    def __getitem__(self, name: str) -> RawTensor:
+        return self.merged.tensor(self.task, name)
+
+    def entry(self, name: str) -> Entry:
+        return self.merged.entry(self.task, name)
+
+    def forget(self, name: str, begin: int, end: int) -> None:
+        pass
+
+
+def extract_task(merged: Merged, task: str, out: Path, max_shard_size: int | str) -> None:
+    """Writes one task of a merge into the folder `out` as a plain checkpoint."""
+    tensors = merged.checkpoint(task)
+    entries = {name: tensors.entry(name)[:2] for name in tensors.names()}
+    files = shards_of(entries, tensors.__getitem__, out, max_shard_size, {})
+    with progress(f"Extracting {task}:", len(entries)) as bar:
+        for file in files:
+            with open(out / file.path, "wb") as target:
+                target.write(len(file.header_bytes).to_bytes(8, "little") + file.header_bytes)
+                sizes = {name: entry.end - entry.begin for name, entry in file.entries.items()}
+                for _, tensor in WorkAhead(file.__getitem__, sizes):
+                    target.write(tensor.data)
+                    bar.update()
+    for name, path in merged.assets(task).items():
+        shutil.copyfile(path, out / name)
+    write_json(out / CONFIG, merged.task_config(task))
+
+
+def shards_of(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    compute: Callable[[str], RawTensor],
+    out: Path,
+    max_shard_size: int | str,
+    metadata: Mapping[str, str],
+) -> list[ComputedFile]:
+    """The files of a checkpoint as `save_pretrained` would cut it; the index of shards, if there are several, is written."""
+
+    def size(tensor: tuple[str, tuple[int, ...]]) -> int:
+        return math.prod(tensor[1]) * TORCH_DTYPES[tensor[0]].itemsize
+
+    split = split_state_dict_into_shards_factory(
+        dict(tensors), get_storage_size=size, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    if split.is_sharded:
+        write_json(out / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+    return [
+        ComputedFile(file, {name: tensors[name] for name in names}, compute, {"format": "pt", **metadata})
+        for file, names in split.filename_to_tensors.items()
+    ]
+
+
+def write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

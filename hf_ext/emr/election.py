@@ -1,0 +1,120 @@
+"""EMR-Merging's arithmetic (arXiv 2405.17461, section 3): elect, mask, rescale. Arrays of bytes in, arrays of bytes out.
+
+A task vector is t = task - base. The unified vector takes, for each parameter, the sign of the sum of all t and the largest
+|t| of that sign; a task's mask is where its t has that sign; its rescaler makes up for the length. The unified vector is kept
+as the weight it leads to, base + t of one task, which is exactly that task's weight: nothing is rounded.
+
+The work is done by csrc/emr.cpp; reference.py says the same in NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hf_ext.native import FLOATS, WIDTHS, _native, cast
+
+#: What `elect` sums up over the elements of each task's tensor, with u the unified vector under the task's mask: how many t
+#: and how many u are not 0, |t|, |u|, t², u², t·u, the weights' squares, and how many weights are infinite or NaN.
+SUMS = np.dtype(
+    [
+        (name, "<f8")
+        for name in (
+            "moved", "agreeing", "task_l1", "unified_l1", "task_squares", "unified_squares", "product", "weight_squares",
+            "not_finite",
+        )
+    ]
+)  # fmt: skip
+
+
+def mask_bytes(values: int) -> int:
+    """Bytes of the mask of so many values: a bit each, that of value i being bit i % 8 of byte i // 8."""
+    return (values + 7) // 8
+
+
+def elect(
+    dtype: str, base: np.ndarray, tasks: Sequence[np.ndarray], elected: np.ndarray, threads: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """Elects each weight among those of the tasks (section 3.2 of the paper).
+
+    A sum of 0 elects the negative sign; of several equal |t| the first task's weight is taken.
+
+    Args:
+        dtype: safetensors' name of a float type.
+        base, tasks: bytes of as many values of that type each; at least one task.
+        elected: receives the elected weights.
+        threads: to work with; the result does not depend on it.
+
+    Returns:
+        The tasks' masks, uint8 of shape [tasks, mask_bytes(values)], and their sums, SUMS of shape [tasks].
+    """
+    masks = np.empty((len(tasks), mask_bytes(base.size // WIDTHS[dtype])), np.uint8)
+    sums = np.zeros(len(tasks), SUMS)
+    _native.elect(FLOATS[dtype], base, tuple(tasks), elected, masks, sums.view(np.uint8), threads)
+    return masks, sums
+
+
+def adopt(dtype: str, base: np.ndarray, elected: np.ndarray, task: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Lets one more task use an election that stands: where no task has moved, its own weight is elected.
+
+    Args:
+        elected: of the tasks before; receives the new task's weights where it is as the base.
+
+    Returns:
+        As `elect`, for the new task alone: its mask, uint8 of shape [mask_bytes(values)], and its sums.
+    """
+    words = f"<u{WIDTHS[dtype]}"
+    free = elected.view(words) == base.view(words)
+    elected.view(words)[free] = task.view(words)[free]
+    prior, unified, weights = (cast(array, dtype, "F64").view(np.float64) for array in (base, elected, task))
+    finite = np.isfinite(weights) & np.isfinite(prior)
+    vector, unified = (np.where(finite, array - np.where(finite, prior, 0), 0.0) for array in (weights, unified))
+    agrees = vector * unified > 0
+    unified = np.where(agrees, np.abs(unified), 0.0)
+    sums = np.zeros((), SUMS)
+    sums["moved"], sums["agreeing"] = np.count_nonzero(vector), np.count_nonzero(agrees)
+    sums["task_l1"], sums["unified_l1"] = np.abs(vector).sum(), unified.sum()
+    sums["task_squares"], sums["unified_squares"] = vector @ vector, unified @ unified
+    sums["product"], sums["weight_squares"] = (
+        np.abs(vector) @ unified,
+        np.where(finite, weights, 0.0) @ np.where(finite, weights, 0.0),
+    )
+    sums["not_finite"] = np.count_nonzero(~finite & (task.view(words) != base.view(words)))
+    return np.packbits(agrees, bitorder="little"), sums
+
+
+def rescaler(sums: np.ndarray) -> float:
+    """λ = Σ|t| / Σ|u| (section 3.3): one task's, over whatever its sums cover. 0 where the mask is empty."""
+    return float(sums["task_l1"] / sums["unified_l1"]) if sums["unified_l1"] else 0.0
+
+
+def modulate(
+    dtype: str, base: np.ndarray, elected: np.ndarray, mask: np.ndarray | None, scale: float, out: np.ndarray, threads: int = 1
+) -> None:
+    """Gives a task's weights: base + scale · (elected - base) where its mask is set, else the base (section 3.3).
+
+    Computed in float32 (float64 for that type) and rounded to nearest even; a scale of 1 gives the elected weight itself.
+
+    Args:
+        mask: `mask_bytes` long; None has no bits set.
+        out: receives the weights; may be `elected`.
+    """
+    _native.modulate(FLOATS[dtype], base, elected, mask, scale, out, threads)
+
+
+def retarget(
+    dtype: str,
+    base: np.ndarray,
+    elected: np.ndarray,
+    task: tuple[np.ndarray | None, float],
+    other: tuple[np.ndarray | None, float],
+    live: np.ndarray,
+    threads: int = 1,
+) -> bool:
+    """Overwrites a task's weights by those of another, each given as (mask, scale).
+
+    Returns:
+        False if `live` does not hold the first task's weights to the last bit; it is then left as it is.
+    """
+    return _native.retarget(FLOATS[dtype], base, elected, *task, *other, live, threads)

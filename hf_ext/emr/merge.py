@@ -1,0 +1,207 @@
+"""Merging: whatever a task is given as (folder, Hub id, model, adapter) becomes a checkpoint, and these become one folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from huggingface_hub import hf_hub_download, snapshot_download
+from transformers import PreTrainedModel
+
+from hf_ext.checkpoint import Checkpoint, open_checkpoint, open_plain
+from hf_ext.emr.artifact import ASSETS, TASK_NAME, Merged, assets_of, extract_task, task_files
+from hf_ext.emr.report import MergeReport, TaskReport
+from hf_ext.emr.writing import Addition, Merge, Source
+from hf_ext.errors import CheckpointError
+from hf_ext.folder import CONFIG, all_weights, read_config, require_another_folder, staged_folder
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+Task = str | os.PathLike | PreTrainedModel  # or a PeftModel
+
+
+def merge(
+    base: str | os.PathLike,
+    tasks: Mapping[str, Task],
+    out: str | os.PathLike,
+    rescale: str = "tensor",
+    revision: str | None = None,
+    max_shard_size: int | str = "50GB",
+) -> MergeReport:
+    """Merges fine-tunes of one base model into one folder, from which each can be had again almost as it was (EMR-Merging,
+    arXiv 2405.17461). `from_pretrained` loads the first task; `model.set_task` switches.
+
+    Args:
+        base: folder or Hub id of the model that all were tuned from.
+        tasks: by name, each the folder or Hub id of a checkpoint (plain or compressed) or of a PEFT adapter, or a model in
+            memory.
+        out: folder to write. On failure it is left as it was.
+        rescale: "tensor" for a rescaler λ of each tensor, "paper" for one of the whole model.
+        revision: of the base on the Hub; the commit it leads to is recorded.
+        max_shard_size: as in `save_pretrained`.
+
+    Returns:
+        How close each task is to its own model.
+
+    Raises:
+        CheckpointError: the tasks cannot be merged with each other, or a name is of no use.
+        BaseModelError: the base cannot be read, or a task was not tuned from it.
+    """
+    if not tasks:
+        raise CheckpointError("There are no tasks to merge.")
+    for name in tasks:
+        _require_name(name)
+    checkpoint = open_plain(base, revision)
+    for folder in [base, *tasks.values()]:
+        if isinstance(folder, str | os.PathLike) and os.path.isdir(folder):
+            require_another_folder(Path(out), Path(folder), base)
+    with TemporaryDirectory() as scratch, staged_folder(out) as stage:
+        sources = {name: open_task(name, task, checkpoint, Path(scratch) / name) for name, task in tasks.items()}
+        Merge(checkpoint, _config_of(checkpoint), sources, stage).write(rescale, max_shard_size)
+    return report(out)
+
+
+def add_task(
+    src: str | os.PathLike,
+    name: str,
+    task: Task,
+    out: str | os.PathLike,
+    reelect: bool = False,
+    rescale: str = "tensor",
+    base: str | os.PathLike | None = None,
+    max_shard_size: int | str = "50GB",
+) -> MergeReport:
+    """Adds a task to a merge.
+
+    The election stands: the other tasks stay as they are to the last bit. The new task gets its own weights where no other
+    moved, and elsewhere what the others have elected, as far as it agrees. Where that is too little, the error says so; a
+    re-election then takes the tasks as the merge has them, which changes each of them a little. (Merging the original
+    checkpoints again is better still.)
+
+    Args:
+        src: folder of the merge.
+        name: of the new task.
+        task: as in `merge`.
+        out: folder to write.
+        reelect: elect anew.
+        rescale: as in `merge`, for the new task, or for all in a re-election.
+        base: folder or Hub id of the base, if it is no longer where config.json says.
+        max_shard_size: as in `save_pretrained`.
+
+    Raises:
+        CheckpointError: the merge has a task of that name, or its election does not suit the new one.
+    """
+    merged = Merged(src, base)
+    _require_name(name)
+    if name in merged.tasks:
+        raise CheckpointError(f"{src} has a task '{name}' already; give the new one another name.")
+    require_another_folder(Path(out), merged.folder, merged.base.name)
+    with TemporaryDirectory() as scratch, staged_folder(out) as stage:
+        source = open_task(name, task, merged.base, Path(scratch) / name)
+        addition = Addition(merged, _config_of(merged.base), name, source, stage)
+        (Merge(merged.base, _config_of(merged.base), addition.sources, stage) if reelect else addition).write(
+            rescale, max_shard_size
+        )
+    return report(out)
+
+
+def extract(
+    merged: str | os.PathLike | PreTrainedModel,
+    task: str,
+    out: str | os.PathLike,
+    base: str | os.PathLike | None = None,
+    max_shard_size: int | str = "50GB",
+) -> None:
+    """Writes one task of a merge as a plain checkpoint: the weights that `set_task` gives, the task's configuration and its
+    other files.
+
+    Args:
+        merged: folder of the merge, or a model loaded from one.
+        task: which.
+        out: folder to write. On failure it is left as it was.
+        base: folder or Hub id of the base, if it is no longer where config.json says.
+        max_shard_size: as in `save_pretrained`.
+    """
+    if isinstance(merged, PreTrainedModel):
+        if not hasattr(merged, "set_task"):
+            raise CheckpointError(f"This {type(merged).__name__} was not loaded from a merge.")
+        source = merged.set_task.merged
+    else:
+        source = Merged(merged, base)
+    source.require_task(task)
+    require_another_folder(Path(out), source.folder, source.base.name)
+    with staged_folder(out) as stage:
+        extract_task(source, task, stage, max_shard_size)
+
+
+def report(src: str | os.PathLike) -> MergeReport:
+    """How close each task of a merge is to its own model, as measured when it was merged. The base is not needed."""
+    files = task_files(Path(src))
+    tasks = [
+        TaskReport(task, **file.record.report, mask_bits=8 * file.masks_size() / max(file.record.report["parameters"], 1))
+        for task, file in files.items()
+    ]
+    return MergeReport(tasks, sum(path.stat().st_size for path in Path(src).rglob("*") if path.is_file()))
+
+
+def open_task(name: str, task: Task, base: Checkpoint, scratch: Path) -> Source:
+    """What a task is given as, as a checkpoint. Models in memory are saved into `scratch` first."""
+    config = None
+    if hasattr(task, "peft_config") and hasattr(task, "get_base_model"):
+        config = task.get_base_model().config
+        adapter = task.active_adapters[0]
+        task.save_pretrained(scratch, selected_adapters=[adapter])
+        folder = scratch if adapter == "default" else scratch / adapter
+    elif isinstance(task, PreTrainedModel):
+        type(task).save_pretrained(task, scratch)
+        folder = scratch
+    elif isinstance(task, str | os.PathLike):
+        folder = _folder_of(name, os.fspath(task))
+    else:
+        raise CheckpointError(f"Task '{name}' is a {type(task).__name__}; give a folder, a Hub id, or a model.")
+    assets = assets_of(folder)
+    if assets.pop(ADAPTER_CONFIG, None) and not all_weights(folder):
+        from hf_ext.emr.adapter import AdapterCheckpoint  # PEFT takes its time to import
+
+        tensors = AdapterCheckpoint(folder, base, deepcopy(config))
+        return Source(tensors, tensors.config.to_dict(), assets)
+    settings = read_config(folder / CONFIG)
+    if not settings:
+        raise CheckpointError(f"Task '{name}': {folder} has no config.json.")
+    tensors = open_checkpoint(folder)
+    quantised = settings.pop("quantization_config", None)
+    if quantised and type(tensors) is Checkpoint:
+        raise CheckpointError(f"Task '{name}': {folder} is quantised; only float weights can be merged.")
+    return Source(tensors, settings, assets)
+
+
+def _require_name(name: str) -> None:
+    if not isinstance(name, str) or not TASK_NAME.fullmatch(name):
+        raise CheckpointError(f"{name!r} cannot be the name of a task: use letters, digits, '.', '_' and '-'.")
+
+
+def _folder_of(name: str, task: str) -> Path:
+    """A folder as it is; what a Hub id leads to, downloaded."""
+    if os.path.isdir(task):
+        return Path(task)
+    if os.path.exists(task) or task.startswith((".", "/", "~")):
+        raise CheckpointError(f"Task '{name}': there is no folder '{task}'.")
+    try:
+        return Path(snapshot_download(task, allow_patterns=["*.safetensors", *(f"*{suffix}" for suffix in ASSETS)]))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"Task '{name}': '{task}' is neither a folder nor a Hub repository that can be reached: {error}"
+        ) from error
+
+
+def _config_of(base: Checkpoint) -> dict:
+    """The base's config.json; nothing if it has none."""
+    folder = base.files[0].path.parent
+    if not os.path.isdir(base.name) and not (folder / CONFIG).exists():
+        with contextlib.suppress(OSError, ValueError):
+            hf_hub_download(base.name, CONFIG, revision=base.revision)
+    return read_config(folder / CONFIG)

@@ -1,0 +1,213 @@
+"""One task's part of a merge in a file: masks and rescalers, and the tensors that are its own. docs/emr_format.md has the
+bytes.
+
+It is a safetensors file. Masks are deflated (zlib), which keeps equal bytes together: rows that a task did not touch, or
+touched alone, cost next to nothing. Everything is checked against checksums before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+
+from hf_ext.checkpoint import Entry, RawTensor, SafetensorsFile, itemsize, write_header
+from hf_ext.emr.election import mask_bytes
+from hf_ext.errors import CorruptFileError
+
+FILE = "modulators.safetensors"
+VERSION = 1
+KEY, CHECKSUM_KEY = "emr_task", "emr_checksum"
+MASK, OWN, ROWS = "mask/", "own/", "rows/"  # what an entry of the file is, before the tensor's name
+
+
+@dataclass(frozen=True)
+class Modulated:
+    """How a task's tensor is made of the elected one.
+
+    Attributes:
+        scale: λ of this tensor.
+        rows: how many first rows are made of the elected tensor, where the task's has another number of rows; further
+            rows of the task stand in its file.
+    """
+
+    scale: float
+    rows: int | None = None
+
+
+@dataclass
+class TaskRecord:
+    """What the header of a task's file says.
+
+    Attributes:
+        task: its name.
+        elected: digest of the elected weights that the masks belong to.
+        modulated: the tensors that are made of elected ones.
+        shared: the tensors that stand among the elected weights as they are.
+        files: names of the files besides config.json and the weights that belong to the task's checkpoint.
+        report: figures for people, see report.py.
+        checksums: XXH3-64 of the bytes of every entry of the file.
+    """
+
+    task: str
+    elected: str
+    modulated: dict[str, Modulated] = field(default_factory=dict)
+    shared: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    report: dict[str, float] = field(default_factory=dict)
+    checksums: dict[str, str] = field(default_factory=dict)
+
+
+class TaskWriter:
+    """Collects a task's entries on disk, in whatever order they come, then writes the file in the order of their names."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._parts = open(path.with_suffix(".parts"), "w+b")
+        self._entries: dict[str, Entry] = {}
+        self._lock = threading.Lock()
+
+    def add_mask(self, name: str, mask: np.ndarray) -> None:
+        if mask.any():  # bits of a mask are coin flips within a row, so only runs and byte frequencies are worth looking for
+            deflate = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_RLE)
+            data = deflate.compress(mask) + deflate.flush()
+            self.add(MASK + name, RawTensor("U8", (len(data),), np.frombuffer(data, np.uint8)))
+
+    def add(self, key: str, tensor: RawTensor) -> None:
+        """Takes an entry under its full name in the file; from any thread."""
+        with self._lock:
+            begin = self._parts.seek(0, os.SEEK_END)
+            self._parts.write(tensor.data)
+            self._entries[key] = Entry(tensor.dtype, tensor.shape, begin, begin + tensor.data.size)
+
+    def finish(self, record: TaskRecord) -> None:
+        """Writes the file; `record.checksums` is filled in."""
+        placed, end = {}, 0
+        # Wide elements first, so that all are aligned.
+        order = sorted(self._entries, key=lambda key: (-itemsize(self._entries[key].dtype), key))
+        for key in order:
+            entry = self._entries[key]
+            placed[key] = entry._replace(begin=end, end=(end := end + entry.end - entry.begin))
+            record.checksums[key] = self._checksum(entry)
+        text = json.dumps({"version": VERSION} | asdict(record))
+        with open(self.path, "wb") as file:
+            header = write_header({KEY: text, CHECKSUM_KEY: _checksum_of(text, placed)}, placed)
+            file.write(len(header).to_bytes(8, "little") + header)
+            for key in order:
+                self._copy(self._entries[key], file)
+        self.close()
+
+    def close(self) -> None:
+        self._parts.close()
+        self.path.with_suffix(".parts").unlink(missing_ok=True)
+
+    def _checksum(self, entry: Entry) -> str:
+        digest = xxhash.xxh3_64()
+        self._copy(entry, digest)
+        return digest.hexdigest()
+
+    def _copy(self, entry: Entry, target: BinaryIO | xxhash.xxh3_64) -> None:
+        self._parts.seek(entry.begin)
+        left, put = entry.end - entry.begin, getattr(target, "write", None) or target.update
+        while left:
+            data = self._parts.read(min(left, 1 << 22))
+            put(data)
+            left -= len(data)
+
+
+class TaskFile:
+    """A task's file, its header checked; each entry is checked when it is read.
+
+    Raises:
+        CorruptFileError: it is damaged, or from a newer version.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        if not path.is_file():
+            raise CorruptFileError(f"{path} is missing: the folder is not whole. Merge or download it again.")
+        self._file = SafetensorsFile(path)
+        text = self._file.metadata.get(KEY, "")
+        try:
+            fields = json.loads(text)
+            version = fields.pop("version")
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+            raise CorruptFileError(f"{path} is not a file of modulators, or its header is damaged.") from error
+        if isinstance(version, int) and version > VERSION:
+            raise CorruptFileError(f"{path} has format version {version}, this hf_ext reads up to {VERSION}: update hf_ext.")
+        if version != VERSION or self._file.metadata.get(CHECKSUM_KEY) != _checksum_of(text, self._file.entries):
+            raise CorruptFileError(f"The header of {path} is damaged: it does not have the checksum it was written with.")
+        self.record = TaskRecord(**fields)
+        self.record.modulated = {name: Modulated(**values) for name, values in self.record.modulated.items()}
+        self._own = [key.removeprefix(OWN) for key in self._file.entries if key.startswith(OWN)]
+
+    def names(self) -> list[str]:
+        """All tensors of the task's checkpoint."""
+        return sorted([*self.record.modulated, *self.record.shared, *self._own])
+
+    def mask(self, name: str, values: int) -> np.ndarray | None:
+        """The mask of an elected tensor of so many values; None if it has no bits set."""
+        if MASK + name not in self._file.entries:
+            return None
+        data, size = self._read(MASK + name).data, mask_bytes(values)
+        inflate = zlib.decompressobj()
+        try:
+            mask = inflate.decompress(data, size)
+            whole = len(mask) == size and not inflate.decompress(inflate.unconsumed_tail, 1) and inflate.eof
+        except zlib.error:
+            whole = False
+        if not whole:
+            raise CorruptFileError(f"The mask of '{name}' in {self.path} does not fit its tensor: the file is damaged.")
+        return np.frombuffer(mask, np.uint8)
+
+    def own(self, name: str) -> RawTensor | None:
+        """A tensor that stands in this file whole."""
+        return self._read(OWN + name) if OWN + name in self._file.entries else None
+
+    def own_entry(self, name: str) -> Entry | None:
+        return self._file.entries.get(OWN + name)
+
+    def rows(self, name: str) -> RawTensor | None:
+        """The rows of a tensor beyond those that the elected one has."""
+        return self._read(ROWS + name) if ROWS + name in self._file.entries else None
+
+    def masks_size(self) -> int:
+        """Bytes that all masks take in the file."""
+        return sum(entry.end - entry.begin for key, entry in self._file.entries.items() if key.startswith(MASK))
+
+    def copy_entries(self, writer: TaskWriter) -> None:
+        for key in self._file.entries:
+            writer.add(key, self._read(key))
+
+    def _read(self, key: str) -> RawTensor:
+        tensor = self._file[key]
+        if xxhash.xxh3_64_hexdigest(tensor.data) != self.record.checksums.get(key):
+            raise CorruptFileError(f"'{key}' in {self.path} is damaged: its bytes do not have the checksum of their writing.")
+        return tensor
+
+
+def copy_task(source: TaskFile, target: Path, **changes: Any) -> None:
+    """Writes a task's file again with some fields of its record changed."""
+    writer = TaskWriter(target)
+    try:
+        source.copy_entries(writer)
+        writer.finish(replace(source.record, checksums={}, **changes))
+    finally:
+        writer.close()
+
+
+def _checksum_of(text: str, entries: Mapping[str, Entry]) -> str:
+    digest = xxhash.xxh3_64(text.encode())
+    for key in sorted(entries):
+        entry = entries[key]
+        digest.update(f"\0{key}\0{entry.dtype}\0{list(entry.shape)}\0{entry.begin}\0{entry.end}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,74 @@
+"""Loading: what Transformers calls for a checkpoint whose config.json says `emr`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightTransform
+
+from hf_ext.checkpoint import Checkpoint, Entry, RawTensor
+from hf_ext.emr.artifact import TASKS, Merged
+from hf_ext.emr.config import EMRConfig
+from hf_ext.emr.switching import Loaded, attach
+from hf_ext.errors import CheckpointError
+from hf_ext.loading import DecodingQuantizer
+
+
+class EMRQuantizer(DecodingQuantizer):
+    """Loads the first task of a merge; the model can then switch to the others."""
+
+    quantization_config: EMRConfig
+    advice = "Write the task as a plain checkpoint first: `hf-ext extract`."
+
+    def __init__(self, quantization_config: EMRConfig, **kwargs):
+        super().__init__(quantization_config, **kwargs)
+        if not self.pre_quantized:
+            raise CheckpointError("This checkpoint is no merge of several tasks: load it without an EMRConfig.")
+        self.plan: list[Loaded] = []
+
+    def open(self, model: PreTrainedModel, files: list[Path]) -> Checkpoint:
+        settings = self.quantization_config
+        self.merged = Merged(_whole_folder(files[0].parent), settings.base, settings.revision)
+        if settings.task:
+            self.merged.require_task(settings.task)
+        return _FirstTask(self.merged)
+
+    def loaded(self, target: str, names: dict[str, list[str]], converter: WeightTransform) -> None:
+        self.plan.append(Loaded.of(target, names, converter))
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        super()._process_model_after_weight_loading(model, **kwargs)
+        attach(model, self.merged, self.plan)
+        if self.quantization_config.task:
+            model.set_task(self.quantization_config.task)
+        return model
+
+
+class _FirstTask(Checkpoint):
+    """The first task's tensors, and those that it lacks from the first task that has them."""
+
+    def __init__(self, merged: Merged):
+        self.merged = merged
+        self.holder = {name: task for task in reversed(merged.tasks) for name in merged.files[task].names()}
+
+    def names(self) -> list[str]:
+        return self.merged.elected.names()
+
+    def entry(self, name: str) -> Entry:
+        return self.merged.entry(self.holder[name], name)
+
+    def __getitem__(self, name: str) -> RawTensor:
+        return self.merged.tensor(self.holder[name], name)
+
+
+def _whole_folder(folder: Path) -> Path:
+    """The folder itself; of a snapshot in the Hub's cache, after what Transformers did not download has been."""
+    if folder.parent.name == "snapshots" and not (folder / TASKS).is_dir():
+        repository = folder.parents[1].name.removeprefix("models--").replace("--", "/")
+        try:
+            snapshot_download(repository, revision=folder.name, cache_dir=folder.parents[2])
+        except OSError as error:
+            raise CheckpointError(f"The tasks of the merge {repository} could not be downloaded: {error}") from error
+    return folder

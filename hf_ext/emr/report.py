@@ -1,0 +1,144 @@
+"""How close each task of a merge is to its own model: as numbers, as a table, as a picture."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from hf_ext.emr.modulators import TaskRecord
+from hf_ext.errors import HfExtError
+from hf_ext.table import table
+
+
+@dataclass(frozen=True)
+class TaskReport:
+    """One task beside its single model, over all elected parameters (the paper's figure 4).
+
+    Attributes:
+        parameters: how many take part in the election.
+        scale, least_scale, largest_scale: λ over the whole model, and the range of the λ in use.
+        density: share of parameters under the task's mask.
+        conflicts: share of those it moved where the elected sign is the other one.
+        distance: L2 distance of the task's weights from the single model's; `relative` is it by the length of the task vector.
+        cosine: of the task vector and the one that the merge gives.
+        mask_bits: bits that the masks take in the file, by parameter.
+    """
+
+    task: str
+    parameters: int
+    scale: float
+    least_scale: float
+    largest_scale: float
+    density: float
+    conflicts: float
+    distance: float
+    relative: float
+    cosine: float
+    mask_bits: float
+
+
+COLUMNS = (
+    "task",
+    "λ",
+    "λ in use",
+    "mask density",
+    "sign conflicts",
+    "L2 distance",
+    "relative",
+    "cosine",
+    "mask bits/parameter",
+)
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """A merge, task by task; `str()` of it is a table. Bytes count all files of the folder."""
+
+    tasks: list[TaskReport]
+    bytes: int
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                t.task,
+                f"{t.scale:.4f}",
+                f"{t.least_scale:.3f} to {t.largest_scale:.3f}",
+                f"{100 * t.density:.1f} %",
+                f"{100 * t.conflicts:.1f} %",
+                f"{t.distance:.4g}",
+                f"{100 * t.relative:.1f} %",
+                f"{t.cosine:.4f}",
+                f"{t.mask_bits:.3f}",
+            )
+            for t in self.tasks
+        ]
+        return f"{table(COLUMNS, rows)}\n\n{len(self.tasks)} tasks in {self.bytes / 1e6:.2f} MB"
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """Draws the figures of each task to an image file.
+
+        Raises:
+            HfExtError: matplotlib is not installed, or the file cannot be written.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise HfExtError("Drawing needs matplotlib: pip install matplotlib (or hf_ext[demo]).") from error
+        panels = {
+            "cosine to the single model": ("cosine", 1),
+            "L2 distance, % of the task vector": ("relative", 100),
+            "sign conflicts, %": ("conflicts", 100),
+            "mask density, %": ("density", 100),
+        }
+        names = [task.task for task in self.tasks]
+        figure = Figure(figsize=(11, max(2.2, 0.32 * len(names) + 1.1)), layout="constrained")
+        for axes, (title, (field, factor)) in zip(figure.subplots(1, len(panels), sharey=True), panels.items()):
+            values = [factor * getattr(task, field) for task in self.tasks]
+            bars = axes.barh(names, values, color="#4477aa")
+            axes.bar_label(bars, fmt="%.3g", fontsize="x-small", padding=2)
+            axes.set_title(title, fontsize="small")
+            axes.set_xlim(0, 1.15 * max([*values, 1e-9]))
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(labelsize="small")
+        figure.axes[0].invert_yaxis()
+        try:
+            figure.savefig(path, dpi=150)
+        except (OSError, ValueError) as error:
+            raise HfExtError(f"The picture {path} cannot be written: {error}") from error
+
+
+def figures_of(record: TaskRecord, sums: Mapping[str, np.ndarray], values: Mapping[str, int]) -> dict[str, float]:
+    """A task's figures, from what the election summed up of each of its tensors (SUMS) and their numbers of values."""
+
+    def total(field: str) -> float:
+        return math.fsum(float(tensor[field]) for tensor in sums.values())
+
+    scales = {name: record.modulated[name].scale for name in sums}
+    used = [scale for scale in scales.values() if scale]
+    product = math.fsum(scales[name] * float(tensor["product"]) for name, tensor in sums.items())
+    given = math.fsum(scales[name] ** 2 * float(tensor["unified_squares"]) for name, tensor in sums.items())
+    length, moved = total("task_squares"), total("moved")
+    distance = math.sqrt(max(length - 2 * product + given, 0.0))
+    parameters = sum(values[name] for name in sums)
+    return {
+        "parameters": parameters,
+        "scale": _ratio(total("task_l1"), total("unified_l1")),
+        "least_scale": min(used, default=0.0),
+        "largest_scale": max(used, default=0.0),
+        "density": _ratio(total("agreeing"), parameters),
+        "conflicts": _ratio(moved - total("agreeing"), moved),
+        "distance": distance,
+        "relative": _ratio(distance, math.sqrt(length)),
+        "cosine": _ratio(product, math.sqrt(length * given)),
+    }
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,307 @@
+"""A loaded merge: a model that is one task's at a time and becomes another's in place."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import WeightConverter, WeightTransform
+from transformers.utils.logging import get_logger
+
+from hf_ext.checkpoint import RawTensor
+from hf_ext.emr import election
+from hf_ext.emr.artifact import Merged
+from hf_ext.errors import CheckpointError, UnsavedChangesError
+from hf_ext.folder import staged_folder
+from hf_ext.loading import AnyTensor, Decode
+from hf_ext.saving import Saving
+from hf_ext.work_ahead import WorkAhead
+
+logger = get_logger(__name__)
+
+WRAPPERS = (".base_layer", ".original_module")  # what PEFT puts between a module and its weights
+LABELS = ("id2label", "label2id", "architectures", "transformers_version", "dtype", "_name_or_path")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `from_pretrained` made one parameter (or several) of: the tensors of the checkpoint by the converter's pattern, and
+    the converter, if it did more than rename."""
+
+    target: str
+    names: dict[str, list[str]]
+    converter: WeightConverter | None
+
+    @classmethod
+    def of(cls, target: str, names: dict[str, list[str]], converter: WeightTransform) -> Loaded:
+        if isinstance(converter, AnyTensor) or not isinstance(converter, WeightConverter):
+            return cls(target, names, None)
+        operations = [operation for operation in converter.operations if not isinstance(operation, Decode)]
+        return cls(
+            target,
+            names,
+            converter.copy(list(converter.source_patterns), list(converter.target_patterns), operations=operations),
+        )
+
+    def all_names(self) -> list[str]:
+        return [name for names in self.names.values() for name in names]
+
+
+def attach(model: PreTrainedModel, merged: Merged, plan: list[Loaded]) -> None:
+    """Gives a model that was loaded as a merge's first task its `tasks`, `active_task`, `set_task` and its own way to save."""
+    model.tasks = list(merged.tasks)
+    model.active_task = merged.tasks[0]
+    model.set_task = SetTask(model, merged, plan)
+    model.save_pretrained = MergedSaving(model)
+
+
+@contextlib.contextmanager
+def task(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
+    """Makes a loaded merge the model of task `name` for the length of a `with` block."""
+    before = model.active_task
+    model.set_task(name)
+    try:
+        yield model
+    finally:
+        model.set_task(before)
+
+
+class SetTask:
+    """`model.set_task(name)`: makes the model that of another task, in place.
+
+    Weights are overwritten where they are; parameters of another shape (heads, resized embeddings) are replaced, and the
+    configuration follows. The first switch decodes the elected weights and keeps them, later ones take about the time of
+    copying the weights. Where weights are not as the active task has them, nothing is changed.
+
+    Args:
+        name: one of `model.tasks`.
+        discard_changes: overwrite weights that were changed since the last switch.
+
+    Raises:
+        CheckpointError: there is no such task, or the model's weights are offloaded.
+        UnsavedChangesError: weights were changed, by training for instance.
+    """
+
+    def __init__(self, model: PreTrainedModel, merged: Merged, plan: list[Loaded]):
+        self.model, self.merged, self.plan = model, merged, plan
+        self._elected: dict[str, RawTensor] = {}
+        self._prior: dict[str, np.ndarray] = {}
+        self._modulators: dict[str, dict[str, tuple[np.ndarray | None, float]]] = {}
+        self._warned: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What can be read again need not travel in pickles and copies.
+        return self.__dict__ | {"_elected": {}, "_prior": {}, "_modulators": {}}
+
+    def __call__(self, name: str, discard_changes: bool = False) -> None:
+        self.merged.require_task(name)
+        if name == self.model.active_task and not discard_changes:
+            return
+        with torch.no_grad():
+            self._rewrite(name, discard_changes)
+        self._configure(name)
+        self.model.active_task = name
+
+    def changed(self) -> str | None:
+        """The name of a parameter that is not as the active task has it; None if all are."""
+        try:
+            with torch.no_grad():
+                self._rewrite(self.model.active_task, False)
+        except UnsavedChangesError as error:
+            return error.parameter
+        return None
+
+    def _rewrite(self, name: str, discard: bool) -> None:
+        active, live = self.model.active_task, self._live()
+        self._prepare(active, name)
+        in_place, others = [], []
+        for loaded in self.plan:
+            (in_place if self._is_in_place(loaded, live, active, name) else others).append(loaded)
+        new = {}
+        for loaded in others:
+            if not discard:
+                for target, tensor in self._tensors(active, loaded).items():
+                    weight = live.get(target)
+                    if weight is None or not _same(weight, tensor):
+                        raise UnsavedChangesError(active, target)
+            if name != active or discard:
+                new |= self._tensors(name, loaded)
+        self._overwrite(in_place, live, active, name, discard)
+        for target, tensor in new.items():
+            if target in live:
+                self._replace(live[target], tensor)
+
+    def _live(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers under the names they had when the model was loaded."""
+        live = {}
+        for named in (self.model.named_parameters(remove_duplicate=False), self.model.named_buffers(remove_duplicate=False)):
+            for name, tensor in named:
+                for wrapper in WRAPPERS:
+                    name = name.replace(wrapper, "")
+                live[name] = tensor
+        for loaded in self.plan:
+            if (tensor := live.get(loaded.target)) is not None and tensor.is_meta:
+                raise CheckpointError(
+                    f"'{loaded.target}' is offloaded, so the model cannot switch tasks. Load it without offloading, or write "
+                    "the task as a plain checkpoint: hf-ext extract."
+                )
+        return live
+
+    def _prepare(self, *tasks: str) -> None:
+        """Reads what switching needs, once."""
+        elected = self.merged.elected
+        if not self._elected:
+            modulated = {name for file in self.merged.files.values() for name in file.record.modulated}
+            sizes = {name: entry.end - entry.begin for name in sorted(modulated) for entry in [elected.entry(name)]}
+            self._elected = dict(WorkAhead(elected.__getitem__, sizes))
+            self._prior = {name: self.merged.prior(name) for name in sizes}
+        for task in tasks:
+            if task not in self._modulators:
+                names = self.merged.files[task].record.modulated
+                read = partial(self.merged.modulator, task)
+                self._modulators[task] = dict(WorkAhead(read, {name: self._prior[name].size // 8 for name in names}))
+
+    def _is_in_place(self, loaded: Loaded, live: dict[str, torch.Tensor], *tasks: str) -> bool:
+        """Whether a parameter's own memory can be turned from one task's into the other's."""
+        weight, names = live.get(loaded.target), loaded.all_names()
+        if loaded.converter or weight is None or weight.device.type != "cpu" or not weight.is_contiguous() or len(names) != 1:
+            return False
+        records = [self.merged.files[task].record.modulated.get(names[0]) for task in tasks]
+        if any(record is None or record.rows is not None for record in records):
+            return False
+        entry = self.merged.elected.entry(names[0])
+        return weight.shape == entry.shape and RawTensor.from_torch(weight[:0] if weight.dim() else weight).dtype == entry.dtype
+
+    def _overwrite(self, plan: list[Loaded], live: dict[str, torch.Tensor], active: str, name: str, discard: bool) -> None:
+        """All or none: where a weight is not the active task's, those before it become the active task's again."""
+        done: list[Callable[[], Any]] = []
+        for loaded in plan:
+            weight, (source,) = live[loaded.target], loaded.all_names()
+            elected, threads = self._elected[source], torch.get_num_threads()
+            arrays = (elected.dtype, self._prior[source], elected.data)
+            memory = weight.detach().reshape(-1).view(torch.uint8).numpy()
+            old, new = self._modulators[active][source], self._modulators[name][source]
+            if discard:
+                election.modulate(*arrays, *new, memory, threads)
+            elif election.retarget(*arrays, old, new, memory, threads):
+                done.append(partial(election.retarget, *arrays, new, old, memory, threads))
+            else:
+                for undo in done:
+                    undo()
+                raise UnsavedChangesError(active, loaded.target)
+            torch.autograd.graph.increment_version(weight)
+
+    def _tensors(self, task: str, loaded: Loaded) -> dict[str, torch.Tensor]:
+        """What the parameters of `loaded` are for a task; nothing if the task has no such tensors."""
+        missing = [name for name in loaded.all_names() if name not in self.merged.files[task].names()]
+        if missing:
+            if loaded.target not in self._warned:
+                self._warned.add(loaded.target)
+                logger.warning(f"Task '{task}' has no tensor '{missing[0]}': '{loaded.target}' keeps the values it has.")
+            return {}
+
+        def tensor(name: str) -> torch.Tensor:
+            return self.merged.tensor(task, name, self._elected.get(name)).to_torch()
+
+        if loaded.converter is None:
+            return {loaded.target: tensor(loaded.all_names()[0])}
+        converter = deepcopy(loaded.converter)
+        for pattern, names in loaded.names.items():
+            converter.collected_tensors[pattern] = [partial(tensor, name) for name in names]
+        found = converter.convert(loaded.target, model=self.model, config=self.model.config)
+        return {target: value[0] if isinstance(value, list) else value for target, value in found.items()}
+
+    def _replace(self, weight: torch.Tensor, tensor: torch.Tensor) -> None:
+        tensor = tensor.to(dtype=weight.dtype, device=weight.device)
+        if weight.shape == tensor.shape:
+            weight.copy_(tensor)
+            return
+        new = torch.nn.Parameter(tensor, weight.requires_grad) if isinstance(weight, torch.nn.Parameter) else tensor
+        for module in self.model.modules():  # several modules may be tied to it
+            for slots in (module._parameters, module._buffers):
+                slots.update({key: new for key, value in slots.items() if value is weight})
+
+    def _configure(self, name: str) -> None:
+        """Lets the configuration, and what modules have read from it, follow the weights."""
+        old, new = (self.merged.task_config(task) for task in (self.model.active_task, name))
+        if old != new:
+            kind = type(self.model.config)
+            before, after = kind.from_dict(deepcopy(old)), kind.from_dict(deepcopy(new))
+            if _structure(old) != _structure(new) or before.num_labels != after.num_labels:
+                self._resize(before, after)
+            configs = {id(module.config): module.config for module in self.model.modules() if hasattr(module, "config")}
+            for config in configs.values():
+                _follow(config, before, after)
+        if self.model.can_generate():
+            settings = [self.merged.generation_config(task) for task in (self.model.active_task, name)]
+            if settings[0] != settings[1]:
+                self.model.generation_config = GenerationConfig.from_dict(settings[1])
+
+    def _resize(self, before: PretrainedConfig, after: PretrainedConfig) -> None:
+        """Sets what modules keep of their sizes beside the weights (out_features, num_labels) as the class itself would."""
+        with torch.device("meta"):
+            skeletons = [dict(type(self.model)._from_config(config).named_modules()) for config in (before, after)]
+        modules = {}
+        for path, module in self.model.named_modules():
+            for wrapper in WRAPPERS:
+                path = path.replace(wrapper, "")
+            modules[path] = module
+        for path in skeletons[0].keys() & skeletons[1].keys() & modules.keys():
+            first, second = (vars(skeleton[path]) for skeleton in skeletons)
+            for key, value in second.items():
+                if type(value) in (int, float, str, bool) and key in first and first[key] != value:
+                    setattr(modules[path], key, value)
+
+
+class MergedSaving(Saving):
+    """Writes the merge again, all tasks of it; once weights have changed, the model as it stands, as a plain checkpoint."""
+
+    def save(self, folder: Path, **kwargs: Any) -> list[str]:
+        switch: SetTask = self.model.set_task
+        changed = "the state dict given" if kwargs.get("state_dict") is not None else switch.changed()
+        if getattr(self.model, "_hf_peft_config_loaded", False) or changed:
+            if changed:
+                logger.warning(
+                    f"The weights are not those of task '{self.model.active_task}' any more ({changed}): {folder} becomes a "
+                    "plain checkpoint of this one model. To put it into the merge, call hf_ext.emr.add_task."
+                )
+            before = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+            self.plain_save(folder, **kwargs)
+            return sorted({path.name for path in folder.iterdir()} | before)
+        files = switch.merged.all_files()
+        with staged_folder(folder) as stage:
+            for path in files:
+                (stage / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(switch.merged.folder / path, stage / path)
+        return [path.as_posix() for path in files]
+
+
+def _same(weight: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a weight of the model is, bit for bit, what a tensor becomes in its type and on its device."""
+    tensor = tensor.to(dtype=weight.dtype, device=weight.device)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
+    return weight.shape == tensor.shape and torch.equal(weight.detach().contiguous().view(bits), tensor.contiguous().view(bits))
+
+
+def _structure(config: dict) -> dict:
+    return {key: value for key, value in config.items() if key not in LABELS}
+
+
+def _follow(config: PretrainedConfig, before: PretrainedConfig, after: PretrainedConfig) -> None:
+    """Makes the changes from one configuration to another on a third, which may have been given other settings since."""
+    for key in vars(before).keys() | vars(after).keys():
+        old, new = getattr(before, key, None), getattr(after, key, None)
+        if isinstance(new, PretrainedConfig) and isinstance(old, PretrainedConfig):
+            if isinstance(getattr(config, key, None), PretrainedConfig):
+                _follow(getattr(config, key), old, new)
+        elif old != new and hasattr(config, key) | hasattr(after, key):
+            setattr(config, key, deepcopy(new))

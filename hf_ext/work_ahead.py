@@ -1,0 +1,66 @@
+"""Work on tensors ahead of whoever asks for the results, on all cores and within bounded memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+from transformers.utils.logging import tqdm
+
+AHEAD = 256 * 1024 * 1024  # bytes of tensors worked on before they are asked for
+CORES = os.cpu_count() or 1
+
+Result = TypeVar("Result")
+
+
+class WorkAhead(Generic[Result]):
+    """Runs `work(name)` on all cores before its result is asked for, while what is ahead stays below AHEAD bytes.
+
+    Args:
+        sizes: the bytes of each result, by name, in the order in which they will be asked for (in any other it is slower).
+    """
+
+    def __init__(self, work: Callable[[str], Result], sizes: dict[str, int]):
+        self._work = work
+        self._sizes = sizes
+        self._coming = iter(sizes)
+        self._pool = ThreadPoolExecutor(CORES)
+        self._running: dict[str, Future[Result]] = {}
+        self._ahead = 0
+        self._start()
+
+    def result(self, name: str) -> Result:
+        future = self._running.pop(name, None)
+        if future is None:
+            return self._work(name)
+        result = future.result()
+        self._ahead -= self._sizes[name]
+        self._start()
+        return result
+
+    def __iter__(self) -> Iterator[tuple[str, Result]]:
+        try:
+            for name in self._sizes:
+                yield name, self.result(name)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _start(self) -> None:
+        while (self._ahead < AHEAD or not self._running) and (name := next(self._coming, None)) is not None:
+            self._ahead += self._sizes[name]
+            self._running[name] = self._pool.submit(self._work, name)
+
+
+def threads_for(size: int) -> int:
+    """A tensor that fills the room ahead is worked on by all cores together, others by one each."""
+    return CORES if size > AHEAD // 16 else 1
+
+
+def progress(what: str, count: int) -> tqdm:
+    """A bar that counts tensors."""
+    return tqdm(total=count, desc=f"{what} tensors")
