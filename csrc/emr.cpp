@@ -31,18 +31,33 @@ using fm_delta::finite_value;
 using fm_delta::parallel_for;
 using fm_delta::Real;
 
-constexpr size_t BLOCK = 1024;        // elements worked on while they are in the nearest cache
+constexpr size_t BLOCK = 512;         // elements worked on while they are in the nearest cache
 constexpr size_t CHUNK = 64 * BLOCK;  // elements a thread takes at a time
 constexpr size_t LANES = 8;           // partial sums, so that sums are vector code and the same on every machine
 
-// A byte of a mask as eight bytes of all ones or none.
-constexpr std::array<std::array<int8_t, 8>, 256> expansions() {
-    std::array<std::array<int8_t, 8>, 256> table{};
+// A byte of a mask as eight numbers of all ones or none.
+template <class U>
+constexpr std::array<std::array<U, 8>, 256> expansions() {
+    std::array<std::array<U, 8>, 256> table{};
     for (int byte = 0; byte < 256; ++byte)
-        for (int bit = 0; bit < 8; ++bit) table[byte][bit] = int8_t(-(byte >> bit & 1));
+        for (int bit = 0; bit < 8; ++bit) table[size_t(byte)][size_t(bit)] = U(U(0) - U(byte >> bit & 1));
     return table;
 }
-constexpr auto EXPANSIONS = expansions();
+template <class U>
+constexpr auto EXPANSIONS = expansions<U>();
+
+// The value of a number that is finite.
+template <class F>
+INLINED Real<F> value_of(typename F::U bits) {
+    if constexpr (std::is_same_v<F, F16>) {
+        const uint32_t magnitude = uint32_t(bits & 0x7FFF) << 13, sign = uint32_t(bits & 0x8000) << 16;
+        return bits_as<float>(bits_as<uint32_t>(bits_as<float>(magnitude) * 0x1p112f) | sign);
+    } else if constexpr (std::is_same_v<F, BF16>) {
+        return bits_as<float>(uint32_t(bits) << 16);
+    } else {
+        return bits_as<Real<F>>(bits);
+    }
+}
 
 // Rounds to the nearest, ties to even. Not for NaN.
 template <class F>
@@ -62,71 +77,93 @@ INLINED typename F::U rounded(Real<F> value) {
     }
 }
 
-template <class F>
-INLINED double difference(typename F::U bits, typename F::U base) {
-    return double(finite_value<F>(bits)) - double(finite_value<F>(base));
-}
+// Adds to lane after lane. In this form compilers keep the lanes in registers.
+struct Lanes {
+    double lanes[LANES] = {};
+    INLINED void add(size_t lane, double value) { lanes[lane] += value; }
+    double total() const {
+        double sum = 0;
+        for (double lane : lanes) sum += lane;
+        return sum;
+    }
+};
 
-// `values` is at most BLOCK; masks of tasks lie `stride` bytes apart.
+// `values` is at most BLOCK, `moves` has room for BLOCK of each task, masks of tasks lie `stride` bytes apart. Elements up to the
+// next multiple of LANES are worked on too, as ones that no task moved.
 template <class F>
 INLINED void elect_block(size_t values, const typename F::U* base, const void* const* tasks, size_t offset, size_t count,
-                         typename F::U* elected, uint8_t* masks, size_t stride, Sums* sums) {
+                         typename F::U* elected, uint8_t* masks, size_t stride, double* moves, Sums* sums) {
     using U = typename F::U;
-    double sign[BLOCK], best[BLOCK];
-    uint8_t agrees[BLOCK];
-    for (size_t i = 0; i < values; ++i) sign[i] = best[i] = 0;
+    constexpr U MAGNITUDE = U(~F::SIGN);
+    const size_t padded = (values + LANES - 1) / LANES * LANES;
+    double prior[BLOCK], sign[BLOCK], best[BLOCK], winner[BLOCK];
+    Lanes squares;
+    for (size_t i = 0; i < values; ++i) prior[i] = double(finite_value<F>(base[i]));
+    for (size_t i = values; i < padded; ++i) prior[i] = 0;
+    for (size_t i = 0; i < padded; i += LANES)
+        for (size_t lane = 0; lane < LANES; ++lane) squares.add(lane, prior[i + lane] * prior[i + lane]);
+    for (size_t i = 0; i < padded; ++i) sign[i] = best[i] = 0;
+    for (size_t i = 0; i < padded; ++i) winner[i] = double(count);
     for (size_t task = 0; task < count; ++task) {
         const U* weights = static_cast<const U*>(tasks[task]) + offset;
-        for (size_t i = 0; i < values; ++i) sign[i] += difference<F>(weights[i], base[i]);
-    }
-    for (size_t i = 0; i < values; ++i) sign[i] = sign[i] > 0 ? 1.0 : -1.0;
-    std::memcpy(elected, base, values * sizeof(U));
-    for (size_t task = 0; task < count; ++task) {
-        const U* weights = static_cast<const U*>(tasks[task]) + offset;
+        double* move = moves + task * BLOCK;
+        for (size_t i = 0; i < values; ++i) move[i] = double(finite_value<F>(weights[i])) - prior[i];
+        for (size_t i = values; i < padded; ++i) move[i] = 0;
+        for (size_t i = 0; i < padded; ++i) sign[i] += move[i];
+        uint32_t strange = 0;
         for (size_t i = 0; i < values; ++i) {
-            const double move = sign[i] * difference<F>(weights[i], base[i]);
-            elected[i] = move > best[i] ? weights[i] : elected[i];
-            best[i] = move > best[i] ? move : best[i];
+            const bool infinite = ((weights[i] & MAGNITUDE) >= F::INFINITY_BITS) | ((base[i] & MAGNITUDE) >= F::INFINITY_BITS);
+            strange += uint32_t(infinite & (weights[i] != base[i]));
         }
+        sums[task].not_finite += strange;
+        sums[task].base_squares += squares.total();
     }
+    for (size_t i = 0; i < padded; ++i) sign[i] = sign[i] > 0 ? 1.0 : -1.0;
     for (size_t task = 0; task < count; ++task) {
-        const U* weights = static_cast<const U*>(tasks[task]) + offset;
-        double lanes[9][LANES] = {};
-        const auto add = [&](size_t i, size_t lane) {
-            constexpr U MAGNITUDE = U(~F::SIGN);
-            const double value = double(finite_value<F>(weights[i])), move = value - double(finite_value<F>(base[i]));
-            const double agreeing = sign[i] * move > 0 ? 1.0 : 0.0, size = std::fabs(move), unified = agreeing * best[i];
-            const bool strange = (weights[i] & MAGNITUDE) >= F::INFINITY_BITS || (base[i] & MAGNITUDE) >= F::INFINITY_BITS;
-            agrees[i] = uint8_t(sign[i] * move > 0);
-            lanes[0][lane] += move != 0 ? 1.0 : 0.0;
-            lanes[1][lane] += agreeing;
-            lanes[2][lane] += size;
-            lanes[3][lane] += unified;
-            lanes[4][lane] += size * size;
-            lanes[5][lane] += unified * unified;
-            lanes[6][lane] += size * unified;
-            lanes[7][lane] += value * value;
-            lanes[8][lane] += strange && weights[i] != base[i] ? 1.0 : 0.0;
-        };
-        size_t i = 0;
-        for (; i + LANES <= values; i += LANES)
-            for (size_t lane = 0; lane < LANES; ++lane) add(i + lane, lane);
-        for (size_t lane = 0; i < values; ++i, ++lane) add(i, lane);
-        double* total = &sums[task].moved;
-        for (size_t sum = 0; sum < 9; ++sum)
-            for (size_t lane = 0; lane < LANES; ++lane) total[sum] += lanes[sum][lane];
-        uint8_t* mask = masks + task * stride;
-        for (i = 0; i < values; i += 8) {
-            uint8_t byte = 0;
-            for (size_t bit = 0; bit < 8 && i + bit < values; ++bit) byte |= uint8_t(agrees[i + bit] << bit);
-            mask[i / 8] = byte;
+        double* move = moves + task * BLOCK;
+        for (size_t i = 0; i < padded; ++i) {
+            const double along = move[i] * sign[i], most = best[i], before = winner[i];
+            move[i] = along;
+            best[i] = along > most ? along : most;
+            winner[i] = along > most ? double(task) : before;
         }
     }
-}
-
-// flags[i] = all ones where bit i of the mask is set.
-INLINED void expand(const uint8_t* mask, size_t values, int8_t* flags) {
-    for (size_t i = 0; i < values; i += 8) std::memcpy(flags + i, EXPANSIONS[mask[i / 8]].data(), 8);
+    std::memcpy(elected, base, values * sizeof(U));
+    for (size_t i = 0; i < values; ++i)
+        if (winner[i] < double(count)) elected[i] = (static_cast<const U*>(tasks[size_t(winner[i])]) + offset)[i];
+    for (size_t task = 0; task < count; ++task) {
+        const double* move = moves + task * BLOCK;
+        double unified[BLOCK], size[BLOCK];
+        uint64_t moved = 0, agreeing = 0;
+        for (size_t i = 0; i < padded; ++i) {
+            unified[i] = move[i] > 0 ? best[i] : 0.0;
+            size[i] = std::fabs(move[i]);
+        }
+        for (size_t i = 0; i < padded; ++i) moved += size[i] != 0;
+        for (size_t i = 0; i < padded; ++i) agreeing += unified[i] != 0;
+        Lanes task_l1, unified_l1, task_squares, unified_squares, product;
+        for (size_t i = 0; i < padded; i += LANES) {
+            for (size_t lane = 0; lane < LANES; ++lane) task_l1.add(lane, size[i + lane]);
+            for (size_t lane = 0; lane < LANES; ++lane) unified_l1.add(lane, unified[i + lane]);
+            for (size_t lane = 0; lane < LANES; ++lane) task_squares.add(lane, size[i + lane] * size[i + lane]);
+            for (size_t lane = 0; lane < LANES; ++lane) unified_squares.add(lane, unified[i + lane] * unified[i + lane]);
+            for (size_t lane = 0; lane < LANES; ++lane) product.add(lane, size[i + lane] * unified[i + lane]);
+        }
+        Sums& sum = sums[task];
+        sum.moved += double(moved);
+        sum.agreeing += double(agreeing);
+        sum.task_l1 += task_l1.total();
+        sum.unified_l1 += unified_l1.total();
+        sum.task_squares += task_squares.total();
+        sum.unified_squares += unified_squares.total();
+        sum.product += product.total();
+        uint8_t* mask = masks + task * stride;
+        for (size_t i = 0; i < padded; i += LANES) {
+            uint32_t agree = 0;
+            for (size_t lane = 0; lane < LANES; ++lane) agree |= uint32_t(move[i + lane] > 0) << lane;
+            mask[i / 8] = uint8_t(agree);
+        }
+    }
 }
 
 template <class F>
@@ -137,17 +174,17 @@ INLINED void modulate_block(size_t values, const typename F::U* base, const type
         std::memcpy(out, base, values * sizeof(U));
         return;
     }
-    int8_t flags[BLOCK];
-    expand(mask, values, flags);
+    U set[BLOCK];  // all ones where the mask's bit is set
+    for (size_t i = 0; i < values; i += 8) std::memcpy(set + i, EXPANSIONS<U>[mask[i / 8]].data(), 8 * sizeof(U));
     if (scale == 1) {
-        for (size_t i = 0; i < values; ++i) out[i] = flags[i] ? elected[i] : base[i];
+        for (size_t i = 0; i < values; ++i) out[i] = U((elected[i] & set[i]) | (base[i] & U(~set[i])));
         return;
     }
     const Real<F> factor = Real<F>(scale);
     for (size_t i = 0; i < values; ++i) {
-        const Real<F> from = finite_value<F>(base[i]);
-        const U moved = rounded<F>(from + factor * (finite_value<F>(elected[i]) - from));
-        out[i] = flags[i] ? moved : base[i];
+        const Real<F> from = value_of<F>(base[i]);
+        const U moved = rounded<F>(from + factor * (value_of<F>(elected[i]) - from));
+        out[i] = U((moved & set[i]) | (base[i] & U(~set[i])));
     }
 }
 
@@ -166,9 +203,9 @@ struct Loops;
 
 #define LOOPS_OF(F)                                                                                                                   \
     FOR_EACH_PROCESSOR void elect_##F(size_t begin, size_t end, const F::U* base, const void* const* tasks, size_t count,             \
-                                      F::U* elected, uint8_t* masks, size_t stride, Sums* sums) {                                     \
+                                      F::U* elected, uint8_t* masks, size_t stride, double* moves, Sums* sums) {                      \
         for (size_t i = begin; i < end; i += BLOCK)                                                                                   \
-            elect_block<F>(std::min(BLOCK, end - i), base + i, tasks, i, count, elected + i, masks + i / 8, stride, sums);            \
+            elect_block<F>(std::min(BLOCK, end - i), base + i, tasks, i, count, elected + i, masks + i / 8, stride, moves, sums);     \
     }                                                                                                                                 \
     FOR_EACH_PROCESSOR void modulate_##F(size_t begin, size_t end, const F::U* base, const F::U* elected, Modulator task, F::U* out) { \
         for (size_t i = begin; i < end; i += BLOCK)                                                                                   \
@@ -214,7 +251,8 @@ void elect(int dtype, size_t values, const void* base, const void* const* tasks,
         using U = typename F::U;
         parallel_for(chunks, threads, [&](size_t chunk) {
             const size_t begin = chunk * CHUNK, end = std::min(values, begin + CHUNK);
-            Loops<F>::elect(begin, end, static_cast<const U*>(base), tasks, count, static_cast<U*>(elected), masks, stride,
+            std::vector<double> moves(count * BLOCK);
+            Loops<F>::elect(begin, end, static_cast<const U*>(base), tasks, count, static_cast<U*>(elected), masks, stride, moves.data(),
                             parts.data() + chunk * count);
         });
     });

@@ -15,7 +15,7 @@ struct Sums {
     double task_squares;    // t^2
     double unified_squares; // u^2
     double product;         // t u
-    double weight_squares;  // task^2
+    double base_squares;    // base^2
     double not_finite;      // elements that are infinite or NaN and not those of the base; they count as 0
 };
 

@@ -6,9 +6,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from hf_ext import __version__, fm_delta
-from hf_ext.errors import HfExtError
+from hf_ext import __version__, emr, fm_delta
+from hf_ext.emr import EMRConfig
+from hf_ext.errors import CheckpointError, HfExtError
+from hf_ext.folder import CONFIG, read_config
 
 
 def compress(args: argparse.Namespace) -> None:
@@ -22,27 +25,66 @@ def decompress(args: argparse.Namespace) -> None:
 
 
 def inspect(args: argparse.Namespace) -> None:
-    report = fm_delta.inspect(args.src)
+    report = emr.report(args.src) if is_merge(args.src) else fm_delta.inspect(args.src)
     if args.plot:
         report.plot(args.plot)
     print(json.dumps(report.to_dict(), indent=2) if args.json else report)
 
 
 def verify(args: argparse.Namespace) -> None:
-    count = fm_delta.verify(args.src, base=args.base)
+    count = (emr if is_merge(args.src) else fm_delta).verify(args.src, base=args.base)
     print(f"All {count} tensors of {args.src} come out as they were saved.")
+
+
+def is_merge(src: str) -> bool:
+    settings = read_config(Path(src, CONFIG)).get("quantization_config")
+    return isinstance(settings, dict) and settings.get("quant_method") == EMRConfig.quant_method
+
+
+def merge(args: argparse.Namespace) -> None:
+    names = [name for name, _ in args.task]
+    for name in names:
+        if names.count(name) > 1:
+            raise CheckpointError(f"There are two tasks called '{name}'; give each a name of its own.")
+    show(emr.merge(args.base, dict(args.task), args.out, args.rescale, args.revision), args)
+
+
+def add_task(args: argparse.Namespace) -> None:
+    (task,) = args.task
+    show(emr.add_task(args.src, *task, args.out, args.reelect, args.rescale, args.base), args)
+
+
+def extract(args: argparse.Namespace) -> None:
+    emr.extract(args.src, args.task, args.out, base=args.base)
+    print(f"{args.out} holds the model of task '{args.task}'.")
+
+
+def show(report: emr.MergeReport, args: argparse.Namespace) -> None:
+    """Prints what a merge has become."""
+    print(report if args.report else report.summary())
+    if args.report:
+        report.plot(Path(args.out, "report.png"))
+
+
+def named(text: str) -> tuple[str, str]:
+    """NAME=PATH as a pair."""
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise argparse.ArgumentTypeError(f"'{text}' is not of the form NAME=PATH")
+    return name, path
 
 
 def parser() -> argparse.ArgumentParser:
     main = argparse.ArgumentParser(
-        prog="hf-ext", description="Compress fine-tuned checkpoints against their base model, without loss."
+        prog="hf-ext",
+        description="Compress fine-tuned checkpoints against their base model, without loss; merge many into one folder.",
     )
     main.add_argument("--version", action="version", version=f"hf_ext {__version__}")
     commands = main.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def command(run, help: str, example: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(
-            run.__name__,
+            run.__name__.replace("_", "-"),
             help=help,
             description=help,
             epilog=f"example: {example}",
@@ -72,21 +114,67 @@ def parser() -> argparse.ArgumentParser:
 
     sub = command(
         inspect,
-        "Show how large each tensor and each kind of tensor is, without decoding; the base is not needed.",
+        "Show how large each tensor of a compressed checkpoint is, or how close each task of a merge is to its own model; "
+        "the base is not needed.",
         "hf-ext inspect my-bert-small --plot sizes.png",
     )
-    sub.add_argument("src", metavar="SRC", help="compressed folder or file")
+    sub.add_argument("src", metavar="SRC", help="compressed folder or file, or folder of a merge")
     sub.add_argument("--json", action="store_true", help="print everything as JSON instead of tables")
-    sub.add_argument("--plot", metavar="FILE.png", help="also draw the size by layer (needs matplotlib)")
+    sub.add_argument("--plot", metavar="FILE.png", help="also draw it (needs matplotlib)")
 
     sub = command(
         verify,
-        "Decode every tensor and compare it with the checksum it was saved with.",
+        "Decode every tensor and compare it with the checksum it was saved with; of a merge, read every mask too.",
         "hf-ext verify my-bert-small",
     )
-    sub.add_argument("src", metavar="SRC", help="compressed folder")
+    sub.add_argument("src", metavar="SRC", help="compressed folder, or folder of a merge")
+    sub.add_argument("--base", help="folder or Hub id of the base, if it is no longer where SRC's config.json says")
+
+    sub = command(
+        merge,
+        "Merge fine-tunes of one base model into one folder (EMR-Merging); from_pretrained loads it, set_task switches.",
+        "hf-ext merge --base bert-base-uncased --task cola=my-cola --task sst2=my-sst2 --out my-bert-merged --report",
+    )
+    sub.add_argument("--base", required=True, help="folder or Hub id of the model that all were tuned from")
+    sub.add_argument("--revision", metavar="REV", help="branch, tag or commit of the base on the Hub (default: main)")
+    add_merge_arguments(sub, "a checkpoint (plain or compressed) or a PEFT adapter; once a task, the first loads by default")
+
+    sub = command(
+        add_task,
+        "Add a task to a merge; the other tasks stay as they are to the last bit.",
+        "hf-ext add-task my-bert-merged --task mnli=my-mnli --out my-bert-more",
+    )
+    sub.add_argument("src", metavar="SRC", help="folder of the merge")
+    sub.add_argument("--base", help="folder or Hub id of the base, if it is no longer where SRC's config.json says")
+    sub.add_argument("--reelect", action="store_true", help="elect anew, which changes the other tasks a little")
+    add_merge_arguments(sub, "the new task: a checkpoint (plain or compressed) or a PEFT adapter")
+
+    sub = command(
+        extract,
+        "Write one task of a merge as a plain checkpoint, for tools that know nothing of merges.",
+        "hf-ext extract my-bert-merged --task sst2 --out my-sst2-again",
+    )
+    sub.add_argument("src", metavar="SRC", help="folder of the merge")
+    sub.add_argument("--task", required=True, help="name of the task")
+    sub.add_argument("--out", required=True, help="folder to write")
     sub.add_argument("--base", help="folder or Hub id of the base, if it is no longer where SRC's config.json says")
     return main
+
+
+def add_merge_arguments(sub: argparse.ArgumentParser, task: str) -> None:
+    sub.add_argument("--task", metavar="NAME=PATH", type=named, action="append", required=True, help=task)
+    sub.add_argument("--out", required=True, help="folder to write")
+    sub.add_argument(
+        "--rescale",
+        choices=("tensor", "paper"),
+        default="tensor",
+        help="a rescaler for each tensor (default), or one for the whole model as in the paper",
+    )
+    sub.add_argument(
+        "--report",
+        action="store_true",
+        help="show how close each task is to its own model, and draw it to OUT/report.png (needs matplotlib)",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

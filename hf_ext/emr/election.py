@@ -16,12 +16,12 @@ import numpy as np
 from hf_ext.native import FLOATS, WIDTHS, _native, cast
 
 #: What `elect` sums up over the elements of each task's tensor, with u the unified vector under the task's mask: how many t
-#: and how many u are not 0, |t|, |u|, t², u², t·u, the weights' squares, and how many weights are infinite or NaN.
+#: and how many u are not 0, |t|, |u|, t², u², t·u, the base's squares, and how many weights are infinite or NaN.
 SUMS = np.dtype(
     [
         (name, "<f8")
         for name in (
-            "moved", "agreeing", "task_l1", "unified_l1", "task_squares", "unified_squares", "product", "weight_squares",
+            "moved", "agreeing", "task_l1", "unified_l1", "task_squares", "unified_squares", "product", "base_squares",
             "not_finite",
         )
     ]
@@ -69,17 +69,15 @@ def adopt(dtype: str, base: np.ndarray, elected: np.ndarray, task: np.ndarray) -
     elected.view(words)[free] = task.view(words)[free]
     prior, unified, weights = (cast(array, dtype, "F64").view(np.float64) for array in (base, elected, task))
     finite = np.isfinite(weights) & np.isfinite(prior)
-    vector, unified = (np.where(finite, array - np.where(finite, prior, 0), 0.0) for array in (weights, unified))
+    prior = np.where(finite, prior, 0)
+    vector, unified = (np.where(finite, array - prior, 0) for array in (weights, unified))
     agrees = vector * unified > 0
-    unified = np.where(agrees, np.abs(unified), 0.0)
+    vector, unified = np.abs(vector), np.where(agrees, np.abs(unified), 0)
     sums = np.zeros((), SUMS)
     sums["moved"], sums["agreeing"] = np.count_nonzero(vector), np.count_nonzero(agrees)
-    sums["task_l1"], sums["unified_l1"] = np.abs(vector).sum(), unified.sum()
+    sums["task_l1"], sums["unified_l1"] = vector.sum(), unified.sum()
     sums["task_squares"], sums["unified_squares"] = vector @ vector, unified @ unified
-    sums["product"], sums["weight_squares"] = (
-        np.abs(vector) @ unified,
-        np.where(finite, weights, 0.0) @ np.where(finite, weights, 0.0),
-    )
+    sums["product"], sums["base_squares"] = vector @ unified, prior @ prior
     sums["not_finite"] = np.count_nonzero(~finite & (task.view(words) != base.view(words)))
     return np.packbits(agrees, bitorder="little"), sums
 

@@ -18,6 +18,7 @@ from hf_ext.emr.report import MergeReport, TaskReport
 from hf_ext.emr.writing import Addition, Merge, Source
 from hf_ext.errors import CheckpointError
 from hf_ext.folder import CONFIG, all_weights, read_config, require_another_folder, staged_folder
+from hf_ext.work_ahead import WorkAhead, progress
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -136,6 +137,21 @@ def extract(
     require_another_folder(Path(out), source.folder, source.base.name)
     with staged_folder(out) as stage:
         extract_task(source, task, stage, max_shard_size)
+
+
+def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int:
+    """Reads and checks everything that a merge holds; returns how many tensors and masks that is.
+
+    Raises:
+        CorruptFileError, BaseModelError: naming the first that is not as it was written.
+    """
+    merged = Merged(src, base)
+    count = sum(file.verify() for file in merged.files.values())
+    names = merged.elected.names()
+    with progress("Verifying", len(names)) as bar:
+        for _ in WorkAhead(merged.elected.__getitem__, {name: merged.elected.entry(name).end for name in names}):
+            bar.update()
+    return count + len(names)
 
 
 def report(src: str | os.PathLike) -> MergeReport:

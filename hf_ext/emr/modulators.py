@@ -184,6 +184,12 @@ class TaskFile:
         """Bytes that all masks take in the file."""
         return sum(entry.end - entry.begin for key, entry in self._file.entries.items() if key.startswith(MASK))
 
+    def verify(self) -> int:
+        """Checks every entry of the file; returns how many there are."""
+        for key in self._file.entries:
+            self._read(key)
+        return len(self._file.entries)
+
     def copy_entries(self, writer: TaskWriter) -> None:
         for key in self._file.entries:
             writer.add(key, self._read(key))

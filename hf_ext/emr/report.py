@@ -79,7 +79,10 @@ class MergeReport:
             )
             for t in self.tasks
         ]
-        return f"{table(COLUMNS, rows)}\n\n{len(self.tasks)} tasks in {self.bytes / 1e6:.2f} MB"
+        return f"{table(COLUMNS, rows)}\n\n{self.summary()}"
+
+    def summary(self) -> str:
+        return f"{', '.join(t.task for t in self.tasks)}: {len(self.tasks)} tasks in {self.bytes / 1e6:.2f} MB"
 
     def plot(self, path: str | os.PathLike) -> None:
         """Draws the figures of each task to an image file.

@@ -96,11 +96,12 @@ class SetTask:
         self._elected: dict[str, RawTensor] = {}
         self._prior: dict[str, np.ndarray] = {}
         self._modulators: dict[str, dict[str, tuple[np.ndarray | None, float]]] = {}
+        self._moves: dict[tuple[str, str], tuple[PretrainedConfig, PretrainedConfig, list[tuple[str, str, Any]]]] = {}
         self._warned: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         # What can be read again need not travel in pickles and copies.
-        return self.__dict__ | {"_elected": {}, "_prior": {}, "_modulators": {}}
+        return self.__dict__ | {"_elected": {}, "_prior": {}, "_modulators": {}, "_moves": {}}
 
     def __call__(self, name: str, discard_changes: bool = False) -> None:
         self.merged.require_task(name)
@@ -144,10 +145,7 @@ class SetTask:
         """Parameters and buffers under the names they had when the model was loaded."""
         live = {}
         for named in (self.model.named_parameters(remove_duplicate=False), self.model.named_buffers(remove_duplicate=False)):
-            for name, tensor in named:
-                for wrapper in WRAPPERS:
-                    name = name.replace(wrapper, "")
-                live[name] = tensor
+            live |= {_plain(name): tensor for name, tensor in named}
         for loaded in self.plan:
             if (tensor := live.get(loaded.target)) is not None and tensor.is_meta:
                 raise CheckpointError(
@@ -232,12 +230,12 @@ class SetTask:
 
     def _configure(self, name: str) -> None:
         """Lets the configuration, and what modules have read from it, follow the weights."""
-        old, new = (self.merged.task_config(task) for task in (self.model.active_task, name))
-        if old != new:
-            kind = type(self.model.config)
-            before, after = kind.from_dict(deepcopy(old)), kind.from_dict(deepcopy(new))
-            if _structure(old) != _structure(new) or before.num_labels != after.num_labels:
-                self._resize(before, after)
+        before, after, sizes = self._move(self.model.active_task, name)
+        if before is not after:
+            modules = {_plain(path): module for path, module in self.model.named_modules()} if sizes else {}
+            for path, key, value in sizes:
+                if path in modules:
+                    setattr(modules[path], key, value)
             configs = {id(module.config): module.config for module in self.model.modules() if hasattr(module, "config")}
             for config in configs.values():
                 _follow(config, before, after)
@@ -246,20 +244,26 @@ class SetTask:
             if settings[0] != settings[1]:
                 self.model.generation_config = GenerationConfig.from_dict(settings[1])
 
-    def _resize(self, before: PretrainedConfig, after: PretrainedConfig) -> None:
-        """Sets what modules keep of their sizes beside the weights (out_features, num_labels) as the class itself would."""
-        with torch.device("meta"):
-            skeletons = [dict(type(self.model)._from_config(config).named_modules()) for config in (before, after)]
-        modules = {}
-        for path, module in self.model.named_modules():
-            for wrapper in WRAPPERS:
-                path = path.replace(wrapper, "")
-            modules[path] = module
-        for path in skeletons[0].keys() & skeletons[1].keys() & modules.keys():
-            first, second = (vars(skeleton[path]) for skeleton in skeletons)
-            for key, value in second.items():
-                if type(value) in (int, float, str, bool) and key in first and first[key] != value:
-                    setattr(modules[path], key, value)
+    def _move(self, old: str, new: str) -> tuple[PretrainedConfig, PretrainedConfig, list[tuple[str, str, Any]]]:
+        """The configurations of two tasks (one object if they are equal), and what modules keep of their sizes beside the
+        weights (out_features, num_labels): path, attribute and new value, wherever the two differ."""
+        if (old, new) not in self._moves:
+            kind, texts = type(self.model.config), [self.merged.task_config(task) for task in (old, new)]
+            before = after = kind.from_dict(deepcopy(texts[0]))
+            sizes = []
+            if texts[0] != texts[1]:
+                after = kind.from_dict(deepcopy(texts[1]))
+                if _structure(texts[0]) != _structure(texts[1]) or before.num_labels != after.num_labels:
+                    with torch.device("meta"):  # the class itself knows best
+                        first, second = (dict(type(self.model)._from_config(c).named_modules()) for c in (before, after))
+                    sizes = [
+                        (path, key, value)
+                        for path in first.keys() & second.keys()
+                        for key, value in vars(second[path]).items()
+                        if type(value) in (int, float, str, bool) and vars(first[path]).get(key, value) != value
+                    ]
+            self._moves[old, new] = before, after, sizes
+        return self._moves[old, new]
 
 
 class MergedSaving(Saving):
@@ -283,6 +287,13 @@ class MergedSaving(Saving):
                 (stage / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(switch.merged.folder / path, stage / path)
         return [path.as_posix() for path in files]
+
+
+def _plain(path: str) -> str:
+    """The name that a module or a weight has without PEFT."""
+    for wrapper in WRAPPERS:
+        path = path.replace(wrapper, "")
+    return path
 
 
 def _same(weight: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -298,9 +298,9 @@ def _require_one_architecture(base_config: dict, sources: Mapping[str, Source]) 
 
 def _require_fine_tune(task: str, source: Source, base: Checkpoint, totals: Mapping[str, float]) -> None:
     """Raises BaseModelError if the task vector is as large as the weights: those of strangers are larger still."""
-    moved, weights = totals["task_squares"], totals["weight_squares"]
+    moved, weights = totals["task_squares"], totals["base_squares"]
     if moved >= weights > 0:
         raise BaseModelError(
             f"The weights of task '{task}' ({source.tensors}) differ from those of the base {base} by "
-            f"{math.sqrt(moved / weights):.2f} times their own length: it is no fine-tune of this base."
+            f"{math.sqrt(moved / weights):.2f} times the base's own length: it is no fine-tune of this base."
         )

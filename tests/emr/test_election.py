@@ -1,0 +1,244 @@
+"""The arithmetic of a merge: by hand, against the formula in float64, and against itself."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_ext import _native
+from hf_ext.checkpoint import TORCH_DTYPES
+from hf_ext.emr import election, reference
+from hf_ext.native import FLOATS
+
+TYPES = [name for name in TORCH_DTYPES if name in FLOATS]
+
+
+def raw(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def elect(dtype: str, base: torch.Tensor, tasks: list[torch.Tensor], threads: int = 1):
+    """Elected weights, masks as booleans, sums."""
+    elected = torch.empty_like(base)
+    masks, sums = election.elect(dtype, raw(base), [raw(task) for task in tasks], raw(elected), threads)
+    bits = [np.unpackbits(mask, count=base.numel(), bitorder="little").astype(bool) for mask in masks]
+    return elected, bits, masks, sums
+
+
+def modulate(dtype: str, base: torch.Tensor, elected: torch.Tensor, mask, scale: float, threads: int = 1) -> torch.Tensor:
+    out = torch.empty_like(base)
+    election.modulate(dtype, raw(base), raw(elected), mask, scale, raw(out), threads)
+    return out
+
+
+def fine_tunes(dtype: str, count: int, values: int, seed: int = 0) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A base and fine-tunes of it, of which each left about a third alone."""
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.randn(values, generator=generator, dtype=torch.float64)
+    moves = [torch.randn(values, generator=generator, dtype=torch.float64) * 0.05 for _ in range(count)]
+    kept = [torch.rand(values, generator=generator) < 2 / 3 for _ in range(count)]
+    return base.to(TORCH_DTYPES[dtype]), [(base + move * keep).to(TORCH_DTYPES[dtype]) for move, keep in zip(moves, kept)]
+
+
+def test_four_parameters_by_hand():
+    base = torch.tensor([1.0, 1.0, 1.0, 1.0])
+    #            sum        +0.5       -1.0       0 (minus)  +0.5
+    first = torch.tensor([1.75, 0.50, 1.25, 1.25])
+    second = torch.tensor([0.75, 1.50, 0.75, 1.25])
+    third = torch.tensor([1.00, 0.00, 1.00, 1.00])
+    elected, bits, _, sums = elect("F32", base, [first, second, third])
+    assert elected.tolist() == [1.75, 0.0, 0.75, 1.25]
+    assert [mask.tolist() for mask in bits] == [
+        [True, True, False, True],
+        [False, False, True, True],
+        [False, True, False, False],
+    ]
+    assert [float(election.rescaler(s)) for s in sums] == [1.75 / 2.0, 1.25 / 0.5, 1.0]
+    assert sums["moved"].tolist() == [4, 4, 1] and sums["agreeing"].tolist() == [3, 2, 1]
+    assert sums["product"].tolist() == [0.75 * 0.75 + 0.5 * 1.0 + 0.25**2, 0.25**2 + 0.25**2, 1.0]
+    assert (sums["base_squares"] == 4).all() and (sums["not_finite"] == 0).all()
+
+
+def test_a_task_by_hand():
+    base, elected = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([2.0, 0.0, 5.0])
+    mask = np.packbits([1, 1, 0], bitorder="little")
+    assert modulate("F32", base, elected, mask, 0.5).tolist() == [1.5, 0.5, 1.0]
+    assert modulate("F32", base, elected, None, 0.5).tolist() == [1.0, 1.0, 1.0]
+    assert modulate("F32", base, elected, mask, 1.0).tolist() == [2.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 30])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_election_is_the_formula_in_float64(dtype, count):
+    base, tasks = fine_tunes(dtype, count, 5003)
+    elected, bits, _, sums = elect(dtype, base, tasks)
+    wide, wides = base.double().numpy(), [task.double().numpy() for task in tasks]
+    expected, masks = reference.elect(wide, wides)
+    assert (elected.double().numpy() == expected).all()
+    for task, mask, expected_mask, total in zip(wides, bits, masks, sums):
+        assert (mask == expected_mask).all()
+        assert math.isclose(election.rescaler(total), reference.rescaler(wide, task, expected, mask), rel_tol=1e-12)
+        vector, unified = task - wide, mask * (expected - wide)
+        assert total["moved"] == np.count_nonzero(vector) and total["agreeing"] == mask.sum()
+        for field, value in {
+            "task_l1": np.abs(vector).sum(), "unified_l1": np.abs(unified).sum(), "task_squares": (vector**2).sum(),
+            "unified_squares": (unified**2).sum(), "product": (vector * unified).sum(), "base_squares": (wide**2).sum(),
+        }.items():  # fmt: skip
+            assert math.isclose(total[field], value, rel_tol=1e-12), field
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.7310585786300049, 1.9])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_task_is_the_formula_rounded_once_for_every_operation(dtype, scale):
+    base, tasks = fine_tunes(dtype, 3, 5003)
+    elected, bits, masks, _ = elect(dtype, base, tasks)
+    kind = torch.float64 if dtype == "F64" else torch.float32
+    for mask, packed in zip(bits, masks):
+        moved = elected if scale == 1 else (base.to(kind) + scale * (elected.to(kind) - base.to(kind))).to(base.dtype)
+        expected = torch.where(torch.from_numpy(mask), moved, base)
+        assert torch.equal(raw_bits(modulate(dtype, base, elected, packed, scale)), raw_bits(expected))
+
+
+def raw_bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def test_the_reference_of_a_task_agrees():
+    base, tasks = fine_tunes("F32", 2, 999)
+    elected, bits, masks, _ = elect("F32", base, tasks)
+    expected = reference.modulate(base.numpy(), elected.numpy(), bits[0], 0.6)
+    assert (modulate("F32", base, elected, masks[0], 0.6).numpy() == expected).all()
+
+
+@pytest.mark.parametrize("dtype", ["F16", "BF16"])
+def test_every_half_rounds_as_torch_rounds_it(dtype):
+    """A base of 0 and an elected weight of every finite value: the product with the scale is all there is to round."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(TORCH_DTYPES[dtype])
+    every = every[torch.isfinite(every.float())]
+    base, mask = torch.zeros_like(every), np.full((every.numel() + 7) // 8, 255, np.uint8)
+    for scale in (0.5, 0.3, 1.0001, 3.0, 65504.0):
+        expected = (every.float() * torch.tensor(scale, dtype=torch.float32)).to(every.dtype)
+        # The sum with 0 makes +0 of -0.
+        expected = (expected.float() + 0.0).to(every.dtype)
+        found = modulate(dtype, base, every, mask, scale)
+        assert torch.equal((found.float() + 0.0).to(every.dtype).view(torch.int16), expected.view(torch.int16)), scale
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_one_task_comes_back_exactly(dtype):
+    base, (task,) = fine_tunes(dtype, 1, 2000)
+    elected, _, masks, sums = elect(dtype, base, [task])
+    assert election.rescaler(sums[0]) == 1.0
+    assert torch.equal(modulate(dtype, base, elected, masks[0], 1.0), task)
+
+
+@pytest.mark.parametrize("values", [0, 1, 7, 8, 9, 511, 512, 513, 65535, 65536, 65537, 200_001])
+def test_lengths_and_threads_do_not_matter(values):
+    base, tasks = fine_tunes("F32", 3, values)
+    expected, masks = reference.elect(base.numpy(), [task.numpy() for task in tasks])
+    once, results = None, []
+    for threads in (1, 2, 5):
+        elected, bits, packed, sums = elect("F32", base, tasks, threads)
+        assert (elected.numpy() == expected).all() and all((a == b).all() for a, b in zip(bits, masks))
+        once = sums if once is None else once
+        assert (sums == once).all()
+        results.append(modulate("F32", base, elected, packed[0], 0.8, threads))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_finite_weights_follow_the_formula(data):
+    values = data.draw(st.integers(1, 40))
+    numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
+    base, *tasks = (
+        torch.tensor(data.draw(st.lists(numbers, min_size=values, max_size=values)), dtype=torch.float32) for _ in range(4)
+    )
+    elected, bits, _, _ = elect("F32", base, tasks)
+    expected, masks = reference.elect(base.numpy(), [task.numpy() for task in tasks])
+    assert (elected.numpy() == expected).all() and all((a == b).all() for a, b in zip(bits, masks))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_values_that_are_not_finite_are_counted_unless_they_are_the_bases(dtype):
+    base, tasks = fine_tunes(dtype, 2, 100)
+    base[3] = base[4] = torch.inf
+    for task in tasks:
+        task[3], task[4] = torch.inf, -torch.inf
+    tasks[0][50] = torch.nan
+    elected, bits, _, sums = elect(dtype, base, tasks)
+    assert sums["not_finite"].tolist() == [2, 1]
+    assert elected[3] == torch.inf and not any(mask[3] for mask in bits)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_retarget_turns_one_task_into_the_other(dtype):
+    base, tasks = fine_tunes(dtype, 3, 150_001)
+    elected, _, masks, sums = elect(dtype, base, tasks)
+    modulators = [(None, 0.3), *((mask, election.rescaler(total)) for mask, total in zip(masks, sums))]
+    models = [modulate(dtype, base, elected, *modulator) for modulator in modulators]
+    for i, old in enumerate(modulators):
+        for j, new in enumerate(modulators):
+            live = models[i].clone()
+            assert election.retarget(dtype, raw(base), raw(elected), old, new, raw(live), threads=2)
+            assert torch.equal(live, models[j])
+
+
+@pytest.mark.parametrize("place", [0, 600, 70_000, 150_000])
+def test_retarget_leaves_weights_alone_that_are_not_the_tasks(place):
+    base, tasks = fine_tunes("F32", 2, 150_001)
+    elected, _, masks, sums = elect("F32", base, tasks)
+    old, new = ((mask, election.rescaler(total)) for mask, total in zip(masks, sums))
+    live = modulate("F32", base, elected, *old)
+    live[place] += 1
+    before = live.clone()
+    assert not election.retarget("F32", raw(base), raw(elected), old, new, raw(live), threads=3)
+    assert torch.equal(live, before)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_adopting_a_task_keeps_what_is_elected(dtype):
+    base, (first, second, third) = fine_tunes(dtype, 3, 4001)
+    elected, _, _, _ = elect(dtype, base, [first, second])
+    before = elected.clone()
+    mask, sums = election.adopt(dtype, raw(base), raw(elected), raw(third))
+    bits = torch.from_numpy(np.unpackbits(mask, count=4001, bitorder="little").astype(bool))
+    free = before == base
+    assert torch.equal(elected[~free], before[~free]) and torch.equal(elected[free], third[free])
+    vector, unified = third.double() - base.double(), elected.double() - base.double()
+    assert torch.equal(bits, vector * unified > 0)
+    for field, value in {
+        "moved": (vector != 0).sum(), "agreeing": bits.sum(), "task_l1": vector.abs().sum(),
+        "unified_l1": (bits * unified.abs()).sum(), "task_squares": (vector**2).sum(),
+        "unified_squares": (bits * unified**2).sum(), "product": (bits * vector * unified).sum(),
+        "base_squares": (base.double() ** 2).sum(), "not_finite": 0,
+    }.items():  # fmt: skip
+        assert math.isclose(sums[field], value, rel_tol=1e-9), field
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda a, b: _native.elect(1, a, (a, b), bytearray(8), bytearray(2), bytearray(144), 1),
+        lambda a, b: _native.elect(1, a, (), bytearray(8), bytearray(0), bytearray(0), 1),
+        lambda a, b: _native.elect(1, a, (a,), bytearray(8), bytearray(2), bytearray(72), 1),
+        lambda a, b: _native.elect(1, a, (a,), bytearray(8), bytearray(1), bytearray(71), 1),
+        lambda a, b: _native.elect(9, a, (a,), bytearray(8), bytearray(1), bytearray(72), 1),
+        lambda a, b: _native.elect(1, a, [a], bytearray(8), bytearray(1), bytearray(72), 1),
+        lambda a, b: _native.modulate(1, a, b, None, 1.0, bytearray(8)),
+        lambda a, b: _native.modulate(1, a, a, b"", 1.0, bytearray(8)),
+        lambda a, b: _native.retarget(1, a, a, None, 1.0, b"ab", 1.0, bytearray(8)),
+        lambda a, b: _native.retarget(1, a, a, None, 1.0, None, 1.0, bytearray(9)),
+    ],
+)  # fmt: skip
+def test_buffers_of_the_wrong_size_are_refused(call):
+    with pytest.raises(TypeError):
+        call(bytes(8), bytes(12))
+
+
+def test_read_only_buffers_are_not_written():
+    with pytest.raises((TypeError, BufferError)):
+        _native.modulate(1, bytes(8), bytes(8), None, 1.0, bytes(8))
