@@ -69,12 +69,12 @@ def all_weights(folder: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def staged_folder(target: str | os.PathLike) -> Iterator[Path]:
+def staged_folder(target: str | os.PathLike, owned: str | None = None) -> Iterator[Path]:
     """A folder to write a checkpoint into; when the block ends well its files move into `target`, weights first, config.json
     last, each in one step. When it does not, `target` stays as it was.
 
     Weights in `target` that the new checkpoint replaces by others (shards of another count) are removed before config.json
-    comes, so that whoever finds it finds the weights it belongs to.
+    comes, so that whoever finds it finds the weights it belongs to; so is what the new one lacks in the folder `owned`.
     """
     target = Path(target)
     created = not os.path.exists(target)
@@ -85,7 +85,7 @@ def staged_folder(target: str | os.PathLike) -> Iterator[Path]:
     try:
         stage.mkdir(parents=True)
         yield stage
-        _move_into(stage, target)
+        _move_into(stage, target, owned)
     except OSError as error:
         raise CheckpointError(f"{target} could not be written: {error}") from error
     finally:
@@ -94,7 +94,7 @@ def staged_folder(target: str | os.PathLike) -> Iterator[Path]:
             target.rmdir()
 
 
-def _move_into(stage: Path, target: Path) -> None:
+def _move_into(stage: Path, target: Path, owned: str | None) -> None:
     def move(path: Path) -> None:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         os.replace(stage / path, target / path)
@@ -110,6 +110,12 @@ def _move_into(stage: Path, target: Path) -> None:
         stale = old in indices or WEIGHTS.fullmatch(old.name) and save_of(old) in saves
         if stale and old.relative_to(target) not in files:
             old.unlink(missing_ok=True)
+    if owned and (target / owned).is_dir():
+        for path in sorted((target / owned).rglob("*"), reverse=True):
+            if path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+            elif path.is_file() and path.relative_to(target) not in files:
+                path.unlink()
     for path in config:
         move(path)
 

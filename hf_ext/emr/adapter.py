@@ -50,6 +50,7 @@ class AdapterCheckpoint(Checkpoint):
             )
         self.config = config or _config_of(settings, base, load_peft_weights(str(folder), device="cpu"))
         skeleton = _skeleton(settings, self.config)
+        _fill_with_nothing(skeleton)
         self.config.architectures = [type(skeleton).__name__]
         tied = set(skeleton.all_tied_weights_keys)
         try:
@@ -67,12 +68,12 @@ class AdapterCheckpoint(Checkpoint):
             if adapter or ".original_module." in path or name in tied:
                 continue
             names.add(name)
-            if not tensor.is_meta:
+            if not _is_nothing(tensor):
                 self._given[name] = tensor
         for path, module in skeleton.named_modules():
             if isinstance(module, BaseTunerLayer):
                 for parameter, tensor in module.get_base_layer().named_parameters(recurse=False):
-                    if tensor.is_meta:
+                    if _is_nothing(tensor):
                         self._layers[f"{_plain(path)}.{parameter}"] = module
         self._twins = {name: twin for name in names if (twin := base.twin_of(name)) is not None and name not in self._given}
         orphans = names - self._given.keys() - self._twins.keys()
@@ -97,13 +98,15 @@ class AdapterCheckpoint(Checkpoint):
             return RawTensor.from_torch(self._given[name])
         if name not in self._layers:
             return self.base[self._twins[name]]
-        layer = deepcopy(self._layers[name])
-        inner, parameter = layer.get_base_layer(), name.rpartition(".")[2]
-        for other, tensor in list(inner.named_parameters(recurse=False)):
-            if tensor.is_meta:
-                raw = self.base[self._twins[f"{name.rpartition('.')[0]}.{other}"]]
-                copy = RawTensor(raw.dtype, raw.shape, raw.data.copy()).to_torch()
-                setattr(inner, other, torch.nn.Parameter(copy, requires_grad=False))
+        module, parameter = name.rpartition(".")[::2]
+        empty = dict(self._layers[name].get_base_layer().named_parameters(recurse=False))
+        layer = deepcopy(self._layers[name], {id(tensor): tensor for tensor in empty.values()})
+        inner = layer.get_base_layer()
+        for other, tensor in empty.items():
+            if _is_nothing(tensor):
+                raw = self.base[self._twins[f"{module}.{other}"]]
+                weight = RawTensor(raw.dtype, raw.shape, raw.data.copy()).to_torch()
+                setattr(inner, other, torch.nn.Parameter(weight, requires_grad=False))
         with torch.no_grad():
             layer.merge(adapter_names=["default"])
         return RawTensor.from_torch(getattr(inner, parameter))
@@ -125,6 +128,21 @@ def _skeleton(settings: PeftConfig, config: PretrainedConfig) -> PreTrainedModel
     kind = getattr(transformers, name or (config.architectures or ["AutoModel"])[0], transformers.AutoModel)
     with torch.device("meta"):
         return kind.from_config(config) if name in AUTO_CLASSES.values() or kind is transformers.AutoModel else kind(config)
+
+
+def _fill_with_nothing(model: PreTrainedModel) -> None:
+    """Puts tensors of all the right shapes, which share one zero in memory, into a model on the meta device: PEFT moves
+    adapters to the device of the base's weights, and there they are to be worked with."""
+    for module in model.modules():
+        for slots in (module._parameters, module._buffers):
+            for key, tensor in slots.items():
+                if tensor is not None and tensor.is_meta:
+                    empty = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+                    slots[key] = torch.nn.Parameter(empty, requires_grad=False) if slots is module._parameters else empty
+
+
+def _is_nothing(tensor: torch.Tensor) -> bool:
+    return not any(tensor.stride()) and tensor.numel() > 0
 
 
 def _config_of(settings: PeftConfig, base: Checkpoint, tensors: dict[str, torch.Tensor]) -> PretrainedConfig:

@@ -176,6 +176,9 @@ class TaskFile:
     def own_entry(self, name: str) -> Entry | None:
         return self._file.entries.get(OWN + name)
 
+    def rows_entry(self, name: str) -> Entry | None:
+        return self._file.entries.get(ROWS + name)
+
     def rows(self, name: str) -> RawTensor | None:
         """The rows of a tensor beyond those that the elected one has."""
         return self._read(ROWS + name) if ROWS + name in self._file.entries else None

@@ -80,7 +80,7 @@ class Merge:
             files = shards_of(tensors, self.tensor, self.out, max_shard_size, {MERGE: str(len(self.sources))})
             recorded, [digest] = ENCODINGS[STORED_AS].write([files], self.base, self.out)
             for task, writer in self.writers.items():
-                writer.finish(self._record(task, digest, rescale))
+                writer.finish(self.record(task, digest, rescale))
         finally:
             for writer in self.writers.values():
                 writer.close()
@@ -181,12 +181,12 @@ class Merge:
         entry = self.sources[(self.voters[name] or [self.holders[name]])[0]].tensors.entry(name)
         return entry.dtype, self.base.entry(self.base.twin_of(name)).shape if self.is_elected(name) else entry.shape
 
-    def _record(self, task: str, digest: str, rescale: str) -> TaskRecord:
+    def record(self, task: str, digest: str, rescale: str) -> TaskRecord:
         """Everything about a task but its masks; its own tensors go to its writer."""
         source, sums = self.sources[task], self.sums[task]
         record = TaskRecord(task, digest, files=list(source.assets))
         totals = {field: math.fsum(float(tensor[field]) for tensor in sums.values()) for field in election.SUMS.names}
-        _require_fine_tune(task, source, self.base, totals)
+        _require_fine_tune(task, source, self.base, sums)
         for name in sorted(source.tensors.names()):
             if name in sums:
                 scale = election.rescaler(sums[name] if rescale == "tensor" else totals)
@@ -251,6 +251,16 @@ class Addition(Merge):
         mask, sums = election.adopt(dtype, prior, elected, tasks[0])
         return mask[None], sums[None]
 
+    def record(self, task: str, digest: str, rescale: str) -> TaskRecord:
+        record = super().record(task, digest, rescale)
+        if record.report["relative"] >= 1:
+            raise CheckpointError(
+                f"The election of {', '.join(self.standing.tasks)} does not suit task '{task}': it would end up farther from its "
+                f"own model than the base is (cosine {record.report['cosine']:.3f}). Elect anew (reelect=True, --reelect), or "
+                "better, merge the original checkpoints again with this one."
+            )
+        return record
+
     def copy_modulators(self, task: str, digest: str) -> None:
         if task in self.standing.files:
             copy_task(self.standing.files[task], self.out / TASKS / task / FILE, elected=digest)
@@ -296,9 +306,11 @@ def _require_one_architecture(base_config: dict, sources: Mapping[str, Source]) 
                 )
 
 
-def _require_fine_tune(task: str, source: Source, base: Checkpoint, totals: Mapping[str, float]) -> None:
-    """Raises BaseModelError if the task vector is as large as the weights: those of strangers are larger still."""
-    moved, weights = totals["task_squares"], totals["base_squares"]
+def _require_fine_tune(task: str, source: Source, base: Checkpoint, sums: Mapping[str, np.ndarray]) -> None:
+    """Raises BaseModelError if the task vector is as large as the base's weights: that of a stranger is larger still. Norms and
+    biases do not count where there are matrices, as they are much alike in all models."""
+    matrices = [name for name in sums if len(source.tensors.entry(name).shape) > 1] or list(sums)
+    moved, weights = (math.fsum(float(sums[name][field]) for name in matrices) for field in ("task_squares", "base_squares"))
     if moved >= weights > 0:
         raise BaseModelError(
             f"The weights of task '{task}' ({source.tensors}) differ from those of the base {base} by "

@@ -1,0 +1,49 @@
+"""Fine-tunes of one tiny base, as folders, to merge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from tiny_models import bert, perturb, tokenizer
+from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, PreTrainedModel
+
+LABELS = {"trec": 6, "cr": 2, "subj": 2, "sst2": 2}
+
+
+def classifier(labels: int, seed: int) -> BertForSequenceClassification:
+    """A fine-tune of the tiny BERT with a head of its own."""
+    body, model = perturb(bert(), seed), bert(labels)
+    model.load_state_dict({k: v for k, v in body.state_dict().items() if not k.startswith("classifier")}, strict=False)
+    torch.manual_seed(seed)
+    torch.nn.init.normal_(model.classifier.weight)
+    model.config.id2label = {i: f"label {seed}-{i}" for i in range(labels)}
+    model.config.label2id = {label: i for i, label in model.config.id2label.items()}
+    return model
+
+
+def write_tasks(folder: Path, labels: dict[str, int] = LABELS) -> tuple[Path, dict[str, Path]]:
+    """Folders of a base and of its fine-tunes."""
+    base, tasks = folder / "base", {}
+    bert().bert.save_pretrained(base)
+    for seed, (task, count) in enumerate(labels.items(), 1):
+        tasks[task] = folder / task
+        classifier(count, seed).save_pretrained(tasks[task])
+        tokenizer().save_pretrained(tasks[task])
+    return base, tasks
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a plain checkpoint."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def same_tensors(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert tensor.dtype == second[name].dtype and torch.equal(tensor, second[name]), name
+
+
+def plain(folder: Path, auto: type = AutoModelForSequenceClassification, **options) -> PreTrainedModel:
+    return auto.from_pretrained(folder, **options)

@@ -1,0 +1,472 @@
+"""Merging: what becomes of each task's tensors, configuration and files, and what cannot be merged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from emr.merging import classifier, same_tensors, tensors_of, write_tasks
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import save_file
+from tiny_checkpoints import contents, fine_tune, weights, write_folder
+from tiny_models import MODELS, bert, llama, perturb, tokenizer
+
+from hf_ext import BaseModelError, CheckpointError, emr, fm_delta
+from hf_ext.emr import reference
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+def expected_task(base, tasks: dict, name: str, task: str, rescale: str = "tensor") -> np.ndarray:
+    """A tensor of a task by the formula."""
+    prior = base[name].numpy()
+    elected, masks = reference.elect(prior, [tensors[name].numpy() for tensors in tasks.values()])
+    index = list(tasks).index(task)
+    scale = reference.rescaler(prior, tasks[task][name].numpy(), elected, masks[index])
+    return reference.modulate(prior, elected, masks[index], scale)
+
+
+def test_every_task_is_the_formula(tmp_path, folders):
+    base, tasks = folders
+    emr.merge(base, tasks, tmp_path / "merged")
+    prior = {f"bert.{name}": tensor for name, tensor in tensors_of(base).items()}
+    singles = {task: tensors_of(folder) for task, folder in tasks.items()}
+    for task in tasks:
+        emr.extract(tmp_path / "merged", task, tmp_path / task)
+        found = tensors_of(tmp_path / task)
+        assert found.keys() == singles[task].keys()
+        for name, tensor in found.items():
+            if name.startswith("classifier."):
+                assert torch.equal(tensor, singles[task][name])
+            else:
+                assert np.allclose(tensor.numpy(), expected_task(prior, singles, name, task), rtol=1e-6, atol=1e-8), name
+
+
+def test_the_papers_rescaler_is_one_for_the_whole_model(tmp_path, folders):
+    base, tasks = folders
+    emr.merge(base, tasks, tmp_path / "merged", rescale="paper")
+    prior = {f"bert.{name}": tensor.numpy() for name, tensor in tensors_of(base).items()}
+    singles = {task: tensors_of(folder) for task, folder in tasks.items()}
+    for index, task in enumerate(tasks):
+        moved = unified = 0.0
+        for name, weight in prior.items():
+            elected, masks = reference.elect(weight, [tensors[name].numpy() for tensors in singles.values()])
+            moved += np.abs(singles[task][name].numpy().astype(float) - weight).sum()
+            unified += np.abs(masks[index] * (elected.astype(float) - weight)).sum()
+        report = emr.report(tmp_path / "merged").tasks[index]
+        assert report.task == task and report.least_scale == report.largest_scale == pytest.approx(moved / unified)
+
+
+def test_one_task_comes_back_bit_for_bit(tmp_path, folders):
+    base, tasks = folders
+    emr.merge(base, {"trec": tasks["trec"]}, tmp_path / "merged")
+    emr.extract(tmp_path / "merged", "trec", tmp_path / "again")
+    same_tensors(tensors_of(tmp_path / "again"), tensors_of(tasks["trec"]))
+
+
+def test_thirty_tasks(tmp_path):
+    base, tasks = write_tasks(tmp_path / "in", {f"task-{i}": 2 + i % 5 for i in range(30)})
+    report = emr.merge(base, tasks, tmp_path / "merged")
+    assert [task.task for task in report.tasks] == list(tasks)
+    emr.extract(tmp_path / "merged", "task-29", tmp_path / "last")
+    assert tensors_of(tmp_path / "last")["classifier.weight"].shape == (6, 48)
+    assert all(0 < task.cosine < 1 and 0 < task.density < 1 for task in report.tasks)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_merges_and_comes_apart(tmp_path, name):
+    model = MODELS[name].build()
+    model.save_pretrained(tmp_path / "base")
+    for seed in (1, 2):
+        perturb(model, seed).save_pretrained(tmp_path / f"t{seed}", max_shard_size="40KB" if seed == 2 else "50GB")
+    emr.merge(tmp_path / "base", {"one": tmp_path / "t1", "two": tmp_path / "t2"}, tmp_path / "merged", max_shard_size="50KB")
+    assert len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
+    for task, seed in (("one", 1), ("two", 2)):
+        emr.extract(tmp_path / "merged", task, tmp_path / task)
+        found, single = tensors_of(tmp_path / task), tensors_of(tmp_path / f"t{seed}")
+        assert found.keys() == single.keys()
+        base = tensors_of(tmp_path / "base")
+        for key, tensor in found.items():
+            assert (tensor.shape, tensor.dtype) == (single[key].shape, single[key].dtype)
+            moved, off = (single[key].double() - base[key].double()).norm(), (tensor.double() - single[key].double()).norm()
+            assert off < 1.1 * moved or moved == 0, key
+
+
+def test_merging_again_gives_the_same_bytes(tmp_path, folders):
+    base, tasks = folders
+    for out in ("first", "second"):
+        emr.merge(base, tasks, tmp_path / out)
+    assert contents(tmp_path / "first") == contents(tmp_path / "second")
+
+
+def test_rows_that_no_task_touched_cost_next_to_nothing(tmp_path):
+    base = {"embed.weight": torch.randn(20_000, 16)}
+    write_folder(tmp_path / "base", base)
+    for seed in (1, 2):
+        tuned = base["embed.weight"].clone()
+        tuned[:100] += 0.01 * torch.randn(100, 16)
+        write_folder(tmp_path / f"t{seed}", {"embed.weight": tuned})
+    report = emr.merge(tmp_path / "base", {"a": tmp_path / "t1", "b": tmp_path / "t2"}, tmp_path / "merged")
+    assert all(task.mask_bits < 0.01 for task in report.tasks)
+
+
+# ---- what is a task's own --------------------------------------------------------------------------------------------
+
+
+def test_labels_and_files_are_each_tasks_own(tmp_path, folders):
+    base, tasks = folders
+    merged = tmp_path / "merged"
+    emr.merge(base, tasks, merged)
+    for task, folder in tasks.items():
+        emr.extract(merged, task, tmp_path / task)
+        config, expected = (json.loads((path / "config.json").read_text()) for path in (tmp_path / task, folder))
+        assert config == expected
+        assert (tmp_path / task / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    # Equal files are stored once.
+    assert (merged / "tokenizer.json").exists() and not (merged / "tasks" / "cr" / "tokenizer.json").exists()
+
+
+def test_added_tokens_and_resized_vocabularies(tmp_path):
+    base, tasks = write_tasks(tmp_path / "in", {"same": 2, "more": 2, "most": 2, "less": 2})
+    for task, words in {"more": 101, "most": 110, "less": 90}.items():
+        model = classifier(2, words)
+        model.resize_token_embeddings(words)
+        model.save_pretrained(tasks[task])
+        words_of = tokenizer()
+        words_of.add_tokens([f"new{i}" for i in range(max(words - len(words_of), 0))])
+        words_of.save_pretrained(tasks[task])
+    emr.merge(base, tasks, tmp_path / "merged")
+    name = "bert.embeddings.word_embeddings.weight"
+    for task, folder in tasks.items():
+        emr.extract(tmp_path / "merged", task, tmp_path / task)
+        found, single = tensors_of(tmp_path / task)[name], tensors_of(folder)[name]
+        assert found.shape == single.shape
+        assert torch.equal(found[96:], single[96:])
+        moved, off = (single[:90] - tensors_of(base)[name.removeprefix("bert.")][:90]).norm(), (found - single)[:90].norm()
+        assert 0 < off < moved
+        assert (tmp_path / task / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_tensors_that_only_some_tasks_have_and_buffers_of_any_type(tmp_path):
+    base = weights()
+    write_folder(tmp_path / "base", base | {"steps": torch.tensor(1), "mask": torch.eye(4, dtype=torch.bool)})
+    extra = {
+        "a": {"steps": torch.tensor(10), "mask": torch.eye(4, dtype=torch.bool), "only.a": torch.randn(3, 5).bfloat16()},
+        "b": {"steps": torch.tensor(20), "mask": torch.ones(4, 4, dtype=torch.bool), "empty": torch.empty(0, 3)},
+        "c": {"steps": torch.tensor(10), "only.c": torch.arange(7, dtype=torch.uint8)},
+    }
+    for seed, (task, own) in enumerate(extra.items(), 1):
+        tuned = fine_tune(base, seed) | own
+        if task == "c":
+            del tuned["model.norm.weight"]
+        write_folder(tmp_path / task, tuned)
+    emr.merge(tmp_path / "base", {task: tmp_path / task for task in extra}, tmp_path / "merged")
+    for task, own in extra.items():
+        emr.extract(tmp_path / "merged", task, tmp_path / f"{task}-again")
+        found = tensors_of(tmp_path / f"{task}-again")
+        assert found.keys() == tensors_of(tmp_path / task).keys()
+        assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in own.items())
+
+
+def test_a_head_of_the_bases_shape_and_one_of_another_in_the_same_merge(tmp_path):
+    bert(3).save_pretrained(tmp_path / "base")
+    for task, labels in {"three": 3, "five": 5, "again": 3}.items():
+        model = classifier(labels, labels)
+        model.classifier.weight.data.mul_(0.001)
+        model.save_pretrained(tmp_path / task)
+    tasks = {task: tmp_path / task for task in ("five", "three", "again")}
+    emr.merge(tmp_path / "base", tasks, tmp_path / "merged")
+    emr.extract(tmp_path / "merged", "five", tmp_path / "out")
+    assert torch.equal(tensors_of(tmp_path / "out")["classifier.weight"], tensors_of(tmp_path / "five")["classifier.weight"])
+
+
+def test_a_base_of_another_float_type(tmp_path):
+    base = weights()
+    write_folder(tmp_path / "base", base)
+    half = {name: tensor.bfloat16() for name, tensor in base.items()}
+    for seed in (1, 2):
+        tuned = {name: (t.float() + 0.01 * torch.randn(t.shape)).bfloat16() for name, t in half.items()}
+        write_folder(tmp_path / f"t{seed}", tuned)
+    report = emr.merge(tmp_path / "base", {"a": tmp_path / "t1", "b": tmp_path / "t2"}, tmp_path / "merged")
+    emr.extract(tmp_path / "merged", "a", tmp_path / "a")
+    assert all(tensor.dtype == torch.bfloat16 for tensor in tensors_of(tmp_path / "a").values())
+    assert all(0.5 < task.cosine < 1 for task in report.tasks)
+
+
+# ---- what a task may be given as -------------------------------------------------------------------------------------
+
+
+def test_a_compressed_checkpoint_is_as_good_as_the_plain_one(tmp_path, folders):
+    base, tasks = folders
+    emr.merge(base, tasks, tmp_path / "plain")
+    fm_delta.compress_checkpoint(tasks["cr"], base, tmp_path / "small")
+    emr.merge(base, tasks | {"cr": tmp_path / "small"}, tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(tmp_path / "plain")
+
+
+def test_a_model_in_memory_is_as_good_as_its_folder(tmp_path, folders):
+    base, tasks = folders
+    emr.merge(base, {"trec": classifier(6, 1), "cr": classifier(2, 2)}, tmp_path / "memory")
+    emr.merge(base, {"trec": tasks["trec"], "cr": tasks["cr"]}, tmp_path / "folders")
+    names = ["model.safetensors", "tasks/trec/config.json"]
+    first, second = contents(tmp_path / "memory"), contents(tmp_path / "folders")
+    assert [first[name] for name in names] == [second[name] for name in names]
+
+
+def adapter(kind: str, labels: int, seed: int):
+    """A PEFT model on the tiny base whose adapter does something."""
+    torch.manual_seed(seed)
+    model = bert(labels)
+    model.bert.load_state_dict(bert().bert.state_dict())
+    options = {"target_modules": ["query", "dense"], "task_type": "SEQ_CLS"}
+    configs = {
+        "lora": lambda: LoraConfig(r=4, **options, rank_pattern={"query": 2}, use_rslora=True),
+        "dora": lambda: LoraConfig(r=4, use_dora=True, **options),
+        "ia3": lambda: IA3Config(feedforward_modules=["dense"], **options),
+        "bias": lambda: LoraConfig(r=2, bias="all", **options),
+        "embedding": lambda: LoraConfig(r=2, lora_alpha=1, target_modules=["word_embeddings", "value"], task_type="SEQ_CLS"),
+    }
+    tuned = get_peft_model(model, configs[kind]())
+    with torch.no_grad():
+        for name, parameter in tuned.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    return tuned
+
+
+@pytest.mark.parametrize("given", ["memory", "folder"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "bias", "embedding"])
+def test_an_adapter_is_merged_as_the_weights_it_makes(tmp_path, kind, given):
+    base, tasks = write_tasks(tmp_path / "in", {"cr": 2})
+    tuned = adapter(kind, 5, 7)
+    task = tuned
+    if given == "folder":
+        task = tmp_path / "adapter"
+        tuned.save_pretrained(task)
+    emr.merge(base, {"five": task}, tmp_path / "alone")
+    emr.extract(tmp_path / "alone", "five", tmp_path / "five")
+    expected = deepcopy(tuned).merge_and_unload().state_dict()
+    found = tensors_of(tmp_path / "five")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.allclose(tensor, expected[name], atol=1e-7), name
+    assert json.loads((tmp_path / "five" / "config.json").read_text())["architectures"] == ["BertForSequenceClassification"]
+    report = emr.merge(base, tasks | {"five": task}, tmp_path / "merged")
+    assert [task.task for task in report.tasks] == ["cr", "five"]
+
+
+def test_an_adapter_of_a_causal_model_with_tied_embeddings(tmp_path):
+    model = llama(tied=True)
+    model.save_pretrained(tmp_path / "base")
+    tuned = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for name, parameter in tuned.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.01)
+    tuned.save_pretrained(tmp_path / "adapter")
+    perturb(llama(tied=True), 2).save_pretrained(tmp_path / "full")
+    emr.merge(tmp_path / "base", {"a": tmp_path / "adapter", "b": tmp_path / "full"}, tmp_path / "merged")
+    emr.extract(tmp_path / "merged", "a", tmp_path / "a")
+    assert tensors_of(tmp_path / "a").keys() == tensors_of(tmp_path / "full").keys()
+
+
+# ---- what cannot be merged -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_written(tmp_path):
+    """The output folder, which must not be there afterwards."""
+    yield tmp_path / "merged"
+    assert not (tmp_path / "merged").exists()
+
+
+def test_no_task_and_names_of_no_use(tmp_path, folders, nothing_written):
+    base, tasks = folders
+    with pytest.raises(CheckpointError, match="no tasks"):
+        emr.merge(base, {}, nothing_written)
+    for name in ("", "a/b", "..", "a b", ".hidden", 7):
+        with pytest.raises(CheckpointError, match="cannot be the name of a task"):
+            emr.merge(base, {name: tasks["cr"]}, nothing_written)
+
+
+def test_an_unknown_rescaler(folders, nothing_written):
+    base, tasks = folders
+    with pytest.raises(CheckpointError, match="tensor, paper"):
+        emr.merge(base, tasks, nothing_written, rescale="layer")
+
+
+def test_a_folder_that_is_not_there(folders, nothing_written):
+    base, tasks = folders
+    with pytest.raises(CheckpointError, match="Task 'cr': there is no folder './nowhere'"):
+        emr.merge(base, {"cr": "./nowhere"}, nothing_written)
+    with pytest.raises(BaseModelError, match="no folder './nowhere'"):
+        emr.merge("./nowhere", tasks, nothing_written)
+    with pytest.raises(CheckpointError, match="neither a folder nor a Hub repository"):
+        emr.merge(base, {"cr": "someone/something"}, nothing_written)
+
+
+def test_models_of_other_sizes(tmp_path, nothing_written):
+    write_folder(tmp_path / "base", weights())
+    wide = {name: torch.cat([t, t], -1) for name, t in weights().items()}
+    write_folder(tmp_path / "wide", wide)
+    with pytest.raises(CheckpointError, match=r"of task 'wide' is \[96, 32\], but \[96, 16\] in the base"):
+        emr.merge(tmp_path / "base", {"wide": tmp_path / "wide"}, nothing_written)
+
+
+def test_models_of_another_kind(tmp_path, folders, nothing_written):
+    base, tasks = folders
+    llama().save_pretrained(tmp_path / "llama")
+    with pytest.raises(CheckpointError, match="Task 'llama' is a llama model, the base is bert"):
+        emr.merge(base, tasks | {"llama": tmp_path / "llama"}, nothing_written)
+    bert().bert.save_pretrained(tmp_path / "body")
+    with pytest.raises(CheckpointError, match="architectures.*one class"):
+        emr.merge(base, tasks | {"body": tmp_path / "body"}, nothing_written)
+
+
+def test_a_base_that_none_came_from(tmp_path, folders, nothing_written):
+    _, tasks = folders
+    torch.manual_seed(99)
+    stranger = type(bert().bert)(bert().config)
+    stranger.save_pretrained(tmp_path / "stranger")
+    with pytest.raises(BaseModelError, match="times the base's own length: it is no fine-tune of this base"):
+        emr.merge(tmp_path / "stranger", tasks, nothing_written)
+    write_folder(tmp_path / "other", {"nothing.alike": torch.randn(4, 4)})
+    with pytest.raises(BaseModelError, match="no fine-tune of it"):
+        emr.merge(tmp_path / "other", tasks, nothing_written)
+
+
+def test_tasks_of_two_float_types(tmp_path, folders, nothing_written):
+    base, tasks = folders
+    classifier(2, 3).bfloat16().save_pretrained(tmp_path / "half")
+    with pytest.raises(CheckpointError, match="BF16 in task 'half' and F32 in 'trec'"):
+        emr.merge(base, tasks | {"half": tmp_path / "half"}, nothing_written)
+
+
+def test_weights_that_are_not_finite(tmp_path, folders, nothing_written):
+    base, tasks = folders
+    shutil.copytree(tasks["cr"], tmp_path / "broken")
+    tensors = tensors_of(tmp_path / "broken")
+    tensors["bert.pooler.dense.bias"][3] = torch.nan
+    save_file(tensors, tmp_path / "broken" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="'bert.pooler.dense.bias' of task 'broken' has 1 values that are infinite"):
+        emr.merge(base, tasks | {"broken": tmp_path / "broken"}, nothing_written)
+
+
+def test_an_adapter_that_makes_no_weights(tmp_path, folders, nothing_written):
+    base, _ = folders
+    prompt = get_peft_model(bert(2), PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=3))
+    prompt.save_pretrained(tmp_path / "prompt")
+    with pytest.raises(CheckpointError, match="PROMPT_TUNING adapter: it makes no weights"):
+        emr.merge(base, {"prompt": tmp_path / "prompt"}, nothing_written)
+
+
+def test_quantised_merged_and_compressed_folders_are_refused_where_they_make_no_sense(tmp_path, folders):
+    base, tasks = folders
+    emr.merge(base, tasks, tmp_path / "merged")
+    with pytest.raises(CheckpointError, match="hf-ext extract"):
+        emr.merge(base, {"all": tmp_path / "merged"}, tmp_path / "twice")
+    with pytest.raises(CheckpointError, match="hf-ext extract"):
+        fm_delta.decompress_checkpoint(tmp_path / "merged", tmp_path / "plain")
+    with pytest.raises(CheckpointError, match="quantised"):
+        fm_delta.compress_checkpoint(tmp_path / "merged", base, tmp_path / "small")
+    fm_delta.compress_checkpoint(tasks["cr"], base, tmp_path / "small")
+    with pytest.raises(BaseModelError, match="itself compressed"):
+        emr.merge(tmp_path / "small", tasks, tmp_path / "twice")
+    with pytest.raises(CheckpointError, match="cannot be written over"):
+        emr.merge(base, tasks, tasks["cr"])
+    assert not (tmp_path / "twice").exists() and not (tmp_path / "plain").exists()
+
+
+def test_a_task_that_is_no_model(folders, nothing_written):
+    base, _ = folders
+    with pytest.raises(CheckpointError, match="Task 'cr' is a dict"):
+        emr.merge(base, {"cr": {}}, nothing_written)
+
+
+def test_a_failing_merge_leaves_an_older_one_as_it_was(tmp_path, folders):
+    base, tasks = folders
+    emr.merge(base, tasks, tmp_path / "merged")
+    before = contents(tmp_path / "merged")
+    with pytest.raises(CheckpointError):
+        emr.merge(base, tasks | {"gone": "./nowhere"}, tmp_path / "merged")
+    assert contents(tmp_path / "merged") == before
+
+
+def test_a_smaller_merge_over_a_larger_one_leaves_no_task_behind(tmp_path, folders):
+    base, tasks = folders
+    emr.merge(base, tasks, tmp_path / "merged", max_shard_size="50KB")
+    emr.merge(base, {"cr": tasks["cr"]}, tmp_path / "merged")
+    emr.merge(base, {"cr": tasks["cr"]}, tmp_path / "fresh")
+    assert contents(tmp_path / "merged") == contents(tmp_path / "fresh")
+
+
+# ---- adding a task ---------------------------------------------------------------------------------------------------
+
+
+def test_an_added_task_leaves_the_others_as_they_were(tmp_path, folders):
+    base, tasks = folders
+    first = {task: tasks[task] for task in ("trec", "cr")}
+    emr.merge(base, first, tmp_path / "merged")
+    close = classifier(3, 1)  # tuned as "trec" was, but for its head and a little more
+    with torch.no_grad():
+        close.bert.pooler.dense.weight += 1e-4
+    close.save_pretrained(tmp_path / "close")
+    emr.add_task(tmp_path / "merged", "subj", tmp_path / "close", tmp_path / "more")
+    assert [task.task for task in emr.report(tmp_path / "more").tasks] == ["trec", "cr", "subj"]
+    for task in first:
+        for folder in ("merged", "more"):
+            emr.extract(tmp_path / folder, task, tmp_path / f"{folder}-{task}")
+        assert contents(tmp_path / f"merged-{task}") == contents(tmp_path / f"more-{task}")
+    emr.extract(tmp_path / "more", "subj", tmp_path / "subj")
+    same = tensors_of(tmp_path / "subj")["classifier.weight"], tensors_of(tmp_path / "close")["classifier.weight"]
+    assert torch.equal(*same)
+
+
+def test_a_task_that_moved_other_weights_is_added_exactly(tmp_path):
+    base = weights()
+    write_folder(tmp_path / "base", base)
+    for task, name in {"a": "model.norm.weight", "b": "lm_head.weight"}.items():
+        write_folder(tmp_path / task, base | {name: base[name] + 0.01})
+    emr.merge(tmp_path / "base", {"a": tmp_path / "a"}, tmp_path / "merged")
+    emr.add_task(tmp_path / "merged", "b", tmp_path / "b", tmp_path / "more")
+    emr.extract(tmp_path / "more", "b", tmp_path / "again")
+    same_tensors(tensors_of(tmp_path / "again"), tensors_of(tmp_path / "b"))
+
+
+def test_a_task_that_the_election_cannot_give_is_refused_until_it_is_elected_anew(tmp_path):
+    base = weights()
+    write_folder(tmp_path / "base", base)
+    tuned = fine_tune(base, 1)
+    write_folder(tmp_path / "a", tuned)
+    write_folder(tmp_path / "b", {name: base[name] - 3 * (tuned[name] - base[name]) for name in base})
+    emr.merge(tmp_path / "base", {"a": tmp_path / "a"}, tmp_path / "merged")
+    with pytest.raises(CheckpointError, match="reelect"):
+        emr.add_task(tmp_path / "merged", "b", tmp_path / "b", tmp_path / "more")
+    assert not (tmp_path / "more").exists()
+    report = emr.add_task(tmp_path / "merged", "b", tmp_path / "b", tmp_path / "more", reelect=True)
+    assert report.tasks[1].cosine > 0.9
+
+
+def test_a_name_that_is_taken_and_a_folder_that_is_no_merge(tmp_path, folders):
+    base, tasks = folders
+    emr.merge(base, {"cr": tasks["cr"]}, tmp_path / "merged")
+    with pytest.raises(CheckpointError, match="has a task 'cr' already"):
+        emr.add_task(tmp_path / "merged", "cr", tasks["subj"], tmp_path / "more")
+    for call in (
+        lambda: emr.add_task(tasks["cr"], "subj", tasks["subj"], tmp_path / "more"),
+        lambda: emr.extract(tasks["cr"], "cr", tmp_path / "more"),
+        lambda: emr.report(tasks["cr"]),
+    ):
+        with pytest.raises(CheckpointError, match="holds no merge"):
+            call()
+    with pytest.raises(CheckpointError, match="its tasks are cr"):
+        emr.extract(tmp_path / "merged", "sst2", tmp_path / "more")
+    with pytest.raises(CheckpointError, match="cannot be written over"):
+        emr.extract(tmp_path / "merged", "cr", tmp_path / "merged")
+
