@@ -209,23 +209,38 @@ PyObject* modulate(PyObject*, PyObject* args) {
 }
 
 PyObject* retarget(PyObject*, PyObject* args) {
-    PyObject *base_object, *elected_object, *from_object, *to_object, *live_object;
-    Buffer base, elected, from_mask, to_mask, live;
-    emr::Modulator from{}, to{};
-    int dtype, threads = 1;
-    if (!PyArg_ParseTuple(args, "iOOOdOdO|i:retarget", &dtype, &base_object, &elected_object, &from_object, &from.scale, &to_object,
-                          &to.scale, &live_object, &threads))
-        return nullptr;
-    size_t values;
-    if (!base.open(base_object, 0) || !elected.open(elected_object, 0) || !from_mask.open(from_object, 0) || !to_mask.open(to_object, 0) ||
-        !live.open(live_object, PyBUF_WRITABLE) || !common_values(dtype, {&base, &elected, &live}, values) || !mask_fits(from_mask, values) ||
-        !mask_fits(to_mask, values))
-        return nullptr;
-    from.mask = static_cast<const uint8_t*>(from_mask.view.buf);
-    to.mask = static_cast<const uint8_t*>(to_mask.view.buf);
-    bool same = false;
-    if (!run([&] { same = emr::retarget(dtype, values, base.view.buf, elected.view.buf, from, to, live.view.buf, threads); })) return nullptr;
-    return PyBool_FromLong(same);
+    PyObject* tuples;
+    int threads = 1;
+    if (!PyArg_ParseTuple(args, "O!|i:retarget", &PyTuple_Type, &tuples, &threads)) return nullptr;
+    struct Buffers {
+        Buffer base, elected, from, to, live;
+    };
+    const size_t count = size_t(PyTuple_Size(tuples));
+    std::vector<Buffers> buffers(count);
+    std::vector<emr::Target> targets(count);
+    for (size_t i = 0; i < count; ++i) {
+        Buffers& held = buffers[i];
+        emr::Target& target = targets[i];
+        PyObject *tuple = PyTuple_GetItem(tuples, Py_ssize_t(i)), *base, *elected, *from, *to, *live;
+        if (!PyTuple_Check(tuple)) {
+            PyErr_SetString(PyExc_TypeError, "retarget takes a tuple of tuples");
+            return nullptr;
+        }
+        if (!PyArg_ParseTuple(tuple, "iOOOdOdO:retarget", &target.dtype, &base, &elected, &from, &target.from.scale, &to, &target.to.scale,
+                              &live) ||
+            !held.base.open(base, 0) || !held.elected.open(elected, 0) || !held.from.open(from, 0) || !held.to.open(to, 0) ||
+            !held.live.open(live, PyBUF_WRITABLE) || !common_values(target.dtype, {&held.base, &held.elected, &held.live}, target.values) ||
+            !mask_fits(held.from, target.values) || !mask_fits(held.to, target.values))
+            return nullptr;
+        target.base = held.base.view.buf;
+        target.elected = held.elected.view.buf;
+        target.from.mask = static_cast<const uint8_t*>(held.from.view.buf);
+        target.to.mask = static_cast<const uint8_t*>(held.to.view.buf);
+        target.live = held.live.view.buf;
+    }
+    size_t place = 0;
+    if (!run([&] { place = emr::retarget(targets.data(), count, threads); })) return nullptr;
+    return PyLong_FromSize_t(place);
 }
 
 PyMethodDef METHODS[] = {
@@ -237,7 +252,8 @@ PyMethodDef METHODS[] = {
     {"elect", elect, METH_VARARGS, "elect(dtype, base, (task, ...), elected, masks, sums, threads=1): fills the last three, see emr.h"},
     {"modulate", modulate, METH_VARARGS, "modulate(dtype, base, elected, mask | None, scale, out, threads=1): fills out"},
     {"retarget", retarget, METH_VARARGS,
-     "retarget(dtype, base, elected, mask | None, scale, to_mask | None, to_scale, live, threads=1) -> whether live was the first task's"},
+     "retarget(((dtype, base, elected, mask | None, scale, to_mask | None, to_scale, live), ...), threads=1) -> place of the first that was "
+     "not as given, or their number"},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -12,11 +12,16 @@
 // The compiler makes the hot loops for several generations of processors; the one at hand is chosen when the module is loaded.
 // Products and sums are never fused (setup.py: -ffp-contract=off), so that all give the same bits.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
+#define CLONES 1
 #define FOR_EACH_PROCESSOR __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #define INLINED inline __attribute__((always_inline))
+#define PREFETCH(address) __builtin_prefetch(address)
 #else
+#define CLONES 0
 #define FOR_EACH_PROCESSOR
 #define INLINED inline
+#define PREFETCH(address) (void)(address)
 #endif
 
 namespace emr {
@@ -166,6 +171,20 @@ INLINED void elect_block(size_t values, const typename F::U* base, const void* c
     }
 }
 
+// All ones where the mask's bit is set.
+template <class U>
+INLINED void expand(const uint8_t* mask, size_t values, U* set) {
+    if (mask)
+        for (size_t i = 0; i < values; i += 8) std::memcpy(set + i, EXPANSIONS<U>[mask[i / 8]].data(), 8 * sizeof(U));
+    else
+        std::memset(set, 0, values * sizeof(U));
+}
+
+template <class U>
+INLINED U select(U set, U first, U second) {
+    return U((first & set) | (second & U(~set)));
+}
+
 template <class F>
 INLINED void modulate_block(size_t values, const typename F::U* base, const typename F::U* elected, const uint8_t* mask, double scale,
                             typename F::U* out) {
@@ -174,24 +193,98 @@ INLINED void modulate_block(size_t values, const typename F::U* base, const type
         std::memcpy(out, base, values * sizeof(U));
         return;
     }
-    U set[BLOCK];  // all ones where the mask's bit is set
-    for (size_t i = 0; i < values; i += 8) std::memcpy(set + i, EXPANSIONS<U>[mask[i / 8]].data(), 8 * sizeof(U));
+    U set[BLOCK];
+    expand<U>(mask, values, set);
     if (scale == 1) {
-        for (size_t i = 0; i < values; ++i) out[i] = U((elected[i] & set[i]) | (base[i] & U(~set[i])));
+        for (size_t i = 0; i < values; ++i) out[i] = select(set[i], elected[i], base[i]);
         return;
     }
     const Real<F> factor = Real<F>(scale);
     for (size_t i = 0; i < values; ++i) {
         const Real<F> from = value_of<F>(base[i]);
         const U moved = rounded<F>(from + factor * (value_of<F>(elected[i]) - from));
-        out[i] = U((moved & set[i]) | (base[i] & U(~set[i])));
+        out[i] = select(set[i], moved, base[i]);
     }
 }
 
+// All zero where neither mask has a bit set.
+INLINED uint64_t any_bits(const uint8_t* mask, size_t values) {
+    uint64_t bits = 0;
+    if (mask)
+        for (size_t i = 0; i < (values + 7) / 8; ++i) bits |= mask[i];
+    return bits;
+}
+
+// Fills `next` with the second task's weights; what is not zero afterwards is where `live` differs from the first task's.
 template <class F>
-INLINED bool same_block(size_t values, const typename F::U* first, const typename F::U* second) {
-    typename F::U difference = 0;
-    for (size_t i = 0; i < values; ++i) difference = typename F::U(difference | (first[i] ^ second[i]));
+INLINED typename F::U blend(size_t begin, size_t end, const typename F::U* base, const typename F::U* elected, double from, double to,
+                            const typename F::U* from_set, const typename F::U* to_set, const typename F::U* live, typename F::U* next) {
+    using U = typename F::U;
+    const U from_exact = U(U(0) - U(from == 1)), to_exact = U(U(0) - U(to == 1));
+    const Real<F> from_factor = Real<F>(from), to_factor = Real<F>(to);
+    U difference = 0;
+    for (size_t i = begin; i < end; ++i) {
+        const Real<F> prior = value_of<F>(base[i]), step = value_of<F>(elected[i]) - prior;
+        const U before = select(from_exact, elected[i], rounded<F>(prior + from_factor * step));
+        const U after = select(to_exact, elected[i], rounded<F>(prior + to_factor * step));
+        difference = U(difference | (live[i] ^ select(from_set[i], before, base[i])));
+        next[i] = select(to_set[i], after, base[i]);
+    }
+    return difference;
+}
+
+#if CLONES
+// The same with the processor's own conversions, of as many values as make whole vectors.
+__attribute__((target("avx2,f16c"))) uint16_t blend_f16c(size_t values, const uint16_t* base, const uint16_t* elected, double from, double to,
+                                                         const uint16_t* from_set, const uint16_t* to_set, const uint16_t* live,
+                                                         uint16_t* next) {
+    const auto load = [](const uint16_t* place) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(place)); };
+    const __m256 from_factor = _mm256_set1_ps(float(from)), to_factor = _mm256_set1_ps(float(to));
+    const __m128i from_exact = _mm_set1_epi16(short(-(from == 1))), to_exact = _mm_set1_epi16(short(-(to == 1)));
+    __m128i difference = _mm_setzero_si128();
+    for (size_t i = 0; i + 8 <= values; i += 8) {
+        const __m128i old = load(base + i), chosen = load(elected + i);
+        const __m256 prior = _mm256_cvtph_ps(old), step = _mm256_sub_ps(_mm256_cvtph_ps(chosen), prior);
+        const __m128i before = _mm256_cvtps_ph(_mm256_add_ps(prior, _mm256_mul_ps(from_factor, step)), 0);
+        const __m128i after = _mm256_cvtps_ph(_mm256_add_ps(prior, _mm256_mul_ps(to_factor, step)), 0);
+        const __m128i expected = _mm_blendv_epi8(old, _mm_blendv_epi8(before, chosen, from_exact), load(from_set + i));
+        difference = _mm_or_si128(difference, _mm_xor_si128(load(live + i), expected));
+        const __m128i made = _mm_blendv_epi8(old, _mm_blendv_epi8(after, chosen, to_exact), load(to_set + i));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(next + i), made);
+    }
+    return uint16_t(!_mm_testz_si128(difference, difference));
+}
+const bool HAS_F16C = (__builtin_cpu_init(), __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"));
+#endif
+
+// Writes nothing, and returns false, if `live` does not hold the first task's weights.
+template <class F>
+INLINED bool retarget_block(size_t values, const typename F::U* base, const typename F::U* elected, Modulator from, Modulator to,
+                            typename F::U* live) {
+    using U = typename F::U;
+    U difference = 0;
+    if (!(any_bits(from.mask, values) | any_bits(to.mask, values))) {
+        for (size_t i = 0; i < values; ++i) difference = U(difference | (live[i] ^ base[i]));
+        return difference == 0;
+    }
+    U from_set[BLOCK], to_set[BLOCK], next[BLOCK];
+    for (size_t i = BLOCK; i < 2 * BLOCK; i += 64 / sizeof(U)) {
+        PREFETCH(base + i);
+        PREFETCH(elected + i);
+        PREFETCH(live + i);
+    }
+    expand<U>(from.mask, values, from_set);
+    expand<U>(to.mask, values, to_set);
+    size_t done = 0;
+#if CLONES
+    if constexpr (std::is_same_v<F, F16>)
+        if (HAS_F16C) {
+            difference = blend_f16c(values, base, elected, from.scale, to.scale, from_set, to_set, live, next);
+            done = values / 8 * 8;
+        }
+#endif
+    difference = U(difference | blend<F>(done, values, base, elected, from.scale, to.scale, from_set, to_set, live, next));
+    if (difference == 0) std::memcpy(live, next, values * sizeof(U));
     return difference == 0;
 }
 
@@ -213,16 +306,12 @@ struct Loops;
     }                                                                                                                                 \
     FOR_EACH_PROCESSOR bool retarget_##F(size_t begin, size_t end, const F::U* base, const F::U* elected, Modulator from,             \
                                          Modulator to, F::U* live) {                                                                  \
-        F::U expected[BLOCK];                                                                                                         \
         for (size_t i = begin; i < end; i += BLOCK) {                                                                                 \
-            const size_t values = std::min(BLOCK, end - i);                                                                           \
-            modulate_block<F>(values, base + i, elected + i, at(from.mask, i), from.scale, expected);                                 \
-            if (!same_block<F>(values, live + i, expected)) {                                                                         \
-                for (size_t j = begin; j < i; j += BLOCK)                                                                             \
-                    modulate_block<F>(BLOCK, base + j, elected + j, at(from.mask, j), from.scale, live + j);                          \
-                return false;                                                                                                         \
-            }                                                                                                                         \
-            modulate_block<F>(values, base + i, elected + i, at(to.mask, i), to.scale, live + i);                                     \
+            const Modulator old{at(from.mask, i), from.scale}, next{at(to.mask, i), to.scale};                                        \
+            if (retarget_block<F>(std::min(BLOCK, end - i), base + i, elected + i, old, next, live + i)) continue;                    \
+            for (size_t j = begin; j < i; j += BLOCK)                                                                                 \
+                modulate_block<F>(BLOCK, base + j, elected + j, at(from.mask, j), from.scale, live + j);                              \
+            return false;                                                                                                             \
         }                                                                                                                             \
         return true;                                                                                                                  \
     }                                                                                                                                 \
@@ -275,29 +364,39 @@ void modulate(int dtype, size_t values, const void* base, const void* elected, M
     });
 }
 
-bool retarget(int dtype, size_t values, const void* base, const void* elected, Modulator from, Modulator to, void* live, int threads) {
-    bool same = true;
-    fm_delta::with_float(dtype, [&](auto type) {
+size_t retarget(const Target* targets, size_t count, int threads) {
+    struct Chunk {
+        size_t target, begin, end;
+        bool written;
+    };
+    std::vector<Chunk> chunks;
+    for (size_t i = 0; i < count; ++i)
+        for (size_t begin = 0; begin < targets[i].values; begin += CHUNK)
+            chunks.push_back({i, begin, std::min(targets[i].values, begin + CHUNK), false});
+    const auto for_each = [&](const auto& work) {
+        parallel_for(chunks.size(), threads, [&](size_t i) {
+            const Target& target = targets[chunks[i].target];
+            fm_delta::with_float(target.dtype, [&](auto type) { work(type, target, chunks[i]); });
+        });
+    };
+    std::atomic<size_t> strange{count};
+    for_each([&](auto type, const Target& target, Chunk& chunk) {
         using F = decltype(type);
         using U = typename F::U;
-        const U *base_values = static_cast<const U*>(base), *elected_values = static_cast<const U*>(elected);
-        const size_t chunks = chunks_of(values);
-        std::vector<uint8_t> written(chunks, 0);
-        std::atomic<bool> strange{false};
-        parallel_for(chunks, threads, [&](size_t chunk) {
-            const size_t begin = chunk * CHUNK, end = std::min(values, begin + CHUNK);
-            if (strange) return;
-            written[chunk] = Loops<F>::retarget(begin, end, base_values, elected_values, from, to, static_cast<U*>(live));
-            if (!written[chunk]) strange = true;
-        });
-        if (!strange) return;
-        same = false;
-        parallel_for(chunks, threads, [&](size_t chunk) {
-            const size_t begin = chunk * CHUNK, end = std::min(values, begin + CHUNK);
-            if (written[chunk]) Loops<F>::modulate(begin, end, base_values, elected_values, from, static_cast<U*>(live));
-        });
+        if (strange != count) return;
+        chunk.written = Loops<F>::retarget(chunk.begin, chunk.end, static_cast<const U*>(target.base), static_cast<const U*>(target.elected),
+                                           target.from, target.to, static_cast<U*>(target.live));
+        if (!chunk.written) strange = chunk.target;
     });
-    return same;
+    if (strange != count)
+        for_each([&](auto type, const Target& target, const Chunk& chunk) {
+            using F = decltype(type);
+            using U = typename F::U;
+            if (chunk.written)
+                Loops<F>::modulate(chunk.begin, chunk.end, static_cast<const U*>(target.base), static_cast<const U*>(target.elected),
+                                   target.from, static_cast<U*>(target.live));
+        });
+    return strange;
 }
 
 }  // namespace emr

@@ -34,7 +34,18 @@ struct Modulator {
 
 void modulate(int dtype, size_t values, const void* base, const void* elected, Modulator task, void* out, int threads);
 
-// Overwrites the tensor of one task by that of another. Returns false, and leaves `live` as it is, if that is not the first's.
-bool retarget(int dtype, size_t values, const void* base, const void* elected, Modulator from, Modulator to, void* live, int threads);
+// A tensor in use that is to become another task's.
+struct Target {
+    int dtype;
+    size_t values;
+    const void* base;
+    const void* elected;
+    Modulator from, to;
+    void* live;
+};
+
+// Overwrites the tensors of one task by those of another, all or none. Returns how many there are, or, if a tensor is not the first
+// task's to the last bit, its place among them, after which all are as they were.
+size_t retarget(const Target* targets, size_t count, int threads);
 
 }  // namespace emr

@@ -10,6 +10,7 @@ The work is done by csrc/emr.cpp; reference.py says the same in NumPy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -101,18 +102,31 @@ def modulate(
     _native.modulate(FLOATS[dtype], base, elected, mask, scale, out, threads)
 
 
-def retarget(
-    dtype: str,
-    base: np.ndarray,
-    elected: np.ndarray,
-    task: tuple[np.ndarray | None, float],
-    other: tuple[np.ndarray | None, float],
-    live: np.ndarray,
-    threads: int = 1,
-) -> bool:
-    """Overwrites a task's weights by those of another, each given as (mask, scale).
+class Target(NamedTuple):
+    """A tensor in use that is to become another task's: its float type's code, the base's and the elected bytes, the mask (or
+    None) and the scale of either task, and the bytes to overwrite."""
+
+    dtype: int
+    base: np.ndarray
+    elected: np.ndarray
+    mask: np.ndarray | None
+    scale: float
+    to_mask: np.ndarray | None
+    to_scale: float
+    live: np.ndarray
+
+
+def retarget(targets: Sequence[Target], threads: int = 1) -> int | None:
+    """Overwrites the weights of one task by those of another, all or none.
 
     Returns:
-        False if `live` does not hold the first task's weights to the last bit; it is then left as it is.
+        The place of a target that does not hold the first task's weights to the last bit, after which all are as they were;
+        None if there is none.
     """
-    return _native.retarget(FLOATS[dtype], base, elected, *task, *other, live, threads)
+    place = _native.retarget(tuple(targets), threads)
+    return None if place == len(targets) else place
+
+
+def overwrite(target: Target, threads: int = 1) -> None:
+    """Gives a target the second task's weights, whatever it holds."""
+    _native.modulate(target.dtype, target.base, target.elected, target.to_mask, target.to_scale, target.live, threads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +17,13 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 from transformers.utils.logging import get_logger
 
-from hf_ext.checkpoint import RawTensor
+from hf_ext.checkpoint import SAFETENSORS_DTYPES, RawTensor
 from hf_ext.emr import election
 from hf_ext.emr.artifact import TASKS, Merged
 from hf_ext.errors import CheckpointError, UnsavedChangesError
 from hf_ext.folder import staged_folder
 from hf_ext.loading import AnyTensor, Decode
+from hf_ext.native import FLOATS
 from hf_ext.saving import Saving
 from hf_ext.work_ahead import WorkAhead
 
@@ -97,11 +98,12 @@ class SetTask:
         self._prior: dict[str, np.ndarray] = {}
         self._modulators: dict[str, dict[str, tuple[np.ndarray | None, float]]] = {}
         self._moves: dict[tuple[str, str], tuple[PretrainedConfig, PretrainedConfig, list[tuple[str, str, Any]]]] = {}
+        self._memory: dict[str, tuple[int, np.ndarray]] = {}  # of a parameter: its address and the bytes there
         self._warned: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         # What can be read again need not travel in pickles and copies.
-        return self.__dict__ | {"_elected": {}, "_prior": {}, "_modulators": {}, "_moves": {}}
+        return self.__dict__ | {"_elected": {}, "_prior": {}, "_modulators": {}, "_moves": {}, "_memory": {}}
 
     def __call__(self, name: str, discard_changes: bool = False) -> None:
         self.merged.require_task(name)
@@ -122,37 +124,45 @@ class SetTask:
         return None
 
     def _rewrite(self, name: str, discard: bool) -> None:
+        """All or nothing: what must be replaced is made and checked first, what is overwritten in place is so at once."""
         active, live = self.model.active_task, self._live()
         self._prepare(active, name)
-        in_place, others = [], []
+        in_place, new = {}, {}
         for loaded in self.plan:
-            (in_place if self._is_in_place(loaded, live, active, name) else others).append(loaded)
-        new = {}
-        for loaded in others:
-            if not discard:
-                for target, tensor in self._tensors(active, loaded).items():
-                    weight = live.get(target)
-                    if weight is None or not _same(weight, tensor):
-                        raise UnsavedChangesError(active, target)
+            weight = live.get(loaded.target)
+            if weight is not None and weight.is_meta:
+                raise CheckpointError(
+                    f"'{loaded.target}' is offloaded, so the model cannot switch tasks. Load it without offloading, or write "
+                    "the task as a plain checkpoint: hf-ext extract."
+                )
+            if weight is not None and self._is_in_place(loaded, weight, active, name):
+                in_place[loaded.target] = self._target(loaded, weight, active, name)
+                continue
+            for target, tensor in () if discard else self._tensors(active, loaded).items():
+                if target not in live or not _same(live[target], tensor):
+                    raise UnsavedChangesError(active, target)
             if name != active or discard:
                 new |= self._tensors(name, loaded)
-        self._overwrite(in_place, live, active, name, discard)
+        threads = torch.get_num_threads()
+        if discard:
+            for target in in_place.values():
+                election.overwrite(target, threads)
+        elif (place := election.retarget(list(in_place.values()), threads)) is not None:
+            raise UnsavedChangesError(active, list(in_place)[place])
+        torch.autograd.graph.increment_version([live[target] for target in in_place])
         for target, tensor in new.items():
             if target in live:
                 self._replace(live[target], tensor)
 
     def _live(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers under the names they had when the model was loaded."""
-        live = {}
-        for named in (self.model.named_parameters(remove_duplicate=False), self.model.named_buffers(remove_duplicate=False)):
-            live |= {_plain(name): tensor for name, tensor in named}
-        for loaded in self.plan:
-            if (tensor := live.get(loaded.target)) is not None and tensor.is_meta:
-                raise CheckpointError(
-                    f"'{loaded.target}' is offloaded, so the model cannot switch tasks. Load it without offloading, or write "
-                    "the task as a plain checkpoint: hf-ext extract."
-                )
-        return live
+        return {
+            f"{_plain(path)}.{key}".removeprefix("."): tensor
+            for path, module in self.model.named_modules()
+            for slots in (module._parameters, module._buffers)
+            for key, tensor in slots.items()
+            if tensor is not None
+        }
 
     def _prepare(self, *tasks: str) -> None:
         """Reads what switching needs, once."""
@@ -168,35 +178,25 @@ class SetTask:
                 read = partial(self.merged.modulator, task)
                 self._modulators[task] = dict(WorkAhead(read, {name: self._prior[name].size // 8 for name in names}))
 
-    def _is_in_place(self, loaded: Loaded, live: dict[str, torch.Tensor], *tasks: str) -> bool:
+    def _is_in_place(self, loaded: Loaded, weight: torch.Tensor, *tasks: str) -> bool:
         """Whether a parameter's own memory can be turned from one task's into the other's."""
-        weight, names = live.get(loaded.target), loaded.all_names()
-        if loaded.converter or weight is None or weight.device.type != "cpu" or not weight.is_contiguous() or len(names) != 1:
+        names = loaded.all_names()
+        if loaded.converter or len(names) != 1 or weight.device.type != "cpu" or not weight.is_contiguous():
             return False
         records = [self.merged.files[task].record.modulated.get(names[0]) for task in tasks]
         if any(record is None or record.rows is not None for record in records):
             return False
-        entry = self.merged.elected.entry(names[0])
-        return weight.shape == entry.shape and RawTensor.from_torch(weight[:0] if weight.dim() else weight).dtype == entry.dtype
+        elected = self._elected[names[0]]
+        return weight.shape == elected.shape and SAFETENSORS_DTYPES.get(weight.dtype) == elected.dtype
 
-    def _overwrite(self, plan: list[Loaded], live: dict[str, torch.Tensor], active: str, name: str, discard: bool) -> None:
-        """All or none: where a weight is not the active task's, those before it become the active task's again."""
-        done: list[Callable[[], Any]] = []
-        for loaded in plan:
-            weight, (source,) = live[loaded.target], loaded.all_names()
-            elected, threads = self._elected[source], torch.get_num_threads()
-            arrays = (elected.dtype, self._prior[source], elected.data)
+    def _target(self, loaded: Loaded, weight: torch.Tensor, active: str, name: str) -> election.Target:
+        (source,) = loaded.all_names()
+        found, memory = self._memory.get(loaded.target, (0, None))
+        if found != weight.data_ptr():
             memory = weight.detach().reshape(-1).view(torch.uint8).numpy()
-            old, new = self._modulators[active][source], self._modulators[name][source]
-            if discard:
-                election.modulate(*arrays, *new, memory, threads)
-            elif election.retarget(*arrays, old, new, memory, threads):
-                done.append(partial(election.retarget, *arrays, new, old, memory, threads))
-            else:
-                for undo in done:
-                    undo()
-                raise UnsavedChangesError(active, loaded.target)
-            torch.autograd.graph.increment_version(weight)
+            self._memory[loaded.target] = weight.data_ptr(), memory
+        elected, old, new = self._elected[source], self._modulators[active][source], self._modulators[name][source]
+        return election.Target(FLOATS[elected.dtype], self._prior[source], elected.data, *old, *new, memory)
 
     def _tensors(self, task: str, loaded: Loaded) -> dict[str, torch.Tensor]:
         """What the parameters of `loaded` are for a task; nothing if the task has no such tensors."""

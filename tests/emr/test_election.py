@@ -174,6 +174,10 @@ def test_values_that_are_not_finite_are_counted_unless_they_are_the_bases(dtype)
     assert elected[3] == torch.inf and not any(mask[3] for mask in bits)
 
 
+def target(dtype: str, base, elected, old, new, live) -> election.Target:
+    return election.Target(FLOATS[dtype], raw(base), raw(elected), *old, *new, raw(live))
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_retarget_turns_one_task_into_the_other(dtype):
     base, tasks = fine_tunes(dtype, 3, 150_001)
@@ -183,20 +187,33 @@ def test_retarget_turns_one_task_into_the_other(dtype):
     for i, old in enumerate(modulators):
         for j, new in enumerate(modulators):
             live = models[i].clone()
-            assert election.retarget(dtype, raw(base), raw(elected), old, new, raw(live), threads=2)
+            assert election.retarget([target(dtype, base, elected, old, new, live)], threads=2) is None
             assert torch.equal(live, models[j])
+            election.overwrite(target(dtype, base, elected, old, old, live))
+            assert torch.equal(live, models[i])
 
 
+@pytest.mark.parametrize("changed", [0, 1, 2])
 @pytest.mark.parametrize("place", [0, 600, 70_000, 150_000])
-def test_retarget_leaves_weights_alone_that_are_not_the_tasks(place):
-    base, tasks = fine_tunes("F32", 2, 150_001)
-    elected, _, masks, sums = elect("F32", base, tasks)
-    old, new = ((mask, election.rescaler(total)) for mask, total in zip(masks, sums))
-    live = modulate("F32", base, elected, *old)
-    live[place] += 1
-    before = live.clone()
-    assert not election.retarget("F32", raw(base), raw(elected), old, new, raw(live), threads=3)
-    assert torch.equal(live, before)
+def test_retarget_leaves_all_weights_alone_if_one_is_not_the_tasks(place, changed):
+    targets, lives = [], []
+    for seed, dtype in enumerate(("F32", "BF16", "F32")):
+        base, tasks = fine_tunes(dtype, 2, 150_001, seed)
+        elected, _, masks, sums = elect(dtype, base, tasks)
+        old, new = ((mask, election.rescaler(total)) for mask, total in zip(masks, sums))
+        lives.append(modulate(dtype, base, elected, *old))
+        targets.append(target(dtype, base, elected, old, new, lives[-1]))
+    lives[changed][place] += 1
+    before = [live.clone() for live in lives]
+    assert election.retarget(targets, threads=3) == changed
+    assert all(torch.equal(live, copy) for live, copy in zip(lives, before))
+
+
+def test_weights_that_neither_task_moved_are_checked_too():
+    base = torch.zeros(5000)
+    live = base.clone()
+    live[4999] = -0.0
+    assert election.retarget([target("F32", base, base, (None, 0.5), (None, 0.5), live)]) == 0
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -230,8 +247,11 @@ def test_adopting_a_task_keeps_what_is_elected(dtype):
         lambda a, b: _native.elect(1, a, [a], bytearray(8), bytearray(1), bytearray(72), 1),
         lambda a, b: _native.modulate(1, a, b, None, 1.0, bytearray(8)),
         lambda a, b: _native.modulate(1, a, a, b"", 1.0, bytearray(8)),
-        lambda a, b: _native.retarget(1, a, a, None, 1.0, b"ab", 1.0, bytearray(8)),
-        lambda a, b: _native.retarget(1, a, a, None, 1.0, None, 1.0, bytearray(9)),
+        lambda a, b: _native.retarget(((1, a, a, None, 1.0, b"ab", 1.0, bytearray(8)),)),
+        lambda a, b: _native.retarget(((1, a, a, None, 1.0, None, 1.0, bytearray(9)),)),
+        lambda a, b: _native.retarget(((1, a, b, None, 1.0, None, 1.0, bytearray(8)),)),
+        lambda a, b: _native.retarget((a, b)),
+        lambda a, b: _native.retarget([]),
     ],
 )  # fmt: skip
 def test_buffers_of_the_wrong_size_are_refused(call):
