@@ -10,28 +10,19 @@ class EMRConfig(DecodingConfig):
     """Tells `from_pretrained` that the folder holds several fine-tunes of one base model (EMR-Merging).
 
     Args:
-        task: the task to load, if not the first: `from_pretrained(folder, quantization_config=EMRConfig(task="sst2"))`.
-        base: folder or Hub id of the base model.
-        revision: the base's commit on the Hub; None for a folder.
-        dtype: torch's name of the weights' float type, for `dtype="auto"`.
-        tasks: the names of all tasks.
+        base, revision, dtype: as for `DecodingConfig`.
+        tasks: the names of all tasks; the first is the one that loads.
     """
 
     quant_method = METHOD
 
     def __init__(
         self,
-        task: str | None = None,
-        base: str | None = None,
+        base: str,
         revision: str | None = None,
         dtype: str | None = None,
         tasks: list[str] | None = None,
         **kwargs,
     ):
         super().__init__(base, revision, dtype, **kwargs)
-        self.task = task
         self.tasks = tasks
-
-    def get_loading_attributes(self) -> dict[str, str]:
-        """What a config passed to `from_pretrained` adds to that of the checkpoint."""
-        return {"task": self.task} if self.task else {}

@@ -31,8 +31,6 @@ class EMRQuantizer(DecodingQuantizer):
     def open(self, model: PreTrainedModel, files: list[Path]) -> Checkpoint:
         settings = self.quantization_config
         self.merged = Merged(_whole_folder(files[0].parent), settings.base, settings.revision)
-        if settings.task:
-            self.merged.require_task(settings.task)
         return _FirstTask(self.merged)
 
     def loaded(self, target: str, names: dict[str, list[str]], converter: WeightTransform) -> None:
@@ -41,8 +39,6 @@ class EMRQuantizer(DecodingQuantizer):
     def _process_model_after_weight_loading(self, model, **kwargs):
         super()._process_model_after_weight_loading(model, **kwargs)
         attach(model, self.merged, self.plan)
-        if self.quantization_config.task:
-            model.set_task(self.quantization_config.task)
         return model
 
 

@@ -9,12 +9,12 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from emr.merging import classifier, same_tensors, tensors_of, write_tasks
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import save_file
 from tiny_checkpoints import contents, fine_tune, weights, write_folder
 from tiny_models import MODELS, bert, llama, perturb, tokenizer
 
+from emr.merging import classifier, same_tensors, tensors_of, write_tasks
 from hf_ext import BaseModelError, CheckpointError, emr, fm_delta
 from hf_ext.emr import reference
 

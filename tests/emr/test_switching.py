@@ -1,0 +1,467 @@
+"""A loaded merge: each task is what `extract` writes, switching is in place and loses nothing, saving writes the merge again."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_checkpoints import contents
+from tiny_models import MODELS, assert_same_weights, bert, inputs, llama, perturb, tokenizer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+from emr.merging import classifier, same_tensors, tensors_of, write_tasks
+from hf_ext import BaseModelError, CheckpointError, CorruptFileError, EMRConfig, UnsavedChangesError, emr, fm_delta
+
+Auto = AutoModelForSequenceClassification
+
+
+def extract_all(merged, out) -> dict:
+    """Every task as a plain folder."""
+    tasks = [task.task for task in emr.report(merged).tasks]
+    for task in tasks:
+        emr.extract(merged, task, out / task)
+    return {task: out / task for task in tasks}
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory):
+    """A merge of four classifiers, two with two labels, and its tasks as plain folders."""
+    folder = tmp_path_factory.mktemp("merge")
+    base, tasks = write_tasks(folder / "in")
+    emr.merge(base, tasks, folder / "merged")
+    return folder / "merged", extract_all(folder / "merged", folder / "plain")
+
+
+@pytest.fixture
+def model(merged):
+    return Auto.from_pretrained(merged[0])
+
+
+def check(model, folder, auto=Auto, **options) -> None:
+    """The model is what the plain folder loads as: weights, shapes, configuration and what it computes."""
+    expected = auto.from_pretrained(folder, **options)
+    assert_same_weights(model, expected)
+    assert vars(model.config).keys() == vars(expected.config).keys()
+    for key, value in vars(expected.config).items():
+        assert key in ("_name_or_path", "dtype") or getattr(model.config, key) == value, key
+    found, right = (m.eval()(**inputs(m)).logits for m in (model, expected))
+    assert torch.equal(found, right)
+
+
+# ---- loading and switching -------------------------------------------------------------------------------------------
+
+
+def test_the_first_task_loads_and_all_others_can_be_had(merged, model):
+    assert model.tasks == ["trec", "cr", "subj", "sst2"] and model.active_task == "trec"
+    check(model, merged[1]["trec"])
+    for task in ("cr", "sst2", "trec", "subj", "trec"):
+        model.set_task(task)
+        assert model.active_task == task
+        check(model, merged[1][task])
+        assert model.num_labels == model.classifier.out_features == len(model.config.id2label)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_loads_and_switches(tmp_path, name):
+    tiny = MODELS[name]
+    base = tiny.build()
+    base.save_pretrained(tmp_path / "base")
+    for seed in (1, 2):
+        perturb(base, seed).save_pretrained(tmp_path / f"t{seed}")
+    emr.merge(tmp_path / "base", {"one": tmp_path / "t1", "two": tmp_path / "t2"}, tmp_path / "merged", max_shard_size="50KB")
+    plain = extract_all(tmp_path / "merged", tmp_path / "plain")
+    model = tiny.auto.from_pretrained(tmp_path / "merged")
+    for task in ("one", "two", "one"):
+        model.set_task(task)
+        check(model, plain[task], tiny.auto)
+    model.save_pretrained(tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(tmp_path / "merged")
+    body = AutoModel.from_pretrained(tmp_path / "merged")
+    body.set_task("two")
+    assert_same_weights(body, AutoModel.from_pretrained(plain["two"]))
+
+
+def test_switching_is_in_place(model):
+    weight, classifier = model.bert.pooler.dense.weight, model.classifier.weight
+    address, version = weight.data_ptr(), weight._version
+    model.set_task("cr")
+    assert model.bert.pooler.dense.weight is weight and weight.data_ptr() == address and weight._version > version
+    second = model.classifier.weight
+    assert second is not classifier and isinstance(second, torch.nn.Parameter) and second.requires_grad
+    model.set_task("subj")
+    assert model.classifier.weight is second  # of the same shape
+
+
+def test_a_task_for_the_length_of_a_block(merged, model):
+    with emr.task(model, "cr") as same:
+        assert same is model and model.active_task == "cr"
+        check(model, merged[1]["cr"])
+    check(model, merged[1]["trec"])
+    with pytest.raises(RuntimeError, match="inside"), emr.task(model, "cr"):
+        raise RuntimeError("inside")
+    assert model.active_task == "trec"
+
+
+def test_a_task_that_is_not_there(model):
+    with pytest.raises(CheckpointError, match="There is no task 'mpqa'.*its tasks are trec, cr, subj, sst2"):
+        model.set_task("mpqa")
+    assert model.active_task == "trec"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_another_type_gives_what_the_plain_task_gives(merged, dtype):
+    model = Auto.from_pretrained(merged[0], dtype=dtype)
+    for task in ("trec", "cr", "trec"):
+        model.set_task(task)
+        check(model, merged[1][task], dtype=dtype)
+
+
+def test_a_model_cast_after_loading_still_switches(merged, model):
+    model.set_task("cr")
+    model.bfloat16()
+    model.set_task("sst2")
+    assert_same_weights(model, Auto.from_pretrained(merged[1]["sst2"]).bfloat16())
+
+
+def test_dtype_auto_and_a_device_map(merged):
+    model = Auto.from_pretrained(merged[0], dtype="auto", device_map="cpu")
+    model.set_task("cr")
+    check(model, merged[1]["cr"])
+
+
+def test_offloaded_weights_cannot_switch_and_say_so(merged, tmp_path):
+    device_map = {"bert": "disk", "classifier": "cpu"}
+    model = Auto.from_pretrained(merged[0], device_map=device_map, offload_folder=tmp_path)
+    with pytest.raises(CheckpointError, match="is offloaded"):
+        model.set_task("cr")
+
+
+def test_resized_vocabularies_and_tied_embeddings_switch(tmp_path):
+    base = llama(tied=True)
+    base.save_pretrained(tmp_path / "base")
+    words = {"same": 96, "more": 104, "less": 88}
+    for seed, (task, count) in enumerate(words.items(), 1):
+        tuned = perturb(base, seed)
+        tuned.resize_token_embeddings(count)
+        tuned.save_pretrained(tmp_path / task)
+    emr.merge(tmp_path / "base", {task: tmp_path / task for task in words}, tmp_path / "merged")
+    plain = extract_all(tmp_path / "merged", tmp_path / "plain")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    for task in ("more", "less", "same", "more"):
+        model.set_task(task)
+        expected = AutoModelForCausalLM.from_pretrained(plain[task])
+        assert_same_weights(model, expected)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert model.config.vocab_size == model.vocab_size == words[task]
+        assert model.lm_head.out_features == model.model.embed_tokens.num_embeddings == words[task]
+
+
+def test_generation_settings_follow_the_task(tmp_path):
+    base = llama()
+    base.save_pretrained(tmp_path / "base")
+    for seed, length in ((1, 5), (2, 9)):
+        tuned = perturb(base, seed)
+        tuned.generation_config = GenerationConfig(max_new_tokens=length, do_sample=False, pad_token_id=0)
+        tuned.save_pretrained(tmp_path / f"t{seed}")
+    emr.merge(tmp_path / "base", {"a": tmp_path / "t1", "b": tmp_path / "t2"}, tmp_path / "merged")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    for task, length in (("a", 5), ("b", 9), ("a", 5)):
+        model.set_task(task)
+        assert model.generate(**inputs(model)).shape[1] <= 9 + length and model.generation_config.max_new_tokens == length
+
+
+def test_a_tensor_that_a_task_lacks_keeps_its_values_and_says_so(tmp_path, caplog):
+    bert(2).save_pretrained(tmp_path / "base")
+    for seed in (1, 2):
+        tuned = perturb(bert(2), seed)
+        state = {name: tensor for name, tensor in tuned.state_dict().items() if seed == 1 or "pooler" not in name}
+        tuned.save_pretrained(tmp_path / f"t{seed}", state_dict=state)
+    emr.merge(tmp_path / "base", {"a": tmp_path / "t1", "b": tmp_path / "t2"}, tmp_path / "merged")
+    model = Auto.from_pretrained(tmp_path / "merged")
+    before = model.bert.pooler.dense.weight.clone()
+    model.set_task("b")
+    assert torch.equal(model.bert.pooler.dense.weight, before)
+    model.set_task("a")
+    check(model, extract_all(tmp_path / "merged", tmp_path / "plain")["a"])
+
+
+def test_a_pipeline_serves_the_active_task(merged):
+    words = tokenizer()
+    pipe = pipeline("text-classification", model=str(merged[0]), tokenizer=words)
+    for task in ("trec", "cr", "subj"):
+        pipe.model.set_task(task)
+        expected = pipeline("text-classification", model=str(merged[1][task]), tokenizer=words)
+        assert pipe("w1 w2 w3", top_k=None) == expected("w1 w2 w3", top_k=None)
+
+
+def test_tokenizers_and_configurations_load_from_the_folder_and_from_a_task(merged):
+    assert AutoTokenizer.from_pretrained(merged[0]).vocab_size == tokenizer().vocab_size
+    assert AutoConfig.from_pretrained(merged[0], subfolder="tasks/cr").num_labels == 2
+
+
+# ---- changes ---------------------------------------------------------------------------------------------------------
+
+
+def test_changed_weights_are_not_lost_by_switching(merged, model):
+    model.set_task("cr")
+    with torch.no_grad():
+        model.bert.encoder.layer[1].output.dense.weight[3, 4] += 1
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UnsavedChangesError, match=r"'bert.encoder.layer.1.output.dense.weight' is not as task 'cr' has it"):
+        model.set_task("trec")
+    assert model.active_task == "cr"
+    same_tensors(model.state_dict(), before)
+    model.set_task("trec", discard_changes=True)
+    check(model, merged[1]["trec"])
+
+
+def test_a_changed_head_is_a_change_too(model):
+    with torch.no_grad():
+        model.classifier.bias += 1
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UnsavedChangesError, match="'classifier.bias'"):
+        model.set_task("cr")
+    same_tensors(model.state_dict(), before)
+
+
+def test_changes_behind_autograds_back_are_seen(model):
+    model.bert.pooler.dense.weight.data[0, 0] += 1
+    with pytest.raises(UnsavedChangesError):
+        model.set_task("cr")
+
+
+def test_discarding_changes_gives_the_active_task_back(merged, model):
+    with torch.no_grad():
+        model.bert.pooler.dense.weight.zero_()
+    model.set_task("trec", discard_changes=True)
+    check(model, merged[1]["trec"])
+
+
+def test_a_resized_model_does_not_switch(model):
+    model.resize_token_embeddings(120)
+    with pytest.raises(UnsavedChangesError, match="word_embeddings"):
+        model.set_task("cr")
+
+
+def dataset():
+    return Dataset.from_dict({"input_ids": [[1, 2, 3, 4]] * 8, "labels": [0, 1] * 4})
+
+
+def test_training_goes_on_from_the_active_task_and_saves_plainly(merged, model, tmp_path):
+    model.set_task("cr")
+    arguments = TrainingArguments(str(tmp_path / "run"), max_steps=2, save_steps=2, report_to=[], use_cpu=True, learning_rate=1e-2)
+    trainer = Trainer(model, arguments, train_dataset=dataset())
+    trainer.train()
+    with pytest.raises(UnsavedChangesError):
+        model.set_task("trec")
+    trainer.save_model(str(tmp_path / "tuned"))
+    for folder in (tmp_path / "tuned", tmp_path / "run" / "checkpoint-2"):
+        config = json.loads((folder / "config.json").read_text())
+        assert "quantization_config" not in config and len(config["id2label"]) == 2
+        assert_same_weights(model, Auto.from_pretrained(folder))
+    # The trained model is a task like any other.
+    report = emr.add_task(merged[0], "cr-more", tmp_path / "tuned", tmp_path / "more", reelect=True)
+    assert [task.task for task in report.tasks][-1] == "cr-more"
+    model.set_task("trec", discard_changes=True)
+    check(model, merged[1]["trec"])
+
+
+def test_an_adapter_on_top_of_a_task(merged, model, tmp_path):
+    model.set_task("cr")
+    tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    torch.nn.init.normal_(tuned.base_model.model.bert.encoder.layer[0].attention.self.query.lora_B.default.weight)
+    tuned.save_pretrained(tmp_path / "adapter")
+    assert tuned.active_task == "cr" and tuned.tasks == model.tasks
+    plain = PeftModel.from_pretrained(Auto.from_pretrained(merged[1]["cr"]), tmp_path / "adapter").eval()
+    assert torch.equal(tuned.eval()(**inputs(model)).logits, plain(**inputs(model)).logits)
+    tuned.set_task("subj")  # the weights below the adapter
+    other = PeftModel.from_pretrained(Auto.from_pretrained(merged[1]["subj"]), tmp_path / "adapter").eval()
+    assert torch.equal(tuned(**inputs(model)).logits, other(**inputs(model)).logits)
+    bare = tuned.unload()
+    state = Auto.from_pretrained(merged[1]["subj"]).bert.state_dict()
+    same_tensors(bare.bert.state_dict(), state)
+
+
+# ---- copies and saves ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+def test_copies_switch_on_their_own(merged, model, clone):
+    model.set_task("cr")
+    other = clone(model)
+    other.set_task("sst2")
+    check(model, merged[1]["cr"])
+    check(other, merged[1]["sst2"])
+    assert (model.active_task, other.active_task) == ("cr", "sst2")
+
+
+@pytest.mark.parametrize("task", ["trec", "sst2"])
+def test_saving_writes_the_merge_again(merged, model, tmp_path, task):
+    model.set_task(task)
+    model.save_pretrained(tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(merged[0])
+
+
+def test_saving_over_an_older_merge_leaves_nothing_of_it(merged, model, tmp_path):
+    base, tasks = write_tasks(tmp_path / "in", {"old": 3})
+    emr.merge(base, tasks, tmp_path / "merged", max_shard_size="50KB")
+    model.save_pretrained(tmp_path / "merged")
+    assert contents(tmp_path / "merged") == contents(merged[0])
+
+
+def test_saving_a_state_dict_is_plain(merged, model, tmp_path):
+    model.save_pretrained(tmp_path / "plain", state_dict=model.state_dict())
+    same_tensors(tensors_of(tmp_path / "plain"), tensors_of(merged[1]["trec"]))
+
+
+def test_one_task_can_be_compressed_on_its_own(merged, model, tmp_path):
+    model.set_task("cr")
+    base = merged[0].parent / "in" / "base"
+    fm_delta.enable(model, base).save_pretrained(tmp_path / "small")
+    assert_same_weights(Auto.from_pretrained(tmp_path / "small"), Auto.from_pretrained(merged[1]["cr"]))
+
+
+def test_a_task_is_extracted_from_a_model(merged, model, tmp_path):
+    emr.extract(model, "cr", tmp_path / "cr")
+    assert contents(tmp_path / "cr") == contents(merged[1]["cr"])
+    with pytest.raises(CheckpointError, match="not loaded from a merge"):
+        emr.extract(bert(), "cr", tmp_path / "none")
+
+
+def test_a_merge_and_its_base_can_move_together(tmp_path):
+    base, tasks = write_tasks(tmp_path / "old", {"cr": 2, "subj": 2})
+    emr.merge(base, tasks, tmp_path / "old" / "merged")
+    config = tmp_path / "old" / "merged" / "config.json"
+    config.write_text(config.read_text().replace(json.dumps(str(base)), '"../base"'))
+    (tmp_path / "old").rename(tmp_path / "new")
+    model = Auto.from_pretrained(tmp_path / "new" / "merged")
+    model.set_task("subj")
+    copy.deepcopy(model).set_task("cr")
+
+
+# ---- what must not load ----------------------------------------------------------------------------------------------
+
+
+WITHOUT_THE_PLUGIN = """
+import sys
+from transformers import AutoModel, AutoModelForSequenceClassification
+for auto in (AutoModel, AutoModelForSequenceClassification):
+    try:
+        auto.from_pretrained(sys.argv[1])
+    except Exception as error:
+        print(type(error).__name__)
+    else:
+        print("loaded")
+"""
+
+
+def test_without_the_plugin_it_fails_loudly(merged):
+    command = [sys.executable, "-c", WITHOUT_THE_PLUGIN, merged[0]]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.split() == ["RuntimeError", "RuntimeError"]
+    assert "emr" in result.stderr
+
+
+@pytest.fixture
+def broken(tmp_path):
+    """A merge of its own, to damage."""
+    base, tasks = write_tasks(tmp_path / "in", {"cr": 2, "subj": 3})
+    emr.merge(base, tasks, tmp_path / "merged")
+    return tmp_path / "merged"
+
+
+def test_every_damaged_byte_of_the_modulators_is_found(broken):
+    path = broken / "tasks" / "subj" / "modulators.safetensors"
+    good = path.read_bytes()
+    header = int.from_bytes(good[:8], "little")
+    places = [*range(8, 8 + header, 211), *range(8 + header, len(good), 97), len(good) - 1]
+    for place in places:
+        path.write_bytes(good[:place] + bytes([good[place] ^ 0x15]) + good[place + 1 :])
+        with pytest.raises(CorruptFileError, match="subj"):
+            emr.verify(broken)
+    for cut in (0, 7, 100, len(good) // 2, len(good) - 1):
+        path.write_bytes(good[:cut])
+        with pytest.raises(CorruptFileError, match="subj"):
+            Auto.from_pretrained(broken)
+    path.unlink()
+    with pytest.raises(CorruptFileError, match="is missing"):
+        Auto.from_pretrained(broken)
+
+
+def test_a_damaged_mask_is_found_before_a_weight_changes(broken):
+    path = broken / "tasks" / "subj" / "modulators.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+    model = Auto.from_pretrained(broken)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CorruptFileError, match="subj"):
+        model.set_task("subj")
+    same_tensors(model.state_dict(), before)
+    assert model.active_task == "cr"
+
+
+def test_files_of_two_merges_are_not_mixed(broken, tmp_path):
+    _, tasks = write_tasks(tmp_path / "more", {"cr": 2, "subj": 3})
+    other = perturb(bert(), 9)
+    other.bert.save_pretrained(tmp_path / "unused")
+    classifier(2, 9).save_pretrained(tasks["cr"])
+    emr.merge(tmp_path / "in" / "base", tasks, tmp_path / "second")
+    theirs = tmp_path / "second" / "tasks" / "subj" / "modulators.safetensors"
+    (broken / "tasks" / "subj" / "modulators.safetensors").write_bytes(theirs.read_bytes())
+    with pytest.raises(CorruptFileError, match="belongs to another merge"):
+        Auto.from_pretrained(broken)
+    first = broken / "tasks" / "cr" / "modulators.safetensors"
+    (broken / "tasks" / "subj" / "modulators.safetensors").write_bytes(first.read_bytes())
+    with pytest.raises(CorruptFileError, match="is of task 'cr'"):
+        Auto.from_pretrained(broken)
+
+
+def test_another_base_is_refused(broken, tmp_path):
+    perturb(bert(), 5).bert.save_pretrained(tmp_path / "in" / "base")
+    with pytest.raises(BaseModelError, match="is another model or revision"):
+        Auto.from_pretrained(broken)
+    (tmp_path / "in" / "base" / "model.safetensors").unlink()
+    with pytest.raises(BaseModelError, match="is needed to read this checkpoint"):
+        Auto.from_pretrained(broken)
+
+
+@pytest.mark.parametrize("tasks", ["cr", [], [3], ["../../etc"], None, ["cr", "gone"]])
+def test_a_config_with_impossible_tasks_is_refused(broken, tasks):
+    path = broken / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["tasks"] = tasks
+    path.write_text(json.dumps(config))
+    with pytest.raises(CorruptFileError):
+        Auto.from_pretrained(broken)
+
+
+def test_a_file_of_a_later_version_says_update(broken):
+    path = broken / "tasks" / "cr" / "modulators.safetensors"
+    data = path.read_bytes()
+    assert data.count(b'\\"version\\": 1') == 1
+    path.write_bytes(data.replace(b'\\"version\\": 1', b'\\"version\\": 9'))
+    with pytest.raises(CorruptFileError, match="format version 9.*update hf_ext"):
+        Auto.from_pretrained(broken)
+
+
+def test_the_config_is_no_way_to_load_a_plain_checkpoint(merged):
+    with pytest.raises(CheckpointError, match="no merge"):
+        Auto.from_pretrained(merged[1]["cr"], quantization_config=EMRConfig(base="somewhere"))
