@@ -93,11 +93,11 @@ struct Lanes {
     }
 };
 
-// `values` is at most BLOCK, `moves` has room for BLOCK of each task, masks of tasks lie `stride` bytes apart. Elements up to the
-// next multiple of LANES are worked on too, as ones that no task moved.
+// `values` is at most BLOCK, `moves` has room for BLOCK of each task, `still` for whether each is as the base here; masks of tasks lie
+// `stride` bytes apart. Elements up to the next multiple of LANES are worked on too, as ones that no task moved.
 template <class F>
 INLINED void elect_block(size_t values, const typename F::U* base, const void* const* tasks, size_t offset, size_t count,
-                         typename F::U* elected, uint8_t* masks, size_t stride, double* moves, Sums* sums) {
+                         typename F::U* elected, uint8_t* masks, size_t stride, double* moves, uint8_t* still, Sums* sums) {
     using U = typename F::U;
     constexpr U MAGNITUDE = U(~F::SIGN);
     const size_t padded = (values + LANES - 1) / LANES * LANES;
@@ -112,6 +112,9 @@ INLINED void elect_block(size_t values, const typename F::U* base, const void* c
     for (size_t task = 0; task < count; ++task) {
         const U* weights = static_cast<const U*>(tasks[task]) + offset;
         double* move = moves + task * BLOCK;
+        sums[task].base_squares += squares.total();
+        still[task] = std::memcmp(weights, base, values * sizeof(U)) == 0;
+        if (still[task]) continue;
         for (size_t i = 0; i < values; ++i) move[i] = double(finite_value<F>(weights[i])) - prior[i];
         for (size_t i = values; i < padded; ++i) move[i] = 0;
         for (size_t i = 0; i < padded; ++i) sign[i] += move[i];
@@ -121,10 +124,10 @@ INLINED void elect_block(size_t values, const typename F::U* base, const void* c
             strange += uint32_t(infinite & (weights[i] != base[i]));
         }
         sums[task].not_finite += strange;
-        sums[task].base_squares += squares.total();
     }
     for (size_t i = 0; i < padded; ++i) sign[i] = sign[i] > 0 ? 1.0 : -1.0;
     for (size_t task = 0; task < count; ++task) {
+        if (still[task]) continue;
         double* move = moves + task * BLOCK;
         for (size_t i = 0; i < padded; ++i) {
             const double along = move[i] * sign[i], most = best[i], before = winner[i];
@@ -137,6 +140,11 @@ INLINED void elect_block(size_t values, const typename F::U* base, const void* c
     for (size_t i = 0; i < values; ++i)
         if (winner[i] < double(count)) elected[i] = (static_cast<const U*>(tasks[size_t(winner[i])]) + offset)[i];
     for (size_t task = 0; task < count; ++task) {
+        uint8_t* mask = masks + task * stride;
+        if (still[task]) {
+            std::memset(mask, 0, padded / 8);
+            continue;
+        }
         const double* move = moves + task * BLOCK;
         double unified[BLOCK], size[BLOCK];
         uint64_t moved = 0, agreeing = 0;
@@ -162,7 +170,6 @@ INLINED void elect_block(size_t values, const typename F::U* base, const void* c
         sum.task_squares += task_squares.total();
         sum.unified_squares += unified_squares.total();
         sum.product += product.total();
-        uint8_t* mask = masks + task * stride;
         for (size_t i = 0; i < padded; i += LANES) {
             uint32_t agree = 0;
             for (size_t lane = 0; lane < LANES; ++lane) agree |= uint32_t(move[i + lane] > 0) << lane;
@@ -296,9 +303,10 @@ struct Loops;
 
 #define LOOPS_OF(F)                                                                                                                   \
     FOR_EACH_PROCESSOR void elect_##F(size_t begin, size_t end, const F::U* base, const void* const* tasks, size_t count,             \
-                                      F::U* elected, uint8_t* masks, size_t stride, double* moves, Sums* sums) {                      \
+                                      F::U* elected, uint8_t* masks, size_t stride, double* moves, uint8_t* still, Sums* sums) {      \
         for (size_t i = begin; i < end; i += BLOCK)                                                                                   \
-            elect_block<F>(std::min(BLOCK, end - i), base + i, tasks, i, count, elected + i, masks + i / 8, stride, moves, sums);     \
+            elect_block<F>(std::min(BLOCK, end - i), base + i, tasks, i, count, elected + i, masks + i / 8, stride, moves, still,     \
+                           sums);                                                                                                     \
     }                                                                                                                                 \
     FOR_EACH_PROCESSOR void modulate_##F(size_t begin, size_t end, const F::U* base, const F::U* elected, Modulator task, F::U* out) { \
         for (size_t i = begin; i < end; i += BLOCK)                                                                                   \
@@ -341,8 +349,9 @@ void elect(int dtype, size_t values, const void* base, const void* const* tasks,
         parallel_for(chunks, threads, [&](size_t chunk) {
             const size_t begin = chunk * CHUNK, end = std::min(values, begin + CHUNK);
             std::vector<double> moves(count * BLOCK);
+            std::vector<uint8_t> still(count);
             Loops<F>::elect(begin, end, static_cast<const U*>(base), tasks, count, static_cast<U*>(elected), masks, stride, moves.data(),
-                            parts.data() + chunk * count);
+                            still.data(), parts.data() + chunk * count);
         });
     });
     for (size_t task = 0; task < count; ++task) sums[task] = Sums{};

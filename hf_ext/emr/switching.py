@@ -239,6 +239,8 @@ class SetTask:
             configs = {id(module.config): module.config for module in self.model.modules() if hasattr(module, "config")}
             for config in configs.values():
                 _follow(config, before, after)
+                if hasattr(config, "problem_type"):  # models set it themselves, by the labels of the first batch
+                    config.problem_type = after.problem_type
         if self.model.can_generate():
             settings = [self.merged.generation_config(task) for task in (self.model.active_task, name)]
             if settings[0] != settings[1]:

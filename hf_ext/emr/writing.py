@@ -255,8 +255,8 @@ class Addition(Merge):
         record = super().record(task, digest, rescale)
         if record.report["relative"] >= 1:
             raise CheckpointError(
-                f"The election of {', '.join(self.standing.tasks)} does not suit task '{task}': it would end up farther from its "
-                f"own model than the base is (cosine {record.report['cosine']:.3f}). Elect anew (reelect=True, --reelect), or "
+                f"The election of {', '.join(self.standing.tasks)} does not suit task '{task}': it would end up farther from "
+                f"its own model than the base is (cosine {record.report['cosine']:.3f}). Elect anew (reelect=True, --reelect), or "
                 "better, merge the original checkpoints again with this one."
             )
         return record

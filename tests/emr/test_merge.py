@@ -235,7 +235,7 @@ def adapter(kind: str, labels: int, seed: int):
     }
     tuned = get_peft_model(model, configs[kind]())
     with torch.no_grad():
-        for name, parameter in tuned.named_parameters():
+        for parameter in tuned.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.02 * torch.randn_like(parameter))
     return tuned
@@ -266,8 +266,8 @@ def test_an_adapter_of_a_causal_model_with_tied_embeddings(tmp_path):
     model = llama(tied=True)
     model.save_pretrained(tmp_path / "base")
     tuned = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    for name, parameter in tuned.named_parameters():
-        if "lora_B" in name:
+    for path, parameter in tuned.named_parameters():
+        if "lora_B" in path:
             torch.nn.init.normal_(parameter, std=0.01)
     tuned.save_pretrained(tmp_path / "adapter")
     perturb(llama(tied=True), 2).save_pretrained(tmp_path / "full")

@@ -1,4 +1,4 @@
-"""A loaded merge: each task is what `extract` writes, switching is in place and loses nothing, saving writes the merge again."""
+"""A loaded merge: each task is what `extract` writes, switching is in place and loses nothing, saving gives the same merge."""
 
 from __future__ import annotations
 
@@ -266,7 +266,8 @@ def dataset():
 
 def test_training_goes_on_from_the_active_task_and_saves_plainly(merged, model, tmp_path):
     model.set_task("cr")
-    arguments = TrainingArguments(str(tmp_path / "run"), max_steps=2, save_steps=2, report_to=[], use_cpu=True, learning_rate=1e-2)
+    options = {"max_steps": 2, "save_steps": 2, "report_to": [], "use_cpu": True, "learning_rate": 1e-2}
+    arguments = TrainingArguments(str(tmp_path / "run"), **options)
     trainer = Trainer(model, arguments, train_dataset=dataset())
     trainer.train()
     with pytest.raises(UnsavedChangesError):
@@ -280,7 +281,17 @@ def test_training_goes_on_from_the_active_task_and_saves_plainly(merged, model, 
     report = emr.add_task(merged[0], "cr-more", tmp_path / "tuned", tmp_path / "more", reelect=True)
     assert [task.task for task in report.tasks][-1] == "cr-more"
     model.set_task("trec", discard_changes=True)
-    check(model, merged[1]["trec"])
+    assert_same_weights(model, Auto.from_pretrained(merged[1]["trec"]))
+
+
+def test_a_loss_of_one_kind_does_not_stick_to_the_next_task(tmp_path):
+    base, tasks = write_tasks(tmp_path / "in", {"classes": 3, "number": 1})
+    emr.merge(base, tasks, tmp_path / "merged")
+    model = Auto.from_pretrained(tmp_path / "merged")
+    model(**inputs(model), labels=torch.tensor([0, 2]))
+    model.set_task("number")
+    labels, logits = torch.tensor([0.5, 0.25]), model(**inputs(model)).logits
+    assert torch.equal(model(**inputs(model), labels=labels).loss, torch.nn.functional.mse_loss(logits.squeeze(), labels))
 
 
 def test_an_adapter_on_top_of_a_task(merged, model, tmp_path):

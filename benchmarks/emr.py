@@ -1,0 +1,306 @@
+"""Measure merging on real fine-tunes: accuracy beside other ways to merge, size, merging and switching speed, memory.
+
+    python benchmarks/emr.py --pairs pairs --data DIR
+
+``pairs`` is the folder that benchmarks/fine_tunes.py makes from the data sets in DIR. Every method keeps each task's own head,
+as the paper does; simple average, task arithmetic (scale 0.3) and TIES are PEFT's (peft.utils.merge_utils).
+"""
+
+import argparse
+import json
+import platform
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from fine_tunes import FILES, minilm, read_split
+from peft.utils.merge_utils import task_arithmetic, ties
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModelForSequenceClassification as Classifier
+from transformers.utils import logging
+
+from hf_ext import emr
+
+TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+REFERENCE_TASKS = ["trec", "cr", "subj", "sst2"]
+
+logging.disable_progress_bar()
+logging.set_verbosity_error()
+
+
+def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    """Prints a Markdown table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(header, *rows)]
+    print(f"\n{title}\n")
+    for row in [header, ["-" * width for width in widths], *rows]:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |", flush=True)
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def timed(action: Callable, *args) -> float:
+    """Seconds that one call takes."""
+    start = time.perf_counter()
+    action(*args)
+    return time.perf_counter() - start
+
+
+# ---- accuracy --------------------------------------------------------------------------------------------------------
+
+
+class Accuracy:
+    """Test accuracy of a model on a task, with the batches of each task made once."""
+
+    def __init__(self, data: Path):
+        self.data, self.batches = data, {}
+        self.tokenizer = AutoTokenizer.from_pretrained(minilm())
+
+    def __call__(self, model: torch.nn.Module, task: str) -> float:
+        if task not in self.batches:
+            test = sorted(read_split(self.data, task)[1], key=lambda pair: len(pair[1]))
+            parts = [test[i : i + 128] for i in range(0, len(test), 128)]
+            options = {"truncation": True, "max_length": 64, "padding": True, "return_tensors": "pt"}
+            self.batches[task] = [
+                (self.tokenizer([text for _, text in part], **options), torch.tensor([label for label, _ in part]))
+                for part in parts
+            ]
+        right = [(model.eval()(**inputs).logits.argmax(-1) == labels) for inputs, labels in self.batches[task]]
+        return float(torch.cat(right).float().mean())
+
+
+def combined(folders: dict[str, Path], combine: Callable[[list[torch.Tensor]], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The base's weights plus what `combine` makes of the task vectors, tensor by tensor."""
+    base = load_file(minilm() / "model.safetensors")
+    tasks = [load_file(folder / "model.safetensors") for folder in folders.values()]
+    return {
+        f"bert.{name}": weight + combine([task[f"bert.{name}"] - weight for task in tasks])
+        for name, weight in base.items()
+        if f"bert.{name}" in tasks[0] and weight.is_floating_point()
+    }
+
+
+def peers(count: int) -> dict[str, Callable[[list[torch.Tensor]], torch.Tensor]]:
+    """Other ways to merge, each making one task vector of many."""
+    one = torch.ones(count)
+    return {
+        "simple average": lambda vectors: task_arithmetic(vectors, one / count),
+        "task arithmetic": lambda vectors: task_arithmetic(vectors, 0.3 * one),
+        "TIES (density 0.2, scale 1)": lambda vectors: ties(vectors, one, density=0.2),
+    }
+
+
+def accuracy(args: argparse.Namespace) -> dict:
+    """Test accuracies as {group: {method: {task: accuracy}}}, for the four tasks of the reference and for all."""
+    measure, found = Accuracy(args.data), {}
+    groups = {"four tasks": [task for task in args.tasks if task in REFERENCE_TASKS], "all tasks": args.tasks}
+    with torch.inference_mode():
+        single = {task: measure(Classifier.from_pretrained(args.pairs / task), task) for task in args.tasks}
+    for group, tasks in groups.items():
+        folders = {task: args.pairs / task for task in tasks}
+        rows = {"single models": {task: single[task] for task in tasks}}
+        with torch.inference_mode():
+            for name, combine in peers(len(tasks)).items():
+                merged = combined(folders, combine)
+                rows[name] = {}
+                for task in tasks:
+                    model = Classifier.from_pretrained(args.pairs / task)
+                    model.load_state_dict(merged, strict=False)
+                    rows[name][task] = measure(model, task)
+        for rescale in ("paper", "tensor"):
+            with tempfile.TemporaryDirectory() as out:
+                emr.merge(minilm(), folders, out, rescale=rescale)
+                model = Classifier.from_pretrained(out)
+                rows[f"EMR, rescale {rescale}"] = found_here = {}
+                for task in tasks:
+                    model.set_task(task)
+                    with torch.inference_mode():
+                        found_here[task] = measure(model, task)
+        mean = {name: statistics.mean(row.values()) for name, row in rows.items()}
+        print_table(
+            f"Test accuracy, {group}",
+            ["method", "mean", "of single", *tasks],
+            [
+                [name, f"{mean[name]:.4f}", f"{mean[name] / mean['single models']:.4f}", *(f"{row[task]:.4f}" for task in tasks)]
+                for name, row in rows.items()
+            ],
+        )
+        found[group] = rows
+    return found
+
+
+# ---- size ------------------------------------------------------------------------------------------------------------
+
+
+def half(args: argparse.Namespace, dtype: str, scratch: Path) -> tuple[Path, dict[str, Path]]:
+    """Base and fine-tunes in another float type."""
+    if dtype == "fp32":
+        return minilm(), {task: args.pairs / task for task in args.tasks}
+    AutoModel.from_pretrained(minilm(), dtype=TORCH[dtype]).save_pretrained(scratch / "base")
+    for task in args.tasks:
+        Classifier.from_pretrained(args.pairs / task, dtype=TORCH[dtype]).save_pretrained(scratch / task)
+    return scratch / "base", {task: scratch / task for task in args.tasks}
+
+
+def size(args: argparse.Namespace) -> dict:
+    """Bytes of the merge of all tasks and of its parts, by type."""
+    found = {}
+    for dtype in TORCH:
+        with tempfile.TemporaryDirectory() as scratch:
+            base, tasks = half(args, dtype, Path(scratch))
+            report = emr.merge(base, tasks, Path(scratch, "out"))
+            one = (tasks[args.tasks[0]] / "model.safetensors").stat().st_size
+            found[dtype] = {
+                "one fine-tune": one,
+                "merge": size_of(Path(scratch, "out")),
+                "elected": Path(scratch, "out", "model.safetensors").stat().st_size,
+                "mask bits": {task.task: task.mask_bits for task in report.tasks},
+            }
+    rows = [
+        [
+            dtype, f"{f['one fine-tune'] / 1e6:.1f}", f"{f['merge'] / 1e6:.1f}", f"{100 * f['merge'] / f['one fine-tune']:.1f} %",
+            f"{f['elected'] / 1e6:.1f}", f"{statistics.mean(f['mask bits'].values()):.3f}", f"{max(f['mask bits'].values()):.3f}",
+        ]
+        for dtype, f in found.items()
+    ]  # fmt: skip
+    header = ["type", "one fine-tune, MB", "merge, MB", "of one", "elected weights, MB", "mask bits/parameter, mean", "most"]
+    print_table(f"Size on disk of {len(args.tasks)} tasks, everything in the folder", header, rows)
+    return found
+
+
+# ---- merging ---------------------------------------------------------------------------------------------------------
+
+
+def formula(base: Path, tasks: dict[str, Path], out: Path) -> None:
+    """The paper's formula in plain PyTorch over whole state dicts, its results saved as tensors and masks of bools."""
+    prior = {f"bert.{name}": weight for name, weight in load_file(base / "model.safetensors").items()}
+    states = [load_file(folder / "model.safetensors") for folder in tasks.values()]
+    names = [name for name in prior if name in states[0] and prior[name].is_floating_point()]
+    vectors = [{name: state[name] - prior[name] for name in names} for state in states]
+    unified, masks, moved, kept = {}, [{} for _ in states], [0.0] * len(states), [0.0] * len(states)
+    for name in names:
+        stacked = torch.stack([vector[name] for vector in vectors])
+        sign = torch.where(stacked.sum(0) > 0, 1.0, -1.0)
+        unified[name] = sign * (stacked * sign).clamp(min=0).amax(0)
+        for task, vector in enumerate(vectors):
+            mask = vector[name] * unified[name] > 0
+            masks[task][name] = mask
+            moved[task] += float(vector[name].abs().sum())
+            kept[task] += float((mask * unified[name]).abs().sum())
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(unified, out / "unified.safetensors")
+    for task, name in enumerate(tasks):
+        heads = {key: value for key, value in states[task].items() if key not in names}
+        save_file(masks[task] | heads, out / f"{name}.safetensors", {"scale": str(moved[task] / kept[task])})
+
+
+def ours(base: Path, tasks: dict[str, Path], out: Path) -> None:
+    emr.merge(base, tasks, out)
+
+
+def nothing(base: Path, tasks: dict[str, Path], out: Path) -> None:
+    """What a process takes that has the libraries loaded."""
+
+
+def peak_of(action: Callable, *args) -> float:
+    """Peak memory of this process in MB after one call; on Linux ru_maxrss would count in that of its parent."""
+    action(*args)
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
+
+
+def merging(args: argparse.Namespace) -> dict:
+    """Seconds from folders to folder, and peak memory of fresh processes."""
+    tasks = {task: args.pairs / task for task in args.tasks}
+    ways = {"formula in PyTorch": formula, "hf_ext": ours}
+    found = {name: {"seconds": []} for name in [*ways, "libraries alone"]}
+    with tempfile.TemporaryDirectory() as scratch:
+        for _ in range(args.runs):
+            for i, (name, way) in enumerate(ways.items()):
+                found[name]["seconds"].append(timed(way, minilm(), tasks, Path(scratch, str(i))))
+        for i, name in enumerate(ways):
+            found[name]["bytes"] = size_of(Path(scratch, str(i)))
+        for name, way in (ways | {"libraries alone": nothing}).items():
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh_process:
+                found[name]["peak"] = fresh_process.submit(peak_of, way, minilm(), tasks, Path(scratch, "peak")).result()
+    least = found["libraries alone"]["peak"]
+    plain = found["formula in PyTorch"]
+    rows = []
+    for name in ways:
+        seconds, extra = found[name]["seconds"], found[name]["peak"] - least
+        ratio = statistics.median(a / b for a, b in zip(plain["seconds"], seconds))
+        part = extra / (plain["peak"] - least)
+        rows.append(
+            [name, f"{statistics.median(seconds):.2f}", f"{ratio:.2f} ×", f"{found[name]['peak']:.0f}", f"{extra:.0f} ({part:.2f})",
+             f"{found[name]['bytes'] / 1e6:.1f}"]
+        )  # fmt: skip
+    header = ["way", "seconds", "speed", "peak, MB", "above the libraries', MB", "on disk, MB"]
+    print_table(f"Merging {len(tasks)} tasks from folders to a folder, median of {args.runs}", header, rows)
+    return found
+
+
+# ---- switching -------------------------------------------------------------------------------------------------------
+
+
+def switching(args: argparse.Namespace) -> dict:
+    """Seconds of a switch and of copying all weights of the model in memory, by type and number of threads."""
+    found, threads = {}, torch.get_num_threads()
+    for dtype in TORCH:
+        with tempfile.TemporaryDirectory() as scratch:
+            base, tasks = half(args, dtype, Path(scratch))
+            emr.merge(base, tasks, Path(scratch, "out"))
+            model = Classifier.from_pretrained(Path(scratch, "out"))
+            weights = [weight.detach() for weight in model.parameters()]
+            copies = [weight.clone() for weight in weights]
+
+            def copy(weights=weights, copies=copies):
+                for target, weight in zip(copies, weights):
+                    target.copy_(weight)
+
+            first = timed(model.set_task, model.tasks[1])
+            for task in model.tasks:
+                model.set_task(task)
+            for count in sorted({1, threads}):
+                torch.set_num_threads(count)
+                times = {"first switch": [first], "switch": [], "copy": []}
+                for i in range(max(args.runs, 20)):
+                    times["switch"].append(timed(model.set_task, model.tasks[i % len(model.tasks)]))
+                    times["copy"].append(timed(copy))
+                found[f"{dtype}, {count} threads"] = times
+            torch.set_num_threads(threads)
+    rows = []
+    for name, times in found.items():
+        switch, copied = (statistics.median(times[what]) for what in ("switch", "copy"))
+        rows.append([name, f"{1000 * switch:.1f}", f"{1000 * copied:.1f}", f"{switch / copied:.2f}", f"{1000 * times['first switch'][0]:.0f}"])
+    header = ["type", "switch, ms", "copy of the weights, ms", "ratio", "first switch, ms"]
+    print_table("Switching a model of 22.7 M parameters between tasks, warm medians", header, rows)
+    return found
+
+
+SECTIONS = {"accuracy": accuracy, "size": size, "merging": merging, "switching": switching}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=Path, required=True, help="folder made by benchmarks/fine_tunes.py")
+    parser.add_argument("--data", type=Path, required=True, help="folder with TREC.train.all, custrev.all, …")
+    parser.add_argument("--tasks", nargs="+", default=list(FILES))
+    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
+    parser.add_argument("--runs", type=int, default=5, help="rounds that the medians are taken over")
+    parser.add_argument("--json", type=Path, help="also write every number to this file")
+    args = parser.parse_args()
+    found = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    found |= {section: SECTIONS[section](args) for section in args.sections}
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
