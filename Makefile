@@ -21,6 +21,7 @@ style: $(VENV)/dev
 bench: $(VENV)/bench $(VENV)/demo
 	$(BIN)/python benchmarks/fine_tunes.py --data $(DATA) --out pairs
 	$(BIN)/python benchmarks/fm_delta.py --pairs pairs
+	$(BIN)/python benchmarks/emr.py --pairs pairs --data $(DATA)
 
 # An extra of setup.cfg, installed.
 $(VENV)/demo $(VENV)/dev $(VENV)/bench: $(VENV)/%: $(INPUTS)

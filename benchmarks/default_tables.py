@@ -3,7 +3,7 @@
     python benchmarks/default_tables.py --base BASE --fine-tune FINE_TUNE
 
 Counts symbols over the matrices of one fine-tune in float32, float16 and bfloat16, each weighing the same, and over the
-base's own weights for the table of values that have no base. The tables are part of the file format (docs/format.md):
+base's own weights for the table of values that have no base. The tables are part of the file format (docs/fm_delta_format.md):
 once a version is released they change only with its number.
 """
 

@@ -129,7 +129,7 @@ def accuracy(args: argparse.Namespace) -> dict:
             f"Test accuracy, {group}",
             ["method", "mean", "of single", *tasks],
             [
-                [name, f"{mean[name]:.4f}", f"{mean[name] / mean['single models']:.4f}", *(f"{row[task]:.4f}" for task in tasks)]
+                [name, *(f"{value:.4f}" for value in (mean[name], mean[name] / mean["single models"], *row.values()))]
                 for name, row in rows.items()
             ],
         )
@@ -164,13 +164,12 @@ def size(args: argparse.Namespace) -> dict:
                 "elected": Path(scratch, "out", "model.safetensors").stat().st_size,
                 "mask bits": {task.task: task.mask_bits for task in report.tasks},
             }
-    rows = [
-        [
-            dtype, f"{f['one fine-tune'] / 1e6:.1f}", f"{f['merge'] / 1e6:.1f}", f"{100 * f['merge'] / f['one fine-tune']:.1f} %",
-            f"{f['elected'] / 1e6:.1f}", f"{statistics.mean(f['mask bits'].values()):.3f}", f"{max(f['mask bits'].values()):.3f}",
-        ]
-        for dtype, f in found.items()
-    ]  # fmt: skip
+    rows = []
+    for dtype, f in found.items():
+        one, merge, elected = (f[what] / 1e6 for what in ("one fine-tune", "merge", "elected"))
+        bits = list(f["mask bits"].values())
+        sizes = [f"{one:.1f}", f"{merge:.1f}", f"{100 * merge / one:.1f} %", f"{elected:.1f}"]
+        rows.append([dtype, *sizes, f"{statistics.mean(bits):.3f}", f"{max(bits):.3f}"])
     header = ["type", "one fine-tune, MB", "merge, MB", "of one", "elected weights, MB", "mask bits/parameter, mean", "most"]
     print_table(f"Size on disk of {len(args.tasks)} tasks, everything in the folder", header, rows)
     return found
@@ -236,11 +235,8 @@ def merging(args: argparse.Namespace) -> dict:
     for name in ways:
         seconds, extra = found[name]["seconds"], found[name]["peak"] - least
         ratio = statistics.median(a / b for a, b in zip(plain["seconds"], seconds))
-        part = extra / (plain["peak"] - least)
-        rows.append(
-            [name, f"{statistics.median(seconds):.2f}", f"{ratio:.2f} ×", f"{found[name]['peak']:.0f}", f"{extra:.0f} ({part:.2f})",
-             f"{found[name]['bytes'] / 1e6:.1f}"]
-        )  # fmt: skip
+        memory = [f"{found[name]['peak']:.0f}", f"{extra:.0f} ({extra / (plain['peak'] - least):.2f})"]
+        rows.append([name, f"{statistics.median(seconds):.2f}", f"{ratio:.2f} ×", *memory, f"{found[name]['bytes'] / 1e6:.1f}"])
     header = ["way", "seconds", "speed", "peak, MB", "above the libraries', MB", "on disk, MB"]
     print_table(f"Merging {len(tasks)} tasks from folders to a folder, median of {args.runs}", header, rows)
     return found
@@ -277,8 +273,8 @@ def switching(args: argparse.Namespace) -> dict:
             torch.set_num_threads(threads)
     rows = []
     for name, times in found.items():
-        switch, copied = (statistics.median(times[what]) for what in ("switch", "copy"))
-        rows.append([name, f"{1000 * switch:.1f}", f"{1000 * copied:.1f}", f"{switch / copied:.2f}", f"{1000 * times['first switch'][0]:.0f}"])
+        switch, copied, first = (1000 * statistics.median(times[what]) for what in ("switch", "copy", "first switch"))
+        rows.append([name, f"{switch:.1f}", f"{copied:.1f}", f"{switch / copied:.2f}", f"{first:.0f}"])
     header = ["type", "switch, ms", "copy of the weights, ms", "ratio", "first switch, ms"]
     print_table("Switching a model of 22.7 M parameters between tasks, warm medians", header, rows)
     return found

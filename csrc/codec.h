@@ -1,4 +1,4 @@
-// One tensor to bytes and back. docs/format.md describes the bytes; they are its "body".
+// One tensor to bytes and back. docs/fm_delta_format.md describes the bytes; they are its "body".
 #pragma once
 
 #include <cstddef>

@@ -38,7 +38,7 @@ using F16 = Float<uint16_t, 10, 5>;
 using BF16 = Float<uint16_t, 7, 8>;
 using F64 = Float<uint64_t, 52, 11>;
 
-// Calls f with the float type of a dtype code (docs/format.md has the codes).
+// Calls f with the float type of a dtype code (docs/fm_delta_format.md has the codes).
 template <class Function>
 void with_float(int dtype, Function&& f) {
     switch (dtype) {

@@ -74,7 +74,8 @@ def staged_folder(target: str | os.PathLike, owned: str | None = None) -> Iterat
     last, each in one step. When it does not, `target` stays as it was.
 
     Weights in `target` that the new checkpoint replaces by others (shards of another count) are removed before config.json
-    comes, so that whoever finds it finds the weights it belongs to; so is what the new one lacks in the folder `owned`.
+    comes, so that whoever finds it finds the weights it belongs to; so is what the new one lacks in folders
+    that match the pattern `owned`.
     """
     target = Path(target)
     created = not os.path.exists(target)
@@ -110,12 +111,12 @@ def _move_into(stage: Path, target: Path, owned: str | None) -> None:
         stale = old in indices or WEIGHTS.fullmatch(old.name) and save_of(old) in saves
         if stale and old.relative_to(target) not in files:
             old.unlink(missing_ok=True)
-    if owned and (target / owned).is_dir():
-        for path in sorted((target / owned).rglob("*"), reverse=True):
-            if path.is_dir() and not any(path.iterdir()):
-                path.rmdir()
-            elif path.is_file() and path.relative_to(target) not in files:
+    for folder in target.glob(owned) if owned else ():
+        for path in folder.iterdir():
+            if path.is_file() and path.relative_to(target) not in files:
                 path.unlink()
+        if not any(folder.iterdir()):
+            folder.rmdir()
     for path in config:
         move(path)
 

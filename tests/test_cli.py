@@ -7,12 +7,13 @@ import sys
 
 import pytest
 from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
+from tiny_merges import write_tasks
 
 import hf_ext
-from hf_ext import fm_delta
+from hf_ext import emr, fm_delta
 from hf_ext.cli import main, parser
 
-COMMANDS = ("compress", "decompress", "inspect", "verify")
+COMMANDS = ("compress", "decompress", "inspect", "verify", "merge", "add-task", "extract")
 
 
 @pytest.fixture
@@ -83,6 +84,58 @@ def test_inspect_draws_a_picture(folder, capsys):
     assert "none/sizes.png" in fails(capsys, "inspect", folder / "small", "--plot", folder / "none/sizes.png")
 
 
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """Folders of a base and of its fine-tunes, to merge."""
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+def test_tasks_are_merged_checked_shown_and_taken_out_again(tmp_path, tasks, capsys):
+    base, folders = tasks
+    named = [part for task, folder in folders.items() for part in ("--task", f"{task}={folder}")]
+    merged = tmp_path / "merged"
+    code, out, _ = run(capsys, "merge", "--base", base, *named, "--out", merged)
+    assert (code, out) == (0, emr.report(merged).summary() + "\n")
+    assert run(capsys, "inspect", merged)[:2] == (0, f"{emr.report(merged)}\n")
+    assert json.loads(run(capsys, "inspect", merged, "--json")[1]) == emr.report(merged).to_dict()
+    assert run(capsys, "verify", merged)[0] == 0
+    assert run(capsys, "extract", merged, "--task", "cr", "--out", tmp_path / "cr")[0] == 0
+    emr.extract(merged, "cr", tmp_path / "expected")
+    assert contents(tmp_path / "cr") == contents(tmp_path / "expected")
+
+
+def test_a_report_prints_a_table_and_draws_a_picture(tmp_path, tasks, capsys):
+    base, folders = tasks
+    out = tmp_path / "merged"
+    options = ("--task", f"cr={folders['cr']}", "--task", f"trec={folders['trec']}", "--rescale", "paper")
+    code, printed, _ = run(capsys, "merge", "--base", base, *options, "--out", out, "--report")
+    assert code == 0 and "sign conflicts" in printed and printed == f"{emr.report(out)}\n".replace(
+        emr.report(out).summary(), printed.splitlines()[-1]
+    )
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_a_task_is_added_by_a_command(tmp_path, tasks, capsys):
+    base, folders = tasks
+    assert run(capsys, "merge", "--base", base, "--task", f"cr={folders['cr']}", "--out", tmp_path / "one")[0] == 0
+    task = ("--task", f"subj={folders['subj']}")
+    assert "--reelect" in fails(capsys, "add-task", tmp_path / "one", *task, "--out", tmp_path / "two")
+    assert run(capsys, "add-task", tmp_path / "one", *task, "--out", tmp_path / "two", "--reelect")[0] == 0
+    assert [task.task for task in emr.report(tmp_path / "two").tasks] == ["cr", "subj"]
+
+
+def test_what_cannot_be_merged_is_one_line(tmp_path, tasks, capsys):
+    base, folders = tasks
+    twice = ("--task", f"cr={folders['cr']}", "--task", f"cr={folders['subj']}")
+    assert "two tasks called 'cr'" in fails(capsys, "merge", "--base", base, *twice, "--out", tmp_path / "out")
+    assert "holds no merge" in fails(capsys, "extract", folders["cr"], "--task", "cr", "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    for text in ("cr", "=there", "cr="):
+        with pytest.raises(SystemExit):
+            main(["merge", "--base", "b", "--task", text, "--out", "out"])
+        assert "not of the form NAME=PATH" in capsys.readouterr().err
+
+
 def test_what_goes_wrong_is_one_line(folder, capsys):
     src, base, small = folder / "tuned", folder / "base", folder / "small"
     other = write_folder(folder / "other", fine_tune(weights(), seed=5))
@@ -112,7 +165,7 @@ def test_the_help_of_every_command_has_an_example_that_it_understands(command, c
     assert exit.value.code == 0
     example = capsys.readouterr().out.split("example: hf-ext ")[1].split()
     assert example[0] == command
-    assert parser().parse_args(example).run.__name__ == command
+    assert parser().parse_args(example).run.__name__ == command.replace("-", "_")
 
 
 def test_the_version_is_the_packages(capsys):

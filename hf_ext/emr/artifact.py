@@ -2,9 +2,9 @@
 
 config.json, other files        the first task's, config.json with a `quantization_config` of the method `emr`
 model.safetensors (or shards)   the elected weights, as differences from the base
-tasks/TASK/config.json          the task's own
-tasks/TASK/modulators.safetensors
-tasks/TASK/…                    its other files, where they are not those of the first task
+task-TASK/config.json          the task's own
+task-TASK/modulators.safetensors
+task-TASK/…                    its other files, where they are not those of the first task
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ from hf_ext.native import WIDTHS, cast
 from hf_ext.work_ahead import WorkAhead, progress, threads_for
 
 METHOD = "emr"
-TASKS = "tasks"
 GENERATION = "generation_config.json"
 STORED_AS = "fm_delta"  # how the elected weights are encoded
 ASSETS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")  # what belongs to a model besides its weights
 TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def task_folder(task: str) -> str:
+    """Where a task's own files stand in a merge. One level down: `push_to_hub` uploads no deeper ones."""
+    return f"task-{task}"
 
 
 def assets_of(folder: Path) -> dict[str, Path]:
@@ -61,7 +65,7 @@ def task_files(folder: Path) -> dict[str, TaskFile]:
         or not all(isinstance(task, str) and TASK_NAME.fullmatch(task) for task in tasks)
     ):
         raise CorruptFileError(f"{folder / CONFIG} lists no tasks: it is damaged.")
-    files = {task: TaskFile(folder / TASKS / task / FILE) for task in tasks}
+    files = {task: TaskFile(folder / task_folder(task) / FILE) for task in tasks}
     for task, file in files.items():
         if file.record.task != task:
             raise CorruptFileError(f"{file.path} is of task '{file.record.task}': the folder's files are mixed up.")
@@ -109,7 +113,7 @@ class Merged:
     def task_config(self, task: str) -> dict:
         """The config.json of a task's own model."""
         self.require_task(task)
-        return read_config(self.folder / TASKS / task / CONFIG)
+        return read_config(self.folder / task_folder(task) / CONFIG)
 
     def generation_config(self, task: str) -> dict:
         path = self.assets(task).get(GENERATION)
@@ -117,7 +121,7 @@ class Merged:
 
     def assets(self, task: str) -> dict[str, Path]:
         """The files of a task's checkpoint besides config.json and its weights."""
-        own, shared = self.folder / TASKS / task, self.folder
+        own, shared = self.folder / task_folder(task), self.folder
         paths = {name: own / name if (own / name).exists() else shared / name for name in self.files[task].record.files}
         return {name: path for name, path in paths.items() if path.exists()}
 
@@ -126,7 +130,7 @@ class Merged:
         paths = [*select_weights(self.folder), *(path for path in (self.folder / INDEX, self.folder / CONFIG) if path.exists())]
         paths += [path for path in assets_of(self.folder).values()]
         for task in self.tasks:
-            paths += [path for path in (self.folder / TASKS / task).iterdir() if path.suffix in (*ASSETS, ".safetensors")]
+            paths += [path for path in (self.folder / task_folder(task)).iterdir() if path.suffix in (*ASSETS, ".safetensors")]
         return sorted({path.relative_to(self.folder) for path in paths})
 
     def is_elected(self, name: str) -> bool:

@@ -13,7 +13,7 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from transformers import PreTrainedModel
 
 from hf_ext.checkpoint import Checkpoint, open_checkpoint, open_plain
-from hf_ext.emr.artifact import ASSETS, TASK_NAME, TASKS, Merged, assets_of, extract_task, task_files
+from hf_ext.emr.artifact import ASSETS, TASK_NAME, Merged, assets_of, extract_task, task_files, task_folder
 from hf_ext.emr.report import MergeReport, TaskReport
 from hf_ext.emr.writing import Addition, Merge, Source
 from hf_ext.errors import CheckpointError
@@ -60,7 +60,7 @@ def merge(
     for folder in [base, *tasks.values()]:
         if isinstance(folder, str | os.PathLike) and os.path.isdir(folder):
             require_another_folder(Path(out), Path(folder), base)
-    with TemporaryDirectory() as scratch, staged_folder(out, TASKS) as stage:
+    with TemporaryDirectory() as scratch, staged_folder(out, task_folder("*")) as stage:
         sources = {name: open_task(name, task, checkpoint, Path(scratch) / name) for name, task in tasks.items()}
         Merge(checkpoint, _config_of(checkpoint), sources, stage).write(rescale, max_shard_size)
     return report(out)
@@ -101,7 +101,7 @@ def add_task(
     if name in merged.tasks:
         raise CheckpointError(f"{src} has a task '{name}' already; give the new one another name.")
     require_another_folder(Path(out), merged.folder, merged.base.name)
-    with TemporaryDirectory() as scratch, staged_folder(out, TASKS) as stage:
+    with TemporaryDirectory() as scratch, staged_folder(out, task_folder("*")) as stage:
         source = open_task(name, task, merged.base, Path(scratch) / name)
         addition = Addition(merged, _config_of(merged.base), name, source, stage)
         (Merge(merged.base, _config_of(merged.base), addition.sources, stage) if reelect else addition).write(

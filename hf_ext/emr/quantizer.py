@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
 from hf_ext.checkpoint import Checkpoint, Entry, RawTensor
-from hf_ext.emr.artifact import TASKS, Merged
+from hf_ext.emr.artifact import Merged, task_folder
 from hf_ext.emr.config import EMRConfig
+from hf_ext.emr.modulators import FILE
 from hf_ext.emr.switching import Loaded, attach
 from hf_ext.errors import CheckpointError
 from hf_ext.loading import DecodingQuantizer
@@ -30,7 +31,7 @@ class EMRQuantizer(DecodingQuantizer):
 
     def open(self, model: PreTrainedModel, files: list[Path]) -> Checkpoint:
         settings = self.quantization_config
-        self.merged = Merged(_whole_folder(files[0].parent), settings.base, settings.revision)
+        self.merged = Merged(_whole_folder(files[0].parent, settings.tasks), settings.base, settings.revision)
         return _FirstTask(self.merged)
 
     def loaded(self, target: str, names: dict[str, list[str]], converter: WeightTransform) -> None:
@@ -59,9 +60,10 @@ class _FirstTask(Checkpoint):
         return self.merged.tensor(self.holder[name], name)
 
 
-def _whole_folder(folder: Path) -> Path:
+def _whole_folder(folder: Path, tasks: list[str] | None) -> Path:
     """The folder itself; of a snapshot in the Hub's cache, after what Transformers did not download has been."""
-    if folder.parent.name == "snapshots" and not (folder / TASKS).is_dir():
+    whole = all((folder / task_folder(str(task)) / FILE).exists() for task in tasks or [])
+    if folder.parent.name == "snapshots" and not whole:
         repository = folder.parents[1].name.removeprefix("models--").replace("--", "/")
         try:
             snapshot_download(repository, revision=folder.name, cache_dir=folder.parents[2])

@@ -19,7 +19,7 @@ from transformers.utils.logging import get_logger
 
 from hf_ext.checkpoint import SAFETENSORS_DTYPES, RawTensor
 from hf_ext.emr import election
-from hf_ext.emr.artifact import TASKS, Merged
+from hf_ext.emr.artifact import Merged, task_folder
 from hf_ext.errors import CheckpointError, UnsavedChangesError
 from hf_ext.folder import staged_folder
 from hf_ext.loading import AnyTensor, Decode
@@ -284,7 +284,7 @@ class MergedSaving(Saving):
             self.plain_save(folder, **kwargs)
             return sorted({path.name for path in folder.iterdir()} | before)
         files = switch.merged.all_files()
-        with staged_folder(folder, TASKS) as stage:
+        with staged_folder(folder, task_folder("*")) as stage:
             for path in files:
                 (stage / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(switch.merged.folder / path, stage / path)

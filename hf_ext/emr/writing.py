@@ -12,7 +12,7 @@ import numpy as np
 
 from hf_ext.checkpoint import ENCODINGS, MERGE, TORCH_DTYPES, Checkpoint, RawTensor
 from hf_ext.emr import election
-from hf_ext.emr.artifact import METHOD, STORED_AS, TASKS, Merged, shards_of, write_json
+from hf_ext.emr.artifact import METHOD, STORED_AS, Merged, shards_of, task_folder, write_json
 from hf_ext.emr.modulators import FILE, OWN, ROWS, Modulated, TaskRecord, TaskWriter, copy_task
 from hf_ext.emr.report import figures_of
 from hf_ext.errors import BaseModelError, CheckpointError
@@ -63,7 +63,7 @@ class Merge:
                     f"No tensor of task '{task}' ({source.tensors}) has a counterpart of its shape in the base {base}: it is "
                     "no fine-tune of it."
                 )
-        self.writers = {task: TaskWriter(out / TASKS / task / FILE) for task in self.new_tasks()}
+        self.writers = {task: TaskWriter(out / task_folder(task) / FILE) for task in self.new_tasks()}
         self.sums: dict[str, dict[str, np.ndarray]] = {task: {} for task in self.writers}
 
     def write(self, rescale: str, max_shard_size: int | str) -> None:
@@ -87,7 +87,7 @@ class Merge:
         first = next(iter(self.sources.values()))
         for task, source in self.sources.items():
             self.copy_modulators(task, digest)
-            folder = self.out / TASKS / task
+            folder = self.out / task_folder(task)
             write_json(folder / CONFIG, source.config)
             if not _same_files(source.assets, first.assets):
                 for name, path in source.assets.items():
@@ -256,14 +256,14 @@ class Addition(Merge):
         if record.report["relative"] >= 1:
             raise CheckpointError(
                 f"The election of {', '.join(self.standing.tasks)} does not suit task '{task}': it would end up farther from "
-                f"its own model than the base is (cosine {record.report['cosine']:.3f}). Elect anew (reelect=True, --reelect), or "
-                "better, merge the original checkpoints again with this one."
+                f"its own model than the base is (cosine {record.report['cosine']:.3f}). Elect anew (reelect=True, --reelect), "
+                "or better, merge the original checkpoints again with this one."
             )
         return record
 
     def copy_modulators(self, task: str, digest: str) -> None:
         if task in self.standing.files:
-            copy_task(self.standing.files[task], self.out / TASKS / task / FILE, elected=digest)
+            copy_task(self.standing.files[task], self.out / task_folder(task) / FILE, elected=digest)
 
 
 def _float_type(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> str | None:

@@ -1,7 +1,7 @@
 """One tensor to a payload and back: the C++ codec behind a header that says what the payload is and how to check it.
 
-The header's layout is in docs/format.md. A payload is complete in itself but for the base's tensor: wherever it turns up
-(a safetensors file, a state dict) it can be recognised, checked and decoded.
+The header's layout is in docs/fm_delta_format.md. A payload is complete in itself but for the base's tensor: wherever it
+turns up (a safetensors file, a state dict) it can be recognised, checked and decoded.
 """
 
 from __future__ import annotations

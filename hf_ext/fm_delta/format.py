@@ -1,6 +1,7 @@
 """A compressed safetensors file: payloads under the tensors' own names, and a header that can restore the original's.
 
-docs/format.md describes the bytes. The file is a valid safetensors file; what makes it one of ours stands in its metadata.
+docs/fm_delta_format.md describes the bytes. The file is a valid safetensors file; what makes it one of ours stands in its
+metadata.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A second decoder of compressed tensors, plain and slow: what the C++ codec is tested against.
 
-It is written from docs/format.md, whose words it uses, and shares no code with the codec but the default tables.
+It is written from docs/fm_delta_format.md, whose words it uses, and shares no code with the codec but the default tables.
 """
 
 import struct

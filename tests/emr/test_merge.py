@@ -12,9 +12,9 @@ import torch
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import save_file
 from tiny_checkpoints import contents, fine_tune, weights, write_folder
+from tiny_merges import classifier, same_tensors, tensors_of, write_tasks
 from tiny_models import MODELS, bert, llama, perturb, tokenizer
 
-from emr.merging import classifier, same_tensors, tensors_of, write_tasks
 from hf_ext import BaseModelError, CheckpointError, emr, fm_delta
 from hf_ext.emr import reference
 
@@ -130,7 +130,7 @@ def test_labels_and_files_are_each_tasks_own(tmp_path, folders):
         assert config == expected
         assert (tmp_path / task / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     # Equal files are stored once.
-    assert (merged / "tokenizer.json").exists() and not (merged / "tasks" / "cr" / "tokenizer.json").exists()
+    assert (merged / "tokenizer.json").exists() and not (merged / "task-cr" / "tokenizer.json").exists()
 
 
 def test_added_tokens_and_resized_vocabularies(tmp_path):
@@ -215,7 +215,7 @@ def test_a_model_in_memory_is_as_good_as_its_folder(tmp_path, folders):
     base, tasks = folders
     emr.merge(base, {"trec": classifier(6, 1), "cr": classifier(2, 2)}, tmp_path / "memory")
     emr.merge(base, {"trec": tasks["trec"], "cr": tasks["cr"]}, tmp_path / "folders")
-    names = ["model.safetensors", "tasks/trec/config.json"]
+    names = ["model.safetensors", "task-trec/config.json"]
     first, second = contents(tmp_path / "memory"), contents(tmp_path / "folders")
     assert [first[name] for name in names] == [second[name] for name in names]
 

@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_checkpoints import contents
+from tiny_merges import classifier, same_tensors, tensors_of, write_tasks
 from tiny_models import MODELS, assert_same_weights, bert, inputs, llama, perturb, tokenizer
 from transformers import (
     AutoConfig,
@@ -26,7 +27,6 @@ from transformers import (
     pipeline,
 )
 
-from emr.merging import classifier, same_tensors, tensors_of, write_tasks
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, EMRConfig, UnsavedChangesError, emr, fm_delta
 
 Auto = AutoModelForSequenceClassification
@@ -213,7 +213,7 @@ def test_a_pipeline_serves_the_active_task(merged):
 
 def test_tokenizers_and_configurations_load_from_the_folder_and_from_a_task(merged):
     assert AutoTokenizer.from_pretrained(merged[0]).vocab_size == tokenizer().vocab_size
-    assert AutoConfig.from_pretrained(merged[0], subfolder="tasks/cr").num_labels == 2
+    assert AutoConfig.from_pretrained(merged[0], subfolder="task-cr").num_labels == 2
 
 
 # ---- changes ---------------------------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ def broken(tmp_path):
 
 
 def test_every_damaged_byte_of_the_modulators_is_found(broken):
-    path = broken / "tasks" / "subj" / "modulators.safetensors"
+    path = broken / "task-subj" / "modulators.safetensors"
     good = path.read_bytes()
     header = int.from_bytes(good[:8], "little")
     places = [*range(8, 8 + header, 211), *range(8 + header, len(good), 97), len(good) - 1]
@@ -417,7 +417,7 @@ def test_every_damaged_byte_of_the_modulators_is_found(broken):
 
 
 def test_a_damaged_mask_is_found_before_a_weight_changes(broken):
-    path = broken / "tasks" / "subj" / "modulators.safetensors"
+    path = broken / "task-subj" / "modulators.safetensors"
     data = bytearray(path.read_bytes())
     data[-20] ^= 1
     path.write_bytes(data)
@@ -435,12 +435,12 @@ def test_files_of_two_merges_are_not_mixed(broken, tmp_path):
     other.bert.save_pretrained(tmp_path / "unused")
     classifier(2, 9).save_pretrained(tasks["cr"])
     emr.merge(tmp_path / "in" / "base", tasks, tmp_path / "second")
-    theirs = tmp_path / "second" / "tasks" / "subj" / "modulators.safetensors"
-    (broken / "tasks" / "subj" / "modulators.safetensors").write_bytes(theirs.read_bytes())
+    theirs = tmp_path / "second" / "task-subj" / "modulators.safetensors"
+    (broken / "task-subj" / "modulators.safetensors").write_bytes(theirs.read_bytes())
     with pytest.raises(CorruptFileError, match="belongs to another merge"):
         Auto.from_pretrained(broken)
-    first = broken / "tasks" / "cr" / "modulators.safetensors"
-    (broken / "tasks" / "subj" / "modulators.safetensors").write_bytes(first.read_bytes())
+    first = broken / "task-cr" / "modulators.safetensors"
+    (broken / "task-subj" / "modulators.safetensors").write_bytes(first.read_bytes())
     with pytest.raises(CorruptFileError, match="is of task 'cr'"):
         Auto.from_pretrained(broken)
 
@@ -465,7 +465,7 @@ def test_a_config_with_impossible_tasks_is_refused(broken, tasks):
 
 
 def test_a_file_of_a_later_version_says_update(broken):
-    path = broken / "tasks" / "cr" / "modulators.safetensors"
+    path = broken / "task-cr" / "modulators.safetensors"
     data = path.read_bytes()
     assert data.count(b'\\"version\\": 1') == 1
     path.write_bytes(data.replace(b'\\"version\\": 1', b'\\"version\\": 9'))

@@ -25,7 +25,7 @@ from hf_ext.fm_delta.codec import (
     read_header,
 )
 
-HEADER = 36  # bytes before the shape, see docs/format.md
+HEADER = 36  # bytes before the shape, see docs/fm_delta_format.md
 FLOAT_DTYPES = [TORCH_DTYPES[name] for name in FLOATS]
 SHAPES = [(), (0,), (1,), (1023,), (1025,), (3, 0, 2), (7, 300), (130, 33), (2, 3, 4, 5, 6)]
 

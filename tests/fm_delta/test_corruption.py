@@ -267,7 +267,7 @@ def test_every_flipped_byte_of_the_base_is_refused_or_changes_nothing(compressed
 # ---- forgeries: files whose every checksum is right ------------------------------------------------------------------
 
 FIXED = (
-    "<4sBBBBHHQQQ"  # docs/format.md: magic, mode, dimensions, lengths of the texts, base values, checksum, integrity
+    "<4sBBBBHHQQQ"  # docs/fm_delta_format.md: magic, mode, dimensions, lengths of the texts, base values, checksum, integrity
 )
 FIELDS = (
     "magic",

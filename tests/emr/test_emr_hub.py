@@ -1,0 +1,81 @@
+"""A merge goes to the Hub by the usual calls, with all tasks, and loads from it by id."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from local_hub import LocalHub
+
+WORK = """
+import sys
+from pathlib import Path
+from tiny_checkpoints import contents
+from tiny_merges import classifier, tensors_of, write_tasks
+from tiny_models import assert_same_weights, bert, tokenizer
+from transformers import AutoModelForSequenceClassification as Auto, AutoTokenizer
+from hf_ext import emr
+"""
+
+PUSH = """
+base, tasks = write_tasks(Path("in"))
+bert().bert.push_to_hub("user/base")
+for task in ("cr", "subj"):
+    Auto.from_pretrained(tasks[task]).push_to_hub(f"user/{task}")
+    tokenizer().push_to_hub(f"user/{task}")
+emr.merge("user/base", {"trec": tasks["trec"], "cr": "user/cr", "subj": "user/subj"}, "merged")
+emr.merge(base, {task: tasks[task] for task in ("trec", "cr", "subj")}, "local")
+for task in ("trec", "cr", "subj"):
+    for folder in ("merged", "local"):
+        emr.extract(folder, task, f"{folder}-{task}")
+    assert contents(Path(f"merged-{task}"))["model.safetensors"] == contents(Path(f"local-{task}"))["model.safetensors"]
+model = Auto.from_pretrained("merged")
+model.set_task("cr")
+model.push_to_hub("user/merge")
+model.save_pretrained("saved", push_to_hub=True, repo_id="user/saved")
+"""
+
+LOAD = """
+for name in ("user/merge", "user/saved"):
+    model = Auto.from_pretrained(name)
+    assert model.active_task == "trec" and model.tasks == ["trec", "cr", "subj"]
+    for task in model.tasks:
+        model.set_task(task)
+        assert_same_weights(model, Auto.from_pretrained(f"../push/merged-{task}"))
+    model.save_pretrained("again")
+    there, here = contents(Path("../push/merged")), contents(Path("again"))
+    assert {path: here[path] for path in there} == there, there.keys() ^ here.keys()
+"""
+
+PRIVATE = """
+try:
+    Auto.from_pretrained("user/gone")
+except OSError as error:
+    print(type(error).__name__)
+try:
+    emr.merge("user/base", {"a": "user/gone"}, "merged")
+except emr.merge.__globals__["CheckpointError"] as error:
+    print(error)
+assert not Path("merged").exists()
+"""
+
+
+def run(hub, folder, script):
+    folder.mkdir()
+    paths = [str(Path(__file__).parents[1]), str(Path.cwd())]
+    environment = hub.client_env(folder / "cache") | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, "-c", WORK + script], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_a_merge_is_pushed_and_loaded_by_id(tmp_path):
+    with LocalHub() as hub:
+        run(hub, tmp_path / "push", PUSH)
+        run(hub, tmp_path / "load", LOAD)
+        printed = run(hub, tmp_path / "gone", PRIVATE)
+        assert "user/gone' is neither a folder nor a Hub repository that can be reached" in printed

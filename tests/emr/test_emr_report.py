@@ -1,0 +1,56 @@
+"""The report of a merge is what a comparison of the weights gives."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tiny_merges import tensors_of, write_tasks
+
+from hf_ext import HfExtError, emr
+
+
+@pytest.fixture(scope="module")
+def merge(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("merge")
+    base, tasks = write_tasks(folder / "in")
+    return folder, base, tasks, emr.merge(base, tasks, folder / "merged")
+
+
+def test_the_figures_are_those_of_the_weights(merge, tmp_path):
+    folder, base, tasks, report = merge
+    prior = {f"bert.{name}": tensor for name, tensor in tensors_of(base).items()}
+
+    def vector(tensors):
+        return torch.cat([(tensors[name].double() - prior[name].double()).reshape(-1) for name in sorted(prior)])
+
+    for task in report.tasks:
+        emr.extract(folder / "merged", task.task, tmp_path / task.task)
+        single, given = vector(tensors_of(tasks[task.task])), vector(tensors_of(tmp_path / task.task))
+        assert task.parameters == single.numel()
+        assert math.isclose(task.distance, (single - given).norm(), rel_tol=1e-3)
+        assert math.isclose(task.relative, (single - given).norm() / single.norm(), rel_tol=1e-3)
+        assert math.isclose(task.cosine, torch.cosine_similarity(single, given, 0), rel_tol=1e-4)
+        assert math.isclose(task.density, (given != 0).double().mean(), rel_tol=1e-3)
+        assert math.isclose(task.conflicts, 1 - (given != 0).sum() / (single != 0).sum(), rel_tol=1e-2)
+        assert task.least_scale <= task.scale <= task.largest_scale
+    assert report.bytes == sum(path.stat().st_size for path in (folder / "merged").rglob("*") if path.is_file())
+
+
+def test_it_is_a_table_a_dictionary_and_a_picture(merge, tmp_path):
+    *_, report = merge
+    lines = str(report).splitlines()
+    assert len(lines) == 2 + len(report.tasks) + 2 and lines[2].startswith("trec ")
+    assert report.to_dict()["tasks"][1]["task"] == "cr"
+    report.plot(tmp_path / "report.png")
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG\r\n")
+    with pytest.raises(HfExtError, match="cannot be written"):
+        report.plot(tmp_path / "none" / "report.png")
+
+
+def test_the_base_is_not_needed(tmp_path):
+    base, tasks = write_tasks(tmp_path / "in", {"cr": 2})
+    report = emr.merge(base, tasks, tmp_path / "merged")
+    base.rename(tmp_path / "gone")
+    assert emr.report(tmp_path / "merged") == report
