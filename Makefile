@@ -11,6 +11,7 @@ INPUTS = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard csrc/*)
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/fine_tune_and_compress.py
+	$(BIN)/python examples/merge_and_switch.py
 
 test: $(VENV)/dev
 	$(BIN)/python -m pytest

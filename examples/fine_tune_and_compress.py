@@ -31,6 +31,8 @@ from transformers.utils import logging
 
 from hf_ext import fm_delta
 
+KINDS = {ast.Module: "module", ast.ClassDef: "class", ast.FunctionDef: "function", ast.AsyncFunctionDef: "function"}
+
 
 @dataclass
 class Arguments:
@@ -54,9 +56,9 @@ def minilm() -> str:
     return str(Path(spec.submodule_search_locations[0]) / "model")
 
 
-def standard_library_docstrings(classes: int = 8, limit: int = 900) -> DatasetDict:
-    """Docstrings of the standard library, labelled with the package they come from: the `classes` packages with the most,
-    at most `limit` of each."""
+def standard_library_docstrings(label: str = "package", classes: int = 8, limit: int = 900) -> DatasetDict:
+    """Docstrings of the standard library, labelled with the package they come from or with the kind of what they document: the
+    `classes` with the most, at most `limit` of each."""
     library = Path(sysconfig.get_path("stdlib"))
     texts = defaultdict(set)
     for path in sorted(library.rglob("*.py")):
@@ -71,9 +73,9 @@ def standard_library_docstrings(classes: int = 8, limit: int = 900) -> DatasetDi
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 text = " ".join((ast.get_docstring(node) or "").split())
                 if len(text) > 20:
-                    texts[package].add(text)
-    chosen = sorted(texts, key=lambda package: (-len(texts[package]), package))[:classes]
-    rows = [(text, label) for label, package in enumerate(chosen) for text in sorted(texts[package])[:limit]]
+                    texts[package if label == "package" else KINDS[type(node)]].add(text)
+    chosen = sorted(texts, key=lambda name: (-len(texts[name]), name))[:classes]
+    rows = [(text, number) for number, name in enumerate(chosen) for text in sorted(texts[name])[:limit]]
     random.Random(0).shuffle(rows)
     columns = {"text": [text for text, _ in rows], "label": [label for _, label in rows]}
     data = Dataset.from_dict(columns).cast_column("label", ClassLabel(names=chosen))

@@ -84,7 +84,7 @@ def add_task(
     checkpoints again is better still.)
 
     Args:
-        src: folder of the merge.
+        src: folder or Hub id of the merge.
         name: of the new task.
         task: as in `merge`.
         out: folder to write.
@@ -96,7 +96,7 @@ def add_task(
     Raises:
         CheckpointError: the merge has a task of that name, or its election does not suit the new one.
     """
-    merged = Merged(src, base)
+    merged = Merged(_folder_of(src, "The merge"), base)
     _require_name(name)
     if name in merged.tasks:
         raise CheckpointError(f"{src} has a task '{name}' already; give the new one another name.")
@@ -121,7 +121,7 @@ def extract(
     other files.
 
     Args:
-        merged: folder of the merge, or a model loaded from one.
+        merged: folder or Hub id of the merge, or a model loaded from one.
         task: which.
         out: folder to write. On failure it is left as it was.
         base: folder or Hub id of the base, if it is no longer where config.json says.
@@ -132,7 +132,7 @@ def extract(
             raise CheckpointError(f"This {type(merged).__name__} was not loaded from a merge.")
         source = merged.set_task.merged
     else:
-        source = Merged(merged, base)
+        source = Merged(_folder_of(merged, "The merge"), base)
     source.require_task(task)
     require_another_folder(Path(out), source.folder, source.base.name)
     with staged_folder(out) as stage:
@@ -145,7 +145,7 @@ def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int
     Raises:
         CorruptFileError, BaseModelError: naming the first that is not as it was written.
     """
-    merged = Merged(src, base)
+    merged = Merged(_folder_of(src, "The merge"), base)
     count = sum(file.verify() for file in merged.files.values())
     names = merged.elected.names()
     with progress("Verifying", len(names)) as bar:
@@ -156,12 +156,13 @@ def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int
 
 def report(src: str | os.PathLike) -> MergeReport:
     """How close each task of a merge is to its own model, as measured when it was merged. The base is not needed."""
-    files = task_files(Path(src))
+    folder = _folder_of(src, "The merge")
+    files = task_files(folder)
     tasks = [
         TaskReport(task, **file.record.report, mask_bits=8 * file.masks_size() / max(file.record.report["parameters"], 1))
         for task, file in files.items()
     ]
-    return MergeReport(tasks, sum(path.stat().st_size for path in Path(src).rglob("*") if path.is_file()))
+    return MergeReport(tasks, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
 
 
 def open_task(name: str, task: Task, base: Checkpoint, scratch: Path) -> Source:
@@ -176,7 +177,7 @@ def open_task(name: str, task: Task, base: Checkpoint, scratch: Path) -> Source:
         type(task).save_pretrained(task, scratch)
         folder = scratch
     elif isinstance(task, str | os.PathLike):
-        folder = _folder_of(name, os.fspath(task))
+        folder = _folder_of(task, f"Task '{name}'")
     else:
         raise CheckpointError(f"Task '{name}' is a {type(task).__name__}; give a folder, a Hub id, or a model.")
     assets = assets_of(folder)
@@ -200,17 +201,18 @@ def _require_name(name: str) -> None:
         raise CheckpointError(f"{name!r} cannot be the name of a task: use letters, digits, '.', '_' and '-'.")
 
 
-def _folder_of(name: str, task: str) -> Path:
+def _folder_of(name: str | os.PathLike, what: str) -> Path:
     """A folder as it is; what a Hub id leads to, downloaded."""
-    if os.path.isdir(task):
-        return Path(task)
-    if os.path.exists(task) or task.startswith((".", "/", "~")):
-        raise CheckpointError(f"Task '{name}': there is no folder '{task}'.")
+    name = os.fspath(name)
+    if os.path.isdir(name):
+        return Path(name)
+    if os.path.exists(name) or name.startswith((".", "/", "~")):
+        raise CheckpointError(f"{what}: there is no folder '{name}'.")
     try:
-        return Path(snapshot_download(task, allow_patterns=["*.safetensors", *(f"*{suffix}" for suffix in ASSETS)]))
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", *(f"*{suffix}" for suffix in ASSETS)]))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"Task '{name}': '{task}' is neither a folder nor a Hub repository that can be reached: {error}"
+            f"{what}: '{name}' is neither a folder nor a Hub repository that can be reached: {error}"
         ) from error
 
 

@@ -274,7 +274,13 @@ class MergedSaving(Saving):
     def save(self, folder: Path, **kwargs: Any) -> list[str]:
         switch: SetTask = self.model.set_task
         changed = "the state dict given" if kwargs.get("state_dict") is not None else switch.changed()
-        if getattr(self.model, "_hf_peft_config_loaded", False) or changed:
+        adapter = getattr(self.model, "_hf_peft_config_loaded", False)
+        if changed and not adapter and folder.is_dir() and folder.samefile(switch.merged.folder):
+            raise CheckpointError(
+                f"The weights are not those of task '{self.model.active_task}' any more, and {folder} is the folder of the merge: "
+                "to save one model there would destroy the others. Save it to another folder."
+            )
+        if adapter or changed:
             if changed:
                 logger.warning(
                     f"The weights are not those of task '{self.model.active_task}' any more ({changed}): {folder} becomes a "

@@ -337,6 +337,18 @@ def test_saving_over_an_older_merge_leaves_nothing_of_it(merged, model, tmp_path
     assert contents(tmp_path / "merged") == contents(merged[0])
 
 
+def test_saving_where_the_merge_is_does_not_destroy_it(broken):
+    before, model = contents(broken), Auto.from_pretrained(broken)
+    model.set_task("subj")
+    model.save_pretrained(broken)
+    assert contents(broken) == before
+    with torch.no_grad():
+        model.classifier.bias += 1
+    with pytest.raises(CheckpointError, match="would destroy the others"):
+        model.save_pretrained(broken)
+    assert contents(broken) == before
+
+
 def test_saving_a_state_dict_is_plain(merged, model, tmp_path):
     model.save_pretrained(tmp_path / "plain", state_dict=model.state_dict())
     same_tensors(tensors_of(tmp_path / "plain"), tensors_of(merged[1]["trec"]))
