@@ -17,7 +17,7 @@ PURE = {
 }
 HOST = {"fm_delta": {"config", "quantizer", "saving"}, "emr": {"adapter", "config", "merge", "quantizer", "switching"}}
 BELOW, ABOVE = (
-    ["_native", "native", "errors", "folder", "checkpoint", "work_ahead", "table"],
+    ["_native", "native", "errors", "folder", "checkpoint", "work_ahead", "display"],
     ["registration", "__init__", "cli"],
 )
 SHARED_HOST = ["loading", "saving"]

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from hf_ext.display import new_figure, save_figure, table
 from hf_ext.emr.modulators import TaskRecord
-from hf_ext.errors import HfExtError
-from hf_ext.table import table
 
 
 @dataclass(frozen=True)
@@ -90,10 +89,6 @@ class MergeReport:
         Raises:
             HfExtError: matplotlib is not installed, or the file cannot be written.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise HfExtError("Drawing needs matplotlib: pip install matplotlib (or hf_ext[demo]).") from error
         panels = {
             "cosine to the single model": ("cosine", 1),
             "L2 distance, % of the task vector": ("relative", 100),
@@ -101,7 +96,7 @@ class MergeReport:
             "mask density, %": ("density", 100),
         }
         names = [task.task for task in self.tasks]
-        figure = Figure(figsize=(11, max(2.2, 0.32 * len(names) + 1.1)), layout="constrained")
+        figure = new_figure(11, max(2.2, 0.32 * len(names) + 1.1))
         for axes, (title, (field, factor)) in zip(figure.subplots(1, len(panels), sharey=True), panels.items()):
             values = [factor * getattr(task, field) for task in self.tasks]
             bars = axes.barh(names, values, color="#4477aa")
@@ -111,10 +106,7 @@ class MergeReport:
             axes.spines[["top", "right"]].set_visible(False)
             axes.tick_params(labelsize="small")
         figure.axes[0].invert_yaxis()
-        try:
-            figure.savefig(path, dpi=150)
-        except (OSError, ValueError) as error:
-            raise HfExtError(f"The picture {path} cannot be written: {error}") from error
+        save_figure(figure, path)
 
 
 def figures_of(record: TaskRecord, sums: Mapping[str, np.ndarray], values: Mapping[str, int]) -> dict[str, float]:

@@ -277,8 +277,8 @@ class MergedSaving(Saving):
         adapter = getattr(self.model, "_hf_peft_config_loaded", False)
         if changed and not adapter and folder.is_dir() and folder.samefile(switch.merged.folder):
             raise CheckpointError(
-                f"The weights are not those of task '{self.model.active_task}' any more, and {folder} is the folder of the merge: "
-                "to save one model there would destroy the others. Save it to another folder."
+                f"The weights are not those of task '{self.model.active_task}' any more, and {folder} is the folder of the "
+                "merge: to save one model there would destroy the others. Save it to another folder."
             )
         if adapter or changed:
             if changed:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hf_ext.errors import HfExtError
+from hf_ext.display import new_figure, save_figure, table
 from hf_ext.fm_delta.codec import Header
 from hf_ext.fm_delta.compress import open_compressed
-from hf_ext.table import table
 
 KINDS = {
     "embedding": r"embed|wte|wpe",
@@ -87,12 +86,8 @@ class CheckpointReport:
         Raises:
             HfExtError: matplotlib is not installed, or the file cannot be written.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise HfExtError("Drawing needs matplotlib: pip install matplotlib (or hf_ext[demo]).") from error
         layers = self._groups(lambda t: _layer(t.name))
-        figure = Figure(figsize=(max(6.0, 0.35 * len(layers) + 3), 4.5), layout="constrained")
+        figure = new_figure(max(6.0, 0.35 * len(layers) + 3), 4.5)
         axes = figure.subplots()
         positions = range(len(layers))
         axes.bar(
@@ -111,10 +106,7 @@ class CheckpointReport:
         axes.set_title(self.sizes(), fontsize="small")
         axes.legend(fontsize="small", frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
-        try:
-            figure.savefig(path, dpi=150)
-        except (OSError, ValueError) as error:
-            raise HfExtError(f"The picture {path} cannot be written: {error}") from error
+        save_figure(figure, path)
 
     def _parameters(self) -> int:
         return sum(t.parameters for t in self.tensors)
