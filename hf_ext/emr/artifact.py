@@ -26,7 +26,7 @@ from hf_ext.emr import election
 from hf_ext.emr.modulators import FILE, TaskFile
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.folder import CONFIG, INDEX, read_config, select_weights
-from hf_ext.native import WIDTHS, cast
+from hf_ext.native import FLOATS, WIDTHS, cast
 from hf_ext.work_ahead import WorkAhead, progress, threads_for
 
 METHOD = "emr"
@@ -87,7 +87,7 @@ class Merged:
     """
 
     def __init__(self, folder: str | os.PathLike, base: str | os.PathLike | None = None, revision: str | None = None):
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # as the working directory may change
         self.files = task_files(self.folder)
         self.tasks = list(self.files)
         self.elected = ENCODINGS[STORED_AS].open(select_weights(self.folder), base, revision)
@@ -98,10 +98,22 @@ class Merged:
                     f"{file.path} belongs to another merge than the weights beside it: the folder was not written to the end. "
                     "Merge or download it again."
                 )
+            self._require_tensors(file)
+
+    def _require_tensors(self, file: TaskFile) -> None:
+        """Raises CorruptFileError unless everything that a task's tensors are made of is there."""
+        for name in [*file.record.shared, *file.record.modulated]:
+            twin = self.base.twin_of(name)
+            if name not in self.elected or name in file.record.modulated and (
+                twin is None
+                or self.base.entry(twin).shape != self.elected.entry(name).shape
+                or not {self.base.entry(twin).dtype, self.elected.entry(name).dtype} <= FLOATS.keys()
+            ):
+                raise CorruptFileError(f"{file.path} speaks of '{name}', which cannot be made of what is there: it is damaged.")
 
     def __reduce__(self) -> tuple:
         # Mapped files cannot be pickled, but opened again.
-        return Merged, (self.folder.absolute(), self.base.name, self.base.revision)
+        return Merged, (self.folder, self.base.name, self.base.revision)
 
     def __deepcopy__(self, memo) -> Merged:
         return self
@@ -113,7 +125,10 @@ class Merged:
     def task_config(self, task: str) -> dict:
         """The config.json of a task's own model."""
         self.require_task(task)
-        return read_config(self.folder / task_folder(task) / CONFIG)
+        path = self.folder / task_folder(task) / CONFIG
+        if not path.exists():
+            raise CorruptFileError(f"{path} is missing: the folder is not whole. Merge or download it again.")
+        return read_config(path)
 
     def generation_config(self, task: str) -> dict:
         path = self.assets(task).get(GENERATION)

@@ -8,7 +8,9 @@ touched alone, cost next to nothing. Everything is checked against checksums bef
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import threading
 import zlib
 from collections.abc import Mapping
@@ -146,8 +148,10 @@ class TaskFile:
             raise CorruptFileError(f"{path} has format version {version}, this hf_ext reads up to {VERSION}: update hf_ext.")
         if version != VERSION or self._file.metadata.get(CHECKSUM_KEY) != _checksum_of(text, self._file.entries):
             raise CorruptFileError(f"The header of {path} is damaged: it does not have the checksum it was written with.")
-        self.record = TaskRecord(**fields)
-        self.record.modulated = {name: Modulated(**values) for name, values in self.record.modulated.items()}
+        try:
+            self.record = _record_of(fields)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CorruptFileError(f"The header of {path} says what cannot be: {error}") from error
         self._own = [key.removeprefix(OWN) for key in self._file.entries if key.startswith(OWN)]
 
     def names(self) -> list[str]:
@@ -212,6 +216,23 @@ def copy_task(source: TaskFile, target: Path, **changes: Any) -> None:
         writer.finish(replace(source.record, checksums={}, **changes))
     finally:
         writer.close()
+
+
+def _record_of(fields: dict[str, Any]) -> TaskRecord:
+    """The record that a header holds. A header with the right checksum may still be forged."""
+    record = TaskRecord(**fields)
+    record.modulated = {name: Modulated(**values) for name, values in record.modulated.items()}
+    for name, modulated in record.modulated.items():
+        scale, rows = modulated.scale, modulated.rows
+        if type(scale) not in (int, float) or not math.isfinite(scale) or not (rows is None or type(rows) is int and rows >= 0):
+            raise ValueError(f"scale {scale!r} and rows {rows!r} of '{name}'")
+    texts = [record.task, record.elected, *record.shared, *record.files, *record.checksums, *record.checksums.values()]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("something else where a name should be")
+    for name in record.files:
+        if not re.fullmatch(r"[\w-][\w.+-]*", name):
+            raise ValueError(f"a file called '{name}'")
+    return record
 
 
 def _checksum_of(text: str, entries: Mapping[str, Entry]) -> str:

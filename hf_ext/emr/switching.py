@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,6 +57,16 @@ class Loaded:
         return [name for names in self.names.values() for name in names]
 
 
+class Move(NamedTuple):
+    """What changes from one task to another beside the weights: the configurations (one object if they are equal); what modules
+    keep of their sizes (out_features, num_labels) as path, attribute and new value; generation settings, if others."""
+
+    before: PretrainedConfig
+    after: PretrainedConfig
+    sizes: list[tuple[str, str, Any]]
+    generation: dict[str, Any] | None
+
+
 def attach(model: PreTrainedModel, merged: Merged, plan: list[Loaded]) -> None:
     """Gives a model that was loaded as a merge's first task its `tasks`, `active_task`, `set_task` and its own way to save."""
     model.tasks = list(merged.tasks)
@@ -97,7 +107,7 @@ class SetTask:
         self._elected: dict[str, RawTensor] = {}
         self._prior: dict[str, np.ndarray] = {}
         self._modulators: dict[str, dict[str, tuple[np.ndarray | None, float]]] = {}
-        self._moves: dict[tuple[str, str], tuple[PretrainedConfig, PretrainedConfig, list[tuple[str, str, Any]]]] = {}
+        self._moves: dict[tuple[str, str], Move] = {}
         self._memory: dict[str, tuple[int, np.ndarray]] = {}  # of a parameter: its address and the bytes there
         self._warned: set[str] = set()
 
@@ -109,9 +119,10 @@ class SetTask:
         self.merged.require_task(name)
         if name == self.model.active_task and not discard_changes:
             return
+        move = self._move(self.model.active_task, name)
         with torch.no_grad():
             self._rewrite(name, discard_changes)
-        self._configure(name)
+        self._configure(move)
         self.model.active_task = name
 
     def changed(self) -> str | None:
@@ -228,27 +239,23 @@ class SetTask:
             for slots in (module._parameters, module._buffers):
                 slots.update({key: new for key, value in slots.items() if value is weight})
 
-    def _configure(self, name: str) -> None:
+    def _configure(self, move: Move) -> None:
         """Lets the configuration, and what modules have read from it, follow the weights."""
-        before, after, sizes = self._move(self.model.active_task, name)
-        if before is not after:
-            modules = {_plain(path): module for path, module in self.model.named_modules()} if sizes else {}
-            for path, key, value in sizes:
+        if move.before is not move.after:
+            modules = {_plain(path): module for path, module in self.model.named_modules()} if move.sizes else {}
+            for path, key, value in move.sizes:
                 if path in modules:
                     setattr(modules[path], key, value)
             configs = {id(module.config): module.config for module in self.model.modules() if hasattr(module, "config")}
             for config in configs.values():
-                _follow(config, before, after)
+                _follow(config, move.before, move.after)
                 if hasattr(config, "problem_type"):  # models set it themselves, by the labels of the first batch
-                    config.problem_type = after.problem_type
-        if self.model.can_generate():
-            settings = [self.merged.generation_config(task) for task in (self.model.active_task, name)]
-            if settings[0] != settings[1]:
-                self.model.generation_config = GenerationConfig.from_dict(settings[1])
+                    config.problem_type = move.after.problem_type
+        if move.generation is not None and self.model.can_generate():
+            self.model.generation_config = GenerationConfig.from_dict(move.generation)
 
-    def _move(self, old: str, new: str) -> tuple[PretrainedConfig, PretrainedConfig, list[tuple[str, str, Any]]]:
-        """The configurations of two tasks (one object if they are equal), and what modules keep of their sizes beside the
-        weights (out_features, num_labels): path, attribute and new value, wherever the two differ."""
+    def _move(self, old: str, new: str) -> Move:
+        """What changes from one task to another beside the weights."""
         if (old, new) not in self._moves:
             kind, texts = type(self.model.config), [self.merged.task_config(task) for task in (old, new)]
             before = after = kind.from_dict(deepcopy(texts[0]))
@@ -264,7 +271,8 @@ class SetTask:
                         for key, value in vars(second[path]).items()
                         if type(value) in (int, float, str, bool) and vars(first[path]).get(key, value) != value
                     ]
-            self._moves[old, new] = before, after, sizes
+            settings = [self.merged.generation_config(task) for task in (old, new)]
+            self._moves[old, new] = Move(before, after, sizes, settings[1] if settings[0] != settings[1] else None)
         return self._moves[old, new]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -112,6 +113,23 @@ def test_a_header_that_says_nothing_sensible_is_refused(tmp_path, text):
     path.write_bytes(len(new).to_bytes(8, "little") + new + data[8 + length :])
     with pytest.raises(CorruptFileError):
         TaskFile(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"files": [name]} for name in ("../../etc/passwd", "/etc/passwd", "..", 3)),
+        *({"modulated": {"dense": Modulated(scale)}} for scale in (float("nan"), "1", True)),
+        {"modulated": {"dense": Modulated(1.0, -1)}},
+        {"shared": [["a"]]},
+        {"elected": None},
+    ],
+)
+def test_a_forged_record_is_refused(tmp_path, change):
+    writer = TaskWriter(tmp_path / "file")
+    writer.finish(replace(record(), **change))
+    with pytest.raises(CorruptFileError, match="says what cannot be"):
+        TaskFile(tmp_path / "file")
 
 
 def test_a_file_of_something_else_is_refused(tmp_path):

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, EMRConfig, UnsavedChangesError, emr, fm_delta
+from hf_ext.emr.modulators import Modulated, TaskFile, copy_task
 
 Auto = AutoModelForSequenceClassification
 
@@ -464,6 +465,37 @@ def test_another_base_is_refused(broken, tmp_path):
     (tmp_path / "in" / "base" / "model.safetensors").unlink()
     with pytest.raises(BaseModelError, match="is needed to read this checkpoint"):
         Auto.from_pretrained(broken)
+
+
+def test_modulators_of_tensors_that_are_not_there_are_refused(broken):
+    path = broken / "task-subj" / "modulators.safetensors"
+    record = TaskFile(path).record
+    for change in (
+        {"modulated": record.modulated | {"not.there": Modulated(1.0)}},
+        {"modulated": record.modulated | {"classifier.weight": Modulated(1.0)}},
+        {"shared": ["not.there"]},
+    ):
+        copy_task(TaskFile(path), tmp := path.with_name("other.safetensors"), **change)
+        tmp.replace(path)
+        with pytest.raises(CorruptFileError, match="cannot be made of what is there"):
+            Auto.from_pretrained(broken)
+
+
+def test_a_task_without_its_config_is_refused(broken):
+    (broken / "task-subj" / "config.json").unlink()
+    model = Auto.from_pretrained(broken)
+    with pytest.raises(CorruptFileError, match="is missing"):
+        model.set_task("subj")
+    assert model.active_task == "cr"
+    model.set_task("cr", discard_changes=True)
+
+
+def test_a_relative_folder_still_serves_from_elsewhere(broken, monkeypatch):
+    monkeypatch.chdir(broken.parent)
+    model = Auto.from_pretrained(broken.name)
+    monkeypatch.chdir("/")
+    model.set_task("subj")
+    copy.deepcopy(model).set_task("cr")
 
 
 @pytest.mark.parametrize("tasks", ["cr", [], [3], ["../../etc"], None, ["cr", "gone"]])
