@@ -50,8 +50,7 @@ def merge(args: argparse.Namespace) -> None:
 
 
 def add_task(args: argparse.Namespace) -> None:
-    (task,) = args.task
-    show(emr.add_task(args.src, *task, args.out, args.reelect, args.rescale, args.base), args)
+    show(emr.add_task(args.src, *args.task, args.out, args.reelect, args.rescale, args.base), args)
 
 
 def extract(args: argparse.Namespace) -> None:
@@ -137,7 +136,9 @@ def parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--base", required=True, help="folder or Hub id of the model that all were tuned from")
     sub.add_argument("--revision", metavar="REV", help="branch, tag or commit of the base on the Hub (default: main)")
-    add_merge_arguments(sub, "a checkpoint (plain or compressed) or a PEFT adapter; once a task, the first loads by default")
+    add_merge_arguments(
+        sub, "a checkpoint (plain or compressed) or a PEFT adapter; once a task, the first loads by default", "append"
+    )
 
     sub = command(
         add_task,
@@ -161,8 +162,8 @@ def parser() -> argparse.ArgumentParser:
     return main
 
 
-def add_merge_arguments(sub: argparse.ArgumentParser, task: str) -> None:
-    sub.add_argument("--task", metavar="NAME=PATH", type=named, action="append", required=True, help=task)
+def add_merge_arguments(sub: argparse.ArgumentParser, task: str, action: str = "store") -> None:
+    sub.add_argument("--task", metavar="NAME=PATH", type=named, action=action, required=True, help=task)
     sub.add_argument("--out", required=True, help="folder to write")
     sub.add_argument(
         "--rescale",

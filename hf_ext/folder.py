@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError, CorruptFileError
@@ -69,13 +69,13 @@ def all_weights(folder: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def staged_folder(target: str | os.PathLike, owned: str | None = None) -> Iterator[Path]:
+def staged_folder(target: str | os.PathLike, stale: Iterable[Path] = ()) -> Iterator[Path]:
     """A folder to write a checkpoint into; when the block ends well its files move into `target`, weights first, config.json
     last, each in one step. When it does not, `target` stays as it was.
 
     Weights in `target` that the new checkpoint replaces by others (shards of another count) are removed before config.json
-    comes, so that whoever finds it finds the weights it belongs to; so is what the new one lacks in folders
-    that match the pattern `owned`.
+    comes, so that whoever finds it finds the weights it belongs to; so is what the new one lacks of the
+    files `stale`, named relative to `target`.
     """
     target = Path(target)
     created = not os.path.exists(target)
@@ -86,7 +86,7 @@ def staged_folder(target: str | os.PathLike, owned: str | None = None) -> Iterat
     try:
         stage.mkdir(parents=True)
         yield stage
-        _move_into(stage, target, owned)
+        _move_into(stage, target, stale)
     except OSError as error:
         raise CheckpointError(f"{target} could not be written: {error}") from error
     finally:
@@ -95,7 +95,7 @@ def staged_folder(target: str | os.PathLike, owned: str | None = None) -> Iterat
             target.rmdir()
 
 
-def _move_into(stage: Path, target: Path, owned: str | None) -> None:
+def _move_into(stage: Path, target: Path, stale: Iterable[Path]) -> None:
     def move(path: Path) -> None:
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         os.replace(stage / path, target / path)
@@ -108,15 +108,14 @@ def _move_into(stage: Path, target: Path, owned: str | None) -> None:
     for path in [*sorted(weights), *sorted(files - weights - config)]:
         move(path)
     for old in [*target.glob("*.safetensors"), *indices]:
-        stale = old in indices or WEIGHTS.fullmatch(old.name) and save_of(old) in saves
-        if stale and old.relative_to(target) not in files:
+        replaced = old in indices or WEIGHTS.fullmatch(old.name) and save_of(old) in saves
+        if replaced and old.relative_to(target) not in files:
             old.unlink(missing_ok=True)
-    for folder in target.glob(owned) if owned else ():
-        for path in folder.iterdir():
-            if path.is_file() and path.relative_to(target) not in files:
-                path.unlink()
-        if not any(folder.iterdir()):
-            folder.rmdir()
+    for path in set(stale) - files - config:
+        (target / path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of what is not empty, and of `target` itself
+            if path.parent != Path():
+                (target / path.parent).rmdir()
     for path in config:
         move(path)
 

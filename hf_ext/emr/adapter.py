@@ -11,9 +11,13 @@ from peft import PeftConfig, PeftModel, TaskType
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import load_peft_weights
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from hf_ext.checkpoint import SAFETENSORS_DTYPES, Checkpoint, Entry, RawTensor
+from hf_ext.emr.artifact import METHOD
 from hf_ext.errors import CheckpointError
+from hf_ext.folder import CONFIG, read_config
 
 ADAPTER_CONFIG = "adapter_config.json"
 AUTO_CLASSES = {
@@ -29,26 +33,30 @@ WRAPPERS = (".base_layer", ".original_module", ".modules_to_save.default")
 
 class AdapterCheckpoint(Checkpoint):
     """The weights that an adapter makes: base weights with LoRA, DoRA, (IA)³ or whatever else PEFT can merge merged into them,
-    and the modules that were trained whole.
+    and the modules that were trained whole. The configuration is the base's, with as many labels and words as these have.
 
     Args:
         folder: of the adapter, as PEFT saves it.
         base: the model it was trained on.
-        config: of that model with the adapter's sizes (labels, vocabulary); by default the base's, with the sizes that the
-            adapter's own tensors show.
 
     Raises:
         CheckpointError: the adapter makes no weights (prompt tuning), or does not fit the base.
     """
 
-    def __init__(self, folder: Path, base: Checkpoint, config: PretrainedConfig | None = None):
+    def __init__(self, folder: Path, base: Checkpoint):
         self.name, self.revision, self.files, self.base = str(folder), None, [], base
         settings = PeftConfig.from_pretrained(folder)
+        trained_on = settings.base_model_name_or_path
+        if trained_on and read_config(Path(trained_on, CONFIG)).get("quantization_config", {}).get("quant_method") == METHOD:
+            raise CheckpointError(
+                f"{folder} is an adapter of a task of the merge {trained_on}, not of the base: merge it into that task's model "
+                "(merge_and_unload), save the model, and give that folder."
+            )
         if settings.is_prompt_learning:
             raise CheckpointError(
                 f"{folder} is a {settings.peft_type.value} adapter: it makes no weights that could be merged."
             )
-        self.config = config or _config_of(settings, base, load_peft_weights(str(folder), device="cpu"))
+        self.config = _config_of(settings, base, load_peft_weights(str(folder), device="cpu"))
         skeleton = _skeleton(settings, self.config)
         _fill_with_nothing(skeleton)
         self.config.architectures = [type(skeleton).__name__]
@@ -65,18 +73,30 @@ class AdapterCheckpoint(Checkpoint):
         for path, tensor in inside.items():
             name = _plain(path)
             adapter = ".base_layer." not in path and any(path.startswith(prefix) for prefix in prefixes)
-            if adapter or ".original_module." in path or name in tied:
+            whole = ".modules_to_save." in path
+            if adapter and not whole or ".original_module." in path or name in tied and not whole:
                 continue
             names.add(name)
+            if whole and name in {*tied, *skeleton.all_tied_weights_keys.values()}:
+                raise CheckpointError(
+                    f"The adapter {folder} has trained '{name}' whole, which is tied to another weight in the base. Merge it "
+                    "(merge_and_unload), save the model, and give that folder."
+                )
             if not _is_nothing(tensor):
                 self._given[name] = tensor
         for path, module in skeleton.named_modules():
             if isinstance(module, BaseTunerLayer):
-                for parameter, tensor in module.get_base_layer().named_parameters(recurse=False):
-                    if _is_nothing(tensor):
-                        self._layers[f"{_plain(path)}.{parameter}"] = module
+                for parameter, _ in module.get_base_layer().named_parameters(recurse=False):
+                    self._layers[f"{_plain(path)}.{parameter}"] = module
         self._twins = {name: twin for name in names if (twin := base.twin_of(name)) is not None and name not in self._given}
         orphans = names - self._given.keys() - self._twins.keys()
+        converted = any(isinstance(entry, WeightConverter) for entry in get_model_conversion_mapping(skeleton))
+        if orphans and not converted:
+            raise CheckpointError(
+                f"Neither the adapter {folder} nor the base {base} has '{min(orphans)}': a {type(skeleton).__name__} cannot be "
+                "made of them. Save the adapter with modules_to_save for what was trained whole, or merge it "
+                "(merge_and_unload) and save the model."
+            )
         if stray := sorted(orphans & self._layers.keys()):
             raise CheckpointError(
                 f"The adapter {folder} changes '{stray[0]}', which has no counterpart in the files of the base {base}. Merge "
@@ -94,10 +114,8 @@ class AdapterCheckpoint(Checkpoint):
         return self.base.entry(self._twins[name])
 
     def __getitem__(self, name: str) -> RawTensor:
-        if name in self._given:
-            return RawTensor.from_torch(self._given[name])
         if name not in self._layers:
-            return self.base[self._twins[name]]
+            return RawTensor.from_torch(self._given[name]) if name in self._given else self.base[self._twins[name]]
         module, parameter = name.rpartition(".")[::2]
         empty = dict(self._layers[name].get_base_layer().named_parameters(recurse=False))
         layer = deepcopy(self._layers[name], {id(tensor): tensor for tensor in empty.values()})
@@ -109,7 +127,7 @@ class AdapterCheckpoint(Checkpoint):
                 setattr(inner, other, torch.nn.Parameter(weight, requires_grad=False))
         with torch.no_grad():
             layer.merge(adapter_names=["default"])
-        return RawTensor.from_torch(getattr(inner, parameter))
+        return RawTensor.from_torch(getattr(layer.get_base_layer(), parameter))
 
     def forget(self, name: str, begin: int, end: int) -> None:
         """Nothing: the tensors are made anew each time."""

@@ -19,12 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import xxhash
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from hf_ext.checkpoint import ENCODINGS, TORCH_DTYPES, Checkpoint, ComputedFile, Entry, RawTensor
 from hf_ext.emr import election
-from hf_ext.emr.modulators import FILE, TaskFile
-from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.emr.modulators import FILE, TaskFile, is_asset
+from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
 from hf_ext.folder import CONFIG, INDEX, read_config, select_weights
 from hf_ext.native import FLOATS, WIDTHS, cast
 from hf_ext.work_ahead import WorkAhead, progress, threads_for
@@ -32,8 +33,7 @@ from hf_ext.work_ahead import WorkAhead, progress, threads_for
 METHOD = "emr"
 GENERATION = "generation_config.json"
 STORED_AS = "fm_delta"  # how the elected weights are encoded
-ASSETS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")  # what belongs to a model besides its weights
-TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def task_folder(task: str) -> str:
@@ -43,9 +43,7 @@ def task_folder(task: str) -> str:
 
 def assets_of(folder: Path) -> dict[str, Path]:
     """The files that belong to a model besides config.json and its weights: tokenizer, generation settings, code."""
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in ASSETS)
-    skipped = (CONFIG, INDEX, "trainer_state.json")
-    return {path.name: path for path in files if path.name not in skipped and not path.name.endswith(".index.json")}
+    return {path.name: path for path in sorted(folder.iterdir()) if path.is_file() and is_asset(path.name)}
 
 
 def task_files(folder: Path) -> dict[str, TaskFile]:
@@ -70,6 +68,23 @@ def task_files(folder: Path) -> dict[str, TaskFile]:
         if file.record.task != task:
             raise CorruptFileError(f"{file.path} is of task '{file.record.task}': the folder's files are mixed up.")
     return files
+
+
+def files_of(folder: Path, tasks: Mapping[str, TaskFile]) -> list[Path]:
+    """Every file of a merge's folder that belongs to the merge, relative to the folder."""
+    paths = [folder / INDEX, folder / CONFIG, *select_weights(folder)]
+    for task, file in tasks.items():
+        own = folder / task_folder(task)
+        paths += [own / FILE, own / CONFIG, *(place / name for name in file.record.files for place in (own, folder))]
+    return sorted({path.relative_to(folder) for path in paths if path.is_file()})
+
+
+def older_files(folder: Path) -> list[Path]:
+    """The files of the merge that a folder holds already, if it holds one."""
+    try:
+        return files_of(folder, task_files(folder))
+    except (HfExtError, OSError):
+        return []
 
 
 class Merged:
@@ -118,6 +133,11 @@ class Merged:
     def __deepcopy__(self, memo) -> Merged:
         return self
 
+    @property
+    def fingerprint(self) -> tuple:
+        """What tells one merge from another."""
+        return self.elected.digest, *((task, file.record.checksums) for task, file in self.files.items())
+
     def require_task(self, task: str) -> None:
         if task not in self.files:
             raise CheckpointError(f"There is no task {task!r} in {self.folder}; its tasks are {', '.join(self.tasks)}.")
@@ -128,6 +148,8 @@ class Merged:
         path = self.folder / task_folder(task) / CONFIG
         if not path.exists():
             raise CorruptFileError(f"{path} is missing: the folder is not whole. Merge or download it again.")
+        if xxhash.xxh3_64_hexdigest(path.read_bytes()) != self.files[task].record.config:
+            raise CorruptFileError(f"{path} is not as it was written. Merge or download it again.")
         return read_config(path)
 
     def generation_config(self, task: str) -> dict:
@@ -142,11 +164,7 @@ class Merged:
 
     def all_files(self) -> list[Path]:
         """Every file of the folder that belongs to the merge, relative to it."""
-        paths = [*select_weights(self.folder), *(path for path in (self.folder / INDEX, self.folder / CONFIG) if path.exists())]
-        paths += [path for path in assets_of(self.folder).values()]
-        for task in self.tasks:
-            paths += [path for path in (self.folder / task_folder(task)).iterdir() if path.suffix in (*ASSETS, ".safetensors")]
-        return sorted({path.relative_to(self.folder) for path in paths})
+        return files_of(self.folder, self.files)
 
     def is_elected(self, name: str) -> bool:
         """Whether a stored tensor was elected, or is some tasks' own."""

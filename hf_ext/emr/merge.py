@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -11,16 +12,26 @@ from tempfile import TemporaryDirectory
 
 from huggingface_hub import hf_hub_download, snapshot_download
 from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils.logging import get_logger
 
 from hf_ext.checkpoint import Checkpoint, open_checkpoint, open_plain
-from hf_ext.emr.artifact import ASSETS, TASK_NAME, Merged, assets_of, extract_task, task_files, task_folder
+from hf_ext.emr.artifact import TASK_NAME, Merged, assets_of, extract_task, older_files, task_files, task_folder
+from hf_ext.emr.modulators import ASSETS
 from hf_ext.emr.report import MergeReport, TaskReport
 from hf_ext.emr.writing import Addition, Merge, Source
-from hf_ext.errors import CheckpointError
+from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.folder import CONFIG, all_weights, read_config, require_another_folder, staged_folder
 from hf_ext.work_ahead import WorkAhead, progress
 
+logger = get_logger(__name__)
+
 ADAPTER_CONFIG = "adapter_config.json"
+# What may differ between tasks: labels, words and their numbers, names, dropout, defaults of generation and of the outputs.
+FREE = re.compile(
+    r"architectures|label|problem_type|vocab_size|token_id|name|version|dtype|drop|finetuning_task|task_specific|use_cache|checkpointing|output_|"
+    r"return_dict|initializer|max_length|min_length|num_beams|temperature|top_[kp]|penalty|do_sample|suppress_tokens|auto_map"
+)
 
 Task = str | os.PathLike | PreTrainedModel  # or a PeftModel
 
@@ -59,11 +70,13 @@ def merge(
     checkpoint = open_plain(base, revision)
     for folder in [base, *tasks.values()]:
         if isinstance(folder, str | os.PathLike) and os.path.isdir(folder):
-            require_another_folder(Path(out), Path(folder), base)
-    with TemporaryDirectory() as scratch, staged_folder(out, task_folder("*")) as stage:
+            for written in (Path(out), *(Path(out, task_folder(name)) for name in tasks)):
+                require_another_folder(written, Path(folder), base)
+    with TemporaryDirectory() as scratch, staged_folder(out, older_files(Path(out))) as stage:
         sources = {name: open_task(name, task, checkpoint, Path(scratch) / name) for name, task in tasks.items()}
+        _require_one_structure(sources)
         Merge(checkpoint, _config_of(checkpoint), sources, stage).write(rescale, max_shard_size)
-    return report(out)
+    return _checked(report(out))
 
 
 def add_task(
@@ -101,13 +114,14 @@ def add_task(
     if name in merged.tasks:
         raise CheckpointError(f"{src} has a task '{name}' already; give the new one another name.")
     require_another_folder(Path(out), merged.folder, merged.base.name)
-    with TemporaryDirectory() as scratch, staged_folder(out, task_folder("*")) as stage:
+    with TemporaryDirectory() as scratch, staged_folder(out, older_files(Path(out))) as stage:
         source = open_task(name, task, merged.base, Path(scratch) / name)
+        _require_one_structure({task: Source(None, merged.task_config(task), {}) for task in merged.tasks} | {name: source})
         addition = Addition(merged, _config_of(merged.base), name, source, stage)
         (Merge(merged.base, _config_of(merged.base), addition.sources, stage) if reelect else addition).write(
             rescale, max_shard_size
         )
-    return report(out)
+    return _checked(report(out))
 
 
 def extract(
@@ -147,6 +161,10 @@ def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int
     """
     merged = Merged(_folder_of(src, "The merge"), base)
     count = sum(file.verify() for file in merged.files.values())
+    for task, file in merged.files.items():
+        merged.task_config(task)
+        for name in file.record.modulated:
+            merged.modulator(task, name)
     names = merged.elected.names()
     with progress("Verifying", len(names)) as bar:
         for _ in WorkAhead(merged.elected.__getitem__, {name: merged.elected.entry(name).end for name in names}):
@@ -158,22 +176,25 @@ def report(src: str | os.PathLike) -> MergeReport:
     """How close each task of a merge is to its own model, as measured when it was merged. The base is not needed."""
     folder = _folder_of(src, "The merge")
     files = task_files(folder)
-    tasks = [
-        TaskReport(task, **file.record.report, mask_bits=8 * file.masks_size() / max(file.record.report["parameters"], 1))
-        for task, file in files.items()
-    ]
+    try:
+        tasks = [
+            TaskReport(task, **file.record.report, mask_bits=8 * file.masks_size() / max(file.record.report["parameters"], 1))
+            for task, file in files.items()
+        ]
+    except (TypeError, KeyError) as error:
+        raise CorruptFileError(f"The report in {folder} is damaged: {error}.") from error
     return MergeReport(tasks, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
 
 
 def open_task(name: str, task: Task, base: Checkpoint, scratch: Path) -> Source:
     """What a task is given as, as a checkpoint. Models in memory are saved into `scratch` first."""
-    config = None
-    if hasattr(task, "peft_config") and hasattr(task, "get_base_model"):
-        config = task.get_base_model().config
-        adapter = task.active_adapters[0]
-        task.save_pretrained(scratch, selected_adapters=[adapter])
-        folder = scratch if adapter == "default" else scratch / adapter
-    elif isinstance(task, PreTrainedModel):
+    if hasattr(task, "peft_config") and hasattr(task, "get_base_model"):  # a PeftModel
+        if not hasattr(task, "merge_and_unload"):
+            raise CheckpointError(f"Task '{name}': this adapter makes no weights that could be merged.")
+        task = deepcopy(task).merge_and_unload()
+    if getattr(task, "_hf_peft_config_loaded", False):
+        raise CheckpointError(f"Task '{name}' has adapters inside; give a PeftModel, or the folder of the adapter.")
+    if isinstance(task, PreTrainedModel):
         type(task).save_pretrained(task, scratch)
         folder = scratch
     elif isinstance(task, str | os.PathLike):
@@ -181,10 +202,10 @@ def open_task(name: str, task: Task, base: Checkpoint, scratch: Path) -> Source:
     else:
         raise CheckpointError(f"Task '{name}' is a {type(task).__name__}; give a folder, a Hub id, or a model.")
     assets = assets_of(folder)
-    if assets.pop(ADAPTER_CONFIG, None) and not all_weights(folder):
+    if (folder / ADAPTER_CONFIG).exists() and not all_weights(folder):
         from hf_ext.emr.adapter import AdapterCheckpoint  # PEFT takes its time to import
 
-        tensors = AdapterCheckpoint(folder, base, deepcopy(config))
+        tensors = AdapterCheckpoint(folder, base)
         return Source(tensors, tensors.config.to_dict(), assets)
     settings = read_config(folder / CONFIG)
     if not settings:
@@ -214,6 +235,44 @@ def _folder_of(name: str | os.PathLike, what: str) -> Path:
         raise CheckpointError(
             f"{what}: '{name}' is neither a folder nor a Hub repository that can be reached: {error}"
         ) from error
+
+
+def _require_one_structure(sources: Mapping[str, Source]) -> None:
+    """Raises CheckpointError unless the configurations of all tasks make the same model but for vocabulary, labels and what
+    does not matter to a trained one: one model is to switch between them."""
+    reference, *others = sources
+    expected = _structure(sources[reference].config)
+    for task in others:
+        found = _structure(sources[task].config)
+        if found.get("model_type") != expected.get("model_type"):
+            continue  # Merge has a word for that
+        for key in sorted(expected.keys() | found.keys()):
+            if not FREE.search(key) and found.get(key) != expected.get(key):
+                raise CheckpointError(
+                    f"Task '{task}' has {key} {found.get(key)!r} in its config.json, task '{reference}' {expected.get(key)!r}: "
+                    "one model cannot switch between them."
+                )
+
+
+def _structure(config: dict, prefix: str = "") -> dict[str, object]:
+    """The entries of a config.json, with the defaults of its class, by their path."""
+    if not prefix and config.get("model_type") in CONFIG_MAPPING:
+        config = CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config)).to_dict()
+    flat = {}
+    for key, value in config.items():
+        path = f"{prefix}{key}"
+        flat |= _structure(value, f"{path}.") if isinstance(value, dict) else {path: value}
+    return flat
+
+
+def _checked(report: MergeReport) -> MergeReport:
+    for task in report.tasks:
+        if task.relative >= 1:
+            logger.warning(
+                f"Task '{task.task}' has ended up farther from its own model than the base is (cosine {task.cosine:.3f}): the "
+                "others leave it too little. Merge it with fewer or more similar tasks."
+            )
+    return report
 
 
 def _config_of(base: Checkpoint) -> dict:

@@ -28,7 +28,14 @@ from hf_ext.errors import CorruptFileError
 FILE = "modulators.safetensors"
 VERSION = 1
 KEY, CHECKSUM_KEY = "emr_task", "emr_checksum"
+ASSETS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
+NO_ASSETS = ("config.json", "adapter_config.json", "trainer_state.json", "all_results.json", "eval_results.json")
 MASK, OWN, ROWS = "mask/", "own/", "rows/"  # what an entry of the file is, before the tensor's name
+
+
+def is_asset(name: str) -> bool:
+    """Whether a file of a model's folder goes with it besides config.json and weights: tokenizer, generation settings, code."""
+    return name.endswith(ASSETS) and name not in NO_ASSETS and not name.endswith(".index.json")
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,7 @@ class TaskRecord:
         modulated: the tensors that are made of elected ones.
         shared: the tensors that stand among the elected weights as they are.
         files: names of the files besides config.json and the weights that belong to the task's checkpoint.
+        config: XXH3-64 of the task's config.json.
         report: figures for people, see report.py.
         checksums: XXH3-64 of the bytes of every entry of the file.
     """
@@ -64,6 +72,7 @@ class TaskRecord:
     modulated: dict[str, Modulated] = field(default_factory=dict)
     shared: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
+    config: str = ""
     report: dict[str, float] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
 
@@ -224,13 +233,15 @@ def _record_of(fields: dict[str, Any]) -> TaskRecord:
     record.modulated = {name: Modulated(**values) for name, values in record.modulated.items()}
     for name, modulated in record.modulated.items():
         scale, rows = modulated.scale, modulated.rows
-        if type(scale) not in (int, float) or not math.isfinite(scale) or not (rows is None or type(rows) is int and rows >= 0):
+        sensible = type(scale) in (int, float) and 0 <= scale < math.inf
+        if not sensible or not (rows is None or type(rows) is int and rows >= 0):
             raise ValueError(f"scale {scale!r} and rows {rows!r} of '{name}'")
-    texts = [record.task, record.elected, *record.shared, *record.files, *record.checksums, *record.checksums.values()]
+    texts = [record.task, record.elected, record.config, *record.shared, *record.files]
+    texts += [*record.checksums, *record.checksums.values()]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("something else where a name should be")
     for name in record.files:
-        if not re.fullmatch(r"[\w-][\w.+-]*", name):
+        if not re.fullmatch(r"[\w-][\w.+-]*", name) or not is_asset(name):
             raise ValueError(f"a file called '{name}'")
     return record
 

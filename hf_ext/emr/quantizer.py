@@ -14,6 +14,7 @@ from hf_ext.emr.config import EMRConfig
 from hf_ext.emr.modulators import FILE
 from hf_ext.emr.switching import Loaded, attach
 from hf_ext.errors import CheckpointError
+from hf_ext.folder import CONFIG
 from hf_ext.loading import DecodingQuantizer
 
 
@@ -62,11 +63,12 @@ class _FirstTask(Checkpoint):
 
 def _whole_folder(folder: Path, tasks: list[str] | None) -> Path:
     """The folder itself; of a snapshot in the Hub's cache, after what Transformers did not download has been."""
-    whole = all((folder / task_folder(str(task)) / FILE).exists() for task in tasks or [])
-    if folder.parent.name == "snapshots" and not whole:
-        repository = folder.parents[1].name.removeprefix("models--").replace("--", "/")
+    wanted = (folder / task_folder(str(task)) / name for task in tasks or [] for name in (FILE, CONFIG))
+    snapshot = next((path for path in (folder, *folder.parents) if path.parent.name == "snapshots"), None)
+    if snapshot is not None and not all(path.exists() for path in wanted):
+        repository = snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
         try:
-            snapshot_download(repository, revision=folder.name, cache_dir=folder.parents[2])
+            snapshot_download(repository, revision=snapshot.name, cache_dir=snapshot.parents[2])
         except OSError as error:
             raise CheckpointError(f"The tasks of the merge {repository} could not be downloaded: {error}") from error
     return folder

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -13,13 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, WeightTransform
 from transformers.utils.logging import get_logger
 
-from hf_ext.checkpoint import SAFETENSORS_DTYPES, RawTensor
+from hf_ext.checkpoint import SAFETENSORS_DTYPES, Entry, RawTensor
 from hf_ext.emr import election
-from hf_ext.emr.artifact import Merged, task_folder
+from hf_ext.emr.artifact import Merged, older_files
 from hf_ext.errors import CheckpointError, UnsavedChangesError
 from hf_ext.folder import staged_folder
 from hf_ext.loading import AnyTensor, Decode
@@ -56,6 +58,22 @@ class Loaded:
     def all_names(self) -> list[str]:
         return [name for names in self.names.values() for name in names]
 
+    def convert(self, model: PreTrainedModel, tensor: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the parameters are, given the tensors by name."""
+        if self.converter is None:
+            return {self.target: tensor(self.all_names()[0])}
+        converter = deepcopy(self.converter)
+        for pattern, names in self.names.items():
+            converter.collected_tensors[pattern] = [partial(tensor, name) for name in names]
+        found = converter.convert(self.target, model=model, config=model.config)
+        return {target: value[0] if isinstance(value, list) else value for target, value in found.items()}
+
+    def targets(self, model: PreTrainedModel, entry: Callable[[str], Entry]) -> set[str]:
+        """The names of the parameters."""
+        if self.converter is None:
+            return {self.target}
+        return set(self.convert(model, lambda name: torch.empty(entry(name).shape, device="meta")))
+
 
 class Move(NamedTuple):
     """What changes from one task to another beside the weights: the configurations (one object if they are equal); what modules
@@ -82,8 +100,11 @@ def task(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
     model.set_task(name)
     try:
         yield model
-    finally:
-        model.set_task(before)
+    except BaseException:
+        with contextlib.suppress(UnsavedChangesError):  # the block's own error says more
+            model.set_task(before)
+        raise
+    model.set_task(before)
 
 
 class SetTask:
@@ -110,29 +131,52 @@ class SetTask:
         self._moves: dict[tuple[str, str], Move] = {}
         self._memory: dict[str, tuple[int, np.ndarray]] = {}  # of a parameter: its address and the bytes there
         self._warned: set[str] = set()
+        self._lock = threading.RLock()
+        self._kept = self._checksums()  # of what the active task has no tensors for
 
     def __getstate__(self) -> dict[str, Any]:
         # What can be read again need not travel in pickles and copies.
-        return self.__dict__ | {"_elected": {}, "_prior": {}, "_modulators": {}, "_moves": {}, "_memory": {}}
+        return self.__dict__ | {"_lock": None, "_elected": {}, "_prior": {}, "_modulators": {}, "_moves": {}, "_memory": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state | {"_lock": threading.RLock()}
 
     def __call__(self, name: str, discard_changes: bool = False) -> None:
         self.merged.require_task(name)
         if name == self.model.active_task and not discard_changes:
             return
-        move = self._move(self.model.active_task, name)
-        with torch.no_grad():
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            move = self._move(self.model.active_task, name)
             self._rewrite(name, discard_changes)
-        self._configure(move)
-        self.model.active_task = name
+            self._configure(move)
+            self.model.active_task = name
+            self._kept = self._checksums()
 
     def changed(self) -> str | None:
         """The name of a parameter that is not as the active task has it; None if all are."""
         try:
-            with torch.no_grad():
+            with self._lock, torch.inference_mode(False), torch.no_grad():
                 self._rewrite(self.model.active_task, False)
         except UnsavedChangesError as error:
             return error.parameter
-        return None
+        kept = self._checksums()
+        return next((name for name in kept if kept[name] != self._kept.get(name)), None)
+
+    def _checksums(self) -> dict[str, str]:
+        """Of all that the model would save and the active task has no tensors for: new heads, added modules."""
+        covered = self._covered(self.model.active_task)
+        names = (name for name in self.model.state_dict() if _plain(name) not in covered)
+        live = self._live()
+        return {name: _checksum(live[_plain(name)]) for name in names if _plain(name) in live}
+
+    def _covered(self, task: str) -> set[str]:
+        """The parameters that are made of a task's tensors."""
+        own, covered = set(self.merged.files[task].names()), set()
+        for loaded in self.plan:
+            if own.issuperset(loaded.all_names()):
+                covered |= loaded.targets(self.model, lambda name: self.merged.entry(task, name))
+        tied = self.model.all_tied_weights_keys
+        return covered | {target for target, source in tied.items() if source in covered}
 
     def _rewrite(self, name: str, discard: bool) -> None:
         """All or nothing: what must be replaced is made and checked first, what is overwritten in place is so at once."""
@@ -149,11 +193,15 @@ class SetTask:
             if weight is not None and self._is_in_place(loaded, weight, active, name):
                 in_place[loaded.target] = self._target(loaded, weight, active, name)
                 continue
-            for target, tensor in () if discard else self._tensors(active, loaded).items():
+            old = {} if discard else self._tensors(active, loaded)
+            for target, tensor in old.items():
                 if target not in live or not _same(live[target], tensor):
                     raise UnsavedChangesError(active, target)
+            if not old and not discard and weight is not None and self._kept.get(loaded.target) != _checksum(weight):
+                raise UnsavedChangesError(active, loaded.target)
             if name != active or discard:
                 new |= self._tensors(name, loaded)
+        self._memory = {target: self._memory[target] for target in in_place}
         threads = torch.get_num_threads()
         if discard:
             for target in in_place.values():
@@ -221,17 +269,11 @@ class SetTask:
         def tensor(name: str) -> torch.Tensor:
             return self.merged.tensor(task, name, self._elected.get(name)).to_torch()
 
-        if loaded.converter is None:
-            return {loaded.target: tensor(loaded.all_names()[0])}
-        converter = deepcopy(loaded.converter)
-        for pattern, names in loaded.names.items():
-            converter.collected_tensors[pattern] = [partial(tensor, name) for name in names]
-        found = converter.convert(loaded.target, model=self.model, config=self.model.config)
-        return {target: value[0] if isinstance(value, list) else value for target, value in found.items()}
+        return loaded.convert(self.model, tensor)
 
     def _replace(self, weight: torch.Tensor, tensor: torch.Tensor) -> None:
         tensor = tensor.to(dtype=weight.dtype, device=weight.device)
-        if weight.shape == tensor.shape:
+        if weight.shape == tensor.shape and not weight.is_inference():
             weight.copy_(tensor)
             return
         new = torch.nn.Parameter(tensor, weight.requires_grad) if isinstance(weight, torch.nn.Parameter) else tensor
@@ -251,7 +293,7 @@ class SetTask:
                 _follow(config, move.before, move.after)
                 if hasattr(config, "problem_type"):  # models set it themselves, by the labels of the first batch
                     config.problem_type = move.after.problem_type
-        if move.generation is not None and self.model.can_generate():
+        if move.generation is not None:
             self.model.generation_config = GenerationConfig.from_dict(move.generation)
 
     def _move(self, old: str, new: str) -> Move:
@@ -272,7 +314,10 @@ class SetTask:
                         if type(value) in (int, float, str, bool) and vars(first[path]).get(key, value) != value
                     ]
             settings = [self.merged.generation_config(task) for task in (old, new)]
-            self._moves[old, new] = Move(before, after, sizes, settings[1] if settings[0] != settings[1] else None)
+            generation = None
+            if settings[0] != settings[1] and self.model.can_generate():
+                generation = settings[1] or GenerationConfig.from_model_config(after).to_dict()
+            self._moves[old, new] = Move(before, after, sizes, generation)
         return self._moves[old, new]
 
 
@@ -298,11 +343,18 @@ class MergedSaving(Saving):
             self.plain_save(folder, **kwargs)
             return sorted({path.name for path in folder.iterdir()} | before)
         files = switch.merged.all_files()
-        with staged_folder(folder, task_folder("*")) as stage:
+        again = Merged(switch.merged.folder, switch.merged.base.name, switch.merged.base.revision)
+        if again.fingerprint != switch.merged.fingerprint:
+            raise CheckpointError(f"{again.folder} holds another merge by now than the one that was loaded from it.")
+        with staged_folder(folder, older_files(folder)) as stage:
             for path in files:
                 (stage / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(switch.merged.folder / path, stage / path)
         return [path.as_posix() for path in files]
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    return xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _plain(path: str) -> str:

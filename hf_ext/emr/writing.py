@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from hf_ext.checkpoint import ENCODINGS, MERGE, TORCH_DTYPES, Checkpoint, RawTensor
 from hf_ext.emr import election
@@ -79,6 +80,9 @@ class Merge:
             tensors = {name: self._stored(name) for name in self.holders}
             files = shards_of(tensors, self.tensor, self.out, max_shard_size, {MERGE: str(len(self.sources))})
             recorded, [digest] = ENCODINGS[STORED_AS].write([files], self.base, self.out)
+            for task, source in self.sources.items():
+                (self.out / task_folder(task)).mkdir(exist_ok=True)
+                write_json(self.out / task_folder(task) / CONFIG, source.config)
             for task, writer in self.writers.items():
                 writer.finish(self.record(task, digest, rescale))
         finally:
@@ -87,11 +91,9 @@ class Merge:
         first = next(iter(self.sources.values()))
         for task, source in self.sources.items():
             self.copy_modulators(task, digest)
-            folder = self.out / task_folder(task)
-            write_json(folder / CONFIG, source.config)
             if not _same_files(source.assets, first.assets):
                 for name, path in source.assets.items():
-                    shutil.copyfile(path, folder / name)
+                    shutil.copyfile(path, self.out / task_folder(task) / name)
         for name, path in first.assets.items():
             shutil.copyfile(path, self.out / name)
         settings = {"quant_method": METHOD, "base": recorded.name, "revision": recorded.revision, "dtype": _float_type(tensors)}
@@ -184,7 +186,8 @@ class Merge:
     def record(self, task: str, digest: str, rescale: str) -> TaskRecord:
         """Everything about a task but its masks; its own tensors go to its writer."""
         source, sums = self.sources[task], self.sums[task]
-        record = TaskRecord(task, digest, files=list(source.assets))
+        config = xxhash.xxh3_64_hexdigest((self.out / task_folder(task) / CONFIG).read_bytes())
+        record = TaskRecord(task, digest, files=list(source.assets), config=config)
         totals = {field: math.fsum(float(tensor[field]) for tensor in sums.values()) for field in election.SUMS.names}
         _require_fine_tune(task, source, self.base, sums)
         for name in sorted(source.tensors.names()):

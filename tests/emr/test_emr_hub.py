@@ -49,6 +49,23 @@ for name in ("user/merge", "user/saved"):
     assert {path: here[path] for path in there} == there, there.keys() ^ here.keys()
 """
 
+PARTS = """
+from huggingface_hub import HfApi, hf_hub_download
+HfApi().create_repo("user/many")
+HfApi().upload_folder(repo_id="user/many", folder_path="../push/merged", path_in_repo="inside")
+model = Auto.from_pretrained("user/many", subfolder="inside")
+model.set_task("subj")
+assert_same_weights(model, Auto.from_pretrained("../push/merged-subj"))
+# A snapshot of which only a part was downloaded is completed.
+config = Path(hf_hub_download("user/merge", "task-cr/config.json"))
+config.unlink()
+model = Auto.from_pretrained("user/merge")
+model.set_task("cr")
+assert_same_weights(model, Auto.from_pretrained("../push/merged-cr"))
+emr.extract("user/merge", "cr", "extracted")
+assert contents(Path("extracted")) == contents(Path("../push/merged-cr"))
+"""
+
 PRIVATE = """
 try:
     Auto.from_pretrained("user/gone")
@@ -77,5 +94,6 @@ def test_a_merge_is_pushed_and_loaded_by_id(tmp_path):
     with LocalHub() as hub:
         run(hub, tmp_path / "push", PUSH)
         run(hub, tmp_path / "load", LOAD)
+        run(hub, tmp_path / "parts", PARTS)
         printed = run(hub, tmp_path / "gone", PRIVATE)
         assert "user/gone' is neither a folder nor a Hub repository that can be reached" in printed

@@ -9,11 +9,13 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from peft import IA3Config, LNTuningConfig, LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import save_file
 from tiny_checkpoints import contents, fine_tune, weights, write_folder
 from tiny_merges import classifier, same_tensors, tensors_of, write_tasks
 from tiny_models import MODELS, bert, llama, perturb, tokenizer
+from transformers import AutoModelForSequenceClassification
+from transformers.utils import logging
 
 from hf_ext import BaseModelError, CheckpointError, emr, fm_delta
 from hf_ext.emr import reference
@@ -262,6 +264,63 @@ def test_an_adapter_is_merged_as_the_weights_it_makes(tmp_path, kind, given):
     assert [task.task for task in report.tasks] == ["cr", "five"]
 
 
+@pytest.mark.parametrize("given", ["memory", "folder"])
+@pytest.mark.parametrize("kind", ["embeddings", "norms"])
+def test_adapters_of_embeddings_and_norms_are_not_lost(tmp_path, kind, given):
+    model = llama()
+    model.save_pretrained(tmp_path / "base")
+    config = {
+        "embeddings": lambda: LoraConfig(r=2, lora_alpha=1, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM"),
+        "norms": lambda: LNTuningConfig(target_modules=["input_layernorm"], task_type="CAUSAL_LM"),
+    }[kind]()
+    tuned = get_peft_model(model, config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    tuned.save_pretrained(tmp_path / "adapter")
+    emr.merge(tmp_path / "base", {"a": tuned if given == "memory" else tmp_path / "adapter"}, tmp_path / "merged")
+    emr.extract(tmp_path / "merged", "a", tmp_path / "a")
+    expected = tuned.merge_and_unload().state_dict()
+    for name, tensor in tensors_of(tmp_path / "a").items():
+        assert torch.allclose(tensor, expected[name], atol=1e-6), name
+
+
+def test_an_adapter_in_memory_keeps_what_else_is_in_memory(tmp_path):
+    base, _ = write_tasks(tmp_path / "in", {"cr": 2})
+    # Without task_type the adapter's folder is to have no head.
+    tuned = get_peft_model(classifier(3, 4), LoraConfig(r=2, target_modules=["query"]))
+    emr.merge(base, {"a": tuned}, tmp_path / "merged")
+    emr.extract(tmp_path / "merged", "a", tmp_path / "a")
+    same_tensors(tensors_of(tmp_path / "a"), tuned.merge_and_unload().state_dict())
+    tuned = get_peft_model(classifier(3, 4), LoraConfig(r=2, target_modules=["query"]))
+    tuned.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match="nor the base .* has 'classifier.bias'"):
+        emr.merge(base, {"a": tmp_path / "adapter"}, tmp_path / "out")
+
+
+def test_adapters_that_cannot_be_told_from_their_files_are_refused(tmp_path):
+    base, tasks = write_tasks(tmp_path / "in", {"cr": 2, "subj": 2})
+    emr.merge(base, tasks, tmp_path / "merged")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    tuned.save_pretrained(tmp_path / "on-task")
+    with pytest.raises(CheckpointError, match="an adapter of a task of the merge"):
+        emr.merge(base, {"a": tmp_path / "on-task"}, tmp_path / "out")
+    tied = llama(tied=True)
+    tied.save_pretrained(tmp_path / "tied")
+    whole = get_peft_model(tied, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"))
+    whole.save_pretrained(tmp_path / "whole")
+    with pytest.raises(CheckpointError, match="tied"):
+        emr.merge(tmp_path / "tied", {"a": tmp_path / "whole"}, tmp_path / "out")
+    inside = classifier(2, 3)
+    inside.add_adapter(LoraConfig(r=2, target_modules=["query"]))
+    with pytest.raises(CheckpointError, match="has adapters inside"):
+        emr.merge(base, {"a": inside}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_adapter_of_a_causal_model_with_tied_embeddings(tmp_path):
     model = llama(tied=True)
     model.save_pretrained(tmp_path / "base")
@@ -327,6 +386,16 @@ def test_models_of_another_kind(tmp_path, folders, nothing_written):
     bert().bert.save_pretrained(tmp_path / "body")
     with pytest.raises(CheckpointError, match="architectures.*one class"):
         emr.merge(base, tasks | {"body": tmp_path / "body"}, nothing_written)
+
+
+@pytest.mark.parametrize("key, value", [("hidden_act", "relu"), ("num_hidden_layers", 1), ("tie_word_embeddings", False)])
+def test_configurations_of_different_models(tmp_path, folders, nothing_written, key, value):
+    base, tasks = folders
+    shutil.copytree(tasks["cr"], tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(CheckpointError, match=f"Task 'other' has {key} {value!r}.*cannot switch|has {key} "):
+        emr.merge(base, tasks | {"other": tmp_path / "other"}, nothing_written)
 
 
 def test_a_base_that_none_came_from(tmp_path, folders, nothing_written):
@@ -404,6 +473,39 @@ def test_a_smaller_merge_over_a_larger_one_leaves_no_task_behind(tmp_path, folde
     emr.merge(base, {"cr": tasks["cr"]}, tmp_path / "merged")
     emr.merge(base, {"cr": tasks["cr"]}, tmp_path / "fresh")
     assert contents(tmp_path / "merged") == contents(tmp_path / "fresh")
+
+
+def test_nothing_but_the_older_merge_is_cleared_away(tmp_path, folders):
+    base, tasks = folders
+    out = tmp_path / "out"
+    emr.merge(base, tasks, out)
+    (out / "task-notes").mkdir()
+    (out / "task-notes" / "important.txt").write_text("important")
+    (out / "task-cr" / "results.csv").write_text("important too")
+    emr.merge(base, {"trec": tasks["trec"]}, out)
+    assert (out / "task-notes" / "important.txt").exists() and (out / "task-cr" / "results.csv").exists()
+    assert not (out / "task-cr" / "modulators.safetensors").exists() and not (out / "task-subj").exists()
+
+
+def test_a_task_is_not_written_over(tmp_path, folders):
+    base, tasks = folders
+    shutil.copytree(tasks["cr"], tmp_path / "task-cr")
+    before = contents(tmp_path / "task-cr")
+    with pytest.raises(CheckpointError, match="cannot be written over"):
+        emr.merge(base, {"cr": tmp_path / "task-cr"}, tmp_path)
+    emr.merge(base, {"trec": tmp_path / "task-cr"}, tmp_path)
+    assert contents(tmp_path / "task-cr") == before
+
+
+def test_a_task_that_the_others_leave_too_little_is_named(tmp_path, caplog):
+    base = weights()
+    write_folder(tmp_path / "base", base)
+    for task, factor in {"up": 1.0, "down": -0.9}.items():
+        write_folder(tmp_path / task, {name: tensor * (1 + 0.01 * factor) for name, tensor in base.items()})
+    logging.get_logger().addHandler(caplog.handler)
+    report = emr.merge(tmp_path / "base", {"up": tmp_path / "up", "down": tmp_path / "down"}, tmp_path / "merged")
+    named = [f"'{task}' has ended up" in caplog.text for task in ("up", "down")]
+    assert [task.relative >= 1 for task in report.tasks] == named and named[1]
 
 
 # ---- adding a task ---------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ MASKS = {
 
 def record() -> TaskRecord:
     modulated = {"dense": Modulated(0.1 + 0.2), "rows": Modulated(1.0, 7), "last": Modulated(2.5), "none": Modulated(0.0)}
-    return TaskRecord("cr", "d1", modulated, ["shared.weight"], ["tokenizer.json"], {"cosine": 0.5})
+    return TaskRecord("cr", "d1", modulated, ["shared.weight"], ["tokenizer.json"], "c0", {"cosine": 0.5})
 
 
 def write(path, order=1):
@@ -118,7 +118,7 @@ def test_a_header_that_says_nothing_sensible_is_refused(tmp_path, text):
 @pytest.mark.parametrize(
     "change",
     [
-        *({"files": [name]} for name in ("../../etc/passwd", "/etc/passwd", "..", 3)),
+        *({"files": [name]} for name in ("../../etc/a.json", "/etc/a.json", "..", "model.safetensors", "config.json", 3)),
         *({"modulated": {"dense": Modulated(scale)}} for scale in (float("nan"), "1", True)),
         {"modulated": {"dense": Modulated(1.0, -1)}},
         {"shared": [["a"]]},

@@ -7,6 +7,7 @@ import json
 import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -181,11 +182,17 @@ def test_generation_settings_follow_the_task(tmp_path):
         tuned = perturb(base, seed)
         tuned.generation_config = GenerationConfig(max_new_tokens=length, do_sample=False, pad_token_id=0)
         tuned.save_pretrained(tmp_path / f"t{seed}")
-    emr.merge(tmp_path / "base", {"a": tmp_path / "t1", "b": tmp_path / "t2"}, tmp_path / "merged")
+    perturb(base, 3).save_pretrained(tmp_path / "t3")
+    (tmp_path / "t3" / "generation_config.json").unlink()
+    tasks = {"a": tmp_path / "t1", "b": tmp_path / "t2", "none": tmp_path / "t3"}
+    emr.merge(tmp_path / "base", tasks, tmp_path / "merged")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     for task, length in (("a", 5), ("b", 9), ("a", 5)):
         model.set_task(task)
         assert model.generate(**inputs(model)).shape[1] <= 9 + length and model.generation_config.max_new_tokens == length
+    model.set_task("none")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "t3").generation_config
+    assert model.generation_config.eos_token_id == expected.eos_token_id
 
 
 def test_a_tensor_that_a_task_lacks_keeps_its_values_and_says_so(tmp_path, caplog):
@@ -309,6 +316,48 @@ def test_an_adapter_on_top_of_a_task(merged, model, tmp_path):
     bare = tuned.unload()
     state = Auto.from_pretrained(merged[1]["subj"]).bert.state_dict()
     same_tensors(bare.bert.state_dict(), state)
+
+
+def test_switching_under_inference_mode_leaves_ordinary_weights(merged, model):
+    with torch.inference_mode(), emr.task(model, "cr"):
+        model(**inputs(model))
+    with torch.inference_mode():
+        model.set_task("subj")
+    model(**inputs(model), labels=torch.tensor([0, 1])).loss.backward()
+    model.set_task("sst2")
+    check(model, merged[1]["sst2"])
+
+
+def test_an_error_inside_a_block_is_not_replaced(model):
+    with pytest.raises(KeyError), emr.task(model, "cr"):
+        model.bert.pooler.dense.bias.data += 1
+        raise KeyError("inside")
+
+
+def test_what_the_merge_knows_nothing_of_is_not_lost_on_saving(tmp_path):
+    base = bert().bert
+    base.save_pretrained(tmp_path / "base")
+    for seed in (1, 2):
+        perturb(base, seed).save_pretrained(tmp_path / f"t{seed}")
+    emr.merge(tmp_path / "base", {"a": tmp_path / "t1", "b": tmp_path / "t2"}, tmp_path / "merged")
+    model = Auto.from_pretrained(tmp_path / "merged", num_labels=3)  # with a new head
+    model.set_task("b")
+    model.save_pretrained(tmp_path / "same")
+    assert contents(tmp_path / "same") == contents(tmp_path / "merged")
+    model.classifier.weight.data += 1
+    model.save_pretrained(tmp_path / "head")
+    assert_same_weights(Auto.from_pretrained(tmp_path / "head"), model)
+    other = AutoModel.from_pretrained(tmp_path / "merged")
+    other.extra = torch.nn.Linear(2, 2)
+    other.save_pretrained(tmp_path / "extra")
+    assert "extra.weight" in tensors_of(tmp_path / "extra")
+
+
+def test_many_threads_switch_one_after_the_other(merged, model):
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(model.set_task, model.tasks * 15))
+    model.set_task("cr")
+    check(model, merged[1]["cr"])
 
 
 # ---- copies and saves ------------------------------------------------------------------------------------------------
@@ -481,13 +530,28 @@ def test_modulators_of_tensors_that_are_not_there_are_refused(broken):
             Auto.from_pretrained(broken)
 
 
-def test_a_task_without_its_config_is_refused(broken):
-    (broken / "task-subj" / "config.json").unlink()
+@pytest.mark.parametrize("text", [None, "", "{}", "{", '{"model_type": "gpt2"}'])
+def test_a_task_without_its_config_is_refused(broken, text):
+    path = broken / "task-subj" / "config.json"
+    path.unlink() if text is None else path.write_text(text)
+    for read in (emr.verify, lambda folder: emr.extract(folder, "subj", folder.parent / "out")):
+        with pytest.raises(CorruptFileError, match="is missing|is not as it was written"):
+            read(broken)
     model = Auto.from_pretrained(broken)
-    with pytest.raises(CorruptFileError, match="is missing"):
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CorruptFileError, match="is missing|is not as it was written"):
         model.set_task("subj")
     assert model.active_task == "cr"
+    same_tensors(model.state_dict(), before)
     model.set_task("cr", discard_changes=True)
+
+
+def test_another_merge_in_the_place_of_the_loaded_one_is_not_saved_as_it(broken, tmp_path):
+    model = Auto.from_pretrained(broken)
+    base, tasks = write_tasks(tmp_path / "more", {"cr": 4})
+    emr.merge(base, tasks, broken)
+    with pytest.raises(CheckpointError, match="another merge by now"):
+        model.save_pretrained(tmp_path / "copy")
 
 
 def test_a_relative_folder_still_serves_from_elsewhere(broken, monkeypatch):
