@@ -15,7 +15,10 @@ PURE = {
     "fm_delta": {"codec", "compress", "format", "reference", "report"},
     "emr": {"artifact", "election", "modulators", "reference", "report", "writing"},
 }
-HOST = {"fm_delta": {"config", "quantizer", "saving"}, "emr": {"adapter", "config", "merge", "quantizer", "switching"}}
+HOST = {
+    "fm_delta": {"config", "quantizer", "saving"},
+    "emr": {"adapter", "config", "merge", "quantizer", "saving", "switching"},
+}
 BELOW, ABOVE = (
     ["_native", "native", "errors", "folder", "checkpoint", "work_ahead", "display"],
     ["registration", "__init__", "cli"],

@@ -12,7 +12,8 @@ from hf_ext.checkpoint import Checkpoint, Entry, RawTensor
 from hf_ext.emr.artifact import Merged, task_folder
 from hf_ext.emr.config import EMRConfig
 from hf_ext.emr.modulators import FILE
-from hf_ext.emr.switching import Loaded, attach
+from hf_ext.emr.saving import MergedSaving
+from hf_ext.emr.switching import Loaded, SetTask
 from hf_ext.errors import CheckpointError
 from hf_ext.folder import CONFIG
 from hf_ext.loading import DecodingQuantizer
@@ -40,7 +41,10 @@ class EMRQuantizer(DecodingQuantizer):
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         super()._process_model_after_weight_loading(model, **kwargs)
-        attach(model, self.merged, self.plan)
+        model.tasks = list(self.merged.tasks)
+        model.active_task = self.merged.tasks[0]
+        model.set_task = SetTask(model, self.merged, self.plan)
+        model.save_pretrained = MergedSaving(model)
         return model
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +19,10 @@ from transformers.utils.logging import get_logger
 
 from hf_ext.checkpoint import SAFETENSORS_DTYPES, Entry, RawTensor
 from hf_ext.emr import election
-from hf_ext.emr.artifact import Merged, older_files
+from hf_ext.emr.artifact import Merged
 from hf_ext.errors import CheckpointError, UnsavedChangesError
-from hf_ext.folder import staged_folder
 from hf_ext.loading import AnyTensor, Decode
 from hf_ext.native import FLOATS
-from hf_ext.saving import Saving
 from hf_ext.work_ahead import WorkAhead
 
 logger = get_logger(__name__)
@@ -85,14 +81,6 @@ class Move(NamedTuple):
     generation: dict[str, Any] | None
 
 
-def attach(model: PreTrainedModel, merged: Merged, plan: list[Loaded]) -> None:
-    """Gives a model that was loaded as a merge's first task its `tasks`, `active_task`, `set_task` and its own way to save."""
-    model.tasks = list(merged.tasks)
-    model.active_task = merged.tasks[0]
-    model.set_task = SetTask(model, merged, plan)
-    model.save_pretrained = MergedSaving(model)
-
-
 @contextlib.contextmanager
 def task(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
     """Makes a loaded merge the model of task `name` for the length of a `with` block."""
@@ -130,9 +118,12 @@ class SetTask:
         self._modulators: dict[str, dict[str, tuple[np.ndarray | None, float]]] = {}
         self._moves: dict[tuple[str, str], Move] = {}
         self._memory: dict[str, tuple[int, np.ndarray]] = {}  # of a parameter: its address and the bytes there
+        self._targets: dict[str, set[str]] = {}
         self._warned: set[str] = set()
         self._lock = threading.RLock()
-        self._kept = self._checksums()  # of what the active task has no tensors for
+        live = self._live()
+        self._known = set(live)
+        self._kept = self._checksums(live)
 
     def __getstate__(self) -> dict[str, Any]:
         # What can be read again need not travel in pickles and copies.
@@ -150,33 +141,36 @@ class SetTask:
             self._rewrite(name, discard_changes)
             self._configure(move)
             self.model.active_task = name
-            self._kept = self._checksums()
+            self._kept = self._checksums(self._live())
 
     def changed(self) -> str | None:
-        """The name of a parameter that is not as the active task has it; None if all are."""
+        """The name of a parameter that is not as the active task has it, or as it was when that became active; None if all
+        are."""
         try:
             with self._lock, torch.inference_mode(False), torch.no_grad():
                 self._rewrite(self.model.active_task, False)
         except UnsavedChangesError as error:
             return error.parameter
-        kept = self._checksums()
-        return next((name for name in kept if kept[name] != self._kept.get(name)), None)
-
-    def _checksums(self) -> dict[str, str]:
-        """Of all that the model would save and the active task has no tensors for: new heads, added modules."""
-        covered = self._covered(self.model.active_task)
-        names = (name for name in self.model.state_dict() if _plain(name) not in covered)
         live = self._live()
-        return {name: _checksum(live[_plain(name)]) for name in names if _plain(name) in live}
+        added = live.keys() - self._known
+        kept = self._checksums(live)
+        return next((name for name in (*sorted(added), *kept) if name in added or kept[name] != self._kept.get(name)), None)
+
+    def _checksums(self, live: dict[str, torch.Tensor]) -> dict[str, str]:
+        """Of all that the model was loaded with and the active task has no tensors for: a new head, for instance."""
+        names = self._known & live.keys() - self._covered(self.model.active_task)
+        return {name: _checksum(live[name]) for name in sorted(names) if not live[name].is_meta}
 
     def _covered(self, task: str) -> set[str]:
-        """The parameters that are made of a task's tensors."""
-        own, covered = set(self.merged.files[task].names()), set()
-        for loaded in self.plan:
-            if own.issuperset(loaded.all_names()):
-                covered |= loaded.targets(self.model, lambda name: self.merged.entry(task, name))
-        tied = self.model.all_tied_weights_keys
-        return covered | {target for target, source in tied.items() if source in covered}
+        """The parameters that are made of a task's tensors, and those that are tied to them."""
+        if task not in self._targets:
+            own, covered = set(self.merged.files[task].names()), set()
+            for loaded in self.plan:
+                if own.issuperset(loaded.all_names()):
+                    covered |= loaded.targets(self.model, lambda name: self.merged.entry(task, name))
+            tied = self.model.all_tied_weights_keys
+            self._targets[task] = covered | {target for target, source in tied.items() if source in covered}
+        return self._targets[task]
 
     def _rewrite(self, name: str, discard: bool) -> None:
         """All or nothing: what must be replaced is made and checked first, what is overwritten in place is so at once."""
@@ -214,13 +208,13 @@ class SetTask:
                 self._replace(live[target], tensor)
 
     def _live(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers under the names they had when the model was loaded."""
+        """Parameters, and buffers that are saved, under the names they had when the model was loaded."""
         return {
             f"{_plain(path)}.{key}".removeprefix("."): tensor
             for path, module in self.model.named_modules()
             for slots in (module._parameters, module._buffers)
             for key, tensor in slots.items()
-            if tensor is not None
+            if tensor is not None and key not in module._non_persistent_buffers_set
         }
 
     def _prepare(self, *tasks: str) -> None:
@@ -319,38 +313,6 @@ class SetTask:
                 generation = settings[1] or GenerationConfig.from_model_config(after).to_dict()
             self._moves[old, new] = Move(before, after, sizes, generation)
         return self._moves[old, new]
-
-
-class MergedSaving(Saving):
-    """Writes the merge again, all tasks of it; once weights have changed, the model as it stands, as a plain checkpoint."""
-
-    def save(self, folder: Path, **kwargs: Any) -> list[str]:
-        switch: SetTask = self.model.set_task
-        changed = "the state dict given" if kwargs.get("state_dict") is not None else switch.changed()
-        adapter = getattr(self.model, "_hf_peft_config_loaded", False)
-        if changed and not adapter and folder.is_dir() and folder.samefile(switch.merged.folder):
-            raise CheckpointError(
-                f"The weights are not those of task '{self.model.active_task}' any more, and {folder} is the folder of the "
-                "merge: to save one model there would destroy the others. Save it to another folder."
-            )
-        if adapter or changed:
-            if changed:
-                logger.warning(
-                    f"The weights are not those of task '{self.model.active_task}' any more ({changed}): {folder} becomes a "
-                    "plain checkpoint of this one model. To put it into the merge, call hf_ext.emr.add_task."
-                )
-            before = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-            self.plain_save(folder, **kwargs)
-            return sorted({path.name for path in folder.iterdir()} | before)
-        files = switch.merged.all_files()
-        again = Merged(switch.merged.folder, switch.merged.base.name, switch.merged.base.revision)
-        if again.fingerprint != switch.merged.fingerprint:
-            raise CheckpointError(f"{again.folder} holds another merge by now than the one that was loaded from it.")
-        with staged_folder(folder, older_files(folder)) as stage:
-            for path in files:
-                (stage / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(switch.merged.folder / path, stage / path)
-        return [path.as_posix() for path in files]
 
 
 def _checksum(tensor: torch.Tensor) -> str:

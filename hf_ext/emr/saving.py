@@ -1,0 +1,49 @@
+"""Saving: what stands in for `save_pretrained` on a model that was loaded from a merge."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.logging import get_logger
+
+from hf_ext.emr.artifact import Merged, older_files
+from hf_ext.emr.switching import SetTask
+from hf_ext.errors import CheckpointError
+from hf_ext.folder import staged_folder
+from hf_ext.saving import Saving
+
+logger = get_logger(__name__)
+
+
+class MergedSaving(Saving):
+    """Writes the merge again, all tasks of it; once weights have changed, the model as it stands, as a plain checkpoint."""
+
+    def save(self, folder: Path, **kwargs: Any) -> list[str]:
+        switch: SetTask = self.model.set_task
+        changed = "the state dict given" if kwargs.get("state_dict") is not None else switch.changed()
+        adapter = getattr(self.model, "_hf_peft_config_loaded", False)
+        if changed and not adapter and folder.is_dir() and folder.samefile(switch.merged.folder):
+            raise CheckpointError(
+                f"The weights are not those of task '{self.model.active_task}' any more, and {folder} is the folder of the "
+                "merge: to save one model there would destroy the others. Save it to another folder."
+            )
+        if adapter or changed:
+            if changed:
+                logger.warning(
+                    f"The weights are not those of task '{self.model.active_task}' any more ({changed}): {folder} becomes a "
+                    "plain checkpoint of this one model. To put it into the merge, call hf_ext.emr.add_task."
+                )
+            before = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+            self.plain_save(folder, **kwargs)
+            return sorted({path.name for path in folder.iterdir()} | before)
+        files = switch.merged.all_files()
+        again = Merged(switch.merged.folder, switch.merged.base.name, switch.merged.base.revision)
+        if again.fingerprint != switch.merged.fingerprint:
+            raise CheckpointError(f"{again.folder} holds another merge by now than the one that was loaded from it.")
+        with staged_folder(folder, older_files(folder)) as stage:
+            for path in files:
+                (stage / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(switch.merged.folder / path, stage / path)
+        return [path.as_posix() for path in files]
