@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../../csrc/codec.h"
+#include "../../csrc/emr.h"
 
 namespace {
 
@@ -121,9 +122,51 @@ bool decodes(const Tensor& tensor, const Bytes& body, int threads) {
     }
 }
 
+void require(bool holds, const char* what) {
+    if (holds) return;
+    std::puts(what);
+    std::exit(1);
+}
+
+// Elects, and turns each task into the next; a changed value must be noticed and all left as it was.
+void merge(int dtype, size_t values, size_t count) {
+    const size_t size = values * size_t(fm_delta::width(dtype)), stride = (values + 7) / 8;
+    std::vector<double> numbers(values);
+    std::vector<Bytes> tasks;
+    std::vector<const void*> pointers;
+    for (double& number : numbers) number = double(below(1 << 20)) / (1 << 18) - 2;
+    const Bytes base = as_floats(numbers, dtype);
+    for (size_t task = 0; task < count; ++task) {
+        for (double& number : numbers)
+            if (below(3)) number += double(below(1 << 20)) / (1 << 22);
+        tasks.push_back(as_floats(numbers, dtype));
+    }
+    for (const Bytes& task : tasks) pointers.push_back(task.data());
+    Bytes elected(size), masks(count * stride), live(size);
+    std::vector<emr::Sums> sums(count);
+    emr::elect(dtype, values, base.data(), pointers.data(), count, elected.data(), masks.data(), sums.data(), 2);
+    for (size_t task = 0; task < count; ++task) {
+        const Bytes own(masks.begin() + task * stride, masks.begin() + (task + 1) * stride), next = random_bytes(stride);
+        const emr::Modulator from{own.data(), task % 2 ? 0.75 : 1.0}, to{task ? next.data() : nullptr, 0.5};
+        emr::modulate(dtype, values, base.data(), elected.data(), from, live.data(), 2);
+        Bytes before = live;
+        const emr::Target target{dtype, values, base.data(), elected.data(), from, to, live.data()};
+        require(emr::retarget(&target, 1, 2) == 1, "a task is not recognised");
+        live = before;
+        if (!size) continue;
+        live[below(size)] ^= 1;
+        before = live;
+        require(emr::retarget(&target, 1, 2) == 0 && live == before, "a change is not noticed, or not left alone");
+    }
+}
+
 }  // namespace
 
 int main() {
+    for (int dtype = 1; dtype <= 4; ++dtype)
+        for (size_t values : {0, 1, 7, 8, 63, 511, 512, 513, 70001})
+            for (size_t count : {1, 2, 5}) merge(dtype, values, count);
+
     size_t round_trips = 0, refused = 0, decoded = 0;
     for (int dtype = 1; dtype <= 4; ++dtype) {
         const Shape shapes[] = {

@@ -1,4 +1,4 @@
-"""The C++ codec under AddressSanitizer and UndefinedBehaviorSanitizer."""
+"""The C++ code under AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 import shutil
 import subprocess
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-pthread", "-std=c++17"]
 CORE = [path for path in sorted((ROOT / "csrc").glob("*.cpp")) if path.name != "binding.cpp"]
 DRIVER = ["-g", "-O1", *CORE, ROOT / "tests" / "cpp" / "sanitize.cpp"]
