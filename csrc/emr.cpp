@@ -36,9 +36,9 @@ using fm_delta::finite_value;
 using fm_delta::parallel_for;
 using fm_delta::Real;
 
-constexpr size_t BLOCK = 512;         // elements worked on while they are in the nearest cache
+constexpr size_t BLOCK = 256;         // elements worked on while they are in the nearest cache
 constexpr size_t CHUNK = 64 * BLOCK;  // elements a thread takes at a time
-constexpr size_t LANES = 8;           // partial sums, so that sums are vector code and the same on every machine
+constexpr size_t LANES = 8;           // partial sums
 
 // A byte of a mask as eight numbers of all ones or none.
 template <class U>
@@ -82,16 +82,31 @@ INLINED typename F::U rounded(Real<F> value) {
     }
 }
 
-// Adds to lane after lane. In this form compilers keep the lanes in registers.
-struct Lanes {
-    double lanes[LANES] = {};
-    INLINED void add(size_t lane, double value) { lanes[lane] += value; }
-    double total() const {
-        double sum = 0;
-        for (double lane : lanes) sum += lane;
-        return sum;
+// Eight numbers that are worked on at once, so that sums are vector code and the same on every machine.
+#if defined(__GNUC__)
+typedef double Eight __attribute__((vector_size(8 * LANES)));
+#else
+struct Eight {
+    double lane[LANES];
+    Eight& operator+=(const Eight& other) {
+        for (size_t i = 0; i < LANES; ++i) lane[i] += other.lane[i];
+        return *this;
+    }
+    Eight operator*(const Eight& other) const {
+        Eight product = *this;
+        for (size_t i = 0; i < LANES; ++i) product.lane[i] *= other.lane[i];
+        return product;
     }
 };
+#endif
+
+INLINED void load(Eight& eight, const double* place) { std::memcpy(&eight, place, sizeof eight); }
+
+INLINED double total(const Eight& eight) {
+    double lane[LANES];
+    std::memcpy(lane, &eight, sizeof eight);
+    return ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
+}
 
 // `values` is at most BLOCK, `moves` has room for BLOCK of each task, `still` for whether each is as the base here; masks of tasks lie
 // `stride` bytes apart. Elements up to the next multiple of LANES are worked on too, as ones that no task moved.
@@ -101,18 +116,22 @@ INLINED void elect_block(size_t values, const typename F::U* base, const void* c
     using U = typename F::U;
     constexpr U MAGNITUDE = U(~F::SIGN);
     const size_t padded = (values + LANES - 1) / LANES * LANES;
-    double prior[BLOCK], sign[BLOCK], best[BLOCK], winner[BLOCK];
-    Lanes squares;
+    double prior[BLOCK], sign[BLOCK], best[BLOCK];
+    Eight squares{};
     for (size_t i = 0; i < values; ++i) prior[i] = double(finite_value<F>(base[i]));
     for (size_t i = values; i < padded; ++i) prior[i] = 0;
-    for (size_t i = 0; i < padded; i += LANES)
-        for (size_t lane = 0; lane < LANES; ++lane) squares.add(lane, prior[i + lane] * prior[i + lane]);
+    for (size_t i = 0; i < padded; i += LANES) {
+        Eight value;
+        load(value, prior + i);
+        squares += value * value;
+    }
+    const double base_squares = total(squares);
     for (size_t i = 0; i < padded; ++i) sign[i] = best[i] = 0;
-    for (size_t i = 0; i < padded; ++i) winner[i] = double(count);
+    std::memcpy(elected, base, values * sizeof(U));
     for (size_t task = 0; task < count; ++task) {
         const U* weights = static_cast<const U*>(tasks[task]) + offset;
         double* move = moves + task * BLOCK;
-        sums[task].base_squares += squares.total();
+        sums[task].base_squares += base_squares;
         still[task] = std::memcmp(weights, base, values * sizeof(U)) == 0;
         if (still[task]) continue;
         for (size_t i = 0; i < values; ++i) move[i] = double(finite_value<F>(weights[i])) - prior[i];
@@ -128,17 +147,16 @@ INLINED void elect_block(size_t values, const typename F::U* base, const void* c
     for (size_t i = 0; i < padded; ++i) sign[i] = sign[i] > 0 ? 1.0 : -1.0;
     for (size_t task = 0; task < count; ++task) {
         if (still[task]) continue;
+        const U* weights = static_cast<const U*>(tasks[task]) + offset;
         double* move = moves + task * BLOCK;
-        for (size_t i = 0; i < padded; ++i) {
-            const double along = move[i] * sign[i], most = best[i], before = winner[i];
+        for (size_t i = 0; i < values; ++i) {
+            const double along = move[i] * sign[i], most = best[i];
             move[i] = along;
             best[i] = along > most ? along : most;
-            winner[i] = along > most ? double(task) : before;
+            const U weight = weights[i], before = elected[i];
+            elected[i] = along > most ? weight : before;
         }
     }
-    std::memcpy(elected, base, values * sizeof(U));
-    for (size_t i = 0; i < values; ++i)
-        if (winner[i] < double(count)) elected[i] = (static_cast<const U*>(tasks[size_t(winner[i])]) + offset)[i];
     for (size_t task = 0; task < count; ++task) {
         uint8_t* mask = masks + task * stride;
         if (still[task]) {
@@ -154,26 +172,31 @@ INLINED void elect_block(size_t values, const typename F::U* base, const void* c
         }
         for (size_t i = 0; i < padded; ++i) moved += size[i] != 0;
         for (size_t i = 0; i < padded; ++i) agreeing += unified[i] != 0;
-        Lanes task_l1, unified_l1, task_squares, unified_squares, product;
+        Eight task_l1{}, unified_l1{}, task_squares{}, unified_squares{}, product{};
         for (size_t i = 0; i < padded; i += LANES) {
-            for (size_t lane = 0; lane < LANES; ++lane) task_l1.add(lane, size[i + lane]);
-            for (size_t lane = 0; lane < LANES; ++lane) unified_l1.add(lane, unified[i + lane]);
-            for (size_t lane = 0; lane < LANES; ++lane) task_squares.add(lane, size[i + lane] * size[i + lane]);
-            for (size_t lane = 0; lane < LANES; ++lane) unified_squares.add(lane, unified[i + lane] * unified[i + lane]);
-            for (size_t lane = 0; lane < LANES; ++lane) product.add(lane, size[i + lane] * unified[i + lane]);
+            Eight length, kept;
+            load(length, size + i);
+            load(kept, unified + i);
+            task_l1 += length;
+            unified_l1 += kept;
+            task_squares += length * length;
+            unified_squares += kept * kept;
+            product += length * kept;
         }
         Sums& sum = sums[task];
         sum.moved += double(moved);
         sum.agreeing += double(agreeing);
-        sum.task_l1 += task_l1.total();
-        sum.unified_l1 += unified_l1.total();
-        sum.task_squares += task_squares.total();
-        sum.unified_squares += unified_squares.total();
-        sum.product += product.total();
-        for (size_t i = 0; i < padded; i += LANES) {
-            uint32_t agree = 0;
-            for (size_t lane = 0; lane < LANES; ++lane) agree |= uint32_t(move[i + lane] > 0) << lane;
-            mask[i / 8] = uint8_t(agree);
+        sum.task_l1 += total(task_l1);
+        sum.unified_l1 += total(unified_l1);
+        sum.task_squares += total(task_squares);
+        sum.unified_squares += total(unified_squares);
+        sum.product += total(product);
+        uint8_t agrees[BLOCK];
+        for (size_t i = 0; i < padded; ++i) agrees[i] = move[i] > 0;
+        for (size_t i = 0; i < padded; i += 8) {
+            uint64_t bytes;
+            std::memcpy(&bytes, agrees + i, 8);
+            mask[i / 8] = uint8_t(bytes * 0x0102040810204080 >> 56);  // the byte of place k, 0 or 1, becomes bit k
         }
     }
 }

@@ -121,9 +121,13 @@ def write_compressed(
 
                 def encode(name: str, file: SafetensorsFile | ComputedFile = file) -> bytes:
                     twin, tensor = base.twin_of(name), file[name]
-                    return encode_raw(
-                        tensor, None if twin is None else base[twin], name, twin or "", threads_for(tensor.data.size)
-                    )
+                    prior = None if twin is None else base[twin]
+                    payload = encode_raw(tensor, prior, name, twin or "", threads_for(tensor.data.size))
+                    if prior is not None:
+                        base.forget(twin, 0, prior.data.size)
+                    if isinstance(file, SafetensorsFile):
+                        file.forget(name, 0, tensor.data.size)
+                    return payload
 
                 sizes = {name: entry.end - entry.begin for name, entry in file.entries.items()}
                 for name, payload in WorkAhead(encode, sizes):
