@@ -28,6 +28,7 @@ from hf_ext.work_ahead import WorkAhead
 logger = get_logger(__name__)
 
 WRAPPERS = (".base_layer", ".original_module")  # what PEFT puts between a module and its weights
+SET_BY_RUNNING = ("architectures", "dtype", "problem_type", "transformers_version", "use_cache")
 LABELS = ("id2label", "label2id", "architectures", "transformers_version", "dtype", "_name_or_path")
 
 
@@ -155,6 +156,13 @@ class SetTask:
         added = live.keys() - self._known
         kept = self._checksums(live)
         return next((name for name in (*sorted(added), *kept) if name in added or kept[name] != self._kept.get(name)), None)
+
+    def edited(self) -> list[str]:
+        """What of the configuration is not as the active task has it, but for what running a model changes by itself."""
+        text = self.merged.task_config(self.model.active_task)
+        stored = type(self.model.config).from_dict(deepcopy(text))
+        keys = [key for key in text if key not in SET_BY_RUNNING]
+        return [key for key in keys if getattr(self.model.config, key, None) != getattr(stored, key, None)]
 
     def _checksums(self, live: dict[str, torch.Tensor]) -> dict[str, str]:
         """Of all that the model was loaded with and the active task has no tensors for: a new head, for instance."""

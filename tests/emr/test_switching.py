@@ -27,6 +27,7 @@ from transformers import (
     TrainingArguments,
     pipeline,
 )
+from transformers.utils import logging
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, EMRConfig, UnsavedChangesError, emr, fm_delta
 from hf_ext.emr.modulators import Modulated, TaskFile, copy_task
@@ -377,6 +378,17 @@ def test_copies_switch_on_their_own(merged, model, clone):
 def test_saving_writes_the_merge_again(merged, model, tmp_path, task):
     model.set_task(task)
     model.save_pretrained(tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(merged[0])
+
+
+def test_saving_an_edited_configuration_says_that_it_is_not_saved(merged, model, tmp_path, caplog):
+    logging.get_logger().addHandler(caplog.handler)
+    model(**inputs(model), labels=torch.tensor([0, 1]))
+    model.save_pretrained(tmp_path / "same")
+    assert not caplog.records
+    model.config.id2label = {i: f"name {i}" for i in range(6)}
+    model.save_pretrained(tmp_path / "again")
+    assert "id2label of the configuration were changed" in caplog.text
     assert contents(tmp_path / "again") == contents(merged[0])
 
 
