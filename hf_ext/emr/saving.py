@@ -44,8 +44,8 @@ class MergedSaving(Saving):
             raise CheckpointError(f"{again.folder} holds another merge by now than the one that was loaded from it.")
         if edited := switch.edited():
             logger.warning(
-                f"{', '.join(edited)} of the configuration were changed. A merge is saved with the configuration that each task "
-                "was merged with; to keep changes, extract the task (hf_ext.emr.extract) and save it alone."
+                f"{', '.join(edited)} of the configuration were changed. A merge is saved with the configuration that each "
+                "task was merged with; to keep changes, extract the task (hf_ext.emr.extract) and save it alone."
             )
         with staged_folder(folder, older_files(folder)) as stage:
             for path in files:
