@@ -35,9 +35,9 @@ class MergedSaving(Saving):
                     f"The weights are not those of task '{self.model.active_task}' any more ({changed}): {folder} becomes a "
                     "plain checkpoint of this one model. To put it into the merge, call hf_ext.emr.add_task."
                 )
-            before = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-            self.plain_save(folder, **kwargs)
-            return sorted({path.name for path in folder.iterdir()} | before)
+            with staged_folder(folder) as stage:
+                self.plain_save(stage, **kwargs)
+                return [path.relative_to(stage).as_posix() for path in sorted(stage.rglob("*")) if path.is_file()]
         files = switch.merged.all_files()
         again = Merged(switch.merged.folder, switch.merged.base.name, switch.merged.base.revision)
         if again.fingerprint != switch.merged.fingerprint:

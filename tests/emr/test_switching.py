@@ -411,6 +411,14 @@ def test_saving_where_the_merge_is_does_not_destroy_it(broken):
     assert contents(broken) == before
 
 
+def test_only_what_a_save_has_written_is_named_to_be_pushed(merged, model, tmp_path):
+    (tmp_path / "notes.txt").write_text("not part of the save")
+    assert "notes.txt" not in model.save_pretrained.save(tmp_path)
+    model.classifier.bias.data += 1
+    assert model.save_pretrained.save(tmp_path) == ["config.json", "model.safetensors"]
+    assert (tmp_path / "notes.txt").exists()
+
+
 def test_saving_a_state_dict_is_plain(merged, model, tmp_path):
     model.save_pretrained(tmp_path / "plain", state_dict=model.state_dict())
     same_tensors(tensors_of(tmp_path / "plain"), tensors_of(merged[1]["trec"]))
