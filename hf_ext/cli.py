@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_ext import __version__, emr, fm_delta
-from hf_ext.emr import EMRConfig
+from hf_ext.emr.artifact import is_merge
+from hf_ext.emr.writing import RESCALE
 from hf_ext.errors import CheckpointError, HfExtError
-from hf_ext.folder import CONFIG, read_config
 
 
 def compress(args: argparse.Namespace) -> None:
@@ -34,11 +34,6 @@ def inspect(args: argparse.Namespace) -> None:
 def verify(args: argparse.Namespace) -> None:
     count = (emr if is_merge(args.src) else fm_delta).verify(args.src, base=args.base)
     print(f"All {count} tensors of {args.src} come out as they were saved.")
-
-
-def is_merge(src: str) -> bool:
-    settings = read_config(Path(src, CONFIG)).get("quantization_config")
-    return isinstance(settings, dict) and settings.get("quant_method") == EMRConfig.quant_method
 
 
 def merge(args: argparse.Namespace) -> None:
@@ -167,8 +162,8 @@ def add_merge_arguments(sub: argparse.ArgumentParser, task: str, action: str = "
     sub.add_argument("--out", required=True, help="folder to write")
     sub.add_argument(
         "--rescale",
-        choices=("tensor", "paper"),
-        default="tensor",
+        choices=RESCALE,
+        default=RESCALE[0],
         help="a rescaler for each tensor (default), or one for the whole model as in the paper",
     )
     sub.add_argument(

@@ -53,6 +53,7 @@ class DecodingQuantizer(HfQuantizer):
     """Decodes a checkpoint while `from_pretrained` loads it.
 
     Attributes:
+        plain: what to say of a config that comes with a plain checkpoint.
         advice: what to do where weights cannot be decoded while they load.
 
     Raises from `from_pretrained`:
@@ -63,10 +64,13 @@ class DecodingQuantizer(HfQuantizer):
 
     requires_calibration = False
     quantization_config: DecodingConfig
+    plain: str
     advice: str
 
     def __init__(self, quantization_config: DecodingConfig, **kwargs):
         super().__init__(quantization_config, **kwargs)
+        if not self.pre_quantized:
+            raise CheckpointError(self.plain)
         self.tensors: WorkAhead | None = None
         self.error: HfExtError | None = None
 

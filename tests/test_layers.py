@@ -17,7 +17,7 @@ PURE = {
 }
 HOST = {
     "fm_delta": {"config", "quantizer", "saving"},
-    "emr": {"adapter", "config", "merge", "quantizer", "saving", "switching"},
+    "emr": {"adapter", "config", "merge", "plan", "quantizer", "saving", "switching"},
 }
 BELOW, ABOVE = (
     ["_native", "native", "errors", "folder", "checkpoint", "work_ahead", "display"],

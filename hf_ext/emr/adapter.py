@@ -15,11 +15,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from hf_ext.checkpoint import SAFETENSORS_DTYPES, Checkpoint, Entry, RawTensor
-from hf_ext.emr.artifact import METHOD
+from hf_ext.emr.artifact import is_merge
 from hf_ext.errors import CheckpointError
-from hf_ext.folder import CONFIG, read_config
 
-ADAPTER_CONFIG = "adapter_config.json"
 AUTO_CLASSES = {
     TaskType.SEQ_CLS: "AutoModelForSequenceClassification",
     TaskType.TOKEN_CLS: "AutoModelForTokenClassification",
@@ -47,7 +45,7 @@ class AdapterCheckpoint(Checkpoint):
         self.name, self.revision, self.files, self.base = str(folder), None, [], base
         settings = PeftConfig.from_pretrained(folder)
         trained_on = settings.base_model_name_or_path
-        if trained_on and read_config(Path(trained_on, CONFIG)).get("quantization_config", {}).get("quant_method") == METHOD:
+        if trained_on and is_merge(trained_on):
             raise CheckpointError(
                 f"{folder} is an adapter of a task of the merge {trained_on}, not of the base: merge it into that task's model "
                 "(merge_and_unload), save the model, and give that folder."
@@ -143,7 +141,13 @@ def _plain(path: str) -> str:
 def _skeleton(settings: PeftConfig, config: PretrainedConfig) -> PreTrainedModel:
     """The model that the adapter was trained on, without weights."""
     name = AUTO_CLASSES.get(settings.task_type) or (settings.auto_mapping or {}).get("base_model_class")
-    kind = getattr(transformers, name or (config.architectures or ["AutoModel"])[0], transformers.AutoModel)
+    name = name or (config.architectures or ["AutoModel"])[0]
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        raise CheckpointError(
+            f"The adapter was trained on a {name}, which Transformers does not have. Merge it (merge_and_unload), save the "
+            "model, and give that folder."
+        )
     with torch.device("meta"):
         return kind.from_config(config) if name in AUTO_CLASSES.values() or kind is transformers.AutoModel else kind(config)
 

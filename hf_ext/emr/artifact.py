@@ -2,9 +2,9 @@
 
 config.json, other files        the first task's, config.json with a `quantization_config` of the method `emr`
 model.safetensors (or shards)   the elected weights, as differences from the base
-task-TASK/config.json          the task's own
+task-TASK/config.json           the task's own
 task-TASK/modulators.safetensors
-task-TASK/…                    its other files, where they are not those of the first task
+task-TASK/…                     its other files, where they are not those of the first task
 """
 
 from __future__ import annotations
@@ -46,6 +46,12 @@ def assets_of(folder: Path) -> dict[str, Path]:
     return {path.name: path for path in sorted(folder.iterdir()) if path.is_file() and is_asset(path.name)}
 
 
+def is_merge(folder: str | os.PathLike) -> bool:
+    """Whether the config.json of a folder says that it holds a merge."""
+    settings = read_config(Path(folder, CONFIG)).get("quantization_config")
+    return isinstance(settings, dict) and settings.get("quant_method") == METHOD
+
+
 def task_files(folder: Path) -> dict[str, TaskFile]:
     """The files of all tasks of a merge, in the order of config.json.
 
@@ -53,10 +59,9 @@ def task_files(folder: Path) -> dict[str, TaskFile]:
         CheckpointError: the folder holds no merge.
         CorruptFileError: a file is damaged, missing, or from a newer version.
     """
-    settings = read_config(folder / CONFIG).get("quantization_config")
-    if not isinstance(settings, dict) or settings.get("quant_method") != METHOD:
+    if not is_merge(folder):
         raise CheckpointError(f"{folder} holds no merge (its config.json says nothing of the method {METHOD!r}).")
-    tasks = settings.get("tasks")
+    tasks = read_config(folder / CONFIG)["quantization_config"].get("tasks")
     if (
         not isinstance(tasks, list)
         or not tasks

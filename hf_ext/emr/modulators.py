@@ -161,11 +161,15 @@ class TaskFile:
             self.record = _record_of(fields)
         except (TypeError, ValueError, AttributeError) as error:
             raise CorruptFileError(f"The header of {path} says what cannot be: {error}") from error
-        self._own = [key.removeprefix(OWN) for key in self._file.entries if key.startswith(OWN)]
+        own = [key.removeprefix(OWN) for key in self._file.entries if key.startswith(OWN)]
+        self._names = dict.fromkeys(sorted([*self.record.modulated, *self.record.shared, *own]))
 
     def names(self) -> list[str]:
         """All tensors of the task's checkpoint."""
-        return sorted([*self.record.modulated, *self.record.shared, *self._own])
+        return list(self._names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
 
     def mask(self, name: str, values: int) -> np.ndarray | None:
         """The mask of an elected tensor of so many values; None if it has no bits set."""

@@ -12,8 +12,9 @@ from hf_ext.checkpoint import Checkpoint, Entry, RawTensor
 from hf_ext.emr.artifact import Merged, task_folder
 from hf_ext.emr.config import EMRConfig
 from hf_ext.emr.modulators import FILE
+from hf_ext.emr.plan import Loaded
 from hf_ext.emr.saving import MergedSaving
-from hf_ext.emr.switching import Loaded, SetTask
+from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
 from hf_ext.folder import CONFIG
 from hf_ext.loading import DecodingQuantizer
@@ -23,12 +24,11 @@ class EMRQuantizer(DecodingQuantizer):
     """Loads the first task of a merge; the model can then switch to the others."""
 
     quantization_config: EMRConfig
+    plain = "This checkpoint is no merge of several tasks: load it without an EMRConfig."
     advice = "Write the task as a plain checkpoint first: `hf-ext extract`."
 
     def __init__(self, quantization_config: EMRConfig, **kwargs):
         super().__init__(quantization_config, **kwargs)
-        if not self.pre_quantized:
-            raise CheckpointError("This checkpoint is no merge of several tasks: load it without an EMRConfig.")
         self.plan: list[Loaded] = []
 
     def open(self, model: PreTrainedModel, files: list[Path]) -> Checkpoint:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,14 +13,13 @@ import numpy as np
 import torch
 import xxhash
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import WeightConverter, WeightTransform
 from transformers.utils.logging import get_logger
 
-from hf_ext.checkpoint import SAFETENSORS_DTYPES, Entry, RawTensor
+from hf_ext.checkpoint import SAFETENSORS_DTYPES, RawTensor
 from hf_ext.emr import election
 from hf_ext.emr.artifact import Merged
+from hf_ext.emr.plan import Loaded
 from hf_ext.errors import CheckpointError, UnsavedChangesError
-from hf_ext.loading import AnyTensor, Decode
 from hf_ext.native import FLOATS
 from hf_ext.work_ahead import WorkAhead
 
@@ -30,46 +28,6 @@ logger = get_logger(__name__)
 WRAPPERS = (".base_layer", ".original_module")  # what PEFT puts between a module and its weights
 SET_BY_RUNNING = ("architectures", "dtype", "problem_type", "transformers_version", "use_cache")
 LABELS = ("id2label", "label2id", "architectures", "transformers_version", "dtype", "_name_or_path")
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What `from_pretrained` made one parameter (or several) of: the tensors of the checkpoint by the converter's pattern, and
-    the converter, if it did more than rename."""
-
-    target: str
-    names: dict[str, list[str]]
-    converter: WeightConverter | None
-
-    @classmethod
-    def of(cls, target: str, names: dict[str, list[str]], converter: WeightTransform) -> Loaded:
-        if isinstance(converter, AnyTensor) or not isinstance(converter, WeightConverter):
-            return cls(target, names, None)
-        operations = [operation for operation in converter.operations if not isinstance(operation, Decode)]
-        return cls(
-            target,
-            names,
-            converter.copy(list(converter.source_patterns), list(converter.target_patterns), operations=operations),
-        )
-
-    def all_names(self) -> list[str]:
-        return [name for names in self.names.values() for name in names]
-
-    def convert(self, model: PreTrainedModel, tensor: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the parameters are, given the tensors by name."""
-        if self.converter is None:
-            return {self.target: tensor(self.all_names()[0])}
-        converter = deepcopy(self.converter)
-        for pattern, names in self.names.items():
-            converter.collected_tensors[pattern] = [partial(tensor, name) for name in names]
-        found = converter.convert(self.target, model=model, config=model.config)
-        return {target: value[0] if isinstance(value, list) else value for target, value in found.items()}
-
-    def targets(self, model: PreTrainedModel, entry: Callable[[str], Entry]) -> set[str]:
-        """The names of the parameters."""
-        if self.converter is None:
-            return {self.target}
-        return set(self.convert(model, lambda name: torch.empty(entry(name).shape, device="meta")))
 
 
 class Move(NamedTuple):
@@ -172,9 +130,9 @@ class SetTask:
     def _covered(self, task: str) -> set[str]:
         """The parameters that are made of a task's tensors, and those that are tied to them."""
         if task not in self._targets:
-            own, covered = set(self.merged.files[task].names()), set()
+            file, covered = self.merged.files[task], set()
             for loaded in self.plan:
-                if own.issuperset(loaded.all_names()):
+                if all(name in file for name in loaded.all_names()):
                     covered |= loaded.targets(self.model, lambda name: self.merged.entry(task, name))
             tied = self.model.all_tied_weights_keys
             self._targets[task] = covered | {target for target, source in tied.items() if source in covered}
@@ -261,7 +219,7 @@ class SetTask:
 
     def _tensors(self, task: str, loaded: Loaded) -> dict[str, torch.Tensor]:
         """What the parameters of `loaded` are for a task; nothing if the task has no such tensors."""
-        missing = [name for name in loaded.all_names() if name not in self.merged.files[task].names()]
+        missing = [name for name in loaded.all_names() if name not in self.merged.files[task]]
         if missing:
             if loaded.target not in self._warned:
                 self._warned.add(loaded.target)

@@ -74,9 +74,9 @@ class Merge:
             rescale: "tensor" for a λ of each tensor, "paper" for one of the whole model.
             max_shard_size: as in `save_pretrained`.
         """
-        if rescale not in RESCALE:
-            raise CheckpointError(f"There is no way to rescale called {rescale!r}; choose one of: {', '.join(RESCALE)}.")
         try:
+            if rescale not in RESCALE:
+                raise CheckpointError(f"There is no way to rescale called {rescale!r}; choose one of: {', '.join(RESCALE)}.")
             tensors = {name: self._stored(name) for name in self.holders}
             files = shards_of(tensors, self.tensor, self.out, max_shard_size, {MERGE: str(len(self.sources))})
             recorded, [digest] = ENCODINGS[STORED_AS].write([files], self.base, self.out)
@@ -300,13 +300,12 @@ def _require_one_architecture(base_config: dict, sources: Mapping[str, Source]) 
             raise CheckpointError(
                 f"Task '{task}' is a {source.config['model_type']} model, the base is {base_config['model_type']}."
             )
-        for key in ("architectures", "tie_word_embeddings"):
-            found, expected = source.config.get(key), sources[reference].config.get(key)
-            if found is not None and expected is not None and found != expected:
-                raise CheckpointError(
-                    f"Task '{task}' has {key} {found}, task '{reference}' {expected}: one model cannot switch between them. "
-                    "Merge checkpoints of one class."
-                )
+        found, expected = source.config.get("architectures"), sources[reference].config.get("architectures")
+        if found and expected and found != expected:
+            raise CheckpointError(
+                f"Task '{task}' has architectures {found}, task '{reference}' {expected}: one model cannot switch between "
+                "them. Merge checkpoints of one class."
+            )
 
 
 def _require_fine_tune(task: str, source: Source, base: Checkpoint, sums: Mapping[str, np.ndarray]) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.compress import CompressedCheckpoint, open_files
 from hf_ext.fm_delta.config import FMDeltaConfig
 from hf_ext.loading import DecodingQuantizer
@@ -16,15 +15,11 @@ class FMDeltaQuantizer(DecodingQuantizer):
     """Decodes a compressed checkpoint while `from_pretrained` loads it; nothing of it stays on the model."""
 
     quantization_config: FMDeltaConfig
+    plain = (
+        "FM-Delta is no way to load a plain checkpoint: to compress it, call hf_ext.fm_delta.enable(model, base) and "
+        "save the model."
+    )
     advice = "Run `hf-ext decompress` on the checkpoint first."
-
-    def __init__(self, quantization_config: FMDeltaConfig, **kwargs):
-        super().__init__(quantization_config, **kwargs)
-        if not self.pre_quantized:
-            raise CheckpointError(
-                "FM-Delta is no way to load a plain checkpoint: to compress it, call hf_ext.fm_delta.enable(model, base) and "
-                "save the model."
-            )
 
     def open(self, model: PreTrainedModel, files: list[Path]) -> CompressedCheckpoint:
         return open_files(files, self.quantization_config.base, self.quantization_config.revision)
