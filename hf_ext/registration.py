@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from peft import PeftType
+from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.utils import register_peft_method
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
@@ -16,10 +19,12 @@ from hf_ext.fm_delta.compress import ENCODING
 from hf_ext.fm_delta.config import FMDeltaConfig
 from hf_ext.fm_delta.format import KEY
 from hf_ext.fm_delta.quantizer import FMDeltaQuantizer
+from hf_ext.pissa.config import QPissaConfig
+from hf_ext.pissa.model import QPissaModel
 
 
 def register() -> None:
-    """Makes Transformers know the methods of this package. Calling it again does nothing."""
+    """Makes Transformers and PEFT know the methods of this package. Calling it again does nothing."""
     ENCODINGS[KEY] = ENCODING
     for config, quantizer in ((FMDeltaConfig, FMDeltaQuantizer), (EMRConfig, EMRQuantizer)):
         method = config.quant_method
@@ -27,3 +32,16 @@ def register() -> None:
             register_quantization_config(method)(config)
         if method not in AUTO_QUANTIZER_MAPPING:
             register_quantizer(method)(quantizer)
+    if "QPISSA" not in PeftType.__members__:
+        _add_peft_type("QPISSA")
+    if PeftType("QPISSA") not in PEFT_TYPE_TO_TUNER_MAPPING:
+        register_peft_method(name="qpissa", config_cls=QPissaConfig, model_cls=QPissaModel, prefix="lora_")
+
+
+def _add_peft_type(name: str) -> None:
+    """PEFT registers methods only under members of its enumeration, and looks them up by member."""
+    member = str.__new__(PeftType, name)
+    member._name_ = member._value_ = name
+    PeftType._member_map_[name] = PeftType._value2member_map_[name] = member
+    PeftType._member_names_.append(name)
+    type.__setattr__(PeftType, name, member)

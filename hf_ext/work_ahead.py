@@ -61,6 +61,6 @@ def threads_for(size: int) -> int:
     return CORES if size > AHEAD // 16 else 1
 
 
-def progress(what: str, count: int) -> tqdm:
-    """A bar that counts tensors."""
+def progress(what: str, count: int | None) -> tqdm:
+    """A bar that counts tensors; None if how many is not known."""
     return tqdm(total=count, desc=f"{what} tensors")

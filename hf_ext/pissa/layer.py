@@ -1,0 +1,251 @@
+"""Layers that compute W x + s (B A − B₀ A₀) x: PEFT's LoRA layers with a variant of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners._buffer_dict import BufferDict
+from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, LoraVariant
+from peft.utils.integrations import gather_params_ctx
+from torch import nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from hf_ext.errors import BaseModelError
+from hf_ext.pissa.decomposition import initial_factors, is_of, principal_components
+
+SAME_BASE = 0.1  # relative difference of B₀ᵀ W from what it was, up to which W passes for the weight that A₀ and B₀ are of
+
+
+class PissaVariant(LoraVariant):
+    """How an adapter of PiSSA takes part in a layer, in PEFT's terms; `module` is a `PissaLayer`."""
+
+    @staticmethod
+    def init(module: PissaLayer, adapter_name: str, config: Any, **kwargs: Any) -> None:
+        A, B = module.factors(adapter_name)
+        if config.init_lora_weights and A.device.type != "meta":
+            with torch.no_grad():
+                for parameter, start in zip((A, B), module.start(adapter_name, config)):
+                    parameter.copy_(start)
+        module.lora_initial_A[adapter_name] = A.detach().clone()
+        module.lora_initial_B[adapter_name] = B.detach().clone()
+
+    @staticmethod
+    def forward(module: PissaLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return result + module.change(active_adapter, x)
+
+    @staticmethod
+    def merge_safe(module: PissaLayer, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
+        return orig_weight + module.get_delta_weight(active_adapter).to(orig_weight.dtype)
+
+    @staticmethod
+    def merge_unsafe(module: PissaLayer, active_adapter: str, orig_weight: torch.Tensor) -> None:
+        orig_weight.data += module.get_delta_weight(active_adapter).to(orig_weight.dtype)
+
+    @staticmethod
+    def unmerge(module: PissaLayer, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
+        return orig_weight - module.get_delta_weight(active_adapter).to(orig_weight.dtype)
+
+
+class PissaLayer(LoraLayer):
+    """What the layers share: A₀ and B₀, kept beside A and B, and a state dict in which both stand as one LoRA of rank 2r.
+
+    So whatever saves or loads through state dicts (PEFT, Trainer, Accelerate) reads and writes [A; A₀] and [B, −B₀].
+    Plain LoRA adapters live in these layers as in PEFT's own.
+    """
+
+    other_param_names = (*LoraLayer.other_param_names, "lora_initial_A", "lora_initial_B")
+
+    def prepare(self) -> None:
+        """Makes room for A₀ and B₀."""
+        if "lora_initial_A" not in self._modules:
+            self.lora_initial_A, self.lora_initial_B = BufferDict(), BufferDict()
+
+    def update_layer(self, *args: Any, **kwargs: Any) -> None:
+        self.prepare()
+        super().update_layer(*args, **kwargs)
+
+    @property
+    def lora_variants(self) -> dict:
+        return super().lora_variants | {("svd",): PissaVariant}
+
+    def pissa_adapters(self) -> list[str]:
+        return [name for name, variant in self.lora_variant.items() if isinstance(variant, PissaVariant)]
+
+    def keys(self, adapter: str) -> tuple[str, str]:
+        """The names of A and B in the layer's state dict."""
+        raise NotImplementedError
+
+    def factors(self, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:
+        """A, (r, n), and B, (m, r)."""
+        raise NotImplementedError
+
+    def matrix(self) -> torch.Tensor:
+        """The weight as the (m, n) matrix that s B A is a part of, float32.
+
+        Raises:
+            ValueError: it is not stored as floats.
+        """
+        raise NotImplementedError
+
+    def start(self, adapter: str, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B from the weight's principal components."""
+        rank = self.r[adapter]
+        with gather_params_ctx(self.get_base_layer().weight):
+            matrix = self.matrix()
+        try:
+            components = principal_components(matrix, rank, None if config.svd == "exact" else config.niter, seed=config.seed)
+        except ValueError as error:
+            raise ValueError(f"r={rank} is too large for {self.get_base_layer()}: {error} Give a smaller r, or a rank_pattern.") from error
+        B, A = initial_factors(components, self.scaling[adapter])
+        return A, B
+
+    def initial(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """A₀ and B₀, in the type of A and B."""
+        dtype = self.factors(adapter)[0].dtype
+        return self.lora_initial_A[adapter].to(dtype), self.lora_initial_B[adapter].to(dtype)
+
+    def get_delta_weight(self, adapter: str) -> torch.Tensor:
+        delta = super().get_delta_weight(adapter)
+        if adapter not in self.pissa_adapters():
+            return delta
+        A, B = self.initial(adapter)
+        before = (B.float() @ A.float() * self.scaling[adapter]).to(delta.dtype)
+        return delta - (before.T if self.is_transposed() else before)
+
+    def is_transposed(self) -> bool:
+        """Whether the weight is stored as (n, m)."""
+        raise NotImplementedError
+
+    def state_dict(self, *args: Any, destination: dict | None = None, prefix: str = "", keep_vars: bool = False) -> dict:
+        state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for adapter in self.pissa_adapters():
+            A0, B0 = self.initial(adapter)
+            a, b = (prefix + key for key in self.keys(adapter))
+            state[a], state[b] = torch.cat([state[a], A0]), torch.cat([state[b], -B0], dim=1)
+        return state
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        for adapter in self.pissa_adapters():
+            a, b = (prefix + key for key in self.keys(adapter))
+            if a in state_dict and b in state_dict and len(state_dict[a]) == 2 * self.r[adapter]:
+                (A, A0), (B, B0) = state_dict[a].chunk(2), state_dict[b].chunk(2, dim=1)
+                self.set_initial(adapter, A0.clone(), -B0)
+                state_dict[a], state_dict[b] = A.clone(), B.contiguous()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def set_initial(self, adapter: str, A0: torch.Tensor, B0: torch.Tensor) -> None:
+        """Takes over A₀ and B₀ of a saved adapter.
+
+        Raises:
+            BaseModelError: they are not of this layer's weight.
+        """
+        weight = self.get_base_layer().weight
+        if weight.device.type != "meta" and not is_of(
+            B0.to(weight.device), A0.to(weight.device), self.scaling[adapter], self.matrix(), SAME_BASE
+        ):
+            raise BaseModelError(
+                f"The adapter's principal components are not those of the weight of {self.get_base_layer()}: it was trained on "
+                "another base, or not by PiSSA. Load it on the base that its adapter_config.json names."
+            )
+        device = weight.device
+        self.lora_initial_A[adapter], self.lora_initial_B[adapter] = A0.to(device), B0.to(device)
+
+
+class PissaLinear(PissaLayer, Linear):
+    """For `torch.nn.Linear`, and Transformers' `Conv1D`, whose weight is stored as (n, m)."""
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any, **kwargs: Any):
+        inner = base_layer.get_base_layer() if hasattr(base_layer, "get_base_layer") else base_layer
+        config.fan_in_fan_out = isinstance(inner, Conv1D)
+        super().__init__(base_layer, adapter_name, config=config, is_target_conv_1d_layer=config.fan_in_fan_out, **kwargs)
+
+    def keys(self, adapter: str) -> tuple[str, str]:
+        return f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
+
+    def factors(self, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:
+        return self.lora_A[adapter].weight, self.lora_B[adapter].weight
+
+    def is_transposed(self) -> bool:
+        return self.fan_in_fan_out
+
+    def matrix(self) -> torch.Tensor:
+        weight = self.get_base_layer().weight
+        # bitsandbytes may pack its codes into a float type, so the type of the numbers says nothing.
+        if type(weight).__name__ in ("Params4bit", "Int8Params"):
+            raise ValueError(
+                f"The weight of {self.get_base_layer()} is quantised, so its principal components cannot be taken: use QPissaConfig."
+            )
+        if not weight.is_floating_point() or weight.shape != self._matrix_shape():
+            raise ValueError(f"The weight of {self.get_base_layer()} is not a matrix of floats: PiSSA cannot start from it.")
+        matrix = weight.detach().float()
+        return matrix.T if self.is_transposed() else matrix
+
+    def _matrix_shape(self) -> tuple[int, int]:
+        shape = self.out_features, self.in_features
+        return shape[::-1] if self.is_transposed() else shape
+
+    def change(self, adapter: str, x: torch.Tensor) -> torch.Tensor:
+        """s (B A − B₀ A₀) x; exactly zero before training."""
+        x = self.lora_dropout[adapter](x)
+        A0, B0 = self.initial(adapter)
+        now = self.lora_B[adapter](self.lora_A[adapter](x))
+        return (now - functional.linear(functional.linear(x, A0), B0)) * self.scaling[adapter]
+
+
+class PissaEmbedding(PissaLayer, Embedding):
+    """For `torch.nn.Embedding`: its weight, (entries, width), is the transposed of the matrix that B A is a part of."""
+
+    def keys(self, adapter: str) -> tuple[str, str]:
+        return f"lora_embedding_A.{adapter}", f"lora_embedding_B.{adapter}"
+
+    def factors(self, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:
+        return self.lora_embedding_A[adapter], self.lora_embedding_B[adapter]
+
+    def is_transposed(self) -> bool:
+        return True
+
+    def matrix(self) -> torch.Tensor:
+        return self.get_base_layer().weight.detach().float().T
+
+    def change(self, adapter: str, x: torch.Tensor) -> torch.Tensor:
+        """s (B A − B₀ A₀) of the entries x."""
+        now, before = (self._embed(x, A.T) @ B.T for A, B in (self.factors(adapter), self.initial(adapter)))
+        change = (now - before) * self.scaling[adapter]
+        scale = self._get_embed_scale()
+        return change if scale is None else change * scale.to(change.dtype)
+
+    def _mixed_batch_forward(self, x: torch.Tensor, *args: Any, adapter_names: list[str], **kwargs: Any) -> torch.Tensor:
+        if any(name in self.pissa_adapters() for name in adapter_names):
+            raise ValueError(
+                "Embeddings under PiSSA cannot mix adapters in a batch. Save the adapter and load it again: then it is a LoRA, which can."
+            )
+        return super()._mixed_batch_forward(x, *args, adapter_names=adapter_names, **kwargs)
+
+
+def refuse(target: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """In the place of a layer, for targets that have no matrix.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"PiSSA has no adapter for {type(target).__name__} ({kwargs.get('target_name')}): it takes Linear, Conv1D and Embedding "
+        "layers. Leave it out of target_modules, or name it in exclude_modules."
+    )
+
+
+def accept_pissa(model: nn.Module) -> None:
+    """Lets a model that already has LoRA adapters take ones of PiSSA too: its LoRA layers become this package's, in place.
+
+    Args:
+        model: a `PeftModel`, or a model with adapters injected.
+    """
+    for module in model.modules():
+        for theirs, ours in ((Linear, PissaLinear), (Embedding, PissaEmbedding)):
+            if type(module) is theirs:
+                module.__class__ = ours
+                module.prepare()
+
+

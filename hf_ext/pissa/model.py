@@ -1,0 +1,180 @@
+"""QPiSSA as a PEFT tuner: its layers' base is a `ResidualLinear`, its adapters are PiSSA's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from peft.tuners.lora.model import LoraModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+from transformers.utils.logging import get_logger
+
+from hf_ext.errors import BaseModelError
+from hf_ext.pissa.config import QPissaConfig
+from hf_ext.pissa.layer import PissaLinear
+from hf_ext.pissa.quantization import Quantization, bitsandbytes, quantized_residual
+from hf_ext.pissa.residual import OriginalWeight, ResidualLinear
+from hf_ext.work_ahead import progress
+
+logger = get_logger(__name__)
+
+RESIDUAL = ".base_layer.layer."  # in names of the state dict: the quantised weight, its scales, and the bias
+
+
+class QPissaLinear(PissaLinear):
+    """An adapter of PiSSA on a `ResidualLinear`. Merging is exact: the base takes the adapter's factors, not their product."""
+
+    base_layer: ResidualLinear
+
+    def start(self, adapter: str, config: QPissaConfig) -> tuple[torch.Tensor, torch.Tensor]:
+        base, rank, scaling = self.base_layer, self.r[adapter], self.scaling[adapter]
+        if base.B is None:
+            found = quantized_residual(
+                base.full_precision(),
+                rank,
+                base.quantization,
+                config.iterations,
+                scaling,
+                None if config.svd == "exact" else config.niter,
+                config.seed,
+                self.factors(adapter)[0].dtype,
+            )
+            base.put(found, scaling)
+        self._check_shared(rank, scaling)
+        return base.A, base.B
+
+    def _check_shared(self, rank: int, scaling: float) -> None:
+        base = self.base_layer
+        if rank != base.A.shape[0] or scaling != base.scaling:
+            raise ValueError(
+                f"The adapters of a QPiSSA model share its residual, and so their start: rank {base.A.shape[0]} and scaling "
+                f"{base.scaling} in {base.original.layer}, not {rank} and {scaling}."
+            )
+
+    def set_initial(self, adapter: str, A0: torch.Tensor, B0: torch.Tensor) -> None:
+        base = self.base_layer
+        self._check_shared(len(A0), self.scaling[adapter])
+        device = base.weight.device
+        A0, B0 = A0.to(device), B0.to(device)
+        if not (torch.equal(A0, base.A.to(A0.dtype)) and torch.equal(B0, base.B.to(B0.dtype))):
+            raise BaseModelError(
+                f"The adapter was trained on another residual of {base.original.layer} than the one in the model. Load it on a fresh base."
+            )
+        self.lora_initial_A[adapter], self.lora_initial_B[adapter] = A0, B0
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        from peft.tuners.tuners_utils import check_adapters_to_merge
+
+        for adapter in check_adapters_to_merge(self, adapter_names):
+            if adapter in self.lora_A:
+                (A, B), (A0, B0) = self.factors(adapter), self.initial(adapter)
+                factors = torch.cat([B, -B0], dim=1).detach(), torch.cat([A, A0]).detach()
+                if safe_merge and not all(torch.isfinite(factor).all() for factor in factors):
+                    raise ValueError(f"NaNs detected in the adapter {adapter}: it seems to be broken.")
+                self.base_layer.merged.append(factors)
+                self.merged_adapters.append(adapter)
+
+    def unmerge(self) -> None:
+        while self.merged_adapters:
+            self.merged_adapters.pop()
+            self.base_layer.merged.pop()
+
+    def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None) -> nn.Module:
+        if not merge:
+            return self.base_layer.restored()
+        self.merge(safe_merge, adapter_names)
+        layer, error = self.base_layer.plain()
+        logger.info(f"{self.base_layer.original.layer}: merged and quantised again, relative error {error:.4f}")
+        return layer
+
+
+class QPissaModel(LoraModel):
+    """The tuner behind `get_peft_model(model, QPissaConfig(…))`."""
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        config = self.peft_config[adapter_name]
+        self._bar = progress("QPiSSA:", None) if config.init_lora_weights else None
+        try:
+            super().inject_adapter(model, adapter_name, *args, **kwargs)
+        finally:
+            if self._bar is not None:
+                self._bar.close()
+
+    def _create_new_module(self, config: QPissaConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
+        name = kwargs["target_name"]
+        if isinstance(target, BaseTunerLayer):
+            raise ValueError(f"QPiSSA replaces the base of {name}, which already has an adapter: unload() that first.")
+        bnb = bitsandbytes()
+        if not isinstance(target, (nn.Linear, Conv1D, bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
+            raise ValueError(
+                f"QPiSSA has no adapter for {type(target).__name__} ({name}): it takes linear layers. Leave it out of target_modules."
+            )
+        transposed = isinstance(target, Conv1D) or issubclass(getattr(target, "source_cls", nn.Linear), Conv1D)
+        shape = tuple(target.weight.shape[::-1]) if isinstance(target, Conv1D) else (target.out_features, target.in_features)
+        original = OriginalWeight(
+            config.full_precision_model or getattr(self.model, "name_or_path", "") or "",
+            None if config.full_precision_model else getattr(self.model.config, "_commit_hash", None),
+            name,
+            shape,
+            transposed,
+        )
+        quantization = Quantization.of(target)
+        if quantization is not None and config.init_lora_weights:
+            config.quant_type, config.double_quant = quantization.quant_type, quantization.double
+        quantization = replace(
+            quantization or Quantization(dtype=target.weight.dtype), quant_type=config.quant_type, double=config.double_quant
+        )
+        module = QPissaLinear(ResidualLinear(target, original, quantization), adapter_name, config=config, **kwargs)
+        if self._bar is not None:
+            self._bar.update()
+        return module
+
+    def unload(self) -> nn.Module:
+        """The base model as it was before QPiSSA: its quantised weights are made again from the original ones.
+
+        Raises:
+            BaseModelError: those cannot be found.
+        """
+        return super().unload()
+
+    @classmethod
+    def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
+        state = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
+        if config.save_residual:
+            layers = tuple(name + RESIDUAL for name, module in model.named_modules() if isinstance(module, QPissaLinear))
+            state |= {key: value for key, value in state_dict.items() if key.startswith(layers) and not key.endswith(".bias")}
+        return state
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, QPissaLinear)}
+        bar = progress("QPiSSA:", len(layers))
+        for name, module in layers.items():
+            # In a model that adapters were injected into, names lack PEFT's prefix, which those in the file have.
+            prefix = name if f"{name}.lora_A.weight" in state_dict else f"base_model.model.{name}"
+            stored = {key: value for key, value in state_dict.items() if key.startswith(prefix + RESIDUAL) and not key.endswith(".bias")}
+            state_dict = {key: value for key, value in state_dict.items() if key not in stored}
+            A, B = state_dict.get(f"{prefix}.lora_A.weight"), state_dict.get(f"{prefix}.lora_B.weight")
+            base = module.base_layer
+            if A is not None and B is not None and base.B is None:
+                A0, B0 = A.chunk(2)[1].clone(), -B.chunk(2, dim=1)[1]
+                stored = {key.removeprefix(prefix + RESIDUAL): value for key, value in stored.items()}
+                quantized = _stored_residual(stored, base.weight.device) if stored else None
+                base.rebuild(B0, A0, module.scaling[adapter_name], quantized)
+            bar.update()
+        bar.close()
+        return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+
+
+def _stored_residual(stored: dict[str, torch.Tensor], device: torch.device) -> nn.Parameter:
+    """bitsandbytes' parameter of what its layer's state dict holds."""
+    bnb = bitsandbytes()
+    weight = stored.pop("weight")
+    if "SCB" in stored:
+        weight = weight.to(device)
+        return bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=stored["SCB"].to(device))
+    statistics = {key.removeprefix("weight."): value for key, value in stored.items()}
+    return bnb.nn.Params4bit.from_prequantized(weight, statistics, device=device)

@@ -1,0 +1,206 @@
+"""A linear layer of a quantised residual and a frozen low-rank part: what QPiSSA puts in the place of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from hf_ext.checkpoint import TORCH_DTYPES, Checkpoint, open_checkpoint
+from hf_ext.errors import BaseModelError, CheckpointError
+from hf_ext.pissa.quantization import Quantization, QuantizedResidual, bitsandbytes, dequantize, residual, unpacked
+
+OTHER_CODES = 0.01  # share of a quantised weight's codes that may differ from those of the original's, by another device
+
+
+@dataclass(frozen=True)
+class OriginalWeight:
+    """Where the full-precision weight of a quantised layer is to be found.
+
+    Attributes:
+        model: folder or Hub id; `revision` is the commit on the Hub.
+        layer: the module's name in the model.
+        shape: (out_features, in_features).
+        transposed: whether it is stored as (in_features, out_features), as Conv1D does.
+    """
+
+    model: str
+    revision: str | None
+    layer: str
+    shape: tuple[int, int]
+    transposed: bool
+
+    def read(self, device: torch.device) -> torch.Tensor:
+        """The weight, (out_features, in_features), float32. Nothing else of the checkpoint is read.
+
+        Raises:
+            BaseModelError: there is none of that name, shape and kind.
+        """
+        advice = "Name a folder or Hub id that holds the base's original weights: QPissaConfig(full_precision_model=…)."
+        if not self.model:
+            raise BaseModelError(f"The original weight of the quantised layer {self.layer} is nowhere to be found. {advice}")
+        try:
+            checkpoint = _opened(self.model, self.revision)
+        except CheckpointError as error:
+            raise BaseModelError(f"The original weights of the quantised layers cannot be read: {error} {advice}") from error
+        name = checkpoint.twin_of(f"{self.layer}.weight")
+        if name is None:
+            raise BaseModelError(f"{checkpoint} holds no weight for the quantised layer {self.layer}. {advice}")
+        entry = checkpoint.entry(name)
+        shape = self.shape[::-1] if self.transposed else self.shape
+        if entry.shape != shape or not TORCH_DTYPES[entry.dtype].is_floating_point:
+            raise BaseModelError(
+                f"'{name}' in {checkpoint} is of type {entry.dtype} and shape {entry.shape}, not floats of {shape}: it is itself "
+                f"quantised, or of another model. {advice}"
+            )
+        raw = checkpoint[name]
+        weight = raw.__class__(raw.dtype, raw.shape, raw.data.copy()).to_torch().to(device).float()
+        return weight.T.contiguous() if self.transposed else weight
+
+
+@lru_cache(maxsize=2)
+def _opened(model: str, revision: str | None) -> Checkpoint:
+    return open_checkpoint(model, revision)
+
+
+class ResidualLinear(nn.Module):
+    """quantised(W − s B₀ A₀) x + s B₀ A₀ x (+ bias): the model that QPiSSA's training starts from.
+
+    Made from a layer, whose bias it keeps; until `put` or `rebuild` it is that layer.
+
+    Args:
+        layer: Linear or Conv1D in full precision, or bitsandbytes' Linear4bit or Linear8bitLt.
+        original: where its full-precision weight is, for layers that are quantised already.
+        quantization: of the residual.
+    """
+
+    def __init__(self, layer: nn.Module, original: OriginalWeight, quantization: Quantization):
+        super().__init__()
+        self.layer = layer
+        self.original = original
+        self.quantization = quantization
+        self.before = Quantization.of(layer)  # None in full precision
+        self.dtype_before = layer.weight.dtype
+        self.scaling = 1.0
+        self.A: torch.Tensor | None
+        self.B: torch.Tensor | None
+        self.register_buffer("A", None, persistent=False)
+        self.register_buffer("B", None, persistent=False)
+        self.merged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.statistics: QuantizedResidual | None = None
+        self.out_features, self.in_features = original.shape
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.layer.weight
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        return self.layer.bias
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The type in which PEFT makes adapters on the layer."""
+        if self.before is None:
+            return self.dtype_before
+        return getattr(self.layer, "compute_dtype", None) or self.before.dtype
+
+    def full_precision(self) -> torch.Tensor:
+        """W, (out_features, in_features), float32.
+
+        Raises:
+            BaseModelError: the checkpoint lacks it, or holds another than the one the layer was quantised from.
+        """
+        if self.before is None:
+            weight = self.layer.weight.detach().float()
+            return weight.T.contiguous() if isinstance(self.layer, Conv1D) else weight
+        weight = self.original.read(self.layer.weight.device)
+        again = self.before.quantize(weight.to(self.before.dtype)).data
+        codes = (unpacked(self.layer) if self.before.bits == 4 else self.layer.weight).data
+        if again.shape != codes.shape or (again.view(torch.uint8) != codes.view(torch.uint8)).float().mean() > OTHER_CODES:
+            raise BaseModelError(
+                f"The weight of {self.original.layer} in '{self.original.model}' is not the one that the layer was quantised from. "
+                "Name the model that was: QPissaConfig(full_precision_model=…)."
+            )
+        return weight
+
+    def put(self, found: QuantizedResidual, scaling: float) -> None:
+        """Takes a decomposition of the layer's weight into its place."""
+        self.statistics = found._replace(B=None, A=None, quantized=None)
+        self._set(found.B, found.A, scaling, found.quantized)
+
+    def rebuild(self, B: torch.Tensor, A: torch.Tensor, scaling: float, quantized: nn.Parameter | None = None) -> None:
+        """The residual of a saved adapter: given, or made again from the full-precision weight and the adapter's start."""
+        device = self.layer.weight.device
+        if quantized is None:
+            quantized = self.quantization.quantize(residual(self.full_precision(), B.to(device), A.to(device), scaling))
+        self._set(B.to(device), A.to(device), scaling, quantized)
+
+    def _set(self, B: torch.Tensor, A: torch.Tensor, scaling: float, quantized: nn.Parameter) -> None:
+        self.B, self.A, self.scaling = B.float(), A.float(), scaling
+        self.layer = self._layer(self.quantization, quantized)
+        # bitsandbytes' layout for inference on some CPUs rounds the scales, and so would what is saved afterwards.
+        self.layer.support_avx512bf16_for_cpu = False
+
+    def _layer(self, quantization: Quantization, quantized: nn.Parameter) -> nn.Module:
+        """bitsandbytes' layer with a weight, and the bias that this one has."""
+        nn8bit = quantization.bits == 8
+        bnb = bitsandbytes()
+        kind = bnb.nn.Linear8bitLt if nn8bit else bnb.nn.Linear4bit
+        options = {"has_fp16_weights": False} if nn8bit else {"compute_dtype": getattr(self.layer, "compute_dtype", None)}
+        with torch.device("meta"):
+            layer = kind(self.in_features, self.out_features, bias=self.bias is not None, **options)
+        layer.bias = self.bias
+        layer.weight = quantized
+        if nn8bit:
+            layer.state.threshold = self.layer.state.threshold if isinstance(self.layer, kind) else 0.0
+        else:
+            layer.quant_state, layer.quant_storage = quantized.quant_state, quantized.dtype
+            quantized.module = layer
+        return layer.train(self.training)
+
+    def dequantized(self) -> torch.Tensor:
+        """The dense weight that the layer stands for, with what is merged into it; (out_features, in_features), float32."""
+        weight = dequantize(self.layer.weight, getattr(self.layer, "state", None))
+        for B, A in [(self.B, self.A), *self.merged]:
+            weight += self.scaling * (B.float() @ A.float())
+        return weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.layer(x)
+        if self.B is None:
+            return result
+        for B, A in [(self.B, self.A), *self.merged]:
+            result = result + self.scaling * functional.linear(functional.linear(x.to(A.dtype), A), B)
+        return result.to(x.dtype)
+
+    def plain(self) -> tuple[nn.Module, float]:
+        """The layer with everything folded into one quantised weight, and the relative error that folding makes."""
+        weight = self.dequantized()
+        quantized = self.quantization.quantize(weight)
+        error = torch.linalg.norm(dequantize(quantized) - weight) / torch.linalg.norm(weight)
+        return self._layer(self.quantization, quantized), error.item()
+
+    def restored(self) -> nn.Module:
+        """The layer as it was before QPiSSA.
+
+        Raises:
+            BaseModelError: its full-precision weight cannot be found again.
+        """
+        if self.B is None:
+            return self.layer
+        weight = self.original.read(self.layer.weight.device)
+        if self.before is not None:
+            return self._layer(self.before, self.before.quantize(weight.to(self.before.dtype)))
+        with torch.device("meta"):
+            if self.original.transposed:
+                layer, weight = Conv1D(self.out_features, self.in_features), weight.T.contiguous()
+            else:
+                layer = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None)
+        layer.weight = nn.Parameter(weight.to(self.dtype_before), requires_grad=False)
+        layer.bias = self.bias
+        return layer.train(self.training)
