@@ -8,9 +8,10 @@ import warnings
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from peft import LoraConfig
+from peft import LoraConfig, PeftType
 from torch import nn
 from transformers.pytorch_utils import Conv1D
+from transformers.utils.logging import tqdm
 
 from hf_ext.pissa.layer import PissaEmbedding, PissaLinear, refuse
 
@@ -63,13 +64,21 @@ class PissaConfig(LoraConfig):
     )
     niter: int = field(default=3, metadata={"help": "Rounds of subspace iteration of the randomized decomposition."})
     seed: int = field(default=0, metadata={"help": "Seed of the randomized decomposition."})
+    in_use: bool = field(default=False, repr=False, metadata={"help": "Set once an adapter has been made of it."})
 
     def __post_init__(self):
         super().__post_init__()
+        if self.in_use:
+            # PEFT's add_weighted_adapter makes such a copy, then combines A and B as if the adapter were a LoRA.
+            raise ValueError(
+                "This is a copy of the configuration of an adapter in PiSSA's training form. Such adapters cannot be combined "
+                "by weights: save them, and combine the LoRAs that PeftModel.from_pretrained loads. For a new adapter, write "
+                f"a new {type(self).__name__}."
+            )
         self.lora_alpha = self.r if self.lora_alpha is None else self.lora_alpha
         wrong = sorted(name for name, value in NEUTRAL.items() if getattr(self, name, value) != value)
         if wrong:
-            raise ValueError(f"{type(self).__name__} does not go with {', '.join(wrong)}: leave {'it' if wrong[1:] == [] else 'them'} out.")
+            raise ValueError(f"{type(self).__name__} does not go with {', '.join(wrong)}; leave that out.")
         if self.init_lora_weights not in (True, False):
             raise ValueError(
                 f"init_lora_weights={self.init_lora_weights!r}: {type(self).__name__} starts from principal components; "
@@ -86,6 +95,10 @@ class PissaConfig(LoraConfig):
         self._register_custom_module(
             {nn.Linear: PissaLinear, Conv1D: PissaLinear, nn.Embedding: PissaEmbedding, nn.Module: refuse}
         )
+        self.bar: tqdm | None = None
+
+    def to_dict(self) -> dict:
+        return {key: value for key, value in super().to_dict().items() if key != "in_use"}
 
     def to_lora_config(self) -> LoraConfig:
         """The LoRA of twice the rank, at the same scaling, as which the adapter is saved."""
@@ -174,9 +187,7 @@ class QPissaConfig(PissaConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        from peft import PeftType
-
-        self.peft_type = PeftType.QPISSA
+        self.peft_type = PeftType("QPISSA")
         if self.iterations < 1:
             raise ValueError(f"iterations={self.iterations}; QPiSSA needs at least one.")
         if self.quant_type not in ("nf4", "fp4", "int8"):

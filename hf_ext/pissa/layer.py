@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, LoraVariant
-from peft.utils.integrations import gather_params_ctx
 from torch import nn
 from torch.nn import functional
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.pytorch_utils import Conv1D
+from transformers.utils.logging import tqdm
 
 from hf_ext.errors import BaseModelError
 from hf_ext.pissa.decomposition import initial_factors, is_of, principal_components
@@ -24,10 +25,22 @@ class PissaVariant(LoraVariant):
     @staticmethod
     def init(module: PissaLayer, adapter_name: str, config: Any, **kwargs: Any) -> None:
         A, B = module.factors(adapter_name)
+        rank, shape = module.r[adapter_name], (module.out_features, module.in_features)
+        if rank > min(shape):
+            raise ValueError(
+                f"r={rank} is more than the {min(shape)} principal components that {kwargs.get('target_name') or 'a layer'} "
+                f"({shape[0]} × {shape[1]}) has. Give a smaller r, or a rank_pattern for this layer."
+            )
         if config.init_lora_weights and A.device.type != "meta":
+            if is_deepspeed_zero3_enabled():
+                raise ValueError("PiSSA cannot decompose weights that DeepSpeed ZeRO-3 has cut up; use ZeRO-2.")
+            if config.bar is None:
+                config.bar = tqdm(desc="Principal components", unit=" layers")
             with torch.no_grad():
                 for parameter, start in zip((A, B), module.start(adapter_name, config)):
                     parameter.copy_(start)
+            config.bar.update()
+        config.in_use = True
         module.lora_initial_A[adapter_name] = A.detach().clone()
         module.lora_initial_B[adapter_name] = B.detach().clone()
 
@@ -62,9 +75,18 @@ class PissaLayer(LoraLayer):
         if "lora_initial_A" not in self._modules:
             self.lora_initial_A, self.lora_initial_B = BufferDict(), BufferDict()
 
-    def update_layer(self, *args: Any, **kwargs: Any) -> None:
+    def update_layer(self, *args: Any, config: Any, **kwargs: Any) -> None:
         self.prepare()
-        super().update_layer(*args, **kwargs)
+        super().update_layer(*args, config=config, **kwargs)
+        self._config = config
+
+    def set_adapter(self, *args: Any, **kwargs: Any) -> None:
+        super().set_adapter(*args, **kwargs)
+        # PEFT calls this in each layer's update_layer, and in all layers once they are all there.
+        config = self.__dict__.pop("_config", None)
+        if getattr(config, "bar", None) is not None:
+            config.bar.close()
+            config.bar = None
 
     @property
     def lora_variants(self) -> dict:
@@ -91,13 +113,8 @@ class PissaLayer(LoraLayer):
 
     def start(self, adapter: str, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """A and B from the weight's principal components."""
-        rank = self.r[adapter]
-        with gather_params_ctx(self.get_base_layer().weight):
-            matrix = self.matrix()
-        try:
-            components = principal_components(matrix, rank, None if config.svd == "exact" else config.niter, seed=config.seed)
-        except ValueError as error:
-            raise ValueError(f"r={rank} is too large for {self.get_base_layer()}: {error} Give a smaller r, or a rank_pattern.") from error
+        niter = None if config.svd == "exact" else config.niter
+        components = principal_components(self.matrix(), self.r[adapter], niter, seed=config.seed)
         B, A = initial_factors(components, self.scaling[adapter])
         return A, B
 
@@ -175,7 +192,7 @@ class PissaLinear(PissaLayer, Linear):
         # bitsandbytes may pack its codes into a float type, so the type of the numbers says nothing.
         if type(weight).__name__ in ("Params4bit", "Int8Params"):
             raise ValueError(
-                f"The weight of {self.get_base_layer()} is quantised, so its principal components cannot be taken: use QPissaConfig."
+                f"The weight of {self.get_base_layer()} is quantised: PiSSA cannot start from it. Use QPissaConfig."
             )
         if not weight.is_floating_point() or weight.shape != self._matrix_shape():
             raise ValueError(f"The weight of {self.get_base_layer()} is not a matrix of floats: PiSSA cannot start from it.")
@@ -219,7 +236,7 @@ class PissaEmbedding(PissaLayer, Embedding):
     def _mixed_batch_forward(self, x: torch.Tensor, *args: Any, adapter_names: list[str], **kwargs: Any) -> torch.Tensor:
         if any(name in self.pissa_adapters() for name in adapter_names):
             raise ValueError(
-                "Embeddings under PiSSA cannot mix adapters in a batch. Save the adapter and load it again: then it is a LoRA, which can."
+                "Embeddings under PiSSA cannot mix adapters in a batch. Save the adapter and load it again: a LoRA can."
             )
         return super()._mixed_batch_forward(x, *args, adapter_names=adapter_names, **kwargs)
 
@@ -231,8 +248,8 @@ def refuse(target: nn.Module, *args: Any, **kwargs: Any) -> None:
         ValueError: always.
     """
     raise ValueError(
-        f"PiSSA has no adapter for {type(target).__name__} ({kwargs.get('target_name')}): it takes Linear, Conv1D and Embedding "
-        "layers. Leave it out of target_modules, or name it in exclude_modules."
+        f"PiSSA has no adapter for {type(target).__name__} ({kwargs.get('target_name')}): it takes Linear, Conv1D and "
+        "Embedding layers. Leave it out of target_modules, or name it in exclude_modules."
     )
 
 

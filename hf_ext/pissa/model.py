@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from peft.tuners.lora.model import LoraModel
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import get_logger
@@ -61,13 +61,11 @@ class QPissaLinear(PissaLinear):
         A0, B0 = A0.to(device), B0.to(device)
         if not (torch.equal(A0, base.A.to(A0.dtype)) and torch.equal(B0, base.B.to(B0.dtype))):
             raise BaseModelError(
-                f"The adapter was trained on another residual of {base.original.layer} than the one in the model. Load it on a fresh base."
+                f"The adapter was trained on another residual of {base.original.layer} than this one. Load it on a fresh base."
             )
         self.lora_initial_A[adapter], self.lora_initial_B[adapter] = A0, B0
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        from peft.tuners.tuners_utils import check_adapters_to_merge
-
         for adapter in check_adapters_to_merge(self, adapter_names):
             if adapter in self.lora_A:
                 (A, B), (A0, B0) = self.factors(adapter), self.initial(adapter)
@@ -94,15 +92,6 @@ class QPissaLinear(PissaLinear):
 class QPissaModel(LoraModel):
     """The tuner behind `get_peft_model(model, QPissaConfig(…))`."""
 
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        config = self.peft_config[adapter_name]
-        self._bar = progress("QPiSSA:", None) if config.init_lora_weights else None
-        try:
-            super().inject_adapter(model, adapter_name, *args, **kwargs)
-        finally:
-            if self._bar is not None:
-                self._bar.close()
-
     def _create_new_module(self, config: QPissaConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
         name = kwargs["target_name"]
         if isinstance(target, BaseTunerLayer):
@@ -110,7 +99,8 @@ class QPissaModel(LoraModel):
         bnb = bitsandbytes()
         if not isinstance(target, (nn.Linear, Conv1D, bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
             raise ValueError(
-                f"QPiSSA has no adapter for {type(target).__name__} ({name}): it takes linear layers. Leave it out of target_modules."
+                f"QPiSSA has no adapter for {type(target).__name__} ({name}), only for linear layers; leave it out of "
+                "target_modules."
             )
         transposed = isinstance(target, Conv1D) or issubclass(getattr(target, "source_cls", nn.Linear), Conv1D)
         shape = tuple(target.weight.shape[::-1]) if isinstance(target, Conv1D) else (target.out_features, target.in_features)
@@ -127,18 +117,7 @@ class QPissaModel(LoraModel):
         quantization = replace(
             quantization or Quantization(dtype=target.weight.dtype), quant_type=config.quant_type, double=config.double_quant
         )
-        module = QPissaLinear(ResidualLinear(target, original, quantization), adapter_name, config=config, **kwargs)
-        if self._bar is not None:
-            self._bar.update()
-        return module
-
-    def unload(self) -> nn.Module:
-        """The base model as it was before QPiSSA: its quantised weights are made again from the original ones.
-
-        Raises:
-            BaseModelError: those cannot be found.
-        """
-        return super().unload()
+        return QPissaLinear(ResidualLinear(target, original, quantization), adapter_name, config=config, **kwargs)
 
     @classmethod
     def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
@@ -151,21 +130,19 @@ class QPissaModel(LoraModel):
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
         layers = {name: module for name, module in model.named_modules() if isinstance(module, QPissaLinear)}
-        bar = progress("QPiSSA:", len(layers))
-        for name, module in layers.items():
-            # In a model that adapters were injected into, names lack PEFT's prefix, which those in the file have.
-            prefix = name if f"{name}.lora_A.weight" in state_dict else f"base_model.model.{name}"
-            stored = {key: value for key, value in state_dict.items() if key.startswith(prefix + RESIDUAL) and not key.endswith(".bias")}
-            state_dict = {key: value for key, value in state_dict.items() if key not in stored}
-            A, B = state_dict.get(f"{prefix}.lora_A.weight"), state_dict.get(f"{prefix}.lora_B.weight")
-            base = module.base_layer
-            if A is not None and B is not None and base.B is None:
-                A0, B0 = A.chunk(2)[1].clone(), -B.chunk(2, dim=1)[1]
-                stored = {key.removeprefix(prefix + RESIDUAL): value for key, value in stored.items()}
-                quantized = _stored_residual(stored, base.weight.device) if stored else None
-                base.rebuild(B0, A0, module.scaling[adapter_name], quantized)
-            bar.update()
-        bar.close()
+        with progress("Rebuilding residual", len(layers)) as bar:
+            for name, module in layers.items():
+                # In a model that adapters were injected into, names lack PEFT's prefix, which those in the file have.
+                prefix = name if f"{name}.lora_A.weight" in state_dict else f"base_model.model.{name}"
+                residual = prefix + RESIDUAL
+                stored = [key for key in state_dict if key.startswith(residual) and not key.endswith(".bias")]
+                parts = {key.removeprefix(residual): state_dict.pop(key) for key in stored}
+                A, B = state_dict.get(f"{prefix}.lora_A.weight"), state_dict.get(f"{prefix}.lora_B.weight")
+                base = module.base_layer
+                if A is not None and B is not None and base.B is None:
+                    quantized = _stored_residual(parts, base.weight.device) if parts else None
+                    base.rebuild(-B.chunk(2, dim=1)[1], A.chunk(2)[1].clone(), module.scaling[adapter_name], quantized)
+                bar.update()
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 
 

@@ -54,8 +54,8 @@ class OriginalWeight:
         shape = self.shape[::-1] if self.transposed else self.shape
         if entry.shape != shape or not TORCH_DTYPES[entry.dtype].is_floating_point:
             raise BaseModelError(
-                f"'{name}' in {checkpoint} is of type {entry.dtype} and shape {entry.shape}, not floats of {shape}: it is itself "
-                f"quantised, or of another model. {advice}"
+                f"'{name}' in {checkpoint} is of type {entry.dtype} and shape {entry.shape}, not floats of {shape}: it is "
+                f"itself quantised, or of another model. {advice}"
             )
         raw = checkpoint[name]
         weight = raw.__class__(raw.dtype, raw.shape, raw.data.copy()).to_torch().to(device).float()
@@ -121,10 +121,11 @@ class ResidualLinear(nn.Module):
         weight = self.original.read(self.layer.weight.device)
         again = self.before.quantize(weight.to(self.before.dtype)).data
         codes = (unpacked(self.layer) if self.before.bits == 4 else self.layer.weight).data
-        if again.shape != codes.shape or (again.view(torch.uint8) != codes.view(torch.uint8)).float().mean() > OTHER_CODES:
+        other = again.shape != codes.shape or (again.view(torch.uint8) != codes.view(torch.uint8)).float().mean() > OTHER_CODES
+        if other:
             raise BaseModelError(
-                f"The weight of {self.original.layer} in '{self.original.model}' is not the one that the layer was quantised from. "
-                "Name the model that was: QPissaConfig(full_precision_model=…)."
+                f"The weight of {self.original.layer} in '{self.original.model}' is not the one that the layer was quantised "
+                "from. Name the model that was: QPissaConfig(full_precision_model=…)."
             )
         return weight
 

@@ -1,0 +1,135 @@
+"""Any LoRA, PiSSA or QPiSSA adapter as a plain LoRA of a rank of one's choice, with the error that the rank makes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora.layer import LoraLayer
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import save_file
+
+from hf_ext.display import table
+from hf_ext.errors import HfExtError
+from hf_ext.folder import staged_folder
+from hf_ext.pissa.config import PissaConfig
+from hf_ext.pissa.decomposition import initial_factors, principal_components, truncate
+from hf_ext.pissa.model import QPissaLinear
+from hf_ext.pissa.quantization import dequantize
+from hf_ext.work_ahead import progress
+
+Onto = Literal["original", "quantized"]
+
+
+@dataclass(frozen=True)
+class LayerConversion:
+    """What a LoRA of `rank` misses of one layer: the Frobenius norm of the difference of the weights, relative to that of the
+    adapter's change (PiSSA, LoRA) or to that of the weight (QPiSSA, where the base's quantisation error counts too)."""
+
+    layer: str
+    rank: int
+    error: float
+
+
+@dataclass(frozen=True)
+class LoraConversion:
+    """A LoRA, ready to be saved; `str()` of it is a table of what it misses, layer by layer."""
+
+    config: LoraConfig
+    state_dict: dict[str, torch.Tensor]
+    layers: list[LayerConversion]
+
+    def __str__(self) -> str:
+        rows = [(layer.layer, str(layer.rank), f"{100 * layer.error:.2f} %") for layer in self.layers]
+        return f"{table(('layer', 'rank', 'error'), rows)}\n\n{self.summary()}"
+
+    def summary(self) -> str:
+        errors = [100 * layer.error for layer in self.layers]
+        return f"{len(errors)} layers, error {sum(errors) / len(errors):.2f} % in the mean, at most {max(errors):.2f} %"
+
+    def save_pretrained(self, save_directory: str | os.PathLike) -> None:
+        """Writes adapter_config.json and adapter_model.safetensors, both or neither."""
+        with staged_folder(save_directory) as stage:
+            save_file(self.state_dict, stage / "adapter_model.safetensors", metadata={"format": "pt"})
+            self.config.save_pretrained(stage)
+
+
+@torch.no_grad()
+def convert_to_lora(
+    model: PeftModel, rank: int | None = None, adapter_name: str = "default", onto: Onto = "original"
+) -> LoraConversion:
+    """The best LoRA of a rank for an adapter in a model: of PiSSA, of QPiSSA, or a LoRA of a larger rank.
+
+    Args:
+        rank: of the LoRA; 2r at most, and the default, which loses nothing of a PiSSA adapter.
+        onto: for QPiSSA, the base that the LoRA is for: the one in full precision ("original"), or the one that was quantised
+            without an adapter ("quantized", as `load_in_4bit` gives it), where the LoRA also has to make up for the difference
+            of the two residuals and every rank loses something. Both read the base's original weights.
+
+    Raises:
+        HfExtError: there is no such adapter in the model, or it is no LoRA.
+        BaseModelError: the original weights are needed and cannot be found.
+    """
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer) and adapter_name in module.scaling and not module.use_dora.get(adapter_name)
+    }
+    if not layers:
+        raise HfExtError(f"The model has no LoRA or PiSSA adapter '{adapter_name}' to convert.")
+    if rank is not None and rank < 1:
+        raise HfExtError(f"rank={rank}; a LoRA has at least rank 1.")
+    state = get_peft_model_state_dict(model, adapter_name=adapter_name)
+    state = {key: tensor for key, tensor in state.items() if ".base_layer.layer." not in key}
+    records = []
+    with progress("Converting", len(layers)) as bar:
+        for name, module in layers.items():
+            a, b = (key for part in "AB" for key in state if key.startswith(f"{name}.lora_") and f"_{part}" in key[len(name) :])
+            A, B = state[a], state[b] * module.scaling[adapter_name]
+            if isinstance(module, QPissaLinear):
+                B, A, error = _quantized(module, B, A, rank, onto)
+            else:
+                kept = min(rank or len(A), len(A))
+                if kept < len(A):
+                    B, A, singular = truncate(B, A, kept)
+                    error = (singular[kept:].square().sum() / singular.square().sum().clamp_min(1e-300)).sqrt().item()
+                else:
+                    error = 0.0
+            state[a], state[b] = A.contiguous(), B.contiguous()
+            records.append(LayerConversion(name.removeprefix("base_model.model."), len(A), error))
+            bar.update()
+    return LoraConversion(_config(model.peft_config[adapter_name], records), state, records)
+
+
+def _quantized(module: QPissaLinear, B: torch.Tensor, A: torch.Tensor, rank: int | None, onto: Onto):
+    """Factors for one layer of QPiSSA, and the relative error of the weight that they make."""
+    base = module.base_layer
+    trained = base.dequantized() + B.float() @ A.float()
+    weight = base.original.read(base.weight.device)
+    kept = min(rank or len(A), *weight.shape)
+    if onto == "original":
+        start = weight
+        if kept < len(A):
+            B, A, _ = truncate(B, A, kept)
+    else:
+        quantization = base.before or base.quantization
+        start = dequantize(quantization.quantize(weight.to(quantization.dtype)))
+        B, A = initial_factors(principal_components(trained - start, kept), 1.0)
+    error = torch.linalg.norm(trained - start - B.float() @ A.float()) / torch.linalg.norm(weight)
+    return B, A, error.item()
+
+
+def _config(config: LoraConfig, layers: list[LayerConversion]) -> LoraConfig:
+    """A LoRA at scaling 1, with the ranks of the layers."""
+    ranks = [layer.rank for layer in layers]
+    rank = max(set(ranks), key=ranks.count)
+    lora = config.to_lora_config() if isinstance(config, PissaConfig) else LoraConfig(**config.to_dict())
+    lora.r = lora.lora_alpha = rank
+    lora.rank_pattern = {layer.layer: layer.rank for layer in layers if layer.rank != rank}
+    lora.alpha_pattern = dict(lora.rank_pattern)
+    lora.use_rslora, lora.init_lora_weights, lora.inference_mode = False, True, True
+    return lora
+

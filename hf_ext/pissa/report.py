@@ -1,0 +1,126 @@
+"""How much of each layer an adapter starts from, and what quantisation costs it: as numbers, as a table, as a picture."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from hf_ext.display import new_figure, save_figure, table
+from hf_ext.errors import HfExtError
+from hf_ext.pissa.layer import PissaLayer
+from hf_ext.pissa.model import QPissaLinear
+from hf_ext.pissa.quantization import dequantize
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer at the start of training.
+
+    Attributes:
+        rank: r.
+        energy: share of the weight's squared Frobenius norm that the adapter holds.
+        error, plain_error: Frobenius norm of what is missing from the weight, relative to the weight's, in the quantised
+            residual with the adapter, and in the quantised weight alone; None in full precision, which misses nothing.
+    """
+
+    layer: str
+    rank: int
+    energy: float
+    error: float | None
+    plain_error: float | None
+
+
+@dataclass(frozen=True)
+class PissaReport:
+    """An adapter, layer by layer; `str()` of it is a table."""
+
+    layers: list[LayerReport]
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        quantized = self.layers[0].error is not None
+        rows = [
+            (layer.layer, str(layer.rank), f"{100 * layer.energy:.1f} %")
+            + ((f"{100 * layer.error:.2f} %", f"{100 * layer.plain_error:.2f} %") if quantized else ())
+            for layer in self.layers
+        ]
+        header = ("layer", "rank", "energy") + (("error", "error without adapter") if quantized else ())
+        return f"{table(header, rows)}\n\n{self.summary()}"
+
+    def summary(self) -> str:
+        count = len(self.layers)
+        text = f"{count} layers, {100 * sum(layer.energy for layer in self.layers) / count:.1f} % of the energy in the adapter"
+        if self.layers[0].error is None:
+            return text
+        kept = sum(layer.error / layer.plain_error for layer in self.layers) / count
+        return f"{text}, {100 * (1 - kept):.1f} % less quantisation error than without it (means over layers)"
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """Draws the figures of each layer to an image file.
+
+        Raises:
+            HfExtError: matplotlib is not installed, or the file cannot be written.
+        """
+        names = [layer.layer for layer in self.layers]
+        quantized = self.layers[0].error is not None
+        figure = new_figure(11 if quantized else 7, max(2.2, 0.18 * len(names) + 1.1))
+        panels = figure.subplots(1, 1 + quantized, sharey=True, squeeze=False)[0]
+        panels[0].barh(names, [100 * layer.energy for layer in self.layers], color="#4477aa")
+        panels[0].set_title("energy in the adapter, %", fontsize="small")
+        if quantized:
+            panels[1].barh(names, [100 * layer.plain_error for layer in self.layers], color="#dddddd", label="without adapter")
+            panels[1].barh(names, [100 * layer.error for layer in self.layers], color="#ee6677", label="with it")
+            panels[1].set_title("quantisation error, % of the weight", fontsize="small")
+            panels[1].legend(fontsize="x-small", frameon=False)
+        for axes in panels:
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(labelsize="x-small")
+        panels[0].invert_yaxis()
+        save_figure(figure, path)
+
+
+def report(model: nn.Module, adapter_name: str = "default") -> PissaReport:
+    """What an adapter of PiSSA or QPiSSA started from.
+
+    Args:
+        model: with the adapter in PiSSA's training form. Of a QPiSSA adapter that was loaded, the base's original weights are
+            read again, tensor by tensor.
+
+    Raises:
+        HfExtError: there is no such adapter.
+        BaseModelError: the original weights are needed and cannot be found.
+    """
+    layers = [
+        _layer_report(name.removeprefix("base_model.model."), module, adapter_name)
+        for name, module in model.named_modules()
+        if isinstance(module, PissaLayer) and adapter_name in module.pissa_adapters()
+    ]
+    if not layers:
+        raise HfExtError(
+            f"The model has no PiSSA adapter '{adapter_name}'. A saved one loads as a LoRA; for its training form load it with "
+            "config=PissaConfig.from_pretrained(folder)."
+        )
+    return PissaReport(layers)
+
+
+@torch.no_grad()
+def _layer_report(name: str, module: PissaLayer, adapter: str) -> LayerReport:
+    A, B = module.initial(adapter)
+    part = (B.float().mT @ B.float() * (A.float() @ A.float().mT)).sum() * module.scaling[adapter] ** 2  # ‖s B A‖²
+    if not isinstance(module, QPissaLinear):
+        energy = part / torch.linalg.norm(module.matrix()) ** 2
+        return LayerReport(name, module.r[adapter], energy.item(), None, None)
+    base = module.base_layer
+    if (known := base.statistics) is not None:
+        return LayerReport(name, module.r[adapter], known.energy, known.error, known.plain_error)
+    weight = base.original.read(base.weight.device)
+    total = torch.linalg.norm(weight)
+    start = dequantize(base.weight, getattr(base.layer, "state", None)) + base.scaling * (base.B @ base.A)
+    error = torch.linalg.norm(weight - start) / total
+    plain_error = torch.linalg.norm(weight - dequantize(base.quantization.quantize(weight))) / total
+    return LayerReport(name, module.r[adapter], (part / total**2).item(), error.item(), plain_error.item())
