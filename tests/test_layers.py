@@ -14,10 +14,12 @@ ROOT = Path(hf_ext.__file__).parent
 PURE = {
     "fm_delta": {"codec", "compress", "format", "reference", "report"},
     "emr": {"artifact", "election", "modulators", "reference", "report", "writing"},
+    "pissa": {"decomposition", "quantization"},
 }
 HOST = {
     "fm_delta": {"config", "quantizer", "saving"},
     "emr": {"adapter", "config", "merge", "plan", "quantizer", "saving", "switching"},
+    "pissa": {"config", "conversion", "layer", "model", "report", "residual"},
 }
 BELOW, ABOVE = (
     ["_native", "native", "errors", "folder", "checkpoint", "work_ahead", "display"],

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from peft import PeftType
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 import hf_ext
@@ -58,12 +59,15 @@ for module, attribute in sorted(after.keys() - before.keys()):
 """
 
 
-def test_the_import_adds_two_entries_a_method_and_replaces_nothing():
+def test_the_import_adds_its_entries_and_replaces_nothing():
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPARE], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     mappings = {line.split()[1] for line in result.stdout.splitlines()}
     tables = ("AUTO_QUANTIZATION_CONFIG_MAPPING", "AUTO_QUANTIZER_MAPPING")
-    assert mappings == {f"{table}['{method}']" for table in tables for method in ("fm_delta", "emr")}
+    entries = {f"{table}['{method}']" for table in tables for method in ("fm_delta", "emr")}
+    entries |= {f"PEFT_TYPE_TO_{table}_MAPPING[{PeftType('QPISSA')!r}]" for table in ("CONFIG", "TUNER", "PREFIX")}
+    assert mappings - {name for name in mappings if name.startswith("PeftType")} == {name.split()[0] for name in entries}
+    assert {name for name in mappings if name.startswith("PeftType")} == {"PeftType.QPISSA"}
 
 
 def test_registering_again_changes_nothing():
@@ -80,6 +84,6 @@ def test_an_entry_of_that_name_by_another_package_is_left_alone(monkeypatch, map
 
 
 def test_every_public_name_exists():
-    for module in (hf_ext, hf_ext.fm_delta, hf_ext.emr):
+    for module in (hf_ext, hf_ext.fm_delta, hf_ext.emr, hf_ext.pissa):
         assert all(hasattr(module, name) for name in module.__all__)
         assert sorted(module.__all__) == module.__all__

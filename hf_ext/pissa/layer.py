@@ -88,9 +88,8 @@ class PissaLayer(LoraLayer):
             config.bar.close()
             config.bar = None
 
-    @property
-    def lora_variants(self) -> dict:
-        return super().lora_variants | {("svd",): PissaVariant}
+    def resolve_lora_variant(self, *, config: Any, **kwargs: Any) -> LoraVariant | None:
+        return PissaVariant() if hasattr(config, "svd") else super().resolve_lora_variant(config=config, **kwargs)
 
     def pissa_adapters(self) -> list[str]:
         return [name for name, variant in self.lora_variant.items() if isinstance(variant, PissaVariant)]
@@ -254,15 +253,16 @@ def refuse(target: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 
 def accept_pissa(model: nn.Module) -> None:
-    """Lets a model that already has LoRA adapters take ones of PiSSA too: its LoRA layers become this package's, in place.
+    """Lets a model that already has LoRA adapters take ones of PiSSA too: this package's layers take over those of PEFT.
 
     Args:
         model: a `PeftModel`, or a model with adapters injected.
     """
-    for module in model.modules():
+    for name, module in list(model.named_modules()):
         for theirs, ours in ((Linear, PissaLinear), (Embedding, PissaEmbedding)):
             if type(module) is theirs:
-                module.__class__ = ours
-                module.prepare()
-
-
+                layer = ours.__new__(ours)
+                layer.__dict__ = module.__dict__
+                layer.prepare()
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, layer)

@@ -16,7 +16,7 @@ from hf_ext.errors import BaseModelError
 from hf_ext.pissa.config import QPissaConfig
 from hf_ext.pissa.layer import PissaLinear
 from hf_ext.pissa.quantization import Quantization, bitsandbytes, quantized_residual
-from hf_ext.pissa.residual import OriginalWeight, ResidualLinear
+from hf_ext.pissa.residual import OriginalModel, OriginalWeight, ResidualLinear
 from hf_ext.work_ahead import progress
 
 logger = get_logger(__name__)
@@ -104,13 +104,7 @@ class QPissaModel(LoraModel):
             )
         transposed = isinstance(target, Conv1D) or issubclass(getattr(target, "source_cls", nn.Linear), Conv1D)
         shape = tuple(target.weight.shape[::-1]) if isinstance(target, Conv1D) else (target.out_features, target.in_features)
-        original = OriginalWeight(
-            config.full_precision_model or getattr(self.model, "name_or_path", "") or "",
-            None if config.full_precision_model else getattr(self.model.config, "_commit_hash", None),
-            name,
-            shape,
-            transposed,
-        )
+        original = OriginalWeight(self._original_model(config), name, shape, transposed)
         quantization = Quantization.of(target)
         if quantization is not None and config.init_lora_weights:
             config.quant_type, config.double_quant = quantization.quant_type, quantization.double
@@ -118,6 +112,16 @@ class QPissaModel(LoraModel):
             quantization or Quantization(dtype=target.weight.dtype), quant_type=config.quant_type, double=config.double_quant
         )
         return QPissaLinear(ResidualLinear(target, original, quantization), adapter_name, config=config, **kwargs)
+
+    def _original_model(self, config: QPissaConfig) -> OriginalModel:
+        """One for all layers, so that its files are opened once."""
+        if "original_model" not in self.__dict__:
+            name, revision = config.full_precision_model, None
+            if name is None:
+                name = getattr(self.model, "name_or_path", "") or ""
+                revision = getattr(getattr(self.model, "config", None), "_commit_hash", None)
+            self.original_model = OriginalModel(name, revision)
+        return self.original_model
 
     @classmethod
     def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):

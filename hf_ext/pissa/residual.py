@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -11,25 +11,43 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from hf_ext.checkpoint import TORCH_DTYPES, Checkpoint, open_checkpoint
-from hf_ext.errors import BaseModelError, CheckpointError
+from hf_ext.errors import BaseModelError, HfExtError
 from hf_ext.pissa.quantization import Quantization, QuantizedResidual, bitsandbytes, dequantize, residual, unpacked
 
 OTHER_CODES = 0.01  # share of a quantised weight's codes that may differ from those of the original's, by another device
 
 
+class OriginalModel:
+    """Where the full-precision weights of a quantised model are to be found.
+
+    Args:
+        name: folder or Hub id; empty if the model has none.
+        revision: commit on the Hub.
+    """
+
+    def __init__(self, name: str, revision: str | None):
+        self.name = name
+        self.revision = revision
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        return open_checkpoint(self.name, self.revision)
+
+    def __getstate__(self) -> dict:
+        return {"name": self.name, "revision": self.revision}  # copies open the files themselves
+
+
 @dataclass(frozen=True)
 class OriginalWeight:
-    """Where the full-precision weight of a quantised layer is to be found.
+    """One weight of it.
 
     Attributes:
-        model: folder or Hub id; `revision` is the commit on the Hub.
         layer: the module's name in the model.
         shape: (out_features, in_features).
         transposed: whether it is stored as (in_features, out_features), as Conv1D does.
     """
 
-    model: str
-    revision: str | None
+    model: OriginalModel
     layer: str
     shape: tuple[int, int]
     transposed: bool
@@ -41,30 +59,26 @@ class OriginalWeight:
             BaseModelError: there is none of that name, shape and kind.
         """
         advice = "Name a folder or Hub id that holds the base's original weights: QPissaConfig(full_precision_model=…)."
-        if not self.model:
+        if not self.model.name:
             raise BaseModelError(f"The original weight of the quantised layer {self.layer} is nowhere to be found. {advice}")
         try:
-            checkpoint = _opened(self.model, self.revision)
-        except CheckpointError as error:
+            checkpoint = self.model.checkpoint
+        except HfExtError as error:
             raise BaseModelError(f"The original weights of the quantised layers cannot be read: {error} {advice}") from error
         name = checkpoint.twin_of(f"{self.layer}.weight")
         if name is None:
             raise BaseModelError(f"{checkpoint} holds no weight for the quantised layer {self.layer}. {advice}")
         entry = checkpoint.entry(name)
         shape = self.shape[::-1] if self.transposed else self.shape
-        if entry.shape != shape or not TORCH_DTYPES[entry.dtype].is_floating_point:
+        if tuple(entry.shape) != shape or not TORCH_DTYPES[entry.dtype].is_floating_point:
             raise BaseModelError(
-                f"'{name}' in {checkpoint} is of type {entry.dtype} and shape {entry.shape}, not floats of {shape}: it is "
-                f"itself quantised, or of another model. {advice}"
+                f"'{name}' in {checkpoint} is of type {entry.dtype} and shape {tuple(entry.shape)}, not floats of {shape}: it "
+                f"is itself quantised, or of another model. {advice}"
             )
         raw = checkpoint[name]
-        weight = raw.__class__(raw.dtype, raw.shape, raw.data.copy()).to_torch().to(device).float()
+        weight = replace(raw, data=raw.data.copy()).to_torch().to(device).float()
+        checkpoint.forget(name, 0, raw.data.size)
         return weight.T.contiguous() if self.transposed else weight
-
-
-@lru_cache(maxsize=2)
-def _opened(model: str, revision: str | None) -> Checkpoint:
-    return open_checkpoint(model, revision)
 
 
 class ResidualLinear(nn.Module):
@@ -124,8 +138,8 @@ class ResidualLinear(nn.Module):
         other = again.shape != codes.shape or (again.view(torch.uint8) != codes.view(torch.uint8)).float().mean() > OTHER_CODES
         if other:
             raise BaseModelError(
-                f"The weight of {self.original.layer} in '{self.original.model}' is not the one that the layer was quantised "
-                "from. Name the model that was: QPissaConfig(full_precision_model=…)."
+                f"The weight of {self.original.layer} in '{self.original.model.name}' is not the one that the layer was "
+                "quantised from. Name the model that was: QPissaConfig(full_precision_model=…)."
             )
         return weight
 

@@ -1,0 +1,121 @@
+"""The randomised decomposition finds what the exact one finds, and factors stand for the matrices they are of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_ext.pissa.decomposition import initial_factors, is_of, principal_components, truncate
+
+
+def matrix(*shape: int, decay: float = 1.0, seed: int = 0) -> torch.Tensor:
+    """Of singular values 1, 2^-decay, 3^-decay …"""
+    generator = torch.Generator().manual_seed(seed)
+    left, right = (torch.linalg.qr(torch.randn(*shape[:-2], n, min(shape[-2:]), generator=generator)).Q for n in shape[-2:])
+    return (left * torch.arange(1, min(shape[-2:]) + 1) ** -decay) @ right.mT
+
+
+def energy(found) -> float:
+    return found.S.double().square().sum().item()
+
+
+@pytest.mark.parametrize("shape", [(96, 96), (40, 120), (120, 40), (3, 64, 96), (2, 3, 96, 32)])
+def test_the_components_are_orthonormal_and_those_of_the_exact_decomposition(shape):
+    weight = matrix(*shape)
+    exact, found = (principal_components(weight, 8, niter) for niter in (None, 6))
+    for vectors in (found.U.mT, found.Vh):
+        torch.testing.assert_close(vectors @ vectors.mT, torch.eye(8).expand(*shape[:-2], 8, 8), atol=1e-4, rtol=0)
+    torch.testing.assert_close(found.S, exact.S, rtol=1e-4, atol=0)
+    product, expected = ((c.U * c.S[..., None, :]) @ c.Vh for c in (found, exact))
+    torch.testing.assert_close(product, expected, atol=2e-3, rtol=0)
+
+
+def test_three_rounds_capture_nearly_all_of_the_energy():
+    weight = matrix(256, 384, decay=0.5)
+    exact, found = (energy(principal_components(weight, 16, niter)) for niter in (None, 3))
+    assert 0.99 * exact < found <= exact * (1 + 1e-6)
+
+
+def test_more_rounds_capture_more_energy():
+    weight = matrix(256, 256, decay=0.3)
+    captured = [energy(principal_components(weight, 16, niter)) for niter in (0, 1, 2, 4, 8)]
+    assert captured == sorted(captured)
+
+
+def test_a_basis_of_a_similar_matrix_saves_rounds():
+    weight = matrix(256, 256, decay=0.5)
+    before = principal_components(weight, 16, 8)
+    similar = weight + 1e-3 * torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
+    cold, warm = (energy(principal_components(similar, 16, 1, basis=basis)) for basis in (None, before.basis))
+    assert warm > cold and warm > 0.999 * energy(principal_components(similar, 16, None))
+
+
+def test_the_same_seed_gives_the_same_components_and_leaves_the_global_generator_alone():
+    weight, state = matrix(96, 96), torch.get_rng_state()
+    first, second = (principal_components(weight, 4, seed=3) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert not torch.equal(first.U, principal_components(weight, 4, seed=4).U)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(48, 64), matrix(48, 64)[:, :1] @ torch.ones(1, 64)], ids=["zero", "rank one"])
+def test_a_matrix_of_too_small_a_rank_gives_finite_factors_of_it(weight):
+    found = principal_components(weight, 8)
+    B, A = initial_factors(found, 2.0)
+    assert all(torch.isfinite(part).all() for part in (*found, B, A))
+    torch.testing.assert_close(2 * B @ A, weight, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [0, 41])
+def test_a_rank_that_the_matrix_lacks_is_an_error(rank):
+    with pytest.raises(ValueError, match=f"40 × 64 has 40 components, not {rank}"):
+        principal_components(torch.zeros(40, 64), rank)
+
+
+@settings(deadline=None, max_examples=25)
+@given(m=st.integers(1, 24), n=st.integers(1, 24), data=st.data())
+def test_all_components_together_are_the_matrix(m, n, data):
+    weight = matrix(m, n, seed=data.draw(st.integers(0, 99)))
+    found = principal_components(weight, min(m, n), data.draw(st.sampled_from([None, 0, 3])))
+    torch.testing.assert_close((found.U * found.S) @ found.Vh, weight, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("scaling", [0.5, 1.0, 4.0])
+def test_the_factors_at_their_scaling_are_the_principal_part_and_share_its_size(scaling):
+    weight = matrix(64, 48)
+    found = principal_components(weight, 8, None)
+    B, A = initial_factors(found, scaling)
+    torch.testing.assert_close(scaling * B @ A, (found.U * found.S) @ found.Vh)
+    torch.testing.assert_close(B.norm(dim=0), A.norm(dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 96), (96, 64)])
+def test_factors_are_told_from_those_of_another_matrix(shape, dtype):
+    weight, other = matrix(*shape), matrix(*shape, seed=1)
+    B, A = (factor.to(dtype) for factor in initial_factors(principal_components(weight, 8), 0.5))
+    assert is_of(B, A, 0.5, weight.to(dtype).float(), 0.1)
+    assert not is_of(B, A, 0.5, other, 0.1)
+    assert not is_of(B, A, 1.0, weight, 0.1)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 6])
+def test_truncating_a_product_is_the_truncated_decomposition_of_it(rank):
+    generator = torch.Generator().manual_seed(0)
+    B, A = torch.randn(40, 6, generator=generator), torch.randn(6, 30, generator=generator)
+    left, right, singular = truncate(B, A, rank)
+    U, S, Vh = torch.linalg.svd(B @ A)
+    torch.testing.assert_close(left @ right, (U[:, :rank] * S[:rank]) @ Vh[:rank], atol=1e-4, rtol=0)
+    torch.testing.assert_close(singular.float(), S[:6])
+
+
+def test_a_small_difference_of_large_products_keeps_its_digits():
+    """As [B, −B₀] [A; A₀] is after little training."""
+    generator = torch.Generator().manual_seed(0)
+    B, A = torch.randn(40, 4, generator=generator), torch.randn(4, 30, generator=generator)
+    moved = B + 1e-4 * torch.randn(40, 4, generator=generator)
+    left, right, _ = truncate(torch.cat([moved, -B], 1), torch.cat([A, A]), 4)
+    expected = (moved.double() - B.double()) @ A.double()
+    assert torch.linalg.norm(left.double() @ right.double() - expected) < 1e-6 * torch.linalg.norm(expected)

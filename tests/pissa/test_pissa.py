@@ -1,0 +1,289 @@
+"""PissaConfig in PEFT: the base stays as it is, training starts where the paper's does, and other adapters live beside it."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import LoraLayer
+from peft.utils.other import ModulesToSaveWrapper
+from tiny_adapters import difference, load, logits, moved, trainable, trained
+from tiny_models import MODELS, bert, gpt2, inputs, llama, same_bits
+from torch import nn
+
+from hf_ext import PissaConfig, QPissaConfig, pissa
+
+EVERYWHERE = "all-linear"
+CASES = {
+    "llama": (llama, {"target_modules": EVERYWHERE}),
+    "llama_bf16": (MODELS["llama_bf16"].build, {"target_modules": EVERYWHERE}),
+    "gpt2": (gpt2, {"target_modules": EVERYWHERE}),  # Conv1D
+    "bert": (bert, {"target_modules": EVERYWHERE, "exclude_modules": ["classifier"]}),
+    "embeddings": (llama, {"target_modules": ["embed_tokens", "lm_head", "down_proj"]}),
+    "rslora": (llama, {"target_modules": ["q_proj", "up_proj"], "use_rslora": True, "rank_pattern": {"q_proj": 8}}),
+    "patterns": (llama, {"target_modules": EVERYWHERE, "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"v_proj": 12}}),
+    "some layers": (llama, {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"}),
+    "exact": (llama, {"target_modules": EVERYWHERE, "svd": "exact"}),
+    "biases": (bert, {"target_modules": ["query"], "bias": "lora_only"}),
+    "saved modules": (bert, {"target_modules": ["query"], "modules_to_save": ["classifier"]}),
+}
+every_case = pytest.mark.parametrize(("build", "options"), CASES.values(), ids=CASES)
+pytestmark = pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:.*fan_in_fan_out", "ignore:Model with")
+
+
+def config(**options) -> PissaConfig:
+    return PissaConfig(**({"r": 4, "target_modules": EVERYWHERE} | options))
+
+
+@every_case
+def test_the_model_starts_as_the_original_and_the_base_stays_so_in_training(build, options):
+    base = build()
+    expected, weights = logits(base), copy.deepcopy(base.state_dict())
+    model = get_peft_model(base, config(**options))
+    assert torch.equal(logits(model), expected)
+    moved(model)
+    assert not torch.equal(logits(model), expected)
+    state = {name.replace("base_layer.", "").replace("original_module.", ""): tensor for name, tensor in base.state_dict().items()}
+    trained_biases = ".bias" if options.get("bias") else "\0"
+    assert all(same_bits(state[name], tensor) for name, tensor in weights.items() if not name.endswith(trained_biases))
+
+
+@every_case
+def test_disabling_or_unloading_gives_the_original_exactly(build, options):
+    expected = logits(build())
+    model = get_peft_model(build(), config(**{**options, "bias": "none", "modules_to_save": None}))
+    moved(model)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(model.unload()), expected)
+
+
+@every_case
+def test_merging_and_taking_back_keep_what_the_model_computes(build, options):
+    model = trained(build(), config(**options))
+    tolerance = 3e-2 if next(model.parameters()).dtype == torch.bfloat16 else 2e-6
+    expected = logits(model)
+    for safe in (False, True):
+        model.merge_adapter(safe_merge=safe)
+        assert difference(logits(model), expected) < tolerance
+        model.unmerge_adapter()
+        assert difference(logits(model), expected) < tolerance
+    merged = model.merge_and_unload()
+    assert difference(logits(merged), expected) < tolerance
+    assert not any(isinstance(module, LoraLayer) for module in merged.modules())
+
+
+@pytest.mark.parametrize("build", [llama, gpt2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("alpha", [4, 8])
+def test_gradients_at_the_start_are_those_of_pefts_own_pissa(build, alpha):
+    ours = get_peft_model(build(), config(svd="exact", lora_alpha=alpha))
+    theirs = get_peft_model(
+        build(), LoraConfig(r=4, lora_alpha=alpha, init_lora_weights="pissa", target_modules=EVERYWHERE)
+    )
+    for model in (ours, theirs):
+        tokens = inputs(model)["input_ids"]
+        model.eval()(input_ids=tokens, labels=tokens).loss.backward()
+    others = dict(theirs.named_parameters())
+    for name, parameter in trainable(ours).items():
+        # The sign of a singular vector is free.
+        along = 1 if "lora_A" in name else 0
+        sign = (parameter * others[name]).sum(along, keepdim=True).sign()
+        torch.testing.assert_close(parameter.detach(), (sign * others[name]).detach(), atol=2e-4, rtol=1e-3)
+        torch.testing.assert_close(parameter.grad, sign * others[name].grad, atol=2e-5, rtol=1e-2)
+
+
+def test_a_training_run_is_that_of_the_papers_form():
+    """W x + s (BA − B₀A₀) x beside (W − s B₀A₀) x + s BA x, the same factors, AdamW."""
+    ours = get_peft_model(llama(), config())
+    theirs = get_peft_model(llama(), LoraConfig(r=4, lora_alpha=4, target_modules=EVERYWHERE))
+    with torch.no_grad():
+        for name, mine in ours.named_modules():
+            if isinstance(mine, LoraLayer):
+                A, B = mine.factors("default")
+                other = theirs.get_submodule(name)
+                other.lora_A["default"].weight.copy_(A)
+                other.lora_B["default"].weight.copy_(B)
+                other.get_base_layer().weight -= B @ A
+    losses = []
+    for model in (ours, theirs):
+        optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-3)
+        tokens = inputs(model)["input_ids"]
+        for _ in range(10):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+def test_the_start_is_the_same_in_every_run_and_follows_the_seed():
+    first, second, other = (trainable(get_peft_model(llama(), config(seed=seed))) for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_adapters_of_both_kinds_share_one_base():
+    expected = logits(llama())
+    model = trained(llama(), config())
+    one = logits(model)
+    model.add_adapter("other", config(r=6, seed=1))
+    model.add_adapter("lora", LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False))
+    assert torch.equal(logits(model), one)
+    model.set_adapter("other")
+    assert torch.equal(logits(model), expected)
+    model.set_adapter("lora")
+    alone = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False))
+    assert difference(logits(model), expected) > 1e-3 and difference(logits(alone), expected) > 1e-3
+    model.base_model.set_adapter(["default", "lora"])
+    both = logits(model)
+    assert difference(both, one) > 1e-3
+    model.delete_adapter("lora")
+    model.set_adapter("default")
+    assert torch.equal(logits(model), one)
+    model.delete_adapter("default")
+    with model.disable_adapter():
+        assert torch.equal(logits(model), expected)
+
+
+def test_a_batch_mixes_adapters():
+    model = trained(llama(), config())
+    model.add_adapter("lora", LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    tokens = inputs(model)["input_ids"][:1].repeat(3, 1)
+    model.eval()
+    with torch.no_grad():
+        mixed = model(input_ids=tokens, adapter_names=["default", "lora", "__base__"]).logits
+        expected = [model(input_ids=tokens[:1]).logits]
+        model.set_adapter("lora")
+        expected += [model(input_ids=tokens[:1]).logits]
+        with model.disable_adapter():
+            expected += [model(input_ids=tokens[:1]).logits]
+    assert difference(mixed, torch.cat(expected)) < 2e-6
+
+
+def test_a_mixed_model_takes_pissa_among_its_kinds():
+    from peft import LoHaConfig
+
+    expected = logits(llama())
+    model = get_peft_model(llama(), config(), mixed=True)
+    assert torch.equal(logits(model), expected)
+    model.add_adapter("loha", LoHaConfig(r=2, target_modules=["up_proj"]))
+    model.set_adapter(["default", "loha"])
+    assert torch.equal(logits(model), expected)
+
+
+def test_a_model_with_lora_adapters_takes_pissa_once_it_is_told_to():
+    model = trained(llama(), LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]))
+    before = logits(model)
+    with pytest.raises(ValueError, match="variant"):
+        model.add_adapter("pissa", config(target_modules=["q_proj", "v_proj", "embed_tokens"]))
+    pissa.accept_pissa(model)
+    assert torch.equal(logits(model), before)
+    model.add_adapter("pissa", config(target_modules=["q_proj", "v_proj", "embed_tokens"]))
+    model.set_adapter("pissa")
+    assert torch.equal(logits(model), logits(llama()))
+    model.set_adapter("default")
+    assert torch.equal(logits(model), before)
+
+
+def test_dropout_acts_on_the_change_alone_and_is_warned_of():
+    expected = logits(llama())
+    with pytest.warns(UserWarning, match="principal directions"):
+        options = config(lora_dropout=0.5)
+    model = get_peft_model(llama(), options).train()
+    with torch.no_grad():
+        assert torch.equal(model(**inputs(model)).logits, expected)
+
+
+def test_transformers_own_adapter_methods_take_it():
+    model = llama()
+    expected = logits(model)
+    model.add_adapter(config(), "mine")
+    assert torch.equal(logits(model), expected)
+    assert any("lora_A.mine" in name for name in trainable(model))
+
+
+def test_embeddings_of_a_model_that_scales_them():
+    class Scaled(nn.Embedding):
+        embed_scale = torch.tensor(3.0)
+
+        def forward(self, tokens):
+            return super().forward(tokens) * self.embed_scale
+
+    model = nn.Sequential(Scaled(32, 16), nn.Linear(16, 4))
+    model[0].scalar_embed_scale = 3.0
+    tokens = torch.arange(32)
+    adapted = trained(model, config(target_modules=["0"]))
+    change = adapted.base_model.model[0].get_delta_weight("default")
+    with torch.no_grad():
+        merged = (model[0].base_layer.weight + change) * 3
+        assert difference(adapted.base_model.model[0](tokens), merged) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"use_dora": True}, "does not go with use_dora"),
+        ({"lora_bias": True}, "does not go with lora_bias"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "does not go with target_parameters"),
+        ({"init_lora_weights": "pissa_niter_4"}, "choose how with svd and niter"),
+        ({"svd": "fast"}, "'randomized' or 'exact'"),
+    ],
+)
+@pytest.mark.parametrize("kind", [PissaConfig, QPissaConfig])
+def test_an_option_that_does_not_go_with_it_is_an_error(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"r": 49, "target_modules": ["query"]}, r"r=49 is more than the 48 principal components that .*query \(48 × 48\) has"),
+        ({"target_modules": ["nowhere"]}, "nowhere"),
+        ({"target_modules": ["LayerNorm"]}, "no adapter for LayerNorm .*LayerNorm"),
+    ],
+)
+def test_a_target_that_cannot_be_is_an_error(options, message):
+    with pytest.raises(ValueError, match=message):
+        get_peft_model(bert(), config(**options))
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.float32, torch.bfloat16])
+def test_packed_weights_are_not_taken_for_floats(tmp_path, storage):
+    llama().save_pretrained(tmp_path)
+    model = load(tmp_path, {"load_in_4bit": True, "bnb_4bit_quant_storage": storage})
+    with pytest.raises(ValueError, match="is quantised: PiSSA cannot start from it. Use QPissaConfig"):
+        get_peft_model(model, config())
+
+
+def test_weights_of_another_kind_are_not_taken_for_floats():
+    layer = nn.Linear(8, 8)
+    layer.weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match="not a matrix of floats"):
+        get_peft_model(nn.Sequential(layer), config(r=2, target_modules=["0"]))
+
+
+def test_combining_by_weights_is_an_error_in_the_training_form():
+    model = trained(llama(), config())
+    model.add_adapter("other", config(seed=1))
+    with pytest.raises(ValueError, match="cannot be combined"):
+        model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "both", "linear")
+    assert set(model.peft_config) == {"default", "other"}
+
+
+def test_a_configuration_serves_several_models():
+    options = config()
+    first, second = (get_peft_model(llama(), options) for _ in range(2))
+    assert torch.equal(logits(first), logits(second))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy.deepcopy(first)
+
+
+def test_the_saved_head_is_trained_too():
+    model = trained(bert(), config(task_type="SEQ_CLS", target_modules=["query"]))
+    assert any(isinstance(module, ModulesToSaveWrapper) for module in model.modules())

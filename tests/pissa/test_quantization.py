@@ -1,0 +1,126 @@
+"""QPiSSA on single weights, with bitsandbytes' own kernels: quantisation errors fall as the paper says."""
+
+from __future__ import annotations
+
+import bitsandbytes as bnb
+import pytest
+import torch
+
+from hf_ext.pissa.quantization import Quantization, dequantize, quantized_residual, residual, unpacked
+
+FORMATS = {
+    "nf4": Quantization("nf4", double=False),
+    "nf4 double": Quantization("nf4"),
+    "fp4": Quantization("fp4"),
+    "fp4 in floats": Quantization("fp4", storage=torch.float32, dtype=torch.bfloat16),
+    "int8": Quantization("int8", double=False, dtype=torch.float16),
+}
+every_format = pytest.mark.parametrize("quantization", FORMATS.values(), ids=FORMATS)
+
+
+def weight(rows: int = 96, columns: int = 128, seed: int = 0) -> torch.Tensor:
+    """A few strong directions and noise, as trained weights have."""
+    generator = torch.Generator().manual_seed(seed)
+    strong = torch.randn(rows, 12, generator=generator) @ torch.randn(12, columns, generator=generator)
+    return 0.02 * (strong / 3 + torch.randn(rows, columns, generator=generator))
+
+
+def nuclear(matrix: torch.Tensor) -> float:
+    return torch.linalg.svdvals(matrix).sum().item()
+
+
+def missing(matrix: torch.Tensor, found, scaling: float = 1.0) -> torch.Tensor:
+    return matrix - dequantize(found.quantized) - scaling * found.B @ found.A
+
+
+def by_the_paper(matrix: torch.Tensor, rank: int, quantization: Quantization, iterations: int) -> torch.Tensor:
+    """What is missing after the authors' algorithm, with exact decompositions."""
+    rest = matrix
+    for _ in range(iterations):
+        U, S, Vh = torch.linalg.svd(rest, full_matrices=False)
+        part = (U[:, :rank] * S[:rank]) @ Vh[:rank]
+        dequantized = dequantize(quantization.quantize(matrix - part))
+        rest = matrix - dequantized
+    return rest - part
+
+
+@every_format
+def test_a_layers_format_is_told_from_its_weight(quantization):
+    layer = bnb.nn.Linear8bitLt(128, 96, has_fp16_weights=False) if quantization.bits == 8 else bnb.nn.Linear4bit(128, 96)
+    layer.weight = quantization.quantize(weight())
+    assert Quantization.of(layer) == quantization
+    assert Quantization.of(torch.nn.Linear(4, 4)) is None
+
+
+@every_format
+def test_the_quantised_weight_is_bitsandbytes_own(quantization):
+    matrix = weight()
+    layer = (
+        bnb.nn.Linear8bitLt(128, 96, bias=False, has_fp16_weights=False)
+        if quantization.bits == 8
+        else bnb.nn.Linear4bit(128, 96, bias=False, quant_type=quantization.quant_type, compress_statistics=quantization.double)
+    )
+    layer.load_state_dict({"weight": matrix})
+    layer = layer.to("cpu")
+    found = dequantize(quantization.quantize(matrix))
+    expected = dequantize(layer.weight, getattr(layer, "state", None))
+    # The storage differs, and a type of fewer bits rounds; the codes are the same.
+    torch.testing.assert_close(found, expected, rtol=2**-8, atol=0)
+    assert torch.linalg.norm(found - matrix) < 0.2 * torch.linalg.norm(matrix)
+
+
+@every_format
+@pytest.mark.parametrize("iterations", [1, 5])
+def test_less_is_missing_than_from_the_quantised_weight_alone(quantization, iterations):
+    matrix = weight()
+    found = quantized_residual(matrix, 12, quantization, iterations, scaling=2.0)
+    error, plain = nuclear(missing(matrix, found, 2.0)), nuclear(matrix - dequantize(quantization.quantize(matrix)))
+    assert error < plain
+    assert found.error == pytest.approx((torch.linalg.norm(missing(matrix, found, 2.0)) / torch.linalg.norm(matrix)).item())
+    assert found.error < found.plain_error
+    assert 0.3 < found.energy < 1
+
+
+def test_it_comes_as_near_as_the_authors_algorithm_and_nearer_with_more_iterations():
+    matrix, quantization = weight(192, 256), FORMATS["nf4"]
+    plain = nuclear(matrix - dequantize(quantization.quantize(matrix)))
+    paper = 100 * (1 - nuclear(by_the_paper(matrix, 12, quantization, 5)) / plain)
+    ours, more = (
+        100 * (1 - nuclear(missing(matrix, quantized_residual(matrix, 12, quantization, count))) / plain) for count in (5, 15)
+    )
+    assert ours > paper - 0.5
+    assert more > paper
+
+
+def test_exact_decompositions_give_the_authors_algorithm():
+    matrix, quantization = weight(), FORMATS["nf4"]
+    found = quantized_residual(matrix, 8, quantization, 3, niter=None)
+    torch.testing.assert_close(missing(matrix, found), by_the_paper(matrix, 8, quantization, 3), atol=2e-3, rtol=0)
+
+
+def test_the_residual_is_taken_against_the_factors_as_their_type_holds_them():
+    matrix, quantization = weight(), FORMATS["nf4"]
+    found = quantized_residual(matrix, 8, quantization, 2, dtype=torch.bfloat16)
+    assert found.B.dtype == found.A.dtype == torch.bfloat16
+    again = quantization.quantize(residual(matrix, found.B.float(), found.A.float(), 1.0))
+    assert torch.equal(again.data, found.quantized.data)
+
+
+def test_the_residual_is_exact_whatever_its_size():
+    matrix = weight(2500, 16)
+    B, A = weight(2500, 4, seed=1), weight(4, 16, seed=2)
+    expected = (matrix.double() - 0.3 * (B.double() @ A.double())).float()
+    assert torch.equal(residual(matrix, B, A, 0.3), expected)
+
+
+def test_a_weight_in_the_layout_for_inference_is_unpacked():
+    layer = bnb.nn.Linear4bit(128, 96, bias=False, compute_dtype=torch.float32)
+    quantization = FORMATS["nf4"]
+    layer.weight = quantization.quantize(weight())
+    codes = layer.weight.data.clone()
+    layer.weight.data, layer.weight.quant_state = bnb.functional._convert_weight_packed_for_cpu(
+        layer.weight.data, layer.weight.quant_state
+    )
+    assert not torch.equal(layer.weight.data, codes)
+    assert torch.equal(unpacked(layer).data, codes)
+    assert Quantization.of(layer) == quantization

@@ -1,0 +1,47 @@
+"""Models with adapters as training would leave them, and what they compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model
+from tiny_models import inputs
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+FP4_IN_FLOATS = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": torch.float32}
+INT8 = {"load_in_8bit": True}
+
+
+def load(folder: Path, quantization: dict | None = None) -> PreTrainedModel:
+    config = None if quantization is None else BitsAndBytesConfig(**quantization)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+
+
+def trained(model: PreTrainedModel, config: PeftConfig, seed: int = 1) -> PeftModel:
+    """The model with an adapter, all trainable weights of which have moved a little."""
+    return moved(get_peft_model(model, config), seed)
+
+
+@torch.no_grad()
+def moved(model: nn.Module, seed: int = 1) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**inputs(model)).logits
+
+
+def trainable(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def difference(first: torch.Tensor, second: torch.Tensor) -> float:
+    return (first - second).abs().max().item()
