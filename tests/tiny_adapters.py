@@ -6,9 +6,17 @@ from pathlib import Path
 
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
-from tiny_models import inputs
+from tiny_models import VOCABULARY, inputs
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 FP4_IN_FLOATS = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": torch.float32}
@@ -16,8 +24,21 @@ INT8 = {"load_in_8bit": True}
 
 
 def load(folder: Path, quantization: dict | None = None) -> PreTrainedModel:
-    config = None if quantization is None else BitsAndBytesConfig(**quantization)
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+    options = {} if quantization is None else {"quantization_config": BitsAndBytesConfig(**quantization)}
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def small_llama() -> PreTrainedModel:
+    """bitsandbytes' inference on some CPUs takes only widths that are multiples of 64."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, tie_word_embeddings=False, **sizes))
+
+
+def small_gpt2() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=1, **sizes))
 
 
 def trained(model: PreTrainedModel, config: PeftConfig, seed: int = 1) -> PeftModel:

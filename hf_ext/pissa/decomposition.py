@@ -86,6 +86,11 @@ def initial_factors(components: Components, scaling: float) -> tuple[torch.Tenso
     return components.U * root[..., None, :], root[..., None] * components.Vh
 
 
+def energy(B: torch.Tensor, A: torch.Tensor, scaling: float) -> torch.Tensor:
+    """‖scaling · B A‖², Frobenius, without forming the product."""
+    return scaling**2 * ((B.mT @ B) * (A @ A.mT)).sum()
+
+
 def is_of(B: torch.Tensor, A: torch.Tensor, scaling: float, weight: torch.Tensor, tolerance: float) -> bool:
     """Whether factors as `initial_factors` gives them are of this weight: then Bᵀ W = scaling · diag(|A's rows|²) A.
 

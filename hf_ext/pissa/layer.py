@@ -41,8 +41,8 @@ class PissaVariant(LoraVariant):
                     parameter.copy_(start)
             config.bar.update()
         config.in_use = True
-        module.lora_initial_A[adapter_name] = A.detach().clone()
-        module.lora_initial_B[adapter_name] = B.detach().clone()
+        module.initial_A[adapter_name] = A.detach().clone()
+        module.initial_B[adapter_name] = B.detach().clone()
 
     @staticmethod
     def forward(module: PissaLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -68,12 +68,12 @@ class PissaLayer(LoraLayer):
     Plain LoRA adapters live in these layers as in PEFT's own.
     """
 
-    other_param_names = (*LoraLayer.other_param_names, "lora_initial_A", "lora_initial_B")
+    other_param_names = (*LoraLayer.other_param_names, "initial_A", "initial_B")
 
     def prepare(self) -> None:
         """Makes room for A₀ and B₀."""
-        if "lora_initial_A" not in self._modules:
-            self.lora_initial_A, self.lora_initial_B = BufferDict(), BufferDict()
+        if "initial_A" not in self._modules:
+            self.initial_A, self.initial_B = BufferDict(), BufferDict()
 
     def update_layer(self, *args: Any, config: Any, **kwargs: Any) -> None:
         self.prepare()
@@ -120,7 +120,7 @@ class PissaLayer(LoraLayer):
     def initial(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
         """A₀ and B₀, in the type of A and B."""
         dtype = self.factors(adapter)[0].dtype
-        return self.lora_initial_A[adapter].to(dtype), self.lora_initial_B[adapter].to(dtype)
+        return self.initial_A[adapter].to(dtype), self.initial_B[adapter].to(dtype)
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         delta = super().get_delta_weight(adapter)
@@ -166,7 +166,7 @@ class PissaLayer(LoraLayer):
                 "another base, or not by PiSSA. Load it on the base that its adapter_config.json names."
             )
         device = weight.device
-        self.lora_initial_A[adapter], self.lora_initial_B[adapter] = A0.to(device), B0.to(device)
+        self.initial_A[adapter], self.initial_B[adapter] = A0.to(device), B0.to(device)
 
 
 class PissaLinear(PissaLayer, Linear):

@@ -63,7 +63,7 @@ class QPissaLinear(PissaLinear):
             raise BaseModelError(
                 f"The adapter was trained on another residual of {base.original.layer} than this one. Load it on a fresh base."
             )
-        self.lora_initial_A[adapter], self.lora_initial_B[adapter] = A0, B0
+        self.initial_A[adapter], self.initial_B[adapter] = A0, B0
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         for adapter in check_adapters_to_merge(self, adapter_names):
@@ -92,10 +92,15 @@ class QPissaLinear(PissaLinear):
 class QPissaModel(LoraModel):
     """The tuner behind `get_peft_model(model, QPissaConfig(…))`."""
 
+    def _create_and_replace(
+        self, lora_config: QPissaConfig, adapter_name: str, target: nn.Module, target_name: str, parent: nn.Module, **kwargs: Any
+    ) -> None:
+        if isinstance(target, BaseTunerLayer) and not isinstance(target, QPissaLinear):
+            raise ValueError(f"QPiSSA replaces the base of {target_name}, which already has an adapter: unload() that first.")
+        super()._create_and_replace(lora_config, adapter_name, target, target_name, parent, **kwargs)
+
     def _create_new_module(self, config: QPissaConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
         name = kwargs["target_name"]
-        if isinstance(target, BaseTunerLayer):
-            raise ValueError(f"QPiSSA replaces the base of {name}, which already has an adapter: unload() that first.")
         bnb = bitsandbytes()
         if not isinstance(target, (nn.Linear, Conv1D, bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
             raise ValueError(
@@ -105,12 +110,11 @@ class QPissaModel(LoraModel):
         transposed = isinstance(target, Conv1D) or issubclass(getattr(target, "source_cls", nn.Linear), Conv1D)
         shape = tuple(target.weight.shape[::-1]) if isinstance(target, Conv1D) else (target.out_features, target.in_features)
         original = OriginalWeight(self._original_model(config), name, shape, transposed)
-        quantization = Quantization.of(target)
-        if quantization is not None and config.init_lora_weights:
-            config.quant_type, config.double_quant = quantization.quant_type, quantization.double
-        quantization = replace(
-            quantization or Quantization(dtype=target.weight.dtype), quant_type=config.quant_type, double=config.double_quant
-        )
+        before = Quantization.of(target)
+        if before is not None and config.init_lora_weights:
+            config.quant_type, config.double_quant = before.quant_type, before.double
+        wanted = Quantization(config.quant_type, config.double_quant, dtype=self.model.dtype)
+        quantization = replace(before, double=wanted.double) if before and before.quant_type == wanted.quant_type else wanted
         return QPissaLinear(ResidualLinear(target, original, quantization), adapter_name, config=config, **kwargs)
 
     def _original_model(self, config: QPissaConfig) -> OriginalModel:

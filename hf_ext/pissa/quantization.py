@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from hf_ext.errors import HfExtError
-from hf_ext.pissa.decomposition import initial_factors, principal_components
+from hf_ext.pissa.decomposition import energy, initial_factors, principal_components
 
 if TYPE_CHECKING:
     from torch import nn
@@ -120,7 +120,7 @@ class QuantizedResidual(NamedTuple):
         B, A: the adapter at the start of training, (m, r) and (r, n).
         quantized: bitsandbytes' parameter of W − scaling · B A.
         error, plain_error: Frobenius norm of what is missing from W, here and for the quantised W itself, relative to W's.
-        energy: the components' share of W's squared Frobenius norm.
+        energy: the adapter's share of W's squared Frobenius norm.
     """
 
     B: torch.Tensor
@@ -159,9 +159,8 @@ def quantized_residual(
         components = principal_components(rest, rank, rounds, seed=seed, basis=basis)
         basis = components.basis
         B, A = (factor.to(dtype) for factor in initial_factors(components, scaling))
-        if iteration == 0:
-            energy = (components.S.square().sum() / total.square()).item()
         quantized = quantization.quantize(residual(weight, B, A, scaling))
         rest = weight - dequantize(quantized)
     error = torch.linalg.norm(rest - scaling * (B.float() @ A.float())) / total
-    return QuantizedResidual(B, A, quantized, error.item(), plain_error.item(), energy)
+    share = energy(B.float(), A.float(), scaling) / total.square()
+    return QuantizedResidual(B, A, quantized, error.item(), plain_error.item(), share.item())

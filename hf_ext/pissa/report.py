@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_ext.display import new_figure, save_figure, table
 from hf_ext.errors import HfExtError
+from hf_ext.pissa.decomposition import energy
 from hf_ext.pissa.layer import PissaLayer
 from hf_ext.pissa.model import QPissaLinear
 from hf_ext.pissa.quantization import dequantize
@@ -111,10 +112,10 @@ def report(model: nn.Module, adapter_name: str = "default") -> PissaReport:
 @torch.no_grad()
 def _layer_report(name: str, module: PissaLayer, adapter: str) -> LayerReport:
     A, B = module.initial(adapter)
-    part = (B.float().mT @ B.float() * (A.float() @ A.float().mT)).sum() * module.scaling[adapter] ** 2  # ‖s B A‖²
+    part = energy(B.float(), A.float(), module.scaling[adapter])
     if not isinstance(module, QPissaLinear):
-        energy = part / torch.linalg.norm(module.matrix()) ** 2
-        return LayerReport(name, module.r[adapter], energy.item(), None, None)
+        share = part / torch.linalg.norm(module.matrix()) ** 2
+        return LayerReport(name, module.r[adapter], share.item(), None, None)
     base = module.base_layer
     if (known := base.statistics) is not None:
         return LayerReport(name, module.r[adapter], known.energy, known.error, known.plain_error)

@@ -178,6 +178,7 @@ class ResidualLinear(nn.Module):
             quantized.module = layer
         return layer.train(self.training)
 
+    @torch.no_grad()
     def dequantized(self) -> torch.Tensor:
         """The dense weight that the layer stands for, with what is merged into it; (out_features, in_features), float32."""
         weight = dequantize(self.layer.weight, getattr(self.layer, "state", None))

@@ -1,0 +1,238 @@
+"""A saved PiSSA adapter is a LoRA for everybody, and PiSSA again for who asks: with PEFT alone, over the Hub, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from local_hub import LocalHub
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+from test_pissa import config, every_case
+from tiny_adapters import difference, load, logits, moved, small_llama, trained
+from tiny_models import llama, perturb
+from torch import nn
+
+from hf_ext import BaseModelError, PissaConfig, QPissaConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:.*fan_in_fan_out", "ignore:Model with")
+
+
+def read_config(folder: Path) -> dict:
+    return json.loads((folder / "adapter_config.json").read_text())
+
+
+def again(build, folder: Path) -> PeftModel:
+    return PeftModel.from_pretrained(build(), folder, config=PissaConfig.from_pretrained(folder), is_trainable=True)
+
+
+@every_case
+def test_the_saved_adapter_is_a_lora_of_twice_the_rank_that_computes_the_same(tmp_path, build, options):
+    model = trained(build(), config(**options))
+    model.save_pretrained(tmp_path)
+    saved = read_config(tmp_path)
+    assert (saved["peft_type"], saved["r"], saved["init_lora_weights"]) == ("LORA", 8, True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Unexpected keyword")  # which PEFT says of options that it does not know
+        loaded = PeftModel.from_pretrained(build(), tmp_path)
+    assert type(loaded.peft_config["default"]) is LoraConfig
+    tolerance = 3e-2 if next(loaded.parameters()).dtype == torch.bfloat16 else 2e-6
+    assert difference(logits(loaded), logits(model)) < tolerance
+
+
+@every_case
+def test_it_goes_on_as_pissa_to_the_last_bit(tmp_path, build, options):
+    model = trained(build(), config(**options))
+    model.save_pretrained(tmp_path)
+    loaded = again(build, tmp_path)
+    for kind in ("named_parameters", "named_buffers"):
+        first, second = (dict(getattr(one, kind)()) for one in (model, loaded))
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert all(first[name].requires_grad == second[name].requires_grad for name in first)
+    scalings = [[module.scaling for module in one.modules() if hasattr(module, "scaling")] for one in (model, loaded)]
+    assert scalings[0] == scalings[1]
+    assert torch.equal(logits(loaded), logits(model))
+    loaded.save_pretrained(tmp_path / "again")
+    first, second = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, tmp_path / "again"))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_new_adapter_does_not_pay_for_a_decomposition_that_is_loaded_over(tmp_path, capfd):
+    trained(llama(), config()).save_pretrained(tmp_path)
+    capfd.readouterr()
+    again(llama, tmp_path)
+    assert "Principal components" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
+def test_it_loads_through_every_door(tmp_path, low_cpu_mem_usage):
+    small_llama().save_pretrained(tmp_path / "base")
+    model = trained(load(tmp_path / "base"), config())
+    model.save_pretrained(tmp_path / "adapter")
+    expected = logits(model)
+    folder = tmp_path / "adapter"
+    options = {"config": PissaConfig.from_pretrained(folder), "low_cpu_mem_usage": low_cpu_mem_usage}
+    assert torch.equal(logits(PeftModel.from_pretrained(load(tmp_path / "base"), folder, **options)), expected)
+    injected = load(tmp_path / "base")
+    injected.load_adapter(str(folder))
+    assert difference(logits(injected), expected) < 2e-6
+    assert difference(logits(load(folder)), expected) < 2e-6
+    beside = get_peft_model(load(tmp_path / "base"), config(seed=1))
+    beside.load_adapter(folder, "second")
+    beside.set_adapter("second")
+    assert difference(logits(beside), expected) < 2e-6
+
+
+def test_a_model_of_transformers_saves_its_adapter_as_a_lora(tmp_path):
+    model = llama()
+    model.add_adapter(config(), "default")
+    moved(nn.ModuleList(module for module in model.modules() if "lora" in type(module).__module__))
+    expected = logits(model)
+    model.save_pretrained(tmp_path)
+    assert difference(logits(PeftModel.from_pretrained(llama(), tmp_path)), expected) < 2e-6
+
+
+def test_several_adapters_are_saved_each_in_its_form(tmp_path):
+    model = trained(llama(), config())
+    model.add_adapter("second", config(r=2, seed=1))
+    model.add_adapter("lora", LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path)
+    assert [read_config(tmp_path / name)["r"] for name in ("", "second", "lora")] == [8, 4, 3]
+    for name, active in (("", "default"), ("second", "second"), ("lora", "lora")):
+        model.set_adapter(active)
+        assert difference(logits(PeftModel.from_pretrained(llama(), tmp_path / name)), logits(model)) < 2e-6
+
+
+def test_saved_adapters_are_combined_by_weights(tmp_path):
+    first, second = (trained(llama(), config(), seed) for seed in (1, 2))
+    first.save_pretrained(tmp_path / "first")
+    second.save_pretrained(tmp_path / "second")
+    model = PeftModel.from_pretrained(llama(), tmp_path / "first", adapter_name="first")
+    model.load_adapter(tmp_path / "second", "second")
+    model.add_weighted_adapter(["first", "second"], [0.5, 0.5], "both", "cat")
+    model.set_adapter("both")
+    expected = [
+        (one.get_delta_weight("default") + other.get_delta_weight("default")) / 2
+        for one, other in zip(first.modules(), second.modules())
+        if hasattr(one, "get_delta_weight")
+    ]
+    found = [module.get_delta_weight("both") for module in model.modules() if hasattr(module, "get_delta_weight")]
+    assert all(difference(a, b) < 1e-5 for a, b in zip(found, expected, strict=True))
+
+
+def test_plain_peft_loads_it_without_this_package(tmp_path):
+    small_llama().save_pretrained(tmp_path / "base")
+    model = trained(load(tmp_path / "base"), config())
+    model.save_pretrained(tmp_path / "adapter")
+    torch.save(logits(model), tmp_path / "expected.pt")
+    code = """
+import sys, torch
+from peft import AutoPeftModelForCausalLM
+sys.modules["hf_ext"] = None
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+folder = sys.argv[1]
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder + "/base"), folder + "/adapter")
+tokens = torch.arange(2 * 9).reshape(2, 9) * 5 % 96
+with torch.no_grad():
+    print((model(tokens).logits - torch.load(folder + "/expected.pt")).abs().max().item())
+"""
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert float(result.stdout) < 2e-6
+    assert "Unexpected keyword" not in result.stderr
+
+
+def test_a_qpissa_adapter_without_this_package_fails_and_says_which_kind_it_is(tmp_path):
+    small_llama().save_pretrained(tmp_path / "base")
+    options = {"r": 4, "target_modules": "all-linear"}
+    trained(load(tmp_path / "base"), QPissaConfig(**options)).save_pretrained(tmp_path / "adapter")
+    code = "import sys\nfrom peft import PeftConfig\nPeftConfig.from_pretrained(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(tmp_path / "adapter")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode and "QPISSA" in result.stderr
+
+
+PUSH = """
+import sys, torch, hf_ext
+from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+folder = sys.argv[1]
+AutoModelForCausalLM.from_pretrained(folder).push_to_hub("me/base")
+tokens = torch.arange(9)[None]
+for name, config in (("pissa", hf_ext.PissaConfig), ("qpissa", hf_ext.QPissaConfig)):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained("me/base"), config(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.01
+        expected = model.eval()(tokens).logits
+    model.push_to_hub(f"me/{name}")
+    with torch.no_grad():
+        found = AutoPeftModelForCausalLM.from_pretrained(f"me/{name}").eval()(tokens).logits
+        print((found - expected).abs().max().item())
+        again = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained("me/base"), f"me/{name}", config=config.from_pretrained(f"me/{name}")
+        )
+        print((again.eval()(tokens).logits - expected).abs().max().item())
+"""
+
+
+def test_it_goes_to_the_hub_and_back(tmp_path):
+    small_llama().save_pretrained(tmp_path / "base")
+    with LocalHub() as hub:
+        result = subprocess.run(
+            [sys.executable, "-c", PUSH, str(tmp_path / "base")],
+            env=hub.client_env(tmp_path), capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+    assert all(float(line) < 2e-6 for line in result.stdout.split()) and len(result.stdout.split()) == 4
+
+
+@pytest.mark.parametrize("alpha", [4, 6.5, 16])
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_the_configuration_comes_back_exactly(tmp_path, alpha, use_rslora):
+    options = config(lora_alpha=alpha, use_rslora=use_rslora, rank_pattern={"q_proj": 8}, alpha_pattern={"v_proj": alpha / 2})
+    options.save_pretrained(tmp_path)
+    loaded = PissaConfig.from_pretrained(tmp_path)
+    for name in ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules"):
+        assert getattr(loaded, name) == getattr(options, name)
+    assert loaded.init_lora_weights is False
+
+
+def test_the_state_dict_is_the_loras(tmp_path):
+    model = trained(llama(), config())
+    state = get_peft_model_state_dict(model)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    assert state[name.format("A")].shape == (8, 64) and state[name.format("B")].shape == (64, 8)
+    fresh = get_peft_model(llama(), config(seed=1))
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(logits(fresh), logits(model))
+
+
+def test_another_base_is_an_error(tmp_path):
+    model = trained(llama(), config())
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(5)
+    other = llama()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    with pytest.raises(BaseModelError, match="another base"):
+        again(lambda: other, tmp_path)
+    assert again(lambda: perturb(llama()), tmp_path)  # a fine-tune of the base is near enough
+
+
+def test_a_lora_that_never_was_pissa_is_an_error(tmp_path):
+    for rank, message in ((3, "an even rank"), (4, "not by PiSSA")):
+        trained(llama(), LoraConfig(r=rank, target_modules=["q_proj"])).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=message):
+            again(llama, tmp_path)
+
+

@@ -1,0 +1,271 @@
+"""QPissaConfig on models in 4 and 8 bits and in full precision: nearer to the original, rebuilt bit for bit, given back on demand."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from tiny_adapters import FP4_IN_FLOATS, INT8, NF4, difference, load, logits, small_gpt2, small_llama, trained
+from tiny_models import perturb, same_bits
+from torch import nn
+
+from hf_ext import BaseModelError, QPissaConfig, fm_delta, pissa
+from hf_ext.pissa.model import QPissaLinear
+from hf_ext.pissa.quantization import dequantize
+
+FORMATS = {"nf4": NF4, "fp4 in floats": FP4_IN_FLOATS, "int8": INT8, "full precision": None}
+every_format = pytest.mark.parametrize("quantization", FORMATS.values(), ids=FORMATS)
+pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt", "ignore:.*fan_in_fan_out")
+
+
+def config(**options) -> QPissaConfig:
+    return QPissaConfig(**({"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options))
+
+
+@pytest.fixture(params=[small_llama, small_gpt2], ids=["llama", "gpt2"])
+def base(request, tmp_path) -> Path:
+    request.param().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def llama_base(tmp_path) -> Path:
+    small_llama().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def layers(model: nn.Module) -> dict[str, QPissaLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, QPissaLinear)}
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What the layers stand for, without adapters in training."""
+    return {name: module.base_layer.dequantized() for name, module in layers(model).items()}
+
+
+def assert_same_residuals(model: nn.Module, other: nn.Module) -> None:
+    found, expected = weights(model), weights(other)
+    assert found.keys() == expected.keys() and found
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@every_format
+def test_the_start_is_nearer_to_the_original_than_the_quantised_model(base, quantization):
+    original = logits(load(base))
+    plain = logits(load(base, quantization or NF4))
+    start = logits(get_peft_model(load(base, quantization), config()))
+    assert torch.linalg.norm(start - original) < torch.linalg.norm(plain - original)
+
+
+@every_format
+@pytest.mark.parametrize("onto", FORMATS.values(), ids=[f"onto {name}" for name in FORMATS])
+def test_a_saved_adapter_makes_the_same_model_of_the_base_in_any_form(tmp_path, llama_base, quantization, onto):
+    model = trained(load(llama_base, quantization), config())
+    model.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(load(llama_base, onto), tmp_path / "adapter")
+    assert_same_residuals(again, model)
+    assert torch.equal(logits(again), logits(model))
+
+
+@every_format
+def test_training_goes_on_bit_for_bit(tmp_path, base, quantization):
+    model = trained(load(base, quantization), config(use_rslora=True, lora_alpha=6))
+    model.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(load(base, quantization), tmp_path / "adapter", is_trainable=True)
+    for first, second in ((model.named_parameters(), again.named_parameters()), (model.named_buffers(), again.named_buffers())):
+        first, second = dict(first), dict(second)
+        assert first.keys() == second.keys()
+        assert all(same_bits(first[name], second[name]) for name in first)
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        name for name, p in again.named_parameters() if p.requires_grad
+    }
+
+
+@every_format
+def test_a_saved_residual_needs_no_original(tmp_path, llama_base, quantization):
+    model = trained(load(llama_base, quantization), config(save_residual=True))
+    model.save_pretrained(tmp_path / "adapter")
+    nameless = small_llama()  # a model in memory: nowhere to read weights from
+    with torch.no_grad():
+        for parameter in nameless.model.layers.parameters():
+            if parameter.dim() == 2:
+                parameter.zero_()
+    again = PeftModel.from_pretrained(nameless, tmp_path / "adapter")
+    assert_same_residuals(again, model)
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_the_saved_residual_is_what_it_costs(tmp_path, llama_base):
+    sizes = {}
+    for save_residual in (False, True):
+        model = trained(load(llama_base, NF4), config(save_residual=save_residual))
+        model.save_pretrained(tmp_path / str(save_residual))
+        sizes[save_residual] = (tmp_path / str(save_residual) / "adapter_model.safetensors").stat().st_size
+    count = sum(module.in_features * module.out_features for module in layers(model).values())
+    assert count / 2 < sizes[True] - sizes[False] < count
+
+
+@every_format
+def test_disabling_gives_the_start_of_training_exactly(base, quantization):
+    model = get_peft_model(load(base, quantization), config())
+    start = logits(model)
+    model = trained(load(base, quantization), config())
+    assert difference(logits(model), start) > 1e-3
+    with model.disable_adapter():
+        assert torch.equal(logits(model), start)
+
+
+@every_format
+def test_unloading_gives_the_base_as_it_was(base, quantization):
+    untouched = load(base, quantization)
+    kept = {name: (type(module), module.state_dict()) for name, module in untouched.named_modules() if not list(module.children())}
+    kept = copy.deepcopy(kept)
+    unloaded = trained(load(base, quantization), config()).unload()
+    found = {name: (type(m), m.state_dict()) for name, m in unloaded.named_modules() if not list(m.children())}
+    assert found.keys() == kept.keys()
+    for name, (kind, state) in kept.items():
+        assert found[name][0] is kind
+        assert all(same_bits(found[name][1][key], tensor) for key, tensor in state.items() if isinstance(tensor, torch.Tensor))
+    assert torch.equal(logits(unloaded), logits(untouched))
+
+
+@every_format
+def test_merging_is_exact_and_merged_weights_are_quantised_with_a_known_error(base, quantization):
+    model = trained(load(base, quantization), config())
+    expected = logits(model)
+    residuals = weights(model)
+    model.merge_adapter(safe_merge=True)
+    assert difference(logits(model), expected) < 2e-6
+    model.unmerge_adapter()
+    assert torch.equal(logits(model), expected)
+    assert all(torch.equal(residuals[name], weight) for name, weight in weights(model).items())
+    dense = {name: module.base_layer.dequantized() + module.get_delta_weight("default") for name, module in layers(model).items()}
+    merged = model.merge_and_unload()
+    for name, weight in dense.items():
+        layer = merged.get_submodule(name.removeprefix("base_model.model."))
+        found = dequantize(layer.weight, getattr(layer, "state", None))
+        assert torch.linalg.norm(found - weight) < 0.25 * torch.linalg.norm(weight)
+
+
+def test_nans_are_found_when_merging():
+    model = trained(small_llama(), config())
+    next(iter(layers(model).values())).lora_A["default"].weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="NaN"):
+        model.merge_adapter(safe_merge=True)
+
+
+@pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
+def test_it_loads_through_every_door(tmp_path, llama_base, low_cpu_mem_usage):
+    model = trained(load(llama_base, NF4), config())
+    model.save_pretrained(tmp_path / "adapter")
+    expected = logits(model)
+    again = PeftModel.from_pretrained(load(llama_base, NF4), tmp_path / "adapter", low_cpu_mem_usage=low_cpu_mem_usage)
+    assert torch.equal(logits(again), expected)
+    assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")), expected)
+
+
+def test_adapters_share_a_residual_and_its_start(tmp_path, llama_base):
+    model = trained(load(llama_base, NF4), config())
+    first = logits(model)
+    model.save_pretrained(tmp_path / "adapter")
+    start = logits(get_peft_model(load(llama_base, NF4), config()))
+    model.add_adapter("second", config())
+    model.set_adapter("second")
+    assert difference(logits(model), start) < 2e-6
+    model.load_adapter(tmp_path / "adapter", "third")
+    model.set_adapter("third")
+    assert torch.equal(logits(model), first)
+    model.delete_adapter("default")
+    assert torch.equal(logits(model), first)
+    with pytest.raises(ValueError, match="rank 8 and scaling 1.0 in .*, not 4"):
+        model.add_adapter("fourth", config(r=4))
+
+
+def test_an_adapter_of_another_residual_is_an_error(tmp_path, llama_base):
+    trained(load(llama_base, NF4), config(seed=1, iterations=2)).save_pretrained(tmp_path / "other")
+    model = trained(load(llama_base, NF4), config())
+    with pytest.raises(BaseModelError, match="another residual of"):
+        model.load_adapter(tmp_path / "other", "other")
+
+
+def test_a_copy_and_a_pickle_compute_the_same(llama_base):
+    model = trained(load(llama_base, NF4), config())
+    expected = logits(model)
+    again = copy.deepcopy(model)
+    assert torch.equal(logits(again), expected)
+    original = next(iter(layers(model).values())).base_layer.original
+    original.read(torch.device("cpu"))
+    assert pickle.loads(pickle.dumps(original)).shape == original.shape
+    assert torch.equal(logits(again.unload()), logits(load(llama_base, NF4)))
+
+
+def test_the_original_weights_may_stand_elsewhere_and_compressed(tmp_path):
+    """A base that is only stored in 4 bits, and its original as a compressed fine-tune."""
+    tuned = perturb(small_llama())
+    small_llama().save_pretrained(tmp_path / "base")
+    tuned.save_pretrained(tmp_path / "tuned")
+    load(tmp_path / "tuned", NF4).save_pretrained(tmp_path / "nf4")
+    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small")
+    with pytest.raises(BaseModelError, match="is itself quantised, or of another model. Name a folder or Hub id"):
+        get_peft_model(load(tmp_path / "nf4"), config())
+    model = get_peft_model(load(tmp_path / "nf4"), config(full_precision_model=str(tmp_path / "small")))
+    expected = get_peft_model(load(tmp_path / "tuned", NF4), config())
+    assert_same_residuals(model, expected)
+
+
+def test_weights_that_the_layers_were_not_quantised_from_are_an_error(tmp_path, llama_base):
+    perturb(small_llama()).save_pretrained(tmp_path / "tuned")
+    for other in (str(tmp_path / "tuned"),):
+        with pytest.raises(BaseModelError, match="is not the one that the layer was quantised from"):
+            get_peft_model(load(llama_base, NF4), config(full_precision_model=other))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("", "nowhere to be found"), ("/nowhere/at/all", "cannot be read"), ("gpt2", "holds no weight for the quantised layer")],
+)
+def test_original_weights_that_cannot_be_found_are_an_error(tmp_path, llama_base, name, message):
+    small_gpt2().save_pretrained(tmp_path / "gpt2")
+    model = load(llama_base, NF4)
+    model.name_or_path = str(tmp_path / name) if name == "gpt2" else name
+    with pytest.raises(BaseModelError, match=message):
+        get_peft_model(model, config())
+
+
+def test_the_adapter_records_how_the_residual_is_quantised(tmp_path, llama_base):
+    trained(load(llama_base, FP4_IN_FLOATS), config()).save_pretrained(tmp_path / "adapter")
+    again = QPissaConfig.from_pretrained(tmp_path / "adapter")
+    assert (again.quant_type, again.double_quant, again.r, again.init_lora_weights) == ("fp4", False, 8, False)
+    with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
+        assert not any("base_layer" in name for name in file.keys())  # noqa: SIM118
+
+
+def test_targets_without_a_quantised_form_are_errors(llama_base):
+    with pytest.raises(ValueError, match="no adapter for Embedding"):
+        get_peft_model(load(llama_base, NF4), config(target_modules=["embed_tokens"]))
+    model = get_peft_model(load(llama_base), LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="different peft types"):
+        model.add_adapter("other", config())
+    with pytest.raises(ValueError, match="already has an adapter"):
+        get_peft_model(model.base_model.model, config())
+    with pytest.raises(ValueError, match="r=33 is more than the 32 principal components"):
+        get_peft_model(load(llama_base, NF4), config(r=33, target_modules=["k_proj"]))
+    for options in ({"iterations": 0}, {"quant_type": "int4"}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}="):
+            config(**options)
+
+
+def test_the_report_is_the_same_before_and_after_saving(tmp_path, llama_base):
+    model = trained(load(llama_base, NF4), config())
+    model.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(load(llama_base, NF4), tmp_path / "adapter")
+    for first, second in zip(pissa.report(model).layers, pissa.report(again).layers, strict=True):
+        assert first.layer == second.layer and first.error < first.plain_error
+        assert first.error == pytest.approx(second.error, rel=1e-4)
+        assert first.plain_error == pytest.approx(second.plain_error, rel=1e-4)
+        assert first.energy == pytest.approx(second.energy, rel=1e-4)
