@@ -9,10 +9,8 @@ as the paper does; simple average, task arithmetic (scale 0.3) and TIES are PEFT
 import argparse
 import json
 import platform
-import re
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -20,6 +18,7 @@ from pathlib import Path
 
 import torch
 from fine_tunes import FILES, minilm, read_split
+from measuring import peak_of, print_table, timed
 from peft.utils.merge_utils import task_arithmetic, ties
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
@@ -35,23 +34,8 @@ logging.disable_progress_bar()
 logging.set_verbosity_error()
 
 
-def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    """Prints a Markdown table with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(header, *rows)]
-    print(f"\n{title}\n")
-    for row in [header, ["-" * width for width in widths], *rows]:
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |", flush=True)
-
-
 def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def timed(action: Callable, *args) -> float:
-    """Seconds that one call takes."""
-    start = time.perf_counter()
-    action(*args)
-    return time.perf_counter() - start
 
 
 # ---- accuracy --------------------------------------------------------------------------------------------------------
@@ -207,12 +191,6 @@ def ours(base: Path, tasks: dict[str, Path], out: Path) -> None:
 
 def nothing(base: Path, tasks: dict[str, Path], out: Path) -> None:
     """What a process takes that has the libraries loaded."""
-
-
-def peak_of(action: Callable, *args) -> float:
-    """Peak memory of this process in MB after one call; on Linux ru_maxrss would count in that of its parent."""
-    action(*args)
-    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
 
 
 def merging(args: argparse.Namespace) -> dict:

@@ -9,11 +9,8 @@ base too. Every codec must give back the same bits for every tensor measured, or
 import argparse
 import json
 import platform
-import re
 import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -22,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from fine_tunes import FILES, minilm
+from measuring import peak_of, print_table, timed
 from peers import Peer, all_peers
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel
@@ -90,14 +88,6 @@ def compress_checked(peer: Peer, pairs: list[Pair], dtype: str) -> list[bytes]:
     return blobs
 
 
-def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    """Prints a Markdown table with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(header, *rows)]
-    print(f"\n{title}\n")
-    for row in [header, ["-" * width for width in widths], *rows]:
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |", flush=True)
-
-
 def size(args: argparse.Namespace, dtype: str) -> dict:
     """Bits per parameter as {"dense" or "whole": {peer: {task: bits}}}, printed with the share of fm-delta's size."""
     found = {"dense": {}, "whole": {}}
@@ -125,13 +115,6 @@ def size(args: argparse.Namespace, dtype: str) -> dict:
             rows.append(row)
         print_table(f"{dtype}, {part}: bits per parameter (% of fm-delta)", ["codec", "mean", *args.tasks], rows)
     return found
-
-
-def timed(action: Callable, *args) -> float:
-    """Seconds that one call takes."""
-    start = time.perf_counter()
-    action(*args)
-    return time.perf_counter() - start
 
 
 def speed(args: argparse.Namespace, dtype: str) -> dict:
@@ -183,12 +166,6 @@ def load_and_read(folder: str) -> None:
     """Loads a model and reads a byte of every page of its weights, since a plain file is only mapped, not read."""
     for weight in Classifier.from_pretrained(folder).parameters():
         weight.detach().reshape(-1).view(torch.uint8)[::4096].sum()
-
-
-def peak_of(action: Callable, *args) -> float:
-    """Peak memory of this process in MB after one call; on Linux ru_maxrss would count in that of its parent."""
-    action(*args)
-    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
 
 
 def load(args: argparse.Namespace, dtype: str) -> dict:

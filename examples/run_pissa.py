@@ -157,8 +157,9 @@ def main():
         print(f"\n{'method':8}{'mean training loss':>20}{'of the last tenth':>20}{'test accuracy':>16}")
         for method, runs in curves.items():
             losses = [[loss for _, loss in run] for run in runs]
-            means = [statistics.mean(map(statistics.mean, part)) for part in (losses, [run[-max(len(run) // 10, 1) :] for run in losses])]
-            print(f"{method:8}{means[0]:20.4f}{means[1]:20.4f}{statistics.mean(accuracy[method]):16.4f}")
+            ends = [run[-max(len(run) // 10, 1) :] for run in losses]
+            whole, end = (statistics.mean(map(statistics.mean, part)) for part in (losses, ends))
+            print(f"{method:8}{whole:20.4f}{end:20.4f}{statistics.mean(accuracy[method]):16.4f}")
         draw(curves, out / "loss.png")
         print(f"\nLoss curves: {out / 'loss.png'}. Adapters: {out}/METHOD-SEED.")
 

@@ -132,4 +132,3 @@ def _config(config: LoraConfig, layers: list[LayerConversion]) -> LoraConfig:
     lora.alpha_pattern = dict(lora.rank_pattern)
     lora.use_rslora, lora.init_lora_weights, lora.inference_mode = False, True, True
     return lora
-

@@ -93,11 +93,11 @@ class QPissaModel(LoraModel):
     """The tuner behind `get_peft_model(model, QPissaConfig(…))`."""
 
     def _create_and_replace(
-        self, lora_config: QPissaConfig, adapter_name: str, target: nn.Module, target_name: str, parent: nn.Module, **kwargs: Any
+        self, config: QPissaConfig, adapter_name: str, target: nn.Module, target_name: str, *args: Any, **kwargs: Any
     ) -> None:
         if isinstance(target, BaseTunerLayer) and not isinstance(target, QPissaLinear):
             raise ValueError(f"QPiSSA replaces the base of {target_name}, which already has an adapter: unload() that first.")
-        super()._create_and_replace(lora_config, adapter_name, target, target_name, parent, **kwargs)
+        super()._create_and_replace(config, adapter_name, target, target_name, *args, **kwargs)
 
     def _create_new_module(self, config: QPissaConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
         name = kwargs["target_name"]

@@ -20,7 +20,10 @@ from torch import nn
 
 from hf_ext import BaseModelError, PissaConfig, QPissaConfig
 
-pytestmark = pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:.*fan_in_fan_out", "ignore:Model with")
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in ("Setting `save_embedding_layers`", ".*fan_in_fan_out", "Model with")
+]
 
 
 def read_config(folder: Path) -> dict:
@@ -133,8 +136,7 @@ def test_plain_peft_loads_it_without_this_package(tmp_path):
     torch.save(logits(model), tmp_path / "expected.pt")
     code = """
 import sys, torch
-from peft import AutoPeftModelForCausalLM
-sys.modules["hf_ext"] = None
+sys.modules["hf_ext"] = None  # importing it now is an error
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 folder = sys.argv[1]
@@ -167,7 +169,8 @@ folder = sys.argv[1]
 AutoModelForCausalLM.from_pretrained(folder).push_to_hub("me/base")
 tokens = torch.arange(9)[None]
 for name, config in (("pissa", hf_ext.PissaConfig), ("qpissa", hf_ext.QPissaConfig)):
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained("me/base"), config(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    options = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained("me/base"), config(**options))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -234,5 +237,3 @@ def test_a_lora_that_never_was_pissa_is_an_error(tmp_path):
         trained(llama(), LoraConfig(r=rank, target_modules=["q_proj"])).save_pretrained(tmp_path)
         with pytest.raises(ValueError, match=message):
             again(llama, tmp_path)
-
-

@@ -1,0 +1,42 @@
+"""What the benchmarks share: a clock, the memory of a process, and tables."""
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+
+def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    """Prints a Markdown table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(header, *rows)]
+    print(f"\n{title}\n")
+    for row in [header, ["-" * width for width in widths], *rows]:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |", flush=True)
+
+
+def timed(action: Callable, *args) -> float:
+    """Seconds that one call takes."""
+    start = time.perf_counter()
+    action(*args)
+    return time.perf_counter() - start
+
+
+def in_turns(ways: Mapping[str, Callable], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each way, once a round, after one round that does not count."""
+    times = {name: [] for name in ways}
+    for _ in range(rounds + 1):
+        for name, way in ways.items():
+            times[name].append(timed(way))
+    return {name: seconds[1:] for name, seconds in times.items()}
+
+
+def ratio(seconds: list[float], others: list[float]) -> float:
+    """The median over rounds of how long the one takes beside the other."""
+    return statistics.median(a / b for a, b in zip(seconds, others))
+
+
+def peak_of(action: Callable, *args) -> float:
+    """Peak memory of this process in MB after one call; on Linux ru_maxrss would count in that of its parent."""
+    action(*args)
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000

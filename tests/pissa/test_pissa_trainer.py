@@ -1,0 +1,89 @@
+"""Trainer resumes PiSSA and QPiSSA as if it had never stopped, and picks the best checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from tiny_adapters import NF4, difference, load, logits, small_llama
+from tiny_models import VOCABULARY
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_ext import PissaConfig, QPissaConfig
+
+OPTIONS = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+KINDS = {
+    "pissa": (PissaConfig, OPTIONS, None),
+    "pissa rslora": (PissaConfig, OPTIONS | {"use_rslora": True, "lora_alpha": 3}, None),
+    "qpissa": (QPissaConfig, OPTIONS, NF4),
+    "qpissa on full precision": (QPissaConfig, OPTIONS | {"save_residual": True}, None),
+}
+every_kind = pytest.mark.parametrize(("kind", "options", "quantization"), KINDS.values(), ids=KINDS)
+
+
+class StopAfter(TrainerCallback):
+    """Ends the training as a crash would: after a step, with only the checkpoints left."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    small_llama().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def examples(count: int) -> list[dict]:
+    rows = torch.randint(5, VOCABULARY, (count, 12), generator=torch.Generator().manual_seed(count))
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def train(model: PeftModel, out: Path, resume: str | None = None, callbacks=(), **options) -> Trainer:
+    settings = {"max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 2}
+    arguments = TrainingArguments(output_dir=str(out), use_cpu=True, report_to=[], disable_tqdm=True, **(settings | options))
+    trainer = Trainer(model, arguments, train_dataset=examples(16), eval_dataset=examples(8), callbacks=[*callbacks])
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@every_kind
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, base, kind, options, quantization):
+    def fresh() -> PeftModel:
+        return get_peft_model(load(base, quantization), kind(**options))
+
+    whole = fresh()
+    start = logits(whole)
+    train(whole, tmp_path / "whole")
+    assert difference(logits(whole), start) > 1e-3
+    train(fresh(), tmp_path / "parts", callbacks=[StopAfter(4)])
+    resumed = fresh()
+    trainer = train(resumed, tmp_path / "parts", resume=get_last_checkpoint(tmp_path / "parts"))
+    assert trainer.state.global_step == 6
+    expected = dict(whole.named_parameters())
+    for name, parameter in resumed.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(parameter, expected[name]), name
+    assert torch.equal(logits(resumed), logits(whole))
+
+
+@every_kind
+def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path, base, kind, options, quantization):
+    chosen = set()
+    for greater in (True, False):
+        model = get_peft_model(load(base, quantization), kind(**options))
+        trainer = train(
+            model, tmp_path / str(greater), eval_strategy="steps", eval_steps=2, load_best_model_at_end=True,
+            metric_for_best_model="eval_loss", greater_is_better=greater,
+        )  # fmt: skip
+        best = Path(trainer.state.best_model_checkpoint)
+        again = PeftModel.from_pretrained(load(base, quantization), best)
+        assert difference(logits(again), logits(model)) < 1e-5
+        chosen.add(best.name)
+    assert len(chosen) == 2  # so at least one is not what the training ended with
