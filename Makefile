@@ -12,6 +12,7 @@ INPUTS = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard csrc/*)
 demo: $(VENV)/demo
 	$(BIN)/python examples/fine_tune_and_compress.py
 	$(BIN)/python examples/merge_and_switch.py
+	$(BIN)/python examples/run_pissa.py --seeds 0 --max_train_samples 1600
 
 test: $(VENV)/dev
 	$(BIN)/python -m pytest
@@ -23,6 +24,7 @@ bench: $(VENV)/bench $(VENV)/demo
 	$(BIN)/python benchmarks/fine_tunes.py --data $(DATA) --out pairs
 	$(BIN)/python benchmarks/fm_delta.py --pairs pairs
 	$(BIN)/python benchmarks/emr.py --pairs pairs --data $(DATA)
+	$(BIN)/python benchmarks/pissa.py
 
 # An extra of setup.cfg, installed.
 $(VENV)/demo $(VENV)/dev $(VENV)/bench: $(VENV)/%: $(INPUTS)
