@@ -80,6 +80,8 @@ def convert_to_lora(
     }
     if not layers:
         raise HfExtError(f"The model has no LoRA or PiSSA adapter '{adapter_name}' to convert.")
+    if any(module.merged for module in layers.values()):
+        raise HfExtError("The model has merged adapters; call unmerge_adapter() before converting one.")
     if rank is not None and rank < 1:
         raise HfExtError(f"rank={rank}; a LoRA has at least rank 1.")
     state = get_peft_model_state_dict(model, adapter_name=adapter_name)

@@ -29,6 +29,17 @@ class QPissaLinear(PissaLinear):
 
     base_layer: ResidualLinear
 
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        alone = len(active) == 1 and isinstance(self.lora_dropout[active[0]], nn.Identity)
+        alone = alone and self.scaling[active[0]] == self.base_layer.scaling
+        if not alone or self.disable_adapters or self.merged or kwargs.get("adapter_names"):
+            return super().forward(x, *args, **kwargs)
+        # The base's s B₀ A₀ x and the adapter's − s B₀ A₀ x cancel, so neither is worked out.
+        result = self.base_layer.layer(x)
+        A, B = self.lora_A[active[0]], self.lora_B[active[0]]
+        return (result + self.scaling[active[0]] * B(A(self._cast_input_dtype(x, A.weight.dtype)))).to(result.dtype)
+
     def start(self, adapter: str, config: QPissaConfig) -> tuple[torch.Tensor, torch.Tensor]:
         base, rank, scaling = self.base_layer, self.r[adapter], self.scaling[adapter]
         if base.B is None:
@@ -44,13 +55,13 @@ class QPissaLinear(PissaLinear):
             )
             base.put(found, scaling)
         self._check_shared(rank, scaling)
-        return base.A, base.B
+        return base.A[:rank], base.B[:, :rank]
 
     def _check_shared(self, rank: int, scaling: float) -> None:
         base = self.base_layer
-        if rank != base.A.shape[0] or scaling != base.scaling:
+        if rank != base.rank or scaling != base.scaling:
             raise ValueError(
-                f"The adapters of a QPiSSA model share its residual, and so their start: rank {base.A.shape[0]} and scaling "
+                f"The adapters of a QPiSSA model share its residual, and so their start: rank {base.rank} and scaling "
                 f"{base.scaling} in {base.original.layer}, not {rank} and {scaling}."
             )
 
@@ -59,7 +70,8 @@ class QPissaLinear(PissaLinear):
         self._check_shared(len(A0), self.scaling[adapter])
         device = base.weight.device
         A0, B0 = A0.to(device), B0.to(device)
-        if not (torch.equal(A0, base.A.to(A0.dtype)) and torch.equal(B0, base.B.to(B0.dtype))):
+        start = base.A[: base.rank].to(A0.dtype), base.B[:, : base.rank].to(B0.dtype)
+        if not (torch.equal(A0, start[0]) and torch.equal(B0, start[1])):
             raise BaseModelError(
                 f"The adapter was trained on another residual of {base.original.layer} than this one. Load it on a fresh base."
             )
@@ -72,13 +84,12 @@ class QPissaLinear(PissaLinear):
                 factors = torch.cat([B, -B0], dim=1).detach(), torch.cat([A, A0]).detach()
                 if safe_merge and not all(torch.isfinite(factor).all() for factor in factors):
                     raise ValueError(f"NaNs detected in the adapter {adapter}: it seems to be broken.")
-                self.base_layer.merged.append(factors)
+                self.base_layer.merge(factors[0] * (self.scaling[adapter] / self.base_layer.scaling), factors[1])
                 self.merged_adapters.append(adapter)
 
     def unmerge(self) -> None:
         while self.merged_adapters:
-            self.merged_adapters.pop()
-            self.base_layer.merged.pop()
+            self.base_layer.unmerge(2 * self.r[self.merged_adapters.pop()])
 
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None) -> nn.Module:
         if not merge:

@@ -121,7 +121,7 @@ def _layer_report(name: str, module: PissaLayer, adapter: str) -> LayerReport:
         return LayerReport(name, module.r[adapter], known.energy, known.error, known.plain_error)
     weight = base.original.read(base.weight.device)
     total = torch.linalg.norm(weight)
-    start = dequantize(base.weight, getattr(base.layer, "state", None)) + base.scaling * (base.B @ base.A)
+    start = dequantize(base.weight, getattr(base.layer, "state", None)) + base.scaling * (B.float() @ A.float())
     error = torch.linalg.norm(weight - start) / total
     plain_error = torch.linalg.norm(weight - dequantize(base.quantization.quantize(weight))) / total
     return LayerReport(name, module.r[adapter], (part / total**2).item(), error.item(), plain_error.item())

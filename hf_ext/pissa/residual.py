@@ -100,11 +100,12 @@ class ResidualLinear(nn.Module):
         self.before = Quantization.of(layer)  # None in full precision
         self.dtype_before = layer.weight.dtype
         self.scaling = 1.0
+        self.rank = 0
+        # A₀ and B₀; behind them the factors of what is merged.
         self.A: torch.Tensor | None
         self.B: torch.Tensor | None
         self.register_buffer("A", None, persistent=False)
         self.register_buffer("B", None, persistent=False)
-        self.merged: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.statistics: QuantizedResidual | None = None
         self.out_features, self.in_features = original.shape
 
@@ -156,7 +157,7 @@ class ResidualLinear(nn.Module):
         self._set(B.to(device), A.to(device), scaling, quantized)
 
     def _set(self, B: torch.Tensor, A: torch.Tensor, scaling: float, quantized: nn.Parameter) -> None:
-        self.B, self.A, self.scaling = B.float(), A.float(), scaling
+        self.B, self.A, self.scaling, self.rank = B.float(), A.float(), scaling, len(A)
         self.layer = self._layer(self.quantization, quantized)
         # bitsandbytes' layout for inference on some CPUs rounds the scales, and so would what is saved afterwards.
         self.layer.support_avx512bf16_for_cpu = False
@@ -182,17 +183,22 @@ class ResidualLinear(nn.Module):
     def dequantized(self) -> torch.Tensor:
         """The dense weight that the layer stands for, with what is merged into it; (out_features, in_features), float32."""
         weight = dequantize(self.layer.weight, getattr(self.layer, "state", None))
-        for B, A in [(self.B, self.A), *self.merged]:
-            weight += self.scaling * (B.float() @ A.float())
-        return weight
+        return weight + self.scaling * (self.B.float() @ self.A.float())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result = self.layer(x)
         if self.B is None:
             return result
-        for B, A in [(self.B, self.A), *self.merged]:
-            result = result + self.scaling * functional.linear(functional.linear(x.to(A.dtype), A), B)
-        return result.to(x.dtype)
+        low_rank = functional.linear(functional.linear(x.to(self.A.dtype), self.A), self.B)
+        return (result + self.scaling * low_rank).to(x.dtype)
+
+    def merge(self, B: torch.Tensor, A: torch.Tensor) -> None:
+        """Adds scaling · B A to what the layer computes."""
+        self.B, self.A = torch.cat([self.B, B.to(self.B)], dim=1), torch.cat([self.A, A.to(self.A)])
+
+    def unmerge(self, rank: int) -> None:
+        """Takes the last `rank` merged rows and columns away again."""
+        self.B, self.A = self.B[:, :-rank].contiguous(), self.A[:-rank].contiguous()
 
     def plain(self) -> tuple[nn.Module, float]:
         """The layer with everything folded into one quantised weight, and the relative error that folding makes."""

@@ -91,6 +91,9 @@ def test_what_cannot_be_converted_is_an_error(base):
         pissa.convert_to_lora(model, adapter_name="other")
     with pytest.raises(HfExtError, match="rank=0"):
         pissa.convert_to_lora(model, 0)
+    model.merge_adapter()
+    with pytest.raises(HfExtError, match="unmerge_adapter"):
+        pissa.convert_to_lora(model)
     nameless = trained(small_llama(), QPissaConfig(**OPTIONS))
     with pytest.raises(BaseModelError, match="nowhere to be found"):
         pissa.convert_to_lora(nameless, 2)

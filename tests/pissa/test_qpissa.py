@@ -154,6 +154,19 @@ def test_merging_is_exact_and_merged_weights_are_quantised_with_a_known_error(ba
         assert torch.linalg.norm(found - weight) < 0.25 * torch.linalg.norm(weight)
 
 
+def test_a_scaled_adapter_is_scaled_in_its_change_alone(llama_base):
+    model = trained(load(llama_base, NF4), config())
+    start, change = weights(model), {name: module.get_delta_weight("default") for name, module in layers(model).items()}
+    for name, module in layers(model).items():
+        module.scale_layer(0.5)
+        x = torch.randn(3, module.in_features, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            assert difference(module(x), x @ (start[name] + 0.5 * change[name]).T) < 1e-4
+    expected = logits(model)
+    model.merge_adapter()
+    assert difference(logits(model), expected) < 2e-6
+
+
 def test_nans_are_found_when_merging():
     model = trained(small_llama(), config())
     next(iter(layers(model).values())).lora_A["default"].weight.data[0, 0] = torch.nan
