@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import warnings
@@ -13,7 +14,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import tqdm
 
-from hf_ext.pissa.layer import PissaEmbedding, PissaLinear, refuse
+from hf_ext.pissa.layer import PRINCIPAL, PissaEmbedding, PissaLinear, refuse
 
 # Options of LoRA that do not go with an adapter that starts as part of the weight, and their neutral values.
 NEUTRAL = {
@@ -59,8 +60,7 @@ class PissaConfig(LoraConfig):
     lora_alpha: float | None = field(default=None, metadata={"help": "The scaling is lora_alpha / r. Default: r."})
     svd: Literal["randomized", "exact"] = field(
         default="randomized",
-        # PEFT refuses a variant in layers that do not know it, so a plain LoRA layer never takes this config for its own.
-        metadata={"help": "How the principal components are found.", "is_lora_variant": True},
+        metadata={"help": "How the principal components are found."},
     )
     niter: int = field(default=3, metadata={"help": "Rounds of subspace iteration of the randomized decomposition."})
     seed: int = field(default=0, metadata={"help": "Seed of the randomized decomposition."})
@@ -79,11 +79,15 @@ class PissaConfig(LoraConfig):
         wrong = sorted(name for name, value in NEUTRAL.items() if getattr(self, name, value) != value)
         if wrong:
             raise ValueError(f"{type(self).__name__} does not go with {', '.join(wrong)}; leave that out.")
-        if self.init_lora_weights not in (True, False):
+        if self.init_lora_weights is True:
+            self.init_lora_weights = PRINCIPAL
+        if self.init_lora_weights not in (PRINCIPAL, False):
             raise ValueError(
                 f"init_lora_weights={self.init_lora_weights!r}: {type(self).__name__} starts from principal components; "
                 "choose how with svd and niter."
             )
+        if min(self.lora_alpha, *self.alpha_pattern.values(), 1) <= 0:
+            raise ValueError("lora_alpha must be positive: the principal components are divided by the scaling.")
         if self.svd not in ("randomized", "exact"):
             raise ValueError(f"svd={self.svd!r}; it is 'randomized' or 'exact'.")
         if self.lora_dropout:
@@ -98,7 +102,8 @@ class PissaConfig(LoraConfig):
         self.bar: tqdm | None = None
 
     def to_dict(self) -> dict:
-        return {key: value for key, value in super().to_dict().items() if key != "in_use"}
+        options = super().to_dict() | {"init_lora_weights": bool(self.init_lora_weights)}
+        return {key: value for key, value in options.items() if key != "in_use"}
 
     def to_lora_config(self) -> LoraConfig:
         """The LoRA of twice the rank, at the same scaling, as which the adapter is saved."""
@@ -125,9 +130,13 @@ class PissaConfig(LoraConfig):
         """The configuration of an adapter that was trained as PiSSA, to go on with it.
 
         Raises:
-            ValueError: it cannot have been, as its rank is odd.
+            ValueError: it cannot have been, as its rank is odd or it is of another kind.
         """
         lora = LoraConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
+        if type(lora) is not LoraConfig:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} holds an adapter of type {lora.peft_type.value}; load it without config=."
+            )
         ranks = [lora.r, *lora.rank_pattern.values()]
         if any(rank % 2 for rank in ranks):
             raise ValueError(
@@ -168,6 +177,8 @@ class QPissaConfig(PissaConfig):
     Args:
         iterations: turns of decomposition and quantisation (T of the paper's algorithm 1).
         save_residual: save the quantised residual too (half a byte a weight): then it loads on every device, bit for bit.
+        full_precision_modules: names of layers that stay in full precision, under plain PiSSA: those that a quantised model
+            leaves out of quantisation, and those that Transformers keeps in float32. Filled in by the package.
         full_precision_model: folder or Hub id of the base's original weights, where they are not those of the model's name.
         quant_type, double_quant: of the residual: "nf4", "fp4" or "int8", and whether the scales of 4 bits are quantised too.
             On a model that is quantised already they become what it uses.
@@ -175,6 +186,9 @@ class QPissaConfig(PissaConfig):
 
     iterations: int = field(default=5, metadata={"help": "Turns of decomposition and quantisation."})
     save_residual: bool = field(default=False, metadata={"help": "Save the quantised residual with the adapter."})
+    full_precision_modules: list[str] = field(
+        default_factory=list, metadata={"help": "Targets that are not quantised. Filled in by the package."}
+    )
     full_precision_model: str | None = field(
         default=None, metadata={"help": "Folder or Hub id of the base's original weights. Default: the model's own name."}
     )
@@ -194,10 +208,9 @@ class QPissaConfig(PissaConfig):
             raise ValueError(f"quant_type={self.quant_type!r}; it is 'nf4', 'fp4' or 'int8'.")
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> None:
-        LoraConfig.save_pretrained(self, save_directory, **kwargs)
-
-    def to_dict(self) -> dict:
-        return super().to_dict() | {"init_lora_weights": False}  # a saved adapter is loaded, not decomposed again
+        saved = copy.copy(self)
+        saved.init_lora_weights = False  # a saved adapter is loaded, not decomposed again
+        LoraConfig.save_pretrained(saved, save_directory, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> QPissaConfig:

@@ -17,7 +17,8 @@ from hf_ext.errors import HfExtError
 from hf_ext.folder import staged_folder
 from hf_ext.pissa.config import PissaConfig
 from hf_ext.pissa.decomposition import initial_factors, principal_components, truncate
-from hf_ext.pissa.model import QPissaLinear
+from hf_ext.pissa.layer import PRINCIPAL, PissaVariant
+from hf_ext.pissa.model import RESIDUAL, QPissaLinear
 from hf_ext.pissa.quantization import dequantize
 from hf_ext.work_ahead import progress
 
@@ -76,20 +77,33 @@ def convert_to_lora(
     layers = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, LoraLayer) and adapter_name in module.scaling and not module.use_dora.get(adapter_name)
+        if isinstance(module, LoraLayer) and adapter_name in module.scaling
     }
     if not layers:
         raise HfExtError(f"The model has no LoRA or PiSSA adapter '{adapter_name}' to convert.")
+    config = model.peft_config[adapter_name]
+    variants = {type(layer.lora_variant.get(adapter_name)) for layer in layers.values()} - {type(None), PissaVariant}
+    start = getattr(config, "init_lora_weights", True)
+    if variants or config.target_parameters or config.lora_bias or start not in (True, False, "gaussian", PRINCIPAL):
+        raise HfExtError(
+            f"The adapter '{adapter_name}' is neither of PiSSA or QPiSSA nor a plain LoRA (init_lora_weights={start!r}); only "
+            "those can be converted."
+        )
+    if onto not in ("original", "quantized"):
+        raise HfExtError(f"onto={onto!r}; it is 'original' or 'quantized'.")
     if any(module.merged for module in layers.values()):
         raise HfExtError("The model has merged adapters; call unmerge_adapter() before converting one.")
     if rank is not None and rank < 1:
         raise HfExtError(f"rank={rank}; a LoRA has at least rank 1.")
     state = get_peft_model_state_dict(model, adapter_name=adapter_name)
-    state = {key: tensor for key, tensor in state.items() if ".base_layer.layer." not in key}
+    state = {key.replace(f"{RESIDUAL}bias", ".base_layer.bias"): tensor for key, tensor in state.items()}
+    state = {key: tensor for key, tensor in state.items() if RESIDUAL not in key}
     records = []
     with progress("Converting", len(layers)) as bar:
         for name, module in layers.items():
             a, b = (key for part in "AB" for key in state if key.startswith(f"{name}.lora_") and f"_{part}" in key[len(name) :])
+            if state[a].dim() != 2:
+                raise HfExtError(f"{name} is a convolution; only adapters of linear layers and embeddings can be converted.")
             A, B = state[a], state[b] * module.scaling[adapter_name]
             if isinstance(module, QPissaLinear):
                 B, A, error = _quantized(module, B, A, rank, onto)
@@ -110,7 +124,7 @@ def _quantized(module: QPissaLinear, B: torch.Tensor, A: torch.Tensor, rank: int
     """Factors for one layer of QPiSSA, and the relative error of the weight that they make."""
     base = module.base_layer
     trained = base.dequantized() + B.float() @ A.float()
-    weight = base.original.read(base.weight.device)
+    weight = base.original_weight()
     kept = min(rank or len(A), *weight.shape)
     if onto == "original":
         start = weight
@@ -130,7 +144,8 @@ def _config(config: LoraConfig, layers: list[LayerConversion]) -> LoraConfig:
     rank = max(set(ranks), key=ranks.count)
     lora = config.to_lora_config() if isinstance(config, PissaConfig) else LoraConfig(**config.to_dict())
     lora.r = lora.lora_alpha = rank
-    lora.rank_pattern = {layer.layer: layer.rank for layer in layers if layer.rank != rank}
+    # A key without the anchor would also match layers that merely end in it.
+    lora.rank_pattern = {f"^{layer.layer}": layer.rank for layer in layers if layer.rank != rank}
     lora.alpha_pattern = dict(lora.rank_pattern)
     lora.use_rslora, lora.init_lora_weights, lora.inference_mode = False, True, True
     return lora

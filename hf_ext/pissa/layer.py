@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from transformers.utils.logging import tqdm
 from hf_ext.errors import BaseModelError
 from hf_ext.pissa.decomposition import initial_factors, is_of, principal_components
 
-SAME_BASE = 0.1  # relative difference of B₀ᵀ W from what it was, up to which W passes for the weight that A₀ and B₀ are of
+#: `init_lora_weights` of an adapter to be decomposed. PEFT's own layers know no such start, and say so in an error.
+PRINCIPAL = "principal components (see hf_ext.pissa.accept_pissa)"
 
 
 class PissaVariant(LoraVariant):
@@ -24,6 +26,8 @@ class PissaVariant(LoraVariant):
 
     @staticmethod
     def init(module: PissaLayer, adapter_name: str, config: Any, **kwargs: Any) -> None:
+        if module.merged:
+            raise ValueError("The model has merged adapters; call unmerge_adapter() before adding one of PiSSA.")
         A, B = module.factors(adapter_name)
         rank, shape = module.r[adapter_name], (module.out_features, module.in_features)
         if rank > min(shape):
@@ -88,6 +92,10 @@ class PissaLayer(LoraLayer):
             config.bar.close()
             config.bar = None
 
+    def reset_lora_parameters(self, adapter_name: str, init_lora_weights: bool | str) -> None:
+        if init_lora_weights != PRINCIPAL:  # which `PissaVariant.init` sees to
+            super().reset_lora_parameters(adapter_name, init_lora_weights)
+
     def resolve_lora_variant(self, *, config: Any, **kwargs: Any) -> LoraVariant | None:
         return PissaVariant() if hasattr(config, "svd") else super().resolve_lora_variant(config=config, **kwargs)
 
@@ -114,13 +122,23 @@ class PissaLayer(LoraLayer):
         """A and B from the weight's principal components."""
         niter = None if config.svd == "exact" else config.niter
         components = principal_components(self.matrix(), self.r[adapter], niter, seed=config.seed)
-        B, A = initial_factors(components, self.scaling[adapter])
+        B, A = initial_factors(components, self.start_scaling(adapter))
         return A, B
 
     def initial(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
         """A₀ and B₀, in the type of A and B."""
-        dtype = self.factors(adapter)[0].dtype
-        return self.initial_A[adapter].to(dtype), self.initial_B[adapter].to(dtype)
+        A, A0 = self.factors(adapter)[0], self.initial_A[adapter]
+        if A.shape != A0.shape:
+            raise ValueError(
+                f"A of the adapter '{adapter}' was replaced by one of another shape ({tuple(A.shape)}, at the start "
+                f"{tuple(A0.shape)}). Load adapters in PiSSA's training form by load_adapter, not by hotswapping."
+            )
+        return A0.to(A.dtype), self.initial_B[adapter].to(A.dtype)
+
+    def start_scaling(self, adapter: str) -> float:
+        """The scaling that A₀ and B₀ are for, whatever it was set to since."""
+        rank = self.r[adapter]
+        return self.lora_alpha[adapter] / (math.sqrt(rank) if self.use_rslora[adapter] else rank)
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         delta = super().get_delta_weight(adapter)
@@ -159,12 +177,9 @@ class PissaLayer(LoraLayer):
         """
         weight = self.get_base_layer().weight
         if weight.device.type != "meta" and not is_of(
-            B0.to(weight.device), A0.to(weight.device), self.scaling[adapter], self.matrix(), SAME_BASE
+            B0.to(weight.device), A0.to(weight.device), self.start_scaling(adapter), self.matrix()
         ):
-            raise BaseModelError(
-                f"The adapter's principal components are not those of the weight of {self.get_base_layer()}: it was trained on "
-                "another base, or not by PiSSA. Load it on the base that its adapter_config.json names."
-            )
+            raise another_base(self.get_base_layer())
         device = weight.device
         self.initial_A[adapter], self.initial_B[adapter] = A0.to(device), B0.to(device)
 
@@ -240,12 +255,24 @@ class PissaEmbedding(PissaLayer, Embedding):
         return super()._mixed_batch_forward(x, *args, adapter_names=adapter_names, **kwargs)
 
 
+def another_base(layer: object) -> BaseModelError:
+    return BaseModelError(
+        f"The adapter's principal components are not those of the weight of {layer}: it was trained on another base, or not "
+        "by PiSSA. Load it on the base that its adapter_config.json names."
+    )
+
+
 def refuse(target: nn.Module, *args: Any, **kwargs: Any) -> None:
     """In the place of a layer, for targets that have no matrix.
 
     Raises:
         ValueError: always.
     """
+    if parameter := kwargs.get("parameter_name"):
+        raise ValueError(
+            f"PiSSA has no adapter for the parameter {parameter} of {type(target).__name__} ({kwargs.get('target_name')}). "
+            'Name the linear layers in target_modules, instead of "all-linear" or target_parameters.'
+        )
     raise ValueError(
         f"PiSSA has no adapter for {type(target).__name__} ({kwargs.get('target_name')}): it takes Linear, Conv1D and "
         "Embedding layers. Leave it out of target_modules, or name it in exclude_modules."
@@ -254,6 +281,8 @@ def refuse(target: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 def accept_pissa(model: nn.Module) -> None:
     """Lets a model that already has LoRA adapters take ones of PiSSA too: this package's layers take over those of PEFT.
+
+    Layers that PiSSA has no form for (quantised, convolutions) stay as they are, and refuse an adapter of PiSSA.
 
     Args:
         model: a `PeftModel`, or a model with adapters injected.

@@ -32,7 +32,7 @@ class QPissaLinear(PissaLinear):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         active = [name for name in self.active_adapters if name in self.lora_A]
         alone = len(active) == 1 and isinstance(self.lora_dropout[active[0]], nn.Identity)
-        alone = alone and self.scaling[active[0]] == self.base_layer.scaling
+        alone = alone and self.base_layer.B is not None and self.scaling[active[0]] == self.base_layer.scaling
         if not alone or self.disable_adapters or self.merged or kwargs.get("adapter_names"):
             return super().forward(x, *args, **kwargs)
         # The base's s B₀ A₀ x and the adapter's − s B₀ A₀ x cancel, so neither is worked out.
@@ -41,7 +41,7 @@ class QPissaLinear(PissaLinear):
         return (result + self.scaling[active[0]] * B(A(self._cast_input_dtype(x, A.weight.dtype)))).to(result.dtype)
 
     def start(self, adapter: str, config: QPissaConfig) -> tuple[torch.Tensor, torch.Tensor]:
-        base, rank, scaling = self.base_layer, self.r[adapter], self.scaling[adapter]
+        base, rank, scaling = self.base_layer, self.r[adapter], self.start_scaling(adapter)
         if base.B is None:
             found = quantized_residual(
                 base.full_precision(),
@@ -67,7 +67,7 @@ class QPissaLinear(PissaLinear):
 
     def set_initial(self, adapter: str, A0: torch.Tensor, B0: torch.Tensor) -> None:
         base = self.base_layer
-        self._check_shared(len(A0), self.scaling[adapter])
+        self._check_shared(len(A0), self.start_scaling(adapter))
         device = base.weight.device
         A0, B0 = A0.to(device), B0.to(device)
         start = base.A[: base.rank].to(A0.dtype), base.B[:, : base.rank].to(B0.dtype)
@@ -95,8 +95,7 @@ class QPissaLinear(PissaLinear):
         if not merge:
             return self.base_layer.restored()
         self.merge(safe_merge, adapter_names)
-        layer, error = self.base_layer.plain()
-        logger.info(f"{self.base_layer.original.layer}: merged and quantised again, relative error {error:.4f}")
+        layer, self.merge_error = self.base_layer.plain()
         return layer
 
 
@@ -106,9 +105,23 @@ class QPissaModel(LoraModel):
     def _create_and_replace(
         self, config: QPissaConfig, adapter_name: str, target: nn.Module, target_name: str, *args: Any, **kwargs: Any
     ) -> None:
-        if isinstance(target, BaseTunerLayer) and not isinstance(target, QPissaLinear):
+        if isinstance(target, BaseTunerLayer) and not isinstance(target, PissaLinear):
             raise ValueError(f"QPiSSA replaces the base of {target_name}, which already has an adapter: unload() that first.")
         super()._create_and_replace(config, adapter_name, target, target_name, *args, **kwargs)
+
+    def _prepare_model(self, config: QPissaConfig, model: nn.Module) -> None:
+        super()._prepare_model(config, model)
+        if not config.init_lora_weights:
+            return
+        linear = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+        formats = {name: Quantization.of(module) for name, module in linear.items()}
+        found = next(filter(None, formats.values()), None)
+        if found is not None:
+            config.quant_type, config.double_quant = found.quant_type, found.double
+        kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        config.full_precision_modules = [
+            name for name, of in formats.items() if of is None and (found is not None or kept & set(name.split(".")))
+        ]
 
     def _create_new_module(self, config: QPissaConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
         name = kwargs["target_name"]
@@ -118,13 +131,18 @@ class QPissaModel(LoraModel):
                 f"QPiSSA has no adapter for {type(target).__name__} ({name}), only for linear layers; leave it out of "
                 "target_modules."
             )
+        if name in config.full_precision_modules:
+            if Quantization.of(target) is not None:
+                raise ValueError(
+                    f"{name} is quantised, but was not when the adapter was trained. Load the base with it in "
+                    "BitsAndBytesConfig(llm_int8_skip_modules=[…]), or in full precision."
+                )
+            return PissaLinear(target, adapter_name, config=config, **kwargs)
         transposed = isinstance(target, Conv1D) or issubclass(getattr(target, "source_cls", nn.Linear), Conv1D)
         shape = tuple(target.weight.shape[::-1]) if isinstance(target, Conv1D) else (target.out_features, target.in_features)
         original = OriginalWeight(self._original_model(config), name, shape, transposed)
         before = Quantization.of(target)
-        if before is not None and config.init_lora_weights:
-            config.quant_type, config.double_quant = before.quant_type, before.double
-        wanted = Quantization(config.quant_type, config.double_quant, dtype=self.model.dtype)
+        wanted = Quantization(config.quant_type, config.double_quant, dtype=getattr(self.model, "dtype", torch.float32))
         quantization = replace(before, double=wanted.double) if before and before.quant_type == wanted.quant_type else wanted
         return QPissaLinear(ResidualLinear(target, original, quantization), adapter_name, config=config, **kwargs)
 
@@ -138,12 +156,25 @@ class QPissaModel(LoraModel):
             self.original_model = OriginalModel(name, revision)
         return self.original_model
 
+    def merge_and_unload(self, *args: Any, **kwargs: Any) -> nn.Module:
+        layers = [module for module in self.modules() if isinstance(module, QPissaLinear)]
+        merged = super().merge_and_unload(*args, **kwargs)
+        errors = [100 * layer.merge_error for layer in layers if layer.base_layer.before is not None]
+        if errors:
+            logger.warning(
+                f"The merged weights were quantised again, which changes them by {sum(errors) / len(errors):.1f} % in the "
+                f"mean, at most {max(errors):.1f} %. merge_adapter() merges without an error."
+            )
+        return merged
+
     @classmethod
     def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
         state = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
-        if config.save_residual:
-            layers = tuple(name + RESIDUAL for name, module in model.named_modules() if isinstance(module, QPissaLinear))
-            state |= {key: value for key, value in state_dict.items() if key.startswith(layers) and not key.endswith(".bias")}
+        layers = tuple(name + RESIDUAL for name, module in model.named_modules() if isinstance(module, QPissaLinear))
+        for key, value in state_dict.items():
+            wanted = config.bias == "lora_only" if key.endswith(".bias") else config.save_residual
+            if wanted and key.startswith(layers):
+                state[key] = value
         return state
 
     @classmethod
@@ -160,7 +191,7 @@ class QPissaModel(LoraModel):
                 base = module.base_layer
                 if A is not None and B is not None and base.B is None:
                     quantized = _stored_residual(parts, base.weight.device) if parts else None
-                    base.rebuild(-B.chunk(2, dim=1)[1], A.chunk(2)[1].clone(), module.scaling[adapter_name], quantized)
+                    base.rebuild(-B.chunk(2, dim=1)[1], A.chunk(2)[1].clone(), module.start_scaling(adapter_name), quantized)
                 bar.update()
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
 

@@ -40,25 +40,28 @@ class PissaReport:
 
     layers: list[LayerReport]
 
+    @property
+    def quantized(self) -> list[LayerReport]:
+        """The layers whose weights are."""
+        return [layer for layer in self.layers if layer.error is not None]
+
     def to_dict(self) -> dict:
         return asdict(self)
 
     def __str__(self) -> str:
-        quantized = self.layers[0].error is not None
-        rows = [
-            (layer.layer, str(layer.rank), f"{100 * layer.energy:.1f} %")
-            + ((f"{100 * layer.error:.2f} %", f"{100 * layer.plain_error:.2f} %") if quantized else ())
-            for layer in self.layers
-        ]
-        header = ("layer", "rank", "energy") + (("error", "error without adapter") if quantized else ())
+        rows = [(layer.layer, str(layer.rank), _percent(layer.energy, 1)) for layer in self.layers]
+        header = ("layer", "rank", "energy")
+        if self.quantized:
+            errors = [(_percent(layer.error, 2), _percent(layer.plain_error, 2)) for layer in self.layers]
+            header, rows = (*header, "error", "error without adapter"), [row + error for row, error in zip(rows, errors)]
         return f"{table(header, rows)}\n\n{self.summary()}"
 
     def summary(self) -> str:
         count = len(self.layers)
         text = f"{count} layers, {100 * sum(layer.energy for layer in self.layers) / count:.1f} % of the energy in the adapter"
-        if self.layers[0].error is None:
+        if not self.quantized:
             return text
-        kept = sum(layer.error / layer.plain_error for layer in self.layers) / count
+        kept = sum(layer.error / layer.plain_error for layer in self.quantized) / len(self.quantized)
         return f"{text}, {100 * (1 - kept):.1f} % less quantisation error than without it (means over layers)"
 
     def plot(self, path: str | os.PathLike) -> None:
@@ -68,14 +71,14 @@ class PissaReport:
             HfExtError: matplotlib is not installed, or the file cannot be written.
         """
         names = [layer.layer for layer in self.layers]
-        quantized = self.layers[0].error is not None
-        figure = new_figure(11 if quantized else 7, max(2.2, 0.18 * len(names) + 1.1))
-        panels = figure.subplots(1, 1 + quantized, sharey=True, squeeze=False)[0]
+        figure = new_figure(11 if self.quantized else 7, max(2.2, 0.18 * len(names) + 1.1))
+        panels = figure.subplots(1, 1 + bool(self.quantized), sharey=True, squeeze=False)[0]
         panels[0].barh(names, [100 * layer.energy for layer in self.layers], color="#4477aa")
         panels[0].set_title("energy in the adapter, %", fontsize="small")
-        if quantized:
-            panels[1].barh(names, [100 * layer.plain_error for layer in self.layers], color="#dddddd", label="without adapter")
-            panels[1].barh(names, [100 * layer.error for layer in self.layers], color="#ee6677", label="with it")
+        if self.quantized:
+            errors = [(100 * (layer.error or 0), 100 * (layer.plain_error or 0)) for layer in self.layers]
+            panels[1].barh(names, [plain for _, plain in errors], color="#dddddd", label="without adapter")
+            panels[1].barh(names, [error for error, _ in errors], color="#ee6677", label="with it")
             panels[1].set_title("quantisation error, % of the weight", fontsize="small")
             panels[1].legend(fontsize="x-small", frameon=False)
         for axes in panels:
@@ -83,6 +86,10 @@ class PissaReport:
             axes.tick_params(labelsize="x-small")
         panels[0].invert_yaxis()
         save_figure(figure, path)
+
+
+def _percent(share: float | None, digits: int) -> str:
+    return "–" if share is None else f"{100 * share:.{digits}f} %"
 
 
 def report(model: nn.Module, adapter_name: str = "default") -> PissaReport:
@@ -96,6 +103,8 @@ def report(model: nn.Module, adapter_name: str = "default") -> PissaReport:
         HfExtError: there is no such adapter.
         BaseModelError: the original weights are needed and cannot be found.
     """
+    if any(isinstance(module, PissaLayer) and module.merged for module in model.modules()):
+        raise HfExtError("The model has merged adapters; call unmerge_adapter() before reporting.")
     layers = [
         _layer_report(name.removeprefix("base_model.model."), module, adapter_name)
         for name, module in model.named_modules()
@@ -114,12 +123,12 @@ def _layer_report(name: str, module: PissaLayer, adapter: str) -> LayerReport:
     A, B = module.initial(adapter)
     part = energy(B.float(), A.float(), module.scaling[adapter])
     if not isinstance(module, QPissaLinear):
-        share = part / torch.linalg.norm(module.matrix()) ** 2
+        share = part / torch.linalg.norm(module.matrix()).square().clamp_min(torch.finfo(part.dtype).tiny)
         return LayerReport(name, module.r[adapter], share.item(), None, None)
     base = module.base_layer
     if (known := base.statistics) is not None:
         return LayerReport(name, module.r[adapter], known.energy, known.error, known.plain_error)
-    weight = base.original.read(base.weight.device)
+    weight = base.original_weight()
     total = torch.linalg.norm(weight)
     start = dequantize(base.weight, getattr(base.layer, "state", None)) + base.scaling * (B.float() @ A.float())
     error = torch.linalg.norm(weight - start) / total

@@ -6,12 +6,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+import xxhash
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from hf_ext.checkpoint import TORCH_DTYPES, Checkpoint, open_checkpoint
 from hf_ext.errors import BaseModelError, HfExtError
+from hf_ext.pissa.decomposition import is_of
+from hf_ext.pissa.layer import another_base
 from hf_ext.pissa.quantization import Quantization, QuantizedResidual, bitsandbytes, dequantize, residual, unpacked
 
 OTHER_CODES = 0.01  # share of a quantised weight's codes that may differ from those of the original's, by another device
@@ -81,6 +84,10 @@ class OriginalWeight:
         return weight.T.contiguous() if self.transposed else weight
 
 
+def _digest(weight: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(weight.cpu().contiguous().numpy())
+
+
 class ResidualLinear(nn.Module):
     """quantised(W − s B₀ A₀) x + s B₀ A₀ x (+ bias): the model that QPiSSA's training starts from.
 
@@ -99,6 +106,7 @@ class ResidualLinear(nn.Module):
         self.quantization = quantization
         self.before = Quantization.of(layer)  # None in full precision
         self.dtype_before = layer.weight.dtype
+        self.digest: int | None = None  # of a weight that was in memory in full precision
         self.scaling = 1.0
         self.rank = 0
         # A₀ and B₀; behind them the factors of what is merged.
@@ -132,8 +140,10 @@ class ResidualLinear(nn.Module):
         """
         if self.before is None:
             weight = self.layer.weight.detach().float()
-            return weight.T.contiguous() if isinstance(self.layer, Conv1D) else weight
-        weight = self.original.read(self.layer.weight.device)
+            weight = weight.T.contiguous() if isinstance(self.layer, Conv1D) else weight
+            self.digest = _digest(weight)
+            return weight
+        weight = self.original_weight()
         again = self.before.quantize(weight.to(self.before.dtype)).data
         codes = (unpacked(self.layer) if self.before.bits == 4 else self.layer.weight).data
         other = again.shape != codes.shape or (again.view(torch.uint8) != codes.view(torch.uint8)).float().mean() > OTHER_CODES
@@ -141,6 +151,20 @@ class ResidualLinear(nn.Module):
             raise BaseModelError(
                 f"The weight of {self.original.layer} in '{self.original.model.name}' is not the one that the layer was "
                 "quantised from. Name the model that was: QPissaConfig(full_precision_model=…)."
+            )
+        return weight
+
+    def original_weight(self) -> torch.Tensor:
+        """W as it stands in the checkpoint, (out_features, in_features), float32.
+
+        Raises:
+            BaseModelError: it cannot be read, or is another than the one that the model had in memory.
+        """
+        weight = self.original.read(self.layer.weight.device)
+        if self.digest is not None and _digest(weight.to(self.dtype_before).float()) != self.digest:
+            raise BaseModelError(
+                f"The weight of {self.original.layer} in '{self.original.model.name}' is not the one that the model had when "
+                "QPiSSA quantised it, and that one is nowhere else."
             )
         return weight
 
@@ -153,7 +177,10 @@ class ResidualLinear(nn.Module):
         """The residual of a saved adapter: given, or made again from the full-precision weight and the adapter's start."""
         device = self.layer.weight.device
         if quantized is None:
-            quantized = self.quantization.quantize(residual(self.full_precision(), B.to(device), A.to(device), scaling))
+            weight, B, A = self.full_precision(), B.to(device), A.to(device)
+            if not is_of(B.float(), A.float(), scaling, weight):
+                raise another_base(self.original.layer)
+            quantized = self.quantization.quantize(residual(weight, B, A, scaling))
         self._set(B.to(device), A.to(device), scaling, quantized)
 
     def _set(self, B: torch.Tensor, A: torch.Tensor, scaling: float, quantized: nn.Parameter) -> None:
@@ -181,7 +208,13 @@ class ResidualLinear(nn.Module):
 
     @torch.no_grad()
     def dequantized(self) -> torch.Tensor:
-        """The dense weight that the layer stands for, with what is merged into it; (out_features, in_features), float32."""
+        """The dense weight that the layer stands for, with what is merged into it; (out_features, in_features), float32.
+
+        Raises:
+            HfExtError: the adapter's weights have not been loaded yet.
+        """
+        if self.B is None:
+            raise HfExtError(f"{self.original.layer} has no quantised residual yet: load the adapter's weights first.")
         weight = dequantize(self.layer.weight, getattr(self.layer, "state", None))
         return weight + self.scaling * (self.B.float() @ self.A.float())
 
@@ -201,8 +234,10 @@ class ResidualLinear(nn.Module):
         self.B, self.A = self.B[:, :-rank].contiguous(), self.A[:-rank].contiguous()
 
     def plain(self) -> tuple[nn.Module, float]:
-        """The layer with everything folded into one quantised weight, and the relative error that folding makes."""
+        """The layer as one weight, quantised if it was before QPiSSA, and the relative error that quantising makes."""
         weight = self.dequantized()
+        if self.before is None:
+            return self._dense(weight), 0.0
         quantized = self.quantization.quantize(weight)
         error = torch.linalg.norm(dequantize(quantized) - weight) / torch.linalg.norm(weight)
         return self._layer(self.quantization, quantized), error.item()
@@ -215,9 +250,12 @@ class ResidualLinear(nn.Module):
         """
         if self.B is None:
             return self.layer
-        weight = self.original.read(self.layer.weight.device)
+        weight = self.original_weight()
         if self.before is not None:
             return self._layer(self.before, self.before.quantize(weight.to(self.before.dtype)))
+        return self._dense(weight)
+
+    def _dense(self, weight: torch.Tensor) -> nn.Module:
         with torch.device("meta"):
             if self.original.transposed:
                 layer, weight = Conv1D(self.out_features, self.in_features), weight.T.contiguous()

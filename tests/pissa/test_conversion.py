@@ -51,6 +51,20 @@ def test_everything_else_of_the_adapter_comes_along(tmp_path):
     assert difference(logits(PeftModel.from_pretrained(bert(), tmp_path)), logits(model)) < 2e-6
 
 
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_come_along(tmp_path, bias):
+    small_gpt2().save_pretrained(tmp_path / "base")
+    model = trained(load(tmp_path / "base"), QPissaConfig(bias=bias, **OPTIONS))
+    model.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter")
+    assert torch.equal(logits(again), logits(model))
+    pissa.convert_to_lora(model).save_pretrained(tmp_path / "lora")
+    loaded = dict(PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "lora").named_parameters())
+    biases = {name: p for name, p in model.named_parameters() if name.endswith("base_layer.layer.bias")}
+    assert biases
+    assert all(torch.equal(loaded[name.replace("base_layer.layer.", "base_layer.")], bias) for name, bias in biases.items())
+
+
 def test_a_loaded_lora_is_cut_down_too(tmp_path):
     model = trained(llama(), PissaConfig(**OPTIONS))
     model.save_pretrained(tmp_path)
@@ -94,6 +108,12 @@ def test_what_cannot_be_converted_is_an_error(base):
     model.merge_adapter()
     with pytest.raises(HfExtError, match="unmerge_adapter"):
         pissa.convert_to_lora(model)
+    with pytest.raises(HfExtError, match="'original' or 'quantized'"):
+        pissa.convert_to_lora(trained(load(base), QPissaConfig(**OPTIONS)), onto="Original")
+    for options in ({"init_lora_weights": "pissa"}, {"use_dora": True}, {"lora_bias": True}):
+        other = trained(bert(), LoraConfig(r=2, target_modules=["query"], **options))
+        with pytest.raises(HfExtError, match="nor a plain LoRA"):
+            pissa.convert_to_lora(other)
     nameless = trained(small_llama(), QPissaConfig(**OPTIONS))
     with pytest.raises(BaseModelError, match="nowhere to be found"):
         pissa.convert_to_lora(nameless, 2)

@@ -96,9 +96,9 @@ def test_the_factors_at_their_scaling_are_the_principal_part_and_share_its_size(
 def test_factors_are_told_from_those_of_another_matrix(shape, dtype):
     weight, other = matrix(*shape), matrix(*shape, seed=1)
     B, A = (factor.to(dtype) for factor in initial_factors(principal_components(weight, 8), 0.5))
-    assert is_of(B, A, 0.5, weight.to(dtype).float(), 0.1)
-    assert not is_of(B, A, 0.5, other, 0.1)
-    assert not is_of(B, A, 1.0, weight, 0.1)
+    assert is_of(B, A, 0.5, weight.to(dtype).float())
+    assert not is_of(B, A, 0.5, other)
+    assert not is_of(B, A, 2.0, weight)
 
 
 @pytest.mark.parametrize("rank", [1, 3, 6])

@@ -10,12 +10,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
+from peft.utils.hotswap import hotswap_adapter
 from peft.utils.other import ModulesToSaveWrapper
-from tiny_adapters import difference, load, logits, moved, trainable, trained
-from tiny_models import MODELS, bert, gpt2, inputs, llama, same_bits
+from tiny_adapters import difference, load, logits, moved, small_llama, trainable, trained
+from tiny_models import MODELS, bert, gpt2, inputs, llama, same_bits, t5
 from torch import nn
 
-from hf_ext import PissaConfig, QPissaConfig, pissa
+from hf_ext import HfExtError, PissaConfig, QPissaConfig, pissa
 
 EVERYWHERE = "all-linear"
 CASES = {
@@ -180,7 +181,7 @@ def test_a_mixed_model_takes_pissa_among_its_kinds():
 def test_a_model_with_lora_adapters_takes_pissa_once_it_is_told_to():
     model = trained(llama(), LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]))
     before = logits(model)
-    with pytest.raises(ValueError, match="variant"):
+    with pytest.raises(ValueError, match="accept_pissa"):
         model.add_adapter("pissa", config(target_modules=["q_proj", "v_proj", "embed_tokens"]))
     pissa.accept_pissa(model)
     assert torch.equal(logits(model), before)
@@ -233,6 +234,8 @@ def test_embeddings_of_a_model_that_scales_them():
         ({"target_parameters": ["mlp.experts.down_proj"]}, "does not go with target_parameters"),
         ({"init_lora_weights": "pissa_niter_4"}, "choose how with svd and niter"),
         ({"svd": "fast"}, "'randomized' or 'exact'"),
+        ({"lora_alpha": 0}, "must be positive"),
+        ({"alpha_pattern": {"q_proj": -1}}, "must be positive"),
     ],
 )
 @pytest.mark.parametrize("kind", [PissaConfig, QPissaConfig])
@@ -275,6 +278,59 @@ def test_combining_by_weights_is_an_error_in_the_training_form():
     with pytest.raises(ValueError, match="cannot be combined"):
         model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "both", "linear")
     assert set(model.peft_config) == {"default", "other"}
+
+
+def test_an_adapter_put_in_by_hotswap_is_an_error(tmp_path):
+    model = trained(llama(), config())
+    model.save_pretrained(tmp_path)
+    hotswap_adapter(model, tmp_path, "default")
+    with pytest.raises(ValueError, match="not by hotswapping"):
+        logits(model)
+
+
+def test_nothing_is_added_to_or_told_of_a_merged_model():
+    model = trained(llama(), config())
+    model.merge_adapter()
+    with pytest.raises(HfExtError, match="unmerge_adapter"):
+        pissa.report(model)
+    with pytest.raises(ValueError, match="unmerge_adapter"):
+        model.add_adapter("other", config())
+
+
+@pytest.mark.parametrize("build", [MODELS["mixtral"].build, MODELS["qwen_moe"].build], ids=["mixtral", "qwen"])
+def test_experts_are_an_error_and_what_is_not_an_expert_works(build):
+    with pytest.raises(ValueError, match="no adapter for the parameter .* Name the linear layers"):
+        get_peft_model(build(), config())
+    expected = logits(build())
+    assert torch.equal(logits(get_peft_model(build(), config(target_modules=["q_proj", "o_proj"]))), expected)
+
+
+def test_encoders_and_decoders_take_it():
+    expected = logits(t5())
+    model = trained(t5(), config())
+    assert difference(logits(model), expected) > 1e-3
+    with model.disable_adapter():
+        assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("options", [{"load_in_4bit": True}, {"load_in_8bit": True}], ids=["4 bits", "8 bits"])
+def test_quantised_layers_with_a_lora_take_no_pissa(tmp_path, options):
+    small_llama().save_pretrained(tmp_path)
+    model = get_peft_model(load(tmp_path, options), LoraConfig(r=2, target_modules=["q_proj"]))
+    pissa.accept_pissa(model)
+    with pytest.raises(ValueError, match="accept_pissa"):
+        model.add_adapter("other", config(target_modules=["q_proj"]))
+
+
+def test_a_scaled_adapter_is_scaled_in_its_change_alone():
+    model = trained(llama(), config())
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    change = {name: layer.get_delta_weight("default") for name, layer in layers.items()}
+    state = model.state_dict()
+    for layer in layers.values():
+        layer.scale_layer(0.5)
+    assert all(difference(layer.get_delta_weight("default"), 0.5 * change[name]) < 1e-6 for name, layer in layers.items())
+    model.load_state_dict(state)
 
 
 def test_a_configuration_serves_several_models():

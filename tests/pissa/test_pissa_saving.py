@@ -232,6 +232,12 @@ def test_another_base_is_an_error(tmp_path):
     assert again(lambda: perturb(llama()), tmp_path)  # a fine-tune of the base is near enough
 
 
+def test_an_adapter_of_another_kind_is_an_error(tmp_path):
+    trained(small_llama(), QPissaConfig(r=4, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="of type QPISSA"):
+        PissaConfig.from_pretrained(tmp_path)
+
+
 def test_a_lora_that_never_was_pissa_is_an_error(tmp_path):
     for rank, message in ((3, "an even rank"), (4, "not by PiSSA")):
         trained(llama(), LoraConfig(r=rank, target_modules=["q_proj"])).save_pretrained(tmp_path)

@@ -11,10 +11,12 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from tiny_adapters import FP4_IN_FLOATS, INT8, NF4, difference, load, logits, small_gpt2, small_llama, trained
-from tiny_models import perturb, same_bits
+from tiny_models import perturb, same_bits, t5
 from torch import nn
+from transformers import AutoModelForSeq2SeqLM
 
-from hf_ext import BaseModelError, QPissaConfig, fm_delta, pissa
+from hf_ext import BaseModelError, HfExtError, QPissaConfig, fm_delta, pissa
+from hf_ext.pissa.layer import PissaLinear
 from hf_ext.pissa.model import QPissaLinear
 from hf_ext.pissa.quantization import dequantize
 
@@ -184,6 +186,57 @@ def test_it_loads_through_every_door(tmp_path, llama_base, low_cpu_mem_usage):
     assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")), expected)
 
 
+@pytest.mark.parametrize("quantization", [NF4, FP4_IN_FLOATS, INT8], ids=["nf4", "fp4", "int8"])
+@pytest.mark.parametrize("save_residual", [False, True])
+def test_layers_that_are_left_out_of_quantisation_stay_in_full_precision(tmp_path, llama_base, quantization, save_residual):
+    left_out = quantization | {"llm_int8_skip_modules": ["q_proj", "lm_head"]}
+    options = config(target_modules=["q_proj", "v_proj"], save_residual=save_residual)
+    model = trained(load(llama_base, left_out), options)
+    assert [type(module) is PissaLinear for module in model.modules() if isinstance(module, PissaLinear)] == [True, False] * 2
+    assert [layer.error is None for layer in pissa.report(model).layers] == [True, False] * 2
+    model.save_pretrained(tmp_path / "adapter")
+    for base in (load(llama_base, left_out), load(llama_base)):
+        assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path / "adapter")), logits(model))
+    with pytest.raises(ValueError, match="is quantised, but was not when the adapter was trained"):
+        PeftModel.from_pretrained(load(llama_base, quantization), tmp_path / "adapter")
+
+
+def test_layers_that_transformers_keeps_in_float32_stay_there(tmp_path):
+    t5().save_pretrained(tmp_path / "base")
+    base = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "base")
+    start = get_peft_model(base, QPissaConfig(r=4, target_modules="all-linear"))
+    assert {name.split(".")[-1] for name, module in start.named_modules() if type(module) is PissaLinear} == {"wo"}
+    expected = logits(t5())
+    assert torch.linalg.norm(logits(start) - expected) < 0.2 * torch.linalg.norm(expected)
+
+
+def test_a_base_that_was_changed_in_memory_is_not_given_back_as_another(llama_base):
+    base = load(llama_base)
+    with torch.no_grad():
+        for parameter in base.parameters():
+            parameter *= 1.3
+    model = trained(base, config())
+    with pytest.raises(BaseModelError, match="nowhere else"):
+        model.unload()
+
+
+def test_merging_into_a_base_in_full_precision_leaves_it_so(tmp_path, llama_base):
+    model = trained(load(llama_base), config())
+    expected = logits(model)
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert difference(logits(load(tmp_path / "merged")), expected) < 1e-5
+
+
+def test_a_copied_configuration_starts_an_adapter_too(llama_base):
+    again = QPissaConfig(**config().to_dict())
+    assert torch.equal(
+        logits(get_peft_model(load(llama_base, NF4), again)), logits(get_peft_model(load(llama_base, NF4), config()))
+    )
+    unloaded = get_peft_model(load(llama_base, NF4), config(init_lora_weights=False))
+    with pytest.raises(HfExtError, match="load the adapter's weights first"):
+        unloaded.merge_and_unload()
+
+
 def test_adapters_share_a_residual_and_its_start(tmp_path, llama_base):
     model = trained(load(llama_base, NF4), config())
     first = logits(model)
@@ -206,6 +259,18 @@ def test_an_adapter_of_another_residual_is_an_error(tmp_path, llama_base):
     model = trained(load(llama_base, NF4), config())
     with pytest.raises(BaseModelError, match="another residual of"):
         model.load_adapter(tmp_path / "other", "other")
+
+
+def test_another_base_is_an_error(tmp_path, llama_base):
+    trained(load(llama_base, NF4), config()).save_pretrained(tmp_path / "adapter")
+    other = small_llama()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    other.save_pretrained(tmp_path / "other")
+    for quantization in (NF4, None):
+        with pytest.raises(BaseModelError, match="trained on another base"):
+            PeftModel.from_pretrained(load(tmp_path / "other", quantization), tmp_path / "adapter")
 
 
 def test_a_copy_and_a_pickle_compute_the_same(llama_base):
