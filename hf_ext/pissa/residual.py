@@ -213,10 +213,13 @@ class ResidualLinear(nn.Module):
         Raises:
             HfExtError: the adapter's weights have not been loaded yet.
         """
-        if self.B is None:
-            raise HfExtError(f"{self.original.layer} has no quantised residual yet: load the adapter's weights first.")
+        self._require_residual()
         weight = dequantize(self.layer.weight, getattr(self.layer, "state", None))
         return weight + self.scaling * (self.B.float() @ self.A.float())
+
+    def _require_residual(self) -> None:
+        if self.B is None:
+            raise HfExtError(f"{self.original.layer} has no quantised residual yet: load the adapter's weights first.")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result = self.layer(x)
@@ -226,7 +229,12 @@ class ResidualLinear(nn.Module):
         return (result + self.scaling * low_rank).to(x.dtype)
 
     def merge(self, B: torch.Tensor, A: torch.Tensor) -> None:
-        """Adds scaling · B A to what the layer computes."""
+        """Adds scaling · B A to what the layer computes.
+
+        Raises:
+            HfExtError: the adapter's weights have not been loaded yet.
+        """
+        self._require_residual()
         self.B, self.A = torch.cat([self.B, B.to(self.B)], dim=1), torch.cat([self.A, A.to(self.A)])
 
     def unmerge(self, rank: int) -> None:
