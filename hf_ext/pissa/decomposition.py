@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-OVERSAMPLING = 16  # directions beyond the rank that the iteration carries along
+OVERSAMPLING = 8  # directions that the iteration carries along, beyond one and a quarter times the rank
 # By how much Bᵀ W may differ from what it is for principal components of W. Quantisation in turns brings up to a third, a
 # fine-tune of the base a few hundredths; another weight gives 1.
 SAME_WEIGHT = 0.5
@@ -32,21 +32,19 @@ def principal_components(
     weight: torch.Tensor,
     rank: int,
     niter: int | None = 3,
-    oversampling: int = OVERSAMPLING,
     seed: int = 0,
     basis: torch.Tensor | None = None,
 ) -> Components:
     """The `rank` largest singular components of one matrix, or of each of a batch, where the weight lies.
 
     Randomised subspace iteration (Halko, Martinsson, Tropp 2011, algorithms 4.4 and 5.1): each round multiplies a block of
-    rank + oversampling directions by W Wᵀ and orthonormalises it. The block lives on the matrix's smaller side, and the
+    somewhat more than rank directions by W Wᵀ and orthonormalises it. The block lives on the matrix's smaller side, and the
     last step decomposes its small Gram matrix instead of a long matrix.
 
     Args:
         weight: (…, m, n), float32 or float64.
         rank: r, at most min(m, n).
         niter: rounds; None for the exact decomposition (LAPACK's).
-        oversampling: directions beyond the rank.
         seed: of the first directions. The same weight, seed and device give the same components.
         basis: that of a similar matrix of this shape, to start from instead of random directions.
 
@@ -57,19 +55,20 @@ def principal_components(
     if not 0 < rank <= smaller:
         raise ValueError(f"A matrix of {weight.shape[-2]} × {weight.shape[-1]} has {smaller} components, not {rank}.")
     if weight.shape[-2] > weight.shape[-1]:
-        found = principal_components(weight.mT, rank, niter, oversampling, seed, basis)
+        found = principal_components(weight.mT, rank, niter, seed, basis)
         return Components(found.Vh.mT, found.S, found.U.mT, found.basis)
-    width = min(rank + oversampling, smaller)
+    width = min(rank + rank // 4 + OVERSAMPLING, smaller)
     if niter is None or width == smaller:
         U, S, Vh = torch.linalg.svd(weight, full_matrices=False)
         return Components(U[..., :rank], S[..., :rank], Vh[..., :rank, :], U[..., :width])
     if basis is None:
         generator = torch.Generator(weight.device).manual_seed(seed)
-        shape = (weight.shape[-1], width)
-        start = torch.randn(shape, generator=generator, device=weight.device, dtype=weight.dtype)
-        basis = torch.linalg.qr(weight @ start).Q
+        shape = (*weight.shape[:-1], width)
+        basis = torch.randn(shape, generator=generator, device=weight.device, dtype=weight.dtype)
+        niter = max(niter, 1)  # random directions have nothing of the weight yet
     for _ in range(niter):
-        basis = torch.linalg.qr(weight @ (weight.mT @ basis)).Q
+        # (basisᵀ W)ᵀ is Wᵀ basis, but reads W row by row.
+        basis = torch.linalg.qr(weight @ (basis.mT @ weight).mT).Q
     projected = basis.mT @ weight
     # The squares of singular values lose half of the digits, which float64 has to spare.
     squares, rotation = torch.linalg.eigh(projected.double() @ projected.double().mT)
