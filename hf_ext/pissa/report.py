@@ -80,7 +80,7 @@ class PissaReport:
             panels[1].barh(names, [plain for _, plain in errors], color="#dddddd", label="without adapter")
             panels[1].barh(names, [error for error, _ in errors], color="#ee6677", label="with it")
             panels[1].set_title("quantisation error, % of the weight", fontsize="small")
-            panels[1].legend(fontsize="x-small", frameon=False)
+            panels[1].legend(fontsize="x-small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
         for axes in panels:
             axes.spines[["top", "right"]].set_visible(False)
             axes.tick_params(labelsize="x-small")

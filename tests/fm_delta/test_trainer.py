@@ -9,12 +9,12 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
+from stop_after import StopAfter
 from tiny_models import VOCABULARY, assert_same_weights, bert, llama, perturb
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 from transformers.trainer_utils import get_last_checkpoint
@@ -44,16 +44,6 @@ def is_compressed(folder: Path) -> bool:
     found = {"fm_delta" in safe_open(file, "pt").metadata() for file in files}
     assert found == {"quantization_config" in json.loads((folder / "config.json").read_text())}
     return found.pop()
-
-
-class StopAfter(TrainerCallback):
-    """Ends the training as a crash would: after a step, with only the checkpoints left."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.step
 
 
 @pytest.fixture

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
+from stop_after import StopAfter
 from tiny_adapters import NF4, difference, load, logits, small_llama
 from tiny_models import VOCABULARY
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_ext import PissaConfig, QPissaConfig
@@ -22,16 +23,6 @@ KINDS = {
     "qpissa on full precision": (QPissaConfig, OPTIONS | {"save_residual": True}, None),
 }
 every_kind = pytest.mark.parametrize(("kind", "options", "quantization"), KINDS.values(), ids=KINDS)
-
-
-class StopAfter(TrainerCallback):
-    """Ends the training as a crash would: after a step, with only the checkpoints left."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.step
 
 
 @pytest.fixture
