@@ -7,8 +7,6 @@ as the paper does; simple average, task arithmetic (scale 0.3) and TIES are PEFT
 """
 
 import argparse
-import json
-import platform
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from pathlib import Path
 
 import torch
 from fine_tunes import FILES, minilm, read_split
-from measuring import peak_of, print_table, timed
+from measuring import peak_of, print_table, run_sections, timed
 from peft.utils.merge_utils import task_arithmetic, ties
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
@@ -266,14 +264,7 @@ def main():
     parser.add_argument("--pairs", type=Path, required=True, help="folder made by benchmarks/fine_tunes.py")
     parser.add_argument("--data", type=Path, required=True, help="folder with TREC.train.all, custrev.all, …")
     parser.add_argument("--tasks", nargs="+", default=list(FILES))
-    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
-    parser.add_argument("--runs", type=int, default=5, help="rounds that the medians are taken over")
-    parser.add_argument("--json", type=Path, help="also write every number to this file")
-    args = parser.parse_args()
-    found = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    found |= {section: SECTIONS[section](args) for section in args.sections}
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+    run_sections(parser, SECTIONS)
 
 
 if __name__ == "__main__":

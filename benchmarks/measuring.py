@@ -1,10 +1,15 @@
 """What the benchmarks share: a clock, the memory of a process, and tables."""
 
+import argparse
+import json
+import platform
 import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import torch
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
@@ -40,3 +45,15 @@ def peak_of(action: Callable, *args) -> float:
     """Peak memory of this process in MB after one call; on Linux ru_maxrss would count in that of its parent."""
     action(*args)
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
+
+
+def run_sections(parser: argparse.ArgumentParser, sections: Mapping[str, Callable[[argparse.Namespace], dict]]) -> None:
+    """Runs the parts of a benchmark that the command line asks for, and keeps their numbers if it says where."""
+    parser.add_argument("--sections", nargs="+", default=list(sections), choices=list(sections))
+    parser.add_argument("--runs", type=int, default=5, help="rounds that the medians are taken over")
+    parser.add_argument("--json", type=Path, help="also write every number to this file")
+    args = parser.parse_args()
+    found = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    found |= {section: sections[section](args) for section in args.sections}
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))

@@ -7,21 +7,20 @@ The section `large` takes several minutes, for the peer's exact decompositions.
 """
 
 import argparse
-import json
-import platform
+import copy
 import statistics
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 
 import torch
 from fine_tunes import minilm
-from measuring import in_turns, peak_of, print_table, ratio, timed
+from measuring import in_turns, peak_of, print_table, ratio, run_sections, timed
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaModel
 from transformers.utils import logging
 
 from hf_ext import PissaConfig, QPissaConfig
@@ -41,11 +40,12 @@ def encoder_matrices() -> list[torch.Tensor]:
     return [weight.float() for name, weight in weights.items() if weight.dim() == 2 and "encoder.layer" in name]
 
 
-def decaying(size: int, power: float = 0.7) -> torch.Tensor:
+def decaying(rows: int, columns: int, power: float = 0.7) -> torch.Tensor:
     """A matrix whose i-th singular value is i^-power, scaled to the spread of a trained weight."""
     generator = torch.Generator().manual_seed(0)
-    left, right = (torch.linalg.qr(torch.randn(size, size, generator=generator)).Q for _ in range(2))
-    matrix = (left * torch.arange(1, size + 1) ** -power) @ right.T
+    rank = min(rows, columns)
+    left, right = (torch.linalg.qr(torch.randn(size, rank, generator=generator)).Q for size in (rows, columns))
+    matrix = (left * torch.arange(1, rank + 1) ** -power) @ right.T
     return matrix * (0.02 / matrix.std())
 
 
@@ -73,32 +73,49 @@ def energy_of(model: PeftModel, originals: dict[str, torch.Tensor]) -> float:
 
 def start(args: argparse.Namespace) -> dict:
     """get_peft_model on MiniLM: seconds, energy, and how far the model is from the original."""
+    return starts(args, "MiniLM", lambda: AutoModel.from_pretrained(minilm()), RANKS) | starts(args, "Llama", llama, [16, 128])
+
+
+def llama() -> LlamaModel:
+    """Two layers of a width of 2048, with weights whose singular values fall as i^-0.7."""
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=5504, num_hidden_layers=2, num_attention_heads=16, vocab_size=2048
+    )  # fmt: skip
+    model = LlamaModel(config)
+    with torch.no_grad():
+        for module in model.layers.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.copy_(decaying(*module.weight.shape))
+    return model
+
+
+def starts(args: argparse.Namespace, name: str, build: Callable, ranks: list[int]) -> dict:
     tokens = torch.arange(1000, 1064)[None]
-    untouched = AutoModel.from_pretrained(minilm()).eval()
+    untouched = build().eval()
     linear = {name: module for name, module in untouched.named_modules() if isinstance(module, torch.nn.Linear)}
     originals = {name: module.weight.detach() for name, module in linear.items()}
     with torch.no_grad():
         expected = untouched(tokens).last_hidden_state
-    kinds = ["LoRA", "pissa_niter_4", "PissaConfig", "pissa", "PissaConfig, exact"]
+    kinds = ["LoRA", "pissa_niter_4", "PissaConfig"] + ["pissa", "PissaConfig, exact"] * (name == "MiniLM")
     found = {}
-    for rank in RANKS:
+    for rank in ranks:
         seconds = {kind: [] for kind in kinds}
         for turn in range(args.runs + 1):
             for kind in kinds:
-                model = AutoModel.from_pretrained(minilm()).eval()
+                model = copy.deepcopy(untouched)
                 taken = timed(get_peft_model, model, configuration(kind, rank))
                 seconds[kind] += [taken] if turn else []
         rows = []
         for kind in kinds:
-            model = get_peft_model(AutoModel.from_pretrained(minilm()).eval(), configuration(kind, rank))
+            model = get_peft_model(copy.deepcopy(untouched), configuration(kind, rank))
             with torch.no_grad():
                 difference = (model(tokens).last_hidden_state - expected).abs().max().item()
             energy = "" if kind == "LoRA" else f"{100 * energy_of(model, originals):.3f} %"
             median, beside = statistics.median(seconds[kind]), ratio(seconds[kind], seconds["pissa_niter_4"])
             rows.append([kind, f"{1000 * median:.0f}", f"{beside:.2f}", energy, f"{difference:.1e}"])
-            found[f"{rank}, {kind}"] = {"seconds": seconds[kind], "energy": energy, "difference": difference}
+            found[f"{name}, {rank}, {kind}"] = {"seconds": seconds[kind], "energy": energy, "difference": difference}
         header = ["get_peft_model", "ms", "of pissa_niter_4", "energy in the adapter", "largest difference from the original"]
-        print_table(f"MiniLM, r = {rank}, all linear layers, medians of {args.runs}", header, rows)
+        print_table(f"{name}, r = {rank}, all linear layers, medians of {args.runs}", header, rows)
     return found
 
 
@@ -107,7 +124,7 @@ def start(args: argparse.Namespace) -> dict:
 
 def large(args: argparse.Namespace) -> dict:
     """One matrix of 4096 × 4096: the decomposition, and QPiSSA, beside the exact ones."""
-    matrix, found, rows = decaying(4096), {}, []
+    matrix, found, rows = decaying(4096, 4096), {}, []
     exact = in_turns({"exact": lambda: torch.linalg.svd(matrix, full_matrices=False)}, 1)["exact"][0]
     singular = torch.linalg.svdvals(matrix)
     for rank in (16, 128):
@@ -271,7 +288,7 @@ def load_and_adapt(folder: str) -> None:
 def memory(args: argparse.Namespace) -> dict:
     """Peak memory of a fresh process that loads a model in 4 bits, without and with QPiSSA's start."""
     config = LlamaConfig(
-        hidden_size=2048, intermediate_size=5504, num_hidden_layers=10, num_attention_heads=16, vocab_size=4096,
+        hidden_size=4096, intermediate_size=11008, num_hidden_layers=3, num_attention_heads=32, vocab_size=4096,
         tie_word_embeddings=True,
     )  # fmt: skip
     found = {}
@@ -287,7 +304,8 @@ def memory(args: argparse.Namespace) -> dict:
     rows = [[name, f"{peak:.0f}"] for name, peak in found.items()]
     rows += [["the difference", f"{second - first:.0f}"], ["the largest layer in float32", f"{4 * max(layers) / 1e6:.0f}"]]
     rows += [["all adapted layers in float32", f"{4 * sum(layers) / 1e6:.0f}"]]
-    print_table(f"Peak memory, a Llama of {sum(layers) / 1e6:.0f} M parameters in adapted layers", ["what", "MB"], rows)
+    title = f"Peak memory, three layers of Llama-2-7B's size ({sum(layers) / 1e6:.0f} M parameters)"
+    print_table(title, ["what", "MB"], rows)
     return found
 
 
@@ -296,14 +314,7 @@ SECTIONS = {"start": start, "error": error, "large": large, "steps": steps, "mem
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
-    parser.add_argument("--runs", type=int, default=5, help="rounds that the medians are taken over")
-    parser.add_argument("--json", type=Path, help="also write every number to this file")
-    args = parser.parse_args()
-    found = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    found |= {section: SECTIONS[section](args) for section in args.sections}
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+    run_sections(parser, SECTIONS)
 
 
 if __name__ == "__main__":

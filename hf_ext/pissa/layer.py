@@ -219,10 +219,12 @@ class PissaLinear(PissaLayer, Linear):
 
     def change(self, adapter: str, x: torch.Tensor) -> torch.Tensor:
         """s (B A − B₀ A₀) x; exactly zero before training."""
-        x = self.lora_dropout[adapter](x)
+        x, scaling = self.lora_dropout[adapter](x), self.scaling[adapter]
         A0, B0 = self.initial(adapter)
-        now = self.lora_B[adapter](self.lora_A[adapter](x))
-        return (now - functional.linear(functional.linear(x, A0), B0)) * self.scaling[adapter]
+        # Scaled and negated where it is small; the difference of two equal products is exactly zero all the same.
+        return self.lora_B[adapter](self.lora_A[adapter](x) * scaling) + functional.linear(
+            functional.linear(x, A0) * scaling, -B0
+        )
 
 
 class PissaEmbedding(PissaLayer, Embedding):

@@ -159,7 +159,10 @@ def quantized_residual(
         components = principal_components(rest, rank, rounds, seed=seed, basis=basis)
         basis = components.basis
         B, A = (factor.to(dtype) for factor in initial_factors(components, scaling))
-        quantized = quantization.quantize(residual(weight, B, A, scaling))
+        # Only the last one is made again when the adapter is loaded.
+        exact = iteration == iterations - 1
+        left = residual(weight, B, A, scaling) if exact else torch.addmm(weight, B.float(), A.float(), alpha=-scaling)
+        quantized = quantization.quantize(left)
         rest = weight - dequantize(quantized)
     error = torch.linalg.norm(rest - scaling * (B.float() @ A.float())) / total
     share = energy(B.float(), A.float(), scaling) / total.square()

@@ -185,7 +185,9 @@ class ResidualLinear(nn.Module):
 
     def _set(self, B: torch.Tensor, A: torch.Tensor, scaling: float, quantized: nn.Parameter) -> None:
         self.B, self.A, self.scaling, self.rank = B.float(), A.float(), scaling, len(A)
-        self.layer = self._layer(self.quantization, quantized)
+        before, self.layer = self.layer, self._layer(self.quantization, quantized)
+        if before is not self.layer:
+            before.weight = None  # see `_layer`
         # bitsandbytes' layout for inference on some CPUs rounds the scales, and so would what is saved afterwards.
         self.layer.support_avx512bf16_for_cpu = False
 
@@ -193,6 +195,13 @@ class ResidualLinear(nn.Module):
         """bitsandbytes' layer with a weight, and the bias that this one has."""
         nn8bit = quantization.bits == 8
         bnb = bitsandbytes()
+        if not nn8bit and Quantization.of(self.layer) == quantization:
+            # In place, as PEFT holds on to the layers that it replaces until it has replaced all.
+            weight = unpacked(self.layer)
+            weight.data.copy_(quantized.data)
+            weight.quant_state = self.layer.quant_state = quantized.quant_state
+            self.layer.support_avx512bf16_for_cpu = bnb.functional.has_avx512bf16()
+            return self.layer
         kind = bnb.nn.Linear8bitLt if nn8bit else bnb.nn.Linear4bit
         options = {"has_fp16_weights": False} if nn8bit else {"compute_dtype": getattr(self.layer, "compute_dtype", None)}
         with torch.device("meta"):
