@@ -66,16 +66,30 @@ def principal_components(
         shape = (*weight.shape[:-1], width)
         basis = torch.randn(shape, generator=generator, device=weight.device, dtype=weight.dtype)
         niter = max(niter, 1)  # random directions have nothing of the weight yet
-    for _ in range(niter):
+    for turn in range(niter):
         # (basisᵀ W)ᵀ is Wᵀ basis, but reads W row by row.
-        basis = torch.linalg.qr(weight @ (basis.mT @ weight).mT).Q
+        basis = weight @ ((_conditioned(basis) if turn else basis).mT @ weight).mT
+    basis = torch.linalg.qr(basis).Q
     projected = basis.mT @ weight
     # The squares of singular values lose half of the digits, which float64 has to spare.
-    squares, rotation = torch.linalg.eigh(projected.double() @ projected.double().mT)
+    squares, rotation = torch.linalg.eigh(_gram(projected.mT))
     S = squares[..., -rank:].flip(-1).clamp_min(0).sqrt().to(weight.dtype)
     rotation = rotation[..., -rank:].flip(-1).to(weight.dtype)
     Vh = rotation.mT @ projected / S.clamp_min(torch.finfo(weight.dtype).tiny)[..., None]
     return Components(basis @ rotation, S, Vh, basis)
+
+
+def _gram(block: torch.Tensor) -> torch.Tensor:
+    block = block.double()
+    return block.mT @ block
+
+
+def _conditioned(block: torch.Tensor) -> torch.Tensor:
+    """Nearly orthonormal columns that span the same: by Cholesky, faster than QR, which takes over where that cannot."""
+    factor, failed = torch.linalg.cholesky_ex(_gram(block))
+    if failed.any():
+        return torch.linalg.qr(block).Q
+    return torch.linalg.solve_triangular(factor.mT.to(block.dtype), block, upper=True, left=False)
 
 
 def initial_factors(components: Components, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
