@@ -43,8 +43,9 @@ class QPissaLinear(PissaLinear):
     def start(self, adapter: str, config: QPissaConfig) -> tuple[torch.Tensor, torch.Tensor]:
         base, rank, scaling = self.base_layer, self.r[adapter], self.start_scaling(adapter)
         if base.B is None:
+            weight = base.full_precision()
             found = quantized_residual(
-                base.full_precision(),
+                weight,
                 rank,
                 base.quantization,
                 config.iterations,
@@ -53,7 +54,7 @@ class QPissaLinear(PissaLinear):
                 config.seed,
                 self.factors(adapter)[0].dtype,
             )
-            base.put(found, scaling)
+            base.put(found, scaling, base.plain_error(weight))
         self._check_shared(rank, scaling)
         return base.A[:rank], base.B[:, :rank]
 

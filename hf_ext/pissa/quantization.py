@@ -119,7 +119,7 @@ class QuantizedResidual(NamedTuple):
     Attributes:
         B, A: the adapter at the start of training, (m, r) and (r, n).
         quantized: bitsandbytes' parameter of W − scaling · B A.
-        error, plain_error: Frobenius norm of what is missing from W, here and for the quantised W itself, relative to W's.
+        error: Frobenius norm of what is missing from W, relative to W's.
         energy: the adapter's share of W's squared Frobenius norm.
     """
 
@@ -127,7 +127,6 @@ class QuantizedResidual(NamedTuple):
     A: torch.Tensor
     quantized: nn.Parameter
     error: float
-    plain_error: float
     energy: float
 
 
@@ -143,7 +142,7 @@ def quantized_residual(
 ) -> QuantizedResidual:
     """QPiSSA (arXiv 2404.02948, algorithm 1): the principal components of what quantisation leaves, and the quantised rest.
 
-    From the second iteration on, the subspace of the one before is the start, and one round of iteration is enough.
+    The first decomposition takes twice the rounds, as all others start from its subspace, for which one round is enough.
 
     Args:
         weight: (m, n), float32.
@@ -152,10 +151,9 @@ def quantized_residual(
         dtype: of the adapter; the residual is taken against the factors as this type holds them.
     """
     total = torch.linalg.norm(weight)
-    plain_error = torch.linalg.norm(weight - dequantize(quantization.quantize(weight))) / total
     rest, basis = weight, None
     for iteration in range(iterations):
-        rounds = niter if iteration == 0 or niter is None else min(WARM_ITERATIONS, niter)
+        rounds = None if niter is None else WARM_ITERATIONS if iteration else 2 * niter
         components = principal_components(rest, rank, rounds, seed=seed, basis=basis)
         basis = components.basis
         B, A = (factor.to(dtype) for factor in initial_factors(components, scaling))
@@ -166,4 +164,4 @@ def quantized_residual(
         rest = weight - dequantize(quantized)
     error = torch.linalg.norm(rest - scaling * (B.float() @ A.float())) / total
     share = energy(B.float(), A.float(), scaling) / total.square()
-    return QuantizedResidual(B, A, quantized, error.item(), plain_error.item(), share.item())
+    return QuantizedResidual(B, A, quantized, error.item(), share.item())

@@ -127,7 +127,7 @@ def _layer_report(name: str, module: PissaLayer, adapter: str) -> LayerReport:
         return LayerReport(name, module.r[adapter], share.item(), None, None)
     base = module.base_layer
     if (known := base.statistics) is not None:
-        return LayerReport(name, module.r[adapter], known.energy, known.error, known.plain_error)
+        return LayerReport(name, module.r[adapter], *known)
     weight = base.original_weight()
     total = torch.linalg.norm(weight)
     start = dequantize(base.weight, getattr(base.layer, "state", None)) + base.scaling * (B.float() @ A.float())

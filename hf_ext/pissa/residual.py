@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -84,6 +85,14 @@ class OriginalWeight:
         return weight.T.contiguous() if self.transposed else weight
 
 
+class Statistics(NamedTuple):
+    """What `LayerReport` says of a layer."""
+
+    energy: float
+    error: float
+    plain_error: float
+
+
 def _digest(weight: torch.Tensor) -> int:
     return xxhash.xxh3_64_intdigest(weight.cpu().contiguous().numpy())
 
@@ -114,7 +123,7 @@ class ResidualLinear(nn.Module):
         self.B: torch.Tensor | None
         self.register_buffer("A", None, persistent=False)
         self.register_buffer("B", None, persistent=False)
-        self.statistics: QuantizedResidual | None = None
+        self.statistics: Statistics | None = None
         self.out_features, self.in_features = original.shape
 
     @property
@@ -168,10 +177,18 @@ class ResidualLinear(nn.Module):
             )
         return weight
 
-    def put(self, found: QuantizedResidual, scaling: float) -> None:
+    def put(self, found: QuantizedResidual, scaling: float, plain_error: float) -> None:
         """Takes a decomposition of the layer's weight into its place."""
-        self.statistics = found._replace(B=None, A=None, quantized=None)
+        self.statistics = Statistics(found.energy, found.error, plain_error)
         self._set(found.B, found.A, scaling, found.quantized)
+
+    def plain_error(self, weight: torch.Tensor) -> float:
+        """Frobenius norm of what quantising takes from W without an adapter, relative to W's; before `put` of W."""
+        if self.before == self.quantization:
+            plain = dequantize(self.layer.weight, getattr(self.layer, "state", None))
+        else:
+            plain = dequantize(self.quantization.quantize(weight))
+        return (torch.linalg.norm(weight - plain) / torch.linalg.norm(weight)).item()
 
     def rebuild(self, B: torch.Tensor, A: torch.Tensor, scaling: float, quantized: nn.Parameter | None = None) -> None:
         """The residual of a saved adapter: given, or made again from the full-precision weight and the adapter's start."""
@@ -187,7 +204,7 @@ class ResidualLinear(nn.Module):
         self.B, self.A, self.scaling, self.rank = B.float(), A.float(), scaling, len(A)
         before, self.layer = self.layer, self._layer(self.quantization, quantized)
         if before is not self.layer:
-            before.weight = None  # see `_layer`
+            before.weight = nn.Parameter(quantized.new_empty(0, dtype=torch.float32), requires_grad=False)  # see `_layer`
         # bitsandbytes' layout for inference on some CPUs rounds the scales, and so would what is saved afterwards.
         self.layer.support_avx512bf16_for_cpu = False
 
