@@ -83,11 +83,17 @@ def convert_to_lora(
         raise HfExtError(f"The model has no LoRA or PiSSA adapter '{adapter_name}' to convert.")
     config = model.peft_config[adapter_name]
     variants = {type(layer.lora_variant.get(adapter_name)) for layer in layers.values()} - {type(None), PissaVariant}
-    start = getattr(config, "init_lora_weights", True)
-    if variants or config.target_parameters or config.lora_bias or start not in (True, False, "gaussian", PRINCIPAL):
+    start = config.init_lora_weights
+    if (
+        config.peft_type not in ("LORA", "QPISSA")
+        or variants
+        or config.target_parameters
+        or config.lora_bias
+        or start not in (True, False, "gaussian", PRINCIPAL)
+    ):
         raise HfExtError(
-            f"The adapter '{adapter_name}' is neither of PiSSA or QPiSSA nor a plain LoRA (init_lora_weights={start!r}); only "
-            "those can be converted."
+            f"The adapter '{adapter_name}' is neither of PiSSA or QPiSSA nor a plain LoRA (type {config.peft_type.value}, "
+            f"init_lora_weights={start!r}); only those can be converted."
         )
     if onto not in ("original", "quantized"):
         raise HfExtError(f"onto={onto!r}; it is 'original' or 'quantized'.")
@@ -117,7 +123,7 @@ def convert_to_lora(
             state[a], state[b] = A.contiguous(), B.contiguous()
             records.append(LayerConversion(name.removeprefix("base_model.model."), len(A), error))
             bar.update()
-    return LoraConversion(_config(model.peft_config[adapter_name], records), state, records)
+    return LoraConversion(_config(config, records), state, records)
 
 
 def _quantized(module: QPissaLinear, B: torch.Tensor, A: torch.Tensor, rank: int | None, onto: Onto):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -102,21 +103,21 @@ class PissaLayer(LoraLayer):
     def pissa_adapters(self) -> list[str]:
         return [name for name, variant in self.lora_variant.items() if isinstance(variant, PissaVariant)]
 
+    @abstractmethod
     def keys(self, adapter: str) -> tuple[str, str]:
         """The names of A and B in the layer's state dict."""
-        raise NotImplementedError
 
+    @abstractmethod
     def factors(self, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:
         """A, (r, n), and B, (m, r)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def matrix(self) -> torch.Tensor:
         """The weight as the (m, n) matrix that s B A is a part of, float32.
 
         Raises:
             ValueError: it is not stored as floats.
         """
-        raise NotImplementedError
 
     def start(self, adapter: str, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """A and B from the weight's principal components."""
@@ -148,9 +149,13 @@ class PissaLayer(LoraLayer):
         before = (B.float() @ A.float() * self.scaling[adapter]).to(delta.dtype)
         return delta - (before.T if self.is_transposed() else before)
 
+    @abstractmethod
     def is_transposed(self) -> bool:
         """Whether the weight is stored as (n, m)."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def change(self, adapter: str, x: torch.Tensor) -> torch.Tensor:
+        """s (B A − B₀ A₀) x; exactly zero before training."""
 
     def state_dict(self, *args: Any, destination: dict | None = None, prefix: str = "", keep_vars: bool = False) -> dict:
         state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -218,7 +223,6 @@ class PissaLinear(PissaLayer, Linear):
         return shape[::-1] if self.is_transposed() else shape
 
     def change(self, adapter: str, x: torch.Tensor) -> torch.Tensor:
-        """s (B A − B₀ A₀) x; exactly zero before training."""
         x, scaling = self.lora_dropout[adapter](x), self.scaling[adapter]
         A0, B0 = self.initial(adapter)
         # Scaled and negated where it is small; the difference of two equal products is exactly zero all the same.

@@ -114,6 +114,11 @@ class QPissaModel(LoraModel):
         super()._prepare_model(config, model)
         if not config.init_lora_weights:
             return
+        if others := [other for other in self.peft_config.values() if other is not config]:
+            # The layers are QPiSSA's already, so they say nothing of the model.
+            for name in ("quant_type", "double_quant", "full_precision_modules"):
+                setattr(config, name, getattr(others[0], name))
+            return
         linear = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
         formats = {name: Quantization.of(module) for name, module in linear.items()}
         found = next(filter(None, formats.values()), None)

@@ -41,20 +41,17 @@ class Quantization:
 
     @classmethod
     def of(cls, layer: nn.Module) -> Quantization | None:
-        """That of a layer; None for one that bitsandbytes did not quantise."""
+        """That of a layer, whose weight stays as it is; None for one that bitsandbytes did not quantise."""
         kind = type(layer.weight).__name__
         if kind == "Int8Params":
             return cls("int8", double=False, dtype=torch.float16)
         if kind != "Params4bit":
             return None
-        weight = unpacked(layer)
-        return cls(
-            weight.quant_type,
-            weight.quant_state.nested,
-            weight.data.dtype,
-            weight.quant_state.blocksize,
-            weight.quant_state.dtype,
-        )
+        weight, state = layer.weight, layer.weight.quant_state
+        if getattr(state, "packing_format_for_cpu", False):  # see `unpacked`
+            storage = getattr(state, "original_storage_type", torch.uint8)
+            return cls(weight.quant_type, state.original_nested, storage, state.blocksize, state.original_dtype)
+        return cls(weight.quant_type, state.nested, weight.dtype, state.blocksize, state.dtype)
 
     def quantize(self, weight: torch.Tensor) -> nn.Parameter:
         """A weight (out_features, in_features) of any float type, as bitsandbytes' parameter on the same device."""

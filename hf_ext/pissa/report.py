@@ -121,7 +121,7 @@ def report(model: nn.Module, adapter_name: str = "default") -> PissaReport:
 @torch.no_grad()
 def _layer_report(name: str, module: PissaLayer, adapter: str) -> LayerReport:
     A, B = module.initial(adapter)
-    part = energy(B.float(), A.float(), module.scaling[adapter])
+    part = energy(B.float(), A.float(), module.start_scaling(adapter))
     if not isinstance(module, QPissaLinear):
         share = part / torch.linalg.norm(module.matrix()).square().clamp_min(torch.finfo(part.dtype).tiny)
         return LayerReport(name, module.r[adapter], share.item(), None, None)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import AdaLoraConfig, LoraConfig, PeftModel
 from tiny_adapters import NF4, difference, load, logits, small_gpt2, small_llama, trained
 from tiny_models import bert, llama
 from torch import nn
@@ -114,6 +114,9 @@ def test_what_cannot_be_converted_is_an_error(base):
         other = trained(bert(), LoraConfig(r=2, target_modules=["query"], **options))
         with pytest.raises(HfExtError, match="nor a plain LoRA"):
             pissa.convert_to_lora(other)
+    other = trained(bert(), AdaLoraConfig(target_modules=["query"], total_step=10))
+    with pytest.raises(HfExtError, match="type ADALORA"):
+        pissa.convert_to_lora(other)
     nameless = trained(small_llama(), QPissaConfig(**OPTIONS))
     with pytest.raises(BaseModelError, match="nowhere to be found"):
         pissa.convert_to_lora(nameless, 2)

@@ -11,6 +11,7 @@ from tiny_adapters import NF4, load, small_llama, trained
 from tiny_models import llama
 
 from hf_ext import HfExtError, PissaConfig, QPissaConfig, pissa
+from hf_ext.pissa.layer import PissaLayer
 from hf_ext.pissa.quantization import dequantize
 
 OPTIONS = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -22,6 +23,11 @@ def test_the_energy_is_that_of_the_principal_components():
         squares = torch.linalg.svdvals(llama().get_submodule(record.layer).weight).square()
         assert record.energy == pytest.approx((squares[:4].sum() / squares.sum()).item(), rel=1e-4)
         assert (record.rank, record.error, record.plain_error) == (4, None, None)
+    before = pissa.report(model)
+    for module in model.modules():
+        if isinstance(module, PissaLayer):
+            module.scale_layer(0.5)
+    assert pissa.report(model) == before
 
 
 def test_the_errors_are_those_of_the_weights(tmp_path):

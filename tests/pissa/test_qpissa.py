@@ -254,6 +254,8 @@ def test_adapters_share_a_residual_and_its_start(tmp_path, llama_base):
     model.add_adapter("second", config())
     model.set_adapter("second")
     assert difference(logits(model), start) < 2e-6
+    for option in ("quant_type", "double_quant", "full_precision_modules"):
+        assert getattr(model.peft_config["second"], option) == getattr(model.peft_config["default"], option)
     model.load_adapter(tmp_path / "adapter", "third")
     model.set_adapter("third")
     assert torch.equal(logits(model), first)

@@ -122,6 +122,9 @@ def test_a_weight_in_the_layout_for_inference_is_unpacked():
     layer.weight.data, layer.weight.quant_state = bnb.functional._convert_weight_packed_for_cpu(
         layer.weight.data, layer.weight.quant_state
     )
-    assert not torch.equal(layer.weight.data, codes)
+    packed = layer.weight.data.clone()
+    assert not torch.equal(packed, codes)
+    assert Quantization.of(layer) == quantization
+    assert torch.equal(layer.weight.data, packed)  # asking changes nothing
     assert torch.equal(unpacked(layer).data, codes)
     assert Quantization.of(layer) == quantization
