@@ -1,11 +1,14 @@
 """hf_ext: methods for fine-tuning, merging, shipping and serving models, as a plugin for Transformers and PEFT."""
 
-from hf_ext import emr, fm_delta, pissa
+from hf_ext import emr, fm_delta, pissa, uni_med
 from hf_ext.emr import EMRConfig
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError, UnsavedChangesError
 from hf_ext.fm_delta import FMDeltaConfig
 from hf_ext.pissa import PissaConfig, QPissaConfig
 from hf_ext.registration import register
+from hf_ext.uni_med.configuration_uni_med import UniMedConfig
+from hf_ext.uni_med.modeling_uni_med import UniMedForConditionalGeneration
+from hf_ext.uni_med.processing_uni_med import UniMedProcessor
 
 __version__ = "0.1.0"
 
@@ -18,10 +21,14 @@ __all__ = [
     "HfExtError",
     "PissaConfig",
     "QPissaConfig",
+    "UniMedConfig",
+    "UniMedForConditionalGeneration",
+    "UniMedProcessor",
     "UnsavedChangesError",
     "emr",
     "fm_delta",
     "pissa",
+    "uni_med",
 ]
 
 register()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from peft import PeftType
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.utils import register_peft_method
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
@@ -21,6 +23,9 @@ from hf_ext.fm_delta.format import KEY
 from hf_ext.fm_delta.quantizer import FMDeltaQuantizer
 from hf_ext.pissa.config import QPissaConfig
 from hf_ext.pissa.model import QPissaModel
+from hf_ext.uni_med.configuration_uni_med import UniMedConfig
+from hf_ext.uni_med.modeling_uni_med import UniMedForConditionalGeneration
+from hf_ext.uni_med.processing_uni_med import UniMedProcessor
 
 
 def register() -> None:
@@ -36,6 +41,10 @@ def register() -> None:
         _add_peft_type("QPISSA")
     if PeftType("QPISSA") not in PEFT_TYPE_TO_TUNER_MAPPING:
         register_peft_method(name="qpissa", config_cls=QPissaConfig, model_cls=QPissaModel, prefix="lora_")
+    if UniMedConfig.model_type not in CONFIG_MAPPING:
+        AutoConfig.register(UniMedConfig.model_type, UniMedConfig)
+        AutoModelForImageTextToText.register(UniMedConfig, UniMedForConditionalGeneration)
+        AutoProcessor.register(UniMedConfig, UniMedProcessor)
 
 
 def _add_peft_type(name: str) -> None:

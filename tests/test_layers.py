@@ -15,11 +15,20 @@ PURE = {
     "fm_delta": {"codec", "compress", "format", "reference", "report"},
     "emr": {"artifact", "election", "modulators", "reference", "report", "writing"},
     "pissa": {"decomposition", "quantization"},
+    "uni_med": {"boxes", "connector"},
 }
 HOST = {
     "fm_delta": {"config", "quantizer", "saving"},
     "emr": {"adapter", "config", "merge", "plan", "quantizer", "saving", "switching"},
     "pissa": {"config", "conversion", "layer", "model", "report", "residual"},
+    "uni_med": {
+        "configuration_uni_med",
+        "data",
+        "evaluation",
+        "interference",
+        "modeling_uni_med",
+        "processing_uni_med",
+    },
 }
 BELOW, ABOVE = (
     ["_native", "native", "errors", "folder", "checkpoint", "work_ahead", "display"],

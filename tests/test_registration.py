@@ -8,6 +8,7 @@ from peft import PeftType
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 import hf_ext
+from hf_ext import UniMedConfig
 from hf_ext.fm_delta.config import FMDeltaConfig
 from hf_ext.fm_delta.quantizer import FMDeltaQuantizer
 from hf_ext.registration import register
@@ -41,7 +42,7 @@ def state():
                 found |= {(name, f"{attribute}.{member}"): item for member, item in list(vars(value).items())}
             if type(value) is dict and not attribute.startswith("__"):
                 found |= {(name, f"{attribute}[{key!r}]"): item for key, item in list(value.items())}
-            if type(value).__name__ == "_LazyAutoMapping":  # reading all of it would import all models
+            if type(value).__name__ in ("_LazyAutoMapping", "_LazyConfigMapping"):  # reading all of it would import all models
                 found |= {(name, f"{attribute}[{key!r}]"): item for key, item in list(value._extra_content.items())}
     return found
 
@@ -62,12 +63,16 @@ for module, attribute in sorted(after.keys() - before.keys()):
 def test_the_import_adds_its_entries_and_replaces_nothing():
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPARE], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    mappings = {line.split()[1] for line in result.stdout.splitlines()}
+    added = {line.split(" ", 1)[1] for line in result.stdout.splitlines()}
     tables = ("AUTO_QUANTIZATION_CONFIG_MAPPING", "AUTO_QUANTIZER_MAPPING")
-    entries = {f"{table}['{method}']" for table in tables for method in ("fm_delta", "emr")}
-    entries |= {f"PEFT_TYPE_TO_{table}_MAPPING[{PeftType('QPISSA')!r}]" for table in ("CONFIG", "TUNER", "PREFIX")}
-    assert mappings - {name for name in mappings if name.startswith("PeftType")} == {name.split()[0] for name in entries}
-    assert {name for name in mappings if name.startswith("PeftType")} == {"PeftType.QPISSA"}
+    expected = {f"{table}['{method}']" for table in tables for method in ("fm_delta", "emr")}
+    expected |= {f"PEFT_TYPE_TO_{table}_MAPPING[{PeftType('QPISSA')!r}]" for table in ("CONFIG", "TUNER", "PREFIX")}
+    expected |= {"PeftType.QPISSA", "CONFIG_MAPPING['uni_med']"}
+    expected |= {f"{table}_MAPPING[{UniMedConfig!r}]" for table in ("MODEL_FOR_IMAGE_TEXT_TO_TEXT", "PROCESSOR")}
+    # Every output class of a model is registered with torch's trees as soon as it is defined.
+    trees = {name for name in added if name.startswith(("SUPPORTED_", "SERIALIZED_"))}
+    assert all("hf_ext.uni_med" in name for name in trees)
+    assert added - trees == expected
 
 
 def test_registering_again_changes_nothing():
@@ -84,6 +89,6 @@ def test_an_entry_of_that_name_by_another_package_is_left_alone(monkeypatch, map
 
 
 def test_every_public_name_exists():
-    for module in (hf_ext, hf_ext.fm_delta, hf_ext.emr, hf_ext.pissa):
+    for module in (hf_ext, hf_ext.fm_delta, hf_ext.emr, hf_ext.pissa, hf_ext.uni_med):
         assert all(hasattr(module, name) for name in module.__all__)
         assert sorted(module.__all__) == module.__all__

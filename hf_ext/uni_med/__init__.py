@@ -1,0 +1,23 @@
+"""Uni-Med: one model for medical images and text, with a mixture of experts as its connector (NeurIPS 2024)."""
+
+from hf_ext.uni_med.data import RATIOS, UniMedCollator, mix_datasets
+from hf_ext.uni_med.evaluation import Evaluation, accuracy, answer, bleu1, box_ious, evaluate, scores
+from hf_ext.uni_med.interference import FeatureMap, Interference, InterferenceCallback, feature_map, interference
+
+__all__ = [
+    "Evaluation",
+    "FeatureMap",
+    "Interference",
+    "InterferenceCallback",
+    "RATIOS",
+    "UniMedCollator",
+    "accuracy",
+    "answer",
+    "bleu1",
+    "box_ious",
+    "evaluate",
+    "feature_map",
+    "interference",
+    "mix_datasets",
+    "scores",
+]

@@ -1,0 +1,92 @@
+"""What a Uni-Med model is made of."""
+
+import math
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.configuration_utils import SubConfigSpec
+
+from hf_ext.uni_med.connector import Kind, Resampling, RouterInput, Routing
+
+TASKS = ("vqa", "refer", "identify", "caption", "cls")
+
+
+@strict
+class UniMedConfig(PreTrainedConfig):
+    """Configuration of [`UniMedForConditionalGeneration`]. The defaults are the paper's model (Uni-Med, arXiv 2409.17508,
+    section 3): BLIP-2's ViT-g, Llama-2-7B, and a connector of five MLP experts with a soft router.
+
+    Args:
+        vision_config: of the vision tower, any that `AutoModel` knows.
+        text_config: of the language model, any that `AutoModelForCausalLM` knows.
+        connector: "linear", "mlp" (two layers), "moe_linear" or "moe_mlp".
+        num_experts: experts of a mixture.
+        router: "soft" weighs all experts by sigmoid(logits) over their sum; "sparse" takes the softmax over the
+            `num_experts_per_tok` largest logits; "hard" gives task i to expert i; "constant" weighs all alike.
+        router_input: what the logits are computed of: "task_token" (task token and visual token), "token" or "task".
+        num_experts_per_tok: experts of a visual token with the sparse router.
+        resampling: "projection" concatenates neighbouring visual tokens, "avg_pool" and "max_pool" pool squares of them.
+        resampling_rate: visual tokens made into one.
+        tasks: names of the tasks that an image can be looked at for; each has a task token to learn.
+        task_token_size: None for the size of the connector's input.
+        image_token_id: stands in `input_ids` where an embedding of an image goes; may lie outside the vocabulary.
+
+    Raises:
+        ValueError: values that do not fit together.
+    """
+
+    model_type = "uni_med"
+    sub_configs_defaults = {
+        "vision_config": SubConfigSpec(config_class=AutoConfig, model_type="blip_2_vision_model"),
+        "text_config": SubConfigSpec(config_class=AutoConfig, model_type="llama"),
+    }
+    attribute_map = {"image_token_index": "image_token_id"}
+
+    vision_config: dict | PreTrainedConfig | None = None
+    text_config: dict | PreTrainedConfig | None = None
+    connector: Kind = "moe_mlp"
+    num_experts: int = 5
+    router: Routing = "soft"
+    router_input: RouterInput = "task_token"
+    num_experts_per_tok: int = 2
+    resampling: Resampling = "projection"
+    resampling_rate: int = 4
+    tasks: list[str] | tuple[str, ...] = TASKS
+    task_token_size: int | None = None
+    image_token_id: int = 32000
+    initializer_range: float = 0.02
+
+    def __post_init__(self, **kwargs: Any):
+        super().__post_init__(**kwargs)
+        self.tasks = list(self.tasks)
+        if self.resampling_rate < 1 or self.num_experts < 1:
+            raise ValueError(f"resampling_rate={self.resampling_rate}, num_experts={self.num_experts}: both are at least 1.")
+        if self.resampling != "projection" and math.isqrt(self.resampling_rate) ** 2 != self.resampling_rate:
+            raise ValueError(f"Pooling takes squares of tokens: resampling_rate={self.resampling_rate} is not a square number.")
+        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
+            raise ValueError(f"tasks={self.tasks}: there is at least one, and each has a name of its own.")
+        if self.connector.startswith("moe"):
+            if self.router == "hard" and self.num_experts < len(self.tasks):
+                raise ValueError(
+                    f"The hard router gives each task an expert of its own: num_experts={self.num_experts} is less than the "
+                    f"{len(self.tasks)} tasks."
+                )
+            if self.router == "sparse":
+                if not 1 <= self.num_experts_per_tok <= self.num_experts:
+                    raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} is not within 1…{self.num_experts}.")
+                if any(size % 8 for size in (self.connector_input_size, self.text_config.hidden_size)):
+                    raise ValueError(
+                        "The sparse router's grouped matrix products need sizes that are multiples of 8; the connector's input "
+                        f"has {self.connector_input_size} and the language model {self.text_config.hidden_size}."
+                    )
+
+    @property
+    def vision_size(self) -> int:
+        """Size of the vision tower's tokens."""
+        sizes = getattr(self.vision_config, "hidden_sizes", None)  # convolutional towers have one a stage
+        return sizes[-1] if sizes else self.vision_config.hidden_size
+
+    @property
+    def connector_input_size(self) -> int:
+        return self.vision_size * (self.resampling_rate if self.resampling == "projection" else 1)

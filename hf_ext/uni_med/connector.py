@@ -1,0 +1,236 @@
+"""The connector from vision tower to language model: resampling, router, experts (Uni-Med, arXiv 2409.17508, section 3.2).
+
+Parameters are held bare, not in `nn.Linear`: quantisers and adapters that look for linear layers leave the connector alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Kind = Literal["linear", "mlp", "moe_linear", "moe_mlp"]
+Routing = Literal["soft", "hard", "constant", "sparse"]
+RouterInput = Literal["task_token", "token", "task"]
+Resampling = Literal["projection", "avg_pool", "max_pool"]
+
+
+def resample(features: torch.Tensor, grid: tuple[int, int], how: Resampling, rate: int) -> torch.Tensor:
+    """Makes one visual token of `rate` of them.
+
+    Args:
+        features: (images, height * width, size), row by row.
+        grid: height and width.
+        how: "projection" concatenates neighbours in a row, to (…, tokens / rate, size * rate); the pools take the average
+            or maximum of squares of √rate by √rate, to (…, tokens / rate, size).
+
+    Raises:
+        ValueError: the grid cannot be divided so.
+    """
+    images, tokens, size = features.shape
+    if how == "projection":
+        if tokens % rate:
+            raise ValueError(f"{tokens} visual tokens cannot be grouped by resampling_rate={rate}.")
+        return features.reshape(images, tokens // rate, size * rate)
+    side = math.isqrt(rate)
+    height, width = grid
+    if height % side or width % side:
+        raise ValueError(f"A grid of {height} x {width} visual tokens cannot be pooled by squares of {side} x {side}.")
+    squares = features.view(images, height // side, side, width // side, side, size)
+    pooled = squares.mean((2, 4)) if how == "avg_pool" else squares.amax((2, 4))
+    return pooled.flatten(1, 2)
+
+
+class Router(nn.Module):
+    """Logits over experts: W₂ GELU(W₁ [task token ; visual token] + b₁) + b₂ with a hidden size of four times the input's.
+
+    W₁ is kept in two parts, so that the task's is applied once to an image and not to each of its tokens.
+
+    Args:
+        token_size: size of the visual tokens; 0 to route by the task alone.
+        task_size: size of the task tokens; 0 to route by the visual tokens alone.
+    """
+
+    def __init__(self, token_size: int, task_size: int, num_experts: int):
+        super().__init__()
+        hidden = 4 * (token_size + task_size)
+        self.token_weight = nn.Parameter(torch.empty(hidden, token_size)) if token_size else None
+        self.task_weight = nn.Parameter(torch.empty(hidden, task_size)) if task_size else None
+        self.bias = nn.Parameter(torch.empty(hidden))
+        self.out_weight = nn.Parameter(torch.empty(num_experts, hidden))
+        self.out_bias = nn.Parameter(torch.empty(num_experts))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        hidden = len(self.bias)
+        for parameter, inputs in (
+            (self.token_weight, hidden // 4),
+            (self.task_weight, hidden // 4),
+            (self.bias, hidden // 4),
+            (self.out_weight, hidden),
+            (self.out_bias, hidden),
+        ):
+            if parameter is not None:
+                nn.init.uniform_(parameter, -(inputs**-0.5), inputs**-0.5)  # as nn.Linear
+
+    def forward(self, tokens: torch.Tensor, task: torch.Tensor | None) -> torch.Tensor:
+        """Logits, (images, tokens, experts); (images, 1, experts) if they depend on the task alone.
+
+        Args:
+            tokens: (images, tokens, token_size).
+            task: (images, task_size), the task token of each image.
+        """
+        hidden = self.bias
+        if self.token_weight is not None:
+            hidden = F.linear(tokens, self.token_weight, hidden)
+        if self.task_weight is not None:
+            hidden = F.linear(task, self.task_weight)[:, None] + hidden
+        return F.linear(F.gelu(hidden), self.out_weight, self.out_bias)
+
+
+class Experts(nn.Module):
+    """Projections side by side, Σₑ wₑ Eₑ(x), with Eₑ(x) = Uₑᵀ GELU(Vₑ x + aₑ) + bₑ, or Uₑᵀ x + bₑ if they are linear.
+
+    Weighing the hidden units by their expert's weight makes the sum over experts one matrix product; the output of a single
+    expert is never held. Vₑ is `up[e]`, (hidden, inputs); Uₑ is `down[e]`, (hidden, outputs).
+    """
+
+    def __init__(self, num_experts: int, in_features: int, out_features: int, linear: bool):
+        super().__init__()
+        hidden = in_features if linear else out_features
+        self.up = None if linear else nn.Parameter(torch.empty(num_experts, hidden, in_features))
+        self.up_bias = None if linear else nn.Parameter(torch.empty(num_experts, hidden))
+        self.down = nn.Parameter(torch.empty(num_experts, hidden, out_features))
+        self.down_bias = nn.Parameter(torch.empty(num_experts, out_features))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weight, bias, inputs in (
+            (self.up, self.up_bias, 0 if self.up is None else self.up.shape[2]),
+            (self.down, self.down_bias, self.down.shape[1]),
+        ):
+            if weight is not None:
+                nn.init.uniform_(weight, -(inputs**-0.5), inputs**-0.5)  # as nn.Linear
+                nn.init.uniform_(bias, -(inputs**-0.5), inputs**-0.5)
+
+    def forward(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        """All experts on all tokens: (tokens, inputs) and weights (tokens, experts) to (tokens, outputs).
+
+        Without weights there is one expert, and it is not weighed.
+        """
+        experts, units, _ = self.down.shape
+        if self.up is None:
+            hidden = tokens[:, None]
+        else:
+            hidden = F.gelu(F.linear(tokens, self.up.flatten(0, 1), self.up_bias.flatten())).unflatten(1, (experts, units))
+        if weights is None:
+            return torch.addmm(self.down_bias[0], hidden[:, 0], self.down[0])
+        hidden = (hidden * weights[:, :, None]).flatten(1)
+        return torch.addmm(weights @ self.down_bias, hidden, self.down.flatten(0, 1))
+
+    def chosen(self, tokens: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Only the chosen experts, weighed: tokens (tokens, inputs), weights and experts' indices (tokens, k)."""
+        k = experts.shape[1]
+        order = experts.flatten().argsort(stable=True)
+        ends = torch.bincount(experts.flatten(), minlength=len(self.down)).cumsum(0).to(torch.int32)
+        chosen = experts.flatten()[order]
+        hidden = tokens[order // k]
+        if self.up is not None:
+            hidden = F.gelu(F.grouped_mm(hidden, self.up.transpose(1, 2), offs=ends) + self.up_bias[chosen])
+        weights = weights.flatten()[order, None]
+        out = F.grouped_mm(hidden * weights, self.down, offs=ends) + weights * self.down_bias[chosen]
+        # Back in the order of the tokens; no index_add, which is not deterministic on GPUs.
+        return out[order.argsort()].unflatten(0, (-1, k)).sum(1)
+
+
+class Connector(nn.Module):
+    """Visual tokens of an image to input embeddings of the language model.
+
+    Args:
+        vision_size: size of the tower's tokens.
+        text_size: size of the language model's embeddings.
+        kind: one projection ("linear", "mlp") or a mixture of `num_experts` of them ("moe_linear", "moe_mlp").
+        router: how experts are weighed. "soft": sigmoid(logits) over their sum; "sparse": softmax over the `top_k` largest
+            logits, and only those experts are computed; "hard": expert i for task i; "constant": all alike.
+        router_input: what the logits are of: the task token and the visual token, or one of the two.
+        resampling, resampling_rate: see `resample`.
+        num_tasks: how many task tokens there are to learn.
+        task_token_size: their size; None for that of the resampled visual tokens.
+    """
+
+    def __init__(
+        self,
+        vision_size: int,
+        text_size: int,
+        kind: Kind = "moe_mlp",
+        num_experts: int = 5,
+        router: Routing = "soft",
+        router_input: RouterInput = "task_token",
+        top_k: int = 2,
+        resampling: Resampling = "projection",
+        resampling_rate: int = 4,
+        num_tasks: int = 5,
+        task_token_size: int | None = None,
+    ):
+        super().__init__()
+        self.resampling, self.resampling_rate = resampling, resampling_rate
+        self.routing, self.top_k, self.num_tasks = router, top_k, num_tasks
+        size = vision_size * (resampling_rate if resampling == "projection" else 1)
+        mixture = kind.startswith("moe")
+        learned = mixture and router in ("soft", "sparse")
+        task_size = (task_token_size or size) if learned and router_input != "token" else 0
+        self.needs_task = bool(task_size) or (mixture and router == "hard")
+        self.task_tokens = nn.Parameter(torch.empty(num_tasks, task_size)) if task_size else None
+        self.router = Router(size if router_input != "task" else 0, task_size, num_experts) if learned else None
+        self.experts = Experts(num_experts if mixture else 1, size, text_size, kind.endswith("linear"))
+        self.mixture = mixture
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.task_tokens is not None:
+            nn.init.normal_(self.task_tokens, std=0.02)
+
+    def forward(
+        self, features: torch.Tensor, grid: tuple[int, int], tasks: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Embeddings (images, tokens / rate, text_size), and the experts' weights (images, tokens / rate, experts) if there
+        are any.
+
+        Args:
+            features: (images, height * width, vision_size).
+            grid: height and width.
+            tasks: (images,), the index of each image's task.
+
+        Raises:
+            ValueError: a task is needed and missing, or the grid cannot be resampled.
+        """
+        if self.needs_task and tasks is None:
+            raise ValueError("This connector routes by task: give the processor task=, or the model task_ids.")
+        x = resample(features, grid, self.resampling, self.resampling_rate)
+        images, count, _ = x.shape
+        tokens = x.flatten(0, 1)
+        if not self.mixture:
+            return self.experts(tokens, None).unflatten(0, (images, count)), None
+        shape = (images, count, len(self.experts.down))
+        if self.router is None:
+            weights = self._fixed(images, tasks, x).expand(shape)
+        else:
+            logits = self.router(x, None if self.task_tokens is None else self.task_tokens[tasks]).expand(shape)
+            if self.routing == "sparse":
+                top, chosen = logits.topk(self.top_k, dim=-1)
+                top = top.softmax(-1)
+                out = self.experts.chosen(tokens, top.flatten(0, 1), chosen.flatten(0, 1))
+                return out.unflatten(0, (images, count)), torch.zeros_like(logits).scatter(-1, chosen, top)
+            weights = logits.sigmoid()
+            weights = weights / weights.sum(-1, keepdim=True)
+        return self.experts(tokens, weights.flatten(0, 1)).unflatten(0, (images, count)), weights
+
+    def _fixed(self, images: int, tasks: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+        """Weights that are not learned, (images, 1, experts)."""
+        experts = len(self.experts.down)
+        if self.routing == "constant":
+            return like.new_full((images, 1, experts), 1 / experts)
+        return F.one_hot(tasks, experts)[:, None].to(like.dtype)

@@ -1,0 +1,71 @@
+"""Training data of several tasks: mixed by ratio, and batched with the tasks mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_ext.errors import HfExtError
+from hf_ext.uni_med.processing_uni_med import UniMedProcessor
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+RATIOS = {"qa": 2, "vqa": 5, "refer": 4, "identify": 4, "caption": 8, "cls": 4}  # the paper's, of each of its data sets
+
+
+def mix_datasets(
+    datasets: Mapping[str, Dataset | IterableDataset],
+    ratios: Mapping[str, float] = RATIOS,
+    seed: int = 42,
+    stopping_strategy: str = "all_exhausted",
+) -> Dataset | IterableDataset:
+    """Draws samples of several data sets in turn, at random by ratio (`datasets.interleave_datasets`).
+
+    Args:
+        datasets: by name, with the columns image, text, task and answer.
+        ratios: of each name; the paper's by default, for data sets named after their task.
+        stopping_strategy: "all_exhausted" goes on until every sample was seen; "first_exhausted" until one set is through.
+
+    Raises:
+        HfExtError: datasets is not installed.
+        ValueError: a data set has no ratio.
+    """
+    try:
+        from datasets import interleave_datasets
+    except ImportError as error:
+        raise HfExtError("Mixing needs datasets: pip install datasets (or hf_ext[uni_med]).") from error
+    if missing := [name for name in datasets if not ratios.get(name, 0) > 0]:
+        raise ValueError(f"There is no ratio for {', '.join(missing)}: give ratios={{name: number, …}}.")
+    total = sum(ratios[name] for name in datasets)
+    return interleave_datasets(
+        list(datasets.values()), [ratios[name] / total for name in datasets], seed=seed, stopping_strategy=stopping_strategy
+    )
+
+
+@dataclass
+class UniMedCollator:
+    """Makes a training batch of {"image", "text", "task", "answer"}; tasks may be mixed, and images missing.
+
+    Give `Trainer` remove_unused_columns=False with it.
+
+    Args:
+        max_length: longest row in tokens; None for what the tokenizer allows.
+    """
+
+    processor: UniMedProcessor
+    max_length: int | None = None
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        columns = {name: [row[name] for row in rows] for name in ("image", "text", "task", "answer")}
+        return self.processor(
+            images=columns["image"],
+            text=columns["text"],
+            task=columns["task"],
+            answers=columns["answer"],
+            max_length=self.max_length,
+            return_tensors="pt",
+        )

@@ -1,0 +1,142 @@
+"""The paper's metric of each task (Uni-Med, arXiv 2409.17508, section 4.1)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils.logging import tqdm
+
+from hf_ext.display import table
+from hf_ext.errors import HfExtError
+from hf_ext.uni_med.boxes import box_iou, parse_boxes
+from hf_ext.uni_med.processing_uni_med import UniMedProcessor
+
+SQUARE = (100, 100)  # boxes are compared as they are written, in hundredths of the image
+
+
+def bleu1(predictions: Sequence[str], references: Sequence[str]) -> float:
+    """Mean BLEU-1 of sentences, in 0…1; words are what spaces separate, in lower case. By NLTK.
+
+    Raises:
+        HfExtError: NLTK is not installed.
+    """
+    try:
+        from nltk.translate.bleu_score import sentence_bleu
+    except ImportError as error:
+        raise HfExtError("BLEU needs NLTK: pip install nltk (or hf_ext[uni_med]).") from error
+    pairs = zip(predictions, references, strict=True)
+    return statistics.fmean(sentence_bleu([b.lower().split()], a.lower().split(), weights=(1,)) for a, b in pairs)
+
+
+def accuracy(predictions: Sequence[str], references: Sequence[str]) -> float:
+    """How many are equal, without regard to case and spaces around them."""
+    return statistics.fmean(a.strip().lower() == b.strip().lower() for a, b in zip(predictions, references, strict=True))
+
+
+def box_ious(predictions: Sequence[str], references: Sequence[str]) -> list[float]:
+    """Intersection over union of the first box of each text; 0 where the prediction has none.
+
+    Raises:
+        ValueError: a reference has no box.
+    """
+    found = []
+    for i, (a, b) in enumerate(zip(predictions, references, strict=True)):
+        if not (expected := parse_boxes(b, SQUARE)):
+            raise ValueError(f"The answer of sample {i} has no box: {b!r}.")
+        boxes = parse_boxes(a, SQUARE)
+        found.append(box_iou(boxes[0], expected[0]) if boxes else 0.0)
+    return found
+
+
+def scores(task: str, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """The metrics of a task, each in 0…1: IoU and its share above 0.5 of "refer"; accuracy of "cls" and "qa"; BLEU-1 and
+    accuracy of all others."""
+    if task == "refer":
+        ious = box_ious(predictions, references)
+        return {"iou": statistics.fmean(ious), "recall@0.5": statistics.fmean(iou > 0.5 for iou in ious)}
+    if task in ("cls", "qa"):
+        return {"accuracy": accuracy(predictions, references)}
+    return {"bleu1": bleu1(predictions, references), "accuracy": accuracy(predictions, references)}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate` found; printed, it is a table.
+
+    Attributes:
+        metrics: of each data set, values in 0…1 by name.
+        predictions: of each data set, the model's answers in its order.
+    """
+
+    metrics: dict[str, dict[str, float]]
+    predictions: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        rows = [
+            (name, metric, f"{value:.3f}", str(len(self.predictions[name])))
+            for name, found in self.metrics.items()
+            for metric, value in found.items()
+        ]
+        return table(("data", "metric", "value", "samples"), rows)
+
+
+@torch.inference_mode()
+def evaluate(
+    model: PreTrainedModel,
+    processor: UniMedProcessor,
+    datasets: Mapping[str, Sequence[Mapping[str, Any]]],
+    batch_size: int = 16,
+    score: Callable[[str, Sequence[str], Sequence[str]], dict[str, float]] = scores,
+    **generation: Any,
+) -> Evaluation:
+    """Lets a model answer, greedily, and measures it by the metrics of each task.
+
+    Args:
+        datasets: by name; each is a sequence of {"image", "text", "task", "answer"}, all of one task. "image" may be None
+            or a list.
+        score: how answers are measured: (task, predictions, references) to values by name.
+        generation: of `generate`, such as max_new_tokens=50.
+
+    Raises:
+        ValueError: a data set is empty or mixes tasks.
+    """
+    generation = {"do_sample": False, "num_beams": 1} | generation
+    for name, data in datasets.items():
+        if not len(data):
+            raise ValueError(f"The data set '{name}' is empty.")
+    training = model.training
+    model.eval()
+    metrics, predictions = {}, {}
+    try:
+        with tqdm(total=sum(map(len, datasets.values())), desc="Answering") as bar:
+            for name, data in datasets.items():
+                answers, references, tasks = [], [], set()
+                for start in range(0, len(data), batch_size):
+                    rows = [data[i] for i in range(start, min(start + batch_size, len(data)))]
+                    answers += answer(model, processor, rows, **generation)
+                    references += [row["answer"] for row in rows]
+                    tasks |= {row["task"] for row in rows}
+                    bar.update(len(rows))
+                if len(tasks) > 1:
+                    raise ValueError(f"The data set '{name}' mixes the tasks {', '.join(sorted(tasks))}; give each its own.")
+                metrics[name], predictions[name] = score(*tasks, answers, references), answers
+    finally:
+        model.train(training)
+    return Evaluation(metrics, predictions)
+
+
+def answer(
+    model: PreTrainedModel, processor: UniMedProcessor, rows: Sequence[Mapping[str, Any]], **generation: Any
+) -> list[str]:
+    """The model's answers to a batch of {"image", "text", "task"}."""
+    columns = {name: [row[name] for row in rows] for name in ("image", "text", "task")}
+    inputs = processor(images=columns["image"], text=columns["text"], task=columns["task"], return_tensors="pt").to(
+        model.device
+    )
+    out = model.generate(**inputs, **generation)[:, inputs["input_ids"].shape[1] :]
+    return [text.strip() for text in processor.batch_decode(out, skip_special_tokens=True)]

@@ -1,0 +1,246 @@
+"""How tasks pull at shared parameters: the tug-of-war of Uni-Med (arXiv 2409.17508, section 3.1), from gradients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.utils import logging
+
+from hf_ext.display import new_figure, save_figure, table
+from hf_ext.work_ahead import progress
+
+logger = logging.get_logger(__name__)
+
+Batches = Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Interference:
+    """Of each pair of tasks, how their gradients agree; printed, both matrices.
+
+    Attributes:
+        tasks: their names, in the order of the matrices.
+        direction: GD, (tasks, tasks): cos(gᵢ, gⱼ), in -1…1.
+        magnitude: GM, (tasks, tasks): 2 ‖gᵢ‖ ‖gⱼ‖ / (‖gᵢ‖² + ‖gⱼ‖²), in 0…1.
+        norms: ‖gᵢ‖, (tasks,). Where it is 0, as of questions without images at the connector, the pairs are nan.
+    """
+
+    tasks: list[str]
+    direction: torch.Tensor
+    magnitude: torch.Tensor
+    norms: torch.Tensor
+
+    @property
+    def mean_direction(self) -> float:
+        """Of all pairs of two tasks."""
+        return self._mean(self.direction)
+
+    @property
+    def mean_magnitude(self) -> float:
+        """Of all pairs of two tasks."""
+        return self._mean(self.magnitude)
+
+    def summary(self) -> str:
+        return f"mean GD {self.mean_direction:.3f}, mean GM {self.mean_magnitude:.3f} of {len(self.tasks)} tasks"
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """Draws both matrices as heat maps.
+
+        Raises:
+            HfExtError: matplotlib is missing, or the file cannot be written.
+        """
+        size = 1.6 + 0.8 * len(self.tasks)
+        figure = new_figure(2 * size, size)
+        for axes, title, values, low, colors in zip(
+            figure.subplots(1, 2),
+            ("direction (GD)", "magnitude (GM)"),
+            (self.direction, self.magnitude),
+            (-1, 0),
+            ("RdBu_r", "Blues"),
+        ):
+            drawn = axes.imshow(values.numpy(), vmin=low, vmax=1, cmap=colors)
+            axes.set_title(title)
+            axes.set_xticks(range(len(self.tasks)), self.tasks, rotation=45, ha="right")
+            axes.set_yticks(range(len(self.tasks)), self.tasks)
+            for i in range(len(self.tasks)):
+                for j in range(len(self.tasks)):
+                    value = values[i, j].item()
+                    color = "white" if abs(value) > 0.7 else "black"
+                    axes.text(j, i, _cell(value), ha="center", va="center", color=color, fontsize=8)
+            figure.colorbar(drawn, ax=axes, shrink=0.8)
+        save_figure(figure, path)
+
+    def __str__(self) -> str:
+        parts = []
+        for title, values in (("GD", self.direction), ("GM", self.magnitude)):
+            rows = [(task, *map(_cell, row)) for task, row in zip(self.tasks, values.tolist())]
+            parts.append(table((title, *self.tasks), rows))
+        return "\n\n".join([*parts, self.summary()])
+
+    def _mean(self, values: torch.Tensor) -> float:
+        pairs = values[~torch.eye(len(values), dtype=torch.bool)]
+        return pairs.nanmean().item()
+
+
+def interference(
+    model: nn.Module, batches_by_task: Mapping[str, Batches], parameters: Iterable[nn.Parameter] | None = None
+) -> Interference:
+    """Measures how the gradients of several tasks agree.
+
+    The gradients of all tasks are held at once. The model's own gradients, and whether it trains, stay as they are; dropout
+    is off.
+
+    Args:
+        batches_by_task: of each task a batch with labels, or several, whose gradients are averaged.
+        parameters: those to look at; those of the connector that are trained if None.
+
+    Raises:
+        ValueError: there are fewer than two tasks, or no parameters that are trained.
+    """
+    if len(batches_by_task) < 2:
+        raise ValueError("Interference is between tasks: give batches of two or more.")
+    if parameters is None:
+        parameters = (
+            parameter for name, parameter in model.named_parameters() if "connector." in name and parameter.requires_grad
+        )
+    parameters = list(parameters)
+    if not parameters or not all(parameter.requires_grad for parameter in parameters):
+        raise ValueError("There are no gradients to compare: give parameters that are trained (requires_grad).")
+    training = model.training
+    model.eval()
+    try:
+        with progress("Differentiating", None) as bar:
+            gradients = []
+            for batches in batches_by_task.values():
+                gradients.append(_gradient(model, parameters, [batches] if isinstance(batches, Mapping) else list(batches)))
+                bar.update()
+    finally:
+        model.train(training)
+    count = len(gradients)
+    products = torch.zeros(count, count, dtype=torch.float64)
+    for i in range(count):
+        for j in range(i + 1):
+            products[i, j] = products[j, i] = sum(
+                torch.sum(a.float() * b.float(), dtype=torch.float64).item() for a, b in zip(gradients[i], gradients[j])
+            )
+    squares = products.diagonal()
+    norms = squares.sqrt()
+    pairs = norms[:, None] * norms
+    return Interference(
+        list(batches_by_task), products / pairs, 2 * pairs / (squares[:, None] + squares).where(pairs > 0, torch.nan), norms
+    )
+
+
+def _gradient(model: nn.Module, parameters: list[nn.Parameter], batches: list[Mapping[str, Any]]) -> list[torch.Tensor]:
+    total = None
+    with torch.enable_grad():
+        for batch in batches:
+            loss = model(**_on(model, batch)).loss
+            found = torch.autograd.grad(loss / len(batches), parameters, allow_unused=True, materialize_grads=True)
+            total = found if total is None else [a.add_(b) for a, b in zip(total, found)]
+    return list(total)
+
+
+def _on(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    device = next(model.parameters()).device
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def _cell(value: float) -> str:
+    return "–" if value != value else f"{value:.2f}"
+
+
+class InterferenceCallback(TrainerCallback):
+    """Measures interference while training, and adds its means to what the Trainer logs at that step.
+
+    Args:
+        batches_by_task: as for `interference`.
+        every: steps between measurements; None for every time the Trainer logs.
+
+    Attributes:
+        history: (step, Interference) of each measurement.
+    """
+
+    def __init__(self, batches_by_task: Mapping[str, Batches], every: int | None = None):
+        self.batches_by_task = batches_by_task
+        self.every = every
+        self.history: list[tuple[int, Interference]] = []
+
+    def on_log(self, args, state, control, logs=None, model=None, **kwargs):
+        if not logs or "loss" not in logs:
+            return
+        if self.every and self.history and state.global_step - self.history[-1][0] < self.every:
+            return
+        found = interference(model, self.batches_by_task)
+        self.history.append((state.global_step, found))
+        means = {"interference_direction": found.mean_direction, "interference_magnitude": found.mean_magnitude}
+        logs.update(means)
+        state.log_history[-1].update(means)
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureMap:
+    """Images as points in a plane, before and after the connector.
+
+    Attributes:
+        tasks: of each image.
+        before: (images, 2), the means of the vision tower's tokens in their first two principal components.
+        after: (images, 2), likewise of the connector's output.
+    """
+
+    tasks: list[str]
+    before: torch.Tensor
+    after: torch.Tensor
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """Draws the points, coloured by task (Uni-Med, figure 5).
+
+        Raises:
+            HfExtError: matplotlib is missing, or the file cannot be written.
+        """
+        figure = new_figure(9, 4.2)
+        names = list(dict.fromkeys(self.tasks))
+        for axes, title, points in zip(figure.subplots(1, 2), ("before", "after"), (self.before, self.after)):
+            for name in names:
+                x, y = points[[task == name for task in self.tasks]].T.numpy()
+                axes.scatter(x, y, s=12, alpha=0.7, label=name)
+            axes.set_title(f"{title} the connector")
+            axes.set_xticks([])
+            axes.set_yticks([])
+        axes.legend(frameon=False)
+        save_figure(figure, path)
+
+
+@torch.no_grad()
+def feature_map(model: PreTrainedModel, batches_by_task: Mapping[str, Batches]) -> FeatureMap:
+    """Shows what the connector does to images for different tasks.
+
+    Args:
+        batches_by_task: of each task a batch with images, or several; those without are left out.
+
+    Raises:
+        ValueError: there are fewer than three images.
+    """
+    tasks, before, after = [], [], []
+    for task, batches in batches_by_task.items():
+        for batch in [batches] if isinstance(batches, Mapping) else batches:
+            if (batch := _on(model, batch)).get("pixel_values") is None:
+                continue
+            found = model.get_image_features(batch["pixel_values"], batch.get("task_ids"))
+            before.append(found.last_hidden_state.float().mean(1).cpu())
+            after.append(found.pooler_output.float().mean(1).cpu())
+            tasks += [task] * len(before[-1])
+    if len(tasks) < 3:
+        raise ValueError(f"There are {len(tasks)} images; a map needs three at least.")
+    return FeatureMap(tasks, *(_plane(torch.cat(points)) for points in (before, after)))
+
+
+def _plane(points: torch.Tensor) -> torch.Tensor:
+    points = points - points.mean(0)
+    return points @ torch.linalg.svd(points, full_matrices=False).Vh[:2].T

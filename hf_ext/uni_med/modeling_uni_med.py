@@ -1,0 +1,264 @@
+"""Uni-Med: a vision tower, a connector and a language model, as one Transformers model (arXiv 2409.17508)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, Cache, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple, torch_compilable_check
+
+from hf_ext.uni_med.configuration_uni_med import UniMedConfig
+from hf_ext.uni_med.connector import Connector, Experts, Router
+
+IMAGE_TOKEN = "<image>"
+
+
+@dataclass
+class UniMedImageFeatures(BaseModelOutputWithPooling):
+    """What the language model sees of images.
+
+    Attributes:
+        last_hidden_state: (images, height * width, vision size), the tower's tokens.
+        pooler_output: (images, tokens, text size), the connector's output.
+        router_weights: (images, tokens, experts), how the experts were weighed; None without a mixture.
+    """
+
+    router_weights: torch.FloatTensor | None = None
+
+
+@dataclass
+class UniMedCausalLMOutputWithPast(CausalLMOutputWithPast):
+    """The language model's output.
+
+    Attributes:
+        image_hidden_states: (images, tokens, text size), the connector's output.
+        router_weights: (images, tokens, experts) if asked for with `output_router_weights=True`.
+    """
+
+    image_hidden_states: torch.FloatTensor | None = None
+    router_weights: torch.FloatTensor | None = None
+
+
+class UniMedPreTrainedModel(PreTrainedModel):
+    config: UniMedConfig
+    config_class = UniMedConfig
+    base_model_prefix = "uni_med"
+    input_modalities = ("image", "text")
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Connector"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (Connector, Experts, Router)):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)
+
+
+class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
+    """Answers questions on images and text.
+
+    `forward` takes what [`UniMedProcessor`] gives:
+
+    Args:
+        input_ids: (batch, length); each image has as many `config.image_token_id` in a row as the connector gives tokens.
+        pixel_values: (images, 3, height, width), those of the first row first. Rows without images have none here.
+        task_ids: (images,), the index in `config.tasks` of what each image is looked at for. Not needed by connectors that
+            do not route by task.
+        labels: (batch, length), -100 where there is no loss.
+        output_router_weights: also return the experts' weights.
+        mm_encoder_outputs: {"image": output of `get_image_features`} in place of `pixel_values`.
+        logits_to_keep: only the last so many logits; 0 for all.
+
+    All else goes to the language model.
+    """
+
+    def __init__(
+        self,
+        config: UniMedConfig,
+        vision_tower: PreTrainedModel | None = None,
+        language_model: PreTrainedModel | None = None,
+    ):
+        super().__init__(config)
+        self.vision_tower = AutoModel.from_config(config.vision_config) if vision_tower is None else vision_tower
+        self.connector = Connector(
+            config.vision_size,
+            config.text_config.hidden_size,
+            config.connector,
+            config.num_experts,
+            config.router,
+            config.router_input,
+            config.num_experts_per_tok,
+            config.resampling,
+            config.resampling_rate,
+            len(config.tasks),
+            config.task_token_size,
+        )
+        if language_model is None:
+            language_model = AutoModelForCausalLM.from_config(config.text_config)
+        self.language_model = language_model
+        self.post_init()
+
+    @classmethod
+    def from_vision_text_pretrained(
+        cls, vision: str | os.PathLike, text: str | os.PathLike, dtype: str | torch.dtype | None = None, **options: Any
+    ) -> UniMedForConditionalGeneration:
+        """A model of a pretrained vision tower and a pretrained language model, with a connector to be trained.
+
+        Args:
+            vision: folder or Hub id of any vision model that `AutoModel` loads; of a model with several towers, such as
+                CLIP or BLIP-2, its vision tower is taken.
+            text: folder or Hub id of any model that `AutoModelForCausalLM` loads.
+            dtype: as in `from_pretrained`.
+            options: fields of [`UniMedConfig`], such as connector="moe_mlp". Without `image_token_id` it is the id that
+                `<image>` has in the tokenizer of `text`, or gets there when it is added.
+
+        Raises:
+            ValueError: options that do not fit together.
+            TypeError: an option that the configuration does not have.
+        """
+        if unknown := [name for name in options if not hasattr(UniMedConfig, name)]:
+            raise TypeError(f"UniMedConfig has no {', '.join(unknown)}.")
+        if "image_token_id" not in options:
+            tokenizer = AutoTokenizer.from_pretrained(text)
+            options["image_token_id"] = tokenizer.get_vocab().get(IMAGE_TOKEN, len(tokenizer))
+        loading = {} if dtype is None else {"dtype": dtype}
+        tower = _vision_tower(vision, loading)
+        language_model = AutoModelForCausalLM.from_pretrained(text, **loading)
+        config = UniMedConfig(vision_config=tower.config, text_config=language_model.config, **options)
+        config.dtype = language_model.dtype
+        model = cls(config, tower, language_model).eval()
+        model.connector.to(language_model.dtype)
+        model.generation_config = language_model.generation_config
+        return model
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.language_model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.language_model.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.language_model.get_output_embeddings()
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.language_model.set_output_embeddings(value)
+
+    @can_return_tuple
+    def get_image_features(
+        self, pixel_values: torch.Tensor, task_ids: torch.Tensor | None = None, **kwargs: Any
+    ) -> UniMedImageFeatures:
+        """Images as embeddings for the language model.
+
+        Args:
+            pixel_values: (images, 3, height, width).
+            task_ids: (images,).
+
+        Raises:
+            ValueError: a task is needed and missing or unknown, or the tower's tokens are not a grid that can be resampled.
+        """
+        if task_ids is not None:
+            torch_compilable_check(
+                (len(task_ids) == len(pixel_values)) and ((task_ids >= 0) & (task_ids < len(self.config.tasks))).all(),
+                lambda: (
+                    f"task_ids {task_ids.tolist()} for {len(pixel_values)} images: there is one for each image, within 0…"
+                    f"{len(self.config.tasks) - 1} ({', '.join(self.config.tasks)})."
+                ),
+            )
+            task_ids = task_ids.to(self.connector.experts.down.device)
+        tokens = self.vision_tower(pixel_values.to(self.vision_tower.dtype), return_dict=True).last_hidden_state
+        tokens, grid = self._grid(tokens, pixel_values.shape[-2:])
+        embeddings, weights = self.connector(tokens.to(self.connector.experts.down.dtype), grid, task_ids)
+        return UniMedImageFeatures(last_hidden_state=tokens, pooler_output=embeddings, router_weights=weights)
+
+    def _grid(self, tokens: torch.Tensor, size: torch.Size) -> tuple[torch.Tensor, tuple[int, int]]:
+        """The tower's tokens of patches, row by row, without those that come before them, such as a class token."""
+        if tokens.dim() == 4:  # (images, size, height, width)
+            return tokens.flatten(2).transpose(1, 2), tuple(tokens.shape[2:])
+        patch = self.config.vision_config.patch_size
+        height, width = (patch, patch) if isinstance(patch, int) else patch
+        grid = size[0] // height, size[1] // width
+        extra = tokens.shape[1] - grid[0] * grid[1]
+        if extra < 0:
+            raise ValueError(f"The vision tower gives {tokens.shape[1]} tokens for {grid[0]} x {grid[1]} patches.")
+        return tokens[:, extra:], grid
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        pixel_values: torch.FloatTensor | None = None,
+        task_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        mm_encoder_outputs: dict[str, UniMedImageFeatures] | None = None,
+        output_router_weights: bool = False,
+        **kwargs: Any,
+    ) -> UniMedCausalLMOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give either input_ids or inputs_embeds.")
+        images = (mm_encoder_outputs or {}).get("image")
+        if pixel_values is not None:
+            if images is not None:
+                raise ValueError("Give either pixel_values or mm_encoder_outputs.")
+            images = self.get_image_features(pixel_values, task_ids, return_dict=True)
+        if inputs_embeds is None:
+            inputs_embeds = self._embeddings(input_ids, None if images is None else images.pooler_output)
+        elif images is not None:
+            raise ValueError("Images are placed by the image tokens in input_ids: give input_ids, not inputs_embeds.")
+        outputs = self.language_model(
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            labels=labels,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+        return UniMedCausalLMOutputWithPast(
+            loss=outputs.loss,
+            logits=outputs.logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            image_hidden_states=None if images is None else images.pooler_output,
+            router_weights=images.router_weights if images is not None and output_router_weights else None,
+        )
+
+    def _embeddings(self, input_ids: torch.Tensor, images: torch.Tensor | None) -> torch.Tensor:
+        """(batch, length, text size), with the images in the places of their tokens."""
+        here = input_ids == self.config.image_token_id
+        embeddings = self.get_input_embeddings()(input_ids.masked_fill(here, 0))
+        if images is None:
+            return embeddings
+        torch_compilable_check(
+            here.sum() == images.shape[0] * images.shape[1],
+            lambda: (
+                f"There are {here.sum().item()} image tokens in input_ids, but {images.shape[0]} images of {images.shape[1]} "
+                f"tokens each. Make the inputs with UniMedProcessor(…, num_image_tokens={images.shape[1]})."
+            ),
+        )
+        return embeddings.masked_scatter(here[..., None], images.to(embeddings.device, embeddings.dtype))
+
+
+def _vision_tower(source: str | os.PathLike, loading: dict[str, Any]) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(source)
+    if not (several := hasattr(config, "vision_config")):
+        return AutoModel.from_pretrained(source, **loading)
+    # A checkpoint of several towers keeps this one's tensors below a prefix.
+    return AutoModel.from_pretrained(
+        source, config=config.vision_config, key_mapping={r"^vision_model\.": ""} if several else None, **loading
+    )

@@ -1,0 +1,266 @@
+"""Images, questions and answers to a Uni-Med model's inputs, and back."""
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL.Image import Image
+from tokenizers import AddedToken
+from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, BatchFeature, ProcessorMixin
+from transformers.image_utils import load_image
+
+from hf_ext.uni_med.boxes import Box, format_box, parse_boxes
+from hf_ext.uni_med.configuration_uni_med import TASKS
+from hf_ext.uni_med.modeling_uni_med import IMAGE_TOKEN
+
+QA = "qa"  # the task of questions without an image
+
+# Uni-Med's prompt, appendix B of its paper; {{ task }} is written by apply_chat_template(…, task="vqa").
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message['role'] == 'assistant' -%}
+{{ ' ' }}{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] -%}
+{{ part['text'] }}{% endfor %}{% endif %}{{ eos_token }}
+{%- else -%}
+{{ '[INST] ' }}
+{%- if message['content'] is not string -%}
+{%- for part in message['content'] if part['type'] == 'image' %}{{ '<Img><image></Img> ' }}{% endfor -%}
+{%- endif -%}
+{%- if task and task != 'qa' and loop.first %}{{ '[' + task + '] ' }}{% endif -%}
+{%- if message['content'] is string %}{{ message['content'] }}
+{%- else -%}
+{%- for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor -%}
+{%- endif -%}
+{{ ' [/INST]' }}
+{%- endif -%}
+{%- endfor -%}"""
+
+
+class UniMedProcessor(ProcessorMixin):
+    """Makes a Uni-Med model's inputs of images, questions and answers.
+
+    Args:
+        image_processor: any of Transformers'; those for torchvision are not needed.
+        tokenizer: of the language model. `<image>` is added to it if it is not there, and it pads with its end token if it
+            has none of its own to pad with.
+        num_image_tokens: tokens that the connector makes of an image.
+        tasks: names of the tasks, as in the model's configuration.
+        chat_template: Jinja template; the paper's prompt if None.
+    """
+
+    def __init__(
+        self,
+        image_processor: Any = None,
+        tokenizer: Any = None,
+        num_image_tokens: int = 64,
+        tasks: Sequence[str] = TASKS,
+        chat_template: str | None = None,
+    ):
+        self.num_image_tokens = num_image_tokens
+        self.tasks = list(tasks)
+        self.image_token = IMAGE_TOKEN
+        if IMAGE_TOKEN not in tokenizer.get_vocab():
+            tokenizer.add_tokens([AddedToken(IMAGE_TOKEN, special=True, normalized=False)], special_tokens=True)
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        self.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+        super().__init__(image_processor, tokenizer, chat_template=chat_template or CHAT_TEMPLATE)
+
+    @classmethod
+    def from_vision_text_pretrained(
+        cls, vision: str | os.PathLike, text: str | os.PathLike, resampling_rate: int = 4, **options: Any
+    ) -> "UniMedProcessor":
+        """The processor for [`UniMedForConditionalGeneration.from_vision_text_pretrained`] of the same two.
+
+        Args:
+            vision: folder or Hub id with an image processor and a vision model.
+            text: folder or Hub id with a tokenizer.
+            resampling_rate: as in the model's configuration.
+            options: of this class. `num_image_tokens` is needed for towers that do not cut images into patches.
+        """
+        if "num_image_tokens" not in options:
+            config = AutoConfig.from_pretrained(vision)
+            config = getattr(config, "vision_config", config)
+            height, width = _pair(config.image_size)
+            down, across = _pair(config.patch_size)
+            options["num_image_tokens"] = (height // down) * (width // across) // resampling_rate
+        return cls(AutoImageProcessor.from_pretrained(vision), AutoTokenizer.from_pretrained(text), **options)
+
+    def __call__(
+        self,
+        images: Any = None,
+        text: str | Sequence[str] | None = None,
+        task: str | None | Sequence[str | None] = None,
+        answers: str | Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> BatchFeature:
+        """Inputs of [`UniMedForConditionalGeneration`].
+
+        Args:
+            images: of each row an image (PIL in RGB, array of 3 channels, path or URL), a list of images, or None; for a
+                single text, its image or images.
+            text: questions, to which the prompt around them is added; or whole prompts with `<image>` in them, as chat
+                templates make them, if no task is given.
+            task: one of `tasks`, or "qa" for a question without an image; one for all rows or one for each. Of a whole
+                prompt it is the first that stands there in brackets, such as [vqa].
+            answers: what to learn to answer; gives `labels`, in which all but the answer and its end is -100.
+            kwargs: of the tokenizer and the image processor, such as return_tensors="pt" or max_length. Batches are
+                padded unless padding=False: to the left, as generation needs it, or to the right with answers.
+
+        Returns:
+            input_ids and attention_mask (batch, length); with images pixel_values (images, 3, height, width) and, if there
+            are tasks, task_ids (images,); with answers labels (batch, length).
+
+        Raises:
+            ValueError: something is wrong with a sample, which the message names.
+        """
+        if text is None:
+            raise ValueError("There is no text: a Uni-Med model needs a question or a prompt.")
+        rows = [text] if isinstance(text, str) else list(text)
+        tasks = [task] * len(rows) if task is None or isinstance(task, str) else list(task)
+        replies = [answers] if isinstance(answers, str) else None if answers is None else list(answers)
+        for what, values in (("tasks", tasks), ("answers", replies)):
+            if values is not None and len(values) != len(rows):
+                raise ValueError(f"There are {len(values)} {what} for {len(rows)} texts.")
+        pictures = self._images_by_row(images, rows, isinstance(text, str), tasks)
+        prompts, task_ids = [], []
+        for i, row in enumerate(rows):
+            prompt, index = self._prompt(i, row, tasks[i], len(pictures[i]))
+            prompts.append(prompt.replace(self.image_token, self.image_token * self.num_image_tokens))
+            task_ids += [index] * len(pictures[i])
+        if None in task_ids and set(task_ids) != {None}:
+            raise ValueError("Some samples with images have a task and others none; give each one, with task=.")
+
+        options = self._merge_kwargs(tokenizer_init_kwargs=self.tokenizer.init_kwargs, **kwargs)
+        tensors = options["text_kwargs"].pop("return_tensors", None)
+        data = self._tokens(prompts, replies, **options["text_kwargs"])
+        flat = [_rgb(image, f"Sample {i}") for i, row in enumerate(pictures) for image in row]  # after the cheaper checks
+        if flat:
+            data["pixel_values"] = self.image_processor(flat, **options["images_kwargs"])["pixel_values"]
+            if task_ids[0] is not None:
+                data["task_ids"] = task_ids
+        return BatchFeature(data, tensor_type=tensors)
+
+    def format_box(self, box: Box, size: tuple[float, float]) -> str:
+        """A box (left, top, right, bottom in pixels) of an image of `size` (width, height) as the model writes it."""
+        return format_box(box, size)
+
+    def parse_boxes(self, text: str, size: tuple[float, float]) -> list[Box]:
+        """The boxes that the model wrote, in pixels of an image of `size` (width, height)."""
+        return parse_boxes(text, size)
+
+    @property
+    def model_input_names(self) -> list[str]:
+        return [*super().model_input_names, "task_ids"]
+
+    def _images_by_row(self, images: Any, rows: list[str], single: bool, tasks: list[str | None]) -> list[list[Any]]:
+        if images is None:
+            return [[] for _ in rows]
+        if single:
+            return [_flat(images)]
+        if not isinstance(images, (list, tuple)):
+            images = [images]
+        nested = any(image is None or isinstance(image, (list, tuple)) for image in images)
+        if nested or any(tasks):
+            if len(images) != len(rows):
+                raise ValueError(
+                    f"There are {len(images)} images for {len(rows)} texts; give a list with an image, a list of images or "
+                    "None for each text."
+                )
+            return [_flat(image) for image in images]
+        counts = [row.count(self.image_token) for row in rows]
+        if sum(counts) != len(images):
+            raise ValueError(
+                f"There are {len(images)} images, but {self.image_token} stands {sum(counts)} times in the texts ({counts})."
+            )
+        rest = iter(images)
+        return [[next(rest) for _ in range(count)] for count in counts]
+
+    def _prompt(self, i: int, text: str, task: str | None, images: int) -> tuple[str, int | None]:
+        """A row's prompt, with a single image token for each image, and the index of its task."""
+        if not isinstance(text, str):
+            raise ValueError(f"Sample {i}: the text is a {type(text).__name__}, not a string.")
+        places = text.count(self.image_token)
+        if task is None:
+            if places != images:
+                raise ValueError(
+                    f"Sample {i}: {images} images, but {self.image_token} stands {places} times in the text. Give a question "
+                    "with task=, or a prompt with one for each image."
+                )
+            found = re.search("|".join(rf"\[({re.escape(name)})\]" for name in self.tasks), text)
+            return text, self.tasks.index(found[0][1:-1]) if found else None
+        if task not in (*self.tasks, QA):
+            raise ValueError(f"Sample {i}: there is no task '{task}'; they are {', '.join((*self.tasks, QA))}.")
+        if places:
+            raise ValueError(f"Sample {i}: with task=, images take their place by themselves; leave {self.image_token} out.")
+        if (task == QA) == (images > 0):
+            what = "is without images" if task == QA else "needs an image"
+            raise ValueError(f"Sample {i}: the task '{task}' {what}, and there are {images}.")
+        if task == QA:
+            return f"[INST] {text} [/INST]", None
+        return f"[INST] {f'<Img>{self.image_token}</Img> ' * images}[{task}] {text} [/INST]", self.tasks.index(task)
+
+    def _tokens(self, prompts: list[str], answers: list[str] | None, **options: Any) -> dict[str, Any]:
+        padding = options.pop("padding", True)
+        side = options.pop("padding_side", None) or ("left" if answers is None else "right")
+        limit = options.pop("max_length", None) or self.tokenizer.model_max_length
+        multiple = options.pop("pad_to_multiple_of", None)
+        if options.pop("truncation", False):
+            raise ValueError("Prompts are not truncated, as images would be cut; shorten the text.")
+        ids = self.tokenizer(prompts, **options)["input_ids"]
+        starts = [len(row) for row in ids]
+        if answers is not None:
+            ends = self.tokenizer(answers, add_special_tokens=False)["input_ids"]
+            ids = [prompt + answer + [self.tokenizer.eos_token_id] for prompt, answer in zip(ids, ends)]
+        for i, row in enumerate(ids):
+            if len(row) > limit:
+                raise ValueError(f"Sample {i}: {len(row)} tokens, but the context has {limit}. Shorten the text.")
+        data = dict(
+            self.tokenizer.pad(
+                {"input_ids": ids}, padding=padding, max_length=limit, padding_side=side, pad_to_multiple_of=multiple
+            )
+        )
+        if answers is not None:
+            data["labels"] = []
+            for row, start, padded in zip(ids, starts, data["input_ids"]):
+                ignored = [-100] * (len(padded) - len(row))
+                labels = [-100] * start + row[start:]
+                data["labels"].append(ignored + labels if side == "left" else labels + ignored)
+        return data
+
+
+def _pair(size: int | Sequence[int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def _flat(images: Any) -> list[Any]:
+    if images is None:
+        return []
+    if isinstance(images, (list, tuple)):
+        return [image for part in images for image in _flat(part)]
+    return [images]
+
+
+def _rgb(image: Any, where: str) -> Any:
+    """The image, if it can be read and has the three channels of RGB."""
+    if isinstance(image, (str, os.PathLike)):
+        try:
+            return load_image(os.fspath(image))
+        except Exception as error:  # whatever PIL, the file system and the network raise
+            raise ValueError(f"{where}: the image {image} cannot be read: {error}") from error
+    if isinstance(image, Image):
+        try:
+            image.load()
+        except (OSError, SyntaxError, ValueError) as error:
+            raise ValueError(f"{where}: the image is broken: {error}") from error
+        if image.mode != "RGB":
+            raise ValueError(f"{where}: the image has mode {image.mode}, not RGB; convert it with image.convert('RGB').")
+        return image
+    if isinstance(image, (np.ndarray, torch.Tensor)):
+        if image.ndim != 3 or 3 not in (image.shape[0], image.shape[-1]):
+            raise ValueError(f"{where}: the image has shape {tuple(image.shape)}, not three channels of RGB.")
+        return image
+    raise ValueError(f"{where}: the image is a {type(image).__name__}; give a PIL image, an array, a path or a URL.")
