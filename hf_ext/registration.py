@@ -5,8 +5,16 @@ from __future__ import annotations
 from peft import PeftType
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 from peft.utils import register_peft_method
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    Blip2VisionConfig,
+    Blip2VisionModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
@@ -42,6 +50,8 @@ def register() -> None:
     if PeftType("QPISSA") not in PEFT_TYPE_TO_TUNER_MAPPING:
         register_peft_method(name="qpissa", config_cls=QPissaConfig, model_cls=QPissaModel, prefix="lora_")
     if UniMedConfig.model_type not in CONFIG_MAPPING:
+        if Blip2VisionConfig not in MODEL_MAPPING:  # the tower of the paper, which Transformers has only inside BLIP-2
+            AutoModel.register(Blip2VisionConfig, Blip2VisionModel, exist_ok=True)
         AutoConfig.register(UniMedConfig.model_type, UniMedConfig)
         AutoModelForImageTextToText.register(UniMedConfig, UniMedForConditionalGeneration)
         AutoProcessor.register(UniMedConfig, UniMedProcessor)

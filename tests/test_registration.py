@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from peft import PeftType
+from transformers import Blip2VisionConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 import hf_ext
@@ -69,6 +70,7 @@ def test_the_import_adds_its_entries_and_replaces_nothing():
     expected |= {f"PEFT_TYPE_TO_{table}_MAPPING[{PeftType('QPISSA')!r}]" for table in ("CONFIG", "TUNER", "PREFIX")}
     expected |= {"PeftType.QPISSA", "CONFIG_MAPPING['uni_med']"}
     expected |= {f"{table}_MAPPING[{UniMedConfig!r}]" for table in ("MODEL_FOR_IMAGE_TEXT_TO_TEXT", "PROCESSOR")}
+    expected.add(f"MODEL_MAPPING[{Blip2VisionConfig!r}]")
     # Every output class of a model is registered with torch's trees as soon as it is defined.
     trees = {name for name in added if name.startswith(("SUPPORTED_", "SERIALIZED_"))}
     assert all("hf_ext.uni_med" in name for name in trees)

@@ -116,11 +116,17 @@ class Experts(nn.Module):
                 nn.init.uniform_(weight, -(inputs**-0.5), inputs**-0.5)  # as nn.Linear
                 nn.init.uniform_(bias, -(inputs**-0.5), inputs**-0.5)
 
-    def forward(self, tokens: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """All experts on all tokens: (tokens, inputs) and weights (tokens, experts) to (tokens, outputs).
+    def forward(
+        self, tokens: torch.Tensor, weights: torch.Tensor | None = None, chosen: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(tokens, inputs) to (tokens, outputs).
 
-        Without weights there is one expert, and it is not weighed.
+        Args:
+            weights: (tokens, experts); None if there is one expert, which is not weighed then.
+            chosen: the indices of the experts to compute, (tokens, k), whose weights are (tokens, k) then; None for all.
         """
+        if chosen is not None:
+            return self._grouped(tokens, weights, chosen)
         experts, units, _ = self.down.shape
         if self.up is None:
             hidden = tokens[:, None]
@@ -131,17 +137,17 @@ class Experts(nn.Module):
         hidden = (hidden * weights[:, :, None]).flatten(1)
         return torch.addmm(weights @ self.down_bias, hidden, self.down.flatten(0, 1))
 
-    def chosen(self, tokens: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """Only the chosen experts, weighed: tokens (tokens, inputs), weights and experts' indices (tokens, k)."""
-        k = experts.shape[1]
-        order = experts.flatten().argsort(stable=True)
-        ends = torch.bincount(experts.flatten(), minlength=len(self.down)).cumsum(0).to(torch.int32)
-        chosen = experts.flatten()[order]
+    def _grouped(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Pairs of token and expert, sorted by expert."""
+        k = chosen.shape[1]
+        order = chosen.flatten().argsort(stable=True)
+        experts = chosen.flatten()[order]
+        ends = torch.bincount(experts, minlength=len(self.down)).cumsum(0).to(torch.int32)
         hidden = tokens[order // k]
         if self.up is not None:
-            hidden = F.gelu(F.grouped_mm(hidden, self.up.transpose(1, 2), offs=ends) + self.up_bias[chosen])
+            hidden = F.gelu(F.grouped_mm(hidden, self.up.transpose(1, 2), offs=ends) + self.up_bias[experts])
         weights = weights.flatten()[order, None]
-        out = F.grouped_mm(hidden * weights, self.down, offs=ends) + weights * self.down_bias[chosen]
+        out = F.grouped_mm(hidden * weights, self.down, offs=ends) + weights * self.down_bias[experts]
         # Back in the order of the tokens; no index_add, which is not deterministic on GPUs.
         return out[order.argsort()].unflatten(0, (-1, k)).sum(1)
 
@@ -209,11 +215,12 @@ class Connector(nn.Module):
         """
         if self.needs_task and tasks is None:
             raise ValueError("This connector routes by task: give the processor task=, or the model task_ids.")
+        tasks = None if tasks is None else tasks.to(features.device)
         x = resample(features, grid, self.resampling, self.resampling_rate)
         images, count, _ = x.shape
         tokens = x.flatten(0, 1)
         if not self.mixture:
-            return self.experts(tokens, None).unflatten(0, (images, count)), None
+            return self.experts(tokens).unflatten(0, (images, count)), None
         shape = (images, count, len(self.experts.down))
         if self.router is None:
             weights = self._fixed(images, tasks, x).expand(shape)
@@ -222,7 +229,7 @@ class Connector(nn.Module):
             if self.routing == "sparse":
                 top, chosen = logits.topk(self.top_k, dim=-1)
                 top = top.softmax(-1)
-                out = self.experts.chosen(tokens, top.flatten(0, 1), chosen.flatten(0, 1))
+                out = self.experts(tokens, top.flatten(0, 1), chosen.flatten(0, 1))
                 return out.unflatten(0, (images, count)), torch.zeros_like(logits).scatter(-1, chosen, top)
             weights = logits.sigmoid()
             weights = weights / weights.sum(-1, keepdim=True)

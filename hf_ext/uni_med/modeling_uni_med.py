@@ -134,7 +134,10 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         loading = {} if dtype is None else {"dtype": dtype}
         tower = _vision_tower(vision, loading)
         language_model = AutoModelForCausalLM.from_pretrained(text, **loading)
-        config = UniMedConfig(vision_config=tower.config, text_config=language_model.config, **options)
+        # Taking the two configurations in would reset how their models attend.
+        parts = {"vision_config": tower.config, "text_config": language_model.config}
+        attention = {name: part._attn_implementation for name, part in parts.items()}
+        config = UniMedConfig(**parts, attn_implementation=attention, **options)
         config.dtype = language_model.dtype
         model = cls(config, tower, language_model).eval()
         model.connector.to(language_model.dtype)
@@ -174,7 +177,6 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
                     f"{len(self.config.tasks) - 1} ({', '.join(self.config.tasks)})."
                 ),
             )
-            task_ids = task_ids.to(self.connector.experts.down.device)
         tokens = self.vision_tower(pixel_values.to(self.vision_tower.dtype), return_dict=True).last_hidden_state
         tokens, grid = self._grid(tokens, pixel_values.shape[-2:])
         embeddings, weights = self.connector(tokens.to(self.connector.experts.down.dtype), grid, task_ids)

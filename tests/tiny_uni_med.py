@@ -1,0 +1,108 @@
+"""A Uni-Med model of a few thousand weights: an image of 32 x 64 pixels is 32 patches and 8 tokens of the language model."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from tiny_models import VOCABULARY, gpt2, llama
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, ViTConfig, ViTImageProcessorPil, ViTModel
+
+from hf_ext import UniMedConfig, UniMedForConditionalGeneration, UniMedProcessor
+
+HEIGHT, WIDTH, PATCH, TOKENS = 32, 64, 8, 8
+WORDS = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<Img>", "</Img>", "{", "}"]
+WORDS += [f"[{task}]" for task in ("vqa", "refer", "identify", "caption", "cls")]
+WORDS += "how many cells are there ? is this a cell where the what one two three yes no red blue platelet".split()
+WORDS += [f"w{i}" for i in range(VOCABULARY - len(WORDS))]
+IMAGE_TOKEN_ID = VOCABULARY  # outside the language model's
+
+
+@cache
+def _vit() -> ViTModel:
+    torch.manual_seed(0)
+    return ViTModel(
+        ViTConfig(
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=48,
+            image_size=(HEIGHT, WIDTH),
+            patch_size=PATCH,
+        ),
+        add_pooling_layer=False,
+    )
+
+
+def tokenizer(**options: Any) -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens([])
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=64, **options
+    )
+    found.add_tokens(["<Img>", "</Img>"])
+    return found
+
+
+def image_processor() -> ViTImageProcessorPil:
+    return ViTImageProcessorPil(size={"height": HEIGHT, "width": WIDTH})
+
+
+def processor(**options: Any) -> UniMedProcessor:
+    return UniMedProcessor(image_processor(), tokenizer(), num_image_tokens=TOKENS, **options)
+
+
+def config(text: Any = None, **options: Any) -> UniMedConfig:
+    text = llama().config if text is None else text
+    return UniMedConfig(vision_config=_vit().config, text_config=text, image_token_id=IMAGE_TOKEN_ID, **options)
+
+
+def uni_med(text: Any = None, **options: Any) -> UniMedForConditionalGeneration:
+    """Seeded, in eval mode; options are those of the configuration."""
+    made = config(text, **options)
+    torch.manual_seed(0)
+    return UniMedForConditionalGeneration(made).eval()
+
+
+def save_parts(folder: Path, gpt: bool = False) -> tuple[Path, Path]:
+    """A pretrained vision tower and a pretrained language model, each in a folder with what reads its inputs."""
+    vision, text = folder / "vision", folder / "text"
+    _vit().save_pretrained(vision)
+    image_processor().save_pretrained(vision)
+    (gpt2() if gpt else llama()).save_pretrained(text)
+    tokenizer().save_pretrained(text)
+    return vision, text
+
+
+def image(seed: int = 0) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (48, 80, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def rows() -> list[dict[str, Any]]:
+    """Samples of four tasks, one of them without an image."""
+    return [
+        {"image": image(0), "text": "how many cells are there ?", "task": "vqa", "answer": "two"},
+        {"image": None, "text": "is this a cell ?", "task": "qa", "answer": "yes"},
+        {"image": image(1), "text": "what is there ?", "task": "cls", "answer": "red platelet"},
+        {"image": image(2), "text": "where the red cell is ?", "task": "caption", "answer": "the red cell is there"},
+    ]
+
+
+def batch(answers: bool = True, samples: list[dict[str, Any]] | None = None) -> dict[str, torch.Tensor]:
+    samples = rows() if samples is None else samples
+    return dict(
+        processor()(
+            images=[row["image"] for row in samples],
+            text=[row["text"] for row in samples],
+            task=[row["task"] for row in samples],
+            answers=[row["answer"] for row in samples] if answers else None,
+            return_tensors="pt",
+        )
+    )

@@ -1,0 +1,484 @@
+"""UniMedForConditionalGeneration does what every Transformers model does."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_adapters import small_llama
+from tiny_models import assert_same_weights, gpt2, llama
+from tiny_uni_med import TOKENS, batch, config, image, processor, rows, save_parts, uni_med
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    BitsAndBytesConfig,
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+    Blip2QFormerConfig,
+    Blip2VisionConfig,
+    BlipImageProcessorPil,
+    CLIPConfig,
+    CLIPModel,
+    ConvNextConfig,
+    ConvNextModel,
+    Dinov2WithRegistersConfig,
+    Dinov2WithRegistersModel,
+    OPTConfig,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    pipeline,
+)
+
+from hf_ext import UniMedConfig, UniMedForConditionalGeneration, UniMedProcessor
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 2, "eos_token_id": None}
+KINDS = [{}, {"connector": "mlp"}, {"router": "sparse"}, {"router": "hard", "connector": "moe_linear"}]
+
+
+@pytest.fixture(params=KINDS, ids=lambda options: "-".join(options.values()) or "default")
+def model(request):
+    return uni_med(**request.param)
+
+
+def logits(model, inputs) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+# Inputs and outputs
+
+
+def test_the_outputs_have_the_shapes_of_any_language_model(model):
+    inputs = batch()
+    out = model(**inputs, output_hidden_states=True, output_router_weights=True, use_cache=True)
+    size, length = inputs["input_ids"].shape
+    assert out.logits.shape == (size, length, 96) and out.loss.shape == ()
+    assert [tuple(state.shape) for state in out.hidden_states] == [(size, length, 64)] * 3
+    assert out.image_hidden_states.shape == (3, TOKENS, 64)
+    assert out.past_key_values.get_seq_length() == length
+    if model.config.connector.startswith("moe"):
+        assert out.router_weights.shape == (3, TOKENS, 5)
+    else:
+        assert out.router_weights is None
+    assert model(**inputs).router_weights is None
+    assert model(**inputs, return_dict=False)[0] == out.loss
+
+
+def test_attentions_come_from_the_language_model():
+    model = uni_med()
+    model.set_attn_implementation("eager")
+    inputs = batch()
+    out = model(**inputs, output_attentions=True)
+    length = inputs["input_ids"].shape[1]
+    assert [tuple(attention.shape) for attention in out.attentions] == [(4, 4, length, length)] * 2
+
+
+def test_the_loss_is_that_of_the_answers_alone(model):
+    inputs = batch()
+    out = model(**inputs)
+    labels = inputs["labels"][:, 1:]
+    expected = F.cross_entropy(out.logits[:, :-1][labels >= 0], labels[labels >= 0])
+    torch.testing.assert_close(out.loss, expected)
+    words = [processor().tokenizer.decode(row[row >= 0]) for row in inputs["labels"]]
+    assert words == [row["answer"] + " </s>" for row in rows()]
+
+
+def test_rows_do_not_see_each_other(model):
+    """Tasks are mixed, and so are rows with and without images; each row gives what it gives alone."""
+    together = logits(model, batch())
+    for i, row in enumerate(rows()):
+        alone = logits(model, batch(samples=[row]))[0]
+        torch.testing.assert_close(together[i, : len(alone)], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_the_task_matters_where_experts_are_routed_by_it():
+    model = uni_med()
+    inputs = batch()
+    other = logits(model, inputs | {"task_ids": inputs["task_ids"].roll(1)})
+    assert not torch.allclose(other, logits(model, inputs), atol=1e-5)
+    mlp = uni_med(connector="mlp")
+    inputs.pop("task_ids")
+    assert logits(mlp, inputs).isfinite().all()
+    with pytest.raises(ValueError, match="routes by task"):
+        model(**inputs)
+
+
+def test_a_row_may_have_several_images():
+    model, make = uni_med(), processor()
+    inputs = make(
+        images=[[image(0), image(1)], [image(2)]], text=["how many cells ?", "what is there ?"], task=["vqa", "cls"],
+        return_tensors="pt",
+    )  # fmt: skip
+    assert inputs["task_ids"].tolist() == [0, 0, 4]
+    found = logits(model, inputs)
+    swapped = make(images=[[image(1), image(0)]], text=["how many cells ?"], task="vqa", return_tensors="pt")
+    assert not torch.allclose(found[0], logits(model, swapped)[0], atol=1e-5)
+    beams = model.generate(**inputs, **GREEDY, num_beams=2, length_penalty=0.0)
+    alone = make(images=[[image(0), image(1)]], text=["how many cells ?"], task="vqa", return_tensors="pt")
+    assert torch.equal(beams[:1, -6:], model.generate(**alone, **GREEDY, num_beams=2, length_penalty=0.0)[:, -6:])
+
+
+def test_the_image_token_may_be_in_the_vocabulary_or_not():
+    model, inputs = uni_med(), batch()
+    assert model.config.image_token_id == model.config.text_config.vocab_size
+    expected = logits(model, inputs)
+    inside = inputs["input_ids"].masked_fill(inputs["input_ids"] == model.config.image_token_id, 90)
+    model.config.image_token_id = 90
+    assert torch.equal(logits(model, inputs | {"input_ids": inside}), expected)
+
+
+def test_inputs_that_do_not_fit_are_errors():
+    model, inputs = uni_med(), batch()
+    with pytest.raises(ValueError, match="24 image tokens in input_ids, but 2 images of 8 tokens"):
+        model(**inputs | {"pixel_values": inputs["pixel_values"][:2], "task_ids": inputs["task_ids"][:2]})
+    with pytest.raises(ValueError, match="for 3 images: there is one for each image, within 0…4"):
+        model(**inputs | {"task_ids": inputs["task_ids"] + 3})
+    with pytest.raises(ValueError, match="for 3 images: there is one for each image"):
+        model(**inputs | {"task_ids": inputs["task_ids"][:2]})
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        model(attention_mask=inputs["attention_mask"])
+    with pytest.raises(ValueError, match="give input_ids, not inputs_embeds"):
+        model(inputs_embeds=torch.zeros(1, 3, 64), pixel_values=inputs["pixel_values"], task_ids=inputs["task_ids"])
+
+
+# Saving and loading
+
+
+def test_a_saved_model_is_loaded_bit_for_bit(tmp_path, model):
+    model.save_pretrained(tmp_path)
+    for kind in (UniMedForConditionalGeneration, AutoModelForImageTextToText):
+        loaded = kind.from_pretrained(tmp_path)
+        assert_same_weights(model, loaded)
+        assert not loaded.training and torch.equal(logits(loaded, batch()), logits(model, batch()))
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), UniMedConfig)
+
+
+def test_shards_dtypes_and_device_maps(tmp_path):
+    model = uni_med()
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    expected = logits(model, batch())
+    assert_same_weights(model, UniMedForConditionalGeneration.from_pretrained(tmp_path))
+    mapped = UniMedForConditionalGeneration.from_pretrained(tmp_path, device_map="auto")
+    assert torch.equal(logits(mapped, batch()), expected)
+    offloaded = UniMedForConditionalGeneration.from_pretrained(
+        tmp_path, device_map={"vision_tower": "cpu", "connector": "disk", "language_model": "cpu"},
+        offload_folder=tmp_path / "off",
+    )  # fmt: skip
+    torch.testing.assert_close(logits(offloaded, batch()), expected)
+    half = UniMedForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    assert (logits(half, batch()).float() - expected).norm() < 0.05 * expected.norm()
+
+
+def test_missing_weights_start_as_in_a_new_model(tmp_path):
+    uni_med(connector="mlp").save_pretrained(tmp_path)
+    loaded, info = UniMedForConditionalGeneration.from_pretrained(
+        tmp_path, connector="moe_mlp", ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    assert {name.split(".")[1] for name in info["missing_keys"]} == {"router", "task_tokens"}
+    connector = loaded.connector
+    assert 0 < connector.task_tokens.abs().max() < 0.2
+    assert 0 < connector.router.token_weight.abs().max() <= 256**-0.5
+    assert 0 < connector.experts.up.abs().max() <= 128**-0.5
+
+
+def test_a_checkpoint_of_other_sizes_is_an_error(tmp_path):
+    uni_med().save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):  # the report above it names the tensors
+        UniMedForConditionalGeneration.from_pretrained(tmp_path, num_experts=6)
+
+
+def test_tied_weights_stay_tied(tmp_path):
+    model = uni_med(llama(tied=True).config)
+    model.save_pretrained(tmp_path)
+    loaded = UniMedForConditionalGeneration.from_pretrained(tmp_path)
+    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    assert torch.equal(logits(loaded, batch()), logits(model, batch()))
+
+
+def test_it_can_be_copied():
+    model = uni_med()
+    assert torch.equal(logits(copy.deepcopy(model), batch()), logits(model, batch()))
+
+
+def test_embeddings_are_resized():
+    model = uni_med()
+    expected = logits(model, batch())
+    model.resize_token_embeddings(120)
+    assert model.config.text_config.vocab_size == 120
+    assert model.get_input_embeddings().num_embeddings == 120 and model.get_output_embeddings().out_features == 120
+    torch.testing.assert_close(logits(model, batch())[..., :96], expected)
+    model(**batch()).loss.backward()
+
+
+# Attention, gradients, precision
+
+
+def test_attention_implementations_agree(tmp_path):
+    model = uni_med()
+    model.save_pretrained(tmp_path)
+    eager = UniMedForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="eager")
+    assert {part.config._attn_implementation for part in (eager.vision_tower, eager.language_model)} == {"eager"}
+    torch.testing.assert_close(logits(eager, batch()), logits(model, batch()), rtol=1e-4, atol=1e-5)
+    mixed = UniMedForConditionalGeneration.from_pretrained(
+        tmp_path, attn_implementation={"vision_config": "eager", "text_config": "sdpa"}
+    )
+    assert (mixed.vision_tower.config._attn_implementation, mixed.language_model.config._attn_implementation) == (
+        "eager",
+        "sdpa",
+    )
+
+
+def test_every_trained_weight_gets_a_gradient(model):
+    model.train()
+    model.vision_tower.requires_grad_(False)
+    model(**batch()).loss.backward()
+    without = [name for name, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+    assert without == []
+    assert all(parameter.grad is None for parameter in model.vision_tower.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(reentrant):
+    model = uni_med().train()
+    model(**batch()).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert model.is_gradient_checkpointing
+    model(**batch()).loss.backward()
+    for name, parameter in model.named_parameters():
+        if "language_model" in name or "connector" in name:
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6)
+
+
+# Generation
+
+
+def test_generating_takes_the_most_likely_token_each_time(model):
+    inputs = batch(answers=False)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    for _ in range(6):
+        step = logits(model, inputs | {"input_ids": ids, "attention_mask": mask})[:, -1].argmax(-1, keepdim=True)
+        ids, mask = torch.cat([ids, step], 1), torch.cat([mask, torch.ones_like(step)], 1)
+    for options in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+        assert torch.equal(model.generate(**inputs, **GREEDY, **options), ids), options
+
+
+def test_generating_does_not_depend_on_padding(model):
+    together = model.generate(**batch(answers=False), **GREEDY)[:, -6:]
+    for i, row in enumerate(rows()):
+        assert torch.equal(model.generate(**batch(False, [row]), **GREEDY)[0, -6:], together[i])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3},
+        {"num_beams": 4, "num_return_sequences": 2},
+        {"do_sample": True, "top_k": 5},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"num_beams": 2, "do_sample": True},
+    ],
+    ids=str,
+)
+def test_variants_of_generation(options):
+    model, inputs = uni_med(), batch(answers=False)
+    torch.manual_seed(0)
+    out = model.generate(**inputs, **GREEDY | options, return_dict_in_generate=True, output_scores=True, output_logits=True)
+    count, length = inputs["input_ids"].shape
+    assert out.sequences.shape == (count * options.get("num_return_sequences", 1), length + 6)
+    assert len(out.scores) == len(out.logits) == 6
+
+
+def test_beams_find_no_less_likely_answers():
+    model, inputs = uni_med(), batch(answers=False)
+
+    def likelihood(ids):
+        mask = torch.cat([inputs["attention_mask"], torch.ones(4, 6, dtype=torch.long)], 1)
+        scores = logits(model, inputs | {"input_ids": ids, "attention_mask": mask}).log_softmax(-1)[:, -7:-1]
+        return scores.gather(-1, ids[:, -6:, None]).sum((1, 2))
+
+    greedy, beams = model.generate(**inputs, **GREEDY), model.generate(**inputs, **GREEDY, num_beams=32)
+    assert (likelihood(beams) >= likelihood(greedy) - 1e-4).all()
+
+
+def test_text_alone_is_generated_as_by_the_language_model():
+    model = uni_med()
+    ids = torch.tensor([[3, 14, 15, 16, 4]])
+    expected = model.language_model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+    assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY), expected)
+    embeds = model.get_input_embeddings()(ids)
+    by_embeds = model.generate(inputs_embeds=embeds, attention_mask=torch.ones_like(ids), **GREEDY)
+    assert torch.equal(by_embeds, expected[:, 5:])
+
+
+def test_images_can_be_encoded_beforehand():
+    model, inputs = uni_med(), batch(answers=False)
+    expected = model.generate(**inputs, **GREEDY)
+    with torch.no_grad():
+        images = model.get_image_features(inputs.pop("pixel_values"), inputs.pop("task_ids"))
+    assert torch.equal(model.generate(**inputs, mm_encoder_outputs={"image": images}, **GREEDY), expected)
+
+
+# Other towers, other language models, quantisation
+
+
+def test_a_model_of_two_pretrained_parts(tmp_path):
+    vision, text = save_parts(tmp_path)
+    made = UniMedForConditionalGeneration.from_vision_text_pretrained(vision, text, connector="moe_mlp", router="sparse")
+    assert (made.config.router, made.config.image_token_id) == ("sparse", UniMedProcessor.from_vision_text_pretrained(
+        vision, text).image_token_id)  # fmt: skip
+    assert_same_weights(made.language_model, llama())
+    make = UniMedProcessor.from_vision_text_pretrained(vision, text)
+    inputs = make(images=image(), text="what is there ?", task="cls", return_tensors="pt")
+    expected = logits(made, inputs)
+    made.save_pretrained(tmp_path / "both")
+    make.save_pretrained(tmp_path / "both")
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "both")
+    assert torch.equal(logits(loaded, inputs), expected)
+    assert loaded.generation_config.eos_token_id == llama().generation_config.eos_token_id
+    with pytest.raises(TypeError, match="no routr"):
+        UniMedForConditionalGeneration.from_vision_text_pretrained(vision, text, routr="soft")
+    half = UniMedForConditionalGeneration.from_vision_text_pretrained(vision, text, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
+    assert logits(half, inputs).isfinite().all()
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOWERS = {
+    "clip": lambda: CLIPModel(
+        CLIPConfig(text_config=SMALL | {"vocab_size": 99}, vision_config=SMALL | {"image_size": 32, "patch_size": 8})
+    ),
+    "siglip": lambda: SiglipVisionModel(SiglipVisionConfig(**SMALL, image_size=32, patch_size=8)),
+    "registers": lambda: Dinov2WithRegistersModel(
+        Dinov2WithRegistersConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8)
+    ),
+    "convnext": lambda: ConvNextModel(ConvNextConfig(num_stages=2, hidden_sizes=[16, 32], depths=[1, 1], image_size=32)),
+    "blip2": lambda: Blip2ForConditionalGeneration(
+        Blip2Config(
+            vision_config=Blip2VisionConfig(**SMALL, image_size=32, patch_size=8, initializer_range=0.02),
+            qformer_config=Blip2QFormerConfig(**SMALL, encoder_hidden_size=32, vocab_size=99),
+            text_config=OPTConfig(vocab_size=99, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=2,
+                                  word_embed_proj_dim=32),
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TOWERS)
+def test_any_vision_tower_serves(tmp_path, kind):
+    torch.manual_seed(0)
+    tower = TOWERS[kind]().eval()
+    tower.save_pretrained(tmp_path / "vision")
+    BlipImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vision")
+    _, text = save_parts(tmp_path / "parts", gpt=True)
+    model = UniMedForConditionalGeneration.from_vision_text_pretrained(tmp_path / "vision", text)
+    pixels = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        found = model.get_image_features(pixels, torch.tensor([0, 1])).last_hidden_state
+        inner = tower if kind in ("siglip", "registers", "convnext") else tower.vision_model
+        expected = inner(pixels).last_hidden_state
+    if kind == "convnext":
+        expected = expected.flatten(2).transpose(1, 2)
+    torch.testing.assert_close(found, expected[:, {"clip": 1, "blip2": 1, "registers": 5}.get(kind, 0) :])
+    options = {"num_image_tokens": 4} if kind == "convnext" else {}
+    make = UniMedProcessor.from_vision_text_pretrained(tmp_path / "vision", text, **options)
+    inputs = make(images=image(), text="what is there ?", task="cls", return_tensors="pt")
+    assert logits(model, inputs).isfinite().all()
+    model.save_pretrained(tmp_path / "both")
+    loaded = UniMedForConditionalGeneration.from_pretrained(tmp_path / "both")
+    assert torch.equal(logits(loaded, inputs), logits(model, inputs))
+
+
+def test_gpt2_as_language_model():
+    model = uni_med(gpt2().config)
+    together = model.generate(**batch(answers=False), **GREEDY | {"max_new_tokens": 3})[:, -3:]
+    for i, row in enumerate(rows()):
+        assert torch.equal(model.generate(**batch(False, [row]), **GREEDY | {"max_new_tokens": 3})[0, -3:], together[i])
+
+
+def test_bitsandbytes_quantises_the_language_model_and_leaves_the_connector(tmp_path):
+    model = uni_med(small_llama().config)
+    model.save_pretrained(tmp_path)
+    loaded = UniMedForConditionalGeneration.from_pretrained(
+        tmp_path,
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["vision_tower", "lm_head"]
+        ),
+    )
+    kinds = {name: type(p).__name__ for name, p in loaded.named_parameters()}
+    assert {name for name, kind in kinds.items() if kind == "Params4bit"} == {
+        name for name in kinds if "language_model.model.layers" in name and "proj" in name
+    }
+    for name, parameter in model.connector.named_parameters():
+        assert torch.equal(parameter, loaded.connector.get_parameter(name)), name
+    loaded.train()
+    loaded(**batch()).loss.backward()
+    assert loaded.connector.experts.up.grad.any()
+    expected = logits(model, batch())
+    assert 0 < (logits(loaded.eval(), batch()) - expected).norm() < 0.3 * expected.norm()
+
+
+def test_the_defaults_are_the_papers_model():
+    made = UniMedConfig()
+    assert made.vision_config.model_type == "blip_2_vision_model" and made.text_config.model_type == "llama"
+    assert (made.vision_size, made.connector_input_size, made.text_config.hidden_size) == (1408, 5632, 4096)
+    with torch.device("meta"):
+        model = UniMedForConditionalGeneration(made)
+    experts, router = model.connector.experts, model.connector.router
+    assert experts.up.shape == (5, 4096, 5632) and experts.down.shape == (5, 4096, 4096)
+    assert model.connector.task_tokens.shape == (5, 5632) and router.out_weight.shape == (5, 4 * 11264)
+    assert sum(p.numel() for p in model.language_model.parameters()) == 6_738_415_616
+    assert sum(p.numel() for p in model.vision_tower.parameters()) == pytest.approx(986e6, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"connector": "moe"}, "connector"),
+        ({"router": "softmax"}, "router"),
+        ({"router": "hard", "num_experts": 3}, "num_experts=3 is less than the 5 tasks"),
+        ({"router": "sparse", "num_experts_per_tok": 6}, "num_experts_per_tok=6 is not within 1…5"),
+        ({"router": "sparse", "resampling": "avg_pool", "vision_config": {"model_type": "vit", "hidden_size": 36}}, "of 8"),
+        ({"resampling": "avg_pool", "resampling_rate": 3}, "not a square number"),
+        ({"resampling_rate": 0}, "at least 1"),
+        ({"tasks": ["vqa", "vqa"]}, "a name of its own"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_fit_are_errors(options, message):
+    with pytest.raises(Exception, match=message):
+        UniMedConfig(**options)
+
+
+def test_the_configuration_survives_json(tmp_path):
+    made = config(router="sparse", tasks=["vqa", "cls"], resampling="max_pool")
+    made.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "uni_med"
+    assert AutoConfig.from_pretrained(tmp_path).to_dict() | {"_name_or_path": ""} == made.to_dict()
+
+
+# The pipeline
+
+
+def test_the_pipeline_answers(tmp_path):
+    model = uni_med()
+    model.save_pretrained(tmp_path)
+    processor().save_pretrained(tmp_path)
+    assert isinstance(AutoProcessor.from_pretrained(tmp_path), UniMedProcessor)
+    pipe = pipeline("image-text-to-text", model=str(tmp_path))
+    inputs = processor()(images=image(), text="what is there ?", task="cls", return_tensors="pt")
+    expected = processor().decode(model.generate(**inputs, max_new_tokens=4)[0, -4:], skip_special_tokens=True)
+    image().save(tmp_path / "picture.png")
+    prompt = "[INST] <Img><image></Img> [cls] what is there ? [/INST]"
+    for picture in (image(), str(tmp_path / "picture.png")):
+        found = pipe(images=picture, text=prompt, max_new_tokens=4, return_full_text=False)
+        assert found[0]["generated_text"].strip() == expected.strip()
+    part = {"type": "image", "url": str(tmp_path / "picture.png")}
+    chat = [{"role": "user", "content": [part, {"type": "text", "text": "[cls] what is there ?"}]}]
+    found = pipe(text=chat, max_new_tokens=4, return_full_text=False)
+    assert found[0]["generated_text"].strip() == expected.strip()
