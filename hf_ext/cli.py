@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_ext import __version__, emr, fm_delta
+from hf_ext import __version__, emr, fm_delta, uni_med
 from hf_ext.emr.artifact import is_merge
 from hf_ext.emr.writing import RESCALE
 from hf_ext.errors import CheckpointError, HfExtError
@@ -53,6 +53,10 @@ def extract(args: argparse.Namespace) -> None:
     print(f"{args.out} holds the model of task '{args.task}'.")
 
 
+def convert_uni_med(args: argparse.Namespace) -> None:
+    print(uni_med.convert_checkpoint(args.checkpoint, args.out, args.vision, args.text))
+
+
 def show(report: emr.MergeReport, args: argparse.Namespace) -> None:
     """Prints what a merge has become."""
     print(report if args.report else report.summary())
@@ -71,7 +75,8 @@ def named(text: str) -> tuple[str, str]:
 def parser() -> argparse.ArgumentParser:
     main = argparse.ArgumentParser(
         prog="hf-ext",
-        description="Compress fine-tuned checkpoints against their base model, without loss; merge many into one folder.",
+        description="Compress fine-tuned checkpoints against their base model, without loss; merge many into one folder; "
+        "convert Uni-Med's checkpoints.",
     )
     main.add_argument("--version", action="version", version=f"hf_ext {__version__}")
     commands = main.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -154,6 +159,16 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--task", required=True, help="name of the task")
     sub.add_argument("--out", required=True, help="folder to write")
     sub.add_argument("--base", help="folder or Hub id of the base, if it is no longer where SRC's config.json says")
+
+    sub = command(
+        convert_uni_med,
+        "Write a checkpoint of Uni-Med's authors' code as a folder that from_pretrained loads, and its LoRA to OUT/adapter.",
+        "hf-ext convert-uni-med checkpoint_0.pth my-uni-med --vision Salesforce/blip2-opt-2.7b --text Llama-2-7b-chat-hf",
+    )
+    sub.add_argument("checkpoint", metavar="CKPT", help=".pth file; only tensors and plain values are read from it")
+    sub.add_argument("out", metavar="OUT", help="folder to write")
+    sub.add_argument("--vision", required=True, help="folder or Hub id of the vision tower, such as a BLIP-2 with ViT-g")
+    sub.add_argument("--text", required=True, help="folder or Hub id of the language model")
     return main
 
 

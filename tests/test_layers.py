@@ -23,6 +23,7 @@ HOST = {
     "pissa": {"config", "conversion", "layer", "model", "report", "residual"},
     "uni_med": {
         "configuration_uni_med",
+        "conversion",
         "data",
         "evaluation",
         "interference",

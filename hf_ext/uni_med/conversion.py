@@ -1,0 +1,233 @@
+"""Checkpoints as Uni-Med's authors' code (github.com/MSIIP/Uni-Med) writes them, as models of this package."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from safetensors.torch import save_file
+
+from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.folder import staged_folder
+from hf_ext.uni_med.configuration_uni_med import TASKS
+from hf_ext.uni_med.modeling_uni_med import UniMedForConditionalGeneration
+from hf_ext.uni_med.processing_uni_med import UniMedProcessor
+
+Tensors = Mapping[str, torch.Tensor]
+
+EXPERT = re.compile(r"(?:moe_layers|llm_proj)\.(\d+)\.(\d+)\.(weight|bias)")  # both names are in the files, for the same
+LORA = re.compile(r"llm_model\.base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
+BUFFER = re.compile(r"llm_model\..*rotary_emb\.inv_freq")
+ROUTER_INPUT = {"router_task_token": "task_token", "router_token": "token", "router_task": "task"}
+RESAMPLING = {"projection": "projection", "avgpool": "avg_pool", "maxpool": "max_pool"}
+LORA_ALPHA = 16  # where the checkpoint does not say; that of the paper
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written, and where.
+
+    Attributes:
+        options: the connector's, as of [`UniMedConfig`].
+        lora: rank and number of layers of the adapter; None if there is none.
+    """
+
+    out: str
+    options: dict[str, Any]
+    lora: tuple[int, int] | None
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        adapter = f"; a LoRA of rank {self.lora[0]} on {self.lora[1]} layers is in {self.out}/adapter" if self.lora else ""
+        return f"{self.out} holds the model ({settings}){adapter}."
+
+
+def convert_checkpoint(
+    checkpoint: str | os.PathLike, out: str | os.PathLike, vision: str | os.PathLike, text: str | os.PathLike
+) -> Converted:
+    """Writes a checkpoint of the authors' code as a folder for `from_pretrained`, with processor, and its LoRA to
+    `out`/adapter for PEFT.
+
+    Args:
+        checkpoint: a .pth file with a dict `model` of tensors. It is read without running code from it.
+        vision: folder or Hub id of the tower it was trained with, such as that of BLIP-2 with ViT-g.
+        text: folder or Hub id of its language model, such as Llama-2-7B-chat.
+
+    Raises:
+        CorruptFileError: the file is not such a checkpoint.
+        CheckpointError: it has tensors that have no place in the model, or others are missing or of another size.
+    """
+    model_state, settings = _read(checkpoint)
+    options, connector, adapter = split(model_state, settings)
+    model = UniMedForConditionalGeneration.from_vision_text_pretrained(vision, text, **options)
+    _load(model, connector, checkpoint)
+    layers = sorted({name.rsplit(".lora_", 1)[0] for name in adapter})
+    for layer in layers:
+        _check_layer(model, layer.removeprefix("base_model.model."), adapter, checkpoint)
+    lora = None
+    with staged_folder(out) as stage:
+        model.save_pretrained(stage)
+        UniMedProcessor.from_vision_text_pretrained(vision, text, options["resampling_rate"]).save_pretrained(stage)
+    if layers:
+        rank = len(adapter[f"{layers[0]}.lora_A.weight"])
+        names = sorted({layer.rsplit(".", 1)[-1] for layer in layers})
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=settings.get("lora_alpha", LORA_ALPHA),
+            lora_dropout=0.05,
+            target_modules=rf".*language_model.*\.({'|'.join(names)})",
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=os.fspath(out),
+            inference_mode=True,
+        )
+        with staged_folder(Path(out, "adapter")) as stage:
+            save_file(adapter, stage / "adapter_model.safetensors", metadata={"format": "pt"})
+            config.save_pretrained(stage)
+        lora = rank, len(layers)
+    return Converted(os.fspath(out), options, lora)
+
+
+def split(
+    state: Tensors, settings: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The connector's options (of [`UniMedConfig`]), its tensors, and the LoRA's, under the names they have here.
+
+    Args:
+        state: as the authors name them: llm_proj, moe_layers, router, task_tokens and llm_model with a LoRA.
+        settings: the section `model` of their configuration; empty for that of their training script.
+
+    Raises:
+        CheckpointError: there are tensors that have no place.
+    """
+    rest = {name: tensor for name, tensor in state.items() if not BUFFER.fullmatch(name)}
+    adapter = {
+        f"base_model.model.language_model.{found[1]}.lora_{found[2]}.weight": rest.pop(name).contiguous()
+        for name in list(rest)
+        if (found := LORA.fullmatch(name))
+    }
+    layers = {}
+    for name in list(rest):
+        if found := EXPERT.fullmatch(name):
+            layers[int(found[1]), int(found[2]), found[3]] = rest.pop(name)
+    options: dict[str, Any] = {
+        "resampling": _named(settings, "resample_method", RESAMPLING, "projection"),
+        "resampling_rate": settings.get("resample_rate", 4),
+    }
+    connector = {}
+    tokens = {task: rest.pop(f"task_tokens.{task}") for task in TASKS if f"task_tokens.{task}" in rest}
+    router = {name: rest.pop(f"router.{name}") for name in _ROUTER if f"router.{name}" in rest}
+    if layers:
+        count = 1 + max(expert for expert, _, _ in layers)
+        linear = not any(layer for _, layer, _ in layers)
+        options |= {
+            "connector": "moe_linear" if linear else "moe_mlp",
+            "num_experts": count,
+            "router": settings.get("router_type", "soft"),
+            "num_experts_per_tok": settings.get("sparse_topk", 2),
+        }
+        if not linear:
+            connector["experts.up"] = torch.stack([_expert(layers, e, 0, "weight") for e in range(count)])
+            connector["experts.up_bias"] = torch.stack([_expert(layers, e, 0, "bias") for e in range(count)])
+        last = 0 if linear else 2
+        connector["experts.down"] = torch.stack([_expert(layers, e, last, "weight").T for e in range(count)])
+        connector["experts.down_bias"] = torch.stack([_expert(layers, e, last, "bias") for e in range(count)])
+        if options["router"] in ("soft", "sparse"):
+            connector |= _router(router, tokens, settings, options)
+    else:
+        plain = [name for name in ("llm_proj", "llm_proj.0", "llm_proj.2") if f"{name}.weight" in rest]
+        options["connector"] = "linear" if plain == ["llm_proj"] else "mlp"
+        if plain not in (["llm_proj"], ["llm_proj.0", "llm_proj.2"]) or "llm_proj.4.weight" in rest:
+            raise CheckpointError(
+                "The checkpoint has no connector that is known here: linear, mlp2x_gelu, moe_linear or moe_mlp."
+            )
+        if len(plain) == 2:
+            connector["experts.up"] = rest.pop("llm_proj.0.weight")[None]
+            connector["experts.up_bias"] = rest.pop("llm_proj.0.bias")[None]
+        connector["experts.down"] = rest.pop(f"{plain[-1]}.weight").T[None]
+        connector["experts.down_bias"] = rest.pop(f"{plain[-1]}.bias")[None]
+    if rest:
+        raise CheckpointError(
+            f"The checkpoint has {len(rest)} tensors that have no place here, such as {', '.join(sorted(rest)[:3])}: the "
+            "connector, its router and task tokens and a LoRA of the language model are converted; the vision tower "
+            "is taken as it is."
+        )
+    return options, {name: tensor.contiguous() for name, tensor in connector.items()}, adapter
+
+
+_ROUTER = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
+
+
+def _router(router: Tensors, tokens: Tensors, settings: Mapping[str, Any], options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    if len(router) < len(_ROUTER):
+        raise CheckpointError(f"The checkpoint lacks the router, or part of it: it has {', '.join(router) or 'nothing of it'}.")
+    options["router_input"] = _named(settings, "router_method", ROUTER_INPUT, "task_token")
+    first, found = router["fc1.weight"], {}
+    size = 0
+    if options["router_input"] != "token":
+        if list(tokens) != list(TASKS) or any(token.shape[:-1] != (1, 1) for token in tokens.values()):
+            shapes = {task: tuple(token.shape) for task, token in tokens.items()}
+            raise CheckpointError(f"The router takes one task token of each of {', '.join(TASKS)}; there are {shapes}.")
+        found["task_tokens"] = torch.cat([token[0] for token in tokens.values()])
+        size = options["task_token_size"] = found["task_tokens"].shape[1]
+        found["router.task_weight"] = first[:, :size]
+    if options["router_input"] != "task":
+        found["router.token_weight"] = first[:, size:]
+    names = {"fc1.bias": "bias", "fc2.weight": "out_weight", "fc2.bias": "out_bias"}
+    return found | {f"router.{new}": router[old] for old, new in names.items()}
+
+
+def _read(path: str | os.PathLike) -> tuple[Tensors, dict[str, Any]]:
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        raise CorruptFileError(f"{path} cannot be read as a checkpoint of tensors: {error}") from error
+    state = found.get("model") if isinstance(found, dict) else None
+    if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
+        raise CorruptFileError(f"{path} is not a checkpoint of Uni-Med's code: it has no dict 'model' of tensors.")
+    config = found.get("config")
+    settings = config.get("model") if isinstance(config, dict) else None
+    return state, settings if isinstance(settings, dict) else {}
+
+
+def _load(model: UniMedForConditionalGeneration, connector: Tensors, checkpoint: str | os.PathLike) -> None:
+    expected = model.connector.state_dict()
+    for name in sorted(expected.keys() | connector.keys()):
+        shapes = [tuple(tensors[name].shape) if name in tensors else None for tensors in (connector, expected)]
+        if shapes[0] != shapes[1]:
+            raise CheckpointError(
+                f"{checkpoint} does not fit these models: connector.{name} is {shapes[0]} there, and {shapes[1]} is expected."
+            )
+    model.connector.load_state_dict(connector)
+
+
+def _check_layer(model: UniMedForConditionalGeneration, layer: str, adapter: Tensors, checkpoint: str | os.PathLike) -> None:
+    factors = [adapter.get(f"base_model.model.{layer}.lora_{which}.weight") for which in "BA"]
+    try:
+        weight = model.get_submodule(layer).weight
+    except AttributeError as error:
+        raise CheckpointError(f"{checkpoint} has a LoRA for {layer}, which the language model does not have.") from error
+    if any(factor is None for factor in factors) or (len(factors[0]), factors[1].shape[1]) != tuple(weight.shape):
+        shapes = [None if factor is None else tuple(factor.shape) for factor in factors]
+        raise CheckpointError(f"{checkpoint}: the LoRA's B and A of {layer} are {shapes}, its weight {tuple(weight.shape)}.")
+
+
+def _expert(layers: Mapping[tuple, torch.Tensor], expert: int, layer: int, kind: str) -> torch.Tensor:
+    if (found := layers.get((expert, layer, kind))) is None:
+        raise CheckpointError(f"The checkpoint lacks llm_proj.{expert}.{layer}.{kind}.")
+    return found
+
+
+def _named(settings: Mapping[str, Any], key: str, names: Mapping[str, str], default: str) -> str:
+    value = settings.get(key)
+    if value is None:
+        return default
+    if value not in names:
+        raise CheckpointError(f"The checkpoint's configuration says {key}={value!r}; it is one of {', '.join(names)}.")
+    return names[value]

@@ -1,0 +1,188 @@
+"""UniMedProcessor: prompts, images and answers in, tensors out; what is wrong with a sample is said of that sample."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_uni_med import (
+    HEIGHT,
+    IMAGE_TOKEN_ID,
+    TOKENS,
+    WIDTH,
+    batch,
+    image,
+    image_processor,
+    processor,
+    rows,
+    save_parts,
+    tokenizer,
+)
+from transformers import AutoTokenizer
+
+from hf_ext import UniMedProcessor
+
+
+def text_of(make, ids) -> str:
+    return make.tokenizer.decode([i for i in ids if i != make.image_token_id])
+
+
+def test_the_prompt_is_the_papers():
+    make = processor()
+    inputs = make(images=image(), text="how many cells are there ?", task="vqa", return_tensors="pt")
+    (ids,) = inputs["input_ids"].tolist()
+    assert ids.count(make.image_token_id) == TOKENS and make.image_token_id == IMAGE_TOKEN_ID
+    start = ids.index(make.image_token_id)
+    assert ids[start : start + TOKENS] == [make.image_token_id] * TOKENS
+    assert text_of(make, ids) == "[INST] <Img> </Img> [vqa] how many cells are there ? [/INST]"
+    assert text_of(make, make(text="is this a cell ?", task="qa")["input_ids"][0]) == "[INST] is this a cell ? [/INST]"
+    assert inputs["pixel_values"].shape == (1, 3, HEIGHT, WIDTH) and inputs["task_ids"].tolist() == [0]
+
+
+def test_a_batch_mixes_tasks_and_rows_without_images():
+    inputs = batch(answers=False)
+    assert inputs["task_ids"].tolist() == [0, 4, 3] and len(inputs["pixel_values"]) == 3
+    assert (inputs["input_ids"] == IMAGE_TOKEN_ID).sum(1).tolist() == [TOKENS, 0, TOKENS, TOKENS]
+    assert set(batch(samples=rows()[1:2])) == {"input_ids", "attention_mask", "labels"}
+
+
+def test_padding_is_left_to_generate_and_right_to_train():
+    make = processor()
+    plain, trained = batch(answers=False), batch()
+    assert plain["attention_mask"][1, 0] == 0 and plain["attention_mask"][:, -1].all()
+    assert trained["attention_mask"][1, -1] == 0 and trained["attention_mask"][:, 0].all()
+    left = make(text=["is this", "is this a cell"], task="qa", answers=["yes", "no"], padding_side="left", return_tensors="pt")
+    assert left["labels"].tolist() == [[-100] * 6 + left["input_ids"][0, -2:].tolist(),
+                                       [-100] * 6 + left["input_ids"][1, -2:].tolist()]  # fmt: skip
+    ragged = make(text=["is this", "is this a cell"], task="qa", padding=False)
+    assert [len(row) for row in ragged["input_ids"]] == [4, 6]
+    full = make(text="is this", task="qa", padding="max_length", max_length=12, return_tensors="pt")
+    assert full["input_ids"].shape == (1, 12)
+
+
+def test_labels_are_the_answer_and_its_end():
+    make = processor()
+    labels = batch()["labels"]
+    assert [text_of(make, row[row >= 0]) for row in labels] == [row["answer"] + " </s>" for row in rows()]
+    prompt = make(text="is this", task="qa")["input_ids"][0]
+    assert make(text="is this", task="qa", answers="yes")["input_ids"][0][: len(prompt)] == prompt
+
+
+def test_images_come_in_many_forms(tmp_path):
+    make = processor()
+    expected = make(images=image(), text="what ?", task="cls", return_tensors="pt")["pixel_values"]
+    image().save(tmp_path / "image.png")
+    array = np.asarray(image())
+    for form in (tmp_path / "image.png", str(tmp_path / "image.png"), array, torch.tensor(array).permute(2, 0, 1), [image()]):
+        found = make(images=form, text="what ?", task="cls", return_tensors="pt")["pixel_values"]
+        torch.testing.assert_close(found, expected)
+
+
+def test_whole_prompts_say_their_task_themselves():
+    make = processor()
+    asked = make(images=image(), text="what ?", task="cls", return_tensors="pt")
+    written = make(images=image(), text="[INST] <Img><image></Img> [cls] what ? [/INST]", return_tensors="pt")
+    for name in asked:
+        assert torch.equal(asked[name], written[name]), name
+    prompts = ["[vqa] <image> <image> one", "two", "[cls] <image> three"]
+    flat = make(images=[image(i) for i in range(3)], text=prompts, return_tensors="pt")
+    assert flat["task_ids"].tolist() == [0, 0, 4]
+    nested = make(images=[[image(0), image(1)], None, image(2)], text=prompts, return_tensors="pt")
+    assert torch.equal(flat["pixel_values"], nested["pixel_values"])
+    assert "task_ids" not in make(images=image(), text="<image> what ?")
+
+
+def test_the_chat_template_writes_the_same_prompt():
+    make = processor()
+    part = {"type": "image", "image": image()}
+    chat = [{"role": "user", "content": [part, {"type": "text", "text": "what ?"}]}]
+    found = make.apply_chat_template(chat, task="cls", tokenize=True, return_dict=True, return_tensors="pt")
+    expected = make(images=image(), text="what ?", task="cls", return_tensors="pt")
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+    chat += [{"role": "assistant", "content": [{"type": "text", "text": "a cell"}]}, {"role": "user", "content": "where ?"}]
+    text = make.apply_chat_template(chat, task="cls")
+    assert text == "[INST] <Img><image></Img> [cls] what ? [/INST] a cell</s>[INST] where ? [/INST]"
+    alone = make.apply_chat_template([{"role": "user", "content": "is this a cell ?"}], task="qa")
+    assert alone == "[INST] is this a cell ? [/INST]"
+
+
+def test_a_processor_is_saved_and_loaded(tmp_path):
+    processor(tasks=["vqa", "cls"]).save_pretrained(tmp_path)
+    loaded = UniMedProcessor.from_pretrained(tmp_path)
+    assert (loaded.num_image_tokens, loaded.tasks, loaded.image_token_id) == (TOKENS, ["vqa", "cls"], IMAGE_TOKEN_ID)
+    assert loaded(images=image(), text="what ?", task="cls")["task_ids"] == [1]
+    assert AutoTokenizer.from_pretrained(tmp_path).convert_tokens_to_ids("<image>") == IMAGE_TOKEN_ID
+    vision, text = save_parts(tmp_path / "parts")
+    assert UniMedProcessor.from_vision_text_pretrained(vision, text).num_image_tokens == TOKENS
+    assert UniMedProcessor.from_vision_text_pretrained(vision, text, resampling_rate=2).num_image_tokens == 2 * TOKENS
+
+
+def test_a_tokenizer_is_given_what_it_lacks_and_no_more():
+    words = tokenizer(pad_token="w0")
+    words.add_tokens(["<image>"], special_tokens=True)
+    size = len(words)
+    make = UniMedProcessor(image_processor(), words, num_image_tokens=TOKENS)
+    assert len(words) == size and words.pad_token == "w0"
+    assert processor().tokenizer.pad_token == "</s>" and make.model_input_names[-1] == "task_ids"
+
+
+def test_boxes_through_the_processor():
+    make = processor()
+    assert make.format_box((8, 8, 40, 24), image().size) == "{<10><17><50><50>}"
+    assert make.parse_boxes("{<10><50><50><100>}", image().size) == [(8, 24, 40, 48)]
+
+
+def broken(tmp_path) -> Image.Image:
+    path = tmp_path / "broken.jpg"
+    image().save(path)
+    path.write_bytes(path.read_bytes()[:-2000])
+    return Image.open(path)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "CMYK", "P", "I;16"])
+def test_images_that_are_not_rgb_are_errors(mode):
+    picture = Image.new(mode, (9, 9))
+    with pytest.raises(ValueError, match=rf"Sample 1: the image has mode {mode}, not RGB; convert it with"):
+        processor()(images=[image(), picture], text=["what ?", "what ?"], task="cls")
+
+
+def test_broken_images_are_errors(tmp_path):
+    make, ask = processor(), {"text": ["is", "what ?"], "task": ["qa", "cls"]}
+    with pytest.raises(ValueError, match="Sample 1: the image is broken"):
+        make(images=[None, broken(tmp_path)], **ask)
+    (tmp_path / "text.png").write_text("no image")
+    for path in ("text.png", "missing.png"):
+        with pytest.raises(ValueError, match=rf"Sample 1: the image .*{path} cannot be read"):
+            make(images=[None, str(tmp_path / path)], **ask)
+    for shape in ((9, 9), (9, 9, 1), (4, 9, 9), (1, 3, 9, 9)):
+        with pytest.raises(ValueError, match=r"Sample 1: the image has shape"):
+            make(images=[None, np.zeros(shape, np.uint8)], **ask)
+    with pytest.raises(ValueError, match="Sample 1: the image is a int"):
+        make(images=[None, 7], **ask)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"text": ["is", "what ?"], "task": ["qa", "clss"]}, "Sample 1: there is no task 'clss'; they are vqa, refer"),
+        ({"text": ["what ?"] * 2, "task": "cls", "images": [1]}, "There are 1 images for 2 texts"),
+        ({"text": ["what ?"] * 2, "task": "cls", "images": [image(), None]}, "Sample 1: the task 'cls' needs an image"),
+        ({"text": ["what ?"] * 2, "task": "qa", "images": [None, image()]}, "Sample 1: the task 'qa' is without images"),
+        ({"text": "what ?", "images": image()}, "Sample 0: 1 images, but <image> stands 0 times in the text"),
+        ({"text": ["<image>", "<image> <image>"], "images": [image()] * 2}, r"2 images, but <image> stands 3 times .*\[1, 2\]"),
+        ({"text": ["<image>", "<image> <image>"], "images": [[image()], [image()]]}, "Sample 1: 1 images, but <image>"),
+        ({"text": "<image> what ?", "images": image(), "task": "vqa"}, "Sample 0: with task=, images take their place by"),
+        ({"text": ["[cls] <image>", "<image>"], "images": [image()] * 2}, "Some samples with images have a task"),
+        ({"text": ["is", "is " * 63], "task": "qa"}, "Sample 1: 65 tokens, but the context has 64"),
+        ({"text": ["is", "is this"], "task": "qa", "max_length": 3}, "Sample 1: 4 tokens, but the context has 3"),
+        ({"text": ["is", "is"], "task": "qa", "answers": ["yes"]}, "There are 1 answers for 2 texts"),
+        ({"text": ["is", "is"], "task": ["qa"]}, "There are 1 tasks for 2 texts"),
+        ({"text": ["is", 3], "task": "qa"}, "Sample 1: the text is a int"),
+        ({"text": "is", "task": "qa", "truncation": True}, "Prompts are not truncated"),
+        ({"images": image()}, "There is no text"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_does_not_fit_is_an_error_that_names_the_sample(call, message):
+    with pytest.raises(ValueError, match=message):
+        processor()(**call)
