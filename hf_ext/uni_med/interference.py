@@ -232,7 +232,7 @@ def feature_map(model: PreTrainedModel, batches_by_task: Mapping[str, Batches]) 
         for batch in [batches] if isinstance(batches, Mapping) else batches:
             if (batch := _on(model, batch)).get("pixel_values") is None:
                 continue
-            found = model.get_image_features(batch["pixel_values"], batch.get("task_ids"))
+            found = model.get_image_features(batch["pixel_values"], batch.get("image_tasks"))
             before.append(found.last_hidden_state.float().mean(1).cpu())
             after.append(found.pooler_output.float().mean(1).cpu())
             tasks += [task] * len(before[-1])

@@ -72,7 +72,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
     Args:
         input_ids: (batch, length); each image has as many `config.image_token_id` in a row as the connector gives tokens.
         pixel_values: (images, 3, height, width), those of the first row first. Rows without images have none here.
-        task_ids: (images,), the index in `config.tasks` of what each image is looked at for. Not needed by connectors that
+        image_tasks: (images,), the index in `config.tasks` of what each image is looked at for. Not needed by connectors that
             do not route by task.
         labels: (batch, length), -100 where there is no loss.
         output_router_weights: also return the experts' weights.
@@ -144,6 +144,11 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         model.generation_config = language_model.generation_config
         return model
 
+    def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> None:
+        """As of every model. Tensors keep the names that they have in memory: Trainer resumes by those, and would not find
+        the weights of towers that Transformers saves under older names."""
+        super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
+
     def get_input_embeddings(self) -> nn.Module:
         return self.language_model.get_input_embeddings()
 
@@ -158,28 +163,28 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
 
     @can_return_tuple
     def get_image_features(
-        self, pixel_values: torch.Tensor, task_ids: torch.Tensor | None = None, **kwargs: Any
+        self, pixel_values: torch.Tensor, image_tasks: torch.Tensor | None = None, **kwargs: Any
     ) -> UniMedImageFeatures:
         """Images as embeddings for the language model.
 
         Args:
             pixel_values: (images, 3, height, width).
-            task_ids: (images,).
+            image_tasks: (images,).
 
         Raises:
             ValueError: a task is needed and missing or unknown, or the tower's tokens are not a grid that can be resampled.
         """
-        if task_ids is not None:
+        if image_tasks is not None:
             torch_compilable_check(
-                (len(task_ids) == len(pixel_values)) and ((task_ids >= 0) & (task_ids < len(self.config.tasks))).all(),
+                (len(image_tasks) == len(pixel_values)) and ((image_tasks >= 0) & (image_tasks < len(self.config.tasks))).all(),
                 lambda: (
-                    f"task_ids {task_ids.tolist()} for {len(pixel_values)} images: there is one for each image, within 0…"
+                    f"image_tasks {image_tasks.tolist()} for {len(pixel_values)} images: there is one for each image, within 0…"
                     f"{len(self.config.tasks) - 1} ({', '.join(self.config.tasks)})."
                 ),
             )
         tokens = self.vision_tower(pixel_values.to(self.vision_tower.dtype), return_dict=True).last_hidden_state
         tokens, grid = self._grid(tokens, pixel_values.shape[-2:])
-        embeddings, weights = self.connector(tokens.to(self.connector.experts.down.dtype), grid, task_ids)
+        embeddings, weights = self.connector(tokens.to(self.connector.experts.down.dtype), grid, image_tasks)
         return UniMedImageFeatures(last_hidden_state=tokens, pooler_output=embeddings, router_weights=weights)
 
     def _grid(self, tokens: torch.Tensor, size: torch.Size) -> tuple[torch.Tensor, tuple[int, int]]:
@@ -199,7 +204,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         self,
         input_ids: torch.LongTensor | None = None,
         pixel_values: torch.FloatTensor | None = None,
-        task_ids: torch.LongTensor | None = None,
+        image_tasks: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
@@ -216,7 +221,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         if pixel_values is not None:
             if images is not None:
                 raise ValueError("Give either pixel_values or mm_encoder_outputs.")
-            images = self.get_image_features(pixel_values, task_ids, return_dict=True)
+            images = self.get_image_features(pixel_values, image_tasks, return_dict=True)
         if inputs_embeds is None:
             inputs_embeds = self._embeddings(input_ids, None if images is None else images.pooler_output)
         elif images is not None:

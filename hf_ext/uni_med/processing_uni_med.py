@@ -112,7 +112,7 @@ class UniMedProcessor(ProcessorMixin):
 
         Returns:
             input_ids and attention_mask (batch, length); with images pixel_values (images, 3, height, width) and, if there
-            are tasks, task_ids (images,); with answers labels (batch, length).
+            are tasks, image_tasks (images,); with answers labels (batch, length).
 
         Raises:
             ValueError: something is wrong with a sample, which the message names.
@@ -126,12 +126,12 @@ class UniMedProcessor(ProcessorMixin):
             if values is not None and len(values) != len(rows):
                 raise ValueError(f"There are {len(values)} {what} for {len(rows)} texts.")
         pictures = self._images_by_row(images, rows, isinstance(text, str), tasks)
-        prompts, task_ids = [], []
+        prompts, image_tasks = [], []
         for i, row in enumerate(rows):
             prompt, index = self._prompt(i, row, tasks[i], len(pictures[i]))
             prompts.append(prompt.replace(self.image_token, self.image_token * self.num_image_tokens))
-            task_ids += [index] * len(pictures[i])
-        if None in task_ids and set(task_ids) != {None}:
+            image_tasks += [index] * len(pictures[i])
+        if None in image_tasks and set(image_tasks) != {None}:
             raise ValueError("Some samples with images have a task and others none; give each one, with task=.")
 
         options = self._merge_kwargs(tokenizer_init_kwargs=self.tokenizer.init_kwargs, **kwargs)
@@ -140,8 +140,8 @@ class UniMedProcessor(ProcessorMixin):
         flat = [_rgb(image, f"Sample {i}") for i, row in enumerate(pictures) for image in row]  # after the cheaper checks
         if flat:
             data["pixel_values"] = self.image_processor(flat, **options["images_kwargs"])["pixel_values"]
-            if task_ids[0] is not None:
-                data["task_ids"] = task_ids
+            if image_tasks[0] is not None:
+                data["image_tasks"] = image_tasks
         return BatchFeature(data, tensor_type=tensors)
 
     def format_box(self, box: Box, size: tuple[float, float]) -> str:
@@ -154,7 +154,7 @@ class UniMedProcessor(ProcessorMixin):
 
     @property
     def model_input_names(self) -> list[str]:
-        return [*super().model_input_names, "task_ids"]
+        return [*super().model_input_names, "image_tasks"]
 
     def _images_by_row(self, images: Any, rows: list[str], single: bool, tasks: list[str | None]) -> list[list[Any]]:
         if images is None:
@@ -218,9 +218,10 @@ class UniMedProcessor(ProcessorMixin):
         for i, row in enumerate(ids):
             if len(row) > limit:
                 raise ValueError(f"Sample {i}: {len(row)} tokens, but the context has {limit}. Shorten the text.")
+        length = limit if padding == "max_length" else None
         data = dict(
             self.tokenizer.pad(
-                {"input_ids": ids}, padding=padding, max_length=limit, padding_side=side, pad_to_multiple_of=multiple
+                {"input_ids": ids}, padding=padding, max_length=length, padding_side=side, pad_to_multiple_of=multiple
             )
         )
         if answers is not None:

@@ -86,7 +86,7 @@ def test_the_map_has_the_principal_components_of_the_means():
     inputs = batch(samples=samples)
     found = feature_map(model, {"cls": inputs})
     with torch.no_grad():
-        means = model.get_image_features(inputs["pixel_values"], inputs["task_ids"]).pooler_output.mean(1)
+        means = model.get_image_features(inputs["pixel_values"], inputs["image_tasks"]).pooler_output.mean(1)
     singular = torch.linalg.svdvals(means - means.mean(0))
     torch.testing.assert_close(found.after.norm(dim=0), singular[:2], rtol=1e-4, atol=1e-5)
     assert found.tasks == ["cls"] * 6 and found.before.shape == (6, 2)

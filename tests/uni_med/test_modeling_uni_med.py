@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_adapters import small_llama
-from tiny_models import assert_same_weights, gpt2, llama
+from tiny_models import assert_same_weights, gpt2, llama, mixtral
 from tiny_uni_med import TOKENS, batch, config, image, processor, rows, save_parts, uni_med
 from transformers import (
     AutoConfig,
@@ -96,10 +96,10 @@ def test_rows_do_not_see_each_other(model):
 def test_the_task_matters_where_experts_are_routed_by_it():
     model = uni_med()
     inputs = batch()
-    other = logits(model, inputs | {"task_ids": inputs["task_ids"].roll(1)})
+    other = logits(model, inputs | {"image_tasks": inputs["image_tasks"].roll(1)})
     assert not torch.allclose(other, logits(model, inputs), atol=1e-5)
     mlp = uni_med(connector="mlp")
-    inputs.pop("task_ids")
+    inputs.pop("image_tasks")
     assert logits(mlp, inputs).isfinite().all()
     with pytest.raises(ValueError, match="routes by task"):
         model(**inputs)
@@ -111,7 +111,7 @@ def test_a_row_may_have_several_images():
         images=[[image(0), image(1)], [image(2)]], text=["how many cells ?", "what is there ?"], task=["vqa", "cls"],
         return_tensors="pt",
     )  # fmt: skip
-    assert inputs["task_ids"].tolist() == [0, 0, 4]
+    assert inputs["image_tasks"].tolist() == [0, 0, 4]
     found = logits(model, inputs)
     swapped = make(images=[[image(1), image(0)]], text=["how many cells ?"], task="vqa", return_tensors="pt")
     assert not torch.allclose(found[0], logits(model, swapped)[0], atol=1e-5)
@@ -132,15 +132,15 @@ def test_the_image_token_may_be_in_the_vocabulary_or_not():
 def test_inputs_that_do_not_fit_are_errors():
     model, inputs = uni_med(), batch()
     with pytest.raises(ValueError, match="24 image tokens in input_ids, but 2 images of 8 tokens"):
-        model(**inputs | {"pixel_values": inputs["pixel_values"][:2], "task_ids": inputs["task_ids"][:2]})
+        model(**inputs | {"pixel_values": inputs["pixel_values"][:2], "image_tasks": inputs["image_tasks"][:2]})
     with pytest.raises(ValueError, match="for 3 images: there is one for each image, within 0…4"):
-        model(**inputs | {"task_ids": inputs["task_ids"] + 3})
+        model(**inputs | {"image_tasks": inputs["image_tasks"] + 3})
     with pytest.raises(ValueError, match="for 3 images: there is one for each image"):
-        model(**inputs | {"task_ids": inputs["task_ids"][:2]})
+        model(**inputs | {"image_tasks": inputs["image_tasks"][:2]})
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model(attention_mask=inputs["attention_mask"])
     with pytest.raises(ValueError, match="give input_ids, not inputs_embeds"):
-        model(inputs_embeds=torch.zeros(1, 3, 64), pixel_values=inputs["pixel_values"], task_ids=inputs["task_ids"])
+        model(inputs_embeds=torch.zeros(1, 3, 64), pixel_values=inputs["pixel_values"], image_tasks=inputs["image_tasks"])
 
 
 # Saving and loading
@@ -320,7 +320,7 @@ def test_images_can_be_encoded_beforehand():
     model, inputs = uni_med(), batch(answers=False)
     expected = model.generate(**inputs, **GREEDY)
     with torch.no_grad():
-        images = model.get_image_features(inputs.pop("pixel_values"), inputs.pop("task_ids"))
+        images = model.get_image_features(inputs.pop("pixel_values"), inputs.pop("image_tasks"))
     assert torch.equal(model.generate(**inputs, mm_encoder_outputs={"image": images}, **GREEDY), expected)
 
 
@@ -392,6 +392,14 @@ def test_any_vision_tower_serves(tmp_path, kind):
     model.save_pretrained(tmp_path / "both")
     loaded = UniMedForConditionalGeneration.from_pretrained(tmp_path / "both")
     assert torch.equal(logits(loaded, inputs), logits(model, inputs))
+
+
+def test_a_mixture_as_language_model(tmp_path):
+    model = uni_med(mixtral().config)
+    model.save_pretrained(tmp_path)
+    loaded = UniMedForConditionalGeneration.from_pretrained(tmp_path)
+    assert_same_weights(model, loaded)
+    assert torch.equal(logits(loaded, batch()), logits(model, batch()))
 
 
 def test_gpt2_as_language_model():

@@ -35,12 +35,12 @@ def test_the_prompt_is_the_papers():
     assert ids[start : start + TOKENS] == [make.image_token_id] * TOKENS
     assert text_of(make, ids) == "[INST] <Img> </Img> [vqa] how many cells are there ? [/INST]"
     assert text_of(make, make(text="is this a cell ?", task="qa")["input_ids"][0]) == "[INST] is this a cell ? [/INST]"
-    assert inputs["pixel_values"].shape == (1, 3, HEIGHT, WIDTH) and inputs["task_ids"].tolist() == [0]
+    assert inputs["pixel_values"].shape == (1, 3, HEIGHT, WIDTH) and inputs["image_tasks"].tolist() == [0]
 
 
 def test_a_batch_mixes_tasks_and_rows_without_images():
     inputs = batch(answers=False)
-    assert inputs["task_ids"].tolist() == [0, 4, 3] and len(inputs["pixel_values"]) == 3
+    assert inputs["image_tasks"].tolist() == [0, 4, 3] and len(inputs["pixel_values"]) == 3
     assert (inputs["input_ids"] == IMAGE_TOKEN_ID).sum(1).tolist() == [TOKENS, 0, TOKENS, TOKENS]
     assert set(batch(samples=rows()[1:2])) == {"input_ids", "attention_mask", "labels"}
 
@@ -85,10 +85,10 @@ def test_whole_prompts_say_their_task_themselves():
         assert torch.equal(asked[name], written[name]), name
     prompts = ["[vqa] <image> <image> one", "two", "[cls] <image> three"]
     flat = make(images=[image(i) for i in range(3)], text=prompts, return_tensors="pt")
-    assert flat["task_ids"].tolist() == [0, 0, 4]
+    assert flat["image_tasks"].tolist() == [0, 0, 4]
     nested = make(images=[[image(0), image(1)], None, image(2)], text=prompts, return_tensors="pt")
     assert torch.equal(flat["pixel_values"], nested["pixel_values"])
-    assert "task_ids" not in make(images=image(), text="<image> what ?")
+    assert "image_tasks" not in make(images=image(), text="<image> what ?")
 
 
 def test_the_chat_template_writes_the_same_prompt():
@@ -110,7 +110,7 @@ def test_a_processor_is_saved_and_loaded(tmp_path):
     processor(tasks=["vqa", "cls"]).save_pretrained(tmp_path)
     loaded = UniMedProcessor.from_pretrained(tmp_path)
     assert (loaded.num_image_tokens, loaded.tasks, loaded.image_token_id) == (TOKENS, ["vqa", "cls"], IMAGE_TOKEN_ID)
-    assert loaded(images=image(), text="what ?", task="cls")["task_ids"] == [1]
+    assert loaded(images=image(), text="what ?", task="cls")["image_tasks"] == [1]
     assert AutoTokenizer.from_pretrained(tmp_path).convert_tokens_to_ids("<image>") == IMAGE_TOKEN_ID
     vision, text = save_parts(tmp_path / "parts")
     assert UniMedProcessor.from_vision_text_pretrained(vision, text).num_image_tokens == TOKENS
@@ -123,7 +123,7 @@ def test_a_tokenizer_is_given_what_it_lacks_and_no_more():
     size = len(words)
     make = UniMedProcessor(image_processor(), words, num_image_tokens=TOKENS)
     assert len(words) == size and words.pad_token == "w0"
-    assert processor().tokenizer.pad_token == "</s>" and make.model_input_names[-1] == "task_ids"
+    assert processor().tokenizer.pad_token == "</s>" and make.model_input_names[-1] == "image_tasks"
 
 
 def test_boxes_through_the_processor():

@@ -126,8 +126,8 @@ def test_a_converted_connector_computes_what_the_original_does(tmp_path, change)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
     inputs = batch()
     with torch.no_grad():
-        found = model.get_image_features(inputs["pixel_values"], inputs["task_ids"])
-        for tokens, task, embeddings in zip(found.last_hidden_state, inputs["task_ids"], found.pooler_output):
+        found = model.get_image_features(inputs["pixel_values"], inputs["image_tasks"])
+        for tokens, task, embeddings in zip(found.last_hidden_state, inputs["image_tasks"], found.pooler_output):
             expected = layout.project(tokens, TASKS[task], settings)
             torch.testing.assert_close(embeddings, expected, rtol=1e-4, atol=1e-5)
 

@@ -1,0 +1,127 @@
+"""Uni-Med trains with Trainer, with PEFT's adapters on its language model, and on several processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from stop_after import StopAfter
+from tiny_models import same_bits
+from tiny_uni_med import batch, processor, rows, uni_med
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_ext import PissaConfig, UniMedForConditionalGeneration
+from hf_ext.uni_med import UniMedCollator, evaluate
+
+ON_THE_LANGUAGE_MODEL = r".*language_model\.model\..*_proj"
+
+
+def train(model, out: Path, resume=None, callbacks=(), **options) -> Trainer:
+    settings = {"max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1}
+    arguments = TrainingArguments(
+        output_dir=str(out), use_cpu=True, report_to=[], disable_tqdm=True, remove_unused_columns=False, **settings | options
+    )
+    trainer = Trainer(
+        model, arguments, train_dataset=rows() * 4, callbacks=[*callbacks], data_collator=UniMedCollator(processor())
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(**batch()).logits
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"router": "sparse"}, {"connector": "mlp"}], ids=lambda o: "-".join(o.values()) or "soft"
+)
+def test_mixed_tasks_are_learned(tmp_path, options):
+    model = uni_med(**options)
+    model.vision_tower.requires_grad_(False)
+    frozen = {name: p.clone() for name, p in model.vision_tower.named_parameters()}
+    train(model, tmp_path, max_steps=60, save_strategy="no", learning_rate=5e-3)
+    assert all(same_bits(p, frozen[name]) for name, p in model.vision_tower.named_parameters())
+    data = {row["task"]: [row] for row in rows()}
+    found = evaluate(model, processor(), data, max_new_tokens=8)
+    assert {name: value["accuracy"] for name, value in found.metrics.items()} == dict.fromkeys(data, 1.0)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    whole, resumed = uni_med(), uni_med()
+    train(whole, tmp_path / "whole")
+    train(uni_med(), tmp_path / "parts", callbacks=[StopAfter(4)])
+    train(resumed, tmp_path / "parts", resume=get_last_checkpoint(tmp_path / "parts"))
+    assert all(same_bits(p, whole.get_parameter(name)) for name, p in resumed.named_parameters())
+    last = UniMedForConditionalGeneration.from_pretrained(get_last_checkpoint(tmp_path / "whole"))
+    assert torch.equal(logits(last), logits(whole))
+
+
+@pytest.mark.parametrize("kind", [LoraConfig, PissaConfig], ids=["lora", "pissa"])
+def test_adapters_on_the_language_model_with_a_trained_connector(tmp_path, kind):
+    config = kind(
+        r=8, lora_alpha=16, target_modules=ON_THE_LANGUAGE_MODEL, modules_to_save=["connector"], task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(uni_med(), config)
+    expected = logits(uni_med())
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert all("language_model" in name or "connector.modules_to_save" in name for name in trained)
+    assert len([name for name in trained if "lora_A" in name]) == 14
+    train(model, tmp_path / "run", gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
+    after = logits(model)
+    assert not torch.allclose(after, expected, atol=1e-2)
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(uni_med(), tmp_path / "adapter")
+    torch.testing.assert_close(logits(loaded), after, rtol=1e-4, atol=1e-5)
+    inputs = batch(answers=False)
+    asked = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(loaded.generate(**inputs, **asked), model.generate(**inputs, **asked))
+    merged = loaded.merge_and_unload()
+    assert isinstance(merged, UniMedForConditionalGeneration)
+    torch.testing.assert_close(logits(merged), after, rtol=1e-3, atol=1e-4)
+    merged.save_pretrained(tmp_path / "merged")
+    assert torch.equal(logits(UniMedForConditionalGeneration.from_pretrained(tmp_path / "merged")), logits(merged))
+
+
+def test_bfloat16_with_gradient_checkpointing(tmp_path):
+    model = uni_med()
+    first = model(**batch()).loss.item()
+    trainer = train(model, tmp_path, bf16=True, gradient_checkpointing=True, save_strategy="no", max_steps=10)
+    assert trainer.state.log_history[-2]["loss"] < 0.8 * first
+
+
+SCRIPT = """
+import sys, torch
+from pathlib import Path
+from test_uni_med_training import train, uni_med
+from accelerate import PartialState
+
+model = uni_med()
+trainer = train(model, Path(sys.argv[1]), per_device_train_batch_size=2, save_strategy="no", max_steps=4)
+assert PartialState().num_processes == 2
+trainer.save_model()
+total = torch.stack([p.detach().double().sum() for p in model.parameters()]).sum()
+both = trainer.accelerator.gather(total[None])
+assert both[0] == both[1], both
+"""
+
+
+def test_two_processes_train_one_model(tmp_path):
+    """A batch of a process may be without images."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root), str(root / "tests"), str(root / "tests" / "uni_med")])
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command += [str(tmp_path / "script.py"), str(tmp_path / "out")]
+    # With --cpu, accelerate starts a single process; its launcher of several is called multi_gpu on CPUs too.
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert result.returncode == 0, result.stderr[-3000:]
+    model = UniMedForConditionalGeneration.from_pretrained(tmp_path / "out")
+    assert not torch.allclose(logits(model), logits(uni_med()), atol=1e-3)
