@@ -41,7 +41,7 @@ class UniMedConfig(PreTrainedConfig):
         "vision_config": SubConfigSpec(config_class=AutoConfig, model_type="blip_2_vision_model"),
         "text_config": SubConfigSpec(config_class=AutoConfig, model_type="llama"),
     }
-    attribute_map = {"image_token_index": "image_token_id"}
+    keys_to_ignore_at_inference = ["past_key_values", "image_hidden_states", "router_weights"]
 
     vision_config: dict | PreTrainedConfig | None = None
     text_config: dict | PreTrainedConfig | None = None

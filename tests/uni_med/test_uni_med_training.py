@@ -20,13 +20,19 @@ from hf_ext.uni_med import UniMedCollator, evaluate
 ON_THE_LANGUAGE_MODEL = r".*language_model\.model\..*_proj"
 
 
-def train(model, out: Path, resume=None, callbacks=(), **options) -> Trainer:
+def train(model, out: Path, resume=None, callbacks=(), metrics=None, **options) -> Trainer:
     settings = {"max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1}
     arguments = TrainingArguments(
         output_dir=str(out), use_cpu=True, report_to=[], disable_tqdm=True, remove_unused_columns=False, **settings | options
     )
     trainer = Trainer(
-        model, arguments, train_dataset=rows() * 4, callbacks=[*callbacks], data_collator=UniMedCollator(processor())
+        model,
+        arguments,
+        train_dataset=rows() * 4,
+        eval_dataset=rows(),
+        callbacks=[*callbacks],
+        data_collator=UniMedCollator(processor()),
+        compute_metrics=metrics,
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -59,6 +65,22 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     assert all(same_bits(p, whole.get_parameter(name)) for name, p in resumed.named_parameters())
     last = UniMedForConditionalGeneration.from_pretrained(get_last_checkpoint(tmp_path / "whole"))
     assert torch.equal(logits(last), logits(whole))
+
+
+def test_trainer_evaluates_and_loads_the_best_checkpoint(tmp_path):
+    def metrics(found):
+        assert found.predictions.shape == (4, *found.label_ids.shape[1:], 96)
+        hits = (found.predictions.argmax(-1)[:, :-1] == found.label_ids[:, 1:])[found.label_ids[:, 1:] >= 0]
+        return {"hits": float(hits.mean())}
+
+    model = uni_med()
+    trainer = train(
+        model, tmp_path, metrics=metrics, eval_strategy="steps", eval_steps=10, load_best_model_at_end=True,
+        metric_for_best_model="eval_hits", greater_is_better=False, max_steps=40, save_steps=10, per_device_eval_batch_size=3,
+    )  # fmt: skip
+    best = UniMedForConditionalGeneration.from_pretrained(trainer.state.best_model_checkpoint)
+    assert trainer.state.best_model_checkpoint.endswith("-10")
+    assert torch.equal(logits(best), logits(model))
 
 
 @pytest.mark.parametrize("kind", [LoraConfig, PissaConfig], ids=["lora", "pissa"])
