@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 Box = tuple[float, float, float, float]
@@ -24,8 +25,16 @@ def format_box(box: Box, size: tuple[float, float]) -> str:
         raise ValueError(f"The box {tuple(box)} is empty or reversed; it is left, top, right, bottom in pixels.")
     if not (left < width and right > 0 and top < height and bottom > 0):
         raise ValueError(f"The box {tuple(box)} is outside the image of {width} x {height} pixels.")
-    hundredths = (100 * left / width, 100 * top / height, 100 * right / width, 100 * bottom / height)
-    return "{" + "".join(f"<{min(max(round(value), 0), 100)}>" for value in hundredths) + "}"
+    x1, x2 = _hundredths(left / width, right / width)
+    y1, y2 = _hundredths(top / height, bottom / height)
+    return f"{{<{x1}><{y1}><{x2}><{y2}>}}"
+
+
+def _hundredths(start: float, end: float) -> tuple[int, int]:
+    """Both to the nearest within 0…100, and at least one apart."""
+    start, end = 100 * max(start, 0.0), 100 * min(end, 1.0)
+    first, last = round(start), round(end)
+    return (first, last) if first < last else (math.floor(start), math.ceil(end))
 
 
 def parse_boxes(text: str, size: tuple[float, float]) -> list[Box]:

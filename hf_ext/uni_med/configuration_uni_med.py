@@ -10,6 +10,7 @@ from transformers.configuration_utils import SubConfigSpec
 from hf_ext.uni_med.connector import Kind, Resampling, RouterInput, Routing
 
 TASKS = ("vqa", "refer", "identify", "caption", "cls")
+QA = "qa"  # questions without an image
 
 
 @strict
@@ -64,8 +65,12 @@ class UniMedConfig(PreTrainedConfig):
             raise ValueError(f"resampling_rate={self.resampling_rate}, num_experts={self.num_experts}: both are at least 1.")
         if self.resampling != "projection" and math.isqrt(self.resampling_rate) ** 2 != self.resampling_rate:
             raise ValueError(f"Pooling takes squares of tokens: resampling_rate={self.resampling_rate} is not a square number.")
-        if not self.tasks or len(set(self.tasks)) < len(self.tasks):
-            raise ValueError(f"tasks={self.tasks}: there is at least one, and each has a name of its own.")
+        if not self.tasks or len({*self.tasks, QA}) <= len(self.tasks):
+            raise ValueError(f"tasks={self.tasks}: there is at least one, each has a name of its own, and '{QA}' has no image.")
+        if self.task_token_size is not None and self.task_token_size < 1:
+            raise ValueError(
+                f"task_token_size={self.task_token_size}: give at least 1, or None for the connector's input size."
+            )
         if self.connector.startswith("moe"):
             if self.router == "hard" and self.num_experts < len(self.tasks):
                 raise ValueError(
@@ -84,8 +89,11 @@ class UniMedConfig(PreTrainedConfig):
     @property
     def vision_size(self) -> int:
         """Size of the vision tower's tokens."""
-        sizes = getattr(self.vision_config, "hidden_sizes", None)  # convolutional towers have one a stage
-        return sizes[-1] if sizes else self.vision_config.hidden_size
+        sizes = getattr(self.vision_config, "hidden_sizes", None)  # towers in stages have one for each
+        size = sizes[-1] if sizes else getattr(self.vision_config, "hidden_size", None)
+        if size is None:
+            raise ValueError(f"The configuration of the vision tower ({self.vision_config.model_type}) has no hidden_size.")
+        return size
 
     @property
     def connector_input_size(self) -> int:

@@ -125,9 +125,12 @@ class Experts(nn.Module):
             weights: (tokens, experts); None if there is one expert, which is not weighed then.
             chosen: the indices of the experts to compute, (tokens, k), whose weights are (tokens, k) then; None for all.
         """
-        if chosen is not None:
-            return self._grouped(tokens, weights, chosen)
         experts, units, _ = self.down.shape
+        if chosen is not None:
+            # What PyTorch's grouped products cannot do is done by all experts.
+            if tokens.dtype != torch.float64 and (tokens.dtype == torch.bfloat16 or not torch.compiler.is_compiling()):
+                return self._grouped(tokens, weights, chosen)
+            weights = weights.new_zeros(len(tokens), experts).scatter(1, chosen, weights)
         if self.up is None:
             hidden = tokens[:, None]
         else:
@@ -183,16 +186,16 @@ class Connector(nn.Module):
     ):
         super().__init__()
         self.resampling, self.resampling_rate = resampling, resampling_rate
-        self.routing, self.top_k, self.num_tasks = router, top_k, num_tasks
+        self.routing, self.top_k = router, top_k
         size = vision_size * (resampling_rate if resampling == "projection" else 1)
-        mixture = kind.startswith("moe")
+        self.num_experts = num_experts if kind.startswith("moe") else None
+        mixture = self.num_experts is not None
         learned = mixture and router in ("soft", "sparse")
         task_size = (task_token_size or size) if learned and router_input != "token" else 0
         self.needs_task = bool(task_size) or (mixture and router == "hard")
         self.task_tokens = nn.Parameter(torch.empty(num_tasks, task_size)) if task_size else None
         self.router = Router(size if router_input != "task" else 0, task_size, num_experts) if learned else None
         self.experts = Experts(num_experts if mixture else 1, size, text_size, kind.endswith("linear"))
-        self.mixture = mixture
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -219,9 +222,9 @@ class Connector(nn.Module):
         x = resample(features, grid, self.resampling, self.resampling_rate)
         images, count, _ = x.shape
         tokens = x.flatten(0, 1)
-        if not self.mixture:
+        if self.num_experts is None:
             return self.experts(tokens).unflatten(0, (images, count)), None
-        shape = (images, count, len(self.experts.down))
+        shape = (images, count, self.num_experts)
         if self.router is None:
             weights = self._fixed(images, tasks, x).expand(shape)
         else:
@@ -231,13 +234,12 @@ class Connector(nn.Module):
                 top = top.softmax(-1)
                 out = self.experts(tokens, top.flatten(0, 1), chosen.flatten(0, 1))
                 return out.unflatten(0, (images, count)), torch.zeros_like(logits).scatter(-1, chosen, top)
-            weights = logits.sigmoid()
-            weights = weights / weights.sum(-1, keepdim=True)
+            # sigmoid(logits) over their sum; where those of half precision would all be zero too.
+            weights = F.logsigmoid(logits.float()).softmax(-1).to(x.dtype)
         return self.experts(tokens, weights.flatten(0, 1)).unflatten(0, (images, count)), weights
 
     def _fixed(self, images: int, tasks: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Weights that are not learned, (images, 1, experts)."""
-        experts = len(self.experts.down)
         if self.routing == "constant":
-            return like.new_full((images, 1, experts), 1 / experts)
-        return F.one_hot(tasks, experts)[:, None].to(like.dtype)
+            return like.new_full((images, 1, self.num_experts), 1 / self.num_experts)
+        return F.one_hot(tasks, self.num_experts)[:, None].to(like.dtype)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig
 from safetensors.torch import save_file
 
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.folder import staged_folder
-from hf_ext.uni_med.configuration_uni_med import TASKS
+from hf_ext.uni_med.configuration_uni_med import TASKS, UniMedConfig
 from hf_ext.uni_med.modeling_uni_med import UniMedForConditionalGeneration
 from hf_ext.uni_med.processing_uni_med import UniMedProcessor
 
@@ -27,6 +29,7 @@ LORA = re.compile(r"llm_model\.base_model\.model\.(.+)\.lora_([AB])(?:\.default)
 BUFFER = re.compile(r"llm_model\..*rotary_emb\.inv_freq")
 ROUTER_INPUT = {"router_task_token": "task_token", "router_token": "token", "router_task": "task"}
 RESAMPLING = {"projection": "projection", "avgpool": "avg_pool", "maxpool": "max_pool"}
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 LORA_ALPHA = 16  # where the checkpoint does not say; that of the paper
 
 
@@ -64,34 +67,37 @@ def convert_checkpoint(
         CorruptFileError: the file is not such a checkpoint.
         CheckpointError: it has tensors that have no place in the model, or others are missing or of another size.
     """
-    model_state, settings = _read(checkpoint)
-    options, connector, adapter = split(model_state, settings)
+    state, settings = _read(checkpoint)
+    options, connector, adapter = split(state, settings)
+    try:
+        UniMedConfig(**options)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise CheckpointError(f"{checkpoint} has settings that do not fit together: {error}") from error
     model = UniMedForConditionalGeneration.from_vision_text_pretrained(vision, text, **options)
     _load(model, connector, checkpoint)
     layers = sorted({name.rsplit(".lora_", 1)[0] for name in adapter})
     for layer in layers:
-        _check_layer(model, layer.removeprefix("base_model.model."), adapter, checkpoint)
-    lora = None
-    with staged_folder(out) as stage:
+        _check_layer(model, layer.removeprefix("base_model.model."), layers[0], adapter, checkpoint)
+    stale = [] if layers else [Path("adapter", name) for name in ADAPTER_FILES]
+    with staged_folder(out, stale) as stage:
         model.save_pretrained(stage)
-        UniMedProcessor.from_vision_text_pretrained(vision, text, options["resampling_rate"]).save_pretrained(stage)
-    if layers:
-        rank = len(adapter[f"{layers[0]}.lora_A.weight"])
-        names = sorted({layer.rsplit(".", 1)[-1] for layer in layers})
-        config = LoraConfig(
-            r=rank,
-            lora_alpha=settings.get("lora_alpha", LORA_ALPHA),
-            lora_dropout=0.05,
-            target_modules=rf".*language_model.*\.({'|'.join(names)})",
-            task_type="CAUSAL_LM",
-            base_model_name_or_path=os.fspath(out),
-            inference_mode=True,
-        )
-        with staged_folder(Path(out, "adapter")) as stage:
-            save_file(adapter, stage / "adapter_model.safetensors", metadata={"format": "pt"})
-            config.save_pretrained(stage)
-        lora = rank, len(layers)
-    return Converted(os.fspath(out), options, lora)
+        UniMedProcessor.from_vision_text_pretrained(vision, text, model).save_pretrained(stage)
+    if not layers:
+        return Converted(os.fspath(out), options, None)
+    rank = len(adapter[f"{layers[0]}.lora_A.weight"])
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=settings.get("lora_alpha", LORA_ALPHA),
+        lora_dropout=0.05,
+        target_modules=[layer.removeprefix("base_model.model.") for layer in layers],
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=os.fspath(out),
+        inference_mode=True,
+    )
+    with staged_folder(Path(out, "adapter")) as stage:
+        save_file(adapter, stage / ADAPTER_FILES[0], metadata={"format": "pt"})
+        config.save_pretrained(stage)
+    return Converted(os.fspath(out), options, (rank, len(layers)))
 
 
 def split(
@@ -133,11 +139,11 @@ def split(
             "num_experts_per_tok": settings.get("sparse_topk", 2),
         }
         if not linear:
-            connector["experts.up"] = torch.stack([_expert(layers, e, 0, "weight") for e in range(count)])
-            connector["experts.up_bias"] = torch.stack([_expert(layers, e, 0, "bias") for e in range(count)])
+            connector["experts.up"] = _stacked(layers, count, 0, "weight")
+            connector["experts.up_bias"] = _stacked(layers, count, 0, "bias")
         last = 0 if linear else 2
-        connector["experts.down"] = torch.stack([_expert(layers, e, last, "weight").T for e in range(count)])
-        connector["experts.down_bias"] = torch.stack([_expert(layers, e, last, "bias") for e in range(count)])
+        connector["experts.down"] = _stacked(layers, count, last, "weight").transpose(1, 2)
+        connector["experts.down_bias"] = _stacked(layers, count, last, "bias")
         if options["router"] in ("soft", "sparse"):
             connector |= _router(router, tokens, settings, options)
     else:
@@ -171,7 +177,11 @@ def _router(router: Tensors, tokens: Tensors, settings: Mapping[str, Any], optio
     first, found = router["fc1.weight"], {}
     size = 0
     if options["router_input"] != "token":
-        if list(tokens) != list(TASKS) or any(token.shape[:-1] != (1, 1) for token in tokens.values()):
+        if (
+            list(tokens) != list(TASKS)
+            or len({token.shape[1:] for token in tokens.values()}) > 1
+            or any(token.shape[:-1] != (1, 1) for token in tokens.values())
+        ):
             shapes = {task: tuple(token.shape) for task, token in tokens.items()}
             raise CheckpointError(f"The router takes one task token of each of {', '.join(TASKS)}; there are {shapes}.")
         found["task_tokens"] = torch.cat([token[0] for token in tokens.values()])
@@ -185,15 +195,25 @@ def _router(router: Tensors, tokens: Tensors, settings: Mapping[str, Any], optio
 
 def _read(path: str | os.PathLike) -> tuple[Tensors, dict[str, Any]]:
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         raise CorruptFileError(f"{path} cannot be read as a checkpoint of tensors: {error}") from error
     state = found.get("model") if isinstance(found, dict) else None
     if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
         raise CorruptFileError(f"{path} is not a checkpoint of Uni-Med's code: it has no dict 'model' of tensors.")
+    for name, tensor in state.items():
+        dims = 3 if str(name).startswith("task_tokens.") else 2 if str(name).endswith("weight") else 1
+        if not (tensor.is_floating_point() and tensor.layout == torch.strided and tensor.device.type == "cpu"):
+            raise CorruptFileError(f"{path}: {name} does not hold floats ({tensor.dtype}, {tensor.layout}, {tensor.device}).")
+        if tensor.dim() != dims and not str(name).startswith("visual_encoder."):
+            raise CorruptFileError(f"{path}: {name} has shape {tuple(tensor.shape)}, and {dims} dimensions are expected.")
     config = found.get("config")
     settings = config.get("model") if isinstance(config, dict) else None
-    return state, settings if isinstance(settings, dict) else {}
+    settings = settings if isinstance(settings, dict) else {}
+    for name in ("resample_rate", "sparse_topk", "lora_alpha"):
+        if not isinstance(settings.get(name, 1), int):
+            raise CorruptFileError(f"{path}: its configuration says {name}={settings[name]!r}, which is no whole number.")
+    return {str(name): tensor for name, tensor in state.items()}, settings
 
 
 def _load(model: UniMedForConditionalGeneration, connector: Tensors, checkpoint: str | os.PathLike) -> None:
@@ -207,27 +227,38 @@ def _load(model: UniMedForConditionalGeneration, connector: Tensors, checkpoint:
     model.connector.load_state_dict(connector)
 
 
-def _check_layer(model: UniMedForConditionalGeneration, layer: str, adapter: Tensors, checkpoint: str | os.PathLike) -> None:
-    factors = [adapter.get(f"base_model.model.{layer}.lora_{which}.weight") for which in "BA"]
+def _check_layer(
+    model: UniMedForConditionalGeneration, layer: str, first: str, adapter: Tensors, checkpoint: str | os.PathLike
+) -> None:
+    B, A = (adapter.get(f"base_model.model.{layer}.lora_{which}.weight") for which in "BA")
+    rank = len(adapter.get(f"{first}.lora_A.weight", ()))
     try:
-        weight = model.get_submodule(layer).weight
+        size = tuple(model.get_submodule(layer).weight.shape)
     except AttributeError as error:
         raise CheckpointError(f"{checkpoint} has a LoRA for {layer}, which the language model does not have.") from error
-    if any(factor is None for factor in factors) or (len(factors[0]), factors[1].shape[1]) != tuple(weight.shape):
-        shapes = [None if factor is None else tuple(factor.shape) for factor in factors]
-        raise CheckpointError(f"{checkpoint}: the LoRA's B and A of {layer} are {shapes}, its weight {tuple(weight.shape)}.")
+    if A is None or B is None or tuple(B.shape) != (size[0], rank) or tuple(A.shape) != (rank, size[1]):
+        shapes = " and ".join("missing" if factor is None else str(tuple(factor.shape)) for factor in (B, A))
+        raise CheckpointError(
+            f"{checkpoint}: the LoRA's B and A of {layer} are {shapes}; its weight is {size}, the rank {rank}."
+        )
 
 
-def _expert(layers: Mapping[tuple, torch.Tensor], expert: int, layer: int, kind: str) -> torch.Tensor:
-    if (found := layers.get((expert, layer, kind))) is None:
-        raise CheckpointError(f"The checkpoint lacks llm_proj.{expert}.{layer}.{kind}.")
-    return found
+def _stacked(layers: Mapping[tuple, torch.Tensor], count: int, layer: int, kind: str) -> torch.Tensor:
+    """One tensor of all experts."""
+    found = [layers.get((expert, layer, kind)) for expert in range(count)]
+    for expert, tensor in enumerate(found):
+        if tensor is None:
+            raise CheckpointError(f"The checkpoint lacks llm_proj.{expert}.{layer}.{kind}.")
+        if tensor.shape != found[0].shape:
+            shapes = tuple(tensor.shape), tuple(found[0].shape)
+            raise CheckpointError(f"llm_proj.{expert}.{layer}.{kind} has shape {shapes[0]}, and that of expert 0 {shapes[1]}.")
+    return torch.stack(found)
 
 
 def _named(settings: Mapping[str, Any], key: str, names: Mapping[str, str], default: str) -> str:
     value = settings.get(key)
     if value is None:
         return default
-    if value not in names:
+    if not isinstance(value, str) or value not in names:
         raise CheckpointError(f"The checkpoint's configuration says {key}={value!r}; it is one of {', '.join(names)}.")
     return names[value]

@@ -32,8 +32,10 @@ def mix_datasets(
 
     Raises:
         HfExtError: datasets is not installed.
-        ValueError: a data set has no ratio.
+        ValueError: there are no data sets, or one has no ratio.
     """
+    if not datasets:
+        raise ValueError("There are no data sets to mix.")
     try:
         from datasets import interleave_datasets
     except ImportError as error:
@@ -50,7 +52,7 @@ def mix_datasets(
 class UniMedCollator:
     """Makes a training batch of {"image", "text", "task", "answer"}; tasks may be mixed, and images missing.
 
-    Give `Trainer` remove_unused_columns=False with it.
+    Give `Trainer` remove_unused_columns=False with it. A sample without one of the four is a ValueError.
 
     Args:
         max_length: longest row in tokens; None for what the tokenizer allows.
@@ -60,7 +62,11 @@ class UniMedCollator:
     max_length: int | None = None
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        columns = {name: [row[name] for row in rows] for name in ("image", "text", "task", "answer")}
+        names = ("image", "text", "task", "answer")
+        for i, row in enumerate(rows):
+            if missing := [name for name in names if name not in row]:
+                raise ValueError(f"Sample {i} has no {', '.join(missing)}, only {', '.join(row)}.")
+        columns = {name: [row[name] for row in rows] for name in names}
         return self.processor(
             images=columns["image"],
             text=columns["text"],

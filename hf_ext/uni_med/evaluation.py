@@ -103,31 +103,44 @@ def evaluate(
         generation: of `generate`, such as max_new_tokens=50.
 
     Raises:
-        ValueError: a data set is empty or mixes tasks.
+        ValueError: a data set is empty, mixes tasks, or has an answer that cannot be measured; model and processor have other
+            tasks.
     """
     generation = {"do_sample": False, "num_beams": 1} | generation
-    for name, data in datasets.items():
-        if not len(data):
-            raise ValueError(f"The data set '{name}' is empty.")
+    if processor.tasks != model.config.tasks:
+        raise ValueError(f"The processor has the tasks {processor.tasks}, and the model {model.config.tasks}.")
+    asked = {name: _references(name, data, score) for name, data in datasets.items()}
     training = model.training
     model.eval()
     metrics, predictions = {}, {}
     try:
         with tqdm(total=sum(map(len, datasets.values())), desc="Answering") as bar:
             for name, data in datasets.items():
-                answers, references, tasks = [], [], set()
+                answers = []
                 for start in range(0, len(data), batch_size):
                     rows = [data[i] for i in range(start, min(start + batch_size, len(data)))]
                     answers += answer(model, processor, rows, **generation)
-                    references += [row["answer"] for row in rows]
-                    tasks |= {row["task"] for row in rows}
                     bar.update(len(rows))
-                if len(tasks) > 1:
-                    raise ValueError(f"The data set '{name}' mixes the tasks {', '.join(sorted(tasks))}; give each its own.")
-                metrics[name], predictions[name] = score(*tasks, answers, references), answers
+                task, references = asked[name]
+                metrics[name], predictions[name] = score(task, answers, references), answers
     finally:
         model.train(training)
     return Evaluation(metrics, predictions)
+
+
+def _references(name: str, data: Sequence[Mapping[str, Any]], score: Callable[..., dict[str, float]]) -> tuple[str, list[str]]:
+    """The task and the right answers of a data set; what would fail after all the work fails here."""
+    if not len(data):
+        raise ValueError(f"The data set '{name}' is empty.")
+    pairs = [(row["task"], row["answer"]) for row in (data[i] for i in range(len(data)))]
+    tasks, references = sorted({task for task, _ in pairs}), [reference for _, reference in pairs]
+    if len(tasks) > 1:
+        raise ValueError(f"The data set '{name}' mixes the tasks {', '.join(tasks)}; give each its own.")
+    for i, reference in enumerate(references):
+        if not isinstance(reference, str):
+            raise ValueError(f"The data set '{name}': the answer of sample {i} is {reference!r}, not a text.")
+    score(tasks[0], references, references)
+    return tasks[0], references
 
 
 def answer(

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
-from transformers.utils import logging
+from transformers.utils.logging import tqdm
 
 from hf_ext.display import new_figure, save_figure, table
-from hf_ext.work_ahead import progress
-
-logger = logging.get_logger(__name__)
 
 Batches = Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
 
@@ -101,7 +99,7 @@ def interference(
         parameters: those to look at; those of the connector that are trained if None.
 
     Raises:
-        ValueError: there are fewer than two tasks, or no parameters that are trained.
+        ValueError: there are fewer than two tasks, no parameters that are trained, or no labels.
     """
     if len(batches_by_task) < 2:
         raise ValueError("Interference is between tasks: give batches of two or more.")
@@ -112,16 +110,11 @@ def interference(
     parameters = list(parameters)
     if not parameters or not all(parameter.requires_grad for parameter in parameters):
         raise ValueError("There are no gradients to compare: give parameters that are trained (requires_grad).")
-    training = model.training
-    model.eval()
-    try:
-        with progress("Differentiating", None) as bar:
-            gradients = []
-            for batches in batches_by_task.values():
-                gradients.append(_gradient(model, parameters, [batches] if isinstance(batches, Mapping) else list(batches)))
-                bar.update()
-    finally:
-        model.train(training)
+    with _evaluating(model):
+        gradients = [
+            _gradient(model, parameters, task, [batches] if isinstance(batches, Mapping) else list(batches))
+            for task, batches in tqdm(batches_by_task.items(), desc="Differentiating")
+        ]
     count = len(gradients)
     products = torch.zeros(count, count, dtype=torch.float64)
     for i in range(count):
@@ -137,14 +130,29 @@ def interference(
     )
 
 
-def _gradient(model: nn.Module, parameters: list[nn.Parameter], batches: list[Mapping[str, Any]]) -> list[torch.Tensor]:
-    total = None
+def _gradient(
+    model: nn.Module, parameters: list[nn.Parameter], task: str, batches: list[Mapping[str, Any]]
+) -> list[torch.Tensor]:
+    total = [torch.zeros_like(parameter) for parameter in parameters]
     with torch.enable_grad():
         for batch in batches:
             loss = model(**_on(model, batch)).loss
-            found = torch.autograd.grad(loss / len(batches), parameters, allow_unused=True, materialize_grads=True)
-            total = found if total is None else [a.add_(b) for a, b in zip(total, found)]
-    return list(total)
+            if loss is None:
+                raise ValueError(f"The batches of '{task}' have no labels: give the processor answers.")
+            if loss.requires_grad:  # it need not depend on anything that is trained
+                found = torch.autograd.grad(loss / len(batches), parameters, allow_unused=True, materialize_grads=True)
+                total = [a.add_(b) for a, b in zip(total, found)]
+    return total
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def _on(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,14 +236,15 @@ def feature_map(model: PreTrainedModel, batches_by_task: Mapping[str, Batches]) 
         ValueError: there are fewer than three images.
     """
     tasks, before, after = [], [], []
-    for task, batches in batches_by_task.items():
-        for batch in [batches] if isinstance(batches, Mapping) else batches:
-            if (batch := _on(model, batch)).get("pixel_values") is None:
-                continue
-            found = model.get_image_features(batch["pixel_values"], batch.get("image_tasks"))
-            before.append(found.last_hidden_state.float().mean(1).cpu())
-            after.append(found.pooler_output.float().mean(1).cpu())
-            tasks += [task] * len(before[-1])
+    with _evaluating(model):
+        for task, batches in batches_by_task.items():
+            for batch in [batches] if isinstance(batches, Mapping) else batches:
+                if (batch := _on(model, batch)).get("pixel_values") is None:
+                    continue
+                found = model.get_image_features(batch["pixel_values"], batch.get("image_tasks"))
+                before.append(found.last_hidden_state.float().mean(1).cpu())
+                after.append(found.pooler_output.float().mean(1).cpu())
+                tasks += [task] * len(before[-1])
     if len(tasks) < 3:
         raise ValueError(f"There are {len(tasks)} images; a map needs three at least.")
     return FeatureMap(tasks, *(_plane(torch.cat(points)) for points in (before, after)))

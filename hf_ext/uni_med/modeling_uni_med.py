@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
             do not route by task.
         labels: (batch, length), -100 where there is no loss.
         output_router_weights: also return the experts' weights.
+        interpolate_pos_encoding: for images of another size than the tower's, if it can.
         mm_encoder_outputs: {"image": output of `get_image_features`} in place of `pixel_values`.
         logits_to_keep: only the last so many logits; 0 for all.
 
@@ -90,21 +92,21 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
     ):
         super().__init__(config)
         self.vision_tower = AutoModel.from_config(config.vision_config) if vision_tower is None else vision_tower
-        self.connector = Connector(
-            config.vision_size,
-            config.text_config.hidden_size,
-            config.connector,
-            config.num_experts,
-            config.router,
-            config.router_input,
-            config.num_experts_per_tok,
-            config.resampling,
-            config.resampling_rate,
-            len(config.tasks),
-            config.task_token_size,
-        )
         if language_model is None:
             language_model = AutoModelForCausalLM.from_config(config.text_config)
+        self.connector = Connector(
+            config.vision_size,
+            language_model.get_input_embeddings().embedding_dim,
+            config.connector,
+            num_experts=config.num_experts,
+            router=config.router,
+            router_input=config.router_input,
+            top_k=config.num_experts_per_tok,
+            resampling=config.resampling,
+            resampling_rate=config.resampling_rate,
+            num_tasks=len(config.tasks),
+            task_token_size=config.task_token_size,
+        )
         self.language_model = language_model
         self.post_init()
 
@@ -123,11 +125,12 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
                 `<image>` has in the tokenizer of `text`, or gets there when it is added.
 
         Raises:
-            ValueError: options that do not fit together.
+            ValueError: options that do not fit together, or `vision` has no weights for its vision tower.
             TypeError: an option that the configuration does not have.
         """
-        if unknown := [name for name in options if not hasattr(UniMedConfig, name)]:
-            raise TypeError(f"UniMedConfig has no {', '.join(unknown)}.")
+        fields = UniMedConfig.__dataclass_fields__.keys() - {"vision_config", "text_config"}
+        if unknown := options.keys() - fields:
+            raise TypeError(f"UniMedConfig has no {', '.join(sorted(unknown))}.")
         if "image_token_id" not in options:
             tokenizer = AutoTokenizer.from_pretrained(text)
             options["image_token_id"] = tokenizer.get_vocab().get(IMAGE_TOKEN, len(tokenizer))
@@ -163,13 +166,18 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
 
     @can_return_tuple
     def get_image_features(
-        self, pixel_values: torch.Tensor, image_tasks: torch.Tensor | None = None, **kwargs: Any
+        self,
+        pixel_values: torch.Tensor,
+        image_tasks: torch.Tensor | None = None,
+        interpolate_pos_encoding: bool = False,
+        **kwargs: Any,
     ) -> UniMedImageFeatures:
         """Images as embeddings for the language model.
 
         Args:
             pixel_values: (images, 3, height, width).
             image_tasks: (images,).
+            interpolate_pos_encoding: for images of another size than the tower's, if it can.
 
         Raises:
             ValueError: a task is needed and missing or unknown, or the tower's tokens are not a grid that can be resampled.
@@ -182,22 +190,26 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
                     f"{len(self.config.tasks) - 1} ({', '.join(self.config.tasks)})."
                 ),
             )
-        tokens = self.vision_tower(pixel_values.to(self.vision_tower.dtype), return_dict=True).last_hidden_state
+        options = {"interpolate_pos_encoding": True} if interpolate_pos_encoding else {}
+        tokens = self.vision_tower(pixel_values.to(self.vision_tower.dtype), return_dict=True, **options).last_hidden_state
         tokens, grid = self._grid(tokens, pixel_values.shape[-2:])
-        embeddings, weights = self.connector(tokens.to(self.connector.experts.down.dtype), grid, image_tasks)
+        embeddings, weights = self.connector(tokens.to(next(self.connector.parameters()).dtype), grid, image_tasks)
         return UniMedImageFeatures(last_hidden_state=tokens, pooler_output=embeddings, router_weights=weights)
 
     def _grid(self, tokens: torch.Tensor, size: torch.Size) -> tuple[torch.Tensor, tuple[int, int]]:
         """The tower's tokens of patches, row by row, without those that come before them, such as a class token."""
         if tokens.dim() == 4:  # (images, size, height, width)
             return tokens.flatten(2).transpose(1, 2), tuple(tokens.shape[2:])
-        patch = self.config.vision_config.patch_size
-        height, width = (patch, patch) if isinstance(patch, int) else patch
-        grid = size[0] // height, size[1] // width
-        extra = tokens.shape[1] - grid[0] * grid[1]
-        if extra < 0:
-            raise ValueError(f"The vision tower gives {tokens.shape[1]} tokens for {grid[0]} x {grid[1]} patches.")
-        return tokens[:, extra:], grid
+        count = tokens.shape[1]
+        if patch := getattr(self.config.vision_config, "patch_size", None):
+            height, width = (patch, patch) if isinstance(patch, int) else patch
+            grid = size[0] // height, size[1] // width
+            if (extra := count - grid[0] * grid[1]) >= 0:
+                return tokens[:, extra:], grid
+        height = round(math.sqrt(count * size[0] / size[1]))  # of a tower that merges patches
+        if height == 0 or count % height:
+            raise ValueError(f"The vision tower gives {count} tokens for {size[0]} x {size[1]} pixels, which are no grid.")
+        return tokens, (height, count // height)
 
     @can_return_tuple
     def forward(
@@ -213,6 +225,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         mm_encoder_outputs: dict[str, UniMedImageFeatures] | None = None,
         output_router_weights: bool = False,
+        interpolate_pos_encoding: bool = False,
         **kwargs: Any,
     ) -> UniMedCausalLMOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
@@ -221,9 +234,10 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         if pixel_values is not None:
             if images is not None:
                 raise ValueError("Give either pixel_values or mm_encoder_outputs.")
-            images = self.get_image_features(pixel_values, image_tasks, return_dict=True)
+            images = self.get_image_features(pixel_values, image_tasks, interpolate_pos_encoding, return_dict=True)
         if inputs_embeds is None:
-            inputs_embeds = self._embeddings(input_ids, None if images is None else images.pooler_output)
+            started = past_key_values is not None and past_key_values.get_seq_length() > 0
+            inputs_embeds = self._embeddings(input_ids, None if images is None else images.pooler_output, started)
         elif images is not None:
             raise ValueError("Images are placed by the image tokens in input_ids: give input_ids, not inputs_embeds.")
         outputs = self.language_model(
@@ -238,34 +252,53 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         return UniMedCausalLMOutputWithPast(
             loss=outputs.loss,
             logits=outputs.logits,
-            past_key_values=outputs.past_key_values,
+            past_key_values=getattr(outputs, "past_key_values", None),
             hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
+            attentions=getattr(outputs, "attentions", None),
             image_hidden_states=None if images is None else images.pooler_output,
             router_weights=images.router_weights if images is not None and output_router_weights else None,
         )
 
-    def _embeddings(self, input_ids: torch.Tensor, images: torch.Tensor | None) -> torch.Tensor:
-        """(batch, length, text size), with the images in the places of their tokens."""
+    def _embeddings(self, input_ids: torch.Tensor, images: torch.Tensor | None, started: bool = False) -> torch.Tensor:
+        """(batch, length, text size), with the images in the places of their tokens. `started`: the images came before."""
         here = input_ids == self.config.image_token_id
         embeddings = self.get_input_embeddings()(input_ids.masked_fill(here, 0))
         if images is None:
-            return embeddings
+            torch_compilable_check(
+                started or not here.any(), "There are image tokens in input_ids, but no images: give pixel_values."
+            )
+            return self._joined(embeddings)
+        tokens = images.shape[1]
         torch_compilable_check(
-            here.sum() == images.shape[0] * images.shape[1],
+            here.sum() == images.shape[0] * tokens and (here.sum(1) % tokens == 0).all(),
             lambda: (
-                f"There are {here.sum().item()} image tokens in input_ids, but {images.shape[0]} images of {images.shape[1]} "
-                f"tokens each. Make the inputs with UniMedProcessor(…, num_image_tokens={images.shape[1]})."
+                f"There are {here.sum(1).tolist()} image tokens in the rows of input_ids, but {len(images)} images of {tokens} "
+                f"tokens each. Make the inputs with UniMedProcessor(…, num_image_tokens={tokens})."
             ),
         )
         return embeddings.masked_scatter(here[..., None], images.to(embeddings.device, embeddings.dtype))
 
+    def _joined(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """The same, with a gradient of zero for the connector: a training batch may be without images, and one of several
+        processes may get such a batch."""
+        if not (self.training and torch.is_grad_enabled()):
+            return embeddings
+        trained = [parameter.flatten()[0] for parameter in self.connector.parameters() if parameter.requires_grad]
+        return embeddings + 0 * torch.stack(trained).sum().to(embeddings) if trained else embeddings
+
 
 def _vision_tower(source: str | os.PathLike, loading: dict[str, Any]) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(source)
-    if not (several := hasattr(config, "vision_config")):
+    if not hasattr(config, "vision_config"):
         return AutoModel.from_pretrained(source, **loading)
     # A checkpoint of several towers keeps this one's tensors below a prefix.
-    return AutoModel.from_pretrained(
-        source, config=config.vision_config, key_mapping={r"^vision_model\.": ""} if several else None, **loading
+    tower, found = AutoModel.from_pretrained(
+        source,
+        config=config.vision_config,
+        key_mapping={r"^(model\.)?(vision_tower|vision_model)\.(vision_model\.)?": ""},
+        output_loading_info=True,
+        **loading,
     )
+    if missing := sorted(name for name in found["missing_keys"] if not name.startswith(("pooler", "head"))):
+        raise ValueError(f"{source} has no weights for its vision tower's {missing[0]} and {len(missing) - 1} more.")
+    return tower

@@ -7,34 +7,37 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL.Image import Image
+from PIL import Image, ImageOps
 from tokenizers import AddedToken
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, BatchFeature, ProcessorMixin
 from transformers.image_utils import load_image
 
 from hf_ext.uni_med.boxes import Box, format_box, parse_boxes
-from hf_ext.uni_med.configuration_uni_med import TASKS
-from hf_ext.uni_med.modeling_uni_med import IMAGE_TOKEN
+from hf_ext.uni_med.configuration_uni_med import QA, TASKS
+from hf_ext.uni_med.modeling_uni_med import IMAGE_TOKEN, UniMedForConditionalGeneration
 
-QA = "qa"  # the task of questions without an image
-
-# Uni-Med's prompt, appendix B of its paper; {{ task }} is written by apply_chat_template(…, task="vqa").
+# Uni-Med's prompt, appendix B of its paper. The task of apply_chat_template(…, task="vqa") goes to the first images.
 CHAT_TEMPLATE = """\
+{%- macro words(content) -%}
+{%- if content is string %}{{ content }}{% else -%}
+{%- for part in content if part['type'] == 'text' %}{{ part['text'] }}{% endfor -%}
+{%- endif -%}
+{%- endmacro -%}
+{%- set now = namespace(task=task, system='') -%}
 {%- for message in messages -%}
-{%- if message['role'] == 'assistant' -%}
-{{ ' ' }}{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] -%}
-{{ part['text'] }}{% endfor %}{% endif %}{{ eos_token }}
+{%- if message['role'] == 'system' -%}
+{%- set now.system = words(message['content']) + ' ' -%}
+{%- elif message['role'] == 'assistant' -%}
+{{ ' ' + words(message['content']) + eos_token }}
 {%- else -%}
 {{ '[INST] ' }}
 {%- if message['content'] is not string -%}
-{%- for part in message['content'] if part['type'] == 'image' %}{{ '<Img><image></Img> ' }}{% endfor -%}
+{%- for part in message['content'] if part['type'] == 'image' %}{{ '<Img><image></Img> ' }}
+{%- if loop.last and now.task and now.task != 'qa' %}{{ '[' + now.task + '] ' }}{% set now.task = none %}{% endif -%}
+{%- endfor -%}
 {%- endif -%}
-{%- if task and task != 'qa' and loop.first %}{{ '[' + task + '] ' }}{% endif -%}
-{%- if message['content'] is string %}{{ message['content'] }}
-{%- else -%}
-{%- for part in message['content'] if part['type'] == 'text' %}{{ part['text'] }}{% endfor -%}
-{%- endif -%}
-{{ ' [/INST]' }}
+{{ now.system + words(message['content']) + ' [/INST]' }}
+{%- set now.system = '' -%}
 {%- endif -%}
 {%- endfor -%}"""
 
@@ -59,6 +62,8 @@ class UniMedProcessor(ProcessorMixin):
         tasks: Sequence[str] = TASKS,
         chat_template: str | None = None,
     ):
+        if tokenizer is None or tokenizer.eos_token is None:
+            raise ValueError("UniMedProcessor needs a tokenizer with an end token (eos_token), with which answers end.")
         self.num_image_tokens = num_image_tokens
         self.tasks = list(tasks)
         self.image_token = IMAGE_TOKEN
@@ -71,23 +76,31 @@ class UniMedProcessor(ProcessorMixin):
 
     @classmethod
     def from_vision_text_pretrained(
-        cls, vision: str | os.PathLike, text: str | os.PathLike, resampling_rate: int = 4, **options: Any
+        cls,
+        vision: str | os.PathLike,
+        text: str | os.PathLike,
+        model: UniMedForConditionalGeneration | None = None,
+        **options: Any,
     ) -> "UniMedProcessor":
         """The processor for [`UniMedForConditionalGeneration.from_vision_text_pretrained`] of the same two.
 
         Args:
             vision: folder or Hub id with an image processor and a vision model.
             text: folder or Hub id with a tokenizer.
-            resampling_rate: as in the model's configuration.
-            options: of this class. `num_image_tokens` is needed for towers that do not cut images into patches.
+            model: whose tasks it takes, and which is shown an image to count its tokens; without it they are four
+                patches each.
+            options: of this class.
         """
-        if "num_image_tokens" not in options:
+        image_processor, tokenizer = AutoImageProcessor.from_pretrained(vision), AutoTokenizer.from_pretrained(text)
+        if model is not None:
+            options = {"tasks": model.config.tasks, "num_image_tokens": _count_tokens(model, image_processor)} | options
+        elif "num_image_tokens" not in options:
             config = AutoConfig.from_pretrained(vision)
             config = getattr(config, "vision_config", config)
             height, width = _pair(config.image_size)
             down, across = _pair(config.patch_size)
-            options["num_image_tokens"] = (height // down) * (width // across) // resampling_rate
-        return cls(AutoImageProcessor.from_pretrained(vision), AutoTokenizer.from_pretrained(text), **options)
+            options["num_image_tokens"] = (height // down) * (width // across) // 4
+        return cls(image_processor, tokenizer, **options)
 
     def __call__(
         self,
@@ -122,6 +135,8 @@ class UniMedProcessor(ProcessorMixin):
         rows = [text] if isinstance(text, str) else list(text)
         tasks = [task] * len(rows) if task is None or isinstance(task, str) else list(task)
         replies = [answers] if isinstance(answers, str) else None if answers is None else list(answers)
+        if not rows:
+            raise ValueError("There are no texts.")
         for what, values in (("tasks", tasks), ("answers", replies)):
             if values is not None and len(values) != len(rows):
                 raise ValueError(f"There are {len(values)} {what} for {len(rows)} texts.")
@@ -129,6 +144,8 @@ class UniMedProcessor(ProcessorMixin):
         prompts, image_tasks = [], []
         for i, row in enumerate(rows):
             prompt, index = self._prompt(i, row, tasks[i], len(pictures[i]))
+            if replies is not None and not (isinstance(replies[i], str) and self.image_token not in replies[i]):
+                raise ValueError(f"Sample {i}: the answer is {replies[i]!r}, not a text without {self.image_token}.")
             prompts.append(prompt.replace(self.image_token, self.image_token * self.num_image_tokens))
             image_tasks += [index] * len(pictures[i])
         if None in image_tasks and set(image_tasks) != {None}:
@@ -210,11 +227,21 @@ class UniMedProcessor(ProcessorMixin):
         multiple = options.pop("pad_to_multiple_of", None)
         if options.pop("truncation", False):
             raise ValueError("Prompts are not truncated, as images would be cut; shorten the text.")
-        ids = self.tokenizer(prompts, **options)["input_ids"]
+        end = self.tokenizer.eos_token_id
+        # A tokenizer may end each text; the prompt does not end before the answer.
+        ids = [
+            row[:-1] if row[-1:] == [end] and not prompt.endswith(self.tokenizer.eos_token) else row
+            for row, prompt in zip(self.tokenizer(prompts, **options)["input_ids"], prompts)
+        ]
         starts = [len(row) for row in ids]
         if answers is not None:
-            ends = self.tokenizer(answers, add_special_tokens=False)["input_ids"]
-            ids = [prompt + answer + [self.tokenizer.eos_token_id] for prompt, answer in zip(ids, ends)]
+            whole = self.tokenizer([f"{prompt} {answer}" for prompt, answer in zip(prompts, answers)], **options)["input_ids"]
+            alone = self.tokenizer(answers, **options | {"add_special_tokens": False})["input_ids"]
+            # The answer as it is after a prompt, unless that changes the prompt's own tokens.
+            ids = [
+                (full if full[: len(prompt)] == prompt else prompt + answer) for prompt, full, answer in zip(ids, whole, alone)
+            ]
+            ids = [row if row[-1] == end else [*row, end] for row in ids]
         for i, row in enumerate(ids):
             if len(row) > limit:
                 raise ValueError(f"Sample {i}: {len(row)} tokens, but the context has {limit}. Shorten the text.")
@@ -249,10 +276,10 @@ def _rgb(image: Any, where: str) -> Any:
     """The image, if it can be read and has the three channels of RGB."""
     if isinstance(image, (str, os.PathLike)):
         try:
-            return load_image(os.fspath(image))
+            image = ImageOps.exif_transpose(Image.open(image)) if os.path.exists(image) else load_image(os.fspath(image))
         except Exception as error:  # whatever PIL, the file system and the network raise
             raise ValueError(f"{where}: the image {image} cannot be read: {error}") from error
-    if isinstance(image, Image):
+    if isinstance(image, Image.Image):
         try:
             image.load()
         except (OSError, SyntaxError, ValueError) as error:
@@ -263,5 +290,14 @@ def _rgb(image: Any, where: str) -> Any:
     if isinstance(image, (np.ndarray, torch.Tensor)):
         if image.ndim != 3 or 3 not in (image.shape[0], image.shape[-1]):
             raise ValueError(f"{where}: the image has shape {tuple(image.shape)}, not three channels of RGB.")
+        if str(image.dtype).rpartition(".")[2] != "uint8":
+            raise ValueError(f"{where}: the image is an array of {image.dtype}, not of uint8 from 0 to 255.")
         return image
     raise ValueError(f"{where}: the image is a {type(image).__name__}; give a PIL image, an array, a path or a URL.")
+
+
+@torch.no_grad()
+def _count_tokens(model: UniMedForConditionalGeneration, image_processor: Any) -> int:
+    """How many tokens the connector makes of an image."""
+    pixels = image_processor(Image.new("RGB", (64, 64)), return_tensors="pt")["pixel_values"]
+    return model.get_image_features(pixels.to(model.device), torch.zeros(1, dtype=torch.long)).pooler_output.shape[1]

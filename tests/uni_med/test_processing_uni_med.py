@@ -16,6 +16,7 @@ from tiny_uni_med import (
     rows,
     save_parts,
     tokenizer,
+    uni_med,
 )
 from transformers import AutoTokenizer
 
@@ -114,7 +115,9 @@ def test_a_processor_is_saved_and_loaded(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path).convert_tokens_to_ids("<image>") == IMAGE_TOKEN_ID
     vision, text = save_parts(tmp_path / "parts")
     assert UniMedProcessor.from_vision_text_pretrained(vision, text).num_image_tokens == TOKENS
-    assert UniMedProcessor.from_vision_text_pretrained(vision, text, resampling_rate=2).num_image_tokens == 2 * TOKENS
+    model = uni_med(tasks=["cls", "vqa"], resampling_rate=2)
+    made = UniMedProcessor.from_vision_text_pretrained(vision, text, model)
+    assert (made.num_image_tokens, made.tasks) == (2 * TOKENS, ["cls", "vqa"])
 
 
 def test_a_tokenizer_is_given_what_it_lacks_and_no_more():
