@@ -124,10 +124,14 @@ class Merged:
         """Raises CorruptFileError unless everything that a task's tensors are made of is there."""
         for name in [*file.record.shared, *file.record.modulated]:
             twin = self.base.twin_of(name)
-            if name not in self.elected or name in file.record.modulated and (
-                twin is None
-                or self.base.entry(twin).shape != self.elected.entry(name).shape
-                or not {self.base.entry(twin).dtype, self.elected.entry(name).dtype} <= FLOATS.keys()
+            if (
+                name not in self.elected
+                or name in file.record.modulated
+                and (
+                    twin is None
+                    or self.base.entry(twin).shape != self.elected.entry(name).shape
+                    or not {self.base.entry(twin).dtype, self.elected.entry(name).dtype} <= FLOATS.keys()
+                )
             ):
                 raise CorruptFileError(f"{file.path} speaks of '{name}', which cannot be made of what is there: it is damaged.")
 

@@ -230,7 +230,7 @@ class UniMedProcessor(ProcessorMixin):
         end = self.tokenizer.eos_token_id
         # A tokenizer may end each text; the prompt does not end before the answer.
         ids = [
-            row[:-1] if row[-1:] == [end] and not prompt.endswith(self.tokenizer.eos_token) else row
+            row[:-1] if row[-1:] == [end] and (row[-2:-1] == [end] or not prompt.endswith(self.tokenizer.eos_token)) else row
             for row, prompt in zip(self.tokenizer(prompts, **options)["input_ids"], prompts)
         ]
         starts = [len(row) for row in ids]

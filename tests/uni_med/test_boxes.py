@@ -43,6 +43,12 @@ def test_what_is_read_is_what_was_written_to_half_a_hundredth(size, corner, exte
         assert abs(value - min(expected, side)) <= 0.00501 * side
 
 
+def test_a_small_box_stays_a_box():
+    text = format_box((10, 10, 12, 12), (1000, 1000))
+    assert text == "{<1><1><2><2>}" and box_iou(*parse_boxes(text, (1000, 1000)), (10, 10, 20, 20)) == pytest.approx(1)
+    assert format_box((999.9, 0, 1000, 1), (1000, 1000)) == "{<99><0><100><1>}"
+
+
 def test_many_boxes_are_read_and_spaces_do_not_matter():
     text = "cells { <1> <2> < 30 ><40>} and {<5><6><7><8>}, not {<9><9><3><99>} or {<1><2><3>}"
     assert [[round(value) for value in box] for box in parse_boxes(text, (100, 100))] == [[1, 2, 30, 40], [5, 6, 7, 8]]

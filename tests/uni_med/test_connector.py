@@ -156,6 +156,26 @@ def test_a_grid_that_cannot_be_divided_is_an_error():
         resample(torch.zeros(1, 12, 2), (3, 4), "avg_pool", 4)
 
 
+def test_a_router_that_wants_no_expert_still_chooses_in_half_precision():
+    model = connector().half()
+    with torch.no_grad():
+        model.router.out_bias.fill_(-30)
+    features, grid, tasks = inputs()
+    out, weights = model(features.half(), grid, tasks)
+    assert out.isfinite().all() and weights.float().sum(-1).sub(1).abs().max() < 0.01
+
+
+def test_the_sparse_router_where_pytorch_has_no_grouped_products():
+    features, grid, tasks = inputs()
+    model = connector(router="sparse")
+    expected, _ = model(features, grid, tasks)
+    double = connector(router="sparse").double()
+    torch.testing.assert_close(double(features.double(), grid, tasks)[0].float(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.autograd.gradcheck(lambda x: double(x, grid, tasks[:1])[0], (features[:1].double().requires_grad_(),))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(features, grid, tasks)[0], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_half_precision_is_close():
     model = connector().to(torch.bfloat16)
     features, grid, tasks = inputs()

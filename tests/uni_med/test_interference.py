@@ -52,6 +52,13 @@ def test_a_task_without_a_gradient_has_no_angle():
     assert math.isfinite(found.mean_direction) and math.isfinite(found.mean_magnitude) and "–" in str(found)
 
 
+def test_a_loss_that_nothing_trained_makes_has_a_gradient_of_zero():
+    model = uni_med()
+    model.requires_grad_(False).connector.requires_grad_(True)
+    found = interference(model, batches() | {"qa": batch(samples=rows()[1:2])})
+    assert found.norms[3] == 0 and (found.norms[:3] > 0).all()
+
+
 def test_measuring_leaves_the_model_as_it_is():
     model = uni_med().train()
     model.vision_tower.requires_grad_(False)
@@ -66,6 +73,8 @@ def test_what_cannot_be_measured_is_an_error():
     model = uni_med()
     with pytest.raises(ValueError, match="two or more"):
         interference(model, {"vqa": batches()["vqa"]})
+    with pytest.raises(ValueError, match="'cls' have no labels"):
+        interference(model, batches() | {"cls": batch(answers=False)})
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="parameters that are trained"):
         interference(model, batches())
@@ -90,6 +99,9 @@ def test_the_map_has_the_principal_components_of_the_means():
     singular = torch.linalg.svdvals(means - means.mean(0))
     torch.testing.assert_close(found.after.norm(dim=0), singular[:2], rtol=1e-4, atol=1e-5)
     assert found.tasks == ["cls"] * 6 and found.before.shape == (6, 2)
+    model.connector.register_forward_pre_hook(lambda module, _: pytest.fail("dropout") if module.training else None)
+    feature_map(model.train(), {"cls": inputs})
+    assert model.training
     with pytest.raises(ValueError, match="1 images"):
         feature_map(model, {"cls": batches()["cls"]})
 

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from tiny_adapters import small_llama
 from tiny_models import assert_same_weights, gpt2, llama, mixtral
 from tiny_uni_med import TOKENS, batch, config, image, processor, rows, save_parts, uni_med
@@ -21,13 +22,18 @@ from transformers import (
     BlipImageProcessorPil,
     CLIPConfig,
     CLIPModel,
+    CLIPVisionConfig,
     ConvNextConfig,
     ConvNextModel,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     OPTConfig,
     SiglipVisionConfig,
     SiglipVisionModel,
+    SwinConfig,
+    SwinModel,
     pipeline,
 )
 
@@ -133,6 +139,13 @@ def test_inputs_that_do_not_fit_are_errors():
     model, inputs = uni_med(), batch()
     with pytest.raises(ValueError, match=r"\[8, 0, 8, 8\] image tokens in the rows of input_ids, but 2 images of 8 tokens"):
         model(**inputs | {"pixel_values": inputs["pixel_values"][:2], "image_tasks": inputs["image_tasks"][:2]})
+    moved = inputs["input_ids"].clone()
+    moved[0, 2], moved[1, 2] = 9, model.config.image_token_id
+    with pytest.raises(ValueError, match=r"\[7, 1, 8, 8\] image tokens in the rows"):
+        model(**inputs | {"input_ids": moved})
+    text = {name: value for name, value in inputs.items() if name not in ("pixel_values", "image_tasks")}
+    with pytest.raises(ValueError, match="but no images: give pixel_values"):
+        model(**text)
     with pytest.raises(ValueError, match="for 3 images: there is one for each image, within 0…4"):
         model(**inputs | {"image_tasks": inputs["image_tasks"] + 3})
     with pytest.raises(ValueError, match="for 3 images: there is one for each image"):
@@ -357,6 +370,10 @@ TOWERS = {
     "registers": lambda: Dinov2WithRegistersModel(
         Dinov2WithRegistersConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8)
     ),
+    "swin": lambda: SwinModel(
+        SwinConfig(embed_dim=16, depths=[1, 1], num_heads=[1, 2], window_size=4, image_size=32, patch_size=2),
+        add_pooling_layer=False,
+    ),
     "convnext": lambda: ConvNextModel(ConvNextConfig(num_stages=2, hidden_sizes=[16, 32], depths=[1, 1], image_size=32)),
     "blip2": lambda: Blip2ForConditionalGeneration(
         Blip2Config(
@@ -380,18 +397,57 @@ def test_any_vision_tower_serves(tmp_path, kind):
     pixels = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         found = model.get_image_features(pixels, torch.tensor([0, 1])).last_hidden_state
-        inner = tower if kind in ("siglip", "registers", "convnext") else tower.vision_model
+        inner = tower if kind in ("siglip", "registers", "swin", "convnext") else tower.vision_model
         expected = inner(pixels).last_hidden_state
     if kind == "convnext":
         expected = expected.flatten(2).transpose(1, 2)
     torch.testing.assert_close(found, expected[:, {"clip": 1, "blip2": 1, "registers": 5}.get(kind, 0) :])
-    options = {"num_image_tokens": 4} if kind == "convnext" else {}
-    make = UniMedProcessor.from_vision_text_pretrained(tmp_path / "vision", text, **options)
+    make = UniMedProcessor.from_vision_text_pretrained(tmp_path / "vision", text, model)
+    if kind not in ("swin", "convnext"):
+        counted = UniMedProcessor.from_vision_text_pretrained(tmp_path / "vision", text)
+        assert counted.num_image_tokens == make.num_image_tokens
     inputs = make(images=image(), text="what is there ?", task="cls", return_tensors="pt")
     assert logits(model, inputs).isfinite().all()
     model.save_pretrained(tmp_path / "both")
     loaded = UniMedForConditionalGeneration.from_pretrained(tmp_path / "both")
     assert torch.equal(logits(loaded, inputs), logits(model, inputs))
+
+
+def test_a_tower_inside_a_vision_language_model(tmp_path):
+    torch.manual_seed(0)
+    vision = CLIPVisionConfig(**SMALL, image_size=32, patch_size=8)
+    whole = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=llama().config)).eval()
+    whole.save_pretrained(tmp_path / "llava")
+    _, text = save_parts(tmp_path)
+    model = UniMedForConditionalGeneration.from_vision_text_pretrained(tmp_path / "llava", text)
+    assert_same_weights(model.vision_tower, whole.model.vision_tower)
+    weights = load_file(tmp_path / "llava" / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if "layers.1.mlp.fc1" not in name}
+    save_file(kept, tmp_path / "llava" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"no weights for its vision tower's .*fc1.bias and 1 more"):
+        UniMedForConditionalGeneration.from_vision_text_pretrained(tmp_path / "llava", text)
+
+
+def test_images_of_another_size_than_the_towers():
+    tower = {"vision_config": {"model_type": "vit", **SMALL, "image_size": 32, "patch_size": 8}}
+    model = UniMedForConditionalGeneration(UniMedConfig(**tower, text_config=llama().config, image_token_id=96)).eval()
+    pixels = torch.randn(1, 3, 64, 64)
+    found = model.get_image_features(pixels, torch.tensor([0]), interpolate_pos_encoding=True)
+    assert found.pooler_output.shape == (1, 16, 64)
+    ids = torch.full((1, 18), model.config.image_token_id)
+    ids[0, [0, -1]] = 5
+    options = {"pixel_values": pixels, "image_tasks": torch.tensor([0]), "interpolate_pos_encoding": True}
+    assert model.generate(ids, **options, **GREEDY).shape == (1, 24)
+
+
+def test_embeddings_of_another_size_than_the_hidden_states():
+    text = OPTConfig(
+        vocab_size=96, hidden_size=32, word_embed_proj_dim=16, ffn_dim=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = uni_med(text)
+    together = model.generate(**batch(answers=False), **GREEDY)[:, -6:]
+    for i, row in enumerate(rows()):
+        assert torch.equal(model.generate(**batch(False, [row]), **GREEDY)[0, -6:], together[i])
 
 
 def test_a_mixture_as_language_model(tmp_path):
@@ -455,6 +511,9 @@ def test_the_defaults_are_the_papers_model():
         ({"resampling": "avg_pool", "resampling_rate": 3}, "not a square number"),
         ({"resampling_rate": 0}, "at least 1"),
         ({"tasks": ["vqa", "vqa"]}, "a name of its own"),
+        ({"tasks": ["vqa", "qa"]}, "'qa' has no image"),
+        ({"task_token_size": 0}, "at least 1, or None"),
+        ({"vision_config": {"model_type": "efficientnet"}, "router": "sparse"}, "has no hidden_size"),
     ],
     ids=str,
 )

@@ -18,7 +18,8 @@ from tiny_uni_med import (
     tokenizer,
     uni_med,
 )
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_ext import UniMedProcessor
 
@@ -68,6 +69,35 @@ def test_labels_are_the_answer_and_its_end():
     assert make(text="is this", task="qa", answers="yes")["input_ids"][0][: len(prompt)] == prompt
 
 
+def bpe(ending: bool) -> PreTrainedTokenizerFast:
+    """Words with their space before them, as GPT-2's; texts get a start, and an end if asked for."""
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    texts = ["what is a red cell ? the red cell is a platelet"] * 3
+    words.train_from_iterator(texts, trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, vocab_size=400))
+    ends = " </s>" if ending else ""
+    words.post_processor = processors.TemplateProcessing(f"<s> $A{ends}", special_tokens=[("<s>", 0), ("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("ending", [False, True])
+def test_training_chat_and_asking_have_the_same_tokens(ending):
+    make = UniMedProcessor(image_processor(), bpe(ending), num_image_tokens=TOKENS)
+    ask = {"images": image(), "text": "what is a red cell ?", "task": "vqa"}
+    trained = make(**ask, answers="the red cell")
+    prompt = make(**ask)["input_ids"][0]
+    ids, labels = trained["input_ids"][0], trained["labels"][0]
+    assert ids[: len(prompt)] == prompt and ids.count(1) == 1 and ids[-1] == 1
+    assert make.decode([i for i in labels if i >= 0]) == " the red cell</s>"
+    part = {"type": "image", "image": image()}
+    chat = [{"role": "user", "content": [part, {"type": "text", "text": ask["text"]}]}]
+    chat.append({"role": "assistant", "content": "the red cell"})
+    assert make.apply_chat_template(chat, task="vqa", tokenize=True, return_dict=True)["input_ids"][0] == ids
+
+
 def test_images_come_in_many_forms(tmp_path):
     make = processor()
     expected = make(images=image(), text="what ?", task="cls", return_tensors="pt")["pixel_values"]
@@ -103,6 +133,10 @@ def test_the_chat_template_writes_the_same_prompt():
     chat += [{"role": "assistant", "content": [{"type": "text", "text": "a cell"}]}, {"role": "user", "content": "where ?"}]
     text = make.apply_chat_template(chat, task="cls")
     assert text == "[INST] <Img><image></Img> [cls] what ? [/INST] a cell</s>[INST] where ? [/INST]"
+    system = {"role": "system", "content": "be brief ."}
+    late = [system, {"role": "user", "content": "what ?"}, {"role": "assistant", "content": "a cell"}, chat[0]]
+    text = make.apply_chat_template(late, task="cls")
+    assert text == "[INST] be brief . what ? [/INST] a cell</s>[INST] <Img><image></Img> [cls] what ? [/INST]"
     alone = make.apply_chat_template([{"role": "user", "content": "is this a cell ?"}], task="qa")
     assert alone == "[INST] is this a cell ? [/INST]"
 
@@ -142,11 +176,25 @@ def broken(tmp_path) -> Image.Image:
     return Image.open(path)
 
 
+def test_a_tokenizer_without_an_end_is_an_error():
+    words = tokenizer()
+    words.eos_token = None
+    for missing in (words, None):
+        with pytest.raises(ValueError, match="with an end token"):
+            UniMedProcessor(image_processor(), missing)
+
+
 @pytest.mark.parametrize("mode", ["L", "RGBA", "CMYK", "P", "I;16"])
 def test_images_that_are_not_rgb_are_errors(mode):
     picture = Image.new(mode, (9, 9))
     with pytest.raises(ValueError, match=rf"Sample 1: the image has mode {mode}, not RGB; convert it with"):
         processor()(images=[image(), picture], text=["what ?", "what ?"], task="cls")
+
+
+def test_files_are_held_to_the_same(tmp_path):
+    Image.new("L", (9, 9)).save(tmp_path / "grey.png")
+    with pytest.raises(ValueError, match="Sample 0: the image has mode L, not RGB"):
+        processor()(images=str(tmp_path / "grey.png"), text="what ?", task="cls")
 
 
 def test_broken_images_are_errors(tmp_path):
@@ -183,6 +231,10 @@ def test_broken_images_are_errors(tmp_path):
         ({"text": ["is", 3], "task": "qa"}, "Sample 1: the text is a int"),
         ({"text": "is", "task": "qa", "truncation": True}, "Prompts are not truncated"),
         ({"images": image()}, "There is no text"),
+        ({"text": []}, "There are no texts"),
+        ({"text": ["is", "is"], "task": "qa", "answers": ["yes", None]}, "Sample 1: the answer is None"),
+        ({"text": ["is", "is"], "task": "qa", "answers": ["yes", "<image>"]}, "Sample 1: the answer is '<image>', not a text"),
+        ({"text": "is", "task": "cls", "images": np.zeros((9, 9, 3), "float32")}, "Sample 0: the image is an array of float32"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

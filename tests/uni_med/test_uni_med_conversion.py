@@ -206,6 +206,29 @@ def test_bad_checkpoints_are_errors_and_nothing_is_written(tmp_path, capsys):
     refuses(
         CheckpointError, "B and A of language_model.model.layers.0.self_attn.q_proj", state | other | {name: torch.ones(2, 3)}
     )
+    last = next(key for key in other if "1.mlp.down_proj.lora_A" in key)
+    ranked = other | {last: torch.ones(3, 96), last.replace("_A", "_B"): torch.ones(64, 3)}
+    refuses(CheckpointError, r"are \(64, 3\) and \(3, 96\); its weight is \(64, 96\), the rank 2", state | ranked)
+    refuses(CorruptFileError, "does not hold floats", state | {name: torch.ones(2, 64, dtype=torch.int8)})
+    refuses(
+        CorruptFileError, r"router.fc1.weight has shape \(4,\), and 2 dimensions", state | {"router.fc1.weight": torch.ones(4)}
+    )
+    refuses(CheckpointError, r"llm_proj.2.0.bias has shape \(3,\), and that of expert 0 \(64,\)", {
+        key: torch.ones(3) if key.endswith(".2.0.bias") else tensor for key, tensor in state.items()})  # fmt: skip
+    refuses(CheckpointError, "one task token of each", state | {"task_tokens.cls": torch.ones(1, 1, 3)})
+    refuses(CheckpointError, "settings that do not fit together", state, SETTINGS | {"router_type": "foo"})
+    refuses(CheckpointError, r"router_method=\['x'\]", state, SETTINGS | {"router_method": ["x"]})
+    refuses(CorruptFileError, "resample_rate='4'", state, SETTINGS | {"resample_rate": "4"})
+
+
+def test_an_old_file_format_is_read_and_an_old_adapter_does_not_stay(tmp_path):
+    vision, text = save_parts(tmp_path)
+    checkpoint(tmp_path / "c.pth", SETTINGS, Layout(SETTINGS).state_dict() | lora())
+    convert_checkpoint(tmp_path / "c.pth", tmp_path / "out", vision, text)
+    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").exists()
+    torch.save({"model": Layout(SETTINGS).state_dict()}, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    assert convert_checkpoint(tmp_path / "old.pth", tmp_path / "out", vision, text).lora is None
+    assert not (tmp_path / "out" / "adapter" / "adapter_model.safetensors").exists()
 
 
 def _saved(path, value):
