@@ -48,7 +48,7 @@ from transformers import (
 from transformers.utils import logging
 
 from hf_ext import UniMedForConditionalGeneration, UniMedProcessor, uni_med
-from hf_ext.uni_med.boxes import format_box
+from hf_ext.uni_med import format_box
 
 WIDTH, HEIGHT, PATCH = 160, 128, 16  # pixels that the vision tower sees, and of each of its tokens
 TOKENS = (WIDTH // PATCH) * (HEIGHT // PATCH)

@@ -1,5 +1,6 @@
 """Uni-Med: one model for medical images and text, with a mixture of experts as its connector (NeurIPS 2024)."""
 
+from hf_ext.uni_med.boxes import box_iou, format_box, parse_boxes
 from hf_ext.uni_med.conversion import Converted, convert_checkpoint
 from hf_ext.uni_med.data import RATIOS, UniMedCollator, mix_datasets
 from hf_ext.uni_med.evaluation import Evaluation, accuracy, answer, bleu1, box_ious, evaluate, scores
@@ -16,11 +17,14 @@ __all__ = [
     "accuracy",
     "answer",
     "bleu1",
+    "box_iou",
     "box_ious",
     "convert_checkpoint",
     "evaluate",
     "feature_map",
+    "format_box",
     "interference",
     "mix_datasets",
+    "parse_boxes",
     "scores",
 ]

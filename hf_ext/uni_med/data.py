@@ -26,7 +26,8 @@ def mix_datasets(
     """Draws samples of several data sets in turn, at random by ratio (`datasets.interleave_datasets`).
 
     Args:
-        datasets: by name, with the columns image, text, task and answer.
+        datasets: by name, with the columns image, text, task and answer. A `with_transform` that makes images when they are
+            asked for belongs on the result.
         ratios: of each name; the paper's by default, for data sets named after their task.
         stopping_strategy: "all_exhausted" goes on until every sample was seen; "first_exhausted" until one set is through.
 

@@ -91,7 +91,7 @@ def interference(
 ) -> Interference:
     """Measures how the gradients of several tasks agree.
 
-    The gradients of all tasks are held at once. The model's own gradients, and whether it trains, stay as they are; dropout
+    The gradients of all tasks are held at once. With a hard router GD is 0, as each task has an expert of its own. The model's own gradients, and whether it trains, stay as they are; dropout
     is off.
 
     Args:

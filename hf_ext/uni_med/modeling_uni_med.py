@@ -152,6 +152,13 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         the weights of towers that Transformers saves under older names."""
         super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
 
+    def train(self, mode: bool = True) -> UniMedForConditionalGeneration:
+        """As of every module, but that a frozen vision tower stays in evaluation mode."""
+        super().train(mode)
+        if not any(parameter.requires_grad for parameter in self.vision_tower.parameters()):
+            self.vision_tower.eval()
+        return self
+
     def get_input_embeddings(self) -> nn.Module:
         return self.language_model.get_input_embeddings()
 

@@ -67,8 +67,8 @@ class UniMedProcessor(ProcessorMixin):
         self.num_image_tokens = num_image_tokens
         self.tasks = list(tasks)
         self.image_token = IMAGE_TOKEN
-        if IMAGE_TOKEN not in tokenizer.get_vocab():
-            tokenizer.add_tokens([AddedToken(IMAGE_TOKEN, special=True, normalized=False)], special_tokens=True)
+        # A word of the vocabulary becomes a special token too, which keeps its id, so that it is never split.
+        tokenizer.add_tokens([AddedToken(IMAGE_TOKEN, special=True, normalized=False)], special_tokens=True)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         self.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)

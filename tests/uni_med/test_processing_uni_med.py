@@ -176,6 +176,15 @@ def broken(tmp_path) -> Image.Image:
     return Image.open(path)
 
 
+def test_an_image_token_that_is_a_word_of_the_vocabulary_is_not_split():
+    words = Tokenizer(models.WordLevel({"<image>": 0, "</s>": 1, "<unk>": 2, "what": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    make = UniMedProcessor(
+        image_processor(), PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>"), num_image_tokens=TOKENS
+    )
+    assert make(images=image(), text="what", task="vqa")["input_ids"][0].count(0) == TOKENS
+
+
 def test_a_tokenizer_without_an_end_is_an_error():
     words = tokenizer()
     words.eos_token = None

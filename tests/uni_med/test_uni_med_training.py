@@ -52,6 +52,7 @@ def test_mixed_tasks_are_learned(tmp_path, options):
     frozen = {name: p.clone() for name, p in model.vision_tower.named_parameters()}
     train(model, tmp_path, max_steps=60, save_strategy="no", learning_rate=5e-3)
     assert all(same_bits(p, frozen[name]) for name, p in model.vision_tower.named_parameters())
+    assert not model.train().vision_tower.training and model.connector.training
     data = {row["task"]: [row] for row in rows()}
     found = evaluate(model, processor(), data, max_new_tokens=8)
     assert {name: value["accuracy"] for name, value in found.metrics.items()} == dict.fromkeys(data, 1.0)
