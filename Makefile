@@ -25,6 +25,7 @@ bench: $(VENV)/bench $(VENV)/demo
 	$(BIN)/python benchmarks/fm_delta.py --pairs pairs
 	$(BIN)/python benchmarks/emr.py --pairs pairs --data $(DATA)
 	$(BIN)/python benchmarks/pissa.py
+	$(BIN)/python benchmarks/uni_med.py
 
 # An extra of setup.cfg, installed.
 $(VENV)/demo $(VENV)/dev $(VENV)/bench: $(VENV)/%: $(INPUTS)

@@ -91,8 +91,8 @@ def interference(
 ) -> Interference:
     """Measures how the gradients of several tasks agree.
 
-    The gradients of all tasks are held at once. With a hard router GD is 0, as each task has an expert of its own. The model's own gradients, and whether it trains, stay as they are; dropout
-    is off.
+    The gradients of all tasks are held at once. With a hard router GD is 0, as each task has an expert of its own. The model's
+    own gradients, and whether it trains, stay as they are; dropout is off.
 
     Args:
         batches_by_task: of each task a batch with labels, or several, whose gradients are averaged.
