@@ -83,11 +83,12 @@ class Router(nn.Module):
             tokens: (images, tokens, token_size).
             task: (images, task_size), the task token of each image.
         """
-        hidden = self.bias
-        if self.token_weight is not None:
-            hidden = F.linear(tokens, self.token_weight, hidden)
-        if self.task_weight is not None:
-            hidden = F.linear(task, self.task_weight)[:, None] + hidden
+        if self.task_weight is None:
+            hidden = F.linear(tokens, self.token_weight, self.bias)
+        else:
+            hidden = F.linear(task, self.task_weight, self.bias)[:, None]
+            if self.token_weight is not None:
+                hidden = F.linear(tokens, self.token_weight).add_(hidden)  # in place, as it is large
         return F.linear(F.gelu(hidden), self.out_weight, self.out_bias)
 
 
