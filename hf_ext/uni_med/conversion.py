@@ -149,7 +149,11 @@ def split(
     else:
         plain = [name for name in ("llm_proj", "llm_proj.0", "llm_proj.2") if f"{name}.weight" in rest]
         options["connector"] = "linear" if plain == ["llm_proj"] else "mlp"
-        if plain not in (["llm_proj"], ["llm_proj.0", "llm_proj.2"]) or "llm_proj.4.weight" in rest:
+        if (
+            plain not in (["llm_proj"], ["llm_proj.0", "llm_proj.2"])
+            or "llm_proj.4.weight" in rest
+            or any(f"{name}.bias" not in rest for name in plain)
+        ):
             raise CheckpointError(
                 "The checkpoint has no connector that is known here: linear, mlp2x_gelu, moe_linear or moe_mlp."
             )
@@ -205,7 +209,8 @@ def _read(path: str | os.PathLike) -> tuple[Tensors, dict[str, Any]]:
         dims = 3 if str(name).startswith("task_tokens.") else 2 if str(name).endswith("weight") else 1
         if not (tensor.is_floating_point() and tensor.layout == torch.strided and tensor.device.type == "cpu"):
             raise CorruptFileError(f"{path}: {name} does not hold floats ({tensor.dtype}, {tensor.layout}, {tensor.device}).")
-        if tensor.dim() != dims and not str(name).startswith("visual_encoder."):
+        ours = str(name).startswith(("task_tokens.", "router.", "llm_proj.", "moe_layers.")) or LORA.fullmatch(str(name))
+        if ours and tensor.dim() != dims:
             raise CorruptFileError(f"{path}: {name} has shape {tuple(tensor.shape)}, and {dims} dimensions are expected.")
     config = found.get("config")
     settings = config.get("model") if isinstance(config, dict) else None

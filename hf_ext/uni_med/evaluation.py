@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
@@ -85,6 +87,17 @@ class Evaluation:
         return table(("data", "metric", "value", "samples"), rows)
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout, and afterwards as it was."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
 @torch.inference_mode()
 def evaluate(
     model: PreTrainedModel,
@@ -110,21 +123,16 @@ def evaluate(
     if processor.tasks != model.config.tasks:
         raise ValueError(f"The processor has the tasks {processor.tasks}, and the model {model.config.tasks}.")
     asked = {name: _references(name, data, score) for name, data in datasets.items()}
-    training = model.training
-    model.eval()
     metrics, predictions = {}, {}
-    try:
-        with tqdm(total=sum(map(len, datasets.values())), desc="Answering") as bar:
-            for name, data in datasets.items():
-                answers = []
-                for start in range(0, len(data), batch_size):
-                    rows = [data[i] for i in range(start, min(start + batch_size, len(data)))]
-                    answers += answer(model, processor, rows, **generation)
-                    bar.update(len(rows))
-                task, references = asked[name]
-                metrics[name], predictions[name] = score(task, answers, references), answers
-    finally:
-        model.train(training)
+    with evaluating(model), tqdm(total=sum(map(len, datasets.values())), desc="Answering") as bar:
+        for name, data in datasets.items():
+            answers = []
+            for start in range(0, len(data), batch_size):
+                rows = [data[i] for i in range(start, min(start + batch_size, len(data)))]
+                answers += answer(model, processor, rows, **generation)
+                bar.update(len(rows))
+            task, references = asked[name]
+            metrics[name], predictions[name] = score(task, answers, references), answers
     return Evaluation(metrics, predictions)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils.logging import tqdm
 
 from hf_ext.display import new_figure, save_figure, table
+from hf_ext.uni_med.evaluation import evaluating
 
 Batches = Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
 
@@ -110,7 +110,7 @@ def interference(
     parameters = list(parameters)
     if not parameters or not all(parameter.requires_grad for parameter in parameters):
         raise ValueError("There are no gradients to compare: give parameters that are trained (requires_grad).")
-    with _evaluating(model):
+    with evaluating(model):
         gradients = [
             _gradient(model, parameters, task, [batches] if isinstance(batches, Mapping) else list(batches))
             for task, batches in tqdm(batches_by_task.items(), desc="Differentiating")
@@ -143,16 +143,6 @@ def _gradient(
                 found = torch.autograd.grad(loss / len(batches), parameters, allow_unused=True, materialize_grads=True)
                 total = [a.add_(b) for a, b in zip(total, found)]
     return total
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def _on(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,7 +226,7 @@ def feature_map(model: PreTrainedModel, batches_by_task: Mapping[str, Batches]) 
         ValueError: there are fewer than three images.
     """
     tasks, before, after = [], [], []
-    with _evaluating(model):
+    with evaluating(model):
         for task, batches in batches_by_task.items():
             for batch in [batches] if isinstance(batches, Mapping) else batches:
                 if (batch := _on(model, batch)).get("pixel_values") is None:
