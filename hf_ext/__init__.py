@@ -1,11 +1,13 @@
 """hf_ext: methods for fine-tuning, merging, shipping and serving models, as a plugin for Transformers and PEFT."""
 
-from hf_ext import emr, fm_delta, pissa, uni_med
+from hf_ext import emr, fm_delta, pissa, trans_lora, uni_med
 from hf_ext.emr import EMRConfig
-from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError, UnsavedChangesError
+from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError, ServerError, UnsavedChangesError
 from hf_ext.fm_delta import FMDeltaConfig
 from hf_ext.pissa import PissaConfig, QPissaConfig
 from hf_ext.registration import register
+from hf_ext.trans_lora.config import TransLoraConfig
+from hf_ext.trans_lora.trainer import TransLoraTrainer
 from hf_ext.uni_med.configuration_uni_med import UniMedConfig
 from hf_ext.uni_med.modeling_uni_med import UniMedForConditionalGeneration
 from hf_ext.uni_med.processing_uni_med import UniMedProcessor
@@ -21,6 +23,9 @@ __all__ = [
     "HfExtError",
     "PissaConfig",
     "QPissaConfig",
+    "ServerError",
+    "TransLoraConfig",
+    "TransLoraTrainer",
     "UniMedConfig",
     "UniMedForConditionalGeneration",
     "UniMedProcessor",
@@ -28,6 +33,7 @@ __all__ = [
     "emr",
     "fm_delta",
     "pissa",
+    "trans_lora",
     "uni_med",
 ]
 

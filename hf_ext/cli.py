@@ -8,10 +8,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_ext import __version__, emr, fm_delta, uni_med
+from peft import LoraConfig, PeftConfig, PromptTuningConfig
+from transformers import AutoConfig, HfArgumentParser
+
+from hf_ext import PissaConfig, TransLoraConfig, __version__, emr, fm_delta, trans_lora, uni_med
 from hf_ext.emr.artifact import is_merge
 from hf_ext.emr.writing import RESCALE
 from hf_ext.errors import CheckpointError, HfExtError
+
+
+ANY_OPTION = (
+    "Any option of TransLoraConfig, and so of TrainingArguments, may follow by its own name:\n"
+    "  --filter token_excess  --num_samples 500  --learning_rate 2e-4  --num_train_epochs 20  --bf16"
+)
 
 
 def compress(args: argparse.Namespace) -> None:
@@ -57,6 +66,56 @@ def convert_uni_med(args: argparse.Namespace) -> None:
     print(uni_med.convert_checkpoint(args.checkpoint, args.out, args.vision, args.text))
 
 
+def train_discriminator(args: argparse.Namespace) -> None:
+    model, tokenizer = trans_lora.load_model(args.source_model)
+    settings = training_arguments(args)
+    inputs = trans_lora.read_inputs(args.inputs)
+    seeds = trans_lora.read_inputs(args.seeds) if args.seeds else None
+    discriminator = trans_lora.train_discriminator(
+        model, tokenizer, inputs, task=args.task, args=settings, peft_config=peft_config(args, args.source_model), seeds=seeds
+    )
+    discriminator.save_pretrained(args.out)
+    figures = ", ".join(f"{name} {value:.2f}" for name, value in discriminator.metrics.items())
+    print(f"{args.out} holds the discriminator of {args.task}" + (f" ({figures})." if figures else "."))
+
+
+def transfer(args: argparse.Namespace) -> None:
+    settings = training_arguments(args)
+    server = trans_lora.Server(args.server, args.server_model or args.target_model) if args.server else None
+    trainer = trans_lora.transfer(
+        args.source_model,
+        args.source_adapter,
+        args.target_model,
+        trans_lora.read_inputs(args.seeds),
+        settings,
+        peft_config(args, args.target_model),
+        args.discriminator,
+        args.discriminator_model,
+        server,
+    )
+    if trainer.is_world_process_zero():
+        print(trainer.report)
+
+
+def training_arguments(args: argparse.Namespace) -> TransLoraConfig:
+    """What the command line says beyond the command's own options."""
+    try:
+        return HfArgumentParser(TransLoraConfig).parse_args_into_dataclasses([*args.rest, "--output_dir", args.out])[0]
+    except ValueError as error:
+        raise HfExtError(str(error)) from error
+
+
+def peft_config(args: argparse.Namespace, model: str) -> PeftConfig:
+    """The adapter that the command line asks for."""
+    kind = "SEQ_2_SEQ_LM" if AutoConfig.from_pretrained(model).is_encoder_decoder else "CAUSAL_LM"
+    if args.peft_type == "prompt_tuning":
+        return PromptTuningConfig(task_type=kind, num_virtual_tokens=args.rank)
+    config = PissaConfig if args.peft_type == "pissa" else LoraConfig
+    modules = args.target_modules if len(args.target_modules) > 1 else args.target_modules[0]
+    options = {"use_dora": True} if args.peft_type == "dora" else {}
+    return config(task_type=kind, r=args.rank, lora_alpha=args.rank, target_modules=modules, **options)
+
+
 def show(report: emr.MergeReport, args: argparse.Namespace) -> None:
     """Prints what a merge has become."""
     print(report if args.report else report.summary())
@@ -76,18 +135,19 @@ def parser() -> argparse.ArgumentParser:
     main = argparse.ArgumentParser(
         prog="hf-ext",
         description="Compress fine-tuned checkpoints against their base model, without loss; merge many into one folder; "
-        "convert Uni-Med's checkpoints.",
+        "move an adapter to another base model; convert Uni-Med's checkpoints.",
     )
     main.add_argument("--version", action="version", version=f"hf_ext {__version__}")
     commands = main.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def command(run, help: str, example: str) -> argparse.ArgumentParser:
+    def command(run, help: str, example: str, **options) -> argparse.ArgumentParser:
         sub = commands.add_parser(
             run.__name__.replace("_", "-"),
             help=help,
             description=help,
             epilog=f"example: {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            **options,
         )
         sub.set_defaults(run=run)
         return sub
@@ -169,7 +229,49 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("out", metavar="OUT", help="folder to write")
     sub.add_argument("--vision", required=True, help="folder or Hub id of the vision tower, such as a BLIP-2 with ViT-g")
     sub.add_argument("--text", required=True, help="folder or Hub id of the language model")
+
+    sub = command(
+        train_discriminator,
+        "Train what tells a task's own inputs from made-up ones, while its data are there; transfer sifts with it.",
+        "hf-ext train-discriminator --source-model Llama-2-7b-hf --inputs boolean.jsonl --task boolean --out boolean-d\n\n"
+        f"{ANY_OPTION}",
+        allow_abbrev=False,
+    )
+    sub.add_argument("--source-model", required=True, help="folder or Hub id of the base model that the task's adapter is of")
+    sub.add_argument("--inputs", metavar="FILE.jsonl", required=True, help='the task\'s inputs, a line each: {"input": "…"}')
+    sub.add_argument("--task", required=True, help="the task's name, which the model is asked about")
+    sub.add_argument("--seeds", metavar="FILE.jsonl", help="inputs that made-up ones are written from (default: drawn of those)")
+    add_adapter_arguments(sub)
+
+    sub = command(
+        transfer,
+        "Move an adapter to another base model, without the task's data (Trans-LoRA).",
+        "hf-ext transfer --source-model Llama-2-7b-hf --source-adapter my-lora --target-model gemma-7b\n"
+        "  --discriminator boolean-d --seeds seeds.jsonl --out my-lora-on-gemma --learning_rate 2e-4 --num_samples 250\n\n"
+        f"A run that was killed goes on from where it was. {ANY_OPTION}",
+        allow_abbrev=False,
+    )
+    sub.add_argument("--source-model", required=True, help="folder or Hub id of the base model that the adapter is of")
+    sub.add_argument("--source-adapter", required=True, help="folder or Hub id of the adapter, of any PEFT type")
+    sub.add_argument("--target-model", required=True, help="folder or Hub id of the base model to move to")
+    sub.add_argument("--seeds", metavar="FILE.jsonl", required=True, help='a few real inputs, a line each: {"input": "…"}')
+    sub.add_argument("--discriminator", help="folder or Hub id (train-discriminator); without one: --filter token_excess or none")
+    sub.add_argument("--discriminator-model", help="its base model, if it is not the source model: in a chain of transfers")
+    sub.add_argument("--server", metavar="URL", help="OpenAI-compatible server that has the target model, to write the inputs")
+    sub.add_argument("--server-model", metavar="NAME", help="what the server calls it (default: as --target-model)")
+    add_adapter_arguments(sub)
     return main
+
+
+def add_adapter_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--out", required=True, help="folder to write")
+    kinds = ("lora", "dora", "pissa", "prompt_tuning")
+    sub.add_argument("--peft-type", choices=kinds, default=kinds[0], help="kind of the new adapter (default: lora)")
+    sub.add_argument("--rank", type=int, default=16, help="its rank, or how many virtual tokens it has (default: 16)")
+    sub.add_argument(
+        "--target-modules", nargs="+", default=["all-linear"], metavar="NAME", help="layers that get it (default: all-linear)"
+    )
+    sub.set_defaults(takes_rest=True)
 
 
 def add_merge_arguments(sub: argparse.ArgumentParser, task: str, action: str = "store") -> None:
@@ -189,7 +291,10 @@ def add_merge_arguments(sub: argparse.ArgumentParser, task: str, action: str = "
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(arguments)
+    commands = parser()
+    args, args.rest = commands.parse_known_args(arguments)
+    if args.rest and not getattr(args, "takes_rest", False):
+        commands.error(f"unrecognized arguments: {' '.join(args.rest)}")
     try:
         args.run(args)
     except (HfExtError, OSError) as error:

@@ -17,6 +17,10 @@ class CheckpointError(HfExtError, ValueError):
     """A checkpoint cannot be used for what was asked."""
 
 
+class ServerError(HfExtError, ConnectionError):
+    """A server that was to write texts does not answer."""
+
+
 class UnsavedChangesError(HfExtError, RuntimeError):
     """The weights of a model are not those of its active task any more, and switching would lose them."""
 

@@ -15,12 +15,26 @@ PURE = {
     "fm_delta": {"codec", "compress", "format", "reference", "report"},
     "emr": {"artifact", "election", "modulators", "reference", "report", "writing"},
     "pissa": {"decomposition", "quantization"},
+    "trans_lora": {"duplicates", "prompts", "report", "statistics"},
     "uni_med": {"boxes", "connector"},
 }
 HOST = {
     "fm_delta": {"config", "quantizer", "saving"},
     "emr": {"adapter", "config", "merge", "plan", "quantizer", "saving", "switching"},
     "pissa": {"config", "conversion", "layer", "model", "report", "residual"},
+    "trans_lora": {
+        "adapters",
+        "config",
+        "discriminator",
+        "embedding",
+        "encoding",
+        "generation",
+        "model_card",
+        "scoring",
+        "synthesis",
+        "trainer",
+        "transfer",
+    },
     "uni_med": {
         "configuration_uni_med",
         "conversion",

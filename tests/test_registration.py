@@ -91,6 +91,6 @@ def test_an_entry_of_that_name_by_another_package_is_left_alone(monkeypatch, map
 
 
 def test_every_public_name_exists():
-    for module in (hf_ext, hf_ext.fm_delta, hf_ext.emr, hf_ext.pissa, hf_ext.uni_med):
+    for module in (hf_ext, hf_ext.fm_delta, hf_ext.emr, hf_ext.pissa, hf_ext.trans_lora, hf_ext.uni_med):
         assert all(hasattr(module, name) for name in module.__all__)
         assert sorted(module.__all__) == module.__all__

@@ -1,0 +1,96 @@
+"""What a user sets of a transfer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from transformers import TrainingArguments
+
+FILTERS = ("discriminator", "token_excess", "none")
+
+
+def _setting(default: object, help: str) -> object:
+    kind = {"default_factory": default} if callable(default) else {"default": default}
+    return field(metadata={"help": help}, **kind)
+
+
+@dataclass
+class TransLoraConfig(TrainingArguments):
+    """`TrainingArguments` of the distillation, with what comes before it. The defaults are the paper's (Trans-LoRA, arXiv
+    2405.17258, section 4.1) where it gives a value: 20 epochs of batches of 8, AdamW at 2e-5 without decay of the weights
+    and without warm-up.
+
+    Raises:
+        ValueError: a value that cannot be meant.
+    """
+
+    # Values that the command line takes as JSON.
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "generation_kwargs"]
+
+    num_samples: int = _setting(1000, "How many synthetic inputs to keep; the paper takes as many as there was real data.")
+    filter: str = _setting(
+        "discriminator",
+        "What keeps or drops a synthetic input: 'discriminator', 'token_excess' (TiTok: how much likelier the adapter makes "
+        "the label; needs no discriminator) or 'none'.",
+    )
+    keep_share: float = _setting(0.5, "Of filter='token_excess': the share of the inputs, best first, that is kept.")
+    num_shots: int = _setting(5, "Seeds shown in each prompt; when there are more, they are drawn anew for each.")
+    num_items: int = _setting(10, "Length of the list that a prompt begins: seeds and what is to be written.")
+    temperature: float = _setting(1.0, "Of sampling inputs.")
+    top_p: float = _setting(1.0, "Of sampling inputs.")
+    generation_kwargs: dict | str | None = _setting(None, "More arguments of `generate` for sampling inputs, such as min_p.")
+    generation_batch_size: int = _setting(32, "Prompts that are generated from, or scored, at once on each process.")
+    continuous_batching: bool = _setting(
+        False, "Generate by Transformers' continuous batching (`generate_batch`); for GPUs, on a CPU it is far slower."
+    )
+    near_duplicate_threshold: float = _setting(
+        0.9, "Inputs that share as much of their three-word runs with an earlier one are dropped (Jaccard index); 1 keeps them."
+    )
+    max_attempts: int | None = _setting(None, "Give up after so many inputs; by default 20 for each that is to be kept.")
+    max_input_length: int | None = _setting(None, "Tokens of an input; by default twice those of the longest seed.")
+    max_label_length: int = _setting(256, "Tokens that the teacher may answer with.")
+    prompt_template: str | None = _setting(
+        None, "How the student is asked, with {input} in it; by default its chat template, or the input and a line break."
+    )
+    teacher_prompt_template: str | None = _setting(None, "The same of the teacher: what its adapter was trained with.")
+    held_out_share: float = _setting(0.05, "Share of the kept inputs on which student and teacher are compared.")
+    logits_weight: float = _setting(
+        0.0,
+        "Weight of the teacher's distribution (Kullback–Leibler) in the loss, the rest is its text's; needs equal tokenizers.",
+    )
+    distillation_temperature: float = _setting(1.0, "Of both distributions when logits_weight is not 0.")
+    embedding_model: str | None = _setting(
+        None, "Sentence encoder of the report, such as sentence-transformers/all-mpnet-base-v2; by default the target model."
+    )
+
+    num_train_epochs: float = _setting(20.0, "Epochs of the distillation.")
+    learning_rate: float = _setting(2e-5, "Initial learning rate of the distillation.")
+    remove_unused_columns: bool = _setting(False, "Samples have no other columns.")
+    label_names: list[str] | None = _setting(lambda: ["labels"], "The keys of a sample that are labels.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.filter not in FILTERS:
+            raise ValueError(f"filter='{self.filter}' is none of {', '.join(FILTERS)}.")
+        for name in ("num_samples", "num_shots", "generation_batch_size", "max_label_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: give 1 or more.")
+        for name in ("max_attempts", "max_input_length"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: give 1 or more, or None.")
+        for name, low, high in (("keep_share", 0, 1), ("near_duplicate_threshold", 0, 1), ("top_p", 0, 1)):
+            if not low < getattr(self, name) <= high:
+                raise ValueError(f"{name}={getattr(self, name)}: give more than {low} and at most {high}.")
+        for name in ("temperature", "distillation_temperature"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: give more than 0.")
+        if not 0 <= self.held_out_share < 1:
+            raise ValueError(f"held_out_share={self.held_out_share}: give 0 or more, and less than 1.")
+        if not 0 <= self.logits_weight <= 1:
+            raise ValueError(f"logits_weight={self.logits_weight}: give 0 to 1.")
+        if self.num_items <= self.num_shots:
+            raise ValueError(f"num_items={self.num_items} leaves nothing to write after num_shots={self.num_shots} seeds.")
+        for name in ("prompt_template", "teacher_prompt_template"):
+            template = getattr(self, name)
+            if template is not None and "{input}" not in template:
+                raise ValueError(f"{name}={template!r} has no {{input}} in it.")

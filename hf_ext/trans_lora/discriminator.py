@@ -1,0 +1,239 @@
+"""The discriminator: an adapter of the source model that tells the task's own inputs from synthetic ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    PreTrainedTokenizerBase,
+    Trainer,
+)
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import PushToHubMixin, cached_file
+
+from hf_ext.errors import HfExtError
+from hf_ext.folder import staged_folder
+from hf_ext.trans_lora.adapters import adapters_kept, bare, base_of, base_sample, on_device, only
+from hf_ext.trans_lora.config import TransLoraConfig
+from hf_ext.trans_lora.encoding import Encoder
+from hf_ext.trans_lora.generation import Generator, ModelGenerator
+from hf_ext.trans_lora.model_card import discriminator_card
+from hf_ext.trans_lora.prompts import NO, YES, membership_question
+from hf_ext.trans_lora.scoring import answer_log_probs
+from hf_ext.trans_lora.synthesis import write_inputs
+
+NAME = "discriminator"  # of the adapter
+FILE = "discriminator.json"
+
+
+class Discriminator(PushToHubMixin):
+    """Says of an input how likely it is one of the task's own (Trans-LoRA, arXiv 2405.17258, section 3.2).
+
+    Attributes:
+        model: the source model, with the adapter "discriminator" beside whatever others it has. The adapter is active only
+            while inputs are scored, so the model computes with it and without it as it did before.
+        task: the name that the model is asked about.
+        metrics: how it did on inputs that it was not trained on.
+    """
+
+    def __init__(
+        self, model: PeftModel, tokenizer: PreTrainedTokenizerBase, task: str, metrics: dict[str, float] | None = None
+    ):
+        self.model, self.tokenizer, self.task, self.metrics = model, tokenizer, task, metrics or {}
+        self.encoder = Encoder(tokenizer, model, whose="The discriminator's")
+
+    def score(self, inputs: Sequence[str], batch_size: int = 32, device: torch.device | None = None) -> list[float]:
+        """p(yes) / (p(yes) + p(no)) for each input; above a half it is taken for the task's own.
+
+        Args:
+            device: where to compute; by default where the model is.
+        """
+        if not inputs:
+            return []
+        prompts = [self.encoder.prompt(membership_question(text, self.task)) for text in inputs]
+        with adapters_kept(self.model), on_device(self.model, device or self.model.device):
+            only(self.model, NAME)
+            yes, no = (
+                [part.sum() for part in answer_log_probs(self.model, self.encoder, prompts, [answer] * len(inputs), batch_size)]
+                for answer in (YES, NO)
+            )
+        return [torch.sigmoid(one - other).item() for one, other in zip(yes, no)]
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Writes the adapter, as PEFT does, with what the discriminator is asked and whom it belongs to.
+
+        Args:
+            kwargs: of `push_to_hub`, repo_id among them, when it is to be pushed too.
+        """
+        record = {"task": self.task, "base_sample": base_sample(self.model), "metrics": self.metrics}
+        base = self.model.get_base_model().name_or_path
+        with staged_folder(save_directory) as stage:
+            discriminator_card(self.task, self.metrics, base).save(stage / "README.md")
+            self.model.save_pretrained(stage, selected_adapters=[NAME])
+            for path in (stage / NAME).iterdir():  # PEFT puts adapters that are not called "default" into folders
+                shutil.move(path, stage / path.name)
+            (stage / NAME).rmdir()
+            (stage / FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
+        if push_to_hub:
+            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
+        """Pushes to the Hub; arguments as those of a model's `push_to_hub`."""
+        return super().push_to_hub(repo_id, **kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike,
+        model: nn.Module | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **kwargs: Any,
+    ) -> Discriminator:
+        """Loads a discriminator from a folder or the Hub.
+
+        Args:
+            model: the source model it belongs to, with the teacher's adapter or without, so that only one is held in memory;
+                by default it is loaded by the name that the adapter has for it.
+            tokenizer: of that model; by default loaded by its name.
+            kwargs: revision, token, cache_dir and the like.
+
+        Raises:
+            HfExtError: it is no discriminator, or `model` is not the one that it was trained on.
+        """
+        name = os.fspath(pretrained_model_name_or_path)
+        path = cached_file(name, FILE, _raise_exceptions_for_missing_entries=False, **kwargs)
+        if path is None:
+            raise HfExtError(f"{name} is no discriminator: it has no {FILE}. train_discriminator makes one.")
+        try:
+            record = json.loads(Path(path).read_text(encoding="utf-8"))
+            task, sample, metrics = record["task"], torch.tensor(record["base_sample"]), record["metrics"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise HfExtError(f"{path} does not say what a discriminator is asked; save it again.") from error
+        config = PeftConfig.from_pretrained(name, **kwargs)
+        base = config.base_model_name_or_path
+        if model is None:
+            kind = AutoModelForSeq2SeqLM if config.task_type == TaskType.SEQ_2_SEQ_LM else AutoModelForCausalLM
+            model = kind.from_pretrained(base, dtype="auto")
+        found = torch.tensor(base_sample(model))
+        if found.shape != sample.shape or torch.cosine_similarity(found, sample, dim=0) < 0.99:
+            raise HfExtError(
+                f"The discriminator in {name} was trained on {base}, and {model.name_or_path or 'the model given'} is "
+                "another. In a chain of transfers it stays with its own: load it without `model`."
+            )
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.name_or_path or base)
+        with adapters_kept(model), _second_adapter():
+            model = PeftModel.from_pretrained(bare(model), name, adapter_name=NAME, **kwargs)
+        return cls(model.eval(), tokenizer, task, metrics)
+
+
+def train_discriminator(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    real_inputs: Sequence[str],
+    *,
+    task: str,
+    args: TransLoraConfig,
+    peft_config: PeftConfig | None = None,
+    seeds: Sequence[str] | None = None,
+    synthetic_inputs: Sequence[str] | None = None,
+    synthesizer: Generator | None = None,
+) -> Discriminator:
+    """Trains the discriminator while the task's data is still there: real inputs against ones that the source model writes.
+
+    Of the real inputs only the seeds are shown to any model that writes, and none is saved; args.output_dir receives the
+    synthetic ones and the checkpoints of the training, and a run that was killed goes on from them.
+
+    Args:
+        model: the source model, with the teacher's adapter or without. The adapter "discriminator" is put into it, and is
+            active only while it scores.
+        real_inputs: the task's inputs, without answers.
+        task: its name, which the model is asked about.
+        args: of the training, and of the writing of synthetic inputs, as for the transfer.
+        peft_config: of the adapter; by default a LoRA where PEFT puts it.
+        seeds: what the synthetic inputs are written from; by default as many as a prompt shows, drawn from the real ones.
+        synthetic_inputs: ones that are there already.
+        synthesizer: what writes them, if not the model itself: a `Server`.
+
+    Raises:
+        HfExtError: there are too few inputs, the tokenizer lacks a token, or the model has adapters of another kind.
+    """
+    real = list(dict.fromkeys(text.strip() for text in real_inputs if text.strip()))
+    if len(real) < max(2, args.num_shots):
+        raise HfExtError(
+            f"There are {len(real)} different real inputs; give at least {max(2, args.num_shots)}, better hundreds."
+        )
+    seeds = seeds or random.Random(args.seed).sample(real, args.num_shots)
+    encoder = Encoder(tokenizer, model, whose="The discriminator's")
+    if synthetic_inputs is None:
+        with base_of(model) as base, on_device(base, args.device):
+            writer = synthesizer or ModelGenerator.of(base, encoder, args)
+            path = Path(args.output_dir, "synthesis.jsonl")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            written = write_inputs(writer, encoder, seeds, args, path, needed=len(real))
+        synthetic_inputs = [candidate.input for candidate in written if candidate.kept]
+    synthetic = list(synthetic_inputs)[: len(real)]
+    held_out, rows = _split(real, synthetic, args.seed)
+    kind = TaskType.SEQ_2_SEQ_LM if encoder.encoder_decoder else TaskType.CAUSAL_LM
+    peft_config = peft_config or LoraConfig(task_type=kind)
+    if getattr(peft_config, "modules_to_save", None):
+        raise HfExtError("A discriminator shares the source model, so it cannot replace modules: leave out modules_to_save.")
+    with adapters_kept(model):
+        with _second_adapter():
+            model = get_peft_model(bare(model), peft_config, NAME)
+        only(model, NAME, trainable=True)
+        prompts = [encoder.prompt(membership_question(text, task)) for text, _ in rows]
+        trainer = Trainer(
+            model=model,
+            args=args,
+            train_dataset=encoder.samples(prompts, [answer for _, answer in rows]),
+            data_collator=DataCollatorForSeq2Seq(tokenizer),
+            processing_class=tokenizer,
+        )
+        trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
+    found = Discriminator(model.eval(), tokenizer, task)
+    if held_out:
+        says = [score > 0.5 for score in found.score([text for text, _ in held_out], args.generation_batch_size)]
+        for name, answer in (("real_kept", YES), ("synthetic_kept", NO)):
+            own = [said for said, (_, right) in zip(says, held_out) if right == answer]
+            found.metrics[name] = sum(own) / len(own)
+    return found
+
+
+def _split(real: list[str], synthetic: list[str], seed: int) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """A tenth of both to look at, the rest to train on, as inputs with their answers; of a few all are trained on."""
+    held_out, rows = [], []
+    for texts, answer in ((real, YES), (synthetic, NO)):
+        pairs = [(text, answer) for text in texts]
+        random.Random(seed).shuffle(pairs)
+        count = len(pairs) // 10
+        held_out += pairs[:count]
+        rows += pairs[count:]
+    return held_out, rows
+
+
+def last_checkpoint(folder: str) -> str | None:
+    """What a run that was killed left in a folder to go on from."""
+    return get_last_checkpoint(folder) if os.path.isdir(folder) else None
+
+
+@contextmanager
+def _second_adapter() -> Iterator[None]:
+    """PEFT warns of a second adapter in a model; here it is meant, and which of them is active is seen to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(second time|multiple adapters|Already found).*")
+        yield

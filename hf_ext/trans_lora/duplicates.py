@@ -1,0 +1,59 @@
+"""Texts that say the same as one seen before, word for word or nearly."""
+
+from __future__ import annotations
+
+import math
+import re
+
+SHINGLE = 3  # words
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """The words and the single signs of a text, without case and space."""
+    return tuple(re.findall(r"\w+|[^\w\s]", text.casefold()))
+
+
+def shingles(text: str) -> frozenset[tuple[str, ...]]:
+    """All runs of SHINGLE words; of a shorter text the whole."""
+    words = words_of(text)
+    return frozenset(words[i : i + SHINGLE] for i in range(max(1, len(words) - SHINGLE + 1)))
+
+
+def jaccard(one: frozenset, other: frozenset) -> float:
+    """What two sets share, of all that either holds; 1 for two empty ones."""
+    return len(one & other) / len(one | other) if one or other else 1.0
+
+
+class SeenTexts:
+    """Finds out, exactly, whether a text is as near to an earlier one as `threshold` (Jaccard index of shingles).
+
+    Two sets that are so near share one of the first n − ⌈threshold·n⌉ + 1 shingles of each, in any fixed order, n being
+    the size of each (prefix filtering; Bayardo, Ma and Srikant, WWW 2007), so few earlier texts have to be compared.
+
+    Args:
+        threshold: in (0, 1]; at 1 only texts with equal shingles are near.
+    """
+
+    def __init__(self, threshold: float):
+        self.threshold = threshold
+        self._exact: set[tuple[str, ...]] = set()
+        self._by_shingle: dict[tuple[str, ...], list[frozenset]] = {}
+
+    def has(self, text: str) -> bool:
+        """An earlier text is the same but for case and space."""
+        return words_of(text) in self._exact
+
+    def has_near(self, text: str) -> bool:
+        own = shingles(text)
+        return any(
+            jaccard(own, other) >= self.threshold for shingle in self._first(own) for other in self._by_shingle.get(shingle, ())
+        )
+
+    def add(self, text: str) -> None:
+        own = shingles(text)
+        self._exact.add(words_of(text))
+        for shingle in self._first(own):
+            self._by_shingle.setdefault(shingle, []).append(own)
+
+    def _first(self, own: frozenset) -> list[tuple[str, ...]]:
+        return sorted(own)[: len(own) - math.ceil(self.threshold * len(own) - 1e-9) + 1]

@@ -1,0 +1,38 @@
+"""Texts as points."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
+
+
+@torch.inference_mode()
+def embed(texts: Sequence[str], model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: int = 32) -> torch.Tensor:
+    """The mean over a text's tokens of what the last layer makes of them, at unit length: (texts, width), float32.
+
+    Args:
+        model: an encoder, a decoder with a head or without, or an encoder-decoder, of which the encoder is used.
+    """
+    training = model.training
+    model.eval()
+    encoder = model.get_encoder() if model.config.is_encoder_decoder else model
+    means = [torch.empty(0, model.config.get_text_config().hidden_size)]
+    longest = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or 512)
+    for start in range(0, len(texts), batch_size):
+        rows = tokenizer(
+            list(texts[start : start + batch_size]), padding=True, truncation=True, max_length=longest, return_tensors="pt"
+        ).to(model.device)
+        rows.pop("token_type_ids", None)
+        states = encoder(**rows, output_hidden_states=True).hidden_states[-1].float()
+        weights = rows["attention_mask"][..., None].float()
+        means.append(((states * weights).sum(1) / weights.sum(1)).cpu())
+    model.train(training)
+    return nn.functional.normalize(torch.cat(means), dim=-1)
+
+
+def load_encoder(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """A sentence encoder from a folder or the Hub, with its tokenizer."""
+    return AutoModel.from_pretrained(name), AutoTokenizer.from_pretrained(name)

@@ -1,0 +1,211 @@
+"""Texts written by a model: here, in batches, or by a server that speaks OpenAI's protocol."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import GenerationConfig
+
+from hf_ext.errors import HfExtError, ServerError
+from hf_ext.trans_lora.config import TransLoraConfig
+from hf_ext.trans_lora.encoding import Encoder
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a model wrote after a prompt.
+
+    Attributes:
+        ended: it ended by itself, rather than by the limit of tokens.
+    """
+
+    text: str
+    ended: bool
+
+
+class Generator(Protocol):
+    """Whatever writes after prompts."""
+
+    def __call__(
+        self, prompts: Sequence[str], max_new_tokens: int, seed: int | None = None, **sampling: Any
+    ) -> list[Completion]:
+        """
+        Args:
+            seed: of sampling; None takes the likeliest token each time.
+            sampling: temperature, top_p, and `stop`, a text that what comes after is not wanted of.
+        """
+
+
+@dataclass
+class ModelGenerator:
+    """Writes with a model at hand, in batches of prompts of like length, by its own `generate`.
+
+    Args:
+        model: with adapters or without; it writes in evaluation mode and is then as it was.
+        options: more arguments of `generate` for sampling.
+    """
+
+    model: nn.Module
+    encoder: Encoder
+    batch_size: int
+    continuous: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, encoder: Encoder, args: TransLoraConfig) -> ModelGenerator:
+        """Set as a transfer is."""
+        return cls(model, encoder, args.generation_batch_size, args.continuous_batching, args.generation_kwargs or {})
+
+    def __call__(
+        self, prompts: Sequence[str], max_new_tokens: int, seed: int | None = None, **sampling: Any
+    ) -> list[Completion]:
+        rows = self.encoder.tokens(prompts)
+        room = 0 if self.encoder.encoder_decoder else max_new_tokens
+        for row in rows:
+            self.encoder.require_room(len(row) + room, f"A prompt with {room} tokens to write")
+        stop = sampling.pop("stop", None)
+        how = {"do_sample": False} if seed is None else {"do_sample": True, "top_k": 0} | sampling | self.options
+        how |= {"max_new_tokens": max_new_tokens, "pad_token_id": self.encoder.tokenizer.pad_token_id}
+        how["eos_token_id"] = ends = self._ends()
+        written: list[Completion | None] = [None] * len(rows)
+        with _evaluation(self.model), _seeded(seed, self.model.device), torch.inference_mode():
+            for batch in self._batches(rows):
+                for i, tokens in zip(batch, self._write([rows[i] for i in batch], how, stop)):
+                    written[i] = self._completion(tokens, ends, stop)
+        return written
+
+    def _batches(self, rows: list[list[int]]) -> list[list[int]]:
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        if self.continuous:
+            return [order] if order else []
+        # With virtual tokens PEFT leaves out position ids, and padding on the left would shift absolute positions.
+        alike = _prompt_learning(self.model)
+        groups = [list(group) for _, group in itertools.groupby(order, lambda i: len(rows[i]) if alike else 0)]
+        return [group[i : i + self.batch_size] for group in groups for i in range(0, len(group), self.batch_size)]
+
+    def _write(self, rows: list[list[int]], how: dict[str, Any], stop: str | None) -> list[list[int]]:
+        if self.continuous:
+            found = self.model.generate_batch(rows, generation_config=GenerationConfig(**how))
+            # Requests are numbered as they come in, and the last number of a name is the request's.
+            return [found[name].generated_tokens for name in sorted(found, key=lambda name: int(name.rsplit("_", 1)[-1]))]
+        pad = self.encoder.tokenizer.pad_token_id
+        width = max(map(len, rows))
+        tokens = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=self.model.device)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.model.device)
+        stopping = {} if stop is None else {"stop_strings": [stop], "tokenizer": self.encoder.tokenizer}
+        out = self.model.generate(input_ids=tokens, attention_mask=mask, **how, **stopping)
+        return out[:, 0 if self.encoder.encoder_decoder else width :].tolist()
+
+    def _completion(self, tokens: list[int], ends: list[int], stop: str | None) -> Completion:
+        tokens = tokens[1:] if self.encoder.encoder_decoder else tokens  # the first one starts the decoder
+        at = next((i for i, token in enumerate(tokens) if token in ends), None)
+        text = self.encoder.tokenizer.decode(tokens[:at], skip_special_tokens=True)
+        kept, stopped, _ = text.partition(stop) if stop else (text, "", "")
+        return Completion(kept, ended=at is not None or bool(stopped))
+
+    def _ends(self) -> list[int]:
+        """What ends a text: for the model (chat models know several) or for the tokenizer, with which we train."""
+        known = self.model.generation_config.eos_token_id
+        known = known if isinstance(known, list) else [known]
+        return sorted({token for token in [*known, self.encoder.tokenizer.eos_token_id] if token is not None})
+
+
+@dataclass
+class Server:
+    """Writes through a server with OpenAI's protocol, such as vLLM or `transformers serve`, by its /completions.
+
+    The server must sample when asked for a temperature; `transformers serve` does so only if the model's own
+    generation_config.json says do_sample.
+
+    Args:
+        url: up to and with the version: http://localhost:8000/v1.
+        model: as the server calls it.
+        api_key: by default from the environment, OPENAI_API_KEY.
+        concurrency: requests at once, which the server batches.
+        retries: of a request that fails, after waits that grow from half a second to eight.
+        timeout: seconds that one request may take.
+        options: more fields of the request, such as {"min_p": 0.05} for vLLM.
+
+    Raises:
+        HfExtError: openai is not installed.
+    """
+
+    url: str
+    model: str
+    api_key: str | None = None
+    concurrency: int = 16
+    retries: int = 5
+    timeout: float = 600.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        try:
+            import openai
+        except ImportError as error:
+            raise HfExtError("Asking a server needs openai: pip install openai (or hf_ext[server]).") from error
+        key = self.api_key or os.environ.get("OPENAI_API_KEY") or "none"
+        self._client = openai.OpenAI(base_url=self.url, api_key=key, max_retries=self.retries, timeout=self.timeout)
+        self._errors = openai.OpenAIError
+
+    def __call__(
+        self, prompts: Sequence[str], max_new_tokens: int, seed: int | None = None, **sampling: Any
+    ) -> list[Completion]:
+        """
+        Raises:
+            ServerError: it does not answer, or refuses.
+        """
+        stop = sampling.pop("stop", None)
+        request = {"model": self.model, "max_tokens": max_new_tokens, "extra_body": self.options or None}
+        request |= {"temperature": 0.0} if seed is None else sampling
+        request |= {"stop": [stop]} if stop else {}
+
+        def ask(number: int, prompt: str) -> Completion:
+            seeded = {} if seed is None else {"seed": seed + number}
+            choice = self._client.completions.create(prompt=prompt, **request, **seeded).choices[0]
+            text, stopped, _ = choice.text.partition(stop) if stop else (choice.text, "", "")
+            return Completion(text, ended=choice.finish_reason == "stop" or bool(stopped))
+
+        with ThreadPoolExecutor(self.concurrency) as pool:
+            asked = [pool.submit(ask, number, prompt) for number, prompt in enumerate(prompts)]
+            try:
+                return [answer.result() for answer in asked]
+            except self._errors as error:
+                pool.shutdown(cancel_futures=True)
+                raise ServerError(
+                    f"{self.url} stopped answering after {self.retries} retries, or refuses: {error} What was written before "
+                    "is kept; run again to go on."
+                ) from error
+
+
+def _prompt_learning(model: nn.Module) -> bool:
+    return isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
+
+
+@contextmanager
+def _evaluation(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Random numbers from a seed, without a trace in those of training."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,66 @@
+"""The words that a model is asked with, and what is read out of its answer (Trans-LoRA, arXiv 2405.17258, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+YES, NO = "Yes", "No"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One numbered item of a list that a model went on with.
+
+    Attributes:
+        finished: something came after it: the next number, the end of text, or the end of the list.
+    """
+
+    text: str
+    finished: bool
+
+
+def synthesis_prompt(seeds: Sequence[str], count: int) -> str:
+    """A list of `count` inputs whose first ones are the seeds and whose next one is open.
+
+    The number that is open ends the prompt without a space after it, since most tokenizers take the space into the next word.
+    """
+    lines = [f"{number}. {seed}" for number, seed in enumerate(seeds, 1)]
+    return "\n".join([f"Here are {count} examples:", *lines, f"{len(seeds) + 1}."])
+
+
+def synthesis_request(seeds: Sequence[str], count: int) -> str:
+    """The same asked of a model that chats."""
+    lines = [f"{number}. {seed}" for number, seed in enumerate(seeds, 1)]
+    first = len(seeds) + 1
+    order = (
+        f"Write {count - len(seeds)} more of the same kind, numbered {first} to {count}, without answers and without comment."
+    )
+    return "\n".join([f"Here are {len(seeds)} examples of a task's inputs:", *lines, "", order])
+
+
+def parse_items(text: str, first: int, last: int, ended: bool) -> list[Item]:
+    """Splits what a model wrote after the prompt into items `first` to `last`.
+
+    An item reaches to the line that begins with the next number, so items of several lines, and ones with numbers in them,
+    stay whole. The first number may be missing, as the prompt ends with it; whatever a model that chats says before the
+    first number is no item.
+
+    Args:
+        ended: the model itself ended the text, rather than the limit of tokens.
+    """
+    text = "\n" + text
+    start = text.find(f"\n{first}.")
+    text = text[start + len(f"\n{first}.") :] if start >= 0 else text
+    items = []
+    for number in range(first, last + 1):
+        item, mark, text = text.partition(f"\n{number + 1}.")
+        items.append(Item(item.strip(), finished=bool(mark) or ended))
+        if not mark:
+            break
+    return items
+
+
+def membership_question(text: str, task: str) -> str:
+    """What the discriminator is asked, to be answered by YES or NO (section 3.2)."""
+    return f"{text}\nIs the above question from {task} dataset?"

@@ -1,0 +1,179 @@
+"""What a transfer was made of: counts, variety, nearness to the seeds, and how well the student follows the teacher."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers.utils.logging import get_logger
+
+from hf_ext.display import new_figure, save_figure, table
+from hf_ext.errors import HfExtError
+from hf_ext.folder import write_atomically
+from hf_ext.trans_lora.duplicates import words_of
+from hf_ext.trans_lora.statistics import distinct, mmd, nearest, plane
+
+logger = get_logger(__name__)
+
+COLORS = {"seeds": "#222222", "kept": "#4477aa", "dropped": "#ee6677"}
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The synthetic input that is nearest to a seed, by the Jaccard index of their three-word runs: 1 says the same."""
+
+    seed: str
+    input: str
+    similarity: float
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """A transfer; `str()` of it is a table.
+
+    Attributes:
+        source, target: the models.
+        filter: what sifted the inputs.
+        counts: of the inputs: kept, and dropped by reason.
+        trained, held_out, unlabelled: how many of the kept inputs were trained on, held out, and left without a whole label.
+        distinct: for kept inputs and seeds, distinct-1 to distinct-3.
+        lengths: words of each seed, of each kept, and of each dropped input.
+        mmd: maximum mean discrepancy of kept and of dropped inputs to the seeds, of unit embeddings under
+            a Gaussian kernel whose width is the median distance among them all.
+        nearest: for each seed.
+        agreement: share of the held-out inputs that the student answers word for word as the teacher; None if there are none.
+        encoder: what embedded the inputs.
+        map: the two principal components of the embeddings, of seeds, kept and dropped inputs.
+    """
+
+    source: str
+    target: str
+    filter: str
+    counts: dict[str, int]
+    trained: int
+    held_out: int
+    unlabelled: int
+    distinct: dict[str, list[float]]
+    lengths: dict[str, list[int]]
+    mmd: dict[str, float]
+    nearest: list[Nearest]
+    agreement: float | None
+    encoder: str
+    map: dict[str, list[tuple[float, float]]]
+
+    @property
+    def attempts(self) -> int:
+        return sum(self.counts.values())
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Kept inputs, of all that were written."""
+        return self.counts.get("kept", 0) / max(self.attempts, 1)
+
+    def to_dict(self) -> dict:
+        return asdict(self) | {"attempts": self.attempts, "acceptance_rate": self.acceptance_rate}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The figures, each with its name."""
+        rows = [("inputs written", f"{self.attempts:,}")]
+        rows += [(f"  {name}", f"{count:,} ({_percent(count / self.attempts)})") for name, count in self.counts.items()]
+        rows.append(
+            ("trained on / held out / without a whole label", f"{self.trained:,} / {self.held_out:,} / {self.unlabelled:,}")
+        )
+        for name, values in self.distinct.items():
+            rows.append((f"distinct 1-, 2-, 3-grams, {name}", " / ".join(f"{value:.3f}" for value in values)))
+        rows += [(f"words, {name}", _spread(values)) for name, values in self.lengths.items() if values]
+        rows += [(f"MMD to the seeds, {name}", f"{value:.3f}") for name, value in self.mmd.items()]
+        if self.nearest:
+            closest = max(self.nearest, key=lambda one: one.similarity)
+            rows.append(("likeness of the input nearest to a seed", f"{closest.similarity:.2f} (1 is the same)"))
+        if self.agreement is not None:
+            rows.append((f"student answers as the teacher ({self.held_out:,} held-out inputs)", _percent(self.agreement)))
+        return rows
+
+    def __str__(self) -> str:
+        return f"{table(('transfer', ''), self.rows())}\n\n{self.summary()}"
+
+    def summary(self) -> str:
+        text = f"{self.source} → {self.target}: {self.counts.get('kept', 0):,} of {self.attempts:,} inputs kept ({self.filter})"
+        return text if self.agreement is None else f"{text}, the student answers as the teacher on {_percent(self.agreement)}"
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Writes report.json, and report.png where matplotlib is installed."""
+        text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
+        write_atomically(Path(folder, "report.json"), lambda beside: beside.write_text(text, encoding="utf-8"))
+        try:
+            self.plot(Path(folder, "report.png"))
+        except HfExtError as error:
+            logger.warning(f"The report was not drawn: {error}")
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """Draws what became of the inputs, their lengths, and a map of them.
+
+        Raises:
+            HfExtError: matplotlib is not installed, or the file cannot be written.
+        """
+        figure = new_figure(12, 3.6)
+        bars, lengths, points = figure.subplots(1, 3, width_ratios=(1.1, 1, 1.2))
+        names = list(self.counts)
+        bars.barh(names, list(self.counts.values()), color=[COLORS["kept" if name == "kept" else "dropped"] for name in names])
+        bars.invert_yaxis()
+        bars.set_title(f"{self.attempts:,} inputs written", fontsize="small")
+        longest = max((max(values) for values in self.lengths.values() if values), default=1)
+        edges = [longest * i / 24 for i in range(25)]
+        for name in ("kept", "dropped"):
+            lengths.hist(self.lengths[name], edges, color=COLORS[name], alpha=0.6, label=name)
+        for value in self.lengths["seeds"]:
+            lengths.axvline(value, color=COLORS["seeds"], linewidth=0.8, linestyle=":")
+        lengths.set_title("words (dotted: seeds)", fontsize="small")
+        for name in ("dropped", "kept", "seeds"):
+            if self.map.get(name):
+                x, y = zip(*self.map[name])
+                style = {"marker": "*", "s": 70} if name == "seeds" else {"marker": ".", "s": 10, "alpha": 0.5}
+                points.scatter(x, y, color=COLORS[name], label=name, linewidths=0, **style)
+        points.legend(fontsize="x-small", frameon=False)
+        points.set_title("map of embeddings", fontsize="small")
+        points.set_xticks([])
+        points.set_yticks([])
+        for axes in (bars, lengths, points):
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(labelsize="x-small")
+        save_figure(figure, path)
+
+
+def describe(texts: Mapping[str, Sequence[str]], embeddings: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    """The part of a report that the texts alone say.
+
+    Args:
+        texts: "seeds", "kept" and "dropped" inputs.
+        embeddings: of the same, (n, d) each, possibly of some of them only.
+    """
+    seeds, kept = texts["seeds"], texts["kept"]
+    points = plane(torch.cat(list(embeddings.values())))
+    spots = points.split([len(part) for part in embeddings.values()])
+    pairs = {name: part for name, part in embeddings.items() if name != "seeds" and len(part)}
+    return {
+        "distinct": {name: [distinct(texts[name], n) for n in (1, 2, 3)] for name in ("seeds", "kept")},
+        "lengths": {name: [len(words_of(text)) for text in part] for name, part in texts.items()},
+        "mmd": {name: mmd(embeddings["seeds"], part, _width(embeddings)) for name, part in pairs.items()},
+        "nearest": [Nearest(seed, *nearest(seed, kept)) for seed in seeds] if kept else [],
+        "map": {name: [(round(x, 4), round(y, 4)) for x, y in part.tolist()] for name, part in zip(embeddings, spots)},
+    }
+
+
+def _width(embeddings: Mapping[str, torch.Tensor]) -> float:
+    """One kernel for all, or their discrepancies could not be compared."""
+    return torch.pdist(torch.cat(list(embeddings.values())).double()).median().item() or 1.0
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _spread(values: list[int]) -> str:
+    ordered = sorted(values)
+    return f"{ordered[0]} – {ordered[len(ordered) // 2]} – {ordered[-1]} (least, median, most)"

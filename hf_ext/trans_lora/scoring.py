@@ -1,0 +1,59 @@
+"""How likely a model holds given answers to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import DataCollatorForSeq2Seq
+
+from hf_ext.trans_lora.encoding import Encoder
+
+
+@torch.inference_mode()
+def answer_log_probs(
+    model: nn.Module, encoder: Encoder, prompts: Sequence[str], answers: Sequence[str], batch_size: int
+) -> list[torch.Tensor]:
+    """log p of each token of each answer, given its prompt and the tokens before; without what ends the answer.
+
+    Args:
+        model: a causal or a sequence-to-sequence language model, with adapters or without; its dropout is off meanwhile.
+    """
+    samples = encoder.samples(prompts, answers, end=False)
+    order = sorted(range(len(samples)), key=lambda i: len(samples[i]["input_ids"]))  # so that little is padded
+    collate = DataCollatorForSeq2Seq(encoder.tokenizer)
+    found: list[torch.Tensor] = [torch.empty(0)] * len(samples)
+    training = model.training
+    model.eval()
+    try:
+        for start in range(0, len(order), batch_size):
+            rows = order[start : start + batch_size]
+            batch = collate([samples[i] for i in rows]).to(model.device)
+            labels = batch["labels"]
+            logits, labels = aligned(model(**batch).logits, labels, encoder.encoder_decoder)
+            scores = torch.log_softmax(logits.float(), -1).gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+            for i, row, label in zip(rows, scores, labels):
+                found[i] = row[label != -100].cpu()
+    finally:
+        model.train(training)
+    return found
+
+
+def aligned(logits: torch.Tensor, labels: torch.Tensor, encoder_decoder: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits beside the labels that they are for: a decoder's come one token earlier, and after those of virtual tokens.
+
+    Args:
+        logits: (batch, virtual tokens + tokens, vocabulary).
+        labels: (batch, tokens).
+
+    Returns:
+        (batch, n, vocabulary) and (batch, n).
+    """
+    logits = logits[:, -labels.shape[1] :]
+    return (logits, labels) if encoder_decoder else (logits[:, :-1], labels[:, 1:])
+
+
+def token_excess(with_adapter: Sequence[torch.Tensor], without: Sequence[torch.Tensor]) -> list[float]:
+    """The mean over an answer's tokens of log p(with the adapter) − log p(without) (TiTok, arXiv 2510.04682)."""
+    return [(one - other).mean().item() for one, other in zip(with_adapter, without)]

@@ -1,0 +1,297 @@
+"""Synthetic inputs of a task: written from a few seeds, sifted, and kept in a file that says of each what became of it."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import math
+import os
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+from transformers.utils.logging import tqdm
+
+from hf_ext.errors import HfExtError
+from hf_ext.folder import write_atomically
+from hf_ext.trans_lora.config import TransLoraConfig
+from hf_ext.trans_lora.duplicates import SeenTexts
+from hf_ext.trans_lora.encoding import Encoder
+from hf_ext.trans_lora.generation import Generator
+from hf_ext.trans_lora.prompts import parse_items, synthesis_prompt, synthesis_request
+
+MALFORMED, SEED, DUPLICATE, NEAR_DUPLICATE = "malformed", "repeats a seed", "duplicate", "near duplicate"
+FILTER, RANK = "filter", "low score"  # what the filter refused, and what others were better than
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One input that the target model wrote.
+
+    Attributes:
+        kept: it will be labelled and trained on.
+        score: what the filter gave it; None if it did not get there, or there is no filter.
+        reason: why it was dropped; None if it was not.
+        label: what the teacher says to it, where the filter had to ask.
+        round: the batch it came in.
+    """
+
+    input: str
+    kept: bool
+    score: float | None = None
+    reason: str | None = None
+    label: str | None = None
+    round: int = 0
+
+
+#: Scores inputs: (score, whether to keep, the teacher's label if it was needed) of each.
+Judge = Callable[[Sequence[str]], list[tuple[float | None, bool, str | None]]]
+
+
+def write_inputs(
+    generate: Generator,
+    encoder: Encoder,
+    seeds: Sequence[str],
+    args: TransLoraConfig,
+    path: Path,
+    needed: int,
+    judge: Judge | None = None,
+    well_formed: Callable[[str], bool] | None = None,
+) -> list[Candidate]:
+    """Writes and sifts inputs until `needed` are kept, all of them going to the JSON lines file `path` (section 3.1).
+
+    What is in the file already is gone on from. The last round there may be half, so it is written anew: from its own
+    seed, hence as it was.
+
+    Args:
+        judge: the filter; None keeps what is well-formed and new.
+        well_formed: whether a text is an input of the task at all, as far as can be told.
+
+    Raises:
+        HfExtError: too few inputs are kept for this ever to end.
+    """
+    state = PartialState()
+    candidates = _read_candidates(path, needed)
+    seen = SeenTexts(args.near_duplicate_threshold)
+    for candidate in candidates:
+        if candidate.reason in (None, FILTER, RANK):
+            seen.add(candidate.input)
+    limit = args.max_attempts or 20 * needed
+    prompts = Prompts(seeds, args, encoder)
+    number = max((candidate.round for candidate in candidates), default=-1) + 1
+    kept = passed(candidates)
+    with tqdm(total=needed, initial=min(kept, needed), desc="Synthetic inputs", disable=not state.is_main_process) as bar:
+        while kept < needed:
+            texts = gather_object(prompts.answers(generate, number, state.process_index))
+            new = _until(_sift(texts, number, prompts, seen, judge, well_formed), needed - kept)
+            candidates += new
+            if state.is_main_process:
+                append_lines(path, map(asdict, new))
+            before, kept = kept, kept + passed(new)
+            bar.update(kept - before)
+            if kept < needed:
+                _require_progress(candidates, kept, needed, limit, path)
+            number += 1
+    return candidates
+
+
+def passed(candidates: Iterable[Candidate]) -> int:
+    """How many the filter let through."""
+    return sum(candidate.kept or candidate.reason == RANK for candidate in candidates)
+
+
+def _until(candidates: list[Candidate], needed: int) -> list[Candidate]:
+    """The candidates up to the one with which enough are kept."""
+    kept = list(itertools.accumulate(candidate.kept for candidate in candidates))
+    return candidates[: bisect.bisect_left(kept, needed) + 1]
+
+
+class Prompts:
+    """The prompts of a round, and the inputs in what is written after them."""
+
+    def __init__(self, seeds: Sequence[str], args: TransLoraConfig, encoder: Encoder):
+        self.seeds, self.args, self.encoder = list(dict.fromkeys(seeds)), args, encoder
+        if len(self.seeds) < args.num_shots:
+            raise HfExtError(
+                f"There are {len(self.seeds)} different seeds, and each prompt shows num_shots={args.num_shots}. Give more "
+                "examples of the task's inputs, or lower num_shots."
+            )
+        longest = max(map(len, encoder.answer_tokens(self.seeds)))
+        self.max_input_length = args.max_input_length or 2 * longest
+        self.room = (args.num_items - args.num_shots) * (self.max_input_length + 4)  # its number and a line break
+
+    def answers(self, generate: Generator, number: int, process: int) -> list[tuple[str, bool]]:
+        """The inputs that one process writes in a round, and of each whether it was finished."""
+        args, first = self.args, self.args.num_shots + 1
+        order = random.Random(f"{args.seed} {number} {process}")
+        shown = [order.sample(self.seeds, args.num_shots) for _ in range(args.generation_batch_size)]
+        written = generate(
+            [self._prompt(seeds) for seeds in shown],
+            max_new_tokens=self.room,
+            seed=order.randrange(2**31),
+            temperature=args.temperature,
+            top_p=args.top_p,
+            stop=f"\n{args.num_items + 1}.",
+        )
+        items = [item for one in written for item in parse_items(one.text, first, args.num_items, one.ended)]
+        return [(item.text, item.finished) for item in items]
+
+    def require_room(self) -> None:
+        """
+        Raises:
+            HfExtError: the longest seeds, with what is to be written after them, do not fit into the model's context.
+        """
+        longest = sorted(self.seeds, key=len)[-self.args.num_shots :]
+        length = len(self.encoder.tokens([self._prompt(longest)])[0]) + (0 if self.encoder.encoder_decoder else self.room)
+        self.encoder.require_room(length, f"A prompt of {self.args.num_shots} seeds, with room for what is to be written,")
+
+    def _prompt(self, seeds: Sequence[str]) -> str:
+        if self.encoder.chats:
+            return self.encoder.prompt(synthesis_request(seeds, self.args.num_items))
+        return synthesis_prompt(seeds, self.args.num_items)
+
+    def too_long(self, text: str) -> bool:
+        return len(self.encoder.answer_tokens([text])[0]) > self.max_input_length
+
+
+def _sift(
+    texts: list[tuple[str, bool]],
+    number: int,
+    prompts: Prompts,
+    seen: SeenTexts,
+    judge: Judge | None,
+    well_formed: Callable[[str], bool] | None,
+) -> list[Candidate]:
+    seeds = SeenTexts(1)
+    for seed in prompts.seeds:
+        seeds.add(seed)
+
+    def fault(text: str, finished: bool) -> str | None:
+        broken = not text or not finished or "\ufffd" in text or prompts.too_long(text)
+        if broken or well_formed is not None and not well_formed(text):
+            return MALFORMED
+        if seeds.has(text):
+            return SEED
+        if seen.has(text):
+            return DUPLICATE
+        if seen.threshold < 1 and seen.has_near(text):
+            return NEAR_DUPLICATE
+        seen.add(text)
+        return None
+
+    found = [Candidate(text, False, reason=reason, round=number) for text, reason in ((t, fault(t, f)) for t, f in texts)]
+    fresh = [i for i, candidate in enumerate(found) if candidate.reason is None]
+    if judge is None:
+        verdicts = [(None, True, None)] * len(fresh)
+    else:
+        verdicts = in_shares([found[i].input for i in fresh], judge)
+    for i, (score, keep, label) in zip(fresh, verdicts):
+        found[i] = replace(found[i], kept=keep, score=score, label=label, reason=None if keep else FILTER)
+    return found
+
+
+def keep_best(candidates: list[Candidate], count: int, path: Path) -> list[Candidate]:
+    """Of the candidates that the filter scored, keeps those with the highest scores, in the file too."""
+    scored = [i for i, candidate in enumerate(candidates) if candidate.score is not None]
+    best = set(sorted(scored, key=lambda i: (-candidates[i].score, i))[:count])
+    for i in scored:
+        candidates[i] = replace(candidates[i], kept=i in best, reason=None if i in best else RANK)
+    _write_candidates(candidates, path)
+    return candidates
+
+
+def counts(candidates: Iterable[Candidate]) -> dict[str, int]:
+    """How many inputs were kept, and how many dropped for each reason."""
+    found = Counter("kept" if candidate.kept else candidate.reason for candidate in candidates)
+    return {name: found[name] for name in ("kept", MALFORMED, SEED, DUPLICATE, NEAR_DUPLICATE, FILTER, RANK) if found[name]}
+
+
+def _require_progress(candidates: list[Candidate], kept: int, needed: int, limit: int, path: Path) -> None:
+    attempts = len(candidates)
+    # As many as the most favourable rate that what was seen still allows would keep (three standard deviations up).
+    hope = (kept + 3 * math.sqrt(kept + 1)) / max(attempts, 1) * limit
+    if attempts < limit and (hope >= needed or attempts < limit / 20):
+        return
+    dropped = ", ".join(f"{count} {name}" for name, count in counts(candidates).items())
+    rate = f"at this rate {needed} would take about {math.ceil(needed * attempts / kept):,}" if kept else "none was kept"
+    raise HfExtError(
+        f"{needed} inputs cannot be had within max_attempts={limit:,}: of the first {attempts:,} {rate} ({dropped}). All "
+        f"are in {path}. Look at what was dropped there; raise max_attempts, lower num_samples, give seeds that are nearer to "
+        "each other, or take another filter."
+    )
+
+
+def in_shares(items: Sequence, work: Callable[[Sequence], list]) -> list:
+    """`work(items)`, each process doing its share of them; all get all results, in order."""
+    state = PartialState()
+    share = math.ceil(len(items) / state.num_processes)
+    own = items[state.process_index * share :][:share]
+    return gather_object(work(own) if len(own) else [])
+
+
+def append_lines(path: Path, records: Iterable[dict]) -> None:
+    """Adds JSON lines to a file in one write."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("".join(map(_line, records)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The JSON lines of a file, on every process what the main one finds; without a last line that was not finished.
+
+    Raises:
+        HfExtError: a line is no JSON object.
+    """
+    found: list = [None]
+    if PartialState().is_main_process:
+        found = [_parse_lines(path)]
+    lines = broadcast_object_list(found)[0]
+    if isinstance(lines, HfExtError):
+        raise lines
+    return lines
+
+
+def _parse_lines(path: Path) -> list[dict] | HfExtError:
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        write_atomically(path, lambda beside: beside.write_bytes(whole))
+    records = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            records.append(None)
+        if not isinstance(records[-1], dict):
+            return HfExtError(f"Line {number} of {path} is not a JSON object; mend it, or delete the file to begin anew.")
+    return records
+
+
+def _read_candidates(path: Path, needed: int) -> list[Candidate]:
+    records = read_lines(path)
+    try:
+        candidates = [Candidate(**record) for record in records]
+    except TypeError as error:
+        raise HfExtError(f"{path} was not written by this version ({error}); delete it to begin anew.") from error
+    if candidates and passed(candidates) < needed:
+        candidates = [candidate for candidate in candidates if candidate.round < candidates[-1].round]
+        _write_candidates(candidates, path)
+    return candidates
+
+
+def _write_candidates(candidates: list[Candidate], path: Path) -> None:
+    if PartialState().is_main_process:
+        lines = "".join(map(_line, map(asdict, candidates)))
+        write_atomically(path, lambda beside: beside.write_text(lines, encoding="utf-8"))
+
+
+def _line(record: dict) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"

@@ -1,0 +1,378 @@
+"""The transfer as a Trainer: write inputs, have the teacher label them, distil (Trans-LoRA, arXiv 2405.17258)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from peft import PeftConfig, PeftModel, get_peft_model
+from torch import nn
+from torch.nn import functional
+from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer
+from transformers.trainer_utils import TrainOutput
+from transformers.utils.logging import tqdm
+
+from hf_ext.errors import HfExtError
+from hf_ext.folder import write_atomically
+from hf_ext.trans_lora.adapters import bare, base_of, on_device
+from hf_ext.trans_lora.config import TransLoraConfig
+from hf_ext.trans_lora.discriminator import Discriminator, last_checkpoint
+from hf_ext.trans_lora.embedding import embed, load_encoder
+from hf_ext.trans_lora.encoding import Encoder, prompt
+from hf_ext.trans_lora.generation import Generator, ModelGenerator
+from hf_ext.trans_lora.model_card import write_transfer_card
+from hf_ext.trans_lora.report import TransferReport, describe
+from hf_ext.trans_lora.scoring import aligned, answer_log_probs, token_excess
+from hf_ext.trans_lora.synthesis import (
+    Candidate,
+    Judge,
+    Prompts,
+    append_lines,
+    counts,
+    in_shares,
+    keep_best,
+    read_lines,
+    write_inputs,
+)
+
+SYNTHESIS, LABELS, SETTINGS = "synthesis.jsonl", "labels.jsonl", "transfer.json"
+DRAWN = 1000  # inputs of a kind that the report embeds
+
+
+class TransLoraTrainer(Trainer):
+    """Moves what an adapter has learned to another base model, without the task's data (Trans-LoRA, arXiv 2405.17258).
+
+    `train()` writes synthetic inputs with the target model (synthesis.jsonl in args.output_dir says of each what became of it),
+    has the teacher label them (labels.jsonl), trains the adapter on that as any Trainer does, and reports (report.json,
+    report.png). Each stage goes on where a run that was killed left it, from these files and the Trainer's checkpoints.
+
+    Args:
+        model: the target model; a `PeftModel` of it, if `peft_config` is None.
+        args: see `TransLoraConfig`.
+        processing_class: the target model's tokenizer.
+        teacher: the source model with its adapter, of any PEFT type, or merged; or a `Server` that has it.
+        teacher_processing_class: its tokenizer; by default the target's. A server needs it for a chat template only.
+        seeds: a few real inputs of the task, without answers; all that is known of it but the teacher.
+        discriminator: or where it was saved, in which case it is loaded onto the teacher's own base model.
+        peft_config: of the new adapter, of any type.
+        synthesizer: what writes the inputs, if not the target model itself: a `Server`.
+        inputs: inputs to label and train on in place of synthetic ones; they go to labels.jsonl.
+        well_formed: whether a text is an input of the task at all; what is not is dropped before the filter.
+
+    Attributes:
+        report: a `TransferReport`, when `train()` has ended.
+
+    Raises:
+        HfExtError: the models, tokenizers, seeds or files of output_dir do not go together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: TransLoraConfig,
+        *,
+        processing_class: PreTrainedTokenizerBase,
+        teacher: nn.Module | Generator,
+        teacher_processing_class: PreTrainedTokenizerBase | None = None,
+        seeds: Sequence[str] = (),
+        discriminator: Discriminator | str | os.PathLike | None = None,
+        peft_config: PeftConfig | None = None,
+        synthesizer: Generator | None = None,
+        inputs: Sequence[str] | None = None,
+        well_formed: Callable[[str], bool] | None = None,
+        **kwargs: Any,
+    ):
+        if kwargs.get("train_dataset") is not None:
+            raise HfExtError("The training data are written by the models. For inputs of your own give inputs=[…].")
+        self.encoder = Encoder(processing_class, model, args.prompt_template, "The target's")
+        self.teacher, self.teacher_tokenizer = teacher, teacher_processing_class or processing_class
+        self.seeds, self.inputs, self.synthesizer, self.well_formed = list(seeds), inputs, synthesizer, well_formed
+        self.report: TransferReport | None = None
+        if isinstance(teacher, nn.Module):
+            self.teacher_encoder = Encoder(self.teacher_tokenizer, teacher, args.teacher_prompt_template, "The teacher's")
+            if bare(teacher) is bare(model):
+                raise HfExtError("The teacher and the target are one model; load the target once more.")
+        self.discriminator = self._discriminator(discriminator, args)
+        self._check_filter(args)
+        self._check_logits(args)
+        if isinstance(model, PeftModel) is (peft_config is not None):
+            raise HfExtError("Give a target model and the peft_config of its new adapter, or a PeftModel and no peft_config.")
+        if peft_config is not None:
+            model = get_peft_model(model, peft_config)
+        if inputs is None:
+            Prompts(self.seeds, args, self.encoder).require_room()
+        kwargs.setdefault("data_collator", DataCollatorForSeq2Seq(processing_class))
+        super().__init__(model=model, args=args, processing_class=processing_class, **kwargs)
+
+    # ------------------------------------------------------------------------------------------------ the three stages
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Runs the three stages, each from where it was left.
+
+        Args:
+            resume_from_checkpoint: as a Trainer has it, but by default the last checkpoint in output_dir, if there is one;
+                False distils anew.
+        """
+        candidates = self.synthesize() if self.inputs is None else []
+        trained, held_out = self.label(candidates)
+        prompts = [self.encoder.prompt(text) for text, _ in trained + held_out]
+        samples = self.encoder.samples(prompts, [label for _, label in trained + held_out])
+        self.train_dataset = samples[: len(trained)]
+        if self.eval_dataset is None:
+            self.eval_dataset = samples[len(trained) :] or None
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+        with on_device(self.teacher, self.args.device) if self.args.logits_weight else contextlib.nullcontext():
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
+        self.report = self._report(candidates, trained, held_out)
+        if self.is_world_process_zero():
+            self.report.save(self.args.output_dir)
+        return result
+
+    def synthesize(self) -> list[Candidate]:
+        """Stage one: inputs, written by the target model from the seeds and sifted, as synthesis.jsonl has them."""
+        args, path = self.args, self._stage(SYNTHESIS)
+        needed = args.num_samples + round(args.held_out_share * args.num_samples)
+        by_excess = args.filter == "token_excess"
+        pool = math.ceil(needed / args.keep_share) if by_excess else needed
+        judge: Judge | None = {"discriminator": self._judge, "token_excess": self._judge_by_excess, "none": None}[args.filter]
+        with base_of(self.model) as base, on_device(base, args.device):
+            writer = self.synthesizer or ModelGenerator.of(base, self.encoder, args)
+            found = write_inputs(writer, self.encoder, self.seeds, args, path, pool, judge, self.well_formed)
+        return keep_best(found, needed, path) if by_excess else found
+
+    def label(self, candidates: Sequence[Candidate] = ()) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+        """Stage two: kept inputs with the teacher's answers, to train on and to hold out, as labels.jsonl has them. An
+        answer that is empty, or that reached max_label_length, is no label.
+
+        Raises:
+            HfExtError: no input has a label.
+        """
+        args, path = self.args, self._stage(LABELS)
+        share = round(args.held_out_share * (args.num_samples if self.inputs is None else len(self.inputs)))
+        if self.inputs is None:
+            known = {candidate.input: candidate.label for candidate in candidates if candidate.kept}
+            inputs = list(known)
+        else:
+            known, inputs = {}, list(self.inputs)
+        records = read_lines(path)
+        if [record.get("input") for record in records] != inputs[: len(records)]:
+            raise HfExtError(f"{path} has labels of other inputs; delete it, or take another output_dir.")
+        step = args.generation_batch_size * args.world_size * 4
+        bar = tqdm(total=len(inputs), initial=len(records), desc="Labels", disable=not self.is_world_process_zero())
+        with bar, on_device(self.teacher, args.device) if isinstance(self.teacher, nn.Module) else contextlib.nullcontext():
+            for start in range(len(records), len(inputs), step):
+                part = inputs[start : start + step]
+                labels = [known.get(text) for text in part]
+                if None in labels:
+                    labels = in_shares(part, self._answers)
+                records += (new := [{"input": text, "label": label} for text, label in zip(part, labels)])
+                if self.is_world_process_zero():
+                    append_lines(path, new)
+                bar.update(len(new))
+        labelled = [(record["input"], record["label"]) for record in records if record["label"]]
+        if not labelled:
+            raise HfExtError(
+                f"The teacher gave none of the {len(records):,} inputs a whole answer (see {path}): raise max_label_length, or "
+                "set teacher_prompt_template to what its adapter was trained with."
+            )
+        order = random.Random(args.seed).sample(range(len(labelled)), len(labelled))
+        apart = set(order[: min(share, len(labelled) - 1)])
+        trained = [pair for i, pair in enumerate(labelled) if i not in apart]
+        return trained, [labelled[i] for i in sorted(apart)]
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """The cross-entropy of the teacher's text; with logits_weight w, (1 − w) of it and w T² KL(teacher ‖ student), both of
+        distributions at temperature T (Hinton et al., arXiv 1503.02531)."""
+        weight, T = self.args.logits_weight, self.args.distillation_temperature
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if weight:
+            labels = inputs["labels"]
+            with torch.no_grad():
+                was = self.teacher.training
+                self.teacher.eval()
+                taught = self.teacher(**{name: value for name, value in inputs.items()}).logits
+                self.teacher.train(was)
+            student, at = aligned(outputs["logits"], labels, self.encoder.encoder_decoder)
+            taught, _ = aligned(taught.to(student.device), labels, self.encoder.encoder_decoder)
+            chosen = at != -100
+            size = min(student.shape[-1], taught.shape[-1])  # models pad their vocabularies differently
+            student, taught = student[chosen][:, :size].float() / T, taught[chosen][:, :size].float() / T
+            divergence = functional.kl_div(student.log_softmax(-1), taught.log_softmax(-1), reduction="sum", log_target=True)
+            divergence = T * T * divergence / (chosen.sum() if num_items_in_batch is None else num_items_in_batch)
+            if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+                divergence = divergence * self.accelerator.num_processes
+            loss = (1 - weight) * loss + weight * divergence
+        return (loss, outputs) if return_outputs else loss
+
+    # -------------------------------------------------------------------------------------------------------- its judges
+
+    def _judge(self, inputs: Sequence[str]) -> list[tuple[float | None, bool, str | None]]:
+        scores = self.discriminator.score(inputs, self.args.generation_batch_size, self.args.device)
+        return [(score, score > 0.5, None) for score in scores]
+
+    def _judge_by_excess(self, inputs: Sequence[str]) -> list[tuple[float | None, bool, str | None]]:
+        """All with a label pass for now; which of them are best is known at the end."""
+        with on_device(self.teacher, self.args.device):
+            labels = self._answers(inputs)
+            whole = [i for i, label in enumerate(labels) if label]
+            asked = (
+                self.teacher_encoder,
+                [self.teacher_encoder.prompt(inputs[i]) for i in whole],
+                [labels[i] for i in whole],
+                self.args.generation_batch_size,
+            )
+            taught = answer_log_probs(self.teacher, *asked)
+            with base_of(self.teacher) as base:
+                untaught = answer_log_probs(base, *asked)
+        scores = dict(zip(whole, token_excess(taught, untaught)))
+        return [(scores.get(i), i in scores, labels[i] if i in scores else None) for i in range(len(inputs))]
+
+    def _answers(self, inputs: Sequence[str]) -> list[str | None]:
+        """The teacher's likeliest answers; None where there is no whole one."""
+        if isinstance(self.teacher, nn.Module):
+            teacher = ModelGenerator(self.teacher, self.teacher_encoder, self.args.generation_batch_size)
+        else:
+            teacher = self.teacher
+        asked = [prompt(text, self.teacher_tokenizer, self.args.teacher_prompt_template) for text in inputs]
+        return [one.text.strip() or None if one.ended else None for one in teacher(asked, self.args.max_label_length)]
+
+    # --------------------------------------------------------------------------------------------------- what goes together
+
+    def _discriminator(self, given: Discriminator | str | os.PathLike | None, args: TransLoraConfig) -> Discriminator | None:
+        if given is None or isinstance(given, Discriminator):
+            return given
+        if not isinstance(self.teacher, nn.Module):
+            raise HfExtError("With a teacher on a server, load the discriminator first: Discriminator.from_pretrained(…).")
+        return Discriminator.from_pretrained(given, self.teacher, self.teacher_tokenizer)
+
+    def _check_filter(self, args: TransLoraConfig) -> None:
+        if self.inputs is not None:
+            return
+        if args.filter == "discriminator" and self.discriminator is None:
+            raise HfExtError("filter='discriminator' needs one; without, take filter='token_excess' or 'none'.")
+        if args.filter == "token_excess" and not isinstance(self.teacher, PeftModel):
+            raise HfExtError("filter='token_excess' compares the teacher with and without its adapter: give it as a PeftModel.")
+
+    def _check_logits(self, args: TransLoraConfig) -> None:
+        if not args.logits_weight:
+            return
+        if not isinstance(self.teacher, nn.Module):
+            raise HfExtError("logits_weight needs a teacher at hand, not one on a server.")
+        own, other = self.encoder, self.teacher_encoder
+        alike = own.encoder_decoder == other.encoder_decoder and own.tokenizer.get_vocab() == other.tokenizer.get_vocab()
+        probe = own.prompt("A text, 1 2 3.")
+        if not alike or probe != other.prompt("A text, 1 2 3.") or own.tokens([probe]) != other.tokens([probe]):
+            raise HfExtError(
+                "logits_weight compares teacher and student token by token, so both need the same tokenizer, the same kind of "
+                "model and the same prompt template. Use logits_weight=0, which needs none of them."
+            )
+
+    def _stage(self, name: str) -> Path:
+        """Where a stage has its file, in a folder that belongs to this transfer.
+
+        Raises:
+            HfExtError: it belongs to another.
+        """
+        folder = Path(self.args.output_dir)
+        path = folder / SETTINGS
+        error = [None]
+        if self.is_world_process_zero():
+            folder.mkdir(parents=True, exist_ok=True)
+            settings = json.loads(json.dumps(self._settings()))
+            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else settings
+            different = [key for key in settings | found if found.get(key) != settings.get(key)]
+            if different:
+                error = [
+                    f"{folder} holds a transfer with another {', '.join(different)}. Take another output_dir, or delete it."
+                ]
+            elif not path.exists():
+                text = json.dumps(settings, indent=1, ensure_ascii=False)
+                write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+        if message := broadcast_object_list(error)[0]:
+            raise HfExtError(message)
+        return folder / name
+
+    def _settings(self) -> dict[str, Any]:
+        """What the first two stages depend on."""
+        names = (
+            *("num_samples", "filter", "keep_share", "num_shots", "num_items", "temperature", "top_p", "generation_kwargs"),
+            *("generation_batch_size", "near_duplicate_threshold", "max_input_length", "max_label_length", "prompt_template"),
+            *("teacher_prompt_template", "held_out_share", "seed"),
+        )
+        return {
+            "target": self._name(self.model),
+            "teacher": self._name(self.teacher),
+            "seeds": self.seeds,
+            "discriminator": self.discriminator and [self.discriminator.task, self._name(self.discriminator.model)],
+        } | {name: getattr(self.args, name) for name in names}
+
+    @staticmethod
+    def _name(model: Any) -> str:
+        return bare(model).name_or_path or type(bare(model)).__name__ if isinstance(model, nn.Module) else model.model
+
+    # --------------------------------------------------------------------------------------------------------- its report
+
+    def _report(
+        self, candidates: list[Candidate], trained: list[tuple[str, str]], held_out: list[tuple[str, str]]
+    ) -> TransferReport:
+        args = self.args
+        kept = [candidate.input for candidate in candidates if candidate.kept] if self.inputs is None else list(self.inputs)
+        texts = {
+            "seeds": self.seeds,
+            "kept": kept,
+            "dropped": [candidate.input for candidate in candidates if not candidate.kept and candidate.score is not None],
+        }
+        agreement = None
+        if held_out:
+            writer = ModelGenerator(self.accelerator.unwrap_model(self.model), self.encoder, args.generation_batch_size)
+            asked = [self.encoder.prompt(text) for text, _ in held_out]
+            said = in_shares(asked, lambda part: [one.text.strip() for one in writer(part, args.max_label_length)])
+            agreement = sum(one == label for one, (_, label) in zip(said, held_out)) / len(held_out)
+            self.log({"agreement": agreement})
+        drawn = {name: random.Random(args.seed).sample(part, min(len(part), DRAWN)) for name, part in texts.items()}
+        if args.embedding_model:
+            encoder, tokenizer = load_encoder(args.embedding_model)
+            embeddings = {name: embed(part, encoder.to(args.device), tokenizer) for name, part in drawn.items()}
+        else:
+            with base_of(self.model) as base:
+                embeddings = {name: embed(part, base, self.encoder.tokenizer) for name, part in drawn.items()}
+        return TransferReport(
+            source=self._name(self.teacher),
+            target=self._name(self.model),
+            filter=args.filter if self.inputs is None else "inputs given",
+            counts=counts(candidates) or {"kept": len(kept)},
+            trained=len(trained),
+            held_out=len(held_out),
+            unlabelled=len(kept) - len(trained) - len(held_out),
+            agreement=agreement,
+            encoder=args.embedding_model or self._name(self.model),
+            **describe(texts, embeddings),
+        )
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the adapter and the tokenizer as a Trainer does, with a model card that has the report."""
+        super().save_model(output_dir, _internal_call)
+        if self.report is not None and self.args.should_save and not _internal_call:
+            write_transfer_card(Path(output_dir or self.args.output_dir), self.report)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """The card that `push_to_hub` pushes: with the report, if there is one."""
+        if self.report is None:
+            super().create_model_card(*args, **kwargs)
+        elif self.is_world_process_zero():
+            write_transfer_card(Path(self.args.output_dir), self.report)

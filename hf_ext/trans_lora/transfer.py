@@ -1,0 +1,108 @@
+"""The whole transfer by names, as the command line has it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from peft import PeftConfig, PeftModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from hf_ext.errors import HfExtError
+from hf_ext.trans_lora.config import TransLoraConfig
+from hf_ext.trans_lora.discriminator import Discriminator
+from hf_ext.trans_lora.generation import Generator
+from hf_ext.trans_lora.trainer import TransLoraTrainer
+
+
+def transfer(
+    source_model: str,
+    source_adapter: str,
+    target_model: str,
+    seeds: Sequence[str],
+    args: TransLoraConfig,
+    peft_config: PeftConfig,
+    discriminator: str | None = None,
+    discriminator_model: str | None = None,
+    synthesizer: Generator | None = None,
+) -> TransLoraTrainer:
+    """Loads what is needed, runs the transfer and saves the new adapter to args.output_dir.
+
+    Args:
+        source_model, source_adapter, target_model, discriminator: folders or Hub ids.
+        discriminator_model: the base of the discriminator, where it is not the source model: in a chain of transfers.
+
+    Raises:
+        HfExtError: they do not go together.
+    """
+    source, source_tokenizer = load_model(source_model)
+    target, target_tokenizer = load_model(target_model)
+    try:
+        teacher = PeftModel.from_pretrained(source, source_adapter)
+    except (RuntimeError, ValueError, KeyError) as error:
+        reason = str(error).strip().splitlines()
+        raise HfExtError(
+            f"The adapter {source_adapter} does not fit the source model {source_model}: {' '.join(reason[:3])} Give the model that "
+            "its adapter_config.json names."
+        ) from error
+    found = None
+    if discriminator is not None:
+        own, tokenizer = (teacher, source_tokenizer) if discriminator_model is None else load_model(discriminator_model)
+        found = Discriminator.from_pretrained(discriminator, own, tokenizer)
+    trainer = TransLoraTrainer(
+        target,
+        args,
+        processing_class=target_tokenizer,
+        teacher=teacher,
+        teacher_processing_class=source_tokenizer,
+        seeds=seeds,
+        discriminator=found,
+        peft_config=peft_config,
+        synthesizer=synthesizer,
+    )
+    trainer.train()
+    trainer.save_model()
+    return trainer
+
+
+def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A language model from a folder or the Hub, with its tokenizer; one that cannot pad pads with the end of a text."""
+    kind = AutoModelForSeq2SeqLM if AutoConfig.from_pretrained(name).is_encoder_decoder else AutoModelForCausalLM
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return kind.from_pretrained(name, dtype="auto"), tokenizer
+
+
+def read_inputs(path: str | os.PathLike) -> list[str]:
+    """The inputs of a JSON lines file: of each line a text, or an object with the text as "input".
+
+    Raises:
+        HfExtError: the file cannot be read, or a line is something else.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise HfExtError(f"{path} cannot be read: {error}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            text = record["input"] if isinstance(record, dict) else record
+        except (ValueError, KeyError):
+            text = None
+        if not isinstance(text, str):
+            raise HfExtError(f'Line {number} of {path} is not of the form {{"input": "…"}}.')
+        found.append(text)
+    return found

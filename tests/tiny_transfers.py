@@ -1,0 +1,174 @@
+"""Two small language models that know lists and letters, with tokenizers of their own, and an adapter that knows a task.
+
+The task: is the last letter of "pick c a b" an early one (up to e) or a late one? The models have seen "pick" in lists of such
+inputs, but no answers to it.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from functools import cache
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from transformers import (
+    DataCollatorForSeq2Seq,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+LETTERS = "abcdefghij"
+WORDS = ["pick", "pick", "sort", "find"]
+SEEDS = ["pick c a b", "pick d e f", "pick a c j", "pick h b g", "pick i f a"]
+
+
+def letters(draw: random.Random, count: int = 3) -> str:
+    return " ".join(draw.sample(LETTERS, count))
+
+
+def inputs(count: int, seed: int = 0) -> list[str]:
+    """Inputs of the task, other than the seeds."""
+    draw, found = random.Random(seed), {}
+    while len(found) < count:
+        text = f"pick {letters(draw)}"
+        if text not in SEEDS:
+            found[text] = None
+    return list(found)
+
+
+def answer(text: str) -> str:
+    return "early" if text[-1] < "f" else "late"
+
+
+def is_input(text: str) -> bool:
+    return bool(re.fullmatch(r"pick( [a-j]){3}", text))
+
+
+def documents(count: int) -> list[str]:
+    """What the models are trained on: lists of lines that begin with one of three words, and single letters, answered."""
+    draw, found = random.Random(0), []
+    for _ in range(count):
+        lines = [f"{i}. {draw.choice(WORDS)} {letters(draw, draw.choice([3, 3, 3, 4]))}" for i in range(1, 11)]
+        found.append("\n".join(["Here are 10 examples:", *lines]))
+        letter = draw.choice(LETTERS)
+        found += [f"the letter {letter}\n{answer(letter)}"] * 3
+    return found
+
+
+def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    special = ["<pad>", "<end>"] if vocabulary % 2 else ["<end>", "<pad>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    inner.train_from_iterator([*documents(300), "Yes No Is the above question from pick dataset?"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>", model_max_length=256)
+
+
+def gpt2(words: PreTrainedTokenizerFast) -> PreTrainedModel:
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+    ends = {"bos_token_id": words.eos_token_id, "eos_token_id": words.eos_token_id}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=len(words), resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **sizes, **ends))
+
+
+def llama(words: PreTrainedTokenizerFast) -> PreTrainedModel:
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(words),
+            max_position_embeddings=256,
+            **sizes,
+            eos_token_id=words.eos_token_id,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def t5(words: PreTrainedTokenizerFast) -> PreTrainedModel:
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    ends = {
+        "eos_token_id": words.eos_token_id,
+        "pad_token_id": words.pad_token_id,
+        "decoder_start_token_id": words.pad_token_id,
+    }
+    return T5ForConditionalGeneration(T5Config(vocab_size=len(words), **sizes, **ends))
+
+
+MODELS = {"gpt2": (gpt2, 340), "llama": (llama, 311), "t5": (t5, 340)}
+
+
+@cache
+def _pretrained(kind: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    make, vocabulary = MODELS[kind]
+    torch.manual_seed(0)
+    words = tokenizer(vocabulary)
+    model = make(words)
+    texts = documents(1000)
+    if kind == "t5":  # an encoder-decoder continues: what is before goes in, what follows comes out
+        texts = [text.replace("\n6.", "\n6.\t") if "\n6." in text else text.replace("\n", "\n\t") for text in texts]
+    fit(model, words, texts, steps=150, learning_rate=8e-3)
+    return model, words
+
+
+def pretrained(kind: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """A copy of a base model, named after its kind, with its tokenizer."""
+    model, words = _pretrained(kind)
+    model = copy.deepcopy(model)
+    model.config.name_or_path = model.name_or_path = f"tiny-{kind}"
+    return model, words
+
+
+@cache
+def _taught(kind: str) -> dict[str, torch.Tensor]:
+    model, words = pretrained(kind)
+    model = get_peft_model(model, lora(kind))
+    fit(model, words, [f"{text}\t{answer(text)}" for text in inputs(300)], steps=200, learning_rate=5e-3)
+    return get_peft_model_state_dict(model)
+
+
+def teacher(kind: str = "gpt2") -> tuple[PeftModel, PreTrainedTokenizerFast]:
+    """A base model with an adapter that knows the task; it is asked by the input alone (prompt template "{input}")."""
+    model, words = pretrained(kind)
+    model = get_peft_model(model, lora(kind))
+    set_peft_model_state_dict(model, _taught(kind))
+    return model.eval(), words
+
+
+def lora(kind: str, **options) -> LoraConfig:
+    task = "SEQ_2_SEQ_LM" if kind == "t5" else "CAUSAL_LM"
+    modules = ["c_attn", "c_proj", "c_fc"] if kind == "gpt2" else "all-linear"
+    return LoraConfig(task_type=task, r=16, lora_alpha=32, target_modules=modules, fan_in_fan_out=kind == "gpt2", **options)
+
+
+def fit(model: nn.Module, words: PreTrainedTokenizerFast, texts: list[str], steps: int, learning_rate: float) -> None:
+    """Trains on texts; of one with a tab in it, on what follows the tab."""
+    draw = random.Random(0)
+    rows = []
+    for text in texts:
+        before, tab, after = text.rpartition("\t")
+        before, after = words(before)["input_ids"] if tab else [], words(after)["input_ids"] + [words.eos_token_id]
+        if model.config.is_encoder_decoder:
+            rows.append({"input_ids": before or [words.eos_token_id], "labels": after})
+        else:
+            rows.append({"input_ids": before + after, "labels": [-100] * len(before) + after})
+    collate = DataCollatorForSeq2Seq(words)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], learning_rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, steps, pct_start=0.1)
+    model.train()
+    for _ in range(steps):
+        model(**collate(draw.sample(rows, 32))).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    model.eval()
