@@ -16,7 +16,6 @@ from hf_ext.emr.artifact import is_merge
 from hf_ext.emr.writing import RESCALE
 from hf_ext.errors import CheckpointError, HfExtError
 
-
 ANY_OPTION = (
     "Any option of TransLoraConfig, and so of TrainingArguments, may follow by its own name:\n"
     "  --filter token_excess  --num_samples 500  --learning_rate 2e-4  --num_train_epochs 20  --bf16"
@@ -240,7 +239,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--source-model", required=True, help="folder or Hub id of the base model that the task's adapter is of")
     sub.add_argument("--inputs", metavar="FILE.jsonl", required=True, help='the task\'s inputs, a line each: {"input": "…"}')
     sub.add_argument("--task", required=True, help="the task's name, which the model is asked about")
-    sub.add_argument("--seeds", metavar="FILE.jsonl", help="inputs that made-up ones are written from (default: drawn of those)")
+    sub.add_argument("--seeds", metavar="FILE.jsonl", help="what made-up inputs are written from (default: some of these)")
     add_adapter_arguments(sub)
 
     sub = command(
@@ -255,7 +254,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--source-adapter", required=True, help="folder or Hub id of the adapter, of any PEFT type")
     sub.add_argument("--target-model", required=True, help="folder or Hub id of the base model to move to")
     sub.add_argument("--seeds", metavar="FILE.jsonl", required=True, help='a few real inputs, a line each: {"input": "…"}')
-    sub.add_argument("--discriminator", help="folder or Hub id (train-discriminator); without one: --filter token_excess or none")
+    sub.add_argument("--discriminator", help="folder or Hub id; without one, --filter token_excess or --filter none")
     sub.add_argument("--discriminator-model", help="its base model, if it is not the source model: in a chain of transfers")
     sub.add_argument("--server", metavar="URL", help="OpenAI-compatible server that has the target model, to write the inputs")
     sub.add_argument("--server-model", metavar="NAME", help="what the server calls it (default: as --target-model)")

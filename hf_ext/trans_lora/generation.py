@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_ext.errors import HfExtError, ServerError
 from hf_ext.trans_lora.config import TransLoraConfig
@@ -77,9 +77,9 @@ class ModelGenerator:
         how |= {"max_new_tokens": max_new_tokens, "pad_token_id": self.encoder.tokenizer.pad_token_id}
         how["eos_token_id"] = ends = self._ends()
         written: list[Completion | None] = [None] * len(rows)
-        with _evaluation(self.model), _seeded(seed, self.model.device), torch.inference_mode():
+        with _evaluation(self.model), _seeded(seed, self.model.device), torch.no_grad():
             for batch in self._batches(rows):
-                for i, tokens in zip(batch, self._write([rows[i] for i in batch], how, stop)):
+                for i, tokens in zip(batch, self._write([rows[i] for i in batch], how, stop, seed)):
                     written[i] = self._completion(tokens, ends, stop)
         return written
 
@@ -92,9 +92,12 @@ class ModelGenerator:
         groups = [list(group) for _, group in itertools.groupby(order, lambda i: len(rows[i]) if alike else 0)]
         return [group[i : i + self.batch_size] for group in groups for i in range(0, len(group), self.batch_size)]
 
-    def _write(self, rows: list[list[int]], how: dict[str, Any], stop: str | None) -> list[list[int]]:
+    def _write(self, rows: list[list[int]], how: dict[str, Any], stop: str | None, seed: int | None) -> list[list[int]]:
         if self.continuous:
-            found = self.model.generate_batch(rows, generation_config=GenerationConfig(**how))
+            # A CPU's memory is not the cache's alone, as an accelerator's is.
+            share = 0.02 if self.model.device.type == "cpu" else None
+            batching = ContinuousBatchingConfig(seed=seed, max_memory_percent=share)
+            found = self.model.generate_batch(rows, GenerationConfig(**how), batching)
             # Requests are numbered as they come in, and the last number of a name is the request's.
             return [found[name].generated_tokens for name in sorted(found, key=lambda name: int(name.rsplit("_", 1)[-1]))]
         pad = self.encoder.tokenizer.pad_token_id

@@ -51,8 +51,8 @@ def transfer(
     except (RuntimeError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()
         raise HfExtError(
-            f"The adapter {source_adapter} does not fit the source model {source_model}: {' '.join(reason[:3])} Give the model that "
-            "its adapter_config.json names."
+            f"The adapter {source_adapter} does not fit the source model {source_model}: {' '.join(reason[:3])} Give the "
+            "model that its adapter_config.json names."
         ) from error
     found = None
     if discriminator is not None:

@@ -1,0 +1,168 @@
+"""Texts come out the same alone and in batches, with adapters and without, from a model at hand and from a server."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from tiny_adapters import moved
+from tiny_transfers import SEEDS, answer, inputs, pretrained, teacher
+
+from hf_ext import HfExtError, PissaConfig, ServerError
+from hf_ext.trans_lora import Server
+from hf_ext.trans_lora.adapters import base_of
+from hf_ext.trans_lora.encoding import Encoder
+from hf_ext.trans_lora.generation import ModelGenerator
+from hf_ext.trans_lora.prompts import synthesis_prompt
+from hf_ext.trans_lora.scoring import answer_log_probs, token_excess
+
+PROMPTS = ["pick a b c", "sort", "Here are 10 examples:\n1. pick c a b\n2.", "find j i h g"]
+
+
+def adapted(kind: str, adapter: str):
+    model, words = pretrained(kind)
+    task = "SEQ_2_SEQ_LM" if kind == "t5" else "CAUSAL_LM"
+    configs = {
+        "lora": LoraConfig(task_type=task, target_modules="all-linear"),
+        "pissa": PissaConfig(task_type=task, r=4, target_modules="all-linear"),
+        "prompt_tuning": PromptTuningConfig(task_type=task, num_virtual_tokens=3),
+    }
+    return (model if adapter == "none" else moved(get_peft_model(model, configs[adapter]), seed=3)), words
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize("adapter", ["none", "lora", "pissa", "prompt_tuning"])
+def test_a_batch_gives_what_each_prompt_gives_alone(kind, adapter):
+    model, words = adapted(kind, adapter)
+    write = ModelGenerator(model, Encoder(words, model), batch_size=4)
+    together = write(PROMPTS, 12)
+    assert together == [write([prompt], 12)[0] for prompt in PROMPTS]
+    assert len({one.text for one in together}) > 1
+
+
+@pytest.mark.parametrize("adapter", ["lora", "pissa", "prompt_tuning"])
+def test_without_its_adapter_a_model_is_its_base_again(adapter):
+    (model, words), (plain, _) = adapted("llama", adapter), pretrained("llama")
+    tokens = torch.tensor([words("pick a b c")["input_ids"]])
+    with torch.no_grad(), base_of(model) as base:
+        assert torch.allclose(base(tokens).logits, plain.eval()(tokens).logits, atol=1e-5)
+    with torch.no_grad():
+        count = tokens.shape[1]
+        assert not torch.allclose(model(tokens).logits[:, -count:], plain(tokens).logits, atol=1e-2)
+
+
+def test_sampling_is_seeded_and_leaves_other_random_numbers_alone():
+    model, words = pretrained("llama")
+    write = ModelGenerator(model, Encoder(words, model), batch_size=2, options={"min_p": 0.01})
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    first = write(PROMPTS, 20, seed=1, temperature=1.0, top_p=0.9)
+    assert torch.equal(torch.rand(3), expected)
+    assert first == write(PROMPTS, 20, seed=1, temperature=1.0, top_p=0.9) != write(PROMPTS, 20, seed=2, temperature=1.0)
+
+
+def test_writing_ends_at_the_mark_and_says_so():
+    model, words = pretrained("llama")
+    write = ModelGenerator(model, Encoder(words, model), batch_size=8)
+    whole = write([synthesis_prompt(SEEDS, 10)], 90)[0].text
+    cut = write([synthesis_prompt(SEEDS, 10)], 90, stop="\n8.")[0]
+    assert "\n8." in whole and cut.text == whole.partition("\n8.")[0] and cut.ended
+    assert not write([synthesis_prompt(SEEDS, 10)], 5)[0].ended
+
+
+def test_continuous_batching_writes_the_same():
+    model, words = teacher("llama")
+    encoder = Encoder(words, model, "{input}")
+    found = ModelGenerator(model, encoder, 4, continuous=True)(inputs(6), 4)
+    assert found == ModelGenerator(model, encoder, 4)(inputs(6), 4)
+    assert [one.text for one in found] == [answer(text) for text in inputs(6)]
+
+
+def test_more_than_the_context_holds_is_an_error():
+    model, words = pretrained("gpt2")
+    write = ModelGenerator(model, Encoder(words, model, whose="The target's"), 4)
+    with pytest.raises(HfExtError, match="The target's model's context holds 256"):
+        write(["pick a b c"], 300)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_the_likelihood_of_an_answer_is_the_sum_that_the_model_alone_gives(kind):
+    model, words = teacher(kind)
+    encoder = Encoder(words, model, "{input}")
+    texts = inputs(5) + ["sort a"]
+    answers = [answer(text) for text in inputs(5)] + ["early early late"]
+    found = answer_log_probs(model, encoder, texts, answers, batch_size=4)
+    for text, said, scores in zip(texts, answers, found):
+        asked, tokens = words(text)["input_ids"], words(said)["input_ids"]
+        with torch.no_grad():
+            if kind == "t5":
+                start = [model.config.decoder_start_token_id, *tokens[:-1]]
+                logits = model(input_ids=torch.tensor([asked]), decoder_input_ids=torch.tensor([start])).logits[0]
+            else:
+                logits = model(torch.tensor([asked + tokens])).logits[0, len(asked) - 1 : -1]
+        expected = logits.log_softmax(-1)[range(len(tokens)), tokens]
+        assert torch.allclose(scores, expected, atol=1e-4)
+
+
+def test_token_excess_is_the_mean_gain_of_an_answers_tokens():
+    assert token_excess([torch.tensor([-1.0, -3.0])], [torch.tensor([-2.0, -5.0])]) == [1.5]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """`transformers serve` on loopback, with a base model that samples and one with the task's adapter merged into it."""
+    folder = tmp_path_factory.mktemp("served")
+    model, words = pretrained("llama")
+    model.generation_config.do_sample = True
+    knowing, _ = teacher("llama")
+    for name, each in (("base", model), ("knowing", knowing.merge_and_unload())):
+        each.save_pretrained(folder / name)
+        words.save_pretrained(folder / name)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", "--port", str(port), "--device", "cpu"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"HF_HUB_OFFLINE": "1"}
+    )
+    for _ in range(120):
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
+            break
+        except OSError:
+            assert process.poll() is None, process.stderr.read().decode()
+            time.sleep(0.5)
+    yield f"http://127.0.0.1:{port}/v1", folder, process
+    process.kill()
+    process.wait()
+
+
+def test_a_server_writes_what_the_model_at_hand_writes(served):
+    url, folder, _ = served
+    model, words = teacher("llama")
+    here = ModelGenerator(model, Encoder(words, model, "{input}"), 8)(inputs(8), 4)
+    there = Server(url, str(folder / "knowing"), concurrency=4)(inputs(8), 4)
+    assert [one.text for one in there] == [one.text for one in here] == [answer(text) for text in inputs(8)]
+    assert all(one.ended for one in there)
+
+
+def test_a_server_samples_and_stops_at_the_mark(served):
+    url, folder, _ = served
+    write = Server(url, str(folder / "base"), concurrency=2)
+    found = write([synthesis_prompt(SEEDS, 10)] * 4, 60, seed=0, temperature=1.0, stop="\n9.")
+    assert len({one.text for one in found}) == 4
+    assert all("\n9." not in one.text for one in found) and any(one.ended for one in found)
+
+
+def test_a_server_that_refuses_or_is_gone_is_an_error_that_says_so(served):
+    url, folder, _ = served
+    with pytest.raises(ServerError, match="run again to go on"):
+        Server(url, str(folder / "nothing"), retries=0)(["a"], 4)
+    with pytest.raises(ServerError, match=r"http://127.0.0.1:9/v1 stopped answering after 1 retries"):
+        Server("http://127.0.0.1:9/v1", "m", retries=1)(["a"], 4)

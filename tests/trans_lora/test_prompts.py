@@ -1,0 +1,50 @@
+"""What models are asked, and how their lists are read."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_ext.trans_lora.prompts import Item, membership_question, parse_items, synthesis_prompt, synthesis_request
+
+
+def test_the_prompt_is_the_papers_list_with_its_next_number_open():
+    assert synthesis_prompt(["a", "b"], 4) == "Here are 4 examples:\n1. a\n2. b\n3."
+
+
+def test_a_chat_model_is_asked_for_the_rest_of_the_list():
+    request = synthesis_request(["a", "b"], 4)
+    assert "1. a\n2. b\n" in request and "2 more" in request and "numbered 3 to 4" in request
+
+
+def test_the_discriminator_is_asked_the_papers_question():
+    assert membership_question("2 + 2 =", "arithmetic") == "2 + 2 =\nIs the above question from arithmetic dataset?"
+
+
+@given(st.lists(st.text("ab 1.\n-", min_size=1).map(str.strip).filter(bool), min_size=1, max_size=5))
+def test_what_was_written_as_a_list_is_read_as_that_list(texts):
+    numbers = range(6, 6 + len(texts) + 1)
+    if any(f"\n{number}." in "\n" + text for text in texts for number in numbers):
+        return  # it looks like the next item, and nobody could tell
+    written = " " + "\n".join([texts[0], *(f"{n}. {text}" for n, text in zip(numbers[1:], texts[1:]))])
+    assert [item.text for item in parse_items(written, 6, 10, ended=True)] == texts
+
+
+@pytest.mark.parametrize(
+    "opening", ["6. one\n7. two", " one\n7. two", "\n6. one\n7. two", "Sure, here they are:\n\n6. one\n7. two"]
+)
+def test_the_first_number_may_be_there_or_not(opening):
+    assert [item.text for item in parse_items(opening, 6, 7, ended=True)] == ["one", "two"]
+
+
+def test_only_an_item_that_something_follows_is_finished():
+    assert parse_items(" one\n7. two", 6, 10, ended=False) == [Item("one", True), Item("two", False)]
+    assert parse_items(" one\n7. two\n8. and", 6, 7, ended=False) == [Item("one", True), Item("two", True)]
+
+
+def test_an_item_keeps_its_lines_and_its_numbers():
+    text = " Which?\nOptions:\n1. a\n2. b\n7. Where?\n1. here"
+    assert [item.text for item in parse_items(text, 6, 10, True)] == ["Which?\nOptions:\n1. a\n2. b", "Where?\n1. here"]
+
+
+def test_numbers_out_of_order_stay_in_the_item_they_stand_in():
+    assert [item.text for item in parse_items(" one\n9. nine", 6, 10, True)] == ["one\n9. nine"]
