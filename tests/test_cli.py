@@ -109,8 +109,10 @@ def test_a_report_prints_a_table_and_draws_a_picture(tmp_path, tasks, capsys):
     out = tmp_path / "merged"
     options = ("--task", f"cr={folders['cr']}", "--task", f"trec={folders['trec']}", "--rescale", "paper")
     code, printed, _ = run(capsys, "merge", "--base", base, *options, "--out", out, "--report")
-    assert code == 0 and "sign conflicts" in printed and printed == f"{emr.report(out)}\n".replace(
-        emr.report(out).summary(), printed.splitlines()[-1]
+    assert (
+        code == 0
+        and "sign conflicts" in printed
+        and printed == f"{emr.report(out)}\n".replace(emr.report(out).summary(), printed.splitlines()[-1])
     )
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG\r\n")
 
@@ -148,9 +150,7 @@ def test_what_goes_wrong_is_one_line(folder, capsys):
     assert "is a file" in fails(capsys, "compress", src, "--base", base, "--out", src / "config.json")
     assert "is not compressed" in fails(capsys, "verify", src)
     assert "is another model or revision" in fails(capsys, "verify", small, "--base", other)
-    assert "is another model or revision" in fails(
-        capsys, "decompress", small, "--base", other, "--out", folder / "out"
-    )
+    assert "is another model or revision" in fails(capsys, "decompress", small, "--base", other, "--out", folder / "out")
     data = (small / "model.safetensors").read_bytes()
     (small / "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     for command in ("verify", "inspect"):
@@ -174,9 +174,7 @@ def test_the_version_is_the_packages(capsys):
     assert (exit.value.code, capsys.readouterr().out) == (0, f"hf_ext {hf_ext.__version__}\n")
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["zip"], ["compress", "a"], ["compress", "a", "--base", "b"], ["decompress", "a"]]
-)
+@pytest.mark.parametrize("arguments", [[], ["zip"], ["compress", "a"], ["compress", "a", "--base", "b"], ["decompress", "a"]])
 def test_an_incomplete_command_says_what_is_missing(arguments, capsys):
     with pytest.raises(SystemExit) as exit:
         main(arguments)

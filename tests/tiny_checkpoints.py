@@ -62,9 +62,7 @@ def write_folder(folder: Path, tensors: Tensors, config: str | None = CONFIG, sh
     """A checkpoint as `save_pretrained` leaves it: one file, or shards and their index, and config.json."""
     names = list(tensors)
     parts = [names[i::shards] for i in range(shards)]
-    files = (
-        [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)] if shards > 1 else ["model.safetensors"]
-    )
+    files = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)] if shards > 1 else ["model.safetensors"]
     for file, part in zip(files, parts, strict=True):
         write_safetensors(folder / file, {name: tensors[name] for name in part}, {"format": "pt"})
     if shards > 1:

@@ -7,6 +7,7 @@ inputs, but no answers to it.
 from __future__ import annotations
 
 import copy
+import os
 import random
 import re
 from functools import cache
@@ -26,6 +27,10 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+
+from hf_ext import TransLoraConfig
+from hf_ext.trans_lora.encoding import Encoder
+from hf_ext.trans_lora.generation import ModelGenerator
 
 LETTERS = "abcdefghij"
 WORDS = ["pick", "pick", "sort", "find"]
@@ -133,7 +138,7 @@ def pretrained(kind: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 def _taught(kind: str) -> dict[str, torch.Tensor]:
     model, words = pretrained(kind)
     model = get_peft_model(model, lora(kind))
-    fit(model, words, [f"{text}\t{answer(text)}" for text in inputs(300)], steps=200, learning_rate=5e-3)
+    fit(model, words, [f"{text}\t{answer(text)}" for text in inputs(250)], steps=200, learning_rate=5e-3)
     return get_peft_model_state_dict(model)
 
 
@@ -172,3 +177,19 @@ def fit(model: nn.Module, words: PreTrainedTokenizerFast, texts: list[str], step
         optimizer.zero_grad()
         schedule.step()
     model.eval()
+
+
+def settings(folder: str | os.PathLike, **options) -> TransLoraConfig:
+    """What a transfer of the task takes here."""
+    small = {"num_samples": 80, "held_out_share": 0.25, "max_label_length": 4, "num_train_epochs": 8, "learning_rate": 1e-2}
+    batches = {"per_device_train_batch_size": 16, "generation_batch_size": 8}
+    asked = {"prompt_template": "{input}", "teacher_prompt_template": "{input}"}
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
+    return TransLoraConfig(output_dir=str(folder), **small | batches | asked | quiet | options)
+
+
+def accuracy(model: nn.Module, words: PreTrainedTokenizerFast) -> float:
+    """Of inputs that no test trains on."""
+    texts = inputs(300)[250:]
+    said = ModelGenerator(model, Encoder(words, model, "{input}"), 50)(texts, 4)
+    return sum(one.text.strip() == answer(text) for one, text in zip(said, texts)) / len(texts)

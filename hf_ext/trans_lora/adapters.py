@@ -57,8 +57,7 @@ def adapters_kept(model: nn.Module) -> Iterator[None]:
             if isinstance(layer, kinds):
                 active, disabled = before.get(layer, ([], False))
                 layer.enable_adapters(not disabled)
-                if isinstance(layer, BaseTunerLayer):
-                    layer.set_adapter(active, inference_mode=True)
+                layer.set_adapter(active, inference_mode=True)
         for parameter in model.parameters():
             parameter.requires_grad_(parameter in trainable)
 

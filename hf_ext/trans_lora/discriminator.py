@@ -22,6 +22,7 @@ from transformers import (
     DataCollatorForSeq2Seq,
     PreTrainedTokenizerBase,
     Trainer,
+    set_seed,
 )
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import PushToHubMixin, cached_file
@@ -183,7 +184,6 @@ def train_discriminator(
         with base_of(model) as base, on_device(base, args.device):
             writer = synthesizer or ModelGenerator.of(base, encoder, args)
             path = Path(args.output_dir, "synthesis.jsonl")
-            path.parent.mkdir(parents=True, exist_ok=True)
             written = write_inputs(writer, encoder, seeds, args, path, needed=len(real))
         synthetic_inputs = [candidate.input for candidate in written if candidate.kept]
     synthetic = list(synthetic_inputs)[: len(real)]
@@ -193,6 +193,7 @@ def train_discriminator(
     if getattr(peft_config, "modules_to_save", None):
         raise HfExtError("A discriminator shares the source model, so it cannot replace modules: leave out modules_to_save.")
     with adapters_kept(model):
+        set_seed(args.seed)  # as Trainer does, but before the adapter is made
         with _second_adapter():
             model = get_peft_model(bare(model), peft_config, NAME)
         only(model, NAME, trainable=True)

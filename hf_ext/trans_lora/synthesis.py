@@ -76,6 +76,7 @@ def write_inputs(
         HfExtError: too few inputs are kept for this ever to end.
     """
     state = PartialState()
+    path.parent.mkdir(parents=True, exist_ok=True)
     candidates = _read_candidates(path, needed)
     seen = SeenTexts(args.near_duplicate_threshold)
     for candidate in candidates:

@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list
 from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.nn import functional
-from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer
+from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer, set_seed
 from transformers.trainer_utils import TrainOutput
 from transformers.utils.logging import tqdm
 
@@ -106,6 +106,7 @@ class TransLoraTrainer(Trainer):
         if isinstance(model, PeftModel) is (peft_config is not None):
             raise HfExtError("Give a target model and the peft_config of its new adapter, or a PeftModel and no peft_config.")
         if peft_config is not None:
+            set_seed(args.seed)  # as Trainer does, but before the adapter is made
             model = get_peft_model(model, peft_config)
         if inputs is None:
             Prompts(self.seeds, args, self.encoder).require_room()

@@ -571,4 +571,3 @@ def test_a_name_that_is_taken_and_a_folder_that_is_no_merge(tmp_path, folders):
         emr.extract(tmp_path / "merged", "sst2", tmp_path / "more")
     with pytest.raises(CheckpointError, match="cannot be written over"):
         emr.extract(tmp_path / "merged", "cr", tmp_path / "merged")
-

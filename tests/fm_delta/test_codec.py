@@ -84,9 +84,7 @@ def test_the_landmarks_of_a_type_come_back_with_their_signs_and_payloads(dtype):
     width, limits = 8 * dtype.itemsize, torch.finfo(dtype)
     infinity = int.from_bytes(bits(torch.tensor(math.inf, dtype=dtype)), "little")
     patterns = [0, 1, 2, infinity, infinity - 1, infinity + 1, infinity | infinity >> 1, (1 << (width - 1)) - 1]
-    patterns += [
-        int.from_bytes(bits(torch.tensor(value, dtype=dtype)), "little") for value in (limits.tiny, 1.0, limits.eps)
-    ]
+    patterns += [int.from_bytes(bits(torch.tensor(value, dtype=dtype)), "little") for value in (limits.tiny, 1.0, limits.eps)]
     patterns += [pattern | 1 << (width - 1) for pattern in patterns]
     data = np.frombuffer(b"".join(pattern.to_bytes(dtype.itemsize, "little") for pattern in patterns * 60), np.uint8)
     landmarks = RawTensor(SAFETENSORS_DTYPES[dtype], (60, len(patterns)), data.copy()).to_torch()

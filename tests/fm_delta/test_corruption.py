@@ -154,9 +154,7 @@ def test_where_the_config_names_no_base_the_files_do(compressed, settings):
     assert fm_delta.verify(compressed / "small") == 4
 
 
-@pytest.mark.parametrize(
-    "settings", [{"base": 5}, {"base": None}, {"base": ["a"]}, {"base": "", "revision": 5}, {"base": ""}]
-)
+@pytest.mark.parametrize("settings", [{"base": 5}, {"base": None}, {"base": ["a"]}, {"base": "", "revision": 5}, {"base": ""}])
 def test_a_config_with_an_impossible_base_is_refused(compressed, settings):
     (compressed / "small/config.json").write_text(json.dumps({"quantization_config": settings}))
     with pytest.raises(BaseModelError, match='set "base" under "quantization_config"'):
@@ -206,9 +204,7 @@ class Tensors(dict):
 
     def __init__(self, folder: Path):
         file = SafetensorsFile(folder / "model.safetensors")
-        super().__init__(
-            (name, RawTensor(file[name].dtype, file[name].shape, file[name].data.copy())) for name in file.entries
-        )
+        super().__init__((name, RawTensor(file[name].dtype, file[name].shape, file[name].data.copy())) for name in file.entries)
 
 
 @pytest.mark.parametrize("where", ["sampled", "between"])
@@ -298,9 +294,7 @@ def shaped(payload: bytes, *shape: int, **changes) -> bytes:
     """The payload with another shape."""
     ndim = payload[5]
     return seal(
-        forge(payload, ndim=len(shape), **changes)[:36]
-        + struct.pack(f"<{len(shape)}Q", *shape)
-        + payload[36 + 8 * ndim :]
+        forge(payload, ndim=len(shape), **changes)[:36] + struct.pack(f"<{len(shape)}Q", *shape) + payload[36 + 8 * ndim :]
     )
 
 

@@ -39,9 +39,7 @@ def test_the_sums_are_the_sizes_of_the_files(tmp_path, shards):
     assert report.original_bytes == sum(path.stat().st_size for path in src.glob("*.safetensors"))
     assert report.compressed_bytes == sum(path.stat().st_size for path in (tmp_path / "small").glob("*.safetensors"))
     assert report.ratio == report.compressed_bytes / report.original_bytes
-    assert sum(tensor.original_bytes for tensor in report.tensors) == sum(
-        4 * tensor.numel() for tensor in weights().values()
-    )
+    assert sum(tensor.original_bytes for tensor in report.tensors) == sum(4 * tensor.numel() for tensor in weights().values())
     assert {tensor.name: tensor.compressed_bytes for tensor in report.tensors} == {
         name: file.payload(name).size for file in files for name in file.original
     }
@@ -50,10 +48,7 @@ def test_the_sums_are_the_sizes_of_the_files(tmp_path, shards):
 
 
 def test_every_tensor_says_what_it_is_and_how_it_is_kept(report):
-    rows = {
-        tensor.name: (tensor.kind, tensor.how, tensor.dtype, tensor.shape, tensor.parameters)
-        for tensor in report.tensors
-    }
+    rows = {tensor.name: (tensor.kind, tensor.how, tensor.dtype, tensor.shape, tensor.parameters) for tensor in report.tensors}
     assert rows == {
         "model.embed_tokens.weight": ("embedding", "resized", "F32", (100, 16), 1600),
         "model.layers.0.self_attn.q_proj.weight": ("attention", "delta", "F32", (16, 16), 256),

@@ -1,0 +1,174 @@
+"""The discriminator learns to tell inputs apart, goes with the teacher on one model, and is saved like an adapter."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
+from tiny_adapters import moved
+from tiny_transfers import SEEDS, inputs, lora, pretrained, settings, teacher
+
+from hf_ext import HfExtError, PissaConfig
+from hf_ext.trans_lora import Discriminator, train_discriminator
+
+OTHERS = ["sort a b c", "find c d", "find j a b", "sort h i j", "sort a c d e", "find b a c"]
+REAL = inputs(150, seed=3)
+
+
+def trained(model, words, folder, kind="gpt2", **options) -> Discriminator:
+    return train_discriminator(
+        model, words, REAL, task="pick", args=settings(folder), peft_config=lora(kind), seeds=SEEDS, **options
+    )
+
+
+def logits(model, words) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.tensor([words(SEEDS[0])["input_ids"]])).logits
+
+
+def keeps(found: Discriminator) -> tuple[int, int]:
+    scores = found.score(inputs(200)[150:] + OTHERS)
+    assert all(0 <= score <= 1 for score in scores)
+    return sum(score > 0.5 for score in scores[:50]), sum(score > 0.5 for score in scores[50:])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A base model, the teacher's adapter and the discriminator, as folders."""
+    folder = tmp_path_factory.mktemp("saved")
+    model, words = teacher("gpt2")
+    model.save_pretrained(folder / "adapter")
+    base, _ = pretrained("gpt2")
+    base.save_pretrained(folder / "base")
+    words.save_pretrained(folder / "base")
+    base.config.name_or_path = base.name_or_path = str(folder / "base")
+    found = trained(base, words, folder / "runs")
+    found.save_pretrained(folder / "discriminator")
+    return folder, found, words
+
+
+def test_it_keeps_real_inputs_and_refuses_others(saved):
+    _, found, _ = saved
+    real, others = keeps(found)
+    assert real >= 48 and others == 0
+    assert found.metrics["real_kept"] > 0.9 and found.metrics["synthetic_kept"] < 0.6
+    assert found.score([]) == []
+
+
+def test_the_score_is_the_share_of_yes(saved):
+    _, found, words = saved
+    prompt = words(SEEDS[0] + "\nIs the above question from pick dataset?\n")["input_ids"]
+    found.model.set_adapter("discriminator")
+    yes, no = (
+        sum(
+            found.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 + i].log_softmax(-1)[token].item()
+            for i, token in enumerate(tokens)
+        )
+        for tokens in (words("Yes")["input_ids"], words("No")["input_ids"])
+    )
+    expected = 1 / (1 + torch.tensor(no - yes).exp().item())
+    assert found.score([SEEDS[0]])[0] == pytest.approx(expected, abs=1e-5)
+    found.model.base_model.set_adapter([])
+
+
+def test_beside_any_teacher_both_compute_as_they_did_alone(saved):
+    folder, found, _ = saved
+    expected = found.score(OTHERS + SEEDS)
+    base, words = pretrained("gpt2")
+    configs = {
+        "lora": lora("gpt2"),
+        "pissa": PissaConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn"]),
+        "dora": lora("gpt2", use_dora=True),
+        "prompts": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+        "with a head of its own": lora("gpt2", modules_to_save=["ln_f"]),
+    }
+    for name, config in configs.items():
+        model = moved(get_peft_model(pretrained("gpt2")[0], config))
+        alone, grads = logits(model, words), {name for name, p in model.named_parameters() if p.requires_grad}
+        with_teacher = Discriminator.from_pretrained(folder / "discriminator", model, words)
+        assert torch.equal(logits(model, words), alone), name
+        assert with_teacher.score(OTHERS + SEEDS) == pytest.approx(expected, abs=1e-4), name
+        assert torch.equal(logits(model, words), alone), name
+        assert {name for name, p in model.named_parameters() if p.requires_grad} == grads
+        with model.disable_adapter():
+            assert torch.allclose(logits(model, words)[:, -4:], logits(base, words)[:, -4:], atol=1e-5), name
+
+
+def test_training_beside_a_teacher_leaves_it_as_it_was(tmp_path):
+    model, words = teacher("gpt2")
+    alone = logits(model, words)
+    found = trained(model, words, tmp_path)
+    assert torch.equal(logits(model, words), alone)
+    assert keeps(found)[1] == 0
+    assert torch.equal(logits(model, words), alone)
+
+
+def test_a_teacher_that_comes_after_it_computes_as_alone(saved, tmp_path):
+    folder, _, words = saved
+    expected = logits(teacher("gpt2")[0], words)
+    base, _ = pretrained("gpt2")
+    plain = logits(base, words)
+    found = trained(base, words, tmp_path)
+    assert torch.equal(logits(base, words), plain)
+    model = PeftModel.from_pretrained(base, folder / "adapter")
+    assert torch.allclose(logits(model, words), expected, atol=1e-6)
+    assert keeps(found)[1] == 0
+    assert torch.allclose(logits(model, words), expected, atol=1e-6)
+
+
+def test_what_is_saved_is_an_adapter_that_loads_anywhere(saved):
+    folder, found, words = saved
+    assert {path.name for path in (folder / "discriminator").iterdir()} == {
+        *("README.md", "adapter_config.json", "adapter_model.safetensors", "discriminator.json")
+    }
+    again = Discriminator.from_pretrained(folder / "discriminator")
+    assert again.score(OTHERS + SEEDS) == pytest.approx(found.score(OTHERS + SEEDS), abs=1e-6)
+    assert (again.task, again.metrics) == (found.task, found.metrics)
+    plain = PeftModel.from_pretrained(pretrained("gpt2")[0], folder / "discriminator")
+    found.model.set_adapter("discriminator")
+    assert torch.allclose(logits(plain, words), logits(found.model, words), atol=1e-6)
+    found.model.base_model.set_adapter([])
+    assert PeftConfig.from_pretrained(folder / "discriminator").base_model_name_or_path == str(folder / "base")
+    assert "Of inputs that it was not trained on it keeps" in (folder / "discriminator" / "README.md").read_text()
+
+
+def test_nothing_real_is_written_but_the_seeds(saved):
+    folder, _, _ = saved
+    files = [path for name in ("runs", "discriminator") for path in (folder / name).rglob("*") if path.is_file()]
+    texts = [path.read_text(errors="ignore") for path in files if path.name != "synthesis.jsonl"]
+    assert len(texts) > 3 and not [text for text in REAL if any(text in file for file in texts)]
+    written = [json.loads(line)["input"] for line in (folder / "runs" / "synthesis.jsonl").read_text().splitlines()]
+    assert len(set(written) & set(REAL)) < len(REAL) / 2  # what the model came upon by itself: there are 720 such inputs
+
+
+def test_a_run_that_is_begun_again_goes_on_from_its_files(saved, tmp_path):
+    base, words = pretrained("gpt2")
+    first = trained(base, words, tmp_path)
+    before = (tmp_path / "synthesis.jsonl").read_bytes()
+    again = trained(pretrained("gpt2")[0], words, tmp_path)
+    assert (tmp_path / "synthesis.jsonl").read_bytes() == before
+    assert again.score(OTHERS) == pytest.approx(first.score(OTHERS), abs=1e-5)
+
+
+def test_another_model_is_refused_and_named(saved):
+    folder, _, _ = saved
+    model, words = pretrained("llama")
+    with pytest.raises(HfExtError, match="tiny-llama is another. In a chain"):
+        Discriminator.from_pretrained(folder / "discriminator", model, words)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"task": "pick"}', '{"task": 1, "base_sample": "x", "metrics": {}}'])
+def test_a_folder_that_is_no_discriminator_is_refused(saved, tmp_path, content):
+    if content is not None:
+        (tmp_path / "discriminator.json").write_text(content)
+    with pytest.raises(HfExtError, match="no discriminator|does not say"):
+        Discriminator.from_pretrained(tmp_path)
+
+
+def test_too_few_inputs_and_replaced_modules_are_refused(tmp_path):
+    model, words = pretrained("gpt2")
+    with pytest.raises(HfExtError, match="There are 3 different real inputs; give at least 5"):
+        train_discriminator(model, words, ["a", "b", "c", "c "], task="t", args=settings(tmp_path))
+    config = LoraConfig(task_type="CAUSAL_LM", modules_to_save=["lm_head"])
+    with pytest.raises(HfExtError, match="leave out modules_to_save"):
+        train_discriminator(model, words, REAL, task="t", args=settings(tmp_path), peft_config=config, synthetic_inputs=OTHERS)

@@ -1,0 +1,183 @@
+"""Inputs are written and sifted as they should, and a run that was stopped goes on where it was."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+from tiny_transfers import SEEDS, inputs, is_input, pretrained, settings
+
+from hf_ext import HfExtError
+from hf_ext.trans_lora.encoding import Encoder
+from hf_ext.trans_lora.generation import Completion, ModelGenerator
+from hf_ext.trans_lora.synthesis import Prompts, counts, keep_best, read_lines, write_inputs
+
+
+class Script:
+    """Writes given lists, one after the other and then anew."""
+
+    def __init__(self, *texts: str, ended: bool = True):
+        self.texts, self.ended, self.asked = list(texts), ended, []
+
+    def __call__(self, prompts, max_new_tokens, seed=None, **sampling):
+        found = [self.texts[(len(self.asked) + i) % len(self.texts)] for i in range(len(prompts))]
+        self.asked += prompts
+        return [Completion(text, self.ended) for text in found]
+
+
+class Stop(Exception):
+    pass
+
+
+def encoder(kind="llama"):
+    model, words = pretrained(kind)
+    return Encoder(words, model, "{input}", "The target's")
+
+
+def write(folder, generate, needed, judge=None, well_formed=None, seeds=SEEDS, **options):
+    args = settings(folder, generation_batch_size=1, **options)
+    return write_inputs(generate, encoder(), seeds, args, folder / "synthesis.jsonl", needed, judge, well_formed)
+
+
+def test_each_input_is_kept_or_dropped_for_its_reason(tmp_path):
+    script = Script(
+        " pick a b c\n7. pick c a b\n8. PICK  a b c\n9. pick a b c d e f g h i j\n10. pick f g h",
+        " pick j a b\n7. \n8. sort a\n9. pick e\ufffd",
+    )
+    judged = []
+
+    def judge(texts):
+        judged.extend(texts)
+        return [(0.9 if text != "pick f g h" else 0.1, text != "pick f g h", None) for text in texts]
+
+    found = write(tmp_path, script, 2, judge, lambda text: text.startswith(("pick", "PICK")))
+    assert [(one.input, one.reason) for one in found] == [
+        ("pick a b c", None),
+        ("pick c a b", "repeats a seed"),
+        ("PICK  a b c", "duplicate"),
+        ("pick a b c d e f g h i j", "malformed"),
+        ("pick f g h", "filter"),
+        ("pick j a b", None),
+    ]
+    assert judged == ["pick a b c", "pick f g h", "pick j a b"]  # what comes later in a round is judged too, but not needed
+    assert counts(found) == {"kept": 2, "malformed": 1, "repeats a seed": 1, "duplicate": 1, "filter": 1}
+    assert [json.loads(line) for line in (tmp_path / "synthesis.jsonl").read_text().splitlines()] == [
+        asdict(one) for one in found
+    ]
+
+
+def test_what_is_cut_off_by_the_limit_of_tokens_is_dropped(tmp_path):
+    found = write(tmp_path, Script(" pick a b c\n7. pick d e", ended=False), 1)
+    assert [(one.input, one.reason) for one in found] == [("pick a b c", None)]
+    script = Script(" pick d e\n7. pick a", " pick a b c\n7. pick", ended=False)
+    assert counts(write(tmp_path / "other", script, 2))["malformed"] == 1
+
+
+def test_near_duplicates_are_dropped_at_the_threshold(tmp_path):
+    lines = [f"pick {' '.join('abcdefghij'[i:] + 'abcdefghij'[:i])}" for i in range(3)]
+    text = f" {lines[0]}\n7. {lines[0]} a\n8. {lines[1]}\n9. {lines[2]}"
+    options = {"max_input_length": 20}
+    assert counts(write(tmp_path / "a", Script(text), 3, near_duplicate_threshold=0.85, **options))["near duplicate"] == 1
+    assert "near duplicate" not in counts(write(tmp_path / "b", Script(text), 4, near_duplicate_threshold=1.0, **options))
+
+
+def test_real_models_write_inputs_and_every_one_is_accounted_for(tmp_path):
+    model, words = pretrained("llama")
+    args = settings(tmp_path)
+    ask = Encoder(words, model, "{input}")
+    found = write_inputs(ModelGenerator.of(model, ask, args), ask, SEEDS, args, tmp_path / "s.jsonl", 60, None, is_input)
+    kept = [one.input for one in found if one.kept]
+    assert len(kept) == len(set(kept)) == 60 and all(map(is_input, kept)) and not set(kept) & set(SEEDS)
+    assert sum(counts(found).values()) == len(found)
+    assert counts(found)["malformed"] > 20
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 4])
+@pytest.mark.parametrize("tail", ["whole", "half a line", "half a round"])
+def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path, stop_at, tail):
+    model, words = pretrained("llama")
+    ask = Encoder(words, model, "{input}")
+
+    def run(folder, generate):
+        args = settings(folder, generation_batch_size=2)
+        return write_inputs(
+            generate, ask, SEEDS, args, folder / "s.jsonl", 30, lambda texts: [(0.5, t < "q", None) for t in texts]
+        )
+
+    class Killed(ModelGenerator):
+        rounds = 0
+
+        def __call__(self, *args, **options):
+            self.rounds += 1
+            if self.rounds > stop_at:
+                raise Stop
+            return super().__call__(*args, **options)
+
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "part").mkdir()
+    expected = run(tmp_path / "whole", ModelGenerator(model, ask, 2))
+    with pytest.raises(Stop):
+        run(tmp_path / "part", Killed(model, ask, 2))
+    path = tmp_path / "part" / "s.jsonl"
+    data = path.read_bytes()
+    lines = data.splitlines(keepends=True)
+    path.write_bytes({"whole": data, "half a line": data[:-7], "half a round": b"".join(lines[:-2])}[tail])
+    assert run(tmp_path / "part", ModelGenerator(model, ask, 2)) == expected
+    assert path.read_bytes() == (tmp_path / "whole" / "s.jsonl").read_bytes()
+    assert run(tmp_path / "part", Script()) == expected  # nothing is left to write
+
+
+def test_each_round_shows_other_seeds_in_another_order():
+    prompts = Prompts(inputs(8), settings("x", num_shots=3, num_items=6), encoder())
+    script = Script(" pick a b c")
+    for number, process in ((0, 0), (0, 1), (1, 0), (0, 0)):
+        prompts.answers(script, number, process)
+    rounds = [script.asked[i : i + 8] for i in range(0, 32, 8)]
+    assert rounds[0] == rounds[3] and len({tuple(part) for part in rounds}) == 3
+    assert all(prompt.count("\n") == 4 and prompt.endswith("\n4.") for prompt in script.asked)
+
+
+def test_the_best_are_kept_when_all_are_scored(tmp_path):
+    def judge(texts):
+        return [(-ord(text[-1]), True, "early") for text in texts]
+
+    script = Script(*(f" pick a b {letter}" for letter in "ghcfdeji"))
+    path = tmp_path / "synthesis.jsonl"
+    found = keep_best(write(tmp_path, script, 6, judge), 3, path)
+    assert {one.input[-1] for one in found if one.kept} == {"c", "d", "e"}
+    assert counts(found) == {"kept": 3, "low score": 3}
+    before = path.read_bytes()
+    assert keep_best(write(tmp_path, Script(), 6, judge), 3, path) == found and path.read_bytes() == before
+
+
+def test_a_rate_that_never_gets_there_is_an_early_and_clear_error(tmp_path):
+    script = Script(*(f" sort {a} {b}" for a in "abcdefgh" for b in "abcdefgh"))
+    with pytest.raises(HfExtError, match=r"40 inputs cannot be had within max_attempts=800: .* none was kept \(\d+ filter"):
+        write(tmp_path, script, 40, lambda texts: [(0.1, False, None)] * len(texts))
+    attempts = len((tmp_path / "synthesis.jsonl").read_text().splitlines())
+    assert attempts < 400
+    with pytest.raises(HfExtError, match="within max_attempts=70: .* would take about"):
+        write(tmp_path / "some", script, 40, lambda texts: [(0, text[-1] == "a", None) for text in texts], max_attempts=70)
+
+
+def test_fewer_seeds_than_a_prompt_shows_are_an_error(tmp_path):
+    with pytest.raises(HfExtError, match="There are 4 different seeds, and each prompt shows num_shots=5"):
+        write(tmp_path, Script(), 1, seeds=SEEDS[:4] + SEEDS[:1])
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [("nonsense", "Line 2 of .* is not a JSON object"), ("[1]", "Line 2"), ('{"text": 1}', "not written by this")],
+)
+def test_a_file_that_something_else_wrote_is_named(tmp_path, line, message):
+    write(tmp_path, Script(" pick a b c"), 1)
+    with open(tmp_path / "synthesis.jsonl", "a") as file:
+        file.write(line + "\n")
+    with pytest.raises(HfExtError, match=message):
+        write(tmp_path, Script(), 1)
+
+
+def test_lines_are_read_as_they_were_written_whatever_is_in_them(tmp_path):
+    strange = 'line\u2028\x85\r\nbreaks \u00e9 \U0001f600 " \\ {'
+    (tmp_path / "f.jsonl").write_text(json.dumps({"input": strange}, ensure_ascii=False) + "\n", encoding="utf-8", newline="")
+    assert read_lines(tmp_path / "f.jsonl") == [{"input": strange}]
+    assert read_lines(tmp_path / "none.jsonl") == []
