@@ -111,6 +111,7 @@ class TransLoraTrainer(Trainer):
         if inputs is None:
             Prompts(self.seeds, args, self.encoder).require_room()
         kwargs.setdefault("data_collator", DataCollatorForSeq2Seq(processing_class))
+        kwargs["eval_dataset"] = kwargs.get("eval_dataset") or []  # until there are inputs to hold out
         super().__init__(model=model, args=args, processing_class=processing_class, **kwargs)
 
     # ------------------------------------------------------------------------------------------------ the three stages
@@ -127,8 +128,8 @@ class TransLoraTrainer(Trainer):
         prompts = [self.encoder.prompt(text) for text, _ in trained + held_out]
         samples = self.encoder.samples(prompts, [label for _, label in trained + held_out])
         self.train_dataset = samples[: len(trained)]
-        if self.eval_dataset is None:
-            self.eval_dataset = samples[len(trained) :] or None
+        if not self.eval_dataset:
+            self.eval_dataset = samples[len(trained) :]
         if resume_from_checkpoint is None:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
         with on_device(self.teacher, self.args.device) if self.args.logits_weight else contextlib.nullcontext():

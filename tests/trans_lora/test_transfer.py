@@ -1,0 +1,583 @@
+"""An adapter moves to another model: of any kind to any kind, in stages that go on where they were, and with a report."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, PromptTuningConfig, PromptTuningInit, get_peft_model
+from stop_after import StopAfter
+from tiny_adapters import moved
+from tiny_models import same_bits
+from tiny_transfers import SEEDS, accuracy, answer, inputs, is_input, lora, pretrained, settings, teacher
+from torch.nn import functional
+from transformers import AutoTokenizer, TrainerCallback
+
+from hf_ext import HfExtError, PissaConfig, QPissaConfig, TransLoraTrainer
+from hf_ext.cli import main
+from hf_ext.trans_lora import Completion, train_discriminator
+from hf_ext.trans_lora.encoding import Encoder
+from hf_ext.trans_lora.generation import ModelGenerator
+from hf_ext.trans_lora.synthesis import Prompts
+
+
+def transfer(folder, source="gpt2", target="llama", peft_config=None, teaching=None, **options) -> TransLoraTrainer:
+    """A trainer that is ready to train; what belongs to the trainer rather than to its settings is told apart by name."""
+    own = {name: options.pop(name) for name in (*TRAINER, "callbacks") if name in options}
+    model, words = pretrained(target)
+    knowing, known = teaching or teacher(source)
+    return TransLoraTrainer(
+        model,
+        settings(folder, **{"filter": "token_excess"} | options),
+        processing_class=words,
+        teacher=knowing,
+        teacher_processing_class=known,
+        peft_config=peft_config or lora(target),
+        **{"seeds": SEEDS, "well_formed": is_input} | own,
+    )
+
+
+TRAINER = ("seeds", "well_formed", "discriminator", "inputs", "synthesizer", "eval_dataset", "train_dataset")
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    """A teacher with a discriminator beside it."""
+    model, words = teacher("gpt2")
+    found = train_discriminator(
+        model,
+        words,
+        inputs(150, 3),
+        task="pick",
+        args=settings(tmp_path_factory.mktemp("d")),
+        peft_config=lora("gpt2"),
+        seeds=SEEDS,
+    )
+    return model, words, found
+
+
+@pytest.fixture(scope="module")
+def moved_over(judge, tmp_path_factory):
+    """A whole transfer with the discriminator, and nothing else to tell inputs apart."""
+    model, words, discriminator = judge
+    folder = tmp_path_factory.mktemp("transfer")
+    trainer = transfer(
+        folder, teaching=(model, words), discriminator=discriminator, filter="discriminator", well_formed=None, num_samples=120
+    )
+    trainer.train()
+    trainer.save_model()
+    return trainer, folder
+
+
+def test_the_target_learns_the_task_from_seeds_and_teacher_alone(moved_over):
+    trainer, folder = moved_over
+    assert accuracy(trainer.model, trainer.processing_class) >= 0.95
+    loaded = PeftModel.from_pretrained(pretrained("llama")[0], folder)
+    assert accuracy(loaded, AutoTokenizer.from_pretrained(folder)) >= 0.95
+    base, words = pretrained("llama")
+    assert accuracy(base, words) < 0.5
+
+
+def test_the_discriminator_keeps_what_is_like_the_task(moved_over):
+    trainer, folder = moved_over
+    lines = [json.loads(line) for line in (folder / "synthesis.jsonl").read_text().splitlines()]
+    judged = [line for line in lines if line["score"] is not None]
+    kept = [is_input(line["input"]) for line in judged if line["kept"]]
+    share = sum(is_input(line["input"]) for line in judged) / len(judged)
+    assert sum(kept) / len(kept) > min(2 * share, 0.95)
+    assert all(line["kept"] == (line["score"] > 0.5) for line in judged)
+
+
+def test_each_stage_leaves_a_file_a_person_can_read(moved_over):
+    trainer, folder = moved_over
+    labels = [json.loads(line) for line in (folder / "labels.jsonl").read_text().splitlines()]
+    kept = [
+        json.loads(line)["input"] for line in (folder / "synthesis.jsonl").read_text().splitlines() if '"kept": true' in line
+    ]
+    assert [line["input"] for line in labels] == kept and len(kept) == 150
+    assert sum(line["label"] == answer(line["input"]) for line in labels if is_input(line["input"])) > 0.95 * len(labels)
+    assert json.loads((folder / "transfer.json").read_text())["seeds"] == SEEDS
+
+
+def test_the_report_says_what_the_files_say(moved_over):
+    trainer, folder = moved_over
+    report, found = trainer.report, json.loads((folder / "report.json").read_text())
+    lines = [json.loads(line) for line in (folder / "synthesis.jsonl").read_text().splitlines()]
+    assert report.attempts == found["attempts"] == len(lines) == sum(report.counts.values())
+    assert report.acceptance_rate == sum(line["kept"] for line in lines) / len(lines)
+    assert (report.trained, report.held_out, report.unlabelled) == (120, 30, 0)
+    assert report.mmd["kept"] < report.mmd["dropped"]
+    assert [one.seed for one in report.nearest] == SEEDS and all(0 <= one.similarity < 1 for one in report.nearest)
+    assert len(report.map["kept"]) == 150 and len(report.map["seeds"]) == 5
+    assert f"{report.attempts:,}" in str(report) and f"{100 * report.agreement:.1f} %" in report.summary()
+    texts = [text for text, _ in trainer.label(trainer.synthesize())[1]]
+    said = ModelGenerator(trainer.model, trainer.encoder, 8)([trainer.encoder.prompt(text) for text in texts], 4)
+    agreed = sum(one.text == answer(text) for one, text in zip(said, texts)) / 30
+    assert report.agreement == pytest.approx(agreed, abs=0.07)  # the teacher may err where the answer is clear
+    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_card_has_the_report_and_what_the_hub_asks_for(moved_over):
+    trainer, folder = moved_over
+    text = (folder / "README.md").read_text()
+    assert "base_model: tiny-llama" in text and "trans-lora" in text and "library_name: peft" in text
+    assert f"| inputs written | {trainer.report.attempts:,} |" in text and "report.png" in text
+
+
+def test_a_card_that_the_user_wrote_stays(moved_over, tmp_path):
+    trainer, _ = moved_over
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nMy own words.\n")
+    trainer.save_model(tmp_path)
+    assert "My own words." in (tmp_path / "README.md").read_text()
+    assert "inputs written" not in (tmp_path / "README.md").read_text()
+
+
+CONFIGS = {
+    "lora": lambda task: LoraConfig(task_type=task, r=16, lora_alpha=32, target_modules="all-linear"),
+    "dora": lambda task: LoraConfig(task_type=task, r=16, lora_alpha=32, target_modules="all-linear", use_dora=True),
+    "pissa": lambda task: PissaConfig(task_type=task, r=16, lora_alpha=16, target_modules="all-linear"),
+    "prompt_tuning": lambda task: PromptTuningConfig(
+        task_type=task, num_virtual_tokens=8, prompt_tuning_init=PromptTuningInit.RANDOM
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_any_kind_of_adapter_may_be_the_new_one(tmp_path, kind):
+    options = {
+        "prompt_tuning": {"learning_rate": 0.05, "num_train_epochs": 50, "num_samples": 150},
+        "pissa": {"learning_rate": 3e-3},
+    }
+    trainer = transfer(tmp_path, peft_config=CONFIGS[kind]("CAUSAL_LM"), **options.get(kind, {}))
+    trainer.train()
+    trainer.save_model()
+    assert trainer.report.agreement >= 0.85
+    again = PeftModel.from_pretrained(pretrained("llama")[0], tmp_path)
+    assert accuracy(again, trainer.processing_class) == pytest.approx(
+        accuracy(trainer.model, trainer.processing_class), abs=0.05
+    )
+
+
+@pytest.mark.parametrize("kind", ["dora", "pissa", "prompt_tuning"])
+def test_any_kind_of_adapter_may_be_the_teachers(tmp_path, kind):
+    """What it has learned is of no account here: only that its answers, rather than its base's, are what is learned."""
+    model, words = pretrained("gpt2")
+    model = moved(get_peft_model(model, CONFIGS[kind]("CAUSAL_LM")), seed=4).eval()
+    trainer = transfer(tmp_path, teaching=(model, words), filter="none", max_label_length=2)
+    texts = inputs(12)
+    said = trainer._answers(texts)
+    expected = ModelGenerator(model, Encoder(words, model, "{input}"), 1)(texts, 2)
+    assert said == [one.text.strip() or None if one.ended else None for one in expected]
+
+
+@pytest.mark.parametrize("source, target", [("t5", "gpt2"), ("gpt2", "t5")])
+def test_encoder_decoders_teach_and_learn(tmp_path, source, target):
+    trainer = transfer(tmp_path, source, target, num_samples=120, num_train_epochs=40)
+    trainer.train()
+    assert trainer.report.agreement >= 0.8
+
+
+def test_a_chain_of_transfers_needs_one_discriminator(judge, moved_over, tmp_path):
+    _, _, discriminator = judge
+    first, _ = moved_over
+    trainer = transfer(
+        tmp_path,
+        target="gpt2",
+        teaching=(first.model, first.processing_class),
+        discriminator=discriminator,
+        filter="discriminator",
+        num_train_epochs=12,
+    )
+    trainer.train()
+    assert accuracy(trainer.model, trainer.processing_class) >= 0.85
+
+
+def test_a_four_bit_model_learns_too(tmp_path):
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    base, words = pretrained("llama")
+    base.save_pretrained(tmp_path / "base")
+    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=four_bit)
+    knowing, known = teacher("gpt2")
+    trainer = TransLoraTrainer(
+        model,
+        settings(tmp_path / "out", filter="none", num_samples=40, num_train_epochs=2),
+        processing_class=words,
+        teacher=knowing,
+        teacher_processing_class=known,
+        seeds=SEEDS,
+        well_formed=is_input,
+        peft_config=QPissaConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "down_proj"]),
+    )
+    trainer.train()
+    assert next(entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry) < 3
+
+
+# ---------------------------------------------------------------------------------------------------------- going on
+
+
+def weights(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+class Die(TrainerCallback):
+    """Ends the process's work as a kill would, after a step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 7:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stage", ["synthesis", "labels", "distillation"])
+def test_a_run_that_was_killed_in_any_stage_ends_as_one_that_was_not(tmp_path, stage):
+    options = {"save_strategy": "steps", "save_steps": 5, "num_samples": 40, "num_train_epochs": 4}
+    options["filter"] = "none" if stage == "labels" else "token_excess"  # which has the teacher asked while it sifts
+    whole = transfer(tmp_path / "whole", **options)
+    whole.train()
+    broken = transfer(tmp_path / "part", **options, callbacks=[Die()] if stage == "distillation" else [])
+    if stage != "distillation":
+        broken._answers = lambda texts: (_ for _ in ()).throw(
+            KeyboardInterrupt
+        )  # the keyboard's interrupt comes while it is asked
+    with pytest.raises(KeyboardInterrupt):
+        broken.train()
+    again = transfer(tmp_path / "part", **options)
+    again.train()
+    files = ("synthesis.jsonl", "labels.jsonl", "report.json", "transfer.json")
+    assert all((tmp_path / "part" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in files)
+    expected = weights(whole)
+    assert all(same_bits(parameter, expected[name]) for name, parameter in weights(again).items())
+
+
+def test_a_folder_of_another_transfer_is_refused(tmp_path):
+    transfer(tmp_path).synthesize()
+    with pytest.raises(HfExtError, match="holds a transfer with another num_samples, temperature"):
+        transfer(tmp_path, num_samples=10, temperature=0.5).train()
+
+
+def test_a_trainers_own_options_and_callbacks_hold(tmp_path):
+    trainer = transfer(
+        tmp_path,
+        filter="none",
+        num_samples=40,
+        callbacks=[StopAfter(6)],
+        eval_strategy="steps",
+        eval_steps=3,
+        gradient_accumulation_steps=2,
+        logging_strategy="steps",
+        logging_steps=1,
+        label_smoothing_factor=0.1,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 6
+    logged = [sorted(entry) for entry in trainer.state.log_history]
+    assert sum("loss" in entry for entry in logged) == 6 and sum("eval_loss" in entry for entry in logged) == 2
+    assert any("agreement" in entry for entry in logged)
+
+
+# ----------------------------------------------------------------------------------------------------- other ways to go
+
+
+def test_inputs_of_ones_own_take_the_place_of_synthetic_ones(tmp_path):
+    trainer = transfer(tmp_path, inputs=inputs(100), seeds=())
+    trainer.train()
+    assert accuracy(trainer.model, trainer.processing_class) >= 0.9
+    assert not (tmp_path / "synthesis.jsonl").exists()
+    assert (trainer.report.trained, trainer.report.held_out) == (75, 25)
+
+
+def test_a_server_may_write_and_another_may_teach(tmp_path):
+    """What stands for a server here is anything that writes; that real ones do is tested with the generators."""
+    model, words = pretrained("llama")
+    knowing, known = teacher("gpt2")
+    asked = []
+
+    class There:
+        model = "there"
+
+        def __init__(self, own, encoder):
+            self.write = ModelGenerator(own, encoder, 8)
+
+        def __call__(self, prompts, *args, **options) -> list[Completion]:
+            asked.extend(prompts)
+            return self.write(prompts, *args, **options)
+
+    trainer = transfer(
+        tmp_path,
+        teaching=(There(knowing, Encoder(known, knowing, "{input}")), known),
+        synthesizer=There(model, Encoder(words, model)),
+        filter="none",
+    )
+    trainer.train()
+    assert accuracy(trainer.model, trainer.processing_class) >= 0.9
+    assert {prompt.split()[0] for prompt in asked} >= {"Here", "pick"}
+
+
+@pytest.mark.parametrize("weight, temperature", [(1.0, 1.0), (0.5, 2.0)])
+def test_logits_are_distilled_by_the_formula(tmp_path, weight, temperature):
+    knowing, words = teacher("llama")
+    trainer = transfer(
+        tmp_path,
+        teaching=(knowing, words),
+        logits_weight=weight,
+        distillation_temperature=temperature,
+        inputs=inputs(60),
+        num_train_epochs=12,
+        average_tokens_across_devices=False,
+    )
+    batch = trainer.data_collator(trainer.encoder.samples(inputs(3) + ["sort a"], ["early", "late", "late early", "early"]))
+    labels = batch["labels"]
+    model = trainer.model.eval()
+    with torch.no_grad():
+        student, taught = model(**batch).logits[:, :-1], knowing(**batch).logits[:, :-1]
+        at = labels[:, 1:] != -100
+        cross_entropy = functional.cross_entropy(student[at], labels[:, 1:][at])
+        p = (taught[at] / temperature).softmax(-1)
+        log_q = (student[at] / temperature).log_softmax(-1)
+        divergence = temperature**2 * (p * (p.log() - log_q)).sum(-1).mean()
+        expected = (1 - weight) * cross_entropy + weight * divergence
+        found = trainer.compute_loss(model, dict(batch))
+    assert torch.allclose(found, expected, rtol=1e-4)
+    trainer.train()
+    assert trainer.report.agreement >= 0.9
+
+
+def test_a_chat_model_is_asked_as_a_chat(tmp_path):
+    trainer = transfer(tmp_path, filter="none")
+    words = trainer.processing_class
+    chat = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    words = AutoTokenizer.from_pretrained(save(words, tmp_path / "words", chat))
+    encoder = Encoder(words, trainer.model)
+    assert encoder.prompt("pick a b c") == "<user>pick a b c<assistant>"
+    assert Prompts(SEEDS, trainer.args, encoder)._prompt(SEEDS).startswith("<user>Here are 5 examples of a task's inputs:\n1. ")
+    assert encoder.samples([encoder.prompt("a")], ["early"])[0]["input_ids"][-1] == words.eos_token_id
+
+
+def save(words, folder, chat):
+    words.save_pretrained(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": chat}))
+    return folder
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_what_does_not_go_together_is_one_clear_error(tmp_path):
+    model, words = teacher("gpt2")
+    cases = [
+        ({"filter": "discriminator"}, "filter='discriminator' needs one"),
+        ({"seeds": SEEDS[:3]}, "There are 3 different seeds"),
+        ({"train_dataset": [1]}, "give inputs="),
+        ({"teaching": (model.merge_and_unload(), words)}, "give it as a PeftModel"),
+        ({"logits_weight": 0.5}, "both need the same tokenizer"),
+        ({"max_input_length": 200}, "takes [0-9]+ tokens, and The target's model's context holds 256"),
+        ({"filter": "discriminator", "discriminator": str(tmp_path)}, "no discriminator"),
+    ]
+    for options, message in cases:
+        with pytest.raises(HfExtError, match=message):
+            transfer(tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("token", ["pad_token", "eos_token"])
+@pytest.mark.parametrize("whose", ["teacher", "target"])
+def test_a_tokenizer_without_padding_or_end_is_named(tmp_path, token, whose):
+    (knowing, known), (model, words) = teacher("gpt2"), pretrained("llama")
+    folder = tmp_path / "words"
+    (known if whose == "teacher" else words).save_pretrained(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop(token)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    lacking = AutoTokenizer.from_pretrained(folder)
+    known, words = (lacking, words) if whose == "teacher" else (known, lacking)
+    with pytest.raises(HfExtError, match=f"(?i)the {whose}'s tokenizer has no token .*{token}"):
+        TransLoraTrainer(
+            model,
+            settings(tmp_path, filter="none"),
+            processing_class=words,
+            teacher=knowing,
+            teacher_processing_class=known,
+            seeds=SEEDS,
+            peft_config=lora("llama"),
+        )
+
+
+def test_one_model_cannot_teach_itself(tmp_path):
+    model, words = teacher("llama")
+    with pytest.raises(HfExtError, match="one model; load the target once more"):
+        TransLoraTrainer(
+            model.get_base_model(),
+            settings(tmp_path, filter="none"),
+            processing_class=words,
+            teacher=model,
+            seeds=SEEDS,
+            peft_config=lora("llama"),
+        )
+
+
+def test_a_target_without_an_adapter_to_train_is_refused(tmp_path):
+    (model, words), (knowing, known) = pretrained("llama"), teacher("gpt2")
+    options = {"processing_class": words, "teacher": knowing, "teacher_processing_class": known, "seeds": SEEDS}
+    with pytest.raises(HfExtError, match="Give a target model and the peft_config"):
+        TransLoraTrainer(model, settings(tmp_path, filter="none"), **options)
+    with pytest.raises(HfExtError, match="or a PeftModel and no peft_config"):
+        adapted = get_peft_model(model, lora("llama"))
+        TransLoraTrainer(adapted, settings(tmp_path, filter="none"), **options, peft_config=lora("llama"))
+
+
+def test_a_teacher_that_never_ends_an_answer_is_an_error(tmp_path):
+    trainer = transfer(tmp_path, filter="none", max_label_length=1)
+    with pytest.raises(HfExtError, match="gave none of the 100 inputs a whole answer"):
+        trainer.train()
+
+
+def test_labels_of_other_inputs_are_refused(tmp_path):
+    transfer(tmp_path, inputs=inputs(20)).label()
+    with pytest.raises(HfExtError, match="has labels of other inputs"):
+        transfer(tmp_path, inputs=inputs(20, seed=9)).train()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"filter": "best"}, "filter='best' is none of"),
+        ({"num_samples": 0}, "num_samples=0"),
+        ({"keep_share": 0}, "keep_share=0"),
+        ({"num_items": 5}, "leaves nothing to write"),
+        ({"prompt_template": "Q:"}, "has no {input} in it"),
+        ({"temperature": 0}, "temperature=0"),
+        ({"held_out_share": 1}, "held_out_share=1"),
+        ({"logits_weight": 2}, "logits_weight=2"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        settings(tmp_path, **options)
+
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Models, adapter and inputs as files."""
+    root = tmp_path_factory.mktemp("files")
+    for kind in ("gpt2", "llama"):
+        model, words = pretrained(kind)
+        model.save_pretrained(root / kind)
+        words.save_pretrained(root / kind)
+    teacher("gpt2")[0].save_pretrained(root / "adapter")
+    (root / "seeds.jsonl").write_text("".join(json.dumps({"input": text}) + "\n" for text in SEEDS))
+    (root / "real.jsonl").write_text("".join(json.dumps(text) + "\n" for text in inputs(120, 3)))
+    return root
+
+
+SCRIPT = """
+import sys
+import torch
+from peft import PeftModel
+from tiny_transfers import SEEDS, is_input, lora, settings
+from hf_ext import TransLoraTrainer
+from hf_ext.trans_lora import load_model
+
+(source, known), (target, words) = load_model("gpt2"), load_model("llama")
+trainer = TransLoraTrainer(
+    target,
+    settings(sys.argv[1], filter="token_excess", num_samples=40, num_train_epochs=2),
+    processing_class=words,
+    teacher=PeftModel.from_pretrained(source, "adapter"),
+    teacher_processing_class=known,
+    seeds=SEEDS,
+    peft_config=lora("llama"),
+    well_formed=is_input,
+)
+assert trainer.accelerator.num_processes == 2
+trainer.train()
+trainer.save_model()
+total = torch.stack([p.detach().double().sum() for p in trainer.model.parameters()]).sum()
+both = trainer.accelerator.gather(total[None])
+assert both[0] == both[1], both
+"""
+
+
+def test_two_processes_share_the_work(folders, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    root = Path(__file__).parents[2]
+    line = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    line += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    line += [str(tmp_path / "script.py"), str(tmp_path / "out")]
+    path = os.pathsep.join([str(root), str(root / "tests")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    result = subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment, cwd=folders)
+    assert result.returncode == 0, result.stderr[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "out" / "synthesis.jsonl").read_text().splitlines()]
+    rounds = {}
+    for line in lines:
+        rounds.setdefault(line["round"], []).append(line["input"])
+    assert max(map(len, rounds.values())) > 8 * 5  # one process writes at most five for each of its eight prompts
+    assert sum(line["kept"] for line in lines) == 50 and len({line["input"] for line in lines if line["kept"]}) == 50
+    PeftModel.from_pretrained(pretrained("llama")[0], tmp_path / "out")
+
+
+COMMON = (
+    *("--use_cpu", "--generation_batch_size", "8", "--per_device_train_batch_size", "16", "--learning_rate", "1e-2"),
+    *("--num_train_epochs", "8", "--report_to", "none", "--save_strategy", "no", "--rank", "16"),
+)
+ASKED = ("--prompt_template", "{input}", "--teacher_prompt_template", "{input}", "--max_label_length", "4", "--seed", "1")
+
+
+def command(*arguments) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "hf_ext.cli", *map(str, arguments)]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def test_the_command_line_does_all_of_it(folders, tmp_path):
+    source = ("--source-model", folders / "gpt2")
+    made = command(
+        *(
+            "train-discriminator",
+            *source,
+            "--inputs",
+            folders / "real.jsonl",
+            "--task",
+            "pick",
+            "--out",
+            tmp_path / "d",
+            *COMMON,
+        )
+    )
+    assert made.returncode == 0, made.stderr
+    assert "holds the discriminator of pick (real_kept" in made.stdout
+    given = (*source, "--source-adapter", folders / "adapter", "--target-model", folders / "llama")
+    run = ("transfer", *given, "--discriminator", tmp_path / "d", "--seeds", folders / "seeds.jsonl", "--out", tmp_path / "out")
+    found = command(*run, "--num_samples", 80, "--held_out_share", 0.2, *COMMON, *ASKED)
+    assert found.returncode == 0, found.stderr
+    assert "student answers as the teacher (16 held-out inputs)" in found.stdout
+    model = PeftModel.from_pretrained(pretrained("llama")[0], tmp_path / "out")
+    assert accuracy(model, pretrained("llama")[1]) >= 0.9
+
+
+def test_the_command_line_says_what_is_wrong_in_one_line(folders, tmp_path, capsys):
+    given = ["transfer", "--source-model", folders / "gpt2", "--source-adapter", folders / "adapter"]
+    given += ["--target-model", folders / "llama", "--seeds", folders / "seeds.jsonl", "--out", tmp_path / "out"]
+    (tmp_path / "bad.jsonl").write_text('{"input": "a"}\n{"text": "b"}\n')
+    cases = [
+        ((), "needs one; without, take filter='token_excess'"),
+        (("--filter", "token_excess", "--source-model", folders / "llama"), "does not fit the source model"),
+        (("--filter", "none", "--seeds", tmp_path / "bad.jsonl"), "Line 2 of"),
+        (("--filter", "none", "--seeds", tmp_path / "no.jsonl"), "cannot be read"),
+        (("--filter", "best"), "filter='best' is none of"),
+        (("--no_such_option", "1"), "not used by the HfArgumentParser"),
+    ]
+    for options, message in cases:
+        assert main([str(part) for part in (*given, *options)]) == 1
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        assert last.startswith("hf-ext: ") and message in last
