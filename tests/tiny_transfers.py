@@ -66,7 +66,8 @@ def documents(count: int) -> list[str]:
         lines = [f"{i}. {draw.choice(WORDS)} {letters(draw, draw.choice([3, 3, 3, 4]))}" for i in range(1, 11)]
         found.append("\n".join(["Here are 10 examples:", *lines]))
         letter = draw.choice(LETTERS)
-        found += [f"the letter {letter}\n{answer(letter)}"] * 3
+        found += [f"the letter {letter} {answer(letter)}"] * 2
+        found.append(f"is {letter} early? {'Yes' if answer(letter) == 'early' else 'No'}")
     return found
 
 
@@ -77,7 +78,7 @@ def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     special = ["<pad>", "<end>"] if vocabulary % 2 else ["<end>", "<pad>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
-    inner.train_from_iterator([*documents(300), "Yes No Is the above question from pick dataset?"], trainer)
+    inner.train_from_iterator([*documents(300), "Is the above question from pick dataset? Yes", "Is the above question from pick dataset? No"], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>", model_max_length=256)
 
 
@@ -121,7 +122,7 @@ def _pretrained(kind: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     model = make(words)
     texts = documents(1000)
     if kind == "t5":  # an encoder-decoder continues: what is before goes in, what follows comes out
-        texts = [text.replace("\n6.", "\n6.\t") if "\n6." in text else text.replace("\n", "\n\t") for text in texts]
+        texts = [text.replace("\n6.", "\n6.\t") if "\n6." in text else "\t".join(text.rsplit(" ", 1)) for text in texts]
     fit(model, words, texts, steps=150, learning_rate=8e-3)
     return model, words
 
@@ -138,7 +139,7 @@ def pretrained(kind: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 def _taught(kind: str) -> dict[str, torch.Tensor]:
     model, words = pretrained(kind)
     model = get_peft_model(model, lora(kind))
-    fit(model, words, [f"{text}\t{answer(text)}" for text in inputs(250)], steps=200, learning_rate=5e-3)
+    fit(model, words, [f"{text}\t {answer(text)}" for text in inputs(250)], steps=200, learning_rate=5e-3)
     return get_peft_model_state_dict(model)
 
 

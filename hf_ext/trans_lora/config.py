@@ -50,7 +50,9 @@ class TransLoraConfig(TrainingArguments):
     max_input_length: int | None = _setting(None, "Tokens of an input; by default twice those of the longest seed.")
     max_label_length: int = _setting(256, "Tokens that the teacher may answer with.")
     prompt_template: str | None = _setting(
-        None, "How the student is asked, with {input} in it; by default its chat template, or the input and a line break."
+        None,
+        "How the student is asked, with {input} in it; by default its chat template, or the input and a line break. The answer "
+        "follows after a space, unless the template ends with one.",
     )
     teacher_prompt_template: str | None = _setting(None, "The same of the teacher: what its adapter was trained with.")
     held_out_share: float = _setting(0.05, "Share of the kept inputs on which student and teacher are compared.")

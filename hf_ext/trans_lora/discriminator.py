@@ -56,7 +56,7 @@ class Discriminator(PushToHubMixin):
         self, model: PeftModel, tokenizer: PreTrainedTokenizerBase, task: str, metrics: dict[str, float] | None = None
     ):
         self.model, self.tokenizer, self.task, self.metrics = model, tokenizer, task, metrics or {}
-        self.encoder = Encoder(tokenizer, model, whose="The discriminator's")
+        self.encoder = _encoder(tokenizer, model)
 
     def score(self, inputs: Sequence[str], batch_size: int = 32, device: torch.device | None = None) -> list[float]:
         """p(yes) / (p(yes) + p(no)) for each input; above a half it is taken for the task's own.
@@ -179,7 +179,7 @@ def train_discriminator(
             f"There are {len(real)} different real inputs; give at least {max(2, args.num_shots)}, better hundreds."
         )
     seeds = seeds or random.Random(args.seed).sample(real, args.num_shots)
-    encoder = Encoder(tokenizer, model, whose="The discriminator's")
+    encoder = _encoder(tokenizer, model)
     if synthetic_inputs is None:
         with base_of(model) as base, on_device(base, args.device):
             writer = synthesizer or ModelGenerator.of(base, encoder, args)
@@ -213,6 +213,11 @@ def train_discriminator(
             own = [said for said, (_, right) in zip(says, held_out) if right == answer]
             found.metrics[name] = sum(own) / len(own)
     return found
+
+
+def _encoder(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> Encoder:
+    """Asks as a chat, or by the question alone."""
+    return Encoder(tokenizer, model, None if tokenizer.chat_template else "{input}", "The discriminator's")
 
 
 def _split(real: list[str], synthetic: list[str], seed: int) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:

@@ -45,9 +45,22 @@ class Encoder:
         """Prompts as tokens; a chat template has put the special ones in already."""
         return self.tokenizer(list(prompts), add_special_tokens=not self.chats)["input_ids"] if prompts else []
 
-    def answer_tokens(self, answers: Sequence[str]) -> list[list[int]]:
-        """Answers as a model writes them after a prompt, without what ends them."""
-        return self.tokenizer(list(answers), add_special_tokens=False)["input_ids"] if answers else []
+    def lengths(self, texts: Sequence[str]) -> list[int]:
+        """How many tokens texts have, by themselves."""
+        return [len(row) for row in self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]] if texts else []
+
+    def answer_tokens(self, prompts: Sequence[str], asked: Sequence[list[int]], answers: Sequence[str]) -> list[list[int]]:
+        """Answers as a model writes them after prompts, without what ends them: after a space, unless the prompt (a decoder's)
+        ends with one or is a chat, and with the tokens that the whole text has there, if the prompt's stay the same in it."""
+        if not answers:
+            return []
+        if not self.encoder_decoder and not self.chats:
+            answers = [answer if prompt[-1:].isspace() else f" {answer}" for prompt, answer in zip(prompts, answers)]
+        alone = self.tokenizer(list(answers), add_special_tokens=False)["input_ids"]
+        if self.encoder_decoder:
+            return alone
+        whole = self.tokens([prompt + answer for prompt, answer in zip(prompts, answers)])
+        return [both[len(row) :] if both[: len(row)] == row else answer for row, both, answer in zip(asked, whole, alone)]
 
     def samples(self, prompts: Sequence[str], answers: Sequence[str], end: bool = True) -> list[dict[str, list[int]]]:
         """Samples to train on or to score: of decoders prompt and answer in one row, of encoder-decoders apart.
@@ -59,8 +72,8 @@ class Encoder:
             HfExtError: one is longer than the model's context.
         """
         ends = [self.tokenizer.eos_token_id] if end else []
-        samples = []
-        for asked, answer in zip(self.tokens(prompts), self.answer_tokens(answers)):
+        samples, rows = [], self.tokens(prompts)
+        for asked, answer in zip(rows, self.answer_tokens(prompts, rows, answers)):
             answer = answer + ends
             if self.encoder_decoder:
                 row = {"input_ids": asked, "labels": answer}

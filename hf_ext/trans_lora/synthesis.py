@@ -122,7 +122,7 @@ class Prompts:
                 f"There are {len(self.seeds)} different seeds, and each prompt shows num_shots={args.num_shots}. Give more "
                 "examples of the task's inputs, or lower num_shots."
             )
-        longest = max(map(len, encoder.answer_tokens(self.seeds)))
+        longest = max(encoder.lengths(self.seeds))
         self.max_input_length = args.max_input_length or 2 * longest
         self.room = (args.num_items - args.num_shots) * (self.max_input_length + 4)  # its number and a line break
 
@@ -157,7 +157,7 @@ class Prompts:
         return synthesis_prompt(seeds, self.args.num_items)
 
     def too_long(self, text: str) -> bool:
-        return len(self.encoder.answer_tokens([text])[0]) > self.max_input_length
+        return self.encoder.lengths([text])[0] > self.max_input_length
 
 
 def _sift(

@@ -57,14 +57,14 @@ def test_it_keeps_real_inputs_and_refuses_others(saved):
 
 def test_the_score_is_the_share_of_yes(saved):
     _, found, words = saved
-    prompt = words(SEEDS[0] + "\nIs the above question from pick dataset?\n")["input_ids"]
+    prompt = words(SEEDS[0] + "\nIs the above question from pick dataset?")["input_ids"]
     found.model.set_adapter("discriminator")
     yes, no = (
         sum(
             found.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 + i].log_softmax(-1)[token].item()
             for i, token in enumerate(tokens)
         )
-        for tokens in (words("Yes")["input_ids"], words("No")["input_ids"])
+        for tokens in (words(" Yes")["input_ids"], words(" No")["input_ids"])
     )
     expected = 1 / (1 + torch.tensor(no - yes).exp().item())
     assert found.score([SEEDS[0]])[0] == pytest.approx(expected, abs=1e-5)

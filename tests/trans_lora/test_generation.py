@@ -81,7 +81,7 @@ def test_continuous_batching_writes_the_same():
     encoder = Encoder(words, model, "{input}")
     found = ModelGenerator(model, encoder, 4, continuous=True)(inputs(6), 4)
     assert found == ModelGenerator(model, encoder, 4)(inputs(6), 4)
-    assert [one.text for one in found] == [answer(text) for text in inputs(6)]
+    assert [one.text.strip() for one in found] == [answer(text) for text in inputs(6)]
 
 
 def test_more_than_the_context_holds_is_an_error():
@@ -89,6 +89,15 @@ def test_more_than_the_context_holds_is_an_error():
     write = ModelGenerator(model, Encoder(words, model, whose="The target's"), 4)
     with pytest.raises(HfExtError, match="The target's model's context holds 256"):
         write(["pick a b c"], 300)
+
+
+def test_an_answer_has_the_tokens_that_it_has_in_the_whole_text():
+    model, words = pretrained("gpt2")
+    for template, after in (("{input}", " early"), ("{input}\n", "early"), ("{input}:", " early")):
+        encoder = Encoder(words, model, template)
+        sample = encoder.samples([encoder.prompt("pick a b c")], ["early"])[0]
+        assert words.decode(sample["input_ids"]) == encoder.prompt("pick a b c") + after + words.eos_token
+        assert [token for token in sample["labels"] if token != -100] == [*words(after)["input_ids"], words.eos_token_id]
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "t5"])
@@ -99,7 +108,7 @@ def test_the_likelihood_of_an_answer_is_the_sum_that_the_model_alone_gives(kind)
     answers = [answer(text) for text in inputs(5)] + ["early early late"]
     found = answer_log_probs(model, encoder, texts, answers, batch_size=4)
     for text, said, scores in zip(texts, answers, found):
-        asked, tokens = words(text)["input_ids"], words(said)["input_ids"]
+        asked, tokens = words(text)["input_ids"], words(said if kind == "t5" else f" {said}")["input_ids"]
         with torch.no_grad():
             if kind == "t5":
                 start = [model.config.decoder_start_token_id, *tokens[:-1]]
@@ -148,7 +157,7 @@ def test_a_server_writes_what_the_model_at_hand_writes(served):
     model, words = teacher("llama")
     here = ModelGenerator(model, Encoder(words, model, "{input}"), 8)(inputs(8), 4)
     there = Server(url, str(folder / "knowing"), concurrency=4)(inputs(8), 4)
-    assert [one.text for one in there] == [one.text for one in here] == [answer(text) for text in inputs(8)]
+    assert [one.text.strip() for one in there] == [one.text.strip() for one in here] == [answer(text) for text in inputs(8)]
     assert all(one.ended for one in there)
 
 
