@@ -1,5 +1,6 @@
 # make demo, make test: each makes its own virtual environment, installs the package with the versions of constraints.txt,
-# builds the extension and runs. make bench needs DATA, a folder of data sets (see benchmarks/fine_tunes.py).
+# builds the extension and runs. make bench needs DATA, a folder of data sets (see benchmarks/fine_tunes.py), and BBH, the folder
+# bbh of BIG-Bench Hard.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -26,6 +27,7 @@ bench: $(VENV)/bench $(VENV)/demo
 	$(BIN)/python benchmarks/emr.py --pairs pairs --data $(DATA)
 	$(BIN)/python benchmarks/pissa.py
 	$(BIN)/python benchmarks/uni_med.py
+	$(BIN)/python benchmarks/trans_lora.py --data $(BBH)
 
 # An extra of setup.cfg, installed.
 $(VENV)/demo $(VENV)/dev $(VENV)/bench: $(VENV)/%: $(INPUTS)

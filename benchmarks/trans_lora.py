@@ -3,8 +3,8 @@
     python benchmarks/trans_lora.py --data DIR                      # half an hour on two cores
 
 DIR holds BIG-Bench Hard (github.com/suzgunmirac/BIG-Bench-Hard, folder bbh); its 250 items of web_of_lies are the test. The
-base models, a GPT-2 and a Llama with tokenizers of their own, are those of examples/tiny_language_models.py, trained first. Each
-seed draws the task's data, the seeds shown to the models, the start of all adapters, and what is written, anew.
+base models, a GPT-2 and a Llama with tokenizers of their own, are those of examples/tiny_language_models.py, trained first.
+Each seed draws the task's data, the seeds shown to the models, the start of all adapters, and what is written, anew.
 
   transfer     accuracy of the source model's LoRA, of both bases, and of LoRAs of the target model that learned from: synthetic
                inputs sifted by the discriminator, by token excess or not at all, fewer of them, other text, the five seeds

@@ -21,7 +21,7 @@ from pathlib import Path
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_language_models import TASK, World, base_models, is_puzzle, is_task_like
 from torch import nn
-from transformers import DataCollatorForSeq2Seq, HfArgumentParser, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
+from transformers import HfArgumentParser, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 
 from hf_ext import TransLoraConfig, TransLoraTrainer, trans_lora
 from hf_ext.trans_lora.encoding import Encoder
@@ -73,7 +73,7 @@ def learn(
     names = ("max_steps", "learning_rate", "per_device_train_batch_size", "warmup_steps", "seed", "use_cpu", "disable_tqdm")
     options = {name: getattr(args, name) for name in names} | {"save_strategy": "no", "report_to": "none"}
     arguments = TrainingArguments(output_dir=str(folder), remove_unused_columns=False, label_names=["labels"], **options)
-    Trainer(model, arguments, DataCollatorForSeq2Seq(tokenizer), samples, processing_class=tokenizer).train()
+    Trainer(model, arguments, encoder.batch, samples, processing_class=tokenizer).train()
     model.save_pretrained(folder)
     return model.eval()
 
@@ -90,8 +90,8 @@ def preference(model: nn.Module, tokenizer: PreTrainedTokenizerBase, test: list[
     encoder = Encoder(tokenizer, model, TEMPLATE)
     prompts = [encoder.prompt(text) for text, _ in test]
     yes, no = (
-        [float(row.sum()) for row in answer_log_probs(model, encoder, prompts, [answer] * len(test), 125)]
-        for answer in ("Yes", "No")
+        [float(row.sum()) for row in answer_log_probs(model, encoder, encoder.samples(prompts, [said] * len(test), False), 125)]
+        for said in ("Yes", "No")
     )
     return sum((one > other) == (answer == "Yes") for one, other, (_, answer) in zip(yes, no, test)) / len(test)
 

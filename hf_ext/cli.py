@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from accelerate import PartialState
 from peft import LoraConfig, PeftConfig, PromptTuningConfig
 from transformers import AutoConfig, HfArgumentParser
 
@@ -73,9 +74,11 @@ def train_discriminator(args: argparse.Namespace) -> None:
     discriminator = trans_lora.train_discriminator(
         model, tokenizer, inputs, task=args.task, args=settings, peft_config=peft_config(args, args.source_model), seeds=seeds
     )
-    discriminator.save_pretrained(args.out)
-    figures = ", ".join(f"{name} {value:.2f}" for name, value in discriminator.metrics.items())
-    print(f"{args.out} holds the discriminator of {args.task}" + (f" ({figures})." if figures else "."))
+    if PartialState().is_main_process:
+        discriminator.save_pretrained(args.out)
+        figures = ", ".join(f"{name} {value:.2f}" for name, value in discriminator.metrics.items())
+        print(f"{args.out} holds the discriminator of {args.task}" + (f" ({figures})." if figures else "."))
+    PartialState().wait_for_everyone()
 
 
 def transfer(args: argparse.Namespace) -> None:
@@ -98,9 +101,10 @@ def transfer(args: argparse.Namespace) -> None:
 
 def training_arguments(args: argparse.Namespace) -> TransLoraConfig:
     """What the command line says beyond the command's own options."""
+    options = HfArgumentParser(TransLoraConfig, prog="hf-ext", exit_on_error=False)
     try:
-        return HfArgumentParser(TransLoraConfig).parse_args_into_dataclasses([*args.rest, "--output_dir", args.out])[0]
-    except ValueError as error:
+        return options.parse_args_into_dataclasses([*args.rest, "--output_dir", args.out])[0]
+    except argparse.ArgumentError as error:
         raise HfExtError(str(error)) from error
 
 
@@ -292,15 +296,19 @@ def add_merge_arguments(sub: argparse.ArgumentParser, task: str, action: str = "
 def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser()
     args, args.rest = commands.parse_known_args(arguments)
-    if args.rest and not getattr(args, "takes_rest", False):
+    takes_rest = getattr(args, "takes_rest", False)
+    if args.rest and not takes_rest:
         commands.error(f"unrecognized arguments: {' '.join(args.rest)}")
     try:
         args.run(args)
-    except (HfExtError, OSError) as error:
+    except (HfExtError, OSError, ValueError) as error:
+        if not isinstance(error, HfExtError | OSError) and not takes_rest:
+            raise  # a fault of ours; where options of Transformers and PEFT are taken, it is what they say to those
         print(f"hf-ext: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("hf-ext: interrupted; nothing was changed.", file=sys.stderr)
+        left = f"{args.out} has what was done, run again to go on" if takes_rest else "nothing was changed"
+        print(f"hf-ext: interrupted; {left}.", file=sys.stderr)
         return 130
     return 0
 

@@ -31,6 +31,7 @@ HOST = {
         "generation",
         "model_card",
         "scoring",
+        "stages",
         "synthesis",
         "trainer",
         "transfer",

@@ -78,7 +78,8 @@ def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     special = ["<pad>", "<end>"] if vocabulary % 2 else ["<end>", "<pad>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
-    inner.train_from_iterator([*documents(300), "Is the above question from pick dataset? Yes", "Is the above question from pick dataset? No"], trainer)
+    questions = [f"Is the above question from pick dataset? {said}" for said in ("Yes", "No")]
+    inner.train_from_iterator([*documents(300), *questions], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>", model_max_length=256)
 
 

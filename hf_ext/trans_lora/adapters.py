@@ -6,10 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from peft import PeftModel
+import xxhash
+from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+
+from hf_ext.errors import HfExtError
+
+CHANGES_BASE = {"pissa", "olora", "corda", "loftq"}  # PEFT's own starts that subtract themselves from the base's weights
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -17,21 +22,54 @@ def bare(model: nn.Module) -> nn.Module:
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
+@torch.no_grad()
 def base_sample(model: nn.Module) -> list[float]:
-    """A few of the input embeddings, by which a model is known again in whatever type it is loaded, quantised or not."""
-    weight = bare(model).get_input_embeddings().weight
-    rows = torch.linspace(0, weight.shape[0] - 1, 16).long().to(weight.device)
-    return weight.detach()[rows, :8].float().flatten().tolist()
+    """What the model without its adapters says to a fixed row of tokens, by which it is known again in whatever type it is
+    loaded: 64 logits, less their mean."""
+    with base_of(model) as base, evaluation(base):
+        size = base.get_input_embeddings().weight.shape[0]
+        tokens = torch.linspace(0, size - 1, 16).long().to(base.device)[None]
+        begun = {"decoder_input_ids": tokens[:, :4]} if base.config.is_encoder_decoder else {}
+        logits = base(input_ids=tokens, **begun).logits[0, -1].float()
+    logits = logits[torch.linspace(0, len(logits) - 1, 64).long().to(logits.device)]
+    return (logits - logits.mean()).tolist()
+
+
+def adapter_digest(model: nn.Module) -> str:
+    """A checksum of all that is adapter in a model, or, of one without, of what it says (`base_sample`)."""
+    digest = xxhash.xxh3_64()
+    if not isinstance(model, PeftModel):
+        digest.update(str([round(value, 2) for value in base_sample(model)]).encode())
+        return digest.hexdigest()
+    for name in model.active_adapters:
+        for key, tensor in sorted(get_peft_model_state_dict(model, adapter_name=name).items()):
+            digest.update(key.encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 @contextmanager
 def base_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The model without its adapters, as long as the block lasts."""
-    if isinstance(model, PeftModel):
-        with model.disable_adapter():
-            yield model.get_base_model()
-    else:
+    """The model without its adapters, as long as the block lasts.
+
+    Raises:
+        HfExtError: an adapter has changed the weights that it came to, so that without it the model is not its base.
+    """
+    if not isinstance(model, PeftModel):
         yield model
+        return
+    for config in model.peft_config.values():
+        start = str(getattr(config, "init_lora_weights", "")).split("_")[0]
+        if start in CHANGES_BASE:
+            raise HfExtError(
+                f"init_lora_weights='{config.init_lora_weights}' changes the base model's weights, and the base itself is "
+                "needed. For PiSSA take hf_ext.PissaConfig, which leaves them; PEFT can convert a saved adapter to a LoRA "
+                "(path_initial_model_for_weight_conversion)."
+            )
+    trainable = _trainable(model)
+    with model.disable_adapter():
+        yield model.get_base_model()
+    _set_trainable(model, trainable)  # PEFT makes all adapters trainable as it enables them again
 
 
 def only(model: nn.Module, name: str, trainable: bool = False) -> None:
@@ -49,7 +87,7 @@ def adapters_kept(model: nn.Module) -> Iterator[None]:
     """Sets a model's adapters back, as the block ends, to what was active before; those that came in are not."""
     kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     before = {m: (list(m.active_adapters), m.disable_adapters) for m in model.modules() if isinstance(m, kinds)}
-    trainable = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    trainable = _trainable(model)
     try:
         yield
     finally:
@@ -58,8 +96,28 @@ def adapters_kept(model: nn.Module) -> Iterator[None]:
                 active, disabled = before.get(layer, ([], False))
                 layer.enable_adapters(not disabled)
                 layer.set_adapter(active, inference_mode=True)
-        for parameter in model.parameters():
+        _set_trainable(model, trainable)
+
+
+def _trainable(model: nn.Module) -> set[nn.Parameter]:
+    return {parameter for parameter in model.parameters() if parameter.requires_grad}
+
+
+def _set_trainable(model: nn.Module, trainable: set[nn.Parameter]) -> None:
+    for parameter in model.parameters():
+        if parameter.is_floating_point():  # quantised ones never are
             parameter.requires_grad_(parameter in trainable)
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """The model without dropout, as long as the block lasts."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 @contextmanager

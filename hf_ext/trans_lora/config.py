@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from peft import PeftModel
 from transformers import TrainingArguments
 
 FILTERS = ("discriminator", "token_excess", "none")
@@ -90,9 +92,30 @@ class TransLoraConfig(TrainingArguments):
             raise ValueError(f"held_out_share={self.held_out_share}: give 0 or more, and less than 1.")
         if not 0 <= self.logits_weight <= 1:
             raise ValueError(f"logits_weight={self.logits_weight}: give 0 to 1.")
+        given = (self.generation_kwargs or {}) if not isinstance(self.generation_kwargs, str) else {}
+        if fixed := sorted({"num_return_sequences", "num_beams", "do_sample", "max_new_tokens", "stop_strings"} & set(given)):
+            raise ValueError(f"generation_kwargs has {', '.join(fixed)}, which a transfer sets itself.")
         if self.num_items <= self.num_shots:
             raise ValueError(f"num_items={self.num_items} leaves nothing to write after num_shots={self.num_shots} seeds.")
         for name in ("prompt_template", "teacher_prompt_template"):
             template = getattr(self, name)
             if template is not None and "{input}" not in template:
                 raise ValueError(f"{name}={template!r} has no {{input}} in it.")
+
+
+def synthesis_settings(args: TransLoraConfig) -> dict[str, Any]:
+    """What the inputs that are written depend on."""
+    names = ("num_shots", "num_items", "temperature", "top_p", "generation_kwargs")
+    names += ("near_duplicate_threshold", "max_input_length")
+    return {name: getattr(args, name) for name in names}
+
+
+def training_settings(model: PeftModel, args: TransLoraConfig, adapter: str = "default") -> dict[str, Any]:
+    """What a checkpoint of the training depends on."""
+    names = (
+        *("learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"),
+        *("lr_scheduler_type", "warmup_steps", "weight_decay", "logits_weight", "distillation_temperature", "seed"),
+    )
+    config, sizes = model.peft_config[adapter], ("peft_type", "r", "target_modules", "num_virtual_tokens")
+    made = {f"adapter's {name}": getattr(config, name) for name in sizes if hasattr(config, name)}
+    return {name: getattr(args, name) for name in names} | made

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,36 +14,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
+from huggingface_hub import CommitInfo, HfApi
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    DataCollatorForSeq2Seq,
     PreTrainedTokenizerBase,
     Trainer,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
-from transformers.utils import PushToHubMixin, cached_file
+from transformers.utils import cached_file
 
 from hf_ext.errors import HfExtError
 from hf_ext.folder import staged_folder
 from hf_ext.trans_lora.adapters import adapters_kept, bare, base_of, base_sample, on_device, only
-from hf_ext.trans_lora.config import TransLoraConfig
-from hf_ext.trans_lora.encoding import Encoder
+from hf_ext.trans_lora.config import TransLoraConfig, synthesis_settings, training_settings
+from hf_ext.trans_lora.encoding import Encoder, load_tokenizer
 from hf_ext.trans_lora.generation import Generator, ModelGenerator
 from hf_ext.trans_lora.model_card import discriminator_card
 from hf_ext.trans_lora.prompts import NO, YES, membership_question
 from hf_ext.trans_lora.scoring import answer_log_probs
-from hf_ext.trans_lora.synthesis import write_inputs
+from hf_ext.trans_lora.stages import CHECKPOINTS, claim, last_checkpoint
+from hf_ext.trans_lora.synthesis import SYNTHESIS, write_inputs
 
 NAME = "discriminator"  # of the adapter
 FILE = "discriminator.json"
 
 
-class Discriminator(PushToHubMixin):
+class Discriminator:
     """Says of an input how likely it is one of the task's own (Trans-LoRA, arXiv 2405.17258, section 3.2).
 
     Attributes:
@@ -69,9 +70,9 @@ class Discriminator(PushToHubMixin):
         prompts = [self.encoder.prompt(membership_question(text, self.task)) for text in inputs]
         with adapters_kept(self.model), on_device(self.model, device or self.model.device):
             only(self.model, NAME)
+            asked = [self.encoder.samples(prompts, [answer] * len(inputs), end=False) for answer in (YES, NO)]
             yes, no = (
-                [part.sum() for part in answer_log_probs(self.model, self.encoder, prompts, [answer] * len(inputs), batch_size)]
-                for answer in (YES, NO)
+                [part.sum() for part in answer_log_probs(self.model, self.encoder, samples, batch_size)] for samples in asked
             )
         return [torch.sigmoid(one - other).item() for one, other in zip(yes, no)]
 
@@ -93,9 +94,25 @@ class Discriminator(PushToHubMixin):
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
-        """Pushes to the Hub; arguments as those of a model's `push_to_hub`."""
-        return super().push_to_hub(repo_id, **kwargs)
+    def push_to_hub(
+        self,
+        repo_id: str,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        commit_message: str = "Upload discriminator",
+        create_pr: bool = False,
+    ) -> CommitInfo:
+        """Pushes to the Hub, into a repository that is made if it is not there."""
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not create_pr:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            return api.upload_folder(
+                repo_id=repo_id, folder_path=folder, revision=revision, commit_message=commit_message, create_pr=create_pr
+            )
 
     @classmethod
     def from_pretrained(
@@ -131,12 +148,12 @@ class Discriminator(PushToHubMixin):
             kind = AutoModelForSeq2SeqLM if config.task_type == TaskType.SEQ_2_SEQ_LM else AutoModelForCausalLM
             model = kind.from_pretrained(base, dtype="auto")
         found = torch.tensor(base_sample(model))
-        if found.shape != sample.shape or torch.cosine_similarity(found, sample, dim=0) < 0.99:
+        if found.shape != sample.shape or torch.cosine_similarity(found, sample, dim=0) < 0.97:
             raise HfExtError(
                 f"The discriminator in {name} was trained on {base}, and {model.name_or_path or 'the model given'} is "
                 "another. In a chain of transfers it stays with its own: load it without `model`."
             )
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.name_or_path or base)
+        tokenizer = tokenizer or load_tokenizer(bare(model).name_or_path or base)
         with adapters_kept(model), _second_adapter():
             model = PeftModel.from_pretrained(bare(model), name, adapter_name=NAME, **kwargs)
         return cls(model.eval(), tokenizer, task, metrics)
@@ -179,12 +196,17 @@ def train_discriminator(
             f"There are {len(real)} different real inputs; give at least {max(2, args.num_shots)}, better hundreds."
         )
     seeds = seeds or random.Random(args.seed).sample(real, args.num_shots)
+    if synthetic_inputs is not None and not synthetic_inputs:
+        raise HfExtError("synthetic_inputs is empty, and without any there is nothing to tell the real ones from.")
     encoder = _encoder(tokenizer, model)
+    folder, base_name = Path(args.output_dir), bare(model).name_or_path
+    known = {"kind": "discriminator", "task": task, "model": base_name, "seeds": seeds, "seed": args.seed}
+    known |= {"real inputs (a checksum)": xxhash.xxh3_64("\n".join(real).encode()).hexdigest()}
+    claim(folder, "inputs", known | synthesis_settings(args), [SYNTHESIS])
     if synthetic_inputs is None:
         with base_of(model) as base, on_device(base, args.device):
             writer = synthesizer or ModelGenerator.of(base, encoder, args)
-            path = Path(args.output_dir, "synthesis.jsonl")
-            written = write_inputs(writer, encoder, seeds, args, path, needed=len(real))
+            written = write_inputs(writer, encoder, seeds, args, folder / SYNTHESIS, len(real))
         synthetic_inputs = [candidate.input for candidate in written if candidate.kept]
     synthetic = list(synthetic_inputs)[: len(real)]
     held_out, rows = _split(real, synthetic, args.seed)
@@ -197,12 +219,15 @@ def train_discriminator(
         with _second_adapter():
             model = get_peft_model(bare(model), peft_config, NAME)
         only(model, NAME, trainable=True)
+        claim(folder, "training", training_settings(model, args, NAME), [CHECKPOINTS])
         prompts = [encoder.prompt(membership_question(text, task)) for text, _ in rows]
+        unseen = [encoder.prompt(membership_question(text, task)) for text, _ in held_out]
         trainer = Trainer(
             model=model,
             args=args,
             train_dataset=encoder.samples(prompts, [answer for _, answer in rows]),
-            data_collator=DataCollatorForSeq2Seq(tokenizer),
+            eval_dataset=encoder.samples(unseen, [answer for _, answer in held_out]),
+            data_collator=encoder.batch,
             processing_class=tokenizer,
         )
         trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
@@ -211,7 +236,8 @@ def train_discriminator(
         says = [score > 0.5 for score in found.score([text for text, _ in held_out], args.generation_batch_size)]
         for name, answer in (("real_kept", YES), ("synthetic_kept", NO)):
             own = [said for said, (_, right) in zip(says, held_out) if right == answer]
-            found.metrics[name] = sum(own) / len(own)
+            if own:
+                found.metrics[name] = sum(own) / len(own)
     return found
 
 
@@ -230,11 +256,6 @@ def _split(real: list[str], synthetic: list[str], seed: int) -> tuple[list[tuple
         held_out += pairs[:count]
         rows += pairs[count:]
     return held_out, rows
-
-
-def last_checkpoint(folder: str) -> str | None:
-    """What a run that was killed left in a folder to go on from."""
-    return get_last_checkpoint(folder) if os.path.isdir(folder) else None
 
 
 @contextmanager

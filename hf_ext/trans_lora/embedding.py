@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 
+from hf_ext.trans_lora.adapters import evaluation
+
 
 @torch.inference_mode()
 def embed(texts: Sequence[str], model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: int = 32) -> torch.Tensor:
@@ -16,20 +18,19 @@ def embed(texts: Sequence[str], model: nn.Module, tokenizer: PreTrainedTokenizer
     Args:
         model: an encoder, a decoder with a head or without, or an encoder-decoder, of which the encoder is used.
     """
-    training = model.training
-    model.eval()
     encoder = model.get_encoder() if model.config.is_encoder_decoder else model
     means = [torch.empty(0, model.config.get_text_config().hidden_size)]
     longest = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or 512)
-    for start in range(0, len(texts), batch_size):
-        rows = tokenizer(
-            list(texts[start : start + batch_size]), padding=True, truncation=True, max_length=longest, return_tensors="pt"
-        ).to(model.device)
-        rows.pop("token_type_ids", None)
-        states = encoder(**rows, output_hidden_states=True).hidden_states[-1].float()
-        weights = rows["attention_mask"][..., None].float()
-        means.append(((states * weights).sum(1) / weights.sum(1)).cpu())
-    model.train(training)
+    with evaluation(model):
+        for start in range(0, len(texts), batch_size):
+            part = list(texts[start : start + batch_size])
+            rows = tokenizer(
+                part, padding=True, padding_side="right", truncation=True, max_length=longest, return_tensors="pt"
+            ).to(model.device)
+            rows.pop("token_type_ids", None)
+            states = encoder(**rows, output_hidden_states=True).hidden_states[-1].float()
+            weights = rows["attention_mask"][..., None].float()
+            means.append(((states * weights).sum(1) / weights.sum(1).clamp_min(1)).cpu())
     return nn.functional.normalize(torch.cat(means), dim=-1)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hf_ext.errors import HfExtError
 
@@ -26,6 +28,9 @@ class Encoder:
         self.tokenizer = tokenizer
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         self.limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # T5 and its kin have none
+        if self.limit and isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+            self.limit -= model.active_peft_config.num_virtual_tokens
+        self.begin = [model.generation_config.forced_bos_token_id] if self.encoder_decoder else []  # BART's
         self.whose = whose
         self.chats = template is None and bool(tokenizer.chat_template)
         self.template = template
@@ -42,8 +47,10 @@ class Encoder:
         return prompt(text, self.tokenizer, self.template)
 
     def tokens(self, prompts: Sequence[str]) -> list[list[int]]:
-        """Prompts as tokens; a chat template has put the special ones in already."""
-        return self.tokenizer(list(prompts), add_special_tokens=not self.chats)["input_ids"] if prompts else []
+        """Prompts as tokens; a chat template has put the special ones in already. What ends a text is for encoders only."""
+        rows = self.tokenizer(list(prompts), add_special_tokens=not self.chats)["input_ids"] if prompts else []
+        end = None if self.encoder_decoder or self.chats else self.tokenizer.eos_token_id
+        return [row[:-1] if len(row) > 1 and row[-1] == end else row for row in rows]
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
         """How many tokens texts have, by themselves."""
@@ -71,17 +78,38 @@ class Encoder:
         Raises:
             HfExtError: one is longer than the model's context.
         """
+        begin = [token for token in self.begin if token is not None]
         ends = [self.tokenizer.eos_token_id] if end else []
-        samples, rows = [], self.tokens(prompts)
-        for asked, answer in zip(rows, self.answer_tokens(prompts, rows, answers)):
-            answer = answer + ends
+        rows = self.tokens(prompts)
+        return self.joined(rows, [begin + answer + ends for answer in self.answer_tokens(prompts, rows, answers)])
+
+    def joined(self, asked: Sequence[list[int]], answers: Sequence[list[int]]) -> list[dict[str, list[int]]]:
+        """The same of tokens, as a model read and wrote them."""
+        samples = []
+        for row, answer in zip(asked, answers):
             if self.encoder_decoder:
-                row = {"input_ids": asked, "labels": answer}
+                sample = {"input_ids": row, "labels": answer}
             else:
-                row = {"input_ids": asked + answer, "labels": [-100] * len(asked) + answer}
-            self.require_room(len(row["input_ids"]), "a prompt with its answer")
-            samples.append(row | {"attention_mask": [1] * len(row["input_ids"])})
+                sample = {"input_ids": row + answer, "labels": [-100] * len(row) + answer}
+            self.require_room(len(sample["input_ids"]), "a prompt with its answer")
+            samples.append(sample | {"attention_mask": [1] * len(sample["input_ids"])})
         return samples
+
+    def fits(self, prompt: str, room: int) -> bool:
+        """Whether a prompt, with so many tokens after it, is within the model's context."""
+        length = len(self.tokens([prompt])[0]) + (0 if self.encoder_decoder else room)
+        return self.limit is None or length <= self.limit
+
+    def batch(self, samples: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        """Samples as one batch, padded on the right whatever the tokenizer does for generating: without position ids, padding
+        on the left would move tokens to other absolute positions."""
+
+        def padded(name: str, padding: int) -> torch.Tensor:
+            width = max(len(sample[name]) for sample in samples)
+            return torch.tensor([sample[name] + [padding] * (width - len(sample[name])) for sample in samples])
+
+        paddings = {"input_ids": self.tokenizer.pad_token_id, "attention_mask": 0, "labels": -100}
+        return {name: padded(name, padding) for name, padding in paddings.items()}
 
     def require_room(self, length: int, what: str) -> None:
         """
@@ -101,3 +129,11 @@ def prompt(text: str, tokenizer: PreTrainedTokenizerBase | None, template: str |
         chat = [{"role": "user", "content": text}]
         return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     return (template or "{input}\n").replace("{input}", text)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model; one that cannot pad pads with the end of a text."""
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer

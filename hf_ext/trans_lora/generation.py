@@ -16,8 +16,13 @@ from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_ext.errors import HfExtError, ServerError
+from hf_ext.trans_lora.adapters import evaluation
 from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.encoding import Encoder
+
+# Whatever a model's generation_config.json says: the likeliest token each time, and one text for each prompt.
+GREEDY = {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+ONE_EACH = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "min_length": 0, "min_new_tokens": 0}
 
 
 @dataclass(frozen=True)
@@ -26,10 +31,12 @@ class Completion:
 
     Attributes:
         ended: it ended by itself, rather than by the limit of tokens.
+        tokens: as the model wrote them, without what ended them; None where a server keeps them to itself.
     """
 
     text: str
     ended: bool
+    tokens: list[int] | None = field(default=None, compare=False)
 
 
 class Generator(Protocol):
@@ -73,13 +80,13 @@ class ModelGenerator:
         for row in rows:
             self.encoder.require_room(len(row) + room, f"A prompt with {room} tokens to write")
         stop = sampling.pop("stop", None)
-        how = {"do_sample": False} if seed is None else {"do_sample": True, "top_k": 0} | sampling | self.options
-        how |= {"max_new_tokens": max_new_tokens, "pad_token_id": self.encoder.tokenizer.pad_token_id}
+        how = GREEDY if seed is None else {"do_sample": True, "top_k": 0} | sampling | self.options
+        how = how | ONE_EACH | {"max_new_tokens": max_new_tokens, "pad_token_id": self.encoder.tokenizer.pad_token_id}
         how["eos_token_id"] = ends = self._ends()
         written: list[Completion | None] = [None] * len(rows)
-        with _evaluation(self.model), _seeded(seed, self.model.device), torch.no_grad():
+        with evaluation(self.model), _seeded(seed, self.model.device), torch.no_grad():
             for batch in self._batches(rows):
-                for i, tokens in zip(batch, self._write([rows[i] for i in batch], how, stop, seed)):
+                for i, tokens in zip(batch, self._write([rows[i] for i in batch], how, stop, seed), strict=True):
                     written[i] = self._completion(tokens, ends, stop)
         return written
 
@@ -113,7 +120,7 @@ class ModelGenerator:
         at = next((i for i, token in enumerate(tokens) if token in ends), None)
         text = self.encoder.tokenizer.decode(tokens[:at], skip_special_tokens=True)
         kept, stopped, _ = text.partition(stop) if stop else (text, "", "")
-        return Completion(kept, ended=at is not None or bool(stopped))
+        return Completion(kept, at is not None or bool(stopped), tokens[:at])
 
     def _ends(self) -> list[int]:
         """What ends a text: for the model (chat models know several) or for the tokenizer, with which we train."""
@@ -191,16 +198,6 @@ class Server:
 
 def _prompt_learning(model: nn.Module) -> bool:
     return isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
-
-
-@contextmanager
-def _evaluation(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 @contextmanager

@@ -155,7 +155,7 @@ def describe(texts: Mapping[str, Sequence[str]], embeddings: Mapping[str, torch.
     seeds, kept = texts["seeds"], texts["kept"]
     points = plane(torch.cat(list(embeddings.values())))
     spots = points.split([len(part) for part in embeddings.values()])
-    pairs = {name: part for name, part in embeddings.items() if name != "seeds" and len(part)}
+    pairs = {name: part for name, part in embeddings.items() if name != "seeds" and len(part) and seeds}
     return {
         "distinct": {name: [distinct(texts[name], n) for n in (1, 2, 3)] for name in ("seeds", "kept")},
         "lengths": {name: [len(words_of(text)) for text in part] for name, part in texts.items()},

@@ -6,37 +6,32 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from transformers import DataCollatorForSeq2Seq
 
+from hf_ext.trans_lora.adapters import evaluation
 from hf_ext.trans_lora.encoding import Encoder
 
 
 @torch.inference_mode()
 def answer_log_probs(
-    model: nn.Module, encoder: Encoder, prompts: Sequence[str], answers: Sequence[str], batch_size: int
+    model: nn.Module, encoder: Encoder, samples: Sequence[dict[str, list[int]]], batch_size: int
 ) -> list[torch.Tensor]:
-    """log p of each token of each answer, given its prompt and the tokens before; without what ends the answer.
+    """log p of each token of each answer, given its prompt and the tokens before.
 
     Args:
         model: a causal or a sequence-to-sequence language model, with adapters or without; its dropout is off meanwhile.
+        samples: as the encoder makes them.
     """
-    samples = encoder.samples(prompts, answers, end=False)
     order = sorted(range(len(samples)), key=lambda i: len(samples[i]["input_ids"]))  # so that little is padded
-    collate = DataCollatorForSeq2Seq(encoder.tokenizer)
     found: list[torch.Tensor] = [torch.empty(0)] * len(samples)
-    training = model.training
-    model.eval()
-    try:
+    with evaluation(model):
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
-            batch = collate([samples[i] for i in rows]).to(model.device)
+            batch = {name: part.to(model.device) for name, part in encoder.batch([samples[i] for i in rows]).items()}
             labels = batch["labels"]
             logits, labels = aligned(model(**batch).logits, labels, encoder.encoder_decoder)
             scores = torch.log_softmax(logits.float(), -1).gather(-1, labels.clamp_min(0)[..., None])[..., 0]
             for i, row, label in zip(rows, scores, labels):
                 found[i] = row[label != -100].cpu()
-    finally:
-        model.train(training)
     return found
 
 

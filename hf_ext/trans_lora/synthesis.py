@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 import math
-import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -14,17 +12,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
 from transformers.utils.logging import tqdm
 
 from hf_ext.errors import HfExtError
-from hf_ext.folder import write_atomically
 from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.duplicates import SeenTexts
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import Generator
 from hf_ext.trans_lora.prompts import parse_items, synthesis_prompt, synthesis_request
+from hf_ext.trans_lora.stages import append_lines, read_lines, write_lines
 
+SYNTHESIS = "synthesis.jsonl"
 MALFORMED, SEED, DUPLICATE, NEAR_DUPLICATE = "malformed", "repeats a seed", "duplicate", "near duplicate"
 FILTER, RANK = "filter", "low score"  # what the filter refused, and what others were better than
 
@@ -222,8 +221,8 @@ def _require_progress(candidates: list[Candidate], kept: int, needed: int, limit
     rate = f"at this rate {needed} would take about {math.ceil(needed * attempts / kept):,}" if kept else "none was kept"
     raise HfExtError(
         f"{needed} inputs cannot be had within max_attempts={limit:,}: of the first {attempts:,} {rate} ({dropped}). All "
-        f"are in {path}. Look at what was dropped there; raise max_attempts, lower num_samples, give seeds that are nearer to "
-        "each other, or take another filter."
+        f"are in {path}. Look at what was dropped there; raise max_attempts, or, in another output_dir, lower "
+        "num_samples, give seeds that are nearer to each other, or take another filter."
     )
 
 
@@ -233,47 +232,6 @@ def in_shares(items: Sequence, work: Callable[[Sequence], list]) -> list:
     share = math.ceil(len(items) / state.num_processes)
     own = items[state.process_index * share :][:share]
     return gather_object(work(own) if len(own) else [])
-
-
-def append_lines(path: Path, records: Iterable[dict]) -> None:
-    """Adds JSON lines to a file in one write."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.write("".join(map(_line, records)))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The JSON lines of a file, on every process what the main one finds; without a last line that was not finished.
-
-    Raises:
-        HfExtError: a line is no JSON object.
-    """
-    found: list = [None]
-    if PartialState().is_main_process:
-        found = [_parse_lines(path)]
-    lines = broadcast_object_list(found)[0]
-    if isinstance(lines, HfExtError):
-        raise lines
-    return lines
-
-
-def _parse_lines(path: Path) -> list[dict] | HfExtError:
-    if not path.exists():
-        return []
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        write_atomically(path, lambda beside: beside.write_bytes(whole))
-    records = []
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            records.append(None)
-        if not isinstance(records[-1], dict):
-            return HfExtError(f"Line {number} of {path} is not a JSON object; mend it, or delete the file to begin anew.")
-    return records
 
 
 def _read_candidates(path: Path, needed: int) -> list[Candidate]:
@@ -290,9 +248,4 @@ def _read_candidates(path: Path, needed: int) -> list[Candidate]:
 
 def _write_candidates(candidates: list[Candidate], path: Path) -> None:
     if PartialState().is_main_process:
-        lines = "".join(map(_line, map(asdict, candidates)))
-        write_atomically(path, lambda beside: beside.write_text(lines, encoding="utf-8"))
-
-
-def _line(record: dict) -> str:
-    return json.dumps(record, ensure_ascii=False) + "\n"
+        write_lines(path, map(asdict, candidates))

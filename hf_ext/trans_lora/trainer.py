@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import random
@@ -12,38 +11,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.nn import functional
-from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerBase, Trainer, set_seed
+from transformers import AutoConfig, PreTrainedTokenizerBase, Trainer, set_seed
 from transformers.trainer_utils import TrainOutput
 from transformers.utils.logging import tqdm
 
 from hf_ext.errors import HfExtError
-from hf_ext.folder import write_atomically
-from hf_ext.trans_lora.adapters import bare, base_of, on_device
-from hf_ext.trans_lora.config import TransLoraConfig
-from hf_ext.trans_lora.discriminator import Discriminator, last_checkpoint
+from hf_ext.trans_lora.adapters import adapter_digest, bare, base_of, evaluation, on_device
+from hf_ext.trans_lora.config import TransLoraConfig, synthesis_settings, training_settings
+from hf_ext.trans_lora.discriminator import Discriminator
 from hf_ext.trans_lora.embedding import embed, load_encoder
 from hf_ext.trans_lora.encoding import Encoder, prompt
-from hf_ext.trans_lora.generation import Generator, ModelGenerator
+from hf_ext.trans_lora.generation import Completion, Generator, ModelGenerator
 from hf_ext.trans_lora.model_card import write_transfer_card
+from hf_ext.trans_lora.prompts import membership_question
 from hf_ext.trans_lora.report import TransferReport, describe
 from hf_ext.trans_lora.scoring import aligned, answer_log_probs, token_excess
+from hf_ext.trans_lora.stages import CHECKPOINTS, append_lines, claim, last_checkpoint, read_lines
 from hf_ext.trans_lora.synthesis import (
+    SYNTHESIS,
     Candidate,
     Judge,
     Prompts,
-    append_lines,
     counts,
     in_shares,
     keep_best,
-    read_lines,
     write_inputs,
 )
 
-SYNTHESIS, LABELS, SETTINGS = "synthesis.jsonl", "labels.jsonl", "transfer.json"
+LABELS = "labels.jsonl"
 DRAWN = 1000  # inputs of a kind that the report embeds
 
 
@@ -96,6 +94,13 @@ class TransLoraTrainer(Trainer):
         self.teacher, self.teacher_tokenizer = teacher, teacher_processing_class or processing_class
         self.seeds, self.inputs, self.synthesizer, self.well_formed = list(seeds), inputs, synthesizer, well_formed
         self.report: TransferReport | None = None
+        if not all(text.strip() for text in [*self.seeds, *(inputs or [])]):
+            raise HfExtError("One of the seeds, or of the inputs, is empty.")
+        evaluated = args.eval_strategy != "no" and not kwargs.get("eval_dataset")
+        if evaluated and args.held_out_share == 0:
+            raise HfExtError("There is nothing to evaluate on with held_out_share=0; raise it, or give an eval_dataset.")
+        if args.embedding_model:
+            AutoConfig.from_pretrained(args.embedding_model)  # so that it is not missed only at the end
         if isinstance(teacher, nn.Module):
             self.teacher_encoder = Encoder(self.teacher_tokenizer, teacher, args.teacher_prompt_template, "The teacher's")
             if bare(teacher) is bare(model):
@@ -108,9 +113,12 @@ class TransLoraTrainer(Trainer):
         if peft_config is not None:
             set_seed(args.seed)  # as Trainer does, but before the adapter is made
             model = get_peft_model(model, peft_config)
+            self.encoder = Encoder(processing_class, model, args.prompt_template, "The target's")  # with its virtual tokens
+        with base_of(model):  # which raises if the adapter has changed it
+            pass
         if inputs is None:
             Prompts(self.seeds, args, self.encoder).require_room()
-        kwargs.setdefault("data_collator", DataCollatorForSeq2Seq(processing_class))
+        kwargs.setdefault("data_collator", self.encoder.batch)
         kwargs["eval_dataset"] = kwargs.get("eval_dataset") or []  # until there are inputs to hold out
         super().__init__(model=model, args=args, processing_class=processing_class, **kwargs)
 
@@ -123,6 +131,9 @@ class TransLoraTrainer(Trainer):
             resume_from_checkpoint: as a Trainer has it, but by default the last checkpoint in output_dir, if there is one;
                 False distils anew.
         """
+        last = last_checkpoint(self.args.output_dir)
+        if resume_from_checkpoint is True and last is None:
+            raise ValueError(f"There is no whole checkpoint in {self.args.output_dir} to resume from.")
         candidates = self.synthesize() if self.inputs is None else []
         trained, held_out = self.label(candidates)
         prompts = [self.encoder.prompt(text) for text, _ in trained + held_out]
@@ -130,8 +141,11 @@ class TransLoraTrainer(Trainer):
         self.train_dataset = samples[: len(trained)]
         if not self.eval_dataset:
             self.eval_dataset = samples[len(trained) :]
-        if resume_from_checkpoint is None:
-            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+        anew = resume_from_checkpoint is not None
+        adapter = self.model.active_adapters[0]
+        claim(Path(self.args.output_dir), "training", training_settings(self.model, self.args, adapter), [CHECKPOINTS], anew)
+        if resume_from_checkpoint in (None, True):
+            resume_from_checkpoint = last
         with on_device(self.teacher, self.args.device) if self.args.logits_weight else contextlib.nullcontext():
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         self.report = self._report(candidates, trained, held_out)
@@ -141,14 +155,14 @@ class TransLoraTrainer(Trainer):
 
     def synthesize(self) -> list[Candidate]:
         """Stage one: inputs, written by the target model from the seeds and sifted, as synthesis.jsonl has them."""
-        args, path = self.args, self._stage(SYNTHESIS)
+        args, path = self.args, self._claim(SYNTHESIS)
         needed = args.num_samples + round(args.held_out_share * args.num_samples)
         by_excess = args.filter == "token_excess"
         pool = math.ceil(needed / args.keep_share) if by_excess else needed
         judge: Judge | None = {"discriminator": self._judge, "token_excess": self._judge_by_excess, "none": None}[args.filter]
         with base_of(self.model) as base, on_device(base, args.device):
             writer = self.synthesizer or ModelGenerator.of(base, self.encoder, args)
-            found = write_inputs(writer, self.encoder, self.seeds, args, path, pool, judge, self.well_formed)
+            found = write_inputs(writer, self.encoder, self.seeds, args, path, pool, judge, self._usable)
         return keep_best(found, needed, path) if by_excess else found
 
     def label(self, candidates: Sequence[Candidate] = ()) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
@@ -158,9 +172,10 @@ class TransLoraTrainer(Trainer):
         Raises:
             HfExtError: no input has a label.
         """
-        args, path = self.args, self._stage(LABELS)
+        args, path = self.args, self._claim(LABELS)
         share = round(args.held_out_share * (args.num_samples if self.inputs is None else len(self.inputs)))
         if self.inputs is None:
+            candidates = candidates or self.synthesize()
             known = {candidate.input: candidate.label for candidate in candidates if candidate.kept}
             inputs = list(known)
         else:
@@ -201,14 +216,13 @@ class TransLoraTrainer(Trainer):
         """The cross-entropy of the teacher's text; with logits_weight w, (1 − w) of it and w T² KL(teacher ‖ student), both of
         distributions at temperature T (Hinton et al., arXiv 1503.02531)."""
         weight, T = self.args.logits_weight, self.args.distillation_temperature
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        labels = inputs["labels"]
+        loss, outputs = super().compute_loss(model, dict(inputs), True, num_items_in_batch)
         if weight:
-            labels = inputs["labels"]
-            with torch.no_grad():
-                was = self.teacher.training
-                self.teacher.eval()
-                taught = self.teacher(**{name: value for name, value in inputs.items()}).logits
-                self.teacher.train(was)
+            if self.teacher.device != labels.device:
+                self.teacher.to(labels.device)
+            with torch.no_grad(), evaluation(self.teacher):
+                taught = self.teacher(**inputs).logits
             student, at = aligned(outputs["logits"], labels, self.encoder.encoder_decoder)
             taught, _ = aligned(taught.to(student.device), labels, self.encoder.encoder_decoder)
             chosen = at != -100
@@ -230,28 +244,38 @@ class TransLoraTrainer(Trainer):
     def _judge_by_excess(self, inputs: Sequence[str]) -> list[tuple[float | None, bool, str | None]]:
         """All with a label pass for now; which of them are best is known at the end."""
         with on_device(self.teacher, self.args.device):
-            labels = self._answers(inputs)
-            whole = [i for i, label in enumerate(labels) if label]
-            asked = (
-                self.teacher_encoder,
-                [self.teacher_encoder.prompt(inputs[i]) for i in whole],
-                [labels[i] for i in whole],
-                self.args.generation_batch_size,
-            )
-            taught = answer_log_probs(self.teacher, *asked)
+            said = self._completions(inputs)
+            whole = [i for i, one in enumerate(said) if one.ended and one.text.strip()]
+            asked = self.teacher_encoder.tokens([self.teacher_encoder.prompt(inputs[i]) for i in whole])
+            samples = self.teacher_encoder.joined(asked, [said[i].tokens for i in whole])
+            scored = (self.teacher_encoder, samples, self.args.generation_batch_size)
+            taught = answer_log_probs(self.teacher, *scored)
             with base_of(self.teacher) as base:
-                untaught = answer_log_probs(base, *asked)
+                untaught = answer_log_probs(base, *scored)
         scores = dict(zip(whole, token_excess(taught, untaught)))
-        return [(scores.get(i), i in scores, labels[i] if i in scores else None) for i in range(len(inputs))]
+        return [(scores.get(i), i in scores, one.text.strip() if i in scores else None) for i, one in enumerate(said)]
+
+    def _usable(self, text: str) -> bool:
+        """Whether a text is an input as far as the user can tell, and fits into all that will read it."""
+        readers = [(self.encoder, text, self.args.max_label_length)]
+        if isinstance(self.teacher, nn.Module):
+            readers.append((self.teacher_encoder, text, self.args.max_label_length))
+        if self.args.filter == "discriminator":
+            readers.append((self.discriminator.encoder, membership_question(text, self.discriminator.task), 8))
+        fits = all(encoder.fits(encoder.prompt(asked), room) for encoder, asked, room in readers)
+        return fits and (self.well_formed is None or self.well_formed(text))
 
     def _answers(self, inputs: Sequence[str]) -> list[str | None]:
         """The teacher's likeliest answers; None where there is no whole one."""
+        return [one.text.strip() or None if one.ended else None for one in self._completions(inputs)]
+
+    def _completions(self, inputs: Sequence[str]) -> list[Completion]:
         if isinstance(self.teacher, nn.Module):
             teacher = ModelGenerator(self.teacher, self.teacher_encoder, self.args.generation_batch_size)
         else:
             teacher = self.teacher
         asked = [prompt(text, self.teacher_tokenizer, self.args.teacher_prompt_template) for text in inputs]
-        return [one.text.strip() or None if one.ended else None for one in teacher(asked, self.args.max_label_length)]
+        return teacher(asked, self.args.max_label_length)
 
     # --------------------------------------------------------------------------------------------------- what goes together
 
@@ -284,48 +308,33 @@ class TransLoraTrainer(Trainer):
                 "model and the same prompt template. Use logits_weight=0, which needs none of them."
             )
 
-    def _stage(self, name: str) -> Path:
+    def _claim(self, name: str) -> Path:
         """Where a stage has its file, in a folder that belongs to this transfer.
 
         Raises:
             HfExtError: it belongs to another.
         """
         folder = Path(self.args.output_dir)
-        path = folder / SETTINGS
-        error = [None]
-        if self.is_world_process_zero():
-            folder.mkdir(parents=True, exist_ok=True)
-            settings = json.loads(json.dumps(self._settings()))
-            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else settings
-            different = [key for key in settings | found if found.get(key) != settings.get(key)]
-            if different:
-                error = [
-                    f"{folder} holds a transfer with another {', '.join(different)}. Take another output_dir, or delete it."
-                ]
-            elif not path.exists():
-                text = json.dumps(settings, indent=1, ensure_ascii=False)
-                write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
-        if message := broadcast_object_list(error)[0]:
-            raise HfExtError(message)
-        return folder / name
-
-    def _settings(self) -> dict[str, Any]:
-        """What the first two stages depend on."""
-        names = (
-            *("num_samples", "filter", "keep_share", "num_shots", "num_items", "temperature", "top_p", "generation_kwargs"),
-            *("generation_batch_size", "near_duplicate_threshold", "max_input_length", "max_label_length", "prompt_template"),
-            *("teacher_prompt_template", "held_out_share", "seed"),
-        )
-        return {
+        names = ("num_samples", "filter", "keep_share", "max_label_length", "held_out_share", "seed")
+        names += ("prompt_template", "teacher_prompt_template")
+        judge = self.discriminator and {"task": self.discriminator.task, "checksum": adapter_digest(self.discriminator.model)}
+        settings = {
+            "kind": "transfer",
             "target": self._name(self.model),
             "teacher": self._name(self.teacher),
+            "teacher's adapter (a checksum)": adapter_digest(self.teacher) if isinstance(self.teacher, nn.Module) else None,
+            "discriminator": judge,
             "seeds": self.seeds,
-            "discriminator": self.discriminator and [self.discriminator.task, self._name(self.discriminator.model)],
-        } | {name: getattr(self.args, name) for name in names}
+        }
+        settings |= {name: getattr(self.args, name) for name in names} | synthesis_settings(self.args)
+        claim(folder, "inputs", settings, [SYNTHESIS, LABELS])
+        return folder / name
 
     @staticmethod
     def _name(model: Any) -> str:
-        return bare(model).name_or_path or type(bare(model)).__name__ if isinstance(model, nn.Module) else model.model
+        if not isinstance(model, nn.Module):
+            return getattr(model, "model", type(model).__name__)
+        return bare(model).name_or_path or type(bare(model)).__name__
 
     # --------------------------------------------------------------------------------------------------------- its report
 

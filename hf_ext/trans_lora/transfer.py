@@ -12,7 +12,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -20,6 +19,7 @@ from transformers import (
 from hf_ext.errors import HfExtError
 from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.discriminator import Discriminator
+from hf_ext.trans_lora.encoding import load_tokenizer
 from hf_ext.trans_lora.generation import Generator
 from hf_ext.trans_lora.trainer import TransLoraTrainer
 
@@ -44,6 +44,10 @@ def transfer(
     Raises:
         HfExtError: they do not go together.
     """
+    try:
+        PeftConfig.from_pretrained(source_adapter)
+    except ValueError as error:
+        raise HfExtError(f"{source_adapter} is no adapter: {error}") from error
     source, source_tokenizer = load_model(source_model)
     target, target_tokenizer = load_model(target_model)
     try:
@@ -69,7 +73,7 @@ def transfer(
         peft_config=peft_config,
         synthesizer=synthesizer,
     )
-    trainer.train()
+    trainer.train(args.resume_from_checkpoint)
     trainer.save_model()
     return trainer
 
@@ -77,10 +81,7 @@ def transfer(
 def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A language model from a folder or the Hub, with its tokenizer; one that cannot pad pads with the end of a text."""
     kind = AutoModelForSeq2SeqLM if AutoConfig.from_pretrained(name).is_encoder_decoder else AutoModelForCausalLM
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return kind.from_pretrained(name, dtype="auto"), tokenizer
+    return kind.from_pretrained(name, dtype="auto"), load_tokenizer(name)
 
 
 def read_inputs(path: str | os.PathLike) -> list[str]:
@@ -90,7 +91,7 @@ def read_inputs(path: str | os.PathLike) -> list[str]:
         HfExtError: the file cannot be read, or a line is something else.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise HfExtError(f"{path} cannot be read: {error}") from error
     found = []

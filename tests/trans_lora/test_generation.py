@@ -1,5 +1,6 @@
 """Texts come out the same alone and in batches, with adapters and without, from a model at hand and from a server."""
 
+import copy
 import os
 import socket
 import subprocess
@@ -100,13 +101,16 @@ def test_an_answer_has_the_tokens_that_it_has_in_the_whole_text():
         assert [token for token in sample["labels"] if token != -100] == [*words(after)["input_ids"], words.eos_token_id]
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["gpt2", "t5"])
-def test_the_likelihood_of_an_answer_is_the_sum_that_the_model_alone_gives(kind):
+def test_the_likelihood_of_an_answer_is_the_sum_that_the_model_alone_gives(kind, side):
     model, words = teacher(kind)
+    words = copy.deepcopy(words)
+    words.padding_side = side
     encoder = Encoder(words, model, "{input}")
     texts = inputs(5) + ["sort a"]
     answers = [answer(text) for text in inputs(5)] + ["early early late"]
-    found = answer_log_probs(model, encoder, texts, answers, batch_size=4)
+    found = answer_log_probs(model, encoder, encoder.samples(texts, answers, end=False), batch_size=4)
     for text, said, scores in zip(texts, answers, found):
         asked, tokens = words(text)["input_ids"], words(said if kind == "t5" else f" {said}")["input_ids"]
         with torch.no_grad():

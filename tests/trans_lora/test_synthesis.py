@@ -9,7 +9,8 @@ from tiny_transfers import SEEDS, inputs, is_input, pretrained, settings
 from hf_ext import HfExtError
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import Completion, ModelGenerator
-from hf_ext.trans_lora.synthesis import Prompts, counts, keep_best, read_lines, write_inputs
+from hf_ext.trans_lora.stages import read_lines
+from hf_ext.trans_lora.synthesis import Prompts, counts, keep_best, write_inputs
 
 
 class Script:

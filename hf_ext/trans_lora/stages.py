@@ -1,0 +1,125 @@
+"""What a run leaves in its folder, and goes on from when it is begun again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+from hf_ext.errors import HfExtError
+from hf_ext.folder import write_atomically
+
+RECORD = "transfer.json"
+CHECKPOINTS = "checkpoint-*"
+
+
+def claim(folder: Path, part: str, settings: dict[str, Any], files: Sequence[str], anew: bool = False) -> None:
+    """Records in a folder what the files of one part of a run depend on.
+
+    Args:
+        part: "inputs" or "training".
+        files: patterns of their names; while there are none, the settings may change.
+        anew: change them anyway.
+
+    Raises:
+        HfExtError: there are such files, and they were made with other settings.
+    """
+
+    def check() -> str | None:
+        path = folder / RECORD
+        record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        own = json.loads(json.dumps(settings, default=_plain))
+        found = record.get(part)
+        begun = [name for pattern in files for name in folder.glob(pattern)]
+        if begun and not anew and found is None:
+            return f"{folder} holds {begun[0].name} of another run. Take another output_dir, or delete it."
+        if begun and not anew and found != own:
+            different = ", ".join(key for key in own | found if found.get(key) != own.get(key))
+            also = " or give resume_from_checkpoint=False" if part == "training" else ""
+            return f"{folder} holds a run with another {different}. Take another output_dir,{also} or delete it."
+        if found != own:
+            text = json.dumps(record | {part: own}, indent=1, ensure_ascii=False)
+            write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+        return None
+
+    message = [None]
+    if PartialState().is_main_process:
+        folder.mkdir(parents=True, exist_ok=True)
+        message = [check()]
+    if message := broadcast_object_list(message)[0]:
+        raise HfExtError(message)
+
+
+def _plain(value: Any) -> Any:
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
+
+
+def last_checkpoint(folder: str | os.PathLike) -> str | None:
+    """The last checkpoint that was written whole: a Trainer writes trainer_state.json at its end."""
+
+    def number(path: Path) -> int:
+        return int(path.name.rpartition("-")[2]) if path.name.rpartition("-")[2].isdigit() else -1
+
+    for path in sorted(Path(folder).glob(CHECKPOINTS), key=number, reverse=True):
+        try:
+            json.loads((path / "trainer_state.json").read_bytes())
+        except (OSError, ValueError):
+            continue
+        return str(path)
+    return None
+
+
+def append_lines(path: Path, records: Iterable[dict]) -> None:
+    """Adds JSON lines to a file in one write."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("".join(map(_line, records)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_lines(path: Path, records: Iterable[dict]) -> None:
+    """Writes a file of JSON lines anew."""
+    text = "".join(map(_line, records))
+    write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The JSON lines of a file, on every process what the main one finds; without a last line that was not finished.
+
+    Raises:
+        HfExtError: a line is no JSON object.
+    """
+    found: list = [None]
+    if PartialState().is_main_process:
+        found = [_parse_lines(path)]
+    lines = broadcast_object_list(found)[0]
+    if isinstance(lines, HfExtError):
+        raise lines
+    return lines
+
+
+def _parse_lines(path: Path) -> list[dict] | HfExtError:
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        write_atomically(path, lambda beside: beside.write_bytes(whole))
+    records = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            records.append(None)
+        if not isinstance(records[-1], dict):
+            return HfExtError(f"Line {number} of {path} is not a JSON object; mend it, or delete the file to begin anew.")
+    return records
+
+
+def _line(record: dict) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"
