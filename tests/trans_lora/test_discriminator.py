@@ -1,6 +1,7 @@
 """The discriminator learns to tell inputs apart, goes with the teacher on one model, and is saved like an adapter."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -155,6 +156,35 @@ def test_another_model_is_refused_and_named(saved):
     model, words = pretrained("llama")
     with pytest.raises(HfExtError, match="tiny-llama is another. In a chain"):
         Discriminator.from_pretrained(folder / "discriminator", model, words)
+    model, words = teacher("gpt2")
+    with pytest.raises(HfExtError, match="is another"):
+        Discriminator.from_pretrained(folder / "discriminator", model.merge_and_unload(), words)
+
+
+def test_a_base_in_half_precision_is_the_same_base(saved):
+    folder, found, words = saved
+    model = Discriminator.from_pretrained(folder / "discriminator", pretrained("gpt2")[0].bfloat16(), words)
+    assert [score > 0.5 for score in model.score(OTHERS + SEEDS)] == [score > 0.5 for score in found.score(OTHERS + SEEDS)]
+
+
+def test_a_tokenizer_that_cannot_pad_pads_with_the_end(saved, tmp_path):
+    folder, found, _ = saved
+    shutil.copytree(folder, tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "base" / "tokenizer_config.json").read_text())
+    config.pop("pad_token")
+    (tmp_path / "saved" / "base" / "tokenizer_config.json").write_text(json.dumps(config))
+    adapter = tmp_path / "saved" / "discriminator" / "adapter_config.json"
+    adapter.write_text(adapter.read_text().replace(str(folder), str(tmp_path / "saved")))
+    again = Discriminator.from_pretrained(tmp_path / "saved" / "discriminator")
+    assert again.score(OTHERS) == pytest.approx(found.score(OTHERS), abs=1e-5)
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_an_adapter_that_has_changed_its_base_cannot_share_it(saved, start):
+    folder, _, words = saved
+    model = get_peft_model(pretrained("gpt2")[0], lora("gpt2", init_lora_weights=start))
+    with pytest.raises(HfExtError, match=f"init_lora_weights='{start}' changes the base model's weights"):
+        Discriminator.from_pretrained(folder / "discriminator", model, words)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"task": "pick"}', '{"task": 1, "base_sample": "x", "metrics": {}}'])
@@ -169,6 +199,11 @@ def test_too_few_inputs_and_replaced_modules_are_refused(tmp_path):
     model, words = pretrained("gpt2")
     with pytest.raises(HfExtError, match="There are 3 different real inputs; give at least 5"):
         train_discriminator(model, words, ["a", "b", "c", "c "], task="t", args=settings(tmp_path))
+    with pytest.raises(HfExtError, match="synthetic_inputs is empty"):
+        train_discriminator(model, words, REAL, task="t", args=settings(tmp_path), synthetic_inputs=[])
+    args = settings(tmp_path / "few", eval_strategy="epoch", num_train_epochs=1)
+    few = train_discriminator(model, words, REAL, task="t", args=args, peft_config=lora("gpt2"), synthetic_inputs=OTHERS[:3])
+    assert list(few.metrics) == ["real_kept"]
     config = LoraConfig(task_type="CAUSAL_LM", modules_to_save=["lm_head"])
     with pytest.raises(HfExtError, match="leave out modules_to_save"):
         train_discriminator(model, words, REAL, task="t", args=settings(tmp_path), peft_config=config, synthetic_inputs=OTHERS)

@@ -57,6 +57,38 @@ def test_without_its_adapter_a_model_is_its_base_again(adapter):
         assert not torch.allclose(model(tokens).logits[:, -count:], plain(tokens).logits, atol=1e-2)
 
 
+def test_the_likeliest_answer_does_not_depend_on_a_models_own_way_of_generating():
+    model, words = teacher("gpt2")
+    write = ModelGenerator(model, Encoder(words, model, "{input}"), 4)
+    expected = write(inputs(6), 4)
+    odd = {"num_beams": 4, "num_return_sequences": 2, "repetition_penalty": 3.0, "min_new_tokens": 4, "do_sample": True}
+    for name, value in (odd | {"return_dict_in_generate": True, "top_k": 3, "temperature": 9.0}).items():
+        setattr(model.generation_config, name, value)
+    assert write(inputs(6), 4) == expected
+
+
+def test_without_its_adapter_a_model_keeps_what_is_trainable():
+    model, _ = adapted("llama", "lora")
+    frozen = {name for name, parameter in model.named_parameters() if "lora_A" in name}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and name not in frozen)
+    before = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with base_of(model):
+        pass
+    assert before and before == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def test_virtual_tokens_take_room_in_the_context():
+    model, words = pretrained("gpt2")
+    model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=30))
+    encoder = Encoder(words, model)
+    long = "a b c d e f g h i j " * 23
+    with pytest.raises(HfExtError, match="context holds 226"):
+        encoder.samples([long], ["early"])
+    with pytest.raises(HfExtError, match="context holds 226"):
+        ModelGenerator(model, encoder, 1)([long], 8)
+
+
 def test_sampling_is_seeded_and_leaves_other_random_numbers_alone():
     model, words = pretrained("llama")
     write = ModelGenerator(model, Encoder(words, model), batch_size=2, options={"min_p": 0.01})

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from hf_ext import HfExtError, PissaConfig, QPissaConfig, TransLoraTrainer
 from hf_ext.cli import main
-from hf_ext.trans_lora import Completion, train_discriminator
+from hf_ext.trans_lora import Completion, read_inputs, train_discriminator
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import ModelGenerator
 from hf_ext.trans_lora.synthesis import Prompts
@@ -346,6 +346,21 @@ def test_logits_are_distilled_by_the_formula(tmp_path, weight, temperature):
     assert trainer.report.agreement >= 0.9
 
 
+def test_logits_and_smoothed_labels_go_together(tmp_path):
+    trainer = transfer(tmp_path, teaching=teacher("llama"), logits_weight=0.5, inputs=inputs(20), label_smoothing_factor=0.1)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_an_input_that_does_not_fit_the_teacher_is_dropped(tmp_path):
+    knowing, words = teacher("gpt2")
+    knowing.config.max_position_embeddings = knowing.config.n_positions = 8  # room for four tokens of a label after four
+    trainer = transfer(tmp_path, teaching=(knowing, words), filter="none", well_formed=None, num_samples=40)
+    found = trainer.synthesize()
+    assert {len(words(one.input)["input_ids"]) for one in found if one.kept} <= {1, 2, 3, 4}
+    assert any(one.reason == "malformed" and len(words(one.input)["input_ids"]) == 5 for one in found)
+
+
 def test_a_chat_model_is_asked_as_a_chat(tmp_path):
     trainer = transfer(tmp_path, filter="none")
     words = trainer.processing_class
@@ -379,6 +394,10 @@ def test_what_does_not_go_together_is_one_clear_error(tmp_path):
         ({"logits_weight": 0.5}, "both need the same tokenizer"),
         ({"max_input_length": 200}, "takes [0-9]+ tokens, and The target's model's context holds 256"),
         ({"filter": "discriminator", "discriminator": str(tmp_path)}, "no discriminator"),
+        ({"seeds": [*SEEDS, " "]}, "is empty"),
+        ({"inputs": ["a", ""]}, "is empty"),
+        ({"held_out_share": 0, "eval_strategy": "epoch"}, "nothing to evaluate on"),
+        ({"peft_config": lora("llama", init_lora_weights="pissa")}, "changes the base model's weights"),
     ]
     for options, message in cases:
         with pytest.raises(HfExtError, match=message):
@@ -448,6 +467,7 @@ def test_labels_of_other_inputs_are_refused(tmp_path):
     "options, message",
     [
         ({"filter": "best"}, "filter='best' is none of"),
+        ({"generation_kwargs": {"num_beams": 2}}, "num_beams, which a transfer sets itself"),
         ({"num_samples": 0}, "num_samples=0"),
         ({"keep_share": 0}, "keep_share=0"),
         ({"num_items": 5}, "leaves nothing to write"),
@@ -565,6 +585,12 @@ def test_the_command_line_does_all_of_it(folders, tmp_path):
     assert accuracy(model, pretrained("llama")[1]) >= 0.9
 
 
+def test_files_of_inputs_are_read_whatever_wrote_them(tmp_path):
+    path = tmp_path / "inputs.jsonl"
+    path.write_bytes('\ufeff{"input": "a\u2028b"}\r\n\n"c"\n'.encode())
+    assert read_inputs(path) == ["a\u2028b", "c"]
+
+
 def test_the_command_line_says_what_is_wrong_in_one_line(folders, tmp_path, capsys):
     given = ["transfer", "--source-model", folders / "gpt2", "--source-adapter", folders / "adapter"]
     given += ["--target-model", folders / "llama", "--seeds", folders / "seeds.jsonl", "--out", tmp_path / "out"]
@@ -576,6 +602,9 @@ def test_the_command_line_says_what_is_wrong_in_one_line(folders, tmp_path, caps
         (("--filter", "none", "--seeds", tmp_path / "no.jsonl"), "cannot be read"),
         (("--filter", "best"), "filter='best' is none of"),
         (("--no_such_option", "1"), "not used by the HfArgumentParser"),
+        (("--filter", "none", "--rank", "0"), "should be a positive integer"),
+        (("--filter", "none", "--source-adapter", tmp_path), "is no adapter"),
+        (("--filter", "none", "--learning_rate", "much"), "learning_rate"),
     ]
     for options, message in cases:
         assert main([str(part) for part in (*given, *options)]) == 1

@@ -1,0 +1,116 @@
+"""A folder belongs to one run: what another one would take for its own is refused, and what a kill left half is passed over."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from test_transfer import transfer
+from tiny_adapters import moved
+from tiny_transfers import SEEDS, inputs, lora, pretrained, settings, teacher
+from transformers import TrainerCallback
+
+from hf_ext import HfExtError
+from hf_ext.trans_lora import train_discriminator
+from hf_ext.trans_lora.stages import last_checkpoint
+
+SMALL = {"num_samples": 30, "num_train_epochs": 4, "save_strategy": "steps", "save_steps": 3}
+
+
+def discriminate(folder, task="pick", real=None, **options):
+    model, words = pretrained("gpt2")
+    args = settings(folder, **{"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 5} | options)
+    return train_discriminator(model, words, real or inputs(60, 3), task=task, args=args, peft_config=lora("gpt2"), seeds=SEEDS)
+
+
+def test_a_discriminator_does_not_take_anothers_run_for_its_own(tmp_path):
+    first = discriminate(tmp_path)
+    with pytest.raises(HfExtError, match="holds a run with another task, real inputs"):
+        discriminate(tmp_path, task="sort", real=[text.replace("pick", "sort") for text in inputs(60, 3)])
+    with pytest.raises(HfExtError, match="holds a run with another learning_rate"):
+        discriminate(tmp_path, learning_rate=1e-4)
+    assert discriminate(tmp_path).score(SEEDS) == pytest.approx(first.score(SEEDS), abs=1e-5)
+
+
+def test_one_folder_cannot_be_a_discriminators_and_a_transfers(tmp_path):
+    discriminate(tmp_path)
+    with pytest.raises(HfExtError, match="holds a run with another kind"):
+        transfer(tmp_path, **SMALL).train()
+
+
+def test_files_that_nobody_recorded_are_not_gone_on_from(tmp_path):
+    (tmp_path / "synthesis.jsonl").write_text("")
+    with pytest.raises(HfExtError, match="holds synthesis.jsonl of another run"):
+        transfer(tmp_path).synthesize()
+
+
+def test_another_adapter_of_the_same_base_is_another_teacher(tmp_path):
+    model, words = teacher("gpt2")
+    transfer(tmp_path, teaching=(model, words), **SMALL).synthesize()
+    other = moved(model, seed=5)
+    for parameter in other.parameters():
+        parameter.requires_grad_(False)
+    with torch.no_grad():
+        next(p for name, p in other.named_parameters() if "lora_B" in name).add_(0.1)
+    with pytest.raises(HfExtError, match="another teacher's adapter"):
+        transfer(tmp_path, teaching=(other, words), **SMALL).train()
+
+
+def test_a_training_that_is_done_is_not_taken_for_one_with_other_settings(tmp_path):
+    transfer(tmp_path, **SMALL, learning_rate=1e-9).train()
+    with pytest.raises(
+        HfExtError, match="another learning_rate. Take another output_dir, or give resume_from_checkpoint=False"
+    ):
+        transfer(tmp_path, **SMALL, learning_rate=1e-2).train()
+    again = transfer(tmp_path, **SMALL, learning_rate=1e-2)
+    again.train(resume_from_checkpoint=False)
+    assert again.state.log_history[-1]["agreement"] > 0.5
+
+
+def test_settings_may_change_while_nothing_was_written(tmp_path):
+    with pytest.raises(ValueError, match="min_pp"):
+        transfer(tmp_path, generation_kwargs={"min_pp": 0.1}, **SMALL).train()
+    transfer(tmp_path, generation_kwargs={"min_p": 0.01}, **SMALL).train()
+
+
+class DieWhileSaving(TrainerCallback):
+    """Leaves the last checkpoint as a kill in the midst of writing it does."""
+
+    def __init__(self, left: str):
+        self.left = left
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == 6:
+            folder = next(path for path in map(str, [f"{args.output_dir}/checkpoint-6"]))
+            if self.left == "a card":
+                shutil.rmtree(folder)
+                shutil.os.mkdir(folder)
+                open(f"{folder}/README.md", "w").close()
+            else:
+                with open(f"{folder}/trainer_state.json", "r+") as file:
+                    file.truncate(40)
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("left", ["a card", "half a state"])
+def test_a_checkpoint_that_was_half_written_is_passed_over(tmp_path, left):
+    whole = transfer(tmp_path / "whole", **SMALL)
+    whole.train()
+    with pytest.raises(KeyboardInterrupt):
+        transfer(tmp_path / "part", **SMALL, callbacks=[DieWhileSaving(left)]).train()
+    assert last_checkpoint(tmp_path / "part").endswith("checkpoint-3")
+    again = transfer(tmp_path / "part", **SMALL)
+    again.train(resume_from_checkpoint=True)
+    assert again.report.to_dict() == whole.report.to_dict()
+
+
+def test_resuming_where_there_is_nothing_to_resume_is_an_early_error(tmp_path):
+    with pytest.raises(ValueError, match="no whole checkpoint"):
+        transfer(tmp_path, **SMALL).train(resume_from_checkpoint=True)
+    assert not (tmp_path / "synthesis.jsonl").exists() and last_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_the_report_is_json_for_any_reader(tmp_path):
+    trainer = transfer(tmp_path, inputs=inputs(20), seeds=())
+    trainer.train()
+    json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
