@@ -33,6 +33,7 @@ HOST = {
         "scoring",
         "stages",
         "synthesis",
+        "teacher",
         "trainer",
         "transfer",
     },

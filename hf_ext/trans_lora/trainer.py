@@ -23,23 +23,15 @@ from hf_ext.trans_lora.adapters import adapter_digest, bare, base_of, evaluation
 from hf_ext.trans_lora.config import TransLoraConfig, synthesis_settings, training_settings
 from hf_ext.trans_lora.discriminator import Discriminator
 from hf_ext.trans_lora.embedding import embed, load_encoder
-from hf_ext.trans_lora.encoding import Encoder, prompt
-from hf_ext.trans_lora.generation import Completion, Generator, ModelGenerator
+from hf_ext.trans_lora.encoding import Encoder
+from hf_ext.trans_lora.generation import Generator, ModelGenerator
 from hf_ext.trans_lora.model_card import write_transfer_card
 from hf_ext.trans_lora.prompts import membership_question
 from hf_ext.trans_lora.report import TransferReport, describe
-from hf_ext.trans_lora.scoring import aligned, answer_log_probs, token_excess
+from hf_ext.trans_lora.scoring import aligned
 from hf_ext.trans_lora.stages import CHECKPOINTS, append_lines, claim, last_checkpoint, read_lines
-from hf_ext.trans_lora.synthesis import (
-    SYNTHESIS,
-    Candidate,
-    Judge,
-    Prompts,
-    counts,
-    in_shares,
-    keep_best,
-    write_inputs,
-)
+from hf_ext.trans_lora.synthesis import SYNTHESIS, Candidate, Judge, Prompts, counts, in_shares, keep_best, write_inputs
+from hf_ext.trans_lora.teacher import Teacher, name_of
 
 LABELS = "labels.jsonl"
 DRAWN = 1000  # inputs of a kind that the report embeds
@@ -91,7 +83,7 @@ class TransLoraTrainer(Trainer):
         if kwargs.get("train_dataset") is not None:
             raise HfExtError("The training data are written by the models. For inputs of your own give inputs=[…].")
         self.encoder = Encoder(processing_class, model, args.prompt_template, "The target's")
-        self.teacher, self.teacher_tokenizer = teacher, teacher_processing_class or processing_class
+        self.teacher = Teacher(teacher, teacher_processing_class or processing_class, args)
         self.seeds, self.inputs, self.synthesizer, self.well_formed = list(seeds), inputs, synthesizer, well_formed
         self.report: TransferReport | None = None
         if not all(text.strip() for text in [*self.seeds, *(inputs or [])]):
@@ -101,12 +93,13 @@ class TransLoraTrainer(Trainer):
             raise HfExtError("There is nothing to evaluate on with held_out_share=0; raise it, or give an eval_dataset.")
         if args.embedding_model:
             AutoConfig.from_pretrained(args.embedding_model)  # so that it is not missed only at the end
-        if isinstance(teacher, nn.Module):
-            self.teacher_encoder = Encoder(self.teacher_tokenizer, teacher, args.teacher_prompt_template, "The teacher's")
-            if bare(teacher) is bare(model):
-                raise HfExtError("The teacher and the target are one model; load the target once more.")
-        self.discriminator = self._discriminator(discriminator, args)
-        self._check_filter(args)
+        if self.teacher.model is not None and bare(teacher) is bare(model):
+            raise HfExtError("The teacher and the target are one model; load the target once more.")
+        self.discriminator = self._discriminator(discriminator)
+        if inputs is None:
+            if args.filter == "discriminator" and self.discriminator is None:
+                raise HfExtError("filter='discriminator' needs one; without, take filter='token_excess' or 'none'.")
+            self.teacher.require_for(args)
         self._check_logits(args)
         if isinstance(model, PeftModel) is (peft_config is not None):
             raise HfExtError("Give a target model and the peft_config of its new adapter, or a PeftModel and no peft_config.")
@@ -146,7 +139,7 @@ class TransLoraTrainer(Trainer):
         claim(Path(self.args.output_dir), "training", training_settings(self.model, self.args, adapter), [CHECKPOINTS], anew)
         if resume_from_checkpoint in (None, True):
             resume_from_checkpoint = last
-        with on_device(self.teacher, self.args.device) if self.args.logits_weight else contextlib.nullcontext():
+        with self.teacher.on(self.args.device) if self.args.logits_weight else contextlib.nullcontext():
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         self.report = self._report(candidates, trained, held_out)
         if self.is_world_process_zero():
@@ -185,12 +178,12 @@ class TransLoraTrainer(Trainer):
             raise HfExtError(f"{path} has labels of other inputs; delete it, or take another output_dir.")
         step = args.generation_batch_size * args.world_size * 4
         bar = tqdm(total=len(inputs), initial=len(records), desc="Labels", disable=not self.is_world_process_zero())
-        with bar, on_device(self.teacher, args.device) if isinstance(self.teacher, nn.Module) else contextlib.nullcontext():
+        with bar, self.teacher.on(args.device):
             for start in range(len(records), len(inputs), step):
                 part = inputs[start : start + step]
                 labels = [known.get(text) for text in part]
                 if None in labels:
-                    labels = in_shares(part, self._answers)
+                    labels = in_shares(part, self.teacher.answers)
                 records += (new := [{"input": text, "label": label} for text, label in zip(part, labels)])
                 if self.is_world_process_zero():
                     append_lines(path, new)
@@ -219,10 +212,11 @@ class TransLoraTrainer(Trainer):
         labels = inputs["labels"]
         loss, outputs = super().compute_loss(model, dict(inputs), True, num_items_in_batch)
         if weight:
-            if self.teacher.device != labels.device:
-                self.teacher.to(labels.device)
-            with torch.no_grad(), evaluation(self.teacher):
-                taught = self.teacher(**inputs).logits
+            teacher = self.teacher.model
+            if teacher.device != labels.device:
+                teacher.to(labels.device)
+            with torch.no_grad(), evaluation(teacher):
+                taught = teacher(**inputs).logits
             student, at = aligned(outputs["logits"], labels, self.encoder.encoder_decoder)
             taught, _ = aligned(taught.to(student.device), labels, self.encoder.encoder_decoder)
             chosen = at != -100
@@ -243,63 +237,34 @@ class TransLoraTrainer(Trainer):
 
     def _judge_by_excess(self, inputs: Sequence[str]) -> list[tuple[float | None, bool, str | None]]:
         """All with a label pass for now; which of them are best is known at the end."""
-        with on_device(self.teacher, self.args.device):
-            said = self._completions(inputs)
-            whole = [i for i, one in enumerate(said) if one.ended and one.text.strip()]
-            asked = self.teacher_encoder.tokens([self.teacher_encoder.prompt(inputs[i]) for i in whole])
-            samples = self.teacher_encoder.joined(asked, [said[i].tokens for i in whole])
-            scored = (self.teacher_encoder, samples, self.args.generation_batch_size)
-            taught = answer_log_probs(self.teacher, *scored)
-            with base_of(self.teacher) as base:
-                untaught = answer_log_probs(base, *scored)
-        scores = dict(zip(whole, token_excess(taught, untaught)))
-        return [(scores.get(i), i in scores, one.text.strip() if i in scores else None) for i, one in enumerate(said)]
+        with self.teacher.on(self.args.device):
+            return [(score, score is not None, label) for score, label in self.teacher.excess(inputs)]
 
     def _usable(self, text: str) -> bool:
         """Whether a text is an input as far as the user can tell, and fits into all that will read it."""
         readers = [(self.encoder, text, self.args.max_label_length)]
-        if isinstance(self.teacher, nn.Module):
-            readers.append((self.teacher_encoder, text, self.args.max_label_length))
+        if self.teacher.encoder is not None:
+            readers.append((self.teacher.encoder, text, self.args.max_label_length))
         if self.args.filter == "discriminator":
             readers.append((self.discriminator.encoder, membership_question(text, self.discriminator.task), 8))
         fits = all(encoder.fits(encoder.prompt(asked), room) for encoder, asked, room in readers)
         return fits and (self.well_formed is None or self.well_formed(text))
 
-    def _answers(self, inputs: Sequence[str]) -> list[str | None]:
-        """The teacher's likeliest answers; None where there is no whole one."""
-        return [one.text.strip() or None if one.ended else None for one in self._completions(inputs)]
-
-    def _completions(self, inputs: Sequence[str]) -> list[Completion]:
-        if isinstance(self.teacher, nn.Module):
-            teacher = ModelGenerator(self.teacher, self.teacher_encoder, self.args.generation_batch_size)
-        else:
-            teacher = self.teacher
-        asked = [prompt(text, self.teacher_tokenizer, self.args.teacher_prompt_template) for text in inputs]
-        return teacher(asked, self.args.max_label_length)
-
     # --------------------------------------------------------------------------------------------------- what goes together
 
-    def _discriminator(self, given: Discriminator | str | os.PathLike | None, args: TransLoraConfig) -> Discriminator | None:
+    def _discriminator(self, given: Discriminator | str | os.PathLike | None) -> Discriminator | None:
         if given is None or isinstance(given, Discriminator):
             return given
-        if not isinstance(self.teacher, nn.Module):
+        if self.teacher.model is None:
             raise HfExtError("With a teacher on a server, load the discriminator first: Discriminator.from_pretrained(…).")
-        return Discriminator.from_pretrained(given, self.teacher, self.teacher_tokenizer)
-
-    def _check_filter(self, args: TransLoraConfig) -> None:
-        if self.inputs is not None:
-            return
-        if args.filter == "discriminator" and self.discriminator is None:
-            raise HfExtError("filter='discriminator' needs one; without, take filter='token_excess' or 'none'.")
-        if args.filter == "token_excess" and not isinstance(self.teacher, PeftModel):
-            raise HfExtError("filter='token_excess' compares the teacher with and without its adapter: give it as a PeftModel.")
+        return Discriminator.from_pretrained(given, self.teacher.model, self.teacher.tokenizer)
 
     def _check_logits(self, args: TransLoraConfig) -> None:
         if not args.logits_weight:
             return
-        if not isinstance(self.teacher, nn.Module):
+        own, other = self.encoder, self.teacher.encoder
+        if other is None:
             raise HfExtError("logits_weight needs a teacher at hand, not one on a server.")
-        own, other = self.encoder, self.teacher_encoder
         alike = own.encoder_decoder == other.encoder_decoder and own.tokenizer.get_vocab() == other.tokenizer.get_vocab()
         probe = own.prompt("A text, 1 2 3.")
         if not alike or probe != other.prompt("A text, 1 2 3.") or own.tokens([probe]) != other.tokens([probe]):
@@ -320,21 +285,15 @@ class TransLoraTrainer(Trainer):
         judge = self.discriminator and {"task": self.discriminator.task, "checksum": adapter_digest(self.discriminator.model)}
         settings = {
             "kind": "transfer",
-            "target": self._name(self.model),
-            "teacher": self._name(self.teacher),
-            "teacher's adapter (a checksum)": adapter_digest(self.teacher) if isinstance(self.teacher, nn.Module) else None,
+            "target": name_of(self.model),
+            "teacher": self.teacher.name,
+            "teacher's adapter (a checksum)": self.teacher.digest,
             "discriminator": judge,
             "seeds": self.seeds,
         }
         settings |= {name: getattr(self.args, name) for name in names} | synthesis_settings(self.args)
         claim(folder, "inputs", settings, [SYNTHESIS, LABELS])
         return folder / name
-
-    @staticmethod
-    def _name(model: Any) -> str:
-        if not isinstance(model, nn.Module):
-            return getattr(model, "model", type(model).__name__)
-        return bare(model).name_or_path or type(bare(model)).__name__
 
     # --------------------------------------------------------------------------------------------------------- its report
 
@@ -363,15 +322,15 @@ class TransLoraTrainer(Trainer):
             with base_of(self.model) as base:
                 embeddings = {name: embed(part, base, self.encoder.tokenizer) for name, part in drawn.items()}
         return TransferReport(
-            source=self._name(self.teacher),
-            target=self._name(self.model),
+            source=self.teacher.name,
+            target=name_of(self.model),
             filter=args.filter if self.inputs is None else "inputs given",
             counts=counts(candidates) or {"kept": len(kept)},
             trained=len(trained),
             held_out=len(held_out),
             unlabelled=len(kept) - len(trained) - len(held_out),
             agreement=agreement,
-            encoder=args.embedding_model or self._name(self.model),
+            encoder=args.embedding_model or name_of(self.model),
             **describe(texts, embeddings),
         )
 

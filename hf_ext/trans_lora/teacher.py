@@ -1,0 +1,91 @@
+"""The teacher: the source model with its adapter, here or on a server, and what it says to inputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from hf_ext.errors import HfExtError
+from hf_ext.trans_lora.adapters import adapter_digest, bare, base_of, on_device
+from hf_ext.trans_lora.config import TransLoraConfig
+from hf_ext.trans_lora.encoding import Encoder, prompt
+from hf_ext.trans_lora.generation import Completion, Generator, ModelGenerator
+from hf_ext.trans_lora.scoring import answer_log_probs, token_excess
+
+
+class Teacher:
+    """
+    Attributes:
+        model: the source model, of any PEFT type or merged; None if a server has it.
+        encoder: how the model is asked; None with a server.
+    """
+
+    def __init__(self, source: nn.Module | Generator, tokenizer: PreTrainedTokenizerBase, args: TransLoraConfig):
+        self.model = source if isinstance(source, nn.Module) else None
+        self.tokenizer, self.args = tokenizer, args
+        if self.model is None:
+            self.encoder, self.generator = None, source
+        else:
+            self.encoder = Encoder(tokenizer, source, args.teacher_prompt_template, "The teacher's")
+            self.generator = ModelGenerator(source, self.encoder, args.generation_batch_size)
+
+    @property
+    def name(self) -> str:
+        return name_of(self.generator if self.model is None else self.model)
+
+    @property
+    def digest(self) -> str | None:
+        """A checksum of its adapter."""
+        return None if self.model is None else adapter_digest(self.model)
+
+    def on(self, device: torch.device) -> contextlib.AbstractContextManager:
+        """On a device, as long as the block lasts."""
+        return contextlib.nullcontext() if self.model is None else on_device(self.model, device)
+
+    def answers(self, inputs: Sequence[str]) -> list[str | None]:
+        """The likeliest answers; None where there is no whole one."""
+        return [label(one) for one in self.completions(inputs)]
+
+    def completions(self, inputs: Sequence[str]) -> list[Completion]:
+        """What it writes when it is asked."""
+        asked = [prompt(text, self.tokenizer, self.args.teacher_prompt_template) for text in inputs]
+        return self.generator(asked, self.args.max_label_length)
+
+    def excess(self, inputs: Sequence[str]) -> list[tuple[float | None, str | None]]:
+        """Each input's token excess and label; neither, where there is no whole answer.
+
+        The tokens are those that the teacher wrote: the same text cut into others would say less of it.
+        """
+        said = self.completions(inputs)
+        whole = [i for i, one in enumerate(said) if label(one)]
+        asked = self.encoder.tokens([self.encoder.prompt(inputs[i]) for i in whole])
+        samples = self.encoder.joined(asked, [said[i].tokens for i in whole])
+        taught = answer_log_probs(self.model, self.encoder, samples, self.args.generation_batch_size)
+        with base_of(self.model) as base:
+            untaught = answer_log_probs(base, self.encoder, samples, self.args.generation_batch_size)
+        scores = dict(zip(whole, token_excess(taught, untaught)))
+        return [(scores.get(i), label(one)) for i, one in enumerate(said)]
+
+    def require_for(self, args: TransLoraConfig) -> None:
+        """
+        Raises:
+            HfExtError: it has not what the filter needs.
+        """
+        if args.filter == "token_excess" and not isinstance(self.model, PeftModel):
+            raise HfExtError("filter='token_excess' compares the teacher with and without its adapter: give it as a PeftModel.")
+
+
+def label(said: Completion) -> str | None:
+    """What was said, if it is whole and not empty."""
+    return said.text.strip() or None if said.ended else None
+
+
+def name_of(model: nn.Module | Generator) -> str:
+    if not isinstance(model, nn.Module):
+        return getattr(model, "model", type(model).__name__)
+    return bare(model).name_or_path or type(bare(model)).__name__

@@ -1,0 +1,83 @@
+"""A discriminator and a transferred adapter go to the Hub by the usual calls, and load from it by id."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from local_hub import LocalHub
+
+PUSH = """
+import torch
+from peft import PeftModel
+from tiny_transfers import SEEDS, inputs, is_input, lora, pretrained, settings, teacher
+from hf_ext import TransLoraTrainer
+from hf_ext.trans_lora import Discriminator, load_model, train_discriminator
+from transformers import AutoModelForCausalLM
+
+torch.set_num_threads(1)
+for kind in ("gpt2", "llama"):
+    model, words = pretrained(kind)
+    model.push_to_hub(f"user/{kind}")
+    words.push_to_hub(f"user/{kind}")
+(source, known), (target, words) = load_model("user/gpt2"), load_model("user/llama")
+made = train_discriminator(
+    source, known, inputs(60, 3), task="pick", args=settings("d"), peft_config=lora("gpt2"), seeds=SEEDS
+)
+made.push_to_hub("user/discriminator", private=True)
+made.save_pretrained("saved", push_to_hub=True, repo_id="user/saved")
+loaded = Discriminator.from_pretrained("user/discriminator")
+assert loaded.score(SEEDS) == made.score(SEEDS) and loaded.task == "pick"
+
+adapter, _ = teacher("gpt2")
+adapter.push_to_hub("user/adapter")
+trainer = TransLoraTrainer(
+    target,
+    settings("t", filter="token_excess", num_samples=20, num_train_epochs=1, hub_model_id="user/moved"),
+    processing_class=words,
+    teacher=PeftModel.from_pretrained(load_model("user/gpt2")[0], "user/adapter"),
+    teacher_processing_class=known,
+    discriminator="user/discriminator",
+    seeds=SEEDS,
+    peft_config=lora("llama"),
+    well_formed=is_input,
+)
+trainer.train()
+trainer.push_to_hub()
+again = PeftModel.from_pretrained(load_model("user/llama")[0], "user/moved")
+same = dict(again.named_parameters())
+assert all(torch.equal(p, same[name]) for name, p in trainer.model.named_parameters())
+"""
+
+
+def test_what_is_pushed_loads_by_its_id_and_has_its_card(tmp_path):
+    root = Path(__file__).parents[2]
+    with LocalHub() as hub:
+        env = hub.client_env(tmp_path)
+        env["PYTHONPATH"] = os.pathsep.join([str(root / "tests"), str(root), env.get("PYTHONPATH", "")])
+        command = [sys.executable, "-c", PUSH]
+        result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr[-3000:]
+        files = {repo: hub.repos[f"user/{repo}"].at("main").files for repo in ("discriminator", "saved", "moved")}
+        private = hub.repos["user/discriminator"].private
+    assert private
+    for repo in ("discriminator", "saved"):
+        assert {*files[repo]} - {".gitattributes"} == {
+            *("README.md", "adapter_config.json", "adapter_model.safetensors", "discriminator.json")
+        }
+        assert b"# Discriminator of pick" in files[repo]["README.md"].content
+        assert b"base_model: user/gpt2" in files[repo]["README.md"].content
+    card = files["moved"]["README.md"].content
+    assert b"base_model: user/llama" in card and b"inputs written" in card and "synthesis.jsonl" in files["moved"]
+
+
+@pytest.mark.parametrize("name", ["user/nothing"])
+def test_a_repository_that_is_not_there_is_named(tmp_path, name):
+    code = f"from hf_ext.trans_lora import Discriminator\nDiscriminator.from_pretrained({name!r})"
+    with LocalHub() as hub:
+        command = [sys.executable, "-c", code]
+        env = hub.client_env(tmp_path)
+        env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")])
+        result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1 and name in result.stderr.strip().splitlines()[-1] + result.stderr
