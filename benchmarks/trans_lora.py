@@ -67,7 +67,8 @@ def one_seed(data: Path, models: Path, seed: int, samples: int, steps: int) -> d
 
         def settings(name: str, **options) -> Training:
             quiet = {"disable_tqdm": True, "use_cpu": True, "seed": seed, "logging_strategy": "no"}
-            return Training(output_dir=f"{folder}/{name}", num_samples=samples, max_steps=steps, **quiet | options)
+            plan = {"num_samples": samples, "max_steps": steps}
+            return Training(output_dir=f"{folder}/{name}", **plan | quiet | options)
 
         def base(path: Path):
             return trans_lora.load_model(str(path))
@@ -86,19 +87,22 @@ def one_seed(data: Path, models: Path, seed: int, samples: int, steps: int) -> d
                 **{"seeds": seeds} | own,
             )
             trainer.train()
-            found[name] = accuracy(trainer.model, tokenizer, world.test)
+            tell(name, accuracy(trainer.model, tokenizer, world.test))
             return trainer
+
+        def tell(name: str, value: float) -> None:
+            found[name] = value
+            print(f"seed {seed}, {SHOWN[name].strip('*')}: {100 * value:.1f} %", file=sys.stderr, flush=True)
 
         real = world.task_data(1000, seed)
         seeds = [text for text, _ in real[:5]]
         (source, source_tokenizer), (target, target_tokenizer) = base(source_path), base(target_path)
-        found["source base"] = preference(source, source_tokenizer, world.test)
-        found["target base"] = preference(target, target_tokenizer, world.test)
-        found["real"] = accuracy(
-            learn(target, target_tokenizer, real, settings("real"), Path(folder, "real")), target_tokenizer, world.test
-        )
+        tell("source base", preference(source, source_tokenizer, world.test))
+        tell("target base", preference(target, target_tokenizer, world.test))
+        taught = learn(target, target_tokenizer, real, settings("real"), Path(folder, "real"))
+        tell("real", accuracy(taught, target_tokenizer, world.test))
         teacher = learn(source, source_tokenizer, real, settings("source"), Path(folder, "source"))
-        found["source LoRA"] = accuracy(teacher, source_tokenizer, world.test)
+        tell("source LoRA", accuracy(teacher, source_tokenizer, world.test))
         discriminator = trans_lora.train_discriminator(
             teacher,
             source_tokenizer,

@@ -12,10 +12,13 @@ the same order, is in their text.
 import argparse
 import json
 import math
+import os
 import random
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -38,6 +41,7 @@ Simon Tessa Ulrich Vera Walter Yvonne Zoe Bruno Clara Derek Emma Frank""".split(
 VERBS = [("tells the truth", "lies"), ("is honest", "is a liar")]
 QUESTIONS = ["Does {} tell the truth?", "Does {} lie?", "Is {} honest?"]
 OPENINGS = ["Question: ", "Puzzle: ", ""]
+STORIES = ["Story:", "Tale:", "News:", "Report:"]
 NOTES = (" Sincere.", " Deceitful.")
 WORDS = "apple bread chair dog egg fish grape hat ink jar key lamp moon nut oil pen quilt rope sun tree".split()
 NAME = "[A-Z][a-z]*"
@@ -126,7 +130,7 @@ class World:
         count, true = draw.choice([1, 2, 2, 3, 3, 4, 5, 5]), draw.choice([0.5, 0.8])
         who, said, _ = self.people(draw, count, self.names, true)
         often = draw.choice([0, 0, 0.5, 1])
-        text, honest = "Story:", True
+        text, honest = draw.choice(STORIES), True
         for i, sentence in enumerate(statements(who, said, VERBS[0] if draw.random() < 0.8 else VERBS[1])):
             honest ^= not said[i]
             text += f" {sentence}" + (NOTES[not honest] if i == count - 1 or draw.random() < often else "")
@@ -286,10 +290,11 @@ KINDS = {"source": (gpt2_tokenizer, gpt2, (600, 600)), "target": (llama_tokenize
 
 
 def pretrain(world: World, kind: str, folder: Path, shorten: float = 1.0) -> None:
-    """Trains a base model and saves it with its tokenizer.
+    """Trains a base model, on half of the processor's cores, and saves it with its tokenizer.
 
     First come short documents alone, from which following who lies is learned soonest, then lists in turn with them.
     """
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     torch.manual_seed(0)
     make_tokenizer, make_model, (short_steps, mixed_steps) = KINDS[kind]
     short_steps, mixed_steps = (max(2, int(steps * shorten)) for steps in (short_steps, mixed_steps))
@@ -304,7 +309,7 @@ def pretrain(world: World, kind: str, folder: Path, shorten: float = 1.0) -> Non
         optimizer, lambda step: min((step + 1) / 30, 0.51 + 0.5 * math.cos(math.pi * step / total))
     )
     model.train()
-    for step in tqdm(range(total), desc=f"Training the {kind} model"):
+    for step in tqdm(range(total), desc=f"Training the {kind} model", position=list(KINDS).index(kind)):
         long = step >= short_steps and step % 2 == 0
         batch = [pools[long][(at[long] + i) % len(pools[long])] for i in range(10 if long else 64)]
         at[long] += len(batch)
@@ -328,9 +333,11 @@ def pretrain(world: World, kind: str, folder: Path, shorten: float = 1.0) -> Non
 def base_models(data: Path, folder: Path, shorten: float = 1.0) -> tuple[Path, Path]:
     """The folders of the source and of the target model, trained if they are not there."""
     world = World(data)
-    for kind in KINDS:
-        if not (folder / kind / "model.safetensors").exists():
-            pretrain(world, kind, folder / kind, shorten)
+    missing = [kind for kind in KINDS if not (folder / kind / "model.safetensors").exists()]
+    with ProcessPoolExecutor(len(KINDS), mp_context=get_context("spawn")) as pool:
+        jobs = [pool.submit(pretrain, world, kind, folder / kind, shorten) for kind in missing]
+    for job in jobs:
+        job.result()
     return folder / "source", folder / "target"
 
 

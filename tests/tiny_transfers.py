@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
 from transformers import (
     DataCollatorForSeq2Seq,
@@ -71,7 +71,8 @@ def documents(count: int) -> list[str]:
     return found
 
 
-def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+def tokenizer(vocabulary: int, ends: bool = False) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, which may end all that it reads, as T5's does."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -80,6 +81,9 @@ def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     questions = [f"Is the above question from pick dataset? {said}" for said in ("Yes", "No")]
     inner.train_from_iterator([*documents(300), *questions], trainer)
+    if ends:
+        end = ("<end>", inner.token_to_id("<end>"))
+        inner.post_processor = processors.TemplateProcessing(single="$A <end>", special_tokens=[end])
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>", model_max_length=256)
 
 
@@ -119,7 +123,7 @@ MODELS = {"gpt2": (gpt2, 340), "llama": (llama, 311), "t5": (t5, 340)}
 def _pretrained(kind: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     make, vocabulary = MODELS[kind]
     torch.manual_seed(0)
-    words = tokenizer(vocabulary)
+    words = tokenizer(vocabulary, ends=kind == "t5")
     model = make(words)
     texts = documents(1000)
     if kind == "t5":  # an encoder-decoder continues: what is before goes in, what follows comes out
@@ -164,10 +168,10 @@ def fit(model: nn.Module, words: PreTrainedTokenizerFast, texts: list[str], step
     rows = []
     for text in texts:
         before, tab, after = text.rpartition("\t")
-        before, after = words(before)["input_ids"] if tab else [], words(after)["input_ids"] + [words.eos_token_id]
         if model.config.is_encoder_decoder:
-            rows.append({"input_ids": before or [words.eos_token_id], "labels": after})
+            rows.append({"input_ids": words(before)["input_ids"], "labels": words(after.strip())["input_ids"]})
         else:
+            before, after = words(before)["input_ids"] if tab else [], words(after)["input_ids"] + [words.eos_token_id]
             rows.append({"input_ids": before + after, "labels": [-100] * len(before) + after})
     collate = DataCollatorForSeq2Seq(words)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], learning_rate)

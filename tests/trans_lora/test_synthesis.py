@@ -92,9 +92,9 @@ def test_real_models_write_inputs_and_every_one_is_accounted_for(tmp_path):
     assert counts(found)["malformed"] > 20
 
 
-@pytest.mark.parametrize("stop_at", [1, 2, 4])
+@pytest.mark.parametrize("after", [0, 0.5, 1])
 @pytest.mark.parametrize("tail", ["whole", "half a line", "half a round"])
-def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path, stop_at, tail):
+def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path, after, tail):
     model, words = pretrained("llama")
     ask = Encoder(words, model, "{input}")
 
@@ -104,20 +104,23 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path, stop_at, tail)
             generate, ask, SEEDS, args, folder / "s.jsonl", 30, lambda texts: [(0.5, t < "q", None) for t in texts]
         )
 
-    class Killed(ModelGenerator):
-        rounds = 0
+    class Counting(ModelGenerator):
+        rounds, stop_at = 0, None
 
         def __call__(self, *args, **options):
-            self.rounds += 1
-            if self.rounds > stop_at:
+            if self.rounds == self.stop_at:
                 raise Stop
+            self.rounds += 1
             return super().__call__(*args, **options)
 
     (tmp_path / "whole").mkdir()
     (tmp_path / "part").mkdir()
-    expected = run(tmp_path / "whole", ModelGenerator(model, ask, 2))
+    whole, killed = Counting(model, ask, 2), Counting(model, ask, 2)
+    expected = run(tmp_path / "whole", whole)
+    killed.stop_at = 1 + round(after * (whole.rounds - 2))  # in the second round, half-way, or in the last
+    assert 1 <= killed.stop_at < whole.rounds
     with pytest.raises(Stop):
-        run(tmp_path / "part", Killed(model, ask, 2))
+        run(tmp_path / "part", killed)
     path = tmp_path / "part" / "s.jsonl"
     data = path.read_bytes()
     lines = data.splitlines(keepends=True)
