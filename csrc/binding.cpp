@@ -62,10 +62,11 @@ void require_sizes(const fm_delta::Shape& shape, const Buffer& tensor, const Buf
     if (base.bytes() / width < shape.base_values) throw std::invalid_argument("the base's buffer is too small");
 }
 
-bool parse(PyObject* args, const char* format, Buffer& tensor, int tensor_flags, Buffer& base, fm_delta::Shape& shape, int& threads) {
+// `more` is set where the format has a place for it.
+bool parse(PyObject* args, const char* format, Buffer& tensor, int tensor_flags, Buffer& base, fm_delta::Shape& shape, int& threads, PyObject** more = nullptr) {
     PyObject *tensor_object, *base_object;
     Py_ssize_t row_length, base_values;
-    if (!PyArg_ParseTuple(args, format, &tensor_object, &base_object, &shape.dtype, &row_length, &base_values, &threads)) return false;
+    if (!PyArg_ParseTuple(args, format, &tensor_object, &base_object, &shape.dtype, &row_length, &base_values, &threads, more)) return false;
     if (!tensor.open(tensor_object, tensor_flags) || !base.open(base_object, 0)) return false;
     if (row_length < 1 || base_values < 0) {
         PyErr_SetString(PyExc_TypeError, "row_length must be positive and base_values must not be negative");
@@ -78,15 +79,41 @@ bool parse(PyObject* args, const char* format, Buffer& tensor, int tensor_flags,
     return true;
 }
 
+// One candidate: a tuple of rows (int32, base rows × rank), columns (int32, rank × row length) and the exponent.
+bool parse(PyObject* object, const fm_delta::Shape& shape, Buffer& rows, Buffer& columns, fm_delta::Factors& factors) {
+    PyObject *rows_object, *columns_object;
+    if (!PyTuple_Check(object) || !PyArg_ParseTuple(object, "OOi", &rows_object, &columns_object, &factors.exponent)) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a candidate must be a tuple");
+        return false;
+    }
+    if (!rows.open(rows_object, 0) || !columns.open(columns_object, 0)) return false;
+    const size_t row = sizeof(int32_t) * shape.row_length, rank = columns.bytes() / row;
+    const size_t row_count = (shape.base_values + shape.row_length - 1) / shape.row_length;
+    if (rank == 0 || rank > 1024 || columns.bytes() % row || rows.bytes() != rank * row_count * sizeof(int32_t)) {
+        PyErr_SetString(PyExc_TypeError, "the factors' buffers have the wrong sizes");
+        return false;
+    }
+    factors.rank = int(rank);
+    factors.rows = static_cast<const int32_t*>(rows.view.buf);
+    factors.columns = static_cast<const int32_t*>(columns.view.buf);
+    return true;
+}
+
 PyObject* encode(PyObject*, PyObject* args) {
     Buffer tensor, base;
     fm_delta::Shape shape{};
     int threads = 1;
-    if (!parse(args, "OOinn|i:encode", tensor, 0, base, shape, threads)) return nullptr;
+    PyObject* tuple = nullptr;
+    if (!parse(args, "OOinn|iO:encode", tensor, 0, base, shape, threads, &tuple)) return nullptr;
+    const size_t count = tuple && PyTuple_Check(tuple) ? size_t(PyTuple_Size(tuple)) : 0;
+    std::vector<Buffer> buffers(2 * count);
+    std::vector<fm_delta::Factors> candidates(count);
+    for (size_t i = 0; i < count; ++i)
+        if (!parse(PyTuple_GetItem(tuple, Py_ssize_t(i)), shape, buffers[2 * i], buffers[2 * i + 1], candidates[i])) return nullptr;
     std::vector<uint8_t> body;
     if (!run([&] {
             require_sizes(shape, tensor, base);
-            body = fm_delta::encode(shape, tensor.view.buf, base.view.buf, threads);
+            body = fm_delta::encode(shape, tensor.view.buf, base.view.buf, candidates, threads);
         }))
         return nullptr;
     return to_bytes(body);
@@ -244,7 +271,7 @@ PyObject* retarget(PyObject*, PyObject* args) {
 }
 
 PyMethodDef METHODS[] = {
-    {"encode", encode, METH_VARARGS, "encode(tensor, base | None, dtype, row_length, base_values, threads=1) -> body"},
+    {"encode", encode, METH_VARARGS, "encode(tensor, base | None, dtype, row_length, base_values, threads=1, ((rows, columns, exponent), ...)) -> body"},
     {"decode", decode, METH_VARARGS, "decode(body, (tensor, base | None, dtype, row_length, base_values, threads=1)): fills the tensor"},
     {"cast", cast, METH_VARARGS, "cast(source, from_dtype, target, to_dtype): fills the target, rounding to nearest even"},
     {"count_symbols", count_symbols, METH_VARARGS, "count_symbols(tensor, base | None, dtype, row_length, base_values) -> uint64 counts"},

@@ -17,7 +17,7 @@ namespace fm_delta {
 constexpr size_t BLOCK = 256 * 1024;  // values of a block: 64 states cost 0.008 bits each
 constexpr size_t CHUNK = 4096;        // values handled at a time, so that they stay in the first-level cache
 
-enum Flags : uint8_t { UNTOUCHED_ROWS = 1, COLUMN_SCALES = 2 };
+enum Flags : uint8_t { UNTOUCHED_ROWS = 1, COLUMN_SCALES = 2, LOW_RANK = 4 };
 enum Kind : uint32_t { RAW = 0, NARROW = 1, INTERLEAVED = 2 };  // low two bits of a block's entry; the rest is its size
 
 // A run of rows with or without a base, seen as one sequence of values from which untouched rows are left out.

@@ -19,7 +19,16 @@ struct Shape {
 // Throws std::invalid_argument when the shape contradicts itself.
 void check(const Shape& shape);
 
-std::vector<uint8_t> encode(const Shape& shape, const void* tensor, const void* base, int threads);
+// What moves a base before the tensor is compared with it: rows · columns · 2^-exponent. Rank 0 stands for no change.
+struct Factors {
+    int rank = 0;
+    int exponent = 0;
+    const int32_t* rows = nullptr;     // base rows × rank
+    const int32_t* columns = nullptr;  // rank × row length
+};
+
+// With whichever of the candidates, or none, the body is smallest.
+std::vector<uint8_t> encode(const Shape& shape, const void* tensor, const void* base, const std::vector<Factors>& candidates, int threads);
 
 // Throws std::runtime_error when the body is not one that encode makes. Reads and writes only inside the given memory.
 void decode(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, void* tensor, int threads);

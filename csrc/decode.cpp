@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "blocks.h"
+#include "low_rank.h"
 #include "rans.h"
 #include "scales.h"
 #include "threads.h"
@@ -68,7 +69,7 @@ class TensorDecoder {
         const bool plane_fits = F::WIDTH == 16 ? plan_.plane == 0 : F::WIDTH == 32 ? plan_.plane <= 2 : plan_.plane == 5 || plan_.plane == 6;
         const uint8_t flags = in.get<uint8_t>();
         plan_.own_tables = in.get<uint64_t>();
-        if (!plane_fits || flags > (UNTOUCHED_ROWS | COLUMN_SCALES) || plan_.own_tables >> TABLES)
+        if (!plane_fits || flags > (UNTOUCHED_ROWS | COLUMN_SCALES | LOW_RANK) || plan_.own_tables >> TABLES)
             throw std::runtime_error("the compressed tensor uses a feature this version does not know");
         const size_t side_bytes = in.get<uint32_t>();
         read_side(BitReader(in.take(side_bytes), side_bytes), flags);
@@ -110,11 +111,13 @@ class TensorDecoder {
         plan_.row_scales = get_scales(in, plan_.rows.size());
         if (flags & COLUMN_SCALES) plan_.column_scales = get_scales(in, plan_.shape.row_length);
         tables_ = &default_decode_tables();
-        if (!plan_.own_tables) return;
-        own_tables_ = default_decode_tables();
-        tables_ = &own_tables_;
+        if (plan_.own_tables) {
+            own_tables_ = default_decode_tables();
+            tables_ = &own_tables_;
+        }
         for (int id = 0; id < TABLES; ++id)
             if (plan_.own_tables >> id & 1) own_tables_[id] = DecodeTable(read_table(in, DEFAULT_TABLES[id]));
+        if (flags & LOW_RANK) change_ = get_low_rank(in, plan_.parts[1].first_row, plan_.shape.row_length, F::WIDTH == 64);
     }
 
     void copy_untouched() {
@@ -143,9 +146,12 @@ class TensorDecoder {
         Decoder<LANES> decoder(data + low_bytes, bytes - low_bytes);
         const auto chunk = std::make_unique<Chunk<F>>(plan_);
         const auto values = std::make_unique<int32_t[]>(CHUNK);
+        // A moved base lies where its values will be.
+        const U* base = change_.rank ? tensor_ : base_;
+        if (change_.rank && !block.part->alone) change_.predict<F>(plan_, *block.part, block.begin, block.size, base_, tensor_);
         for (size_t done = 0; done < block.size; done += CHUNK) {
             const size_t size = std::min(CHUNK, block.size - done);
-            chunk->fill(plan_, *block.part, block.begin + done, size, base_);
+            chunk->fill(plan_, *block.part, block.begin + done, size, base);
             decoder.decode(chunk->contexts, values.get(), size, tables_->data());
             const uint8_t* low = data + done * plane;
             switch (plan_.plane) {
@@ -178,6 +184,7 @@ class TensorDecoder {
     }
 
     Plan plan_;
+    LowRank change_;
     const U* base_;
     U* tensor_;
     const std::vector<DecodeTable>* tables_;

@@ -2,8 +2,10 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
+#include <numeric>
 
 #include "blocks.h"
+#include "low_rank.h"
 #include "rans.h"
 #include "scales.h"
 #include "threads.h"
@@ -22,7 +24,7 @@ class TensorEncoder {
     using U = typename F::U;
 
    public:
-    TensorEncoder(const Shape& shape, const void* tensor, const void* base, int threads)
+    TensorEncoder(const Shape& shape, const void* tensor, const void* base, const Factors& factors, int threads)
         : tensor_(static_cast<const U*>(tensor)), base_(static_cast<const U*>(base)), threads_(threads) {
         plan_.shape = shape;
         untouched_.resize(plan_.base_rows());
@@ -31,13 +33,14 @@ class TensorEncoder {
             untouched_[row] = std::memcmp(tensor_ + at, base_ + at, plan_.row_values(row) * sizeof(U)) == 0;
         }
         plan_.set_rows(untouched_);
+        if (factors.rank) move_base(factors);
         choose_scales();
         choose_plane();
         plan_.tables.assign(DEFAULT_TABLES.begin(), DEFAULT_TABLES.end());
+        choose_tables();
     }
 
-    std::vector<uint8_t> encode() {
-        choose_tables();
+    std::vector<uint8_t> encode() const {
         std::vector<EncodeTable> tables(plan_.tables.begin(), plan_.tables.end());
         std::vector<std::vector<uint8_t>> blocks(plan_.blocks());
         std::vector<uint32_t> entries(blocks.size());
@@ -55,6 +58,12 @@ class TensorEncoder {
             entries[i] = uint32_t(blocks[i].size() << 2 | kind);
         });
         return assemble(entries, blocks);
+    }
+
+    // About how many bits `encode` makes, from a sample of the blocks.
+    double cost() const {
+        const size_t values = plan_.parts[0].values + plan_.parts[1].values;
+        return coded_bits_ + 8.0 * double(plan_.plane) * double(values) + 8.0 * double(side().size());
     }
 
     std::vector<uint64_t> count() const {
@@ -80,6 +89,26 @@ class TensorEncoder {
             const Real<F> change = finite_value<F>(x[i]) - finite_value<F>(b[i]);
             out[i] = std::min(change * change + grid_variance<F>(b[i]), MOST);
         }
+    }
+
+    // From here on the base is what the factors make of it.
+    void move_base(const Factors& factors) {
+        const Part& part = plan_.parts[0];
+        const size_t rank = size_t(factors.rank), length = plan_.shape.row_length;
+        change_.rank = factors.rank;
+        change_.exponent = factors.exponent;
+        for (size_t row = 0; row < plan_.parts[1].first_row; ++row) {
+            const int32_t* begin = factors.rows + plan_.rows[row] * rank;
+            change_.rows.insert(change_.rows.end(), begin, begin + rank);
+        }
+        change_.columns.assign(factors.columns, factors.columns + rank * length);
+        change_.prepare(F::WIDTH == 64);
+        moved_base_.resize(plan_.shape.base_values);
+        parallel_for(plan_.blocks(part), threads_, [&](size_t i) {
+            const Block block = block_at(plan_, i);
+            change_.predict<F>(plan_, part, block.begin, block.size, base_, moved_base_.data());
+        });
+        base_ = moved_base_.data();
     }
 
     void choose_scales() {
@@ -151,13 +180,17 @@ class TensorEncoder {
         }
     }
 
-    void count_block(const Block& block, std::vector<uint64_t>& counts) const {
+    // Returns how many raw bits go with the symbols.
+    size_t count_block(const Block& block, std::vector<uint64_t>& counts) const {
+        size_t raw = 0;
         for_chunks(block, [&](size_t, size_t size, const Chunk<F>& chunk, const int32_t* values) {
             for (size_t i = 0; i < size; ++i) {
                 const Context context = chunk.contexts[i];
+                raw += context.shift;
                 ++counts[context.table * SYMBOLS + symbol_of(values[i] >> context.shift).id];
             }
         });
+        return raw;
     }
 
     // A table of the tensor's own pays when it saves more than its description costs.
@@ -165,21 +198,30 @@ class TensorEncoder {
         const size_t blocks = plan_.blocks(), sampled = std::min(blocks, COUNT_BLOCKS);
         if (blocks == 0) return;
         std::vector<std::vector<uint64_t>> partial(sampled, std::vector<uint64_t>(TABLES * SYMBOLS));
+        std::vector<size_t> raw(sampled), values(sampled);
         // The last block is among them: where some rows have no base it is one of those.
-        parallel_for(sampled, threads_, [&](size_t i) { count_block(block_at(plan_, blocks - 1 - i * blocks / sampled), partial[i]); });
+        parallel_for(sampled, threads_, [&](size_t i) {
+            const Block block = block_at(plan_, blocks - 1 - i * blocks / sampled);
+            values[i] = block.size;
+            raw[i] = count_block(block, partial[i]);
+        });
+        double bits = double(std::accumulate(raw.begin(), raw.end(), size_t(0)));
         for (int id = 0; id < TABLES; ++id) {
             std::array<uint64_t, SYMBOLS> counts{};
             for (const auto& part : partial)
                 for (int symbol = 0; symbol < SYMBOLS; ++symbol) counts[symbol] += part[id * SYMBOLS + symbol];
             const Frequencies own = normalise(counts);
             size_t description = 0;
-            best_rice(differences(own, DEFAULT_TABLES[id]), &description);
-            const double saved = (cost(counts, DEFAULT_TABLES[id]) - cost(counts, own)) * double(blocks) / double(sampled);
-            if (saved > double(description + 3)) {
+            best_rice(differences(own, DEFAULT_TABLES[id]), 16, &description);
+            const double usual = cost(counts, DEFAULT_TABLES[id]), saved = usual - cost(counts, own);
+            bits += usual;
+            if (saved * double(blocks) / double(sampled) > double(description + 3)) {
                 plan_.tables[id] = own;
                 plan_.own_tables |= uint64_t(1) << id;
+                bits -= saved;
             }
         }
+        coded_bits_ = bits * double(plan_.parts[0].values + plan_.parts[1].values) / double(std::accumulate(values.begin(), values.end(), size_t(0)));
     }
 
     static double cost(const std::array<uint64_t, SYMBOLS>& counts, const Frequencies& frequencies) {
@@ -219,7 +261,7 @@ class TensorEncoder {
         return out;
     }
 
-    std::vector<uint8_t> assemble(const std::vector<uint32_t>& entries, const std::vector<std::vector<uint8_t>>& blocks) const {
+    std::vector<uint8_t> side() const {
         BitWriter side;
         if (any_untouched())
             for (const bool untouched : untouched_) side.put(untouched, 1);
@@ -232,17 +274,23 @@ class TensorEncoder {
             side.put(uint64_t(k), 3);
             for (const uint32_t code : codes) put_rice(side, code, k);
         }
+        if (change_.rank) put_low_rank(side, change_, plan_.parts[1].first_row, plan_.shape.row_length);
+        return side.bytes();
+    }
+
+    std::vector<uint8_t> assemble(const std::vector<uint32_t>& entries, const std::vector<std::vector<uint8_t>>& blocks) const {
+        const std::vector<uint8_t> side = this->side();
         std::vector<uint8_t> body;
         const auto append = [&body](const void* data, size_t bytes) {
             const auto* begin = static_cast<const uint8_t*>(data);
             body.insert(body.end(), begin, begin + bytes);
         };
         body.push_back(uint8_t(plan_.plane));
-        body.push_back(uint8_t((any_untouched() ? UNTOUCHED_ROWS : 0) | (plan_.column_scales.empty() ? 0 : COLUMN_SCALES)));
+        body.push_back(uint8_t((any_untouched() ? UNTOUCHED_ROWS : 0) | (plan_.column_scales.empty() ? 0 : COLUMN_SCALES) | (change_.rank ? LOW_RANK : 0)));
         append(&plan_.own_tables, 8);
-        const uint32_t side_bytes = uint32_t(side.bytes().size());
+        const uint32_t side_bytes = uint32_t(side.size());
         append(&side_bytes, 4);
-        append(side.bytes().data(), side_bytes);
+        append(side.data(), side_bytes);
         append(entries.data(), 4 * entries.size());
         for (const auto& block : blocks) append(block.data(), block.size());
         return body;
@@ -253,19 +301,30 @@ class TensorEncoder {
     int threads_;
     Plan plan_;
     std::vector<bool> untouched_;
+    LowRank change_;
+    std::vector<U> moved_base_;
+    double coded_bits_ = 0;  // about what the values take, without their low bytes
 };
 
 }  // namespace
 
-std::vector<uint8_t> encode(const Shape& shape, const void* tensor, const void* base, int threads) {
+std::vector<uint8_t> encode(const Shape& shape, const void* tensor, const void* base, const std::vector<Factors>& candidates, int threads) {
     std::vector<uint8_t> body;
-    with_float(shape.dtype, [&](auto type) { body = TensorEncoder<decltype(type)>(shape, tensor, base, threads).encode(); });
+    with_float(shape.dtype, [&](auto type) {
+        using Encoder = TensorEncoder<decltype(type)>;
+        auto best = std::make_unique<Encoder>(shape, tensor, base, Factors{}, threads);
+        for (const Factors& factors : candidates) {
+            auto other = std::make_unique<Encoder>(shape, tensor, base, factors, threads);
+            if (other->cost() < best->cost()) best = std::move(other);
+        }
+        body = best->encode();
+    });
     return body;
 }
 
 std::vector<uint64_t> count_symbols(const Shape& shape, const void* tensor, const void* base) {
     std::vector<uint64_t> counts;
-    with_float(shape.dtype, [&](auto type) { counts = TensorEncoder<decltype(type)>(shape, tensor, base, 1).count(); });
+    with_float(shape.dtype, [&](auto type) { counts = TensorEncoder<decltype(type)>(shape, tensor, base, Factors{}, 1).count(); });
     return counts;
 }
 

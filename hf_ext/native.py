@@ -12,7 +12,7 @@ except ImportError as error:
         "checkout run: python setup.py build_ext --inplace"
     ) from error
 
-__all__ = ["FLOATS", "WIDTHS", "_native", "aligned", "cast"]
+__all__ = ["FLOATS", "WIDTHS", "_native", "aligned", "as_numbers", "cast"]
 
 # safetensors' names of the float types: their codes in C++ (and in compressed files), and their bytes.
 FLOATS = {"F32": 1, "F16": 2, "BF16": 3, "F64": 4}
@@ -32,3 +32,12 @@ def cast(data: np.ndarray, dtype: str, target: str) -> np.ndarray:
     out = np.empty(data.size // WIDTHS[dtype] * WIDTHS[target], np.uint8)
     _native.cast(data, FLOATS[dtype], out, FLOATS[target])
     return out
+
+
+def as_numbers(data: np.ndarray, dtype: str) -> np.ndarray:
+    """Floats, given as bytes, as an array of numbers: of float32, or of float64 where they are."""
+    data = aligned(data, dtype)
+    if dtype == "BF16":
+        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    numbers = data.view(f"f{WIDTHS[dtype]}")
+    return numbers.astype(np.float32) if dtype == "F16" else numbers

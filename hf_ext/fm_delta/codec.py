@@ -16,9 +16,13 @@ import xxhash
 
 from hf_ext.checkpoint import TORCH_DTYPES, RawTensor
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
-from hf_ext.native import FLOATS, WIDTHS, _native, aligned, cast
+from hf_ext.fm_delta import low_rank
+from hf_ext.native import FLOATS, WIDTHS, _native, aligned, as_numbers, cast
 
-MAGIC = b"FMD\x01"
+MAGIC = b"FMD\x02"
+VERSIONS = (1, 2)
+LEVELS = (1, 2, 3)
+DEFAULT_LEVEL = 2
 STORED, CODED = 0, 1
 SHORT_ROW, FLAT_ROW = 64, 1024  # rows shorter than the first share a scale, up to the second together
 MAX_EXPANSION = 64  # values without a base that a byte of a body may stand for; at most 4/3 do, as their low bits are verbatim
@@ -66,7 +70,7 @@ def is_payload(data: np.ndarray | torch.Tensor) -> bool:
     if str(data.dtype).removeprefix("torch.") != "uint8":
         return False
     flat = data.reshape(-1)
-    return len(flat) >= _FIXED.size and bytes(flat[:4].tolist()) == MAGIC
+    return len(flat) >= _FIXED.size and bytes(flat[:3].tolist()) == MAGIC[:3] and int(flat[3]) in VERSIONS
 
 
 def row_length(shape: tuple[int, ...]) -> int:
@@ -76,7 +80,12 @@ def row_length(shape: tuple[int, ...]) -> int:
 
 
 def encode_raw(
-    tensor: RawTensor, base: RawTensor | None = None, name: str = "", base_name: str = "", threads: int = 1
+    tensor: RawTensor,
+    base: RawTensor | None = None,
+    name: str = "",
+    base_name: str = "",
+    threads: int = 1,
+    level: int = DEFAULT_LEVEL,
 ) -> bytes:
     """Compresses a tensor, without loss, to a payload of at most its own size and a header.
 
@@ -86,6 +95,7 @@ def encode_raw(
             rows or begin with all of the tensor's (a resized embedding). Otherwise it is left aside.
         name, base_name: what the two are called in their checkpoints.
         threads: for tensors of more than 262,144 values.
+        level: 1 takes values one by one; 2 looks for a low-rank part of a matrix's change first, and 3 longer.
 
     Raises:
         CheckpointError: the tensor has more than 255 dimensions or a name of more than 65,535 bytes.
@@ -98,7 +108,10 @@ def encode_raw(
         attempts = [base_values, 0] if base_values else [0]
         for predicted in attempts:
             prediction = _prediction(base, tensor.dtype, predicted)
-            candidate = _native.encode(data, prediction, FLOATS[tensor.dtype], row_length(tensor.shape), predicted, threads)
+            changes = _changes(tensor, prediction, predicted, level)
+            candidate = _native.encode(
+                data, prediction, FLOATS[tensor.dtype], row_length(tensor.shape), predicted, threads, changes
+            )
             if len(candidate) < len(body):
                 coded, base_values, body = True, predicted, candidate
             # A base that saves a quarter is this tensor's base; one that does not may be a stranger of the same shape.
@@ -136,9 +149,9 @@ def read_header(payload: np.ndarray | bytes, name: str = "") -> Header:
     where = f"Tensor '{name}'" if name else "The payload"
     if len(data) < _FIXED.size or bytes(data[:3]) != MAGIC[:3]:
         raise CorruptFileError(f"{where} is not compressed by FM-Delta, or the file is damaged.")
-    if data[3] != MAGIC[3]:
+    if data[3] not in VERSIONS:
         raise CorruptFileError(
-            f"{where} is of format version {data[3]}, this hf_ext reads version {MAGIC[3]}: update hf_ext, or the file is "
+            f"{where} is of format version {data[3]}, this hf_ext reads up to version {MAGIC[3]}: update hf_ext, or the file is "
             "damaged."
         )
     integrity = int.from_bytes(data[_FIXED.size - 8 : _FIXED.size], "little")
@@ -223,9 +236,12 @@ def decode_raw(
     return tensor
 
 
-def encode(tensor: torch.Tensor, base: torch.Tensor | None = None, threads: int = 1) -> bytes:
+def encode(
+    tensor: torch.Tensor, base: torch.Tensor | None = None, threads: int = 1, level: int = DEFAULT_LEVEL
+) -> bytes:
     """`encode_raw` for tensors in memory."""
-    return encode_raw(RawTensor.from_torch(tensor), None if base is None else RawTensor.from_torch(base), threads=threads)
+    twin = None if base is None else RawTensor.from_torch(base)
+    return encode_raw(RawTensor.from_torch(tensor), twin, threads=threads, level=level)
 
 
 def decode(payload: bytes, base: torch.Tensor | None = None, threads: int = 1) -> torch.Tensor:
@@ -252,6 +268,15 @@ def _predicted_values(tensor: RawTensor, base: RawTensor | None) -> int:
         return 0
     values, shared = math.prod(tensor.shape), min(base.shape[0], tensor.shape[0]) * math.prod(tensor.shape[1:])
     return values if shared == values else shared - shared % row_length(tensor.shape)
+
+
+def _changes(tensor: RawTensor, prediction: np.ndarray | None, values: int, level: int) -> tuple[low_rank.Factors, ...]:
+    """Low-rank changes that may bring the base's values closer to the tensor's."""
+    length = row_length(tensor.shape)
+    if level == LEVELS[0] or prediction is None or len(tensor.shape) < 2 or length != math.prod(tensor.shape[1:]):
+        return ()
+    pair = (as_numbers(data[: prediction.size], tensor.dtype).reshape(-1, length) for data in (tensor.data, prediction))
+    return tuple(low_rank.candidates(*pair, torch.finfo(TORCH_DTYPES[tensor.dtype]), level))
 
 
 def _prediction(base: RawTensor | None, dtype: str, values: int) -> np.ndarray | None:

@@ -1,0 +1,159 @@
+"""What a fine-tune changed, as a product of two matrices of small integers and a rest.
+
+The changes of a full fine-tune are partly of low rank, those of a merged LoRA wholly. Taken out of the difference, such a part
+costs its factors and saves bits of every value.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+MAX_RANK = 48
+OVERSAMPLING = 8
+LEAST = 64  # rows and columns of a matrix that is worth it
+MAX_EXPONENT = 100
+EXACT = 2**53  # up to here double precision holds every sum of products
+GAUSSIAN_BITS = 0.5 * math.log2(2 * math.pi * math.e)  # of a Gaussian number whose standard deviation is one step
+
+
+class Factors(NamedTuple):
+    """The change rows · columns · 2^-exponent, as the C++ extension takes it."""
+
+    rows: np.ndarray  # int32, rows × rank
+    columns: np.ndarray  # int32, rank × columns
+    exponent: int
+
+
+class Components(NamedTuple):
+    """The leading singular components of a change."""
+
+    left: torch.Tensor  # rows × rank, orthonormal columns
+    values: np.ndarray
+    right: torch.Tensor  # rank × columns, orthonormal rows
+    energy: float  # sum of the squares of the whole change
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return self.left.shape[0], self.right.shape[1]
+
+
+def candidates(tensor: np.ndarray, base: np.ndarray, kind: torch.finfo, level: int) -> list[Factors]:
+    """Low-rank changes of a base that may make its difference from a tensor cheaper, to be tried one by one.
+
+    Args:
+        tensor, base: numbers, rows × columns.
+        kind: the float type that they are of.
+        level: see `encode_raw`.
+    """
+    if min(tensor.shape) < LEAST:
+        return []
+    with np.errstate(invalid="ignore", over="ignore"):
+        change = np.nan_to_num((tensor - base).astype(np.float32, copy=False), copy=False, nan=0, posinf=0, neginf=0)
+    touched = np.flatnonzero(change.any(1))
+    if len(touched) < LEAST:
+        return []
+    grid = grid_variance(tensor[touched[:: 1 + len(touched) // LEAST]], kind)
+    components = decompose(torch.from_numpy(change if len(touched) == len(change) else change[touched]), MAX_RANK, level - 1)
+    rank = best_rank(components, grid)
+    wholly = rest_variance(components, rank, 0) < 4 * grid
+    found = []
+    for rank, finer in search(rank, wholly, level):
+        factors = quantise(components, rank, rest_variance(components, rank, grid), finer)
+        if factors is not None:
+            rows = np.zeros((len(change), factors.rows.shape[1]), np.int32)
+            rows[touched] = factors.rows
+            found.append(factors._replace(rows=rows))
+    return found
+
+
+def search(rank: int, wholly: bool, level: int) -> list[tuple[int, int]]:
+    """Ranks, and how much finer the factors' steps are than suits a rest of white noise. A change that is wholly of low rank
+    leaves hardly any: there each value is either predicted exactly or a step beside, more rarely with finer factors."""
+    ranks = [rank] if level == 2 else sorted({rank * 3 // 4, rank, rank * 5 // 4})
+    steps = ([4] if wholly else [0]) if level == 2 else ([0, 2, 4, 6, 8] if wholly else [-1, 0, 1])
+    return [(each, finer) for each in ranks for finer in steps if each]
+
+
+def grid_variance(values: np.ndarray, kind: torch.finfo) -> float:
+    """Mean variance of the rounding of values to their type."""
+    finite = np.abs(values[np.isfinite(values)].astype(np.float64))
+    spacing = np.exp2(np.floor(np.log2(np.maximum(finite, kind.tiny)))) * kind.eps
+    return float(np.square(spacing).mean()) / 12 if finite.size else 0.0
+
+
+def decompose(change: torch.Tensor, rank: int, power_iterations: int = 1) -> Components:
+    """Randomised singular value decomposition (Halko, Martinsson, Tropp, arXiv 0909.4061), always with the same draw."""
+    rows, columns = change.shape
+    width = min(rank + OVERSAMPLING, rows, columns)
+    basis = change @ torch.randn(columns, width, generator=torch.Generator().manual_seed(0))
+    for _ in range(power_iterations):
+        basis = change @ (change.T @ torch.linalg.qr(basis).Q)
+    basis = torch.linalg.qr(basis).Q
+    reduced = basis.T @ change
+    squares, turn = torch.linalg.eigh((reduced.double() @ reduced.double().T))
+    values = squares.clamp(min=0).sqrt().flip(0)[:rank]
+    values = values[values > 1e-6 * values[0]]
+    turn = turn.flip(1)[:, : len(values)].float()
+    right = (turn.T @ reduced) / values.float()[:, None]
+    return Components(basis @ turn, values.numpy(), right, float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2)
+
+
+def rest_variance(components: Components, rank: int, grid: float) -> float:
+    """Of a value once `rank` components are taken out, the rounding of its type included."""
+    left = components.energy - float(np.square(components.values[:rank]).sum())
+    return max(left, 0.0) / math.prod(components.lengths) + grid
+
+
+def best_rank(components: Components, grid: float) -> int:
+    """The rank at which factors and rest together take the fewest bits if the rest is white noise; 0 if none pays."""
+    rows, columns = components.lengths
+    count, values = rows * columns, components.values
+    ranks = np.arange(1, len(values) + 1)
+    rest = np.maximum(components.energy - np.square(values).cumsum(), 0) / count + grid
+    share, square = _steps(values.cumsum(), ranks, rest, rows, columns)
+    bits = count / 2 * (np.log2(rest) - np.log2(1 - share))
+    for length in (rows, columns):
+        each = np.log2(values[:, None] / (length * square[None, :])) / 2 + GAUSSIAN_BITS
+        bits += length * np.triu(np.maximum(each, 1)).sum(0)
+    bits[share >= 0.5] = np.inf
+    best = int(bits.argmin())
+    return best + 1 if bits[best] < count / 2 * math.log2(components.energy / count + grid) else 0
+
+
+def quantise(components: Components, rank: int, rest: float, finer: int = 0) -> Factors | None:
+    """The first `rank` components as integers, in steps as fine as pays and is exact; None where there is no such step.
+
+    Args:
+        rest: `rest_variance` of them.
+        finer: how many times the square of the step is halved.
+    """
+    rows, columns = components.lengths
+    values = components.values[:rank]
+    _, square = _steps(values.sum(), rank, rest, rows, columns)
+    if not 0 < square < math.inf:
+        return None
+    exponent = round(-math.log2(square)) + finer
+    left, right = (
+        factors.double() * torch.from_numpy(np.sqrt(values))
+        for factors in (components.left[:, :rank], components.right[:rank].T)
+    )
+    most = float(left.abs().max()) * float(right.abs().max()) * rank
+    exponent = min(exponent, math.floor(math.log2(EXACT / most)) - 1)
+    if abs(exponent) > MAX_EXPONENT:
+        return None
+    left, right = ((factors * 2 ** (exponent / 2)).round().int() for factors in (left, right))
+    return Factors(left.contiguous().numpy(), right.T.contiguous().numpy(), exponent)
+
+
+def _steps(values: np.ndarray, rank: np.ndarray, rest: np.ndarray, rows: int, columns: int):
+    """The share of a factor in a value, and the square of the factors' step that takes the fewest bits.
+
+    Rounding the factors adds x · rest to the variance of a value, which costs it log2(1 + x) / 2 bits; half a step costs each
+    factor one. Their sum is least where x / (1 + x) is the share.
+    """
+    share = np.minimum(rank * (rows + columns) / (rows * columns), 0.5)
+    return share, 12 * rest * share / (1 - share) / (values * (1 / rows + 1 / columns))
