@@ -15,7 +15,7 @@
 namespace fm_delta {
 
 constexpr int MAX_RANK = 1024, MAX_EXPONENT = 100;
-constexpr int64_t NARROW_SUMS = int64_t(1) << 24, WIDE_SUMS = int64_t(1) << 53;  // below, float and double hold every integer
+constexpr double NARROW_SUMS = 0x1p24, WIDE_SUMS = 0x1p53;  // below, float and double hold every integer
 
 class LowRank {
    public:
@@ -28,7 +28,7 @@ class LowRank {
 
     // To be called when all is filled in. Throws std::runtime_error if sums might not be exact.
     void prepare(bool doubles) {
-        const int64_t most = int64_t(rank) * largest(rows) * largest(columns);
+        const double most = double(rank) * largest(rows) * largest(columns);
         wide_ = doubles || most >= NARROW_SUMS;
         if (most >= WIDE_SUMS || rank < 1 || rank > MAX_RANK || std::abs(exponent) > MAX_EXPONENT) throw std::runtime_error("the low-rank factors are impossible");
         if (wide_) {
@@ -61,9 +61,9 @@ class LowRank {
         std::fenv_t before;
     };
 
-    static int64_t largest(const std::vector<int32_t>& factors) {
-        int64_t most = 0;
-        for (const int32_t factor : factors) most = std::max(most, std::abs(int64_t(factor)));
+    static double largest(const std::vector<int32_t>& factors) {
+        double most = 0;
+        for (const int32_t factor : factors) most = std::max(most, std::abs(double(factor)));
         return most;
     }
 

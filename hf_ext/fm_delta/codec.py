@@ -19,8 +19,9 @@ from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.fm_delta import low_rank
 from hf_ext.native import FLOATS, WIDTHS, _native, aligned, as_numbers, cast
 
-MAGIC = b"FMD\x02"
-VERSIONS = (1, 2)
+VERSION = 2
+VERSIONS = range(1, VERSION + 1)
+MAGIC = b"FMD" + bytes([VERSION])
 LEVELS = (1, 2, 3)
 DEFAULT_LEVEL = 2
 STORED, CODED = 0, 1
@@ -99,7 +100,10 @@ def encode_raw(
 
     Raises:
         CheckpointError: the tensor has more than 255 dimensions or a name of more than 65,535 bytes.
+        ValueError: there is no such level.
     """
+    if level not in LEVELS:
+        raise ValueError(f"level must be one of {LEVELS}, not {level!r}")
     checksum = xxhash.xxh3_64_intdigest(tensor.data)
     coded, base_values, body = False, 0, memoryview(tensor.data)
     if tensor.dtype in FLOATS and tensor.data.size:
@@ -151,7 +155,7 @@ def read_header(payload: np.ndarray | bytes, name: str = "") -> Header:
         raise CorruptFileError(f"{where} is not compressed by FM-Delta, or the file is damaged.")
     if data[3] not in VERSIONS:
         raise CorruptFileError(
-            f"{where} is of format version {data[3]}, this hf_ext reads up to version {MAGIC[3]}: update hf_ext, or the file is "
+            f"{where} is of format version {data[3]}, this hf_ext reads up to version {VERSION}: update hf_ext, or the file is "
             "damaged."
         )
     integrity = int.from_bytes(data[_FIXED.size - 8 : _FIXED.size], "little")

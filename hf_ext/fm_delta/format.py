@@ -21,10 +21,9 @@ import xxhash
 
 from hf_ext.checkpoint import ComputedFile, Entry, SafetensorsFile, parse_header
 from hf_ext.errors import CorruptFileError
-from hf_ext.fm_delta.codec import Header, payload_shape, read_header
+from hf_ext.fm_delta.codec import VERSION, VERSIONS, Header, payload_shape, read_header
 from hf_ext.native import WIDTHS
 
-VERSION = 1
 KEY, CHECKSUM_KEY = "fm_delta", "fm_delta_checksum"
 MAX_HEADER = 100_000_000  # the safetensors library reads no longer header than this
 PAYLOAD_HEADER = 1 << 18  # no payload's header is longer: 255 dimensions and names of 65,535 bytes
@@ -67,7 +66,7 @@ class CompressedFile:
                 f"{self.path} has format version {version}, this hf_ext reads up to {VERSION}: update hf_ext."
             )
         checksum = _header_checksum(record, self.file.entries.items())
-        if version != VERSION or self.file.metadata.get(CHECKSUM_KEY) != checksum:
+        if version not in VERSIONS or self.file.metadata.get(CHECKSUM_KEY) != checksum:
             raise CorruptFileError(f"The header of {self.path} is damaged: it does not have the checksum it was written with.")
         try:
             self.digest: str = fields["digest"]

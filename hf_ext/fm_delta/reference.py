@@ -66,12 +66,12 @@ class Bits:
         self.position += count
         return sum(bit << i for i, bit in enumerate(taken))
 
-    def rice(self, k: int) -> int:
-        """A signed number: zigzag, then the quotient by 2^k in unary and the rest in k bits, or 20 ones and 16 bits."""
+    def rice(self, k: int, width: int = 16) -> int:
+        """A signed number: zigzag, then the quotient by 2^k in unary and the rest in k bits, or 20 ones and all of it."""
         quotient = 0
         while quotient < 20 and self.take(1):
             quotient += 1
-        code = self.take(16) if quotient == 20 else (quotient << k) + self.take(k)
+        code = self.take(width) if quotient == 20 else (quotient << k) + self.take(k)
         return -(code + 1) // 2 if code % 2 else code // 2
 
     def scales(self, count: int) -> np.ndarray:
@@ -88,6 +88,24 @@ class Bits:
         table = np.array([frequency + self.rice(k) for frequency in default[:63].tolist()] + [0])
         require(table.min() >= 0 and table.sum() == 1 << TABLE_BITS, "a table's frequencies are impossible")
         return table
+
+
+    def factors(self, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray, int, bool]:
+        """A low-rank change: factors of the rows and of the columns, the exponent, and whether its sums are wide."""
+        rank, exponent, wide = self.take(16), self.take(16), bool(self.take(1))
+        exponent -= (exponent >> 15) << 16
+        possible = 1 <= rank <= 1024 and abs(exponent) <= 100
+        require(possible and len(self.bits) - self.position >= rank * (rows + columns), "the low-rank factors are impossible")
+        lists = []
+        for _ in range(rank):
+            for count in (rows, columns):
+                k = self.take(5)
+                lists.append([self.rice(k, 32) for _ in range(count)])
+        left = np.array(lists[::2], np.int64).reshape(rank, rows).T
+        right = np.array(lists[1::2], np.int64).reshape(rank, columns)
+        most = rank * int(np.abs(left).max(initial=0)) * int(np.abs(right).max(initial=0))
+        require(most < 1 << 53, "the low-rank factors are impossible")
+        return left, right, exponent, wide or most >= 1 << 24
 
 
 def require(condition: bool, message: str) -> None:
@@ -115,6 +133,28 @@ def to_rotated(bits: np.ndarray, kind: FloatType) -> np.ndarray:
 def from_rotated(rotated: np.ndarray, kind: FloatType) -> np.ndarray:
     one, top = rotated.dtype.type(1), rotated.dtype.type(kind.width - 1)
     return rotated >> one | rotated << top
+
+
+def move(bits: np.ndarray, change: np.ndarray, wide: bool, kind: FloatType) -> np.ndarray:
+    """Each float plus its change, in float32 or, if `wide`, in float64, rounded to the type; NaNs and infinities as they are."""
+    magnitude = bits & bits.dtype.type((1 << (kind.width - 1)) - 1)
+    numbers = (bits.astype("<u4") << np.uint32(16)).view("<f4") if kind.numpy is None else bits.view(kind.numpy)
+    with np.errstate(all="ignore"):
+        total = numbers.astype("<f8" if wide else "<f4") + change.astype("<f8" if wide else "<f4")
+        if kind.width == 64:
+            moved = total.view(bits.dtype)
+        elif kind.width == 32:
+            moved = total.astype("<f4").view(bits.dtype)
+        else:
+            single = total.astype("<f4").view("<u4")
+            if kind.exponent == 8:
+                rounded = single + np.uint32(0x7FFF) + (single >> np.uint32(16) & np.uint32(1)) >> np.uint32(16)
+            else:
+                small = (np.abs(single.view("<f4")) * np.float32(2**-112)).view("<u4")
+                rounded = small + np.uint32(0xFFF) + (small >> np.uint32(13) & np.uint32(1)) >> np.uint32(13)
+                rounded = np.minimum(rounded, kind.infinity) | single >> np.uint32(16) & np.uint32(0x8000)
+            moved = rounded.astype(bits.dtype)
+    return np.where(magnitude >= kind.infinity, bits, moved)
 
 
 def expected_magnitude(scale: np.ndarray, kind: FloatType) -> np.ndarray:
@@ -196,7 +236,7 @@ def decode_body(
     # The header.
     require(len(body) >= 14, "the compressed tensor ends too early")
     plane, flags, own_tables, side_length = struct.unpack_from("<BBQI", body)
-    known = plane in kind.planes and flags < 4 and own_tables < 1 << TABLES
+    known = plane in kind.planes and flags < 8 and own_tables < 1 << TABLES
     require(known, "the compressed tensor uses an unknown feature")
     require(len(body) >= 14 + side_length, "the compressed tensor ends too early")
 
@@ -212,6 +252,13 @@ def decode_body(
     for i in range(TABLES):
         if own_tables >> i & 1:
             tables[i] = side.table(tables[i])
+    moved = base
+    if flags & 4:
+        place = np.cumsum(coded_row[:base_rows]) - 1  # of each row among those that are coded
+        rows, columns, exponent, wide = side.factors(int(coded_row[:base_rows].sum()), row_length)
+        row, column = np.divmod(np.arange(base_values), row_length)
+        change = np.ldexp((rows @ columns)[place[row], column].astype("<f8"), -exponent)
+        moved = move(base, change, wide or kind.width == 64, kind)
 
     # The two parts, cut into blocks: with a base, then alone.
     position = np.arange(values)
@@ -238,9 +285,9 @@ def decode_body(
         scale = row_scale[block // row_length] + column_scale[block % row_length]
         mantissa = kind.mantissa - 8 * plane
         if block[0] < base_values:
-            grid = np.maximum(kind.exponent_field(base[block]), 1) - kind.exponent_bias - kind.mantissa
+            grid = np.maximum(kind.exponent_field(moved[block]), 1) - kind.exponent_bias - kind.mantissa
             shift, table = contexts(scale - 4 * grid - 32 * plane, mantissa)
-            prediction, restore = to_ordered(base[block], kind), from_ordered
+            prediction, restore = to_ordered(moved[block], kind), from_ordered
         else:
             shift, table = np.full(len(block), min(mantissa - 1, 16)), np.full(len(block), ALONE_TABLE)
             prediction, restore = to_rotated(expected_magnitude(scale, kind), kind), from_rotated

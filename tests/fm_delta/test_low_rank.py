@@ -1,0 +1,211 @@
+"""A low-rank part of a change is found, told in small integers, and taken out of the difference, without a bit lost."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_codec import FLOAT_DTYPES, bits, trained
+from test_codec_core import BF16, FP16, FP32, FP64, decode, every_type, fine_tune, floats, landmarks, random_bits
+
+from hf_ext import _native
+from hf_ext.fm_delta import codec, low_rank, reference
+
+ROWS, COLUMNS = 96, 128
+
+
+def factors(rng: np.random.Generator, rows: int, columns: int, rank: int, most: int, exponent: int) -> low_rank.Factors:
+    left = rng.integers(-most, most, (rows, rank), np.int32, endpoint=True)
+    right = rng.integers(-most, most, (rank, columns), np.int32, endpoint=True)
+    return low_rank.Factors(left, right, exponent)
+
+
+def moved(base: np.ndarray, change: low_rank.Factors, code: int) -> np.ndarray:
+    """What the factors make of a base, by the reference."""
+    sums = (change.rows.astype(np.int64) @ change.columns.astype(np.int64)).ravel()
+    most = change.rows.shape[1] * int(np.abs(change.rows).max()) * int(np.abs(change.columns).max())
+    values = np.ldexp(sums.astype("<f8"), -change.exponent)
+    return reference.move(base, values, most >= 1 << 24 or code == FP64, reference.TYPES[code])
+
+
+def encode(tensor: np.ndarray, base: np.ndarray, code: int, columns: int, *changes: low_rank.Factors) -> bytes:
+    return _native.encode(tensor, base, code, columns, len(base), 1, changes)
+
+
+def assert_moved(tensor: np.ndarray, base: np.ndarray, code: int, columns: int, change: low_rank.Factors) -> bytes:
+    """The change is taken, and both decoders give the tensor back."""
+    body = encode(tensor, base, code, columns, change)
+    assert body[1] & 4
+    for decoder in (decode, reference.decode_body):
+        np.testing.assert_array_equal(decoder(body, base, code, len(tensor), columns, len(base)), tensor)
+    return body
+
+
+@every_type
+@pytest.mark.parametrize("most, exponent", [(1, 9), (60, 20), (1 << 10, 27), (1 << 15, 38), (1 << 22, 55)])
+def test_a_predicted_tensor_takes_little_more_than_the_factors(code, most, exponent):
+    rng = np.random.default_rng(0)
+    base = floats(rng.normal(0, 0.02, ROWS * COLUMNS), code)
+    change = factors(rng, ROWS, COLUMNS, 5, most, exponent)
+    tensor = moved(base, change, code)
+    assert (tensor != base).mean() > 0.5
+    body = assert_moved(tensor, base, code, COLUMNS, change)
+    planes = {FP64: 5}.get(code, 0)  # low bytes that travel as they are
+    assert len(body) - planes * len(tensor) < 5 * (ROWS + COLUMNS) * (np.log2(most) + 3) / 8 + 0.1 * len(tensor)
+
+
+@every_type
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_base_is_moved_alike_by_both_decoders(code, data):
+    """Everything that a base may hold, NaNs and subnormals among it, and factors of every size."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    columns, rank = data.draw(st.integers(1, 150)), data.draw(st.integers(1, 9))
+    rows = data.draw(st.integers(1, 12))
+    most = 2 ** data.draw(st.integers(0, 23))
+    change = factors(rng, rows, columns, rank, most, data.draw(st.integers(-100, 100)))
+    size = rows * columns
+    base = np.where(rng.random(size) < 0.3, rng.choice(landmarks(code), size), random_bits(rng, size, code))
+    tensor = moved(base, change, code)
+    tensor[rng.random(size) < 0.1] ^= 1
+    body = encode(tensor, base, code, columns, change)
+    for decoder in (decode, reference.decode_body):
+        np.testing.assert_array_equal(decoder(body, base, code, size, columns, size), tensor)
+
+
+@every_type
+def test_untouched_rows_have_no_factors_and_rows_without_a_base_none_either(code):
+    rng = np.random.default_rng(1)
+    base = floats(rng.normal(0, 0.02, ROWS * COLUMNS), code)
+    change = factors(rng, ROWS, COLUMNS, 3, 50, 18)
+    tensor = moved(base, change, code)
+    tensor[: 40 * COLUMNS] = base[: 40 * COLUMNS]
+    whole = np.concatenate([tensor, floats(rng.normal(0, 0.02, 7 * COLUMNS + 3), code)])
+    body = _native.encode(whole, base, code, COLUMNS, len(base), 1, (change,))
+    assert body[1] & 5 == 5
+    for decoder in (decode, reference.decode_body):
+        np.testing.assert_array_equal(decoder(body, base, code, len(whole), COLUMNS, len(base)), whole)
+
+
+def test_the_cheapest_candidate_is_taken_or_none():
+    rng = np.random.default_rng(2)
+    tensor, base = fine_tune(rng, ROWS * COLUMNS, BF16)
+    useless = factors(rng, ROWS, COLUMNS, 4, 100, 20)
+    plain = encode(tensor, base, BF16, COLUMNS)
+    assert encode(tensor, base, BF16, COLUMNS, useless) == plain and not plain[1] & 4
+    good = factors(rng, ROWS, COLUMNS, 2, 100, 22)
+    target = moved(base, good, BF16)
+    assert encode(target, base, BF16, COLUMNS, useless, good) == encode(target, base, BF16, COLUMNS, good)
+
+
+def test_sums_do_not_depend_on_how_the_caller_rounds():
+    tensor = floats(np.linspace(1e-40, 1e-38, 64 * 64), FP32)
+    base = floats(np.linspace(2e-40, 1.1e-38, 64 * 64), FP32)
+    change = factors(np.random.default_rng(3), 64, 64, 2, 3, 100)
+    body = encode(tensor, base, FP32, 64, change)
+    before = torch.set_flush_denormal(True)
+    try:
+        np.testing.assert_array_equal(decode(body, base, FP32, 64 * 64, 64, 64 * 64), tensor)
+        assert encode(tensor, base, FP32, 64, change) == body
+    finally:
+        torch.set_flush_denormal(False)
+    assert before  # else this machine cannot flush, and nothing was tested
+
+
+@pytest.mark.parametrize("rows, columns", [(3 * ROWS, COLUMNS), (ROWS, COLUMNS - 64), (ROWS + 1, COLUMNS)])
+def test_factors_of_another_shape_are_refused(rows, columns):
+    rng = np.random.default_rng(4)
+    tensor, base = fine_tune(rng, ROWS * COLUMNS, FP16)
+    with pytest.raises(TypeError, match="wrong sizes"):
+        encode(tensor, base, FP16, COLUMNS, factors(rng, rows, columns, 3, 9, 9))
+
+
+@pytest.mark.parametrize("most, exponent", [(1 << 26, 50), (9, 101), (9, -101)])
+def test_factors_that_are_not_exact_are_refused(most, exponent):
+    rng = np.random.default_rng(5)
+    tensor, base = fine_tune(rng, ROWS * COLUMNS, FP32)
+    with pytest.raises(ValueError, match="impossible"):
+        encode(tensor, base, FP32, COLUMNS, factors(rng, ROWS, COLUMNS, 8, most, exponent))
+
+
+def test_a_forged_rank_asks_for_no_memory():
+    rng = np.random.default_rng(6)
+    base = floats(rng.normal(0, 0.02, ROWS * COLUMNS), BF16)
+    change = factors(rng, ROWS, COLUMNS, 1, 50, 17)
+    body = bytearray(assert_moved(moved(base, change, BF16), base, BF16, COLUMNS, change))
+    for place in range(14, len(body)):
+        forged = bytes(body[:place]) + b"\xff\xff" + bytes(body[place + 2 :])
+        results = []
+        for decoder in (decode, reference.decode_body):
+            try:
+                results.append(decoder(forged[: len(body)], base, BF16, len(base), COLUMNS, len(base)).tobytes())
+            except ValueError:
+                results.append(None)
+        assert results[0] == results[1]
+
+
+# ---- from a change to factors ----------------------------------------------------------------------------------------
+
+
+def low_rank_pair(dtype: torch.dtype, rank: int, noise: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """A base and what a low-rank change and some noise make of it."""
+    draw = torch.Generator().manual_seed(7)
+    base = (torch.randn(192, 256, generator=draw) * 0.05).to(dtype)
+    change = torch.randn(192, rank, generator=draw) @ torch.randn(rank, 256, generator=draw) * 2e-3
+    return (base.double() + change + noise * torch.randn(192, 256, generator=draw)).to(dtype), base
+
+
+def test_the_decomposition_finds_the_leading_components():
+    tensor, base = low_rank_pair(torch.float32, 6, 1e-5)
+    found = low_rank.decompose(tensor - base, 12)
+    exact = torch.linalg.svd(tensor - base)
+    np.testing.assert_allclose(found.values[:6], exact.S[:6], rtol=1e-4)
+    assert np.square(found.values).sum() == pytest.approx(exact.S[:12].square().sum().item(), rel=1e-4)
+    torch.testing.assert_close(found.left.T @ found.left, torch.eye(12), atol=1e-4, rtol=0)
+
+
+def test_the_rank_is_that_of_the_change_where_the_rest_is_noise():
+    tensor, base = low_rank_pair(torch.float32, 6, 1e-4)
+    found = low_rank.decompose(tensor - base, low_rank.MAX_RANK)
+    assert low_rank.best_rank(found, 0.0) == 6
+    noise = low_rank.decompose(torch.randn(192, 256, generator=torch.Generator().manual_seed(8)), low_rank.MAX_RANK)
+    assert low_rank.best_rank(noise, 0.0) == 0
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("noise", [0.0, 2e-4])
+def test_payloads_are_smaller_and_come_back(dtype, noise):
+    tensor, base = low_rank_pair(dtype, 4, noise)
+    plain, good, best = (codec.encode(tensor, base, level=level) for level in codec.LEVELS)
+    assert len(good) < (0.93 if noise or dtype == torch.float64 else 0.6) * len(plain) and len(best) < 1.01 * len(good)
+    for payload in (plain, good, best):
+        assert bits(codec.decode(payload, base)) == bits(tensor)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_a_change_without_structure_is_left_as_it_is(dtype):
+    tensor, base = trained(dtype, (150, 200))
+    assert codec.encode(tensor, base) == codec.encode(tensor, base, level=1)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_special_values_do_no_harm(dtype):
+    tensor, base = low_rank_pair(dtype, 4, 0.0)
+    tensor[3, 5], tensor[7, 7], base[9, 9], base[100, 3] = float("nan"), float("inf"), float("-inf"), float("nan")
+    payload = codec.encode(tensor, base)
+    assert len(payload) < len(codec.encode(tensor, base, level=1)) and bits(codec.decode(payload, base)) == bits(tensor)
+
+
+def test_only_rows_that_changed_are_decomposed():
+    tensor, base = low_rank_pair(torch.bfloat16, 4, 0.0)
+    tensor[64:128] = base[64:128]
+    payload = codec.encode(tensor, base)
+    assert len(payload) < 0.8 * len(codec.encode(tensor, base, level=1)) and bits(codec.decode(payload, base)) == bits(tensor)
+
+
+def test_an_unknown_level_is_refused():
+    tensor, base = low_rank_pair(torch.float32, 4, 0.0)
+    with pytest.raises(ValueError, match="level"):
+        codec.encode(tensor, base, level=4)
+
+
