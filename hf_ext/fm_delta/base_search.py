@@ -44,6 +44,9 @@ class Candidate:
     agreement: float | None = None
     shared: float | None = None
 
+    def __str__(self) -> str:
+        return self.name + (f" at {self.revision}" if self.revision else "")
+
 
 @dataclass(frozen=True)
 class BaseReport:
@@ -82,7 +85,7 @@ class BaseReport:
     def table(self) -> str:
         rows = [
             (
-                candidate.name + (f" at {candidate.revision}" if candidate.revision else ""),
+                str(candidate),
                 candidate.verdict,
                 *(_cell(value) for value in (candidate.bits, candidate.agreement, candidate.shared)),
                 candidate.why,
@@ -96,7 +99,7 @@ class BaseReport:
             return f"The base of {self.src} is not known: it names none, and there are no candidates to compare it with."
         if self.best is None:
             return f"None of {len(self.candidates)} candidates fits {self.src}."
-        return f"The base of {self.src} is {'' if self.verdict == 'sure' else 'perhaps '}{self.best.name}."
+        return f"The base of {self.src} is {'' if self.verdict == 'sure' else 'perhaps '}{self.best}."
 
 
 def find_base(src: str | os.PathLike, candidates: Iterable[str | os.PathLike] | None = None) -> BaseReport:

@@ -36,7 +36,7 @@ class Likeness:
 def likeness(src: Checkpoint, other: Checkpoint, least: float = 0.0) -> Likeness:
     """Compares two checkpoints. Where less than the share `least` is shared nothing is read, and `agreement` is 0."""
     names = [name for name in src.names() if src.entry(name).dtype in FLOATS]
-    twins = {name: twin for name in names if (twin := other.twin_of(name)) and _comparable(src.entry(name), other.entry(twin))}
+    twins = {name: twin for name in names if (twin := other.twin_of(name)) and _comparable(src, name, other, twin)}
     total = sum(_count(src.entry(name)) for name in names)
     common = {name: min(_count(src.entry(name)), _count(other.entry(twin))) for name, twin in twins.items()}
     shared = sum(common.values())
@@ -85,9 +85,13 @@ def _ordered(values: np.ndarray) -> np.ndarray:
     return np.where(values & sign, ~values, values | sign)
 
 
-def _comparable(entry: Entry, other: Entry) -> bool:
-    """As the codec sees it: of resized embeddings the rows that both have are predicted."""
-    return other.dtype in FLOATS and len(entry.shape) == len(other.shape) and entry.shape[1:] == other.shape[1:]
+def _comparable(src: Checkpoint, name: str, other: Checkpoint, twin: str) -> bool:
+    """Whether these are the same parameter. Of resized embeddings the rows that both have are compared; a lone layer is the
+    twin of no other layer, though its names end alike."""
+    entry, prior = src.entry(name), other.entry(twin)
+    layers = [layer and layer[1] for layer in (_layer(name), _layer(twin))]
+    alike = len(entry.shape) == len(prior.shape) and entry.shape[1:] == prior.shape[1:]
+    return alike and prior.dtype in FLOATS and layers[0] == layers[1]
 
 
 def _count(entry: Entry) -> int:
