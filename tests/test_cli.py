@@ -38,7 +38,8 @@ def run(capsys, *arguments) -> tuple[int, str, str]:
     capsys.readouterr()
     code = main([str(argument) for argument in arguments])
     printed = capsys.readouterr()
-    return code, printed.out, "".join(line for line in printed.err.splitlines(keepends=True) if "tensors:" not in line and "models:" not in line)
+    lines = [line for line in printed.err.splitlines(keepends=True) if "tensors:" not in line and "models:" not in line]
+    return code, printed.out, "".join(lines)
 
 
 def fails(capsys, *arguments) -> str:
@@ -59,8 +60,7 @@ def test_a_checkpoint_is_compressed_checked_and_restored(tmp_path, capsys):
     assert contents(back) == contents(src)
 
 
-def test_without_a_base_it_is_found_or_the_candidates_are_shown(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+def test_without_a_base_it_is_found_or_the_candidates_are_shown(tmp_path, capsys):
     src, base = pair(tmp_path)
     stranger = write_folder(tmp_path / "stranger", weights(seed=5))
     config = json.loads((src / "config.json").read_text())
