@@ -16,9 +16,9 @@ from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.fm_delta.likeness import Likeness, likeness
 from hf_ext.folder import CONFIG, read_config, select_weights
 
-# Full fine-tunes agree with their base in more than 0.9 of the values, noise of a tenth of the weights' spread leaves 0.7, and
-# models of the same shapes that were trained apart agree in 0.1.
-SURE_AGREEMENT, LIKELY_AGREEMENT = 0.7, 0.35
+# Full fine-tunes agree with their base in more than 0.9 of the values; noise of a tenth of the weights' spread leaves 0.7, and
+# shuffled weights agree in 0.1 (benchmarks/fm_delta.py, section search).
+SURE_AGREEMENT, LIKELY_AGREEMENT = 0.6, 0.35
 SURE_SHARE, LIKELY_SHARE = 0.8, 0.5  # of the parameters that the base must have too
 
 VERDICTS = ("sure", "likely", "no", "unreadable")

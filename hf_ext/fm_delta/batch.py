@@ -85,7 +85,8 @@ class BatchReport:
     def __str__(self) -> str:
         rows = [(model.name, *_figures([model]), model.base or "–", _state(model)) for model in self.models]
         errors = "".join(f"\n\n{model.name}: {model.error}" for model in self.failed)
-        return f"{table(('model', 'original', 'compressed', 'ratio', 'seconds', 'base', ''), rows)}\n\n{self.summary()}{errors}"
+        shown = table(("model", "original", "compressed", "ratio", "seconds", "base", "state"), rows)
+        return f"{shown}\n\n{self.summary()}{errors}"
 
     def summary(self) -> str:
         original, compressed, ratio, seconds = _figures(self.models)
@@ -230,7 +231,7 @@ class _Run:
         text = json.dumps(self.report().to_dict(), indent=2)
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.record, lambda beside: beside.write_text(text, encoding="utf-8") and None)
+            write_atomically(self.record, lambda beside: beside.write_text(text, encoding="utf-8"))
         except OSError as error:
             raise CheckpointError(f"{self.record} could not be written: {error}") from error
 

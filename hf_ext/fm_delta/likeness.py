@@ -22,7 +22,7 @@ class Likeness:
 
     Attributes:
         shared: share of the source's parameters that the other has too, by name and shape.
-        agreement: share of those with the same sign and exponent in both; about 0.1 if the two were trained apart.
+        agreement: share of those with the same sign and exponent in both; about 0.1 where the weights have nothing in common.
         bits: estimate of what a parameter of the source takes as a difference; one that is not shared takes its full width.
         same_layers: whether the stacks of layers that both have are equally high and wide.
     """
