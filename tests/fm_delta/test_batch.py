@@ -14,6 +14,7 @@ import pytest
 from tiny_checkpoints import contents, fine_tune, weights, write_folder
 
 from hf_ext import fm_delta
+from hf_ext.cli import main
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.fm_delta import batch
 from hf_ext.fm_delta.batch import RECORD
@@ -269,16 +270,14 @@ def test_any_executor_spreads_the_work(folder):
     assert len(report.models) == 3 and not report.failed
 
 
-def test_the_workers_of_a_dask_cluster_do_it(folder):
+def test_the_workers_of_a_dask_cluster_do_it(folder, capsys):
     distributed = pytest.importorskip("distributed")
     before = contents(folder / "models")
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
     with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, env=path) as cluster:
-        command = ["compress-all", "models", "--base", "base", "--out", "out", "--verify", "--json"]
-        command = [sys.executable, "-m", "hf_ext.cli", *command, "--scheduler", cluster.scheduler_address]
-        done = subprocess.run(command, cwd=folder, env=os.environ | path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+        command = ["compress-all", folder / "models", "--base", folder / "base", "--out", folder / "out", "--verify", "--json"]
+        assert main([*map(str, command), "--scheduler", cluster.scheduler_address]) == 0
+    report = json.loads(capsys.readouterr().out)
     assert [model["verified"] for model in report["models"]] == [True, True, True]
     assert_restored(folder, before)
 
