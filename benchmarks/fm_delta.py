@@ -12,7 +12,7 @@ import platform
 import statistics
 import tempfile
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -21,12 +21,12 @@ import torch
 from fine_tunes import FILES, minilm
 from measuring import peak_of, print_table, timed
 from peers import Peer, all_peers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers.utils import logging
 
-from hf_ext.fm_delta import codec, compress_checkpoint
+from hf_ext.fm_delta import codec, compress_checkpoint, find_base
 
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 YARDSTICK = "fm-delta"
@@ -202,7 +202,40 @@ def load(args: argparse.Namespace, dtype: str) -> dict:
     return {"seconds": seconds, "peak_mb": peaks}
 
 
-SECTIONS = {"size": size, "speed": speed, "load": load}
+def search(args: argparse.Namespace, dtype: str) -> dict:
+    """How `find_base` sees the first task's fine-tune beside its base, the other fine-tunes, and made-up strangers."""
+    generator = torch.Generator().manual_seed(0)
+    origin = {name: tensor for name, tensor in load_file(minilm() / "model.safetensors").items() if tensor.is_floating_point()}
+
+    def noisy(tensor: torch.Tensor, size: float) -> torch.Tensor:
+        return tensor + size * tensor.std(correction=0) * torch.randn(tensor.shape, generator=generator)
+
+    def shuffled(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.flatten()[torch.randperm(tensor.numel(), generator=generator)].reshape(tensor.shape)
+
+    models = {f"base, {name}": cast_to(origin, TORCH[name]) for name in TORCH}
+    models |= {f"fine-tune on {task}": load_file(args.pairs / task / "model.safetensors") for task in args.tasks[1:]}
+    models |= {
+        f"base, noise of {size} of its spread": {name: noisy(x, size) for name, x in origin.items()} for size in (0.1, 0.3, 1)
+    }
+    models["base, values shuffled"] = {name: shuffled(x) for name, x in origin.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        tuned = Path(folder, "tuned")
+        for place, tensors in {"tuned": load_file(args.pairs / args.tasks[0] / "model.safetensors"), **models}.items():
+            Path(folder, place).mkdir()
+            tensors = cast_to(tensors, TORCH[dtype]) if place == "tuned" else tensors
+            save_file(tensors, Path(folder, place, "model.safetensors"))
+        found = {place: find_base(tuned, [Path(folder, place)]).candidates[0] for place in models}
+    rows = [[place, f"{c.agreement:.2f}", f"{c.bits:.2f}", c.verdict] for place, c in found.items()]
+    print_table(f"{dtype}, {args.tasks[0]}: find_base", ["candidate", "agreement", "estimated bits/parameter", "base?"], rows)
+    return {place: asdict(candidate) for place, candidate in found.items()}
+
+
+def cast_to(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+
+SECTIONS = {"size": size, "speed": speed, "load": load, "search": search}
 
 
 def main():

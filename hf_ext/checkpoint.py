@@ -112,6 +112,11 @@ class SafetensorsFile:
         entry = self.entries[name]
         return RawTensor(entry.dtype, entry.shape, self._data[entry.begin : entry.end])
 
+    def read_sparsely(self) -> None:
+        """Tells the system that only a few places will be read, so that it reads none of what stands behind them."""
+        if hasattr(mmap, "MADV_RANDOM"):  # not on Windows
+            self._map.madvise(mmap.MADV_RANDOM)
+
     def forget(self, name: str, begin: int, end: int) -> None:
         """Gives back the memory that reading these bytes of a tensor took; reading them again is possible."""
         if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
@@ -222,6 +227,11 @@ class Checkpoint:
     def entry(self, name: str) -> Entry:
         """Type, shape and size of a tensor, without reading it."""
         return self._file_of[name].entries[name]
+
+    def read_sparsely(self) -> None:
+        """Tells the system that only a few places of each tensor will be read."""
+        for file in self.files:
+            file.read_sparsely()
 
     def forget(self, name: str, begin: int, end: int) -> None:
         """Gives back the memory that reading these bytes of a tensor took."""

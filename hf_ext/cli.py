@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 
 from accelerate import PartialState
@@ -16,6 +18,7 @@ from hf_ext import PissaConfig, TransLoraConfig, __version__, emr, fm_delta, tra
 from hf_ext.emr.artifact import is_merge
 from hf_ext.emr.writing import RESCALE
 from hf_ext.errors import CheckpointError, HfExtError
+from hf_ext.folder import all_weights
 
 ANY_OPTION = (
     "Any option of TransLoraConfig, and so of TrainingArguments, may follow by its own name:\n"
@@ -24,8 +27,57 @@ ANY_OPTION = (
 
 
 def compress(args: argparse.Namespace) -> None:
-    fm_delta.compress_checkpoint(args.src, args.base, args.out, revision=args.revision)
+    base, revision = args.base, args.revision
+    if base is None:
+        require_base_for_revision(args)
+        found = fm_delta.find_base(args.src)
+        base, revision = found.require().name, found.require().revision
+        print(found.summary())
+    fm_delta.compress_checkpoint(args.src, base, args.out, revision, args.verify, args.delete_source)
     print(fm_delta.inspect(args.out).summary())
+
+
+def compress_all(args: argparse.Namespace) -> int:
+    require_base_for_revision(args)
+    sources = args.folder[0] if len(args.folder) == 1 and not is_checkpoint(args.folder[0]) else args.folder
+    with scheduler(args.scheduler) if args.scheduler else contextlib.nullcontext() as executor:
+        report = fm_delta.compress_all(
+            sources,
+            args.out,
+            args.base,
+            args.revision,
+            workers=args.workers,
+            executor=executor,
+            verify=args.verify,
+            delete_source=args.delete_source,
+        )
+    print(json.dumps(report.to_dict(), indent=2) if args.json else report)
+    return 1 if report.failed else 0
+
+
+def find_base(args: argparse.Namespace) -> None:
+    report = fm_delta.find_base(args.src, args.candidates or None)
+    print(json.dumps(report.to_dict(), indent=2) if args.json else report)
+
+
+def require_base_for_revision(args: argparse.Namespace) -> None:
+    if args.revision and not args.base:
+        raise HfExtError("--revision says which commit of the base; give --base too.")
+
+
+def is_checkpoint(folder: str) -> bool:
+    return Path(folder).is_dir() and bool(all_weights(Path(folder)))
+
+
+@contextlib.contextmanager
+def scheduler(address: str) -> Iterator[Executor]:
+    """The workers of a Dask cluster, as an executor."""
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise HfExtError("--scheduler needs Dask: pip install 'dask[distributed]' (or hf_ext[cluster]).") from error
+    with Client(address) as client:
+        yield client.get_executor(pure=False)  # a second run with the same arguments is to look again
 
 
 def decompress(args: argparse.Namespace) -> None:
@@ -143,7 +195,7 @@ def parser() -> argparse.ArgumentParser:
     main.add_argument("--version", action="version", version=f"hf_ext {__version__}")
     commands = main.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def command(run, help: str, example: str, **options) -> argparse.ArgumentParser:
+    def command(run, help: str, example: str, goes_on: bool = False, **options) -> argparse.ArgumentParser:
         sub = commands.add_parser(
             run.__name__.replace("_", "-"),
             help=help,
@@ -152,7 +204,7 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **options,
         )
-        sub.set_defaults(run=run)
+        sub.set_defaults(run=run, goes_on=goes_on)
         return sub
 
     sub = command(
@@ -161,9 +213,37 @@ def parser() -> argparse.ArgumentParser:
         "hf-ext compress my-bert --base bert-base-uncased --out my-bert-small",
     )
     sub.add_argument("src", metavar="SRC", help="folder of the fine-tuned model, with safetensors weights")
-    sub.add_argument("--base", required=True, help="folder or Hub id of the model it was fine-tuned from")
-    sub.add_argument("--revision", metavar="REV", help="branch, tag or commit of the base on the Hub (default: main)")
+    sub.add_argument("--base", help="folder or Hub id of the model it was fine-tuned from (default: what find-base is sure of)")
     sub.add_argument("--out", required=True, help="folder to write")
+    add_compress_arguments(sub)
+
+    sub = command(
+        compress_all,
+        "Compress many fine-tunes, each to OUT/its name; run again, it goes on where it was.",
+        "hf-ext compress-all my-models --base bert-base-uncased --out my-models-small --workers 4 --verify",
+        goes_on=True,
+    )
+    sub.add_argument("folder", metavar="FOLDER", nargs="+", help="folder whose subfolders are models, or the models' folders")
+    sub.add_argument("--base", help="folder or Hub id of the model all were fine-tuned from (default: find each one's)")
+    sub.add_argument("--out", required=True, help="folder to write")
+    sub.add_argument("--workers", type=positive, default=1, metavar="N", help="processes that share the cores (default: 1)")
+    sub.add_argument("--scheduler", metavar="ADDRESS", help="let the workers of a Dask cluster do it, such as tcp://host:8786")
+    sub.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
+    add_compress_arguments(sub)
+
+    sub = command(
+        find_base,
+        "Tell which model a checkpoint was fine-tuned from, by what it says itself and by its weights.",
+        "hf-ext find-base my-bert bert-base-uncased some-other-bert",
+    )
+    sub.add_argument("src", metavar="SRC", help="folder of the fine-tuned model, with safetensors weights")
+    sub.add_argument(
+        "candidates",
+        metavar="CANDIDATE",
+        nargs="*",
+        help="folder or Hub id of what may be its base (default: all of the local Hub cache)",
+    )
+    sub.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
 
     sub = command(
         decompress,
@@ -266,6 +346,19 @@ def parser() -> argparse.ArgumentParser:
     return main
 
 
+def positive(text: str) -> int:
+    """A whole number above zero."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above zero")
+    return int(text)
+
+
+def add_compress_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--revision", metavar="REV", help="branch, tag or commit of the base on the Hub (default: main)")
+    sub.add_argument("--verify", action="store_true", help="decode everything and compare it with the source, byte for byte")
+    sub.add_argument("--delete-source", action="store_true", help="then delete the source; implies --verify")
+
+
 def add_adapter_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--out", required=True, help="folder to write")
     kinds = ("lora", "dora", "pissa", "prompt_tuning")
@@ -274,7 +367,7 @@ def add_adapter_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--target-modules", nargs="+", default=["all-linear"], metavar="NAME", help="layers that get it (default: all-linear)"
     )
-    sub.set_defaults(takes_rest=True)
+    sub.set_defaults(takes_rest=True, goes_on=True)
 
 
 def add_merge_arguments(sub: argparse.ArgumentParser, task: str, action: str = "store") -> None:
@@ -300,17 +393,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.rest and not takes_rest:
         commands.error(f"unrecognized arguments: {' '.join(args.rest)}")
     try:
-        args.run(args)
+        return args.run(args) or 0
     except (HfExtError, OSError, ValueError) as error:
         if not isinstance(error, HfExtError | OSError) and not takes_rest:
             raise  # a fault of ours; where options of Transformers and PEFT are taken, it is what they say to those
         print(f"hf-ext: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        left = f"{args.out} has what was done, run again to go on" if takes_rest else "nothing was changed"
+        left = "nothing was changed"
+        if args.goes_on:
+            left = f"{args.out} has what was done, run again to go on"
+        elif getattr(args, "delete_source", False):
+            left = f"{args.src} is as it was, or {args.out} is whole"
         print(f"hf-ext: interrupted; {left}.", file=sys.stderr)
         return 130
-    return 0
 
 
 if __name__ == "__main__":

@@ -154,19 +154,61 @@ def require_another_folder(out: Path, src: Path, base: str | os.PathLike) -> Non
             raise CheckpointError(f"{folder} cannot be written over, it is still needed; give another folder.")
 
 
+def require_deletable(src: Path, out: Path, needed: Iterable[str | os.PathLike]) -> None:
+    """Raises CheckpointError if `src` and `out` lie one in the other, or one of the files and folders `needed` in `src`."""
+    if src.is_symlink():
+        raise CheckpointError(f"{src} is a link and is not deleted; give the folder that it leads to.")
+    folder = src.resolve()
+    if folder.is_relative_to(out.resolve()):
+        raise CheckpointError(f"{src} cannot be deleted, it lies in {out}; give another folder to write.")
+    for path in (out, *map(Path, needed)):
+        if any(place.is_relative_to(folder) for place in (path.resolve(), path.parent.resolve() / path.name)):
+            raise CheckpointError(f"{src} cannot be deleted, {path} lies in it and is needed; move that first.")
+
+
+def delete_folder(folder: Path) -> None:
+    """Deletes a folder in one step as seen by others: it is renamed first. Called again, it removes what a kill left of that.
+
+    Raises:
+        CheckpointError: it could not be deleted.
+    """
+    folder = folder.resolve()
+    grave = folder.with_name(f".{folder.name}{STAGE}")
+    try:
+        if grave.exists():
+            shutil.rmtree(grave)
+        if folder.exists():
+            os.rename(folder, grave)
+            shutil.rmtree(grave)
+    except OSError as error:
+        raise CheckpointError(f"{folder} could not be deleted: {error}") from error
+
+
+def flush_folder(folder: Path) -> None:
+    """Waits until the files of a folder are on the disk, so that they outlive a loss of power."""
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        for path in (*folder.rglob("*"), folder, folder.absolute().parent):
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+
 def other_files(src: Path, out: Path) -> list[Path]:
     """All files below `src` but its weights, what a killed save left, and `out`."""
     weights, out = all_weights(src) if src.is_dir() else [], out.resolve()
+    around = src.resolve().is_relative_to(out)
 
     def is_other(path: Path) -> bool:
-        left = STAGE in path.relative_to(src).parts or path.parent.resolve().is_relative_to(out)
+        left = STAGE in path.relative_to(src).parts or not around and path.parent.resolve().is_relative_to(out)
         return path.is_file() and path not in weights and not left
 
     # A link to a folder is followed, as one to a file is, unless it leads back into a folder that it stands in.
     found = []
     for folder, folders, names in os.walk(src, followlinks=True):
-        around = {os.path.realpath(path) for path in (folder, *Path(folder).absolute().parents)}
-        folders[:] = [name for name in folders if os.path.realpath(os.path.join(folder, name)) not in around]
+        parents = {os.path.realpath(path) for path in (folder, *Path(folder).absolute().parents)}
+        folders[:] = [name for name in folders if os.path.realpath(os.path.join(folder, name)) not in parents]
         found += [Path(folder, name) for name in names]
     return [path for path in found if is_other(path)]
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Generic, TypeVar
 
 from transformers.utils.logging import tqdm
 
 AHEAD = 256 * 1024 * 1024  # bytes of tensors worked on before they are asked for
 CORES = os.cpu_count() or 1
+
+_limit: ContextVar[int | None] = ContextVar("limit", default=None)  # of cores, where they are shared with other work
 
 Result = TypeVar("Result")
 
@@ -26,7 +30,7 @@ class WorkAhead(Generic[Result]):
         self._work = work
         self._sizes = sizes
         self._coming = iter(sizes)
-        self._pool = ThreadPoolExecutor(CORES)
+        self._pool = ThreadPoolExecutor(cores(), initializer=_limit.set, initargs=(_limit.get(),))
         self._running: dict[str, Future[Result]] = {}
         self._ahead = 0
         self._start()
@@ -58,7 +62,22 @@ class WorkAhead(Generic[Result]):
 
 def threads_for(size: int) -> int:
     """A tensor that fills the room ahead is worked on by all cores together, others by one each."""
-    return CORES if size > AHEAD // 16 else 1
+    return cores() if size > AHEAD // 16 else 1
+
+
+def cores() -> int:
+    """How many cores the work may take: all, or what `at_most_cores` leaves it."""
+    return min(CORES, _limit.get() or CORES)
+
+
+@contextlib.contextmanager
+def at_most_cores(count: int) -> Iterator[None]:
+    """Limits the cores that work started in the block takes, in this thread and in those that work for it."""
+    token = _limit.set(count)
+    try:
+        yield
+    finally:
+        _limit.reset(token)
 
 
 def progress(what: str, count: int | None) -> tqdm:

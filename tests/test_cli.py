@@ -13,7 +13,7 @@ import hf_ext
 from hf_ext import emr, fm_delta
 from hf_ext.cli import main, parser
 
-COMMANDS = ("compress", "decompress", "inspect", "verify", "merge", "add-task", "extract")
+COMMANDS = ("compress", "compress-all", "find-base", "decompress", "inspect", "verify", "merge", "add-task", "extract")
 
 
 @pytest.fixture
@@ -38,7 +38,8 @@ def run(capsys, *arguments) -> tuple[int, str, str]:
     capsys.readouterr()
     code = main([str(argument) for argument in arguments])
     printed = capsys.readouterr()
-    return code, printed.out, "".join(line for line in printed.err.splitlines(keepends=True) if "tensors:" not in line)
+    lines = [line for line in printed.err.splitlines(keepends=True) if "tensors:" not in line and "models:" not in line]
+    return code, printed.out, "".join(lines)
 
 
 def fails(capsys, *arguments) -> str:
@@ -57,6 +58,59 @@ def test_a_checkpoint_is_compressed_checked_and_restored(tmp_path, capsys):
     assert run(capsys, "verify", small)[:2] == (0, f"All 7 tensors of {small} come out as they were saved.\n")
     assert run(capsys, "decompress", small, "--out", back)[:2] == (0, f"{back} holds the original files.\n")
     assert contents(back) == contents(src)
+
+
+def test_without_a_base_it_is_found_or_the_candidates_are_shown(tmp_path, capsys):
+    src, base = pair(tmp_path)
+    stranger = write_folder(tmp_path / "stranger", weights(seed=5))
+    config = json.loads((src / "config.json").read_text())
+    (src / "config.json").write_text(json.dumps(config | {"_name_or_path": str(stranger)}))
+    code, out, err = run(capsys, "compress", src, "--out", tmp_path / "small")
+    assert (code, out) == (1, "") and f"{stranger}  no" in err and "Give the base by name: --base" in err
+    assert not (tmp_path / "small").exists()
+    (src / "config.json").write_text(json.dumps(config | {"_name_or_path": str(base)}))
+    code, out, _ = run(capsys, "compress", src, "--out", tmp_path / "small", "--verify")
+    assert code == 0 and out.startswith(f"The base of {src} is {base}.\n")
+    assert "give --base too" in fails(capsys, "compress", src, "--revision", "main", "--out", tmp_path / "out")
+
+
+def test_find_base_prints_a_table_or_json_of_the_same_report(folder, capsys):
+    arguments = ("find-base", folder / "tuned", folder / "base", folder / "none")
+    report = fm_delta.find_base(*arguments[1:2], arguments[2:])
+    assert run(capsys, *arguments)[:2] == (0, f"{report}\n") and report.verdict == "sure"
+    assert json.loads(run(capsys, *arguments, "--json")[1]) == report.to_dict()
+
+
+def test_many_models_are_compressed_and_one_that_fails_is_told_by_the_exit_code(folder, capsys):
+    write_folder(folder / "models/a", fine_tune(weights(), 2))
+    write_folder(folder / "models/b", fine_tune(weights(), 3))
+    options = ("--base", folder / "base", "--out", folder / "out")
+    code, out, _ = run(capsys, "compress-all", folder / "models", *options, "--delete-source")
+    assert code == 0 and "2 of 2 models done" in out and "source deleted" in out and not any((folder / "models").iterdir())
+    (folder / "broken").mkdir()
+    (folder / "broken/model.safetensors").write_bytes(b"broken")
+    code, out, _ = run(capsys, "compress-all", folder / "tuned", folder / "broken", *options, "--json")
+    assert code == 1
+    assert {model["name"]: bool(model["error"]) for model in json.loads(out)["models"]} == {
+        "a": False,
+        "b": False,
+        "broken": True,
+        "tuned": False,
+    }
+    for workers in ("0", "-1", "two"):
+        with pytest.raises(SystemExit):
+            main(["compress-all", "models", "--out", "out", "--workers", workers])
+
+
+def test_a_source_is_deleted_after_it_was_verified(folder, capsys):
+    src = folder / "tuned"
+    before = contents(src)
+    assert "cannot be deleted" in fails(
+        capsys, "compress", src, "--base", folder / "base", "--out", src / "out", "--delete-source"
+    )
+    assert run(capsys, "compress", src, "--base", folder / "base", "--out", folder / "new", "--delete-source")[0] == 0
+    assert not src.exists() and run(capsys, "decompress", folder / "new", "--out", src)[0] == 0
+    assert contents(src) == before
 
 
 def test_a_base_that_has_moved_is_given_by_name(folder, capsys):

@@ -12,7 +12,7 @@ import hf_ext
 
 ROOT = Path(hf_ext.__file__).parent
 PURE = {
-    "fm_delta": {"codec", "compress", "format", "reference", "report"},
+    "fm_delta": {"base_search", "batch", "codec", "compress", "format", "likeness", "reference", "report"},
     "emr": {"artifact", "election", "modulators", "reference", "report", "writing"},
     "pissa": {"decomposition", "quantization"},
     "trans_lora": {"duplicates", "prompts", "report", "statistics"},

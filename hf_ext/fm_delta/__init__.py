@@ -1,8 +1,22 @@
 """FM-Delta: a fine-tuned checkpoint stored as its lossless difference from the base model (NeurIPS 2024)."""
 
+from hf_ext.fm_delta.base_search import BaseReport, find_base
+from hf_ext.fm_delta.batch import BatchReport, compress_all
 from hf_ext.fm_delta.compress import compress_checkpoint, decompress_checkpoint, verify
 from hf_ext.fm_delta.config import FMDeltaConfig
 from hf_ext.fm_delta.report import inspect
 from hf_ext.fm_delta.saving import disable, enable
 
-__all__ = ["FMDeltaConfig", "compress_checkpoint", "decompress_checkpoint", "disable", "enable", "inspect", "verify"]
+__all__ = [
+    "BaseReport",
+    "BatchReport",
+    "FMDeltaConfig",
+    "compress_all",
+    "compress_checkpoint",
+    "decompress_checkpoint",
+    "disable",
+    "enable",
+    "find_base",
+    "inspect",
+    "verify",
+]

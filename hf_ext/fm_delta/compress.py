@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers.utils.logging import get_logger
 
@@ -20,7 +22,7 @@ from hf_ext.checkpoint import (
     SafetensorsFile,
     open_plain,
 )
-from hf_ext.errors import BaseModelError, CheckpointError
+from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.fm_delta.codec import decode_raw, encode_raw, is_payload, peek_header
 from hf_ext.fm_delta.format import (
     KEY,
@@ -36,9 +38,12 @@ from hf_ext.folder import (
     CONFIG,
     all_weights,
     copy,
+    delete_folder,
+    flush_folder,
     other_files,
     read_config,
     require_another_folder,
+    require_deletable,
     rewrite,
     select_weights,
     shard_sets,
@@ -53,7 +58,12 @@ METHOD = "fm_delta"
 
 
 def compress_checkpoint(
-    src: str | os.PathLike, base: str | os.PathLike, out: str | os.PathLike, revision: str | None = None
+    src: str | os.PathLike,
+    base: str | os.PathLike,
+    out: str | os.PathLike,
+    revision: str | None = None,
+    verify: bool = False,
+    delete_source: bool = False,
 ) -> None:
     """Writes a model's folder again with its weights as lossless differences from a base model (FM-Delta, NeurIPS 2024).
 
@@ -65,20 +75,31 @@ def compress_checkpoint(
         base: folder or Hub id of the model that `src` was fine-tuned from.
         out: folder to write. On failure it is left as it was.
         revision: of the base on the Hub; the commit it leads to is recorded.
+        verify: decode everything and compare it with `src`, byte for byte, before `out` gets it.
+        delete_source: after that (it implies `verify`), remove `src`.
 
     Raises:
-        CheckpointError: `src` has no safetensors weights, is quantised or compressed already, or `out` is `src` or the base.
+        CheckpointError: `src` has no safetensors weights, is quantised or compressed already, or `out` is `src` or the base;
+            or `src` is to be deleted, but `out` or the base lies in it.
         BaseModelError: the base cannot be read.
+        CorruptFileError: a file does not come out as it was; `out` and `src` are left as they were.
     """
     src, out = Path(src), Path(out)
     if not src.is_dir():
         raise CheckpointError(f"{src} is not a folder; give the folder of a saved model.")
     base_checkpoint = open_plain(base, revision)
     require_another_folder(out, src, base)
+    if delete_source:
+        require_deletable(src, out, places_of(base_checkpoint))
     with staged_folder(out) as stage:
         for path in other_files(src, out):
             copy(path, stage / path.relative_to(src))
         compress_weights(src, base_checkpoint, stage)
+        if verify or delete_source:
+            compare_with_source(src, stage, other_files(src, out), base_checkpoint)
+    if delete_source:
+        flush_folder(out)
+        delete_folder(src)
 
 
 def compress_weights(src: Path, base: Checkpoint, out: Path) -> None:
@@ -144,6 +165,38 @@ def write_compressed(
     if not any(header.base_name for writer in writers.values() for header in writer.headers):
         logger.warning(f"The base {base} predicts no tensor of these weights: this is hardly the model they were tuned from.")
     return info, digests
+
+
+def compare_with_source(src: Path, out: Path, others: Iterable[Path], base: Checkpoint) -> None:
+    """Decodes what has been compressed into `out` and compares it with `src`, weights and all `others`, byte for byte.
+
+    Raises:
+        CorruptFileError: naming the first file or tensor that is not the same.
+    """
+
+    def require(same: bool, what: str) -> None:
+        if not same:
+            raise CorruptFileError(
+                f"{what} of {src} does not come out of its compressed form as it is: it changed meanwhile, or memory or disk "
+                "is at fault. Nothing was written; compress it again."
+            )
+
+    for path in others:
+        name = path.relative_to(src)
+        if name == Path(CONFIG):
+            restored = remove_from_config((out / name).read_bytes().decode()).encode()
+            require(restored == path.read_bytes(), CONFIG)
+        else:
+            require(filecmp.cmp(path, out / name, shallow=False), str(name))
+    originals = [SafetensorsFile(path) for path in all_weights(src)]
+    with progress("Verifying", sum(len(file.entries) for file in originals)) as bar:
+        for original in originals:
+            file = CompressedFile(out / original.path.name)
+            require(file.original_header == original.header_bytes, f"The header of {original.path.name}")
+            for name, tensor in decoded(file, base, original.entries):
+                require(np.array_equal(tensor.data, original[name].data), f"Tensor '{name}'")
+                original.forget(name, 0, tensor.data.size)
+                bar.update()
 
 
 def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: str | os.PathLike | None = None) -> None:
@@ -307,6 +360,11 @@ def decode_tensor(file: CompressedFile, base: Checkpoint, name: str) -> RawTenso
 def base_tensor(base: Checkpoint, name: str) -> RawTensor | None:
     """The tensor that predicts another; None where none does or the base has none of that name."""
     return base[name] if name in base else None
+
+
+def places_of(base: Checkpoint) -> list[str | Path]:
+    """The folder and the files that reading a base needs."""
+    return [*([base.name] if os.path.isdir(base.name) else []), *(file.path for file in base.files)]
 
 
 def _portable_name(base: Checkpoint) -> str:

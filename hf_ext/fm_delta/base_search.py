@@ -1,0 +1,213 @@
+"""Which model a checkpoint was fine-tuned from: what it says itself, and else what its weights are nearest to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import yaml
+from huggingface_hub import CacheNotFound, ModelCard, scan_cache_dir
+
+from hf_ext.checkpoint import Checkpoint, open_plain
+from hf_ext.display import table
+from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
+from hf_ext.fm_delta.likeness import Likeness, likeness
+from hf_ext.folder import CONFIG, read_config, select_weights
+
+# Full fine-tunes agree with their base in more than 0.9 of the values; noise of a tenth of the weights' spread leaves 0.7, and
+# shuffled weights agree in 0.1 (benchmarks/fm_delta.py, section search).
+SURE_AGREEMENT, LIKELY_AGREEMENT = 0.6, 0.35
+SURE_SHARE, LIKELY_SHARE = 0.8, 0.5  # of the parameters that the base must have too
+
+VERDICTS = ("sure", "likely", "no", "unreadable")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model that may be the base.
+
+    Attributes:
+        name: folder or Hub id.
+        revision: commit on the Hub; None for a folder.
+        verdict: "sure", "likely", "no", or "unreadable".
+        why: the reason for the verdict, in words.
+        bits, agreement, shared: see `Likeness`; None if it is unreadable.
+    """
+
+    name: str
+    revision: str | None
+    verdict: str
+    why: str
+    bits: float | None = None
+    agreement: float | None = None
+    shared: float | None = None
+
+    def __str__(self) -> str:
+        return self.name + (f" at {self.revision}" if self.revision else "")
+
+
+@dataclass(frozen=True)
+class BaseReport:
+    """What `find_base` has found; `str()` of it is a table. The candidates stand in order, the best first."""
+
+    src: str
+    candidates: list[Candidate]
+
+    @property
+    def verdict(self) -> str:
+        """ "sure", "likely", or "none" if no candidate fits."""
+        best = self.candidates[0].verdict if self.candidates else "none"
+        return best if best in ("sure", "likely") else "none"
+
+    @property
+    def best(self) -> Candidate | None:
+        """The candidate that fits best; None if none does."""
+        return None if self.verdict == "none" else self.candidates[0]
+
+    def require(self) -> Candidate:
+        """The base, where there is no doubt.
+
+        Raises:
+            BaseModelError: there is; it shows the candidates.
+        """
+        if self.verdict != "sure":
+            raise BaseModelError(f"{self}\nGive the base by name: --base (in Python: base=).")
+        return self.candidates[0]
+
+    def to_dict(self) -> dict:
+        return {"src": self.src, "verdict": self.verdict, "candidates": [asdict(candidate) for candidate in self.candidates]}
+
+    def __str__(self) -> str:
+        return f"{self.table()}\n\n{self.summary()}" if self.candidates else self.summary()
+
+    def table(self) -> str:
+        rows = [
+            (
+                str(candidate),
+                candidate.verdict,
+                *(_cell(value) for value in (candidate.bits, candidate.agreement, candidate.shared)),
+                candidate.why,
+            )
+            for candidate in self.candidates
+        ]
+        return table(("candidate", "base?", "bits/parameter", "agreement", "shared", "why"), rows)
+
+    def summary(self) -> str:
+        if not self.candidates:
+            return f"The base of {self.src} is not known: it names none, and there are no candidates to compare it with."
+        if self.best is None:
+            return f"None of {len(self.candidates)} candidates fits {self.src}."
+        return f"The base of {self.src} is {'' if self.verdict == 'sure' else 'perhaps '}{self.best}."
+
+
+def find_base(src: str | os.PathLike, candidates: Iterable[str | os.PathLike] | None = None) -> BaseReport:
+    """Finds the model that a checkpoint was fine-tuned from.
+
+    What its config.json (`_name_or_path`) and its model card (`base_model`) name is tried first, and nothing else if it fits.
+    Each is compared with `src` by a few KB of each tensor. "sure" needs layers of the same number and shapes, the same
+    `model_type`, and weights that agree; which of several that fit the weights were tuned from last is told by the bits a
+    parameter would take.
+
+    Args:
+        src: folder with safetensors weights.
+        candidates: folders or Hub ids. By default all models in the local Hub cache; nothing is downloaded for these, only
+            for what `src` itself names.
+
+    Raises:
+        CheckpointError: `src` has no plain safetensors weights.
+    """
+    src = Path(src)
+    if not src.is_dir():
+        raise CheckpointError(f"{src} is not a folder; give the folder of a saved model.")
+    try:
+        source = open_plain(src)
+    except BaseModelError as error:
+        raise CheckpointError(f"The base of {src} cannot be looked for: {error}") from error
+    source.read_sparsely()
+    found = [_examine(source, name, None, name, f"named in {where}") for name, where in _declared(src)]
+    if all(candidate.verdict != "sure" for candidate in found):
+        places = _cached() if candidates is None else ((name := os.fspath(given), None, name) for given in candidates)
+        known = {(candidate.name, candidate.revision) for candidate in found}
+        found += [
+            _examine(source, *place)
+            for place in dict.fromkeys(places)
+            if not _is_same(src, place[2]) and (place[0], place[1]) not in known
+        ]
+    found.sort(key=lambda candidate: (VERDICTS.index(candidate.verdict), candidate.bits or 0))
+    return BaseReport(str(src), found)
+
+
+def _declared(src: Path) -> Iterator[tuple[str, str]]:
+    """What a checkpoint's own files name as its base, each with the file's name."""
+    named = [(read_config(src / CONFIG).get("_name_or_path"), CONFIG)]
+    if (src / "README.md").is_file():
+        try:
+            bases = ModelCard.load(src / "README.md").data.base_model
+        except (ValueError, TypeError, AttributeError, OSError, yaml.YAMLError):  # a card that cannot be read names none
+            bases = None
+        named += [(base, "README.md") for base in (bases if isinstance(bases, list) else [bases])]
+    seen = set()
+    for name, where in named:
+        if isinstance(name, str) and name and name not in seen and not _is_same(src, name):
+            seen.add(name)
+            yield name, where
+
+
+def _cached() -> Iterator[tuple[str, str | None, str]]:
+    """Every model of the local Hub cache that has all its safetensors weights: id, commit, and the folder it is in."""
+    try:
+        cache = scan_cache_dir()
+    except CacheNotFound:
+        return
+    for repo in sorted(cache.repos, key=lambda repo: repo.repo_id):
+        for revision in sorted(repo.revisions, key=lambda revision: (not revision.refs, revision.commit_hash)):
+            if repo.repo_type == "model" and _has_weights(revision.snapshot_path):
+                yield repo.repo_id, revision.commit_hash, str(revision.snapshot_path)
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        return all(path.exists() for path in select_weights(folder))
+    except HfExtError:
+        return False
+
+
+def _is_same(src: Path, place: str) -> bool:
+    return os.path.isdir(place) and src.samefile(place)
+
+
+def _examine(source: Checkpoint, name: str, revision: str | None, place: str, note: str = "") -> Candidate:
+    """One candidate, compared; `place` is what to open: the folder of a model in the cache, or else the name."""
+    try:
+        other = open_plain(place)
+        other.read_sparsely()
+        found = likeness(source, other, LIKELY_SHARE)
+        kinds = [read_config(checkpoint.files[0].path.parent / CONFIG).get("model_type") for checkpoint in (source, other)]
+    except HfExtError as error:
+        return Candidate(name, revision, "unreadable", str(error))
+    verdict, why = _judge(found, *kinds)
+    why = f"{note}: {why}" if note else why
+    return Candidate(name, revision or other.revision, verdict, why, found.bits, found.agreement, found.shared)
+
+
+def _judge(found: Likeness, kind: str | None, other: str | None) -> tuple[str, str]:
+    """The verdict and why, of checkpoints of these `model_type`s."""
+    if found.shared < LIKELY_SHARE:
+        return "no", "most tensors have other names or shapes"
+    if found.agreement < LIKELY_AGREEMENT:
+        return "no", "same shapes, other weights"
+    if kind != other and None not in (kind, other):
+        return "likely", f"the weights agree, but it is of type {other}, not {kind}"
+    if not found.same_layers:
+        return "likely", "the weights agree, but its layers are others in number or shape"
+    if found.shared < SURE_SHARE:
+        return "likely", "the weights agree, but much has no counterpart"
+    if found.agreement < SURE_AGREEMENT:
+        return "likely", "the weights agree in part"
+    return "sure", "the weights agree"
+
+
+def _cell(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"

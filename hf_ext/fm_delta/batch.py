@@ -1,0 +1,380 @@
+"""Many fine-tunes compressed in one run that goes on where it was stopped, in several processes or on several machines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+from transformers.utils.logging import disable_progress_bar, tqdm
+
+from hf_ext.checkpoint import Checkpoint, open_plain
+from hf_ext.display import table
+from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
+from hf_ext.fm_delta.base_search import find_base
+from hf_ext.fm_delta.compress import compress_checkpoint, open_compressed, places_of
+from hf_ext.fm_delta.format import CompressedFile
+from hf_ext.fm_delta.report import inspect
+from hf_ext.folder import all_weights, delete_folder, flush_folder, require_deletable, write_atomically
+from hf_ext.work_ahead import CORES, at_most_cores
+
+RECORD = "compress_all.json"  # in the folder of the compressed models: the report, and what the next run need not do again
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    """What became of one model.
+
+    Attributes:
+        name: of its folder, and of the compressed one.
+        source: its folder.
+        base, revision: what it is stored against; None if that was not found.
+        original_bytes, compressed_bytes: of its files of weights.
+        seconds: that it took, verification included.
+        verified: whether everything was decoded and compared with the source.
+        deleted: whether the source was deleted after that.
+        error: why it is not compressed, or not deleted; None if all went well.
+        stamp, digest: how a later run knows the source and the compressed weights again.
+    """
+
+    name: str
+    source: str
+    base: str | None = None
+    revision: str | None = None
+    original_bytes: int = 0
+    compressed_bytes: int = 0
+    seconds: float = 0.0
+    verified: bool = False
+    deleted: bool = False
+    error: str | None = None
+    stamp: str | None = None
+    digest: str | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Compressed size as a share of the original."""
+        return self.compressed_bytes / max(self.original_bytes, 1)
+
+
+@dataclass(frozen=True)
+class BatchReport:
+    """What became of all models; `str()` of it is a table."""
+
+    out: str
+    models: list[ModelResult]
+
+    @property
+    def failed(self) -> list[ModelResult]:
+        return [model for model in self.models if model.error]
+
+    def to_dict(self) -> dict:
+        return {"version": 1, "models": [asdict(model) | {"ratio": model.ratio} for model in self.models]}
+
+    def __str__(self) -> str:
+        rows = [(model.name, *_figures([model]), model.base or "–", _state(model)) for model in self.models]
+        errors = "".join(f"\n\n{model.name}: {model.error}" for model in self.failed)
+        shown = table(("model", "original", "compressed", "ratio", "seconds", "base", "state"), rows)
+        return f"{shown}\n\n{self.summary()}{errors}"
+
+    def summary(self) -> str:
+        original, compressed, ratio, seconds = _figures(self.models)
+        done = len(self.models) - len(self.failed)
+        return f"{done} of {len(self.models)} models done: {compressed} of {original} ({ratio}), {seconds} s of work."
+
+
+class Job(NamedTuple):
+    """One model to compress, in terms that another machine with the same disks understands."""
+
+    source: str
+    base: str
+    revision: str | None
+    out: str
+    verify: bool
+    cores: int
+
+
+def compress_all(
+    sources: str | os.PathLike | Iterable[str | os.PathLike],
+    out: str | os.PathLike,
+    base: str | os.PathLike | None = None,
+    revision: str | None = None,
+    *,
+    workers: int = 1,
+    executor: Executor | None = None,
+    verify: bool = False,
+    delete_source: bool = False,
+) -> BatchReport:
+    """Compresses many fine-tunes, each to a folder of its own name in `out`.
+
+    A model that cannot be compressed is reported and does not stop the others. After each model `out`/compress_all.json is
+    written anew; a later run passes over the models that it says are done, if their sources are as they were and their
+    compressed weights whole, and does the rest.
+
+    Args:
+        sources: a folder whose subfolders hold weights, or a list of such folders.
+        out: folder to write.
+        base: folder or Hub id of the model that all were tuned from; by default `find_base` finds each model's own.
+        revision: of the base on the Hub.
+        workers: processes that share the cores; one model at a time by default, on all cores. Each holds a few tensors.
+        executor: runs the models instead, each on one core: any of `concurrent.futures`' kind, such as
+            `dask.distributed.Client(…).get_executor(pure=False)`. All its machines must see `sources`, `out` and the base
+            under the same names.
+        verify, delete_source: see `compress_checkpoint`. A source in which another model's base lies is not deleted.
+
+    Raises:
+        CheckpointError: there is nothing to compress, or two models have the same name.
+        BaseModelError: `base` cannot be read.
+        CorruptFileError: `out`/compress_all.json is none.
+    """
+    out = Path(os.path.abspath(out))
+    common = None if base is None else open_plain(os.path.abspath(base) if os.path.isdir(base) else base, revision)
+    run = _Run(out, _folders(sources, out, common), verify or delete_source)
+    jobs = []
+    for source in run.sources:
+        if not run.is_done(source, common):
+            with run.reporting(source):
+                against = common or _found_base(source)
+                jobs.append(Job(str(source), against.name, against.revision, str(out / source.name), run.verify, 1))
+                run.needed += places_of(against)
+    if not run.models and not jobs:
+        raise CheckpointError(f"There is nothing to compress: no folder of safetensors weights in {sources}.")
+    if delete_source:  # of what an earlier run has done; not before all bases are known
+        run.delete(list(run.models.values()))
+    with tqdm(total=len(jobs), desc="Compressing models") as bar:
+        for job, future in _results(jobs, workers, executor):
+            with run.reporting(Path(job.source)):
+                model = future.result()
+                run.add(model)
+                if delete_source:
+                    run.delete([model])
+            bar.update()
+    run.save()
+    return run.report()
+
+
+class _Run:
+    """What is known of each model, in memory and in the file of the record."""
+
+    def __init__(self, out: Path, sources: list[Path], verify: bool):
+        self.out, self.sources, self.verify = out, sources, verify
+        self.record = out / RECORD
+        self.models = {model.name: model for model in _read(self.record) if model.stamp}
+        # What must not be deleted: the bases of all models.
+        self.needed: list[str | Path] = [model.base for model in self.models.values() if os.path.isdir(model.base)]
+        for source in sources:
+            model = self.models.get(source.name)
+            if model and (model.source != str(source) or model.deleted and source.exists()):
+                raise CheckpointError(
+                    f"{out / source.name} holds another model, which was compressed from {model.source}; give {source} another "
+                    "name, or another folder to write."
+                )
+
+    def is_done(self, source: Path, base: Checkpoint | None) -> bool:
+        """Whether an earlier run has done what is asked, and source and result are as it left them."""
+        model = self.models.get(source.name)
+        if model is None or self.verify > model.verified or source.exists() and _stamp(source) != model.stamp:
+            return False
+        if base is not None and (model.base, model.revision) != (base.name, base.revision):
+            return False
+        try:
+            done = open_compressed(self.out / source.name)[0].digest == model.digest
+        except (HfExtError, OSError):
+            return False
+        self.models[source.name] = replace(model, error=None)
+        return done
+
+    @contextlib.contextmanager
+    def reporting(self, source: Path) -> Iterator[None]:
+        """What goes wrong with one model in the block becomes its result; what was known of it before goes."""
+        self.models.pop(source.name, None)
+        try:
+            yield
+        except Exception as error:
+            what = str(error) if isinstance(error, HfExtError) else f"{type(error).__name__}: {error}"
+            self.models[source.name] = ModelResult(source.name, str(source), error=what)
+            self.save()
+
+    def add(self, model: ModelResult) -> None:
+        self.models[model.name] = model
+        self.save()
+
+    def delete(self, models: list[ModelResult]) -> None:
+        """Deletes the sources of what is verified, or says why not. What a kill left of a deletion goes too."""
+        for model in models:
+            source = Path(model.source)
+            others = [other for other in self.sources if other != source and other.exists()]
+            if not model.verified or source.exists() and source not in self.sources:
+                continue
+            try:
+                if source.exists():
+                    require_deletable(source, self.out, [*self.needed, *others])
+                    if _stamp(source) != model.stamp:
+                        raise CheckpointError(f"{source} has changed since it was compressed; run again.")
+                delete_folder(source)
+                self.add(replace(model, deleted=True, error=None))
+            except CheckpointError as error:
+                self.add(replace(model, error=str(error)))
+
+    def save(self) -> None:
+        text = json.dumps(self.report().to_dict(), indent=2)
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.record, lambda beside: beside.write_text(text, encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(f"{self.record} could not be written: {error}") from error
+
+    def report(self) -> BatchReport:
+        return BatchReport(str(self.out), sorted(self.models.values(), key=lambda model: model.name))
+
+
+def _read(record: Path) -> list[ModelResult]:
+    if not record.exists():
+        return []
+    try:
+        models = json.loads(record.read_text(encoding="utf-8"))["models"]
+        return [ModelResult(**{key: value for key, value in model.items() if key != "ratio"}) for model in models]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptFileError(f"{record} is not the record of an earlier run; move it away to begin anew.") from error
+
+
+def _folders(sources: str | os.PathLike | Iterable[str | os.PathLike], out: Path, base: Checkpoint | None) -> list[Path]:
+    """The folders to compress, by absolute path; of a folder of folders those with weights, the base itself left out."""
+    if isinstance(sources, str | os.PathLike):
+        folder = Path(os.path.abspath(sources))
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is not a folder; give a folder of saved models, or a list of their folders.")
+        visible = (path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith("."))
+        found = [path for path in visible if _holds_weights(path) and not _is_base(path, base)]
+    else:
+        found = [Path(os.path.abspath(source)) for source in sources]
+    names = [path.name for path in found]
+    for path in found:
+        if names.count(path.name) > 1:
+            raise CheckpointError(f"Two models are called '{path.name}' and would be written to one folder; rename one.")
+        if path == out / path.name:
+            raise CheckpointError(f"{out} holds the models themselves; give another folder to write.")
+    return found
+
+
+def _holds_weights(folder: Path) -> bool:
+    try:
+        return bool(all_weights(folder))
+    except HfExtError:  # which is to be reported with this model
+        return True
+
+
+def _is_base(folder: Path, base: Checkpoint | None) -> bool:
+    return base is not None and os.path.isdir(base.name) and folder.samefile(base.name)
+
+
+def _found_base(source: Path) -> Checkpoint:
+    found = find_base(source).require()
+    return open_plain(os.path.abspath(found.name) if os.path.isdir(found.name) else found.name, found.revision)
+
+
+def _stamp(source: Path) -> str:
+    """Changes when a file of a folder is written."""
+    digest = xxhash.xxh3_128()
+    for path in sorted(path for path in source.rglob("*") if path.is_file()):
+        stat = path.stat()
+        digest.update(f"{path.relative_to(source)}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
+
+
+def _compress(job: Job) -> ModelResult:
+    """Runs in a worker."""
+    source, out, start = Path(job.source), Path(job.out), time.perf_counter()
+    stamp = _stamp(source)
+    with at_most_cores(job.cores):
+        compress_checkpoint(source, job.base, out, job.revision, job.verify)
+    if job.verify:
+        flush_folder(out)  # for the source may go next
+    seconds, report = time.perf_counter() - start, inspect(out)
+    return ModelResult(
+        source.name,
+        job.source,
+        job.base,
+        job.revision,
+        report.original_bytes,
+        report.compressed_bytes,
+        round(seconds, 3),
+        job.verify,
+        stamp=stamp,
+        digest=CompressedFile(all_weights(out)[0]).digest,
+    )
+
+
+def _results(jobs: Sequence[Job], workers: int, executor: Executor | None) -> Iterator[tuple[Job, Future[ModelResult]]]:
+    """Each job as it ends."""
+    if executor is None and workers > 1:
+        yield from _in_processes([job._replace(cores=max(CORES // workers, 1)) for job in jobs], workers)
+    elif executor is None:
+        with ThreadPoolExecutor(1) as here:
+            for job in jobs:
+                future = here.submit(_compress, job._replace(cores=CORES))
+                wait([future])
+                yield job, future
+    else:
+        futures = {executor.submit(_compress, job): job for job in jobs}
+        for future in as_completed(futures):
+            yield futures[future], future
+
+
+def _in_processes(jobs: Iterable[Job], workers: int) -> Iterator[tuple[Job, Future[ModelResult]]]:
+    """A process that dies, for want of memory say, takes its pool along; what ran then is run again, one at a time, so that
+    only the model that killed it fails."""
+    pending = deque(jobs)
+    while pending:
+        running: dict[Future[ModelResult], Job] = {}
+        with contextlib.suppress(BrokenProcessPool), _pool(min(workers, len(pending))) as pool:
+            while pending or running:
+                while pending and len(running) < workers:
+                    future = pool.submit(_compress, pending[0])
+                    running[future] = pending.popleft()
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    if isinstance(future.exception(), BrokenProcessPool):
+                        raise future.exception()
+                    yield running.pop(future), future
+        if workers > 1:
+            yield from _in_processes(running.values(), 1)
+        else:
+            yield from ((job, future) for future, job in running.items())
+
+
+def _pool(workers: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker)
+
+
+def _start_worker() -> None:
+    """An interrupt is the parent's to handle, and a worker does not outlive it: the next run would write to the same folder."""
+
+    def follow() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    disable_progress_bar()
+
+
+def _figures(models: Sequence[ModelResult]) -> tuple[str, str, str, str]:
+    original, compressed = sum(model.original_bytes for model in models), sum(model.compressed_bytes for model in models)
+    seconds = f"{sum(model.seconds for model in models):.1f}"
+    return f"{original / 1e6:.2f} MB", f"{compressed / 1e6:.2f} MB", f"{100 * compressed / max(original, 1):.1f} %", seconds
+
+
+def _state(model: ModelResult) -> str:
+    done = "source deleted" if model.deleted else "verified" if model.verified else "done"
+    return "failed" if model.error and not model.stamp else f"{done}, but see below" if model.error else done

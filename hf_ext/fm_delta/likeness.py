@@ -1,0 +1,111 @@
+"""How near one checkpoint is to another, from a few values of each tensor."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_ext.checkpoint import Checkpoint, Entry, RawTensor
+from hf_ext.native import FLOATS, WIDTHS, cast
+
+RUNS, LENGTH = 16, 64  # of a tensor 16 runs of 64 values are read, evenly spread: at most 8 KB
+MANTISSA = {"F32": 23, "F16": 10, "BF16": 7, "F64": 52}  # bits below the exponent
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """How well one checkpoint predicts another, the source; tensors that hold no floats do not count.
+
+    Attributes:
+        shared: share of the source's parameters that the other has too, by name and shape.
+        agreement: share of those with the same sign and exponent in both; about 0.1 where the weights have nothing in common.
+        bits: estimate of what a parameter of the source takes as a difference; one that is not shared takes its full width.
+        same_layers: whether the stacks of layers that both have are equally high and wide.
+    """
+
+    shared: float
+    agreement: float
+    bits: float
+    same_layers: bool
+
+
+def likeness(src: Checkpoint, other: Checkpoint, least: float = 0.0) -> Likeness:
+    """Compares two checkpoints. Where less than the share `least` is shared nothing is read, and `agreement` is 0."""
+    names = [name for name in src.names() if src.entry(name).dtype in FLOATS]
+    twins = {name: twin for name in names if (twin := other.twin_of(name)) and _comparable(src, name, other, twin)}
+    total = sum(_count(src.entry(name)) for name in names)
+    common = {name: min(_count(src.entry(name)), _count(other.entry(twin))) for name, twin in twins.items()}
+    shared = sum(common.values())
+    bits = sum(8 * WIDTHS[src.entry(name).dtype] * (_count(src.entry(name)) - common.get(name, 0)) for name in names)
+    agreeing = 0.0
+    if shared and shared >= least * total:
+        for name, twin in twins.items():
+            share, length = compare(src[name], other[twin], common[name])
+            agreeing += share * common[name]
+            bits += length * common[name]
+    same_layers = all(src.entry(name).shape == other.entry(twin).shape for name, twin in twins.items() if _layer(name))
+    same_layers &= _as_high(names, twins) and _as_high(other.names(), twins.values())
+    return Likeness(shared / max(total, 1), agreeing / max(shared, 1), bits / max(total, 1), same_layers)
+
+
+def compare(tensor: RawTensor, prior: RawTensor, count: int) -> tuple[float, float]:
+    """Two tensors of floats by samples of their first `count` values, `prior` cast to the type of `tensor`.
+
+    Returns:
+        The share of values with the same sign and exponent, and the mean length in bits of the signed distance between them,
+        as integers in the order of floats.
+    """
+    if not count:
+        return 0.0, 0.0
+    kind = np.dtype(f"<u{WIDTHS[tensor.dtype]}")
+    a = _sample(tensor, count).view(kind)
+    b = cast(_sample(prior, count), prior.dtype, tensor.dtype).view(kind)
+    low, high = np.sort([_ordered(a), _ordered(b)], axis=0)
+    same = a >> MANTISSA[tensor.dtype] == b >> MANTISSA[tensor.dtype]
+    return float(same.mean()), float(np.log2(1 + 2 * (high - low).astype(np.float64)).mean())
+
+
+def _sample(tensor: RawTensor, count: int) -> np.ndarray:
+    """The bytes of a tensor's first `count` values, or of evenly spread runs of them, where no more are read than these."""
+    width = WIDTHS[tensor.dtype]
+    values = tensor.data[: count * width].reshape(count, width)
+    if count > RUNS * LENGTH:
+        starts = np.linspace(0, count - LENGTH, RUNS).astype(np.int64)
+        values = np.concatenate([values[start : start + LENGTH] for start in starts])
+    return values.copy().reshape(-1)  # the codec's cast reads whole values, which a file may hold at any address
+
+
+def _ordered(values: np.ndarray) -> np.ndarray:
+    """The bits of floats as unsigned integers of the same order."""
+    sign = values.dtype.type(1 << (8 * values.itemsize - 1))
+    return np.where(values & sign, ~values, values | sign)
+
+
+def _comparable(src: Checkpoint, name: str, other: Checkpoint, twin: str) -> bool:
+    """Whether these are the same parameter. Of resized embeddings the rows that both have are compared; a lone layer is the
+    twin of no other layer, though its names end alike."""
+    entry, prior = src.entry(name), other.entry(twin)
+    layers = [layer and layer[1] for layer in (_layer(name), _layer(twin))]
+    alike = len(entry.shape) == len(prior.shape) and entry.shape[1:] == prior.shape[1:]
+    return alike and prior.dtype in FLOATS and layers[0] == layers[1]
+
+
+def _count(entry: Entry) -> int:
+    return math.prod(entry.shape)
+
+
+def _layer(name: str) -> tuple[str, str] | None:
+    """The stack that a parameter belongs to and its layer's number there; None of one outside of any."""
+    match = re.match(r"(.*?)\b(\d+)\.", name)
+    return (match[1], match[2]) if match else None
+
+
+def _as_high(names: Iterable[str], common: Iterable[str]) -> bool:
+    """Whether of each stack that has names in `common` all layers do. A stack that has none is a new head or tower."""
+    found = {layer for name in common if (layer := _layer(name))}
+    stacks = {stack for stack, _ in found}
+    return all(layer in found for name in names if (layer := _layer(name)) and layer[0] in stacks)

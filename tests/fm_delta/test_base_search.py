@@ -1,0 +1,205 @@
+"""A checkpoint's base is found by what it says and by its weights, and is never called sure where there is doubt."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from local_hub import LocalHub
+from tiny_checkpoints import CONFIG, fine_tune, pair, weights, write_folder
+
+from hf_ext import fm_delta
+from hf_ext.errors import BaseModelError, CheckpointError
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """tuned and its base, and two strangers of the same shapes; and an empty Hub cache."""
+    pair(tmp_path)
+    for i in range(2):
+        write_folder(tmp_path / f"stranger{i}", weights(seed=10 + i))
+    return tmp_path
+
+
+def verdicts(report):
+    return {Path(candidate.name).name: candidate.verdict for candidate in report.candidates}
+
+
+def test_the_base_is_told_from_strangers(folder):
+    report = fm_delta.find_base(folder / "tuned", [folder / "stranger0", folder / "base", folder / "stranger1"])
+    assert report.verdict == "sure" and report.require() is report.best
+    assert report.best.name == str(folder / "base")
+    assert verdicts(report) == {"base": "sure", "stranger0": "no", "stranger1": "no"}
+    assert str(report).endswith(f"The base of {folder / 'tuned'} is {folder / 'base'}.")
+    assert json.loads(json.dumps(report.to_dict()))["candidates"][0]["why"] == "the weights agree"
+
+
+@pytest.mark.parametrize("tuned", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_it_is_found_across_float_types_and_before_what_was_tuned_from_it_too(tmp_path, tuned, base):
+    origin = weights()
+    src = write_folder(tmp_path / "src", {name: tensor.to(tuned) for name, tensor in fine_tune(origin, 1).items()})
+    other = fine_tune(fine_tune(origin, 2), 3)
+    sibling = write_folder(tmp_path / "sibling", {name: tensor.to(base) for name, tensor in other.items()})
+    expected = write_folder(tmp_path / "base", {name: tensor.to(base) for name, tensor in origin.items()})
+    report = fm_delta.find_base(src, [sibling, expected])
+    assert report.verdict == "sure"
+    if not base == torch.bfloat16 != tuned:  # whose steps are wider than the training's
+        assert report.best.name == str(expected)
+
+
+def test_names_may_differ_by_a_prefix_and_a_new_head_is_no_hindrance(tmp_path):
+    base = {name.removeprefix("model."): tensor for name, tensor in weights().items() if name != "lm_head.weight"}
+    tuned = {name: tensor for name, tensor in fine_tune(weights()).items() if name != "lm_head.weight"}
+    tuned |= {"score.weight": torch.randn(3, 16, generator=torch.Generator().manual_seed(0))}
+    report = fm_delta.find_base(write_folder(tmp_path / "tuned", tuned), [write_folder(tmp_path / "base", base)])
+    assert report.verdict == "sure"
+
+
+def variant(name):
+    """What agrees with tuned in its weights, but is of another architecture; and its config."""
+    base = weights()
+    layered = {n: tensor for n, tensor in base.items() if "layers.1" not in n}
+    return {
+        "fewer layers": (layered, CONFIG),
+        "more layers": (base | {n.replace("1", "2"): t for n, t in base.items() if "layers.1" in n}, CONFIG),
+        "wider layers": (base | {"model.layers.1.mlp.up_proj.weight": torch.ones(65, 16)}, CONFIG),
+        "another type": (base, CONFIG.replace("bert", "roberta")),
+        "half of the names": ({n: base[n] for n in ("model.embed_tokens.weight", "lm_head.weight")}, CONFIG),
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["fewer layers", "more layers", "wider layers", "another type", "half of the names"])
+def test_another_architecture_is_never_sure(folder, name):
+    other = write_folder(folder / "other", *variant(name))
+    report = fm_delta.find_base(folder / "tuned", [other])
+    assert report.verdict == "likely"
+    with pytest.raises(BaseModelError, match=f"(?s){other}.*perhaps.*--base"):
+        report.require()
+    assert fm_delta.find_base(folder / "tuned", [other, folder / "base"]).best.name == str(folder / "base")
+
+
+def test_other_names_or_shapes_are_no_base(folder):
+    names = write_folder(folder / "names", {f"x{i}.w": tensor for i, tensor in enumerate(weights().values())})
+    shapes = write_folder(folder / "shapes", {name: torch.ones(*tensor.shape, 2) for name, tensor in weights().items()})
+    report = fm_delta.find_base(folder / "tuned", [names, shapes])
+    assert report.verdict == "none" and report.best is None
+    assert set(verdicts(report).values()) == {"no"}
+    assert "None of 2 candidates" in str(report)
+
+
+def test_weights_that_agree_only_in_part_are_likely_at_most(folder):
+    mixed = fine_tune(weights(), seed=3) | {"model.embed_tokens.weight": weights(seed=9)["model.embed_tokens.weight"]}
+    mixed |= {"lm_head.weight": weights(seed=9)["lm_head.weight"]}
+    report = fm_delta.find_base(folder / "tuned", [write_folder(folder / "mixed", mixed)])
+    assert report.verdict == "likely" and report.best.why == "the weights agree in part"
+
+
+def test_the_checkpoint_itself_is_not_offered_but_a_copy_of_it_is(folder):
+    copy = write_folder(folder / "copy", fine_tune(weights()))
+    (folder / "link").symlink_to(folder / "tuned")
+    report = fm_delta.find_base(folder / "tuned", [folder / "tuned", folder / "link", copy, folder / "base"])
+    assert [candidate.name for candidate in report.candidates] == [str(copy), str(folder / "base")]
+    assert report.best.bits == 0 and report.verdict == "sure"
+
+
+def test_what_cannot_be_read_is_a_row_and_stops_nothing(folder):
+    fm_delta.compress_checkpoint(folder / "tuned", folder / "base", folder / "small")
+    (folder / "stranger0/model.safetensors").write_bytes(b"broken")
+    report = fm_delta.find_base(
+        folder / "tuned", [folder / "none", folder / "small", folder / "stranger0", folder / "base", "no/such-model"]
+    )
+    assert verdicts(report) == dict.fromkeys(("none", "small", "stranger0", "such-model"), "unreadable") | {"base": "sure"}
+    assert "no folder" in str(report) and "itself compressed" in str(report)
+
+
+def test_a_source_without_plain_weights_is_an_error(folder):
+    fm_delta.compress_checkpoint(folder / "tuned", folder / "base", folder / "small")
+    for src in ("none", "small"):
+        with pytest.raises(CheckpointError, match=src):
+            fm_delta.find_base(folder / src, [folder / "base"])
+    (folder / "tuned/model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="tuned"):
+        fm_delta.find_base(folder / "tuned", [folder / "base"])
+
+
+# ---- what the checkpoint says ------------------------------------------------------------------------------------------
+
+
+def name_in_config(folder, name):
+    (folder / "tuned/config.json").write_text(json.dumps(json.loads(CONFIG) | {"_name_or_path": str(name)}))
+
+
+def name_in_card(folder, *names):
+    text = json.dumps(names[0] if len(names) == 1 else [str(name) for name in names])
+    (folder / "tuned/README.md").write_text(f"---\nlicense: mit\nbase_model: {text}\n---\n\n# A model\n")
+
+
+def test_what_the_config_names_is_taken_and_nothing_else_looked_at(folder):
+    name_in_config(folder, folder / "base")
+    report = fm_delta.find_base(folder / "tuned", [folder / "stranger0"])
+    assert verdicts(report) == {"base": "sure"} and "config.json" in report.best.why
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_what_the_model_card_names_is_taken(folder, several):
+    name_in_card(folder, *([folder / "stranger0"] * several), str(folder / "base"))
+    report = fm_delta.find_base(folder / "tuned", [])
+    assert report.best.name == str(folder / "base") and "README.md" in report.best.why
+    assert len(report.candidates) == 1 + several
+
+
+def test_what_is_named_must_fit_all_the_same(folder):
+    name_in_config(folder, folder / "stranger0")
+    name_in_card(folder, "no/such-model")
+    report = fm_delta.find_base(folder / "tuned", [folder / "base"])
+    assert verdicts(report) == {"base": "sure", "stranger0": "no", "such-model": "unreadable"}
+    assert fm_delta.find_base(folder / "tuned", []).verdict == "none"
+
+
+def test_a_checkpoint_that_names_itself_or_nonsense_names_nothing(folder):
+    name_in_config(folder, folder / "tuned")
+    for card in ("---\nbase_model: [3, {a: b}]\n---\n", "---\n: [\n---\n", "no card", ""):
+        (folder / "tuned/README.md").write_text(card)
+        assert fm_delta.find_base(folder / "tuned", []).candidates == []
+    assert "names none" in str(fm_delta.find_base(folder / "tuned", []))
+
+
+# ---- the Hub's cache -----------------------------------------------------------------------------------------------------
+
+FIND = """
+import json
+from huggingface_hub import HfApi, constants, snapshot_download
+from hf_ext import fm_delta
+
+folders = {"base": "base", "stranger": "stranger0", "shards": "shards", "empty": "empty", "partial": "shards"}
+for repo, folder in folders.items():
+    HfApi().create_repo(f"user/{repo}")
+    HfApi().upload_folder(folder_path=folder, repo_id=f"user/{repo}")
+    snapshot_download(f"user/{repo}", allow_patterns=["*.json", "*1-of*"] if repo == "partial" else None)
+constants.HF_HUB_OFFLINE = True
+report = fm_delta.find_base("tuned")
+fm_delta.compress_checkpoint("tuned", report.require().name, "out", report.best.revision, verify=True)
+print(json.dumps([report.to_dict(), json.load(open("out/config.json"))["quantization_config"]]))
+"""
+
+
+def test_by_default_every_model_of_the_hub_cache_is_tried_and_none_is_downloaded(folder):
+    write_folder(folder / "shards", fine_tune(weights(), seed=7), shards=2)
+    (folder / "empty").mkdir()
+    (folder / "empty/config.json").write_text(CONFIG)
+    with LocalHub() as hub:
+        env = hub.client_env(folder / "home", signed_in=True)
+        env["PYTHONPATH"] = os.pathsep.join(sys.path)
+        command = [sys.executable, "-c", FIND]
+        done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report, settings = json.loads(done.stdout)
+    found = {candidate["name"]: candidate["verdict"] for candidate in report["candidates"]}
+    assert found == {"user/base": "sure", "user/shards": "sure", "user/stranger": "no"}
+    best = report["candidates"][0]
+    assert best["name"] == settings["base"] == "user/base"
+    assert best["revision"] == settings["revision"] and len(best["revision"]) == 40

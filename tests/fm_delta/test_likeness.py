@@ -1,0 +1,100 @@
+"""A few values of each tensor tell a fine-tune from a stranger, whatever the float types."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_checkpoints import fine_tune, weights, write_folder
+
+from hf_ext.checkpoint import Checkpoint, RawTensor
+from hf_ext.fm_delta.likeness import LENGTH, RUNS, compare, likeness
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+
+
+def normal(count: int, seed: int) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed)) * 0.02
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("other", FLOATS, ids=str)
+def test_a_fine_tune_agrees_and_a_stranger_does_not_across_types(dtype, other):
+    base, stranger = normal(100_000, 0), normal(100_000, 1)
+    tuned = RawTensor.from_torch((base + 0.01 * normal(100_000, 2)).to(dtype))
+    near = compare(tuned, RawTensor.from_torch(base.to(other)), 100_000)
+    far = compare(tuned, RawTensor.from_torch(stranger.to(other)), 100_000)
+    assert near[0] > 0.9 and far[0] < 0.25
+    assert near[1] < far[1] - 3
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_length_is_that_of_the_distance_between_neighbours_in_the_order_of_floats(dtype):
+    values = torch.tensor([1.0, -1.0, 0.0, 3.0], dtype=dtype)
+    steps = torch.nextafter(values, torch.full_like(values, torch.inf))
+    a, b = RawTensor.from_torch(values), RawTensor.from_torch(steps)
+    assert compare(a, a, 4) == (1.0, 0.0)
+    assert compare(a, b, 4)[1] == pytest.approx(np.log2([3, 3, 3, 3]).mean())
+    signs = RawTensor.from_torch(torch.tensor([0.0, 0.0], dtype=dtype)), RawTensor.from_torch(
+        torch.tensor([-0.0, 0.0], dtype=dtype)
+    )
+    assert compare(*signs, 2) == (0.5, pytest.approx(np.log2(3) / 2))
+
+
+def test_of_a_large_tensor_only_evenly_spread_values_count():
+    base = normal(1 << 20, 0)
+    tuned = base.clone()
+    starts = np.linspace(0, len(base) - LENGTH, RUNS).astype(int)
+    tuned[starts[1] : starts[1] + LENGTH] *= -1
+    tuned[starts[2] + LENGTH : starts[3]] *= -1
+    share, _ = compare(RawTensor.from_torch(tuned), RawTensor.from_torch(base), len(base))
+    assert share == 1 - 1 / RUNS
+
+
+def test_special_values_and_odd_places_are_compared_too():
+    values = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e-42, 7.0])
+    raw = RawTensor.from_torch(values)
+    odd = np.empty(21, np.uint8)
+    odd[1:] = raw.data
+    assert compare(raw, RawTensor("F32", (5,), odd[1:]), 5) == (1.0, 0.0)
+    assert compare(raw, raw, 0) == (0.0, 0.0)
+
+
+def open_folder(path, tensors):
+    return Checkpoint(write_folder(path, tensors))
+
+
+def test_what_has_no_counterpart_costs_its_full_width(tmp_path):
+    base = weights()
+    src = open_folder(tmp_path / "src", base | {"score.weight": torch.ones(10, 16), "ids": torch.arange(5)})
+    found = likeness(src, open_folder(tmp_path / "base", base))
+    total = sum(tensor.numel() for tensor in base.values())
+    assert found.shared == pytest.approx(total / (total + 160))
+    assert (found.agreement, found.same_layers) == (1.0, True)
+    assert found.bits == pytest.approx(32 * 160 / (total + 160))
+
+
+def test_of_resized_embeddings_the_common_rows_are_compared(tmp_path):
+    base, name = weights(), "model.embed_tokens.weight"
+    grown = base | {name: torch.cat([base[name], torch.ones(32, 16)])}
+    bigger, smaller = open_folder(tmp_path / "grown", grown), open_folder(tmp_path / "base", base)
+    assert likeness(bigger, smaller).agreement == likeness(smaller, bigger).agreement == 1.0
+    assert likeness(bigger, smaller).shared < 1 == likeness(smaller, bigger).shared
+    assert likeness(bigger, smaller).same_layers
+
+
+def test_layers_of_another_number_or_shape_are_noticed_on_both_sides(tmp_path):
+    base = weights()
+    one = open_folder(tmp_path / "one", {name: tensor for name, tensor in base.items() if "layers.1" not in name})
+    two = open_folder(tmp_path / "two", base)
+    wide = base | {"model.layers.1.mlp.up_proj.weight": torch.ones(128, 16)}
+    three = open_folder(tmp_path / "wide", wide)
+    head = open_folder(tmp_path / "head", base | {"classifier.0.weight": torch.ones(4, 16)})
+    assert not likeness(one, two).same_layers and not likeness(two, one).same_layers
+    assert not likeness(two, three).same_layers and not likeness(three, two).same_layers
+    assert likeness(head, two).same_layers and likeness(two, head).same_layers
+
+
+def test_nothing_is_read_where_too_little_is_shared(tmp_path):
+    src = open_folder(tmp_path / "src", fine_tune(weights()))
+    other = open_folder(tmp_path / "other", {"lm_head.weight": weights()["lm_head.weight"]})
+    assert likeness(src, other).agreement > 0.9
+    assert likeness(src, other, 0.5).agreement == 0

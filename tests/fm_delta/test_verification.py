@@ -1,0 +1,142 @@
+"""`verify` compares everything before success is reported; `delete_source` removes nothing that is not safe elsewhere."""
+
+import shutil
+import signal
+import sys
+
+import pytest
+from test_recovery import as_nobody, dying_at, everybodys_folder  # noqa: F401, a fixture
+from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
+
+from hf_ext import fm_delta
+from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.fm_delta import compress
+from hf_ext.folder import STAGE
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kills and limits processes as Linux does")
+
+
+@pytest.fixture
+def folders(tmp_path):
+    src, base = pair(tmp_path, shards=2)
+    (src / "1_Pooling").mkdir()
+    (src / "1_Pooling/config.json").write_text("{}")
+    (src / "vocab.txt").write_text("words")
+    return src, base, tmp_path / "small"
+
+
+def fault(monkeypatch, change):
+    """Between compressing and verifying, `change` is called with the folder that was compressed into."""
+    write = compress.compress_weights
+
+    def faulty(src, base, out):
+        write(src, base, out)
+        change(out)
+
+    monkeypatch.setattr(compress, "compress_weights", faulty)
+
+
+def test_what_is_compressed_and_verified_is_what_is_compressed(folders, tmp_path):
+    src, base, out = folders
+    before = contents(src)
+    fm_delta.compress_checkpoint(src, base, out)
+    fm_delta.compress_checkpoint(src, base, tmp_path / "again", verify=True)
+    assert contents(tmp_path / "again") == contents(out) and contents(src) == before
+
+
+@pytest.mark.parametrize("file", ["vocab.txt", "1_Pooling/config.json", "config.json", "weights"])
+def test_any_file_that_would_come_out_otherwise_is_found(folders, monkeypatch, file):
+    src, base, out = folders
+    before = contents(src)
+    other = write_folder(src.parent / "other", fine_tune(weights(), seed=5), shards=2)
+    fm_delta.compress_checkpoint(other, base, src.parent / "swap")
+
+    def change(stage):
+        if file == "weights":  # a sound file, but of other weights
+            shutil.copy(src.parent / "swap/model-00002-of-00002.safetensors", stage)
+        else:
+            (stage / file).write_text((stage / file).read_text().replace("16", "17") + " ")
+
+    fault(monkeypatch, change)
+    name = "Tensor 'model" if file == "weights" else file
+    for options in ({"verify": True}, {"delete_source": True}):
+        with pytest.raises(CorruptFileError, match=f"{name}.* of {src} does not come out"):
+            fm_delta.compress_checkpoint(src, base, out, **options)
+        assert contents(src) == before and not out.exists()
+
+
+def test_the_source_is_deleted_when_all_is_well(folders):
+    src, base, out = folders
+    before = contents(src)
+    fm_delta.compress_checkpoint(src, base, out, delete_source=True)
+    assert sorted(path.name for path in src.parent.iterdir()) == ["base", "small"]
+    fm_delta.decompress_checkpoint(out, src)
+    assert contents(src) == before
+
+
+def test_a_source_that_is_still_needed_is_not_deleted_and_nothing_is_done(folders, tmp_path, monkeypatch):
+    src, base, out = folders
+    shutil.copytree(base, src / "base")
+    (tmp_path / "links").mkdir()
+    shutil.copytree(base, src / "elsewhere")
+    (tmp_path / "links/model.safetensors").symlink_to(src / "elsewhere/model.safetensors")
+    shutil.copytree(base, tmp_path / "inner")
+    (src / "linked").symlink_to(tmp_path / "inner")
+    (tmp_path / "link").symlink_to(src)
+    monkeypatch.chdir(tmp_path)
+    before = contents(tmp_path)
+    for source, reference, target in (
+        (src, base, src / "out"),
+        ("tuned", base, "tuned/deep/out"),
+        (src, base, tmp_path),
+        (src, src / "base", out),
+        (src, tmp_path / "links", out),
+        (src, src / "linked", out),
+        ("link", base, out),
+    ):
+        with pytest.raises(CheckpointError, match="delete"):
+            fm_delta.compress_checkpoint(source, reference, target, delete_source=True)
+    assert contents(tmp_path) == before
+
+
+@linux
+def test_a_source_that_may_not_be_deleted_is_an_error_that_leaves_both(everybodys_folder):  # noqa: F811
+    src, base = pair(everybodys_folder)
+    before = contents(src)
+    (everybodys_folder / "open").mkdir()
+    (everybodys_folder / "open").chmod(0o777)
+    out = everybodys_folder / "open/small"
+    code, answer = as_nobody(lambda: fm_delta.compress_checkpoint(src, base, out, delete_source=True))
+    assert code == 0 and answer.startswith(f"CheckpointError: {src} could not be deleted: ")
+    assert contents(src) == before and fm_delta.verify(out) == 7
+
+
+@linux
+def test_a_kill_at_any_step_leaves_the_source_whole_or_the_result(folders, tmp_path):
+    src, base, out = folders
+    fm_delta.compress_checkpoint(src, base, tmp_path / "expected")
+    before, after = contents(src), contents(tmp_path / "expected")
+    place = tmp_path / "place"
+    seen = set()
+    for step in range(1, 300):
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(src, place / "tuned")
+        code, answer = dying_at(
+            step, place, lambda: fm_delta.compress_checkpoint(place / "tuned", base, place / "out", delete_source=True)
+        )
+        whole = (place / "tuned").exists() and contents(place / "tuned") == before
+        done = (place / "out").exists() and contents(place / "out") == after
+        assert whole or done and not (place / "tuned").exists()
+        seen.add((whole, done))
+        if code == 0:
+            assert answer == "None" and [path.name for path in place.iterdir()] == ["out"]
+            break
+        assert code == -signal.SIGKILL
+    assert step > 20 and seen == {(True, False), (True, True), (False, True)}
+
+
+def test_a_checkpoint_may_lie_in_the_folder_that_it_is_compressed_into(folders):
+    src, base, _ = folders
+    fm_delta.compress_checkpoint(src, base, src.parent, verify=True)
+    assert (src.parent / "vocab.txt").read_text() == "words" and not (src.parent / STAGE).exists()
+    assert fm_delta.verify(src.parent) == 7
