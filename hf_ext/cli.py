@@ -33,6 +33,15 @@ def decompress(args: argparse.Namespace) -> None:
     print(f"{args.out} holds the original files.")
 
 
+def compress_series(args: argparse.Namespace) -> None:
+    print(fm_delta.compress_series(args.run_folder, args.base, args.revision))
+
+
+def remove_checkpoint(args: argparse.Namespace) -> None:
+    fm_delta.remove_checkpoint(args.src, args.rebase)
+    print(f"{args.src} is deleted.")
+
+
 def inspect(args: argparse.Namespace) -> None:
     report = emr.report(args.src) if is_merge(args.src) else fm_delta.inspect(args.src)
     if args.plot:
@@ -173,6 +182,23 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("src", metavar="SRC", help="compressed folder")
     sub.add_argument("--out", required=True, help="folder to write")
     sub.add_argument("--base", help="folder or Hub id of the base, if it is no longer where SRC's config.json says")
+
+    sub = command(
+        compress_series,
+        "Compress the checkpoints of a training run in place, each against the base or the next newer one.",
+        "hf-ext compress-series my-run --base bert-base-uncased",
+    )
+    sub.add_argument("run_folder", metavar="RUN", help="output_dir of a training that is over, with folders checkpoint-N")
+    sub.add_argument("--base", required=True, help="folder or Hub id of the model that the run started from")
+    sub.add_argument("--revision", metavar="REV", help="branch, tag or commit of the base on the Hub (default: main)")
+
+    sub = command(
+        remove_checkpoint,
+        "Delete a checkpoint of a compressed run, unless others need it.",
+        "hf-ext remove-checkpoint my-run/checkpoint-500 --rebase",
+    )
+    sub.add_argument("src", metavar="RUN/checkpoint-N", help="folder of the checkpoint")
+    sub.add_argument("--rebase", action="store_true", help="store those that need it against another, then delete it")
 
     sub = command(
         inspect,

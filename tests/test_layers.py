@@ -12,14 +12,14 @@ import hf_ext
 
 ROOT = Path(hf_ext.__file__).parent
 PURE = {
-    "fm_delta": {"codec", "compress", "format", "reference", "report"},
+    "fm_delta": {"codec", "compress", "format", "reference", "report", "series"},
     "emr": {"artifact", "election", "modulators", "reference", "report", "writing"},
     "pissa": {"decomposition", "quantization"},
     "trans_lora": {"duplicates", "prompts", "report", "statistics"},
     "uni_med": {"boxes", "connector"},
 }
 HOST = {
-    "fm_delta": {"config", "quantizer", "saving"},
+    "fm_delta": {"callback", "config", "quantizer", "saving"},
     "emr": {"adapter", "config", "merge", "plan", "quantizer", "saving", "switching"},
     "pissa": {"config", "conversion", "layer", "model", "report", "residual"},
     "trans_lora": {

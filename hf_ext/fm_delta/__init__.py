@@ -1,8 +1,22 @@
 """FM-Delta: a fine-tuned checkpoint stored as its lossless difference from the base model (NeurIPS 2024)."""
 
+from hf_ext.fm_delta.callback import CompressCheckpoints
 from hf_ext.fm_delta.compress import compress_checkpoint, decompress_checkpoint, verify
 from hf_ext.fm_delta.config import FMDeltaConfig
 from hf_ext.fm_delta.report import inspect
 from hf_ext.fm_delta.saving import disable, enable
+from hf_ext.fm_delta.series import compress_series, inspect_series, remove_checkpoint
 
-__all__ = ["FMDeltaConfig", "compress_checkpoint", "decompress_checkpoint", "disable", "enable", "inspect", "verify"]
+__all__ = [
+    "CompressCheckpoints",
+    "FMDeltaConfig",
+    "compress_checkpoint",
+    "compress_series",
+    "decompress_checkpoint",
+    "disable",
+    "enable",
+    "inspect",
+    "inspect_series",
+    "remove_checkpoint",
+    "verify",
+]
