@@ -48,7 +48,7 @@ HOST = {
     },
 }
 BELOW, ABOVE = (
-    ["_native", "native", "errors", "folder", "checkpoint", "work_ahead", "display"],
+    ["quiet_imports", "_native", "native", "errors", "folder", "checkpoint", "work_ahead", "display"],
     ["registration", "__init__", "cli"],
 )
 SHARED_HOST = ["loading", "saving"]
