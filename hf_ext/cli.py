@@ -161,7 +161,7 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **options,
         )
-        sub.set_defaults(run=run)
+        sub.set_defaults(run=run, left="nothing was changed")
         return sub
 
     sub = command(
@@ -188,6 +188,7 @@ def parser() -> argparse.ArgumentParser:
         "Compress the checkpoints of a training run in place, each against the base or the next newer one.",
         "hf-ext compress-series my-run --base bert-base-uncased",
     )
+    sub.set_defaults(left="every checkpoint is whole, run again to go on")
     sub.add_argument("run_folder", metavar="RUN", help="output_dir of a training that is over, with folders checkpoint-N")
     sub.add_argument("--base", required=True, help="folder or Hub id of the model that the run started from")
     sub.add_argument("--revision", metavar="REV", help="branch, tag or commit of the base on the Hub (default: main)")
@@ -197,6 +198,7 @@ def parser() -> argparse.ArgumentParser:
         "Delete a checkpoint of a compressed run, unless others need it.",
         "hf-ext remove-checkpoint my-run/checkpoint-500 --rebase",
     )
+    sub.set_defaults(left="every checkpoint is whole, run again to go on")
     sub.add_argument("src", metavar="RUN/checkpoint-N", help="folder of the checkpoint")
     sub.add_argument("--rebase", action="store_true", help="store those that need it against another, then delete it")
 
@@ -333,7 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"hf-ext: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        left = f"{args.out} has what was done, run again to go on" if takes_rest else "nothing was changed"
+        left = f"{args.out} has what was done, run again to go on" if takes_rest else args.left
         print(f"hf-ext: interrupted; {left}.", file=sys.stderr)
         return 130
     return 0
