@@ -239,13 +239,13 @@ def series(args: argparse.Namespace, dtype: str) -> dict:
     sizes = f"{report.original_bytes / 1e6:.1f} MB to {report.compressed_bytes / 1e6:.1f} MB ({100 * report.ratio:.1f} %)"
     print(f"\n{dtype}, {args.tasks[0]}: compress_series brings {len(run)} checkpoints from {sizes}")
     if args.plot:
-        figure = new_figure(6, 4)
+        figure = new_figure(8, 4)
         axes = figure.subplots()
         for peer, against in columns:
             line = found[against][peer]
             axes.plot(list(map(int, line)), list(line.values()), label=f"{peer}, {against}", ls="-" if peer == "ours" else ":")
         axes.set(xlabel="step", ylabel="bits per parameter", ylim=(0, None), title=f"{dtype}, {args.tasks[0]}")
-        axes.legend(fontsize="small", frameon=False)
+        figure.legend(loc="outside right center", fontsize="small", frameon=False)
         save_figure(figure, args.plot.with_stem(f"{args.plot.stem}-{dtype}"))
     return found | {"original_bytes": report.original_bytes, "compressed_bytes": report.compressed_bytes}
 

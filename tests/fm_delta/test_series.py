@@ -332,6 +332,14 @@ def test_a_base_that_is_compressed_itself_serves(tmp_path):
     assert_all_come_back(run)
 
 
+def test_a_model_may_be_saved_against_a_compressed_base(tmp_path):
+    run = model_run(tmp_path)
+    tuned = perturb(AutoModelForSequenceClassification.from_pretrained(run / "checkpoint-1"), seed=9)
+    fm_delta.enable(tuned, run / "checkpoint-1").save_pretrained(tmp_path / "small")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "small")
+    assert_same_weights(loaded, fm_delta.disable(tuned))
+
+
 def test_adapters_alone_are_left(tmp_path):
     run = write_run(tmp_path, (1, 2))
     (run / "checkpoint-3").mkdir()
