@@ -22,8 +22,9 @@ style: $(VENV)/dev
 	$(BIN)/ruff check .
 
 bench: $(VENV)/bench $(VENV)/demo
+	$(BIN)/python benchmarks/fine_tunes.py --data $(DATA) --out pairs --tasks trec --save_steps 34
 	$(BIN)/python benchmarks/fine_tunes.py --data $(DATA) --out pairs
-	$(BIN)/python benchmarks/fm_delta.py --pairs pairs
+	$(BIN)/python benchmarks/fm_delta.py --pairs pairs --plot pairs/series.png
 	$(BIN)/python benchmarks/emr.py --pairs pairs --data $(DATA)
 	$(BIN)/python benchmarks/pissa.py
 	$(BIN)/python benchmarks/uni_med.py

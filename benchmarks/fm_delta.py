@@ -20,13 +20,14 @@ import numpy as np
 import torch
 from fine_tunes import FILES, minilm
 from measuring import peak_of, print_table, timed
-from peers import Peer, all_peers
+from peers import Peer, all_peers, zstd_xor_planes
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers.utils import logging
 
-from hf_ext.fm_delta import codec, compress_checkpoint, find_base
+from hf_ext.display import new_figure, save_figure
+from hf_ext.fm_delta import codec, compress_checkpoint, compress_series, find_base
 
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 YARDSTICK = "fm-delta"
@@ -44,20 +45,20 @@ class Pair:
     dense: bool
 
 
-def load_pairs(folder: Path, dtype: str) -> list[Pair]:
-    """All float tensors of a fine-tune that have a base twin of the same shape."""
+def load_pairs(folder: Path, dtype: str, base: Path | None = None) -> list[Pair]:
+    """All float tensors of a fine-tune that have a twin of the same shape in the base (or in another folder)."""
 
     def bits(tensor):
         words = torch.uint32 if dtype == "fp32" else torch.uint16
         return tensor.to(TORCH[dtype]).contiguous().view(words).numpy()
 
-    bases = load_file(minilm() / "model.safetensors")
+    bases = load_file((base or minilm()) / "model.safetensors")
     pairs = []
     for name, tensor in load_file(folder / "model.safetensors").items():
-        base = bases.get(name.removeprefix("bert."))
-        if base is not None and base.shape == tensor.shape and tensor.is_floating_point():
+        twin = bases.get(name.removeprefix("bert.") if base is None else name)
+        if twin is not None and twin.shape == tensor.shape and tensor.is_floating_point():
             dense = tensor.ndim == 2 and ".layer." in name
-            pairs.append(Pair(name, bits(tensor), bits(base), dense))
+            pairs.append(Pair(name, bits(tensor), bits(twin), dense))
     return pairs
 
 
@@ -235,7 +236,54 @@ def cast_to(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, t
     return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
-SECTIONS = {"size": size, "speed": speed, "load": load, "search": search}
+def series(args: argparse.Namespace, dtype: str) -> dict:
+    """Sizes as a fine-tuning goes on: each checkpoint of the first task against the base, the one before and the one after it,
+    as {"base", "before" or "after": {peer: {step: bits per parameter}}}; and the bytes that compress_series leaves."""
+    folder = args.pairs / f"{args.tasks[0]}-trainer"
+    run = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    if len(run) < 2:
+        raise SystemExit(f"{folder} has no checkpoints; make them with benchmarks/fine_tunes.py --save_steps 34")
+    found = {"base": {}, "before": {}, "after": {}}
+    for i, checkpoint in enumerate(run):
+        step = checkpoint.name.split("-")[1]
+        others = {"base": None} | ({"before": run[i - 1]} if i else {}) | ({"after": run[i + 1]} if i + 1 < len(run) else {})
+        for against, other in others.items():
+            pairs = load_pairs(checkpoint, dtype, other)
+            for peer in (ours(), zstd_xor_planes()):
+                blobs = compress_checked(peer, pairs, dtype)
+                bits = 8 * sum(map(len, blobs)) / sum(pair.x.size for pair in pairs)
+                found[against].setdefault(peer.name, {})[step] = bits
+
+    columns = [(peer, against) for peer in found["base"] for against in found]
+    rows = [
+        [step, *(f"{found[against][peer][step]:.3f}" if step in found[against][peer] else "" for peer, against in columns)]
+        for step in found["base"]["ours"]
+    ]
+    title = f"{dtype}, {args.tasks[0]}: bits per parameter as the fine-tuning goes on"
+    print_table(title, ["step", *(f"{peer}, {against}" for peer, against in columns)], rows)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        base = str(Path(scratch, "base"))
+        AutoModel.from_pretrained(minilm(), dtype=TORCH[dtype]).save_pretrained(base)
+        for checkpoint in run:
+            model = Classifier.from_pretrained(checkpoint, dtype=TORCH[dtype])
+            model.save_pretrained(Path(scratch, "run", checkpoint.name))
+        report = compress_series(Path(scratch, "run"), base)
+    sizes = f"{report.original_bytes / 1e6:.1f} MB to {report.compressed_bytes / 1e6:.1f} MB ({100 * report.ratio:.1f} %)"
+    print(f"\n{dtype}, {args.tasks[0]}: compress_series brings {len(run)} checkpoints from {sizes}")
+    if args.plot:
+        figure = new_figure(8, 4)
+        axes = figure.subplots()
+        for peer, against in columns:
+            line = found[against][peer]
+            axes.plot(list(map(int, line)), list(line.values()), label=f"{peer}, {against}", ls="-" if peer == "ours" else ":")
+        axes.set(xlabel="step", ylabel="bits per parameter", ylim=(0, None), title=f"{dtype}, {args.tasks[0]}")
+        figure.legend(loc="outside right center", fontsize="small", frameon=False)
+        save_figure(figure, args.plot.with_stem(f"{args.plot.stem}-{dtype}"))
+    return found | {"original_bytes": report.original_bytes, "compressed_bytes": report.compressed_bytes}
+
+
+SECTIONS = {"size": size, "speed": speed, "load": load, "search": search, "series": series}
 
 
 def main():
@@ -245,6 +293,7 @@ def main():
     parser.add_argument("--dtypes", nargs="+", default=list(TORCH), choices=list(TORCH))
     parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
     parser.add_argument("--runs", type=int, default=5, help="rounds that the medians are taken over")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw series to FILE-fp32.png and so on")
     parser.add_argument("--json", type=Path, help="also write every number to this file")
     args = parser.parse_args()
 

@@ -20,6 +20,7 @@ from hf_ext.emr.writing import RESCALE
 from hf_ext.errors import CheckpointError, HfExtError
 from hf_ext.folder import all_weights
 
+GOES_ON = "{out} has what was done, run again to go on"
 ANY_OPTION = (
     "Any option of TransLoraConfig, and so of TrainingArguments, may follow by its own name:\n"
     "  --filter token_excess  --num_samples 500  --learning_rate 2e-4  --num_train_epochs 20  --bf16"
@@ -83,6 +84,15 @@ def scheduler(address: str) -> Iterator[Executor]:
 def decompress(args: argparse.Namespace) -> None:
     fm_delta.decompress_checkpoint(args.src, args.out, base=args.base)
     print(f"{args.out} holds the original files.")
+
+
+def compress_series(args: argparse.Namespace) -> None:
+    print(fm_delta.compress_series(args.run_folder, args.base, args.revision))
+
+
+def remove_checkpoint(args: argparse.Namespace) -> None:
+    fm_delta.remove_checkpoint(args.src, args.rebase)
+    print(f"{args.src} is deleted.")
 
 
 def inspect(args: argparse.Namespace) -> None:
@@ -195,7 +205,7 @@ def parser() -> argparse.ArgumentParser:
     main.add_argument("--version", action="version", version=f"hf_ext {__version__}")
     commands = main.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def command(run, help: str, example: str, goes_on: bool = False, **options) -> argparse.ArgumentParser:
+    def command(run, help: str, example: str, **options) -> argparse.ArgumentParser:
         sub = commands.add_parser(
             run.__name__.replace("_", "-"),
             help=help,
@@ -204,7 +214,7 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             **options,
         )
-        sub.set_defaults(run=run, goes_on=goes_on)
+        sub.set_defaults(run=run, left="nothing was changed")
         return sub
 
     sub = command(
@@ -216,12 +226,12 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--base", help="folder or Hub id of the model it was fine-tuned from (default: what find-base is sure of)")
     sub.add_argument("--out", required=True, help="folder to write")
     add_compress_arguments(sub)
+    sub.set_defaults(left="{src} is as it was, or {out} is whole")
 
     sub = command(
         compress_all,
         "Compress many fine-tunes, each to OUT/its name; run again, it goes on where it was.",
         "hf-ext compress-all my-models --base bert-base-uncased --out my-models-small --workers 4 --verify",
-        goes_on=True,
     )
     sub.add_argument("folder", metavar="FOLDER", nargs="+", help="folder whose subfolders are models, or the models' folders")
     sub.add_argument("--base", help="folder or Hub id of the model all were fine-tuned from (default: find each one's)")
@@ -230,6 +240,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--scheduler", metavar="ADDRESS", help="let the workers of a Dask cluster do it, such as tcp://host:8786")
     sub.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
     add_compress_arguments(sub)
+    sub.set_defaults(left=GOES_ON)
 
     sub = command(
         find_base,
@@ -253,6 +264,25 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("src", metavar="SRC", help="compressed folder")
     sub.add_argument("--out", required=True, help="folder to write")
     sub.add_argument("--base", help="folder or Hub id of the base, if it is no longer where SRC's config.json says")
+
+    sub = command(
+        compress_series,
+        "Compress the checkpoints of a training run in place, each against the base or the next newer one.",
+        "hf-ext compress-series my-run --base bert-base-uncased",
+    )
+    sub.set_defaults(left="every checkpoint is whole, run again to go on")
+    sub.add_argument("run_folder", metavar="RUN", help="output_dir of a training that is over, with folders checkpoint-N")
+    sub.add_argument("--base", required=True, help="folder or Hub id of the model that the run started from")
+    sub.add_argument("--revision", metavar="REV", help="branch, tag or commit of the base on the Hub (default: main)")
+
+    sub = command(
+        remove_checkpoint,
+        "Delete a checkpoint of a compressed run, unless others need it.",
+        "hf-ext remove-checkpoint my-run/checkpoint-500 --rebase",
+    )
+    sub.set_defaults(left="every checkpoint is whole, run again to go on")
+    sub.add_argument("src", metavar="RUN/checkpoint-N", help="folder of the checkpoint")
+    sub.add_argument("--rebase", action="store_true", help="store those that need it against another, then delete it")
 
     sub = command(
         inspect,
@@ -367,7 +397,7 @@ def add_adapter_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--target-modules", nargs="+", default=["all-linear"], metavar="NAME", help="layers that get it (default: all-linear)"
     )
-    sub.set_defaults(takes_rest=True, goes_on=True)
+    sub.set_defaults(takes_rest=True, left=GOES_ON)
 
 
 def add_merge_arguments(sub: argparse.ArgumentParser, task: str, action: str = "store") -> None:
@@ -400,12 +430,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"hf-ext: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        left = "nothing was changed"
-        if args.goes_on:
-            left = f"{args.out} has what was done, run again to go on"
-        elif getattr(args, "delete_source", False):
-            left = f"{args.src} is as it was, or {args.out} is whole"
-        print(f"hf-ext: interrupted; {left}.", file=sys.stderr)
+        print(f"hf-ext: interrupted; {args.left.format(**vars(args))}.", file=sys.stderr)
         return 130
 
 

@@ -13,7 +13,19 @@ import hf_ext
 from hf_ext import emr, fm_delta
 from hf_ext.cli import main, parser
 
-COMMANDS = ("compress", "compress-all", "find-base", "decompress", "inspect", "verify", "merge", "add-task", "extract")
+COMMANDS = (
+    "compress",
+    "compress-all",
+    "compress-series",
+    "remove-checkpoint",
+    "find-base",
+    "decompress",
+    "inspect",
+    "verify",
+    "merge",
+    "add-task",
+    "extract",
+)
 
 
 @pytest.fixture
@@ -111,6 +123,25 @@ def test_a_source_is_deleted_after_it_was_verified(folder, capsys):
     assert run(capsys, "compress", src, "--base", folder / "base", "--out", folder / "new", "--delete-source")[0] == 0
     assert not src.exists() and run(capsys, "decompress", folder / "new", "--out", src)[0] == 0
     assert contents(src) == before
+
+
+def test_a_run_is_compressed_in_place_and_one_checkpoint_deleted(tmp_path, capsys):
+    tensors = fine_tune(fine_tune(weights()))
+    base, run_folder = write_folder(tmp_path / "base", weights()), tmp_path / "run"
+    for step in (5, 10, 15):
+        tensors = fine_tune(tensors, seed=step)
+        write_folder(run_folder / f"checkpoint-{step}", tensors)
+    before = contents(run_folder / "checkpoint-5")
+    code, out, _ = run(capsys, "compress-series", run_folder, "--base", base)
+    assert (code, out) == (0, f"{fm_delta.inspect_series(run_folder)}\n")
+    assert "checkpoint-5   checkpoint-10" in out
+    checkpoint = run_folder / "checkpoint-10"
+    assert "is needed to read checkpoint-5" in fails(capsys, "remove-checkpoint", checkpoint)
+    assert run(capsys, "remove-checkpoint", checkpoint, "--rebase")[:2] == (0, f"{checkpoint} is deleted.\n")
+    assert not checkpoint.exists()
+    assert run(capsys, "decompress", run_folder / "checkpoint-5", "--out", tmp_path / "back")[0] == 0
+    assert contents(tmp_path / "back") == before
+    assert "holds no checkpoint-N" in fails(capsys, "compress-series", base, "--base", base)
 
 
 def test_a_base_that_has_moved_is_given_by_name(folder, capsys):

@@ -12,14 +12,25 @@ import hf_ext
 
 ROOT = Path(hf_ext.__file__).parent
 PURE = {
-    "fm_delta": {"base_search", "batch", "codec", "compress", "format", "likeness", "reference", "report"},
+    "fm_delta": {
+        "base_search",
+        "batch",
+        "codec",
+        "compress",
+        "format",
+        "likeness",
+        "low_rank",
+        "reference",
+        "report",
+        "series",
+    },
     "emr": {"artifact", "election", "modulators", "reference", "report", "writing"},
     "pissa": {"decomposition", "quantization"},
     "trans_lora": {"duplicates", "prompts", "report", "statistics"},
     "uni_med": {"boxes", "connector"},
 }
 HOST = {
-    "fm_delta": {"config", "quantizer", "saving"},
+    "fm_delta": {"callback", "config", "quantizer", "saving"},
     "emr": {"adapter", "config", "merge", "plan", "quantizer", "saving", "switching"},
     "pissa": {"config", "conversion", "layer", "model", "report", "residual"},
     "trans_lora": {
@@ -48,7 +59,7 @@ HOST = {
     },
 }
 BELOW, ABOVE = (
-    ["_native", "native", "errors", "folder", "checkpoint", "work_ahead", "display"],
+    ["quiet_imports", "_native", "native", "errors", "folder", "checkpoint", "work_ahead", "display"],
     ["registration", "__init__", "cli"],
 )
 SHARED_HOST = ["loading", "saving"]

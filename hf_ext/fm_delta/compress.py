@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,9 @@ from hf_ext.checkpoint import (
     Entry,
     RawTensor,
     SafetensorsFile,
-    open_plain,
+    fingerprint_of,
+    open_checkpoint,
+    sample,
 )
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.fm_delta.codec import decode_raw, encode_raw, is_payload, peek_header
@@ -72,7 +75,7 @@ def compress_checkpoint(
 
     Args:
         src: folder with safetensors weights.
-        base: folder or Hub id of the model that `src` was fine-tuned from.
+        base: folder or Hub id of the model that `src` was fine-tuned from, plain or compressed itself.
         out: folder to write. On failure it is left as it was.
         revision: of the base on the Hub; the commit it leads to is recorded.
         verify: decode everything and compare it with `src`, byte for byte, before `out` gets it.
@@ -87,7 +90,7 @@ def compress_checkpoint(
     src, out = Path(src), Path(out)
     if not src.is_dir():
         raise CheckpointError(f"{src} is not a folder; give the folder of a saved model.")
-    base_checkpoint = open_plain(base, revision)
+    base_checkpoint = open_checkpoint(base, revision)
     require_another_folder(out, src, base)
     if delete_source:
         require_deletable(src, out, places_of(base_checkpoint))
@@ -104,7 +107,15 @@ def compress_checkpoint(
 
 def compress_weights(src: Path, base: Checkpoint, out: Path) -> None:
     """Compresses the weights of a folder into `out`, then adds what `from_pretrained` must know to `out`/config.json."""
-    config = read_config(out / CONFIG)
+    compress_files(plain_files(src, read_config(out / CONFIG)), base, out)
+
+
+def plain_files(src: Path, config: dict) -> list[list[SafetensorsFile]]:
+    """The weights of a folder with this config.json, in the sets that are read together.
+
+    Raises:
+        CheckpointError: there are none, or they are quantised or compressed.
+    """
     if "quantization_config" in config:
         settings = config["quantization_config"]
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
@@ -116,32 +127,47 @@ def compress_weights(src: Path, base: Checkpoint, out: Path) -> None:
     paths = all_weights(src)
     if not paths:
         raise CheckpointError(f"{src} holds no safetensors weights (model.safetensors, or shards of it).")
-    if any(file.path.parent.samefile(src) for file in base.files):
-        raise CheckpointError(f"{src} is the base model itself; give the folder of a fine-tune of it.")
     originals = [SafetensorsFile(path) for path in paths]
     if any(KEY in file.metadata for file in originals):
         raise CheckpointError(f"The weights of {src} are compressed already; decompress them first.")
-    dtype = _float_type(SafetensorsFile(select_weights(src)[0]))
-    info, _ = write_compressed([[file for file in originals if file.path in shards] for shards in shard_sets(paths)], base, out)
+    return [[file for file in originals if file.path in shards] for shards in shard_sets(paths)]
+
+
+def compress_files(
+    sets: Sequence[Sequence[SafetensorsFile | OriginalFile]], base: Checkpoint, out: Path, name: str | None = None
+) -> None:
+    """Compresses files of tensors into `out`, whose config.json is told; `name` is the base's, if not its own is to be
+    recorded."""
+    src = sets[0][0].path.parent
+    if any(file.path.parent.samefile(src) for file in base.files):
+        raise CheckpointError(f"{src} is the base model itself; give the folder of a fine-tune of it.")
+    selected = select_weights(src)[0]
+    dtype = _float_type(next(file for shards in sets for file in shards if file.path == selected))
+    info, _ = write_compressed(sets, base, out, name)
     settings = {"quant_method": METHOD, "base": info.name, "revision": info.revision, "dtype": dtype}
     rewrite(out / CONFIG, lambda text: add_to_config(text, settings))
 
 
 def write_compressed(
-    sets: Sequence[Sequence[SafetensorsFile | ComputedFile]], base: Checkpoint, out: Path
+    sets: Sequence[Sequence[SafetensorsFile | OriginalFile | ComputedFile]],
+    base: Checkpoint,
+    out: Path,
+    name: str | None = None,
 ) -> tuple[BaseInfo, list[str]]:
     """Compresses files of tensors into files of the same names in `out`. The files of a set are read together; returns what is
-    recorded of the base, and the digest of each set."""
+    recorded of the base (under `name`, if not its own), and the digest of each set."""
     files = [file for shards in sets for file in shards]
-    info = BaseInfo(_portable_name(base), base.revision, base.fingerprint)
+    info = BaseInfo(name or _portable_name(base), base.revision, base.fingerprint)
     writers: dict[str, CompressedWriter] = {}
+    samples: dict[Path, dict[str, bytes]] = {file.path: {} for file in files}
     try:
         with progress("Compressing", sum(len(file.entries) for file in files)) as bar:
             for file in files:
                 writer = writers[file.path.name] = CompressedWriter(out / file.path.name, file, info)
 
-                def encode(name: str, file: SafetensorsFile | ComputedFile = file) -> bytes:
+                def encode(name: str, file: SafetensorsFile | OriginalFile | ComputedFile = file) -> bytes:
                     twin, tensor = base.twin_of(name), file[name]
+                    samples[file.path][name] = sample(name, tensor)
                     prior = None if twin is None else base[twin]
                     payload = encode_raw(tensor, prior, name, twin or "", threads_for(tensor.data.size))
                     if prior is not None:
@@ -156,9 +182,10 @@ def write_compressed(
                     bar.update()
         groups = [[writers[file.path.name] for file in shards] for shards in sets]
         digests = [digest_of(header for writer in group for header in writer.headers) for group in groups]
-        for group, digest in zip(groups, digests):
+        for shards, group, digest in zip(sets, groups, digests):
+            fingerprint = fingerprint_of({name: part for file in shards for name, part in samples[file.path].items()})
             for writer in group:
-                writer.finish(digest)
+                writer.finish(digest, fingerprint)
     finally:
         for writer in writers.values():
             writer.close()
@@ -264,35 +291,60 @@ def open_base(files: list[CompressedFile], src: Path, base: str | os.PathLike | 
     Raises:
         BaseModelError: it cannot be read, or its fingerprint is another than when the files were written.
     """
-    recorded = files[0].base
-    name, revision = base, None
-    if name is None:
-        name, revision = recorded.name, recorded.revision
-        settings = read_config(src / CONFIG).get("quantization_config")
-        if isinstance(settings, dict) and "base" in settings:
-            name, revision = settings["base"], settings.get("revision")
-    return matching_base(recorded, name, revision, src if src.is_dir() else src.parent)
+    folder = src if src.is_dir() else src.parent
+    name, revision = base_of(files[0], folder) if base is None else (from_here(base), None)
+    return matching_base(files[0].base, name, revision, folder)
 
 
-def matching_base(recorded: BaseInfo, name: str | os.PathLike, revision: str | None, beside: Path) -> Checkpoint:
-    """Opens `name` and makes sure that it is the recorded base. A relative folder may be meant from `beside`, the folder of
-    the checkpoint, so that the two can be moved together."""
+def base_of(file: CompressedFile, folder: Path) -> tuple[str, str | None]:
+    """Name and revision of the base: as config.json in the folder has them, or else the file."""
+    settings = read_config(folder / CONFIG).get("quantization_config")
+    if isinstance(settings, dict) and "base" in settings:
+        return settings["base"], settings.get("revision")
+    return file.base.name, file.base.revision
+
+
+def from_here(name: str | os.PathLike) -> str | os.PathLike:
+    """A folder that is named as seen from the working directory, so that it is meant from nowhere else."""
+    return os.path.abspath(name) if os.path.isdir(name) else name
+
+
+def matching_base(
+    recorded: BaseInfo, name: str | os.PathLike, revision: str | None, beside: Path, readers: Sequence[Path] = ()
+) -> Checkpoint:
+    """Opens `name`, which may be compressed itself, and makes sure that it is the recorded base.
+
+    Args:
+        beside: folder of the checkpoint that needs the base. A relative folder may be meant from here, so that the two can be
+            moved together.
+        readers: folders of the compressed checkpoints that this one is opened for.
+    """
     advice = (
         'If the base has moved, set "base" under "quantization_config" in config.json to its folder or Hub id '
         "(on the command line: --base)."
     )
     if not isinstance(name, str | os.PathLike) or not isinstance(revision, str | None):
         raise BaseModelError(f"{name!r} at revision {revision!r} cannot be the name of the base {recorded}. {advice}")
-    if not os.path.isdir(name) and os.path.isdir(beside / name):
-        name = beside / name
+    if os.path.isdir(beside / name):
+        name = os.path.normpath(beside / name)
     try:
         checkpoint = Checkpoint(name, revision)
     except BaseModelError as error:
-        raise BaseModelError(f"The base model {recorded} is needed to read this checkpoint. {error} {advice}") from error
+        raise BaseModelError(
+            f"The base model {recorded} is needed to read this checkpoint, {beside}. {error} {advice}"
+        ) from error
+    if any(KEY in file.metadata and MERGE not in file.metadata for file in checkpoint.files):
+        files = [CompressedFile(file.path) for file in checkpoint.files]
+        check_shards(files)
+        folder, readers = files[0].path.parent, [*readers, beside]
+        if any(folder.samefile(reader) for reader in readers):
+            chain = " → ".join(map(str, [*readers, folder]))
+            raise BaseModelError(f"These checkpoints need each other, so none can be read: {chain}. {advice}")
+        checkpoint = CompressedCheckpoint(files, matching_base(files[0].base, *base_of(files[0], folder), folder, readers))
     if checkpoint.fingerprint != recorded.fingerprint:
         raise BaseModelError(
-            f"This checkpoint was compressed against {recorded} (fingerprint {recorded.fingerprint}), but {checkpoint} is "
-            f"another model or revision (fingerprint {checkpoint.fingerprint}). {advice}"
+            f"This checkpoint, {beside}, was compressed against {recorded} (fingerprint {recorded.fingerprint}), but "
+            f"{checkpoint} is another model or revision (fingerprint {checkpoint.fingerprint}). {advice}"
         )
     return checkpoint
 
@@ -301,7 +353,7 @@ class CompressedCheckpoint(Checkpoint):
     """The tensors of compressed files, each decoded when it is asked for.
 
     Attributes:
-        base: the base, checked against the fingerprint that the files record.
+        base: the base, plain or compressed, checked against the fingerprint that the files record.
         digest: a hash of the names and contents of all tensors.
     """
 
@@ -321,6 +373,25 @@ class CompressedCheckpoint(Checkpoint):
 
     def forget(self, name: str, begin: int, end: int) -> None:
         """Nothing: a decoded tensor is its owner's."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return self.files[0].fingerprint or super().fingerprint
+
+
+class OriginalFile:
+    """The safetensors file that a compressed one stands for, its tensors decoded when they are asked for."""
+
+    def __init__(self, file: CompressedFile, base: Checkpoint):
+        self.path = file.path
+        self.metadata = file.original_metadata
+        self.entries = file.original
+        self.header_bytes = file.original_header
+        self._file = file
+        self._base = base
+
+    def __getitem__(self, name: str) -> RawTensor:
+        return decode_tensor(self._file, self._base, name)
 
 
 def open_files(
@@ -372,7 +443,7 @@ def _portable_name(base: Checkpoint) -> str:
     return os.path.abspath(base.name) if os.path.isdir(base.name) else base.name
 
 
-def _float_type(file: SafetensorsFile) -> str | None:
+def _float_type(file: SafetensorsFile | OriginalFile) -> str | None:
     """torch's name of the type of the first float tensor by name: what Transformers takes for dtype="auto"."""
     dtypes = (file.entries[name].dtype for name in sorted(file.entries))
     return next((str(TORCH_DTYPES[dtype]).removeprefix("torch.") for dtype in dtypes if dtype in FLOATS), None)

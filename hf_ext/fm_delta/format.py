@@ -70,6 +70,7 @@ class CompressedFile:
             raise CorruptFileError(f"The header of {self.path} is damaged: it does not have the checksum it was written with.")
         try:
             self.digest: str = fields["digest"]
+            self.fingerprint: str | None = fields.get("fingerprint")
             self.base = BaseInfo(**fields["base"])
             self.original_header = _unpack_header(fields["header"])
             self.original_metadata, self.original = parse_header(self.original_header)
@@ -132,7 +133,7 @@ class CompressedWriter:
         self._end = 0
         most = sum(entry.end - entry.begin + PAYLOAD_HEADER for entry in original.entries.values())
         widest = dict.fromkeys(original.entries, Entry("U8", (most, most), most, most))
-        self._room = len(self._header(widest, "0" * 32))
+        self._room = len(self._header(widest, "0" * 32, "0" * 32))
         self._file = open(path, "wb")
         self._file.write(bytes(8 + self._room))
 
@@ -143,8 +144,8 @@ class CompressedWriter:
         self._end += len(payload)
         self._file.write(payload)
 
-    def finish(self, digest: str) -> None:
-        header = self._header(self._entries, digest).ljust(self._room)
+    def finish(self, digest: str, fingerprint: str) -> None:
+        header = self._header(self._entries, digest, fingerprint).ljust(self._room)
         self._file.seek(0)
         self._file.write(len(header).to_bytes(8, "little") + header)
         self.close()
@@ -152,9 +153,10 @@ class CompressedWriter:
     def close(self) -> None:
         self._file.close()
 
-    def _header(self, entries: dict[str, Entry], digest: str) -> bytes:
+    def _header(self, entries: dict[str, Entry], digest: str, fingerprint: str) -> bytes:
         packed = base64.b85encode(zlib.compress(self.original.header_bytes, 9)).decode()
-        record = json.dumps({"version": VERSION, "digest": digest, "base": asdict(self._base), "header": packed})
+        fields = {"version": VERSION, "digest": digest, "fingerprint": fingerprint, "base": asdict(self._base)}
+        record = json.dumps(fields | {"header": packed})
         metadata = self.original.metadata | {KEY: record, CHECKSUM_KEY: _header_checksum(record, entries.items())}
         header = {"__metadata__": metadata} | {
             name: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (entry.begin, entry.end)}

@@ -61,8 +61,8 @@ def candidates(tensor: np.ndarray, base: np.ndarray, kind: torch.finfo, level: i
     rank = best_rank(components, grid)
     wholly = rest_variance(components, rank, 0) < 4 * grid
     found = []
-    for rank, finer in search(rank, wholly, level):
-        factors = quantise(components, rank, rest_variance(components, rank, grid), finer)
+    for some, finer in search(rank, wholly, level):
+        factors = quantise(components, some, rest_variance(components, some, grid), finer)
         if factors is not None:
             rows = np.zeros((len(change), factors.rows.shape[1]), np.int32)
             rows[touched] = factors.rows
@@ -94,7 +94,7 @@ def decompose(change: torch.Tensor, rank: int, power_iterations: int = 1) -> Com
         basis = change @ (change.T @ torch.linalg.qr(basis).Q)
     basis = torch.linalg.qr(basis).Q
     reduced = basis.T @ change
-    squares, turn = torch.linalg.eigh((reduced.double() @ reduced.double().T))
+    squares, turn = torch.linalg.eigh(reduced.double() @ reduced.double().T)
     values = squares.clamp(min=0).sqrt().flip(0)[:rank]
     values = values[values > 1e-6 * values[0]]
     turn = turn.flip(1)[:, : len(values)].float()

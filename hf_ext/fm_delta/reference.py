@@ -136,7 +136,7 @@ def from_rotated(rotated: np.ndarray, kind: FloatType) -> np.ndarray:
 
 
 def move(bits: np.ndarray, change: np.ndarray, wide: bool, kind: FloatType) -> np.ndarray:
-    """Each float plus its change, in float32 or, if `wide`, in float64, rounded to the type; NaNs and infinities as they are."""
+    """Each float plus its change, in float32 or, if `wide`, float64, rounded to the type; NaNs and infinities as they are."""
     magnitude = bits & bits.dtype.type((1 << (kind.width - 1)) - 1)
     numbers = (bits.astype("<u4") << np.uint32(16)).view("<f4") if kind.numpy is None else bits.view(kind.numpy)
     with np.errstate(all="ignore"):

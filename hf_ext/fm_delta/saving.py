@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hf_ext.checkpoint import Checkpoint, open_plain
+from hf_ext.checkpoint import Checkpoint, open_checkpoint
 from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.codec import decode_raw, is_payload, read_header
 from hf_ext.fm_delta.compress import base_tensor, compress_weights
@@ -36,7 +36,7 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
         The same model.
 
     Raises:
-        BaseModelError: the base cannot be read, or is itself compressed.
+        BaseModelError: the base cannot be read.
         CheckpointError: the model is quantised.
     """
     if not isinstance(model, PreTrainedModel):
@@ -47,7 +47,7 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
         raise CheckpointError("This model is quantised; only plain weights can be compressed.")
     disable(model)
     # A save may happen in another working directory.
-    checkpoint = open_plain(os.path.abspath(base) if os.path.isdir(base) else base, revision)
+    checkpoint = open_checkpoint(os.path.abspath(base) if os.path.isdir(base) else base, revision)
     names = model.state_dict().keys()
     if not any(checkpoint.twin_of(name) for name in names):
         logger.warning(f"No tensor of {checkpoint} has a name that {type(model).__name__} knows: nothing will be saved by it.")
@@ -77,7 +77,7 @@ class CompressedSaving(Saving):
     def save(self, folder: Path, **kwargs: Any) -> list[str]:
         if kwargs.get("distributed_checkpoint"):
             raise CheckpointError("A distributed checkpoint cannot be compressed; call hf_ext.fm_delta.disable(model) first.")
-        base = Checkpoint(self.base, self.revision)
+        base = open_checkpoint(self.base, self.revision)
         if os.path.isdir(base.name) and folder.exists() and folder.samefile(base.name):
             raise CheckpointError(
                 f"{folder} is the folder of the base model; saving there would destroy what the save refers to."
@@ -115,5 +115,5 @@ class CompressedSaving(Saving):
                 continue
             data = value.reshape(-1).cpu().numpy()
             header = read_header(data, key.removeprefix(prefix))
-            base = base or Checkpoint(self.base, self.revision)
+            base = base or open_checkpoint(self.base, self.revision)
             state_dict[key] = decode_raw(data, base_tensor(base, header.base_name), header, torch.get_num_threads()).to_torch()

@@ -6,13 +6,12 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 from tiny_checkpoints import fine_tune, pair, weights, write_folder
 from tiny_models import bert, fine_tuned
 from transformers import AutoModel
 
-from hf_ext import BaseModelError, fm_delta
+from hf_ext import fm_delta
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -63,13 +62,3 @@ def test_a_relative_base_is_found_from_the_checkpoint_so_that_both_can_move(tmp_
     fm_delta.verify(tmp_path / "moved" / "small")
     loaded = AutoModel.from_pretrained(tmp_path / "moved" / "small").state_dict()
     assert all(torch.equal(expected[name], loaded[name]) for name in expected)
-
-
-def test_a_compressed_base_is_refused_before_any_training(tmp_path: Path) -> None:
-    fine_tuned(bert(), tmp_path)
-    tuned, base = tmp_path / "tuned", tmp_path / "base"
-    fm_delta.compress_checkpoint(tuned, base, tmp_path / "small")
-    with pytest.raises(BaseModelError, match="itself compressed"):
-        fm_delta.enable(AutoModel.from_pretrained(tuned), tmp_path / "small")
-    with pytest.raises(BaseModelError, match="itself compressed"):
-        fm_delta.compress_checkpoint(tuned, tmp_path / "small", tmp_path / "out")

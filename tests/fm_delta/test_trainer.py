@@ -10,32 +10,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from stop_after import StopAfter
-from tiny_models import VOCABULARY, assert_same_weights, bert, llama, perturb
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    Trainer,
-    TrainingArguments,
-)
+from tiny_models import assert_same_weights, bert, llama, perturb
+from tiny_training import train
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_ext import fm_delta
-
-
-def examples(count: int, causal: bool = False) -> list[dict]:
-    generator = torch.Generator().manual_seed(count)
-    rows = torch.randint(5, VOCABULARY, (count, 12), generator=generator)
-    return [{"input_ids": row, "labels": row if causal else row[0] % 3} for row in rows]
-
-
-def train(model, out: Path, resume: str | bool | None = None, callbacks=(), causal: bool = False, **options) -> Trainer:
-    settings = {"max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 2}
-    arguments = TrainingArguments(output_dir=str(out), use_cpu=True, report_to=[], disable_tqdm=True, **(settings | options))
-    trainer = Trainer(
-        model, arguments, train_dataset=examples(16, causal), eval_dataset=examples(8, causal), callbacks=[*callbacks]
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
 
 
 def is_compressed(folder: Path) -> bool:

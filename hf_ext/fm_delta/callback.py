@@ -1,0 +1,139 @@
+"""Training: a callback that keeps the checkpoints of a run compressed, and lets a Trainer resume from any of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.utils import logging
+
+from hf_ext.checkpoint import open_checkpoint
+from hf_ext.errors import CheckpointError, HfExtError
+from hf_ext.fm_delta.codec import is_payload, read_header
+from hf_ext.fm_delta.format import CompressedFile
+from hf_ext.fm_delta.saving import CompressedSaving
+from hf_ext.fm_delta.series import checkpoints, compress_series, is_compressed, open_root, secure
+from hf_ext.folder import all_weights
+from hf_ext.work_ahead import WorkAhead
+
+logger = logging.get_logger(__name__)
+
+
+class CompressCheckpoints(TrainerCallback):
+    """Keeps the weights of a run's checkpoints compressed, each against the base or the next newer checkpoint.
+
+    ```python
+    trainer = Trainer(model, args, callbacks=[fm_delta.CompressCheckpoints()], …)
+    ```
+
+    While the training runs, its newest and its best checkpoint stay plain; the others are compressed as newer ones are saved,
+    and all are when it ends. `save_total_limit` works, and the model learns to read compressed weights in `load_state_dict`, so
+    `resume_from_checkpoint` takes any checkpoint of the run. Checkpoints of an adapter alone are left as they are.
+
+    Args:
+        base: folder or Hub id of the model that is fine-tuned; by default where it was loaded from.
+        revision: of the base on the Hub; the commit it leads to is recorded.
+
+    Raises from `Trainer.train`, before the first step:
+        BaseModelError: the base cannot be read.
+        CheckpointError: there is no `base` and the model does not know where it came from; or `fm_delta.enable` compresses its
+            saves already.
+    """
+
+    def __init__(self, base: str | os.PathLike | None = None, revision: str | None = None):
+        self.base = base
+        self.revision = revision
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs: Any):
+        if isinstance(model, torch.nn.Module):
+            model.register_load_state_dict_pre_hook(DecodeStateDict(Path(args.output_dir).absolute()))
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs: Any):
+        if isinstance(getattr(model, "__dict__", {}).get("save_pretrained"), CompressedSaving):
+            raise CheckpointError(
+                "This model saves itself compressed already. Call fm_delta.disable(model), or do without CompressCheckpoints."
+            )
+        if hasattr(model, "peft_config") and self.base is None:
+            return  # its checkpoints hold the adapter alone
+        base = self.base or getattr(model, "name_or_path", None)
+        if not base:
+            raise CheckpointError("The model was not loaded from anywhere: give CompressCheckpoints the base= it started from.")
+        # The working directory may change.
+        self.base = os.path.abspath(base) if os.path.isdir(base) else base
+        if self.revision is None and self.base == getattr(model, "name_or_path", None):
+            self.revision = getattr(model.config, "_commit_hash", None)
+        open_root(Path(args.output_dir), self.base, self.revision)
+        best = state.best_model_checkpoint
+        on_one(args, lambda: secure(Path(args.output_dir), state.global_step, best and Path(best).name))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        if args.should_save:
+            best = state.best_model_checkpoint
+            self._compress(args, state, keep={f"checkpoint-{state.global_step}", best and Path(best).name})
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        on_one(args, lambda: self._compress(args, state))
+
+    def _compress(self, args: TrainingArguments, state: TrainerState, keep: set = frozenset()) -> None:
+        run = Path(args.output_dir)
+        if self.base is None or not checkpoints(run, state.global_step):
+            return
+        try:
+            compress_series(run, self.base, self.revision, keep, state.global_step)
+        except HfExtError as error:  # no reason to lose a training: what is not compressed is plain
+            logger.warning(f"The checkpoints in {run} are not all compressed: {error}")
+
+
+class DecodeStateDict:
+    """A `load_state_dict` pre-hook: replaces payloads by the tensors they stand for. It is a plain object, so that copies and
+    pickles of the model carry it along.
+
+    Args:
+        run: where the checkpoints are. A state dict does not say which of them it was read from, but each payload has a
+            checksum of its own.
+    """
+
+    def __init__(self, run: Path):
+        self.run = run
+
+    def __call__(self, module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        payloads = {
+            key: value.reshape(-1).cpu().numpy()
+            for key, value in state_dict.items()
+            if isinstance(value, torch.Tensor) and is_payload(value)
+        }
+        if not payloads:
+            return
+        names = {read_header(data, key.removeprefix(prefix)).name: key for key, data in payloads.items()}
+        source = open_checkpoint(self._holder({name: payloads[key] for name, key in names.items()}))
+        sizes = {name: entry.end - entry.begin for name in names for entry in [source.entry(name)]}
+        for name, tensor in WorkAhead(source.__getitem__, sizes):
+            state_dict[names[name]] = tensor.to_torch()
+
+    def _holder(self, payloads: dict[str, np.ndarray]) -> Path:
+        """The checkpoint that these payloads stand in."""
+        for folder in filter(is_compressed, checkpoints(self.run)):
+            files = [CompressedFile(path) for path in all_weights(folder)]
+            stored = {name: file.payload(name) for file in files for name in file.original}
+            if all(name in stored and np.array_equal(stored[name], data) for name, data in payloads.items()):
+                return folder
+        raise CheckpointError(
+            f"The weights to be loaded are compressed, and of no checkpoint in {self.run}. Run `hf-ext decompress` on their "
+            "folder first."
+        )
+
+
+def on_one(args: TrainingArguments, work: Callable[[], Any]) -> None:
+    """Does what changes folders in one process, while the others wait."""
+    PartialState().wait_for_everyone()
+    try:
+        if args.should_save:
+            work()
+    finally:
+        PartialState().wait_for_everyone()

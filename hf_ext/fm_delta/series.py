@@ -1,0 +1,318 @@
+"""The checkpoints of a training run, each stored as its difference from the base or from the next newer one.
+
+The differences point from older to newer, as a Trainer deletes the oldest first and may save again over what it saved after
+the point it resumes from: so nothing that stays needs what goes. A checkpoint is replaced as a whole folder, by renaming.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hf_ext.checkpoint import Checkpoint, SafetensorsFile, open_checkpoint
+from hf_ext.display import table
+from hf_ext.errors import CheckpointError
+from hf_ext.fm_delta.compress import (
+    CompressedCheckpoint,
+    OriginalFile,
+    base_of,
+    compress_files,
+    decoded,
+    open_base,
+    open_compressed,
+    plain_files,
+)
+from hf_ext.fm_delta.format import KEY, CompressedFile, remove_from_config
+from hf_ext.folder import CONFIG, STAGE, all_weights, copy, other_files, read_config, rewrite, shard_sets
+from hf_ext.work_ahead import progress
+
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+LONGEST_CHAIN = 8  # checkpoints that are decoded to read one; each costs as much time as the first
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """One checkpoint of a run; `base` is what it is stored against, None if it is plain. Bytes are those of the weights."""
+
+    name: str
+    base: str | None
+    original_bytes: int
+    compressed_bytes: int
+
+
+@dataclass(frozen=True)
+class SeriesReport:
+    """The checkpoints of a run, oldest first; `str()` of it is a table."""
+
+    checkpoints: list[StoredCheckpoint]
+
+    @property
+    def original_bytes(self) -> int:
+        return sum(checkpoint.original_bytes for checkpoint in self.checkpoints)
+
+    @property
+    def compressed_bytes(self) -> int:
+        return sum(checkpoint.compressed_bytes for checkpoint in self.checkpoints)
+
+    @property
+    def ratio(self) -> float:
+        """Compressed size as a share of the original."""
+        return self.compressed_bytes / max(self.original_bytes, 1)
+
+    def to_dict(self) -> dict:
+        return asdict(self) | {"ratio": self.ratio}
+
+    def __str__(self) -> str:
+        rows = [(c.name, c.base or "(plain)", c.original_bytes, c.compressed_bytes) for c in self.checkpoints]
+        rows.append(("all", "", self.original_bytes, self.compressed_bytes))
+        return table(
+            ("checkpoint", "stored against", "original", "size", "of original"),
+            [(name, base, f"{old:,}", f"{new:,}", f"{100 * new / max(old, 1):.1f} %") for name, base, old, new in rows],
+        )
+
+
+def compress_series(
+    run: str | os.PathLike,
+    base: str | os.PathLike,
+    revision: str | None = None,
+    keep: Collection[str] = (),
+    until: int | None = None,
+) -> SeriesReport:
+    """Compresses the weights of a run's `checkpoint-N` folders in place, each against the base or the next newer checkpoint,
+    whichever makes it smaller. All other files stay as they are.
+
+    A checkpoint is decoded and checked before its plain weights go, and a kill leaves it plain or compressed; run again to go
+    on. What is compressed already stays so; checkpoints without safetensors weights (of an adapter alone) are left alone.
+
+    Args:
+        run: the `output_dir` of a Trainer, which must not be saving there.
+        base: folder or Hub id of the model that the run started from.
+        revision: of the base on the Hub; the commit it leads to is recorded.
+        keep: names of checkpoints that stay plain.
+        until: the last step to look at.
+
+    Raises:
+        BaseModelError: the base, or a checkpoint that one depends on, cannot be read.
+        CheckpointError: there is no checkpoint with weights, one is quantised, or the base is one of them.
+    """
+    run = Path(run)
+    root = open_root(run, base, revision)
+    recover(run)
+    folders = checkpoints(run, until)
+    if not folders:
+        raise CheckpointError(f"{run} holds no checkpoint-N with safetensors weights; give the output_dir of a training.")
+    for folder in folders:
+        if folder.name not in keep and not is_compressed(folder):
+            store(folder, root, newer_than(folder, folders))
+    return inspect_series(run)
+
+
+def inspect_series(run: str | os.PathLike) -> SeriesReport:
+    """Reads how the checkpoints of a run are stored, without decoding them.
+
+    Raises:
+        CorruptFileError: the header of a file is damaged or from a newer version.
+    """
+    found = []
+    for folder in checkpoints(Path(run)):
+        paths = all_weights(folder)
+        size = original = sum(path.stat().st_size for path in paths)
+        base = None
+        if is_compressed(folder):
+            files = [CompressedFile(path) for path in paths]
+            original = sum(8 + len(file.original_header) + sum(map(file.size, file.original)) for file in files)
+            needed = needed_by(folder)
+            base = needed.name if needed else base_of(files[0], folder)[0]
+        found.append(StoredCheckpoint(folder.name, base, original, size))
+    return SeriesReport(found)
+
+
+def remove_checkpoint(folder: str | os.PathLike, rebase: bool = False) -> None:
+    """Deletes a checkpoint of a run.
+
+    Args:
+        folder: the `checkpoint-N`.
+        rebase: first stores the checkpoints that need this one against another.
+
+    Raises:
+        CheckpointError: others need it and `rebase` is off, or it is no checkpoint.
+        BaseModelError: with `rebase`, something that those others need is missing.
+    """
+    folder = Path(folder).absolute()
+    if not CHECKPOINT.fullmatch(folder.name) or not folder.is_dir():
+        raise CheckpointError(f"{folder} is no checkpoint of a run (a folder called checkpoint-N).")
+    run = folder.parent
+    recover(run)
+    others = [other for other in checkpoints(run) if other != folder]
+    needing = [other for other in others if needed_by(other) == folder]
+    if needing and not rebase:
+        raise CheckpointError(
+            f"{folder} is needed to read {', '.join(other.name for other in needing)}. To delete it all the same, let these be "
+            "stored against another first: rebase=True (on the command line: --rebase)."
+        )
+    for other in needing:
+        store(other, root_of(other), newer_than(other, others))
+    with stage_of(run) as stage:
+        folder.rename(stage / "removed")  # in one step: no half of it is ever found
+
+
+def secure(run: Path, step: int, best: str | None = None) -> None:
+    """Makes a run ready to be trained on from a step: stores against the base alone every checkpoint that needs one which a
+    Trainer may then overwrite, or delete first: a later one, or one that seems older by its folder's time, by which a Trainer
+    goes; and the best one, which a Trainer keeps the longest."""
+    recover(run)
+    for folder in checkpoints(run):
+        needed = needed_by(folder)
+        if needed is None or not needed.exists():
+            continue
+        ordered = step_of(folder) < step_of(needed) <= step and in_order(folder, needed)
+        if folder.name == best or not ordered:
+            store(folder, root_of(folder))
+
+
+def store(folder: Path, root: Checkpoint, newer: Path | None = None) -> None:
+    """Writes the weights of a checkpoint again, against the base `root` or the checkpoint `newer`, whichever makes them
+    smaller."""
+    bases = {None: root} | ({f"../{newer.name}": open_checkpoint(newer)} if newer else {})
+    sets = files_of(folder)
+    with stage_of(folder.parent) as stage:
+        written: dict[Path, Checkpoint] = {}
+        for name, base in bases.items():
+            out = stage / f"written-{len(written)}"
+            out.mkdir()
+            written[out] = base
+            if (folder / CONFIG).exists():
+                copy(folder / CONFIG, out / CONFIG)
+                rewrite(out / CONFIG, remove_from_config)
+            compress_files(sets, base, out, name)
+        smallest = min(written, key=lambda out: sum(path.stat().st_size for path in all_weights(out)))
+        require_readable(smallest, written[smallest])
+        for path in other_files(folder, stage):
+            if path != folder / CONFIG:
+                link(path, smallest / path.relative_to(folder))
+        shutil.copystat(folder, smallest)  # a Trainer tells the oldest checkpoint by its folder's time
+        folder.rename(stage / folder.name)
+        smallest.rename(folder)
+
+
+def files_of(folder: Path) -> list[list[SafetensorsFile]] | list[list[OriginalFile]]:
+    """The original files of the weights, in the sets that are read together, whether they are compressed or not."""
+    if not is_compressed(folder):
+        return plain_files(folder, read_config(folder / CONFIG))
+    files = open_compressed(folder)
+    base = open_base(files, folder)
+    sets = shard_sets([file.path for file in files])
+    return [[OriginalFile(file, base) for file in files if file.path in shards] for shards in sets]
+
+
+def require_readable(folder: Path, base: Checkpoint) -> None:
+    """Raises CorruptFileError unless every tensor that was just written comes out as it went in."""
+    files = open_compressed(folder)
+    with progress("Verifying", sum(len(file.original) for file in files)) as bar:
+        for file in files:
+            for _ in decoded(file, base, file.original):
+                bar.update()
+
+
+def checkpoints(run: Path, until: int | None = None) -> list[Path]:
+    """The checkpoints of a run with safetensors weights, oldest first, up to a step."""
+    if not run.is_dir():
+        return []
+    found = [path for path in run.iterdir() if CHECKPOINT.fullmatch(path.name) and path.is_dir() and all_weights(path)]
+    return sorted((path for path in found if until is None or step_of(path) <= until), key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    return int(CHECKPOINT.fullmatch(folder.name)[1])
+
+
+def is_compressed(folder: Path) -> bool:
+    return any(KEY in SafetensorsFile(path).metadata for path in all_weights(folder)[:1])
+
+
+def needed_by(folder: Path) -> Path | None:
+    """The checkpoint beside this one that it is stored against; None if it needs none of them."""
+    if not is_compressed(folder):
+        return None
+    name, _ = base_of(CompressedFile(all_weights(folder)[0]), folder)
+    needed = Path(os.path.abspath(folder / str(name)))
+    return folder.parent / needed.name if needed.parent.resolve() == folder.parent.resolve() else None
+
+
+def newer_than(folder: Path, folders: list[Path]) -> Path | None:
+    """The checkpoint that this one may be stored against: the next of `folders`, unless that makes a chain too long."""
+    newer = next((other for other in folders if step_of(other) > step_of(folder)), None)
+    if newer is None or not in_order(folder, newer):
+        return None
+    needs = {other: needed_by(other) for other in folders}
+
+    def chain(checkpoint: Path) -> list[Path]:
+        found = [checkpoint]
+        while (needed := needs.get(found[-1])) and needed not in found:
+            found.append(needed)
+        return found
+
+    before = max(links.index(folder) + 1 for links in map(chain, folders) if folder in links)
+    after = chain(newer)
+    return newer if folder not in after and before + len(after) <= LONGEST_CHAIN else None
+
+
+def in_order(older: Path, newer: Path) -> bool:
+    """Whether a Trainer deletes the older one first: it sorts by time and, where that is the same, by name."""
+    return (os.path.getmtime(older), older.name) < (os.path.getmtime(newer), newer.name)
+
+
+def open_root(run: Path, base: str | os.PathLike, revision: str | None = None) -> Checkpoint:
+    """Opens the base of a run."""
+    folder = Path(os.path.realpath(base))
+    if os.path.isdir(base) and CHECKPOINT.fullmatch(folder.name) and folder.parent == run.resolve():
+        raise CheckpointError(
+            f"The base {base} is a checkpoint of the run itself, which may be deleted; give the model that was fine-tuned."
+        )
+    return open_checkpoint(os.path.abspath(base) if os.path.isdir(base) else base, revision)
+
+
+def root_of(folder: Path) -> Checkpoint:
+    """The plain base at the end of the chain of a compressed checkpoint."""
+    checkpoint = open_checkpoint(folder)
+    while isinstance(checkpoint, CompressedCheckpoint):
+        checkpoint = checkpoint.base
+    return checkpoint
+
+
+@contextlib.contextmanager
+def stage_of(run: Path) -> Iterator[Path]:
+    """A folder in a run to write into, that is gone afterwards."""
+    stage = run / STAGE
+    try:
+        shutil.rmtree(stage, ignore_errors=True)
+        stage.mkdir()
+        yield stage
+    except OSError as error:
+        raise CheckpointError(f"A checkpoint in {run} could not be written: {error}") from error
+    finally:
+        recover(run)
+
+
+def recover(run: Path) -> None:
+    """Puts back a checkpoint that was on its way to be replaced when the process was killed, and clears the rest."""
+    stage = run / STAGE
+    if stage.is_dir():
+        for old in stage.iterdir():
+            if CHECKPOINT.fullmatch(old.name) and not (run / old.name).exists():
+                old.rename(run / old.name)
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def link(source: Path, target: Path) -> None:
+    """The same file under another name, or a copy of it where there are no links."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        copy(source, target)

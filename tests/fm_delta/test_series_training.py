@@ -1,0 +1,259 @@
+"""A Trainer with CompressCheckpoints trains, resumes, rotates and picks its best model as it does without."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from stop_after import StopAfter
+from tiny_models import assert_same_weights, bert
+from tiny_training import examples, train
+from transformers import AutoModelForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_ext import BaseModelError, CheckpointError, fm_delta
+from hf_ext.fm_delta.series import is_compressed, needed_by
+
+OPTIONS = {"max_steps": 12, "learning_rate": 1e-4}
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    bert().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def model_of(base: Path):
+    return AutoModelForSequenceClassification.from_pretrained(base)
+
+
+def train_compressed(base: Path, out: Path, *callbacks: TrainerCallback, **options) -> Trainer:
+    return train(model_of(base), out, callbacks=[fm_delta.CompressCheckpoints(), *callbacks], **(OPTIONS | options))
+
+
+@pytest.fixture
+def through(base, tmp_path) -> Trainer:
+    """The training without compression, which leaves all its checkpoints in `plain`."""
+    return train(model_of(base), tmp_path / "plain", **OPTIONS)
+
+
+def checkpoints(run: Path) -> dict[int, Path]:
+    return {int(path.name.split("-")[1]): path for path in run.glob("checkpoint-*")}
+
+
+def assert_same_as_plain(run: Path, plain: Path, *steps: int) -> None:
+    assert set(checkpoints(run)) == set(steps)
+    for checkpoint in checkpoints(run).values():
+        models = [AutoModelForSequenceClassification.from_pretrained(path) for path in (checkpoint, plain / checkpoint.name)]
+        assert_same_weights(*models)
+
+
+class Watch(TrainerCallback):
+    """After each save and its rotation, before (`first`) or after CompressCheckpoints acts, reads whatever is there."""
+
+    def __init__(self):
+        self.seen: list[dict[int, bool]] = []
+
+    def on_save(self, args, state, control, **kwargs):
+        there = checkpoints(Path(args.output_dir))
+        for checkpoint in there.values():
+            if is_compressed(checkpoint):
+                fm_delta.verify(checkpoint)
+            AutoModelForSequenceClassification.from_pretrained(checkpoint)
+        self.seen.append({step: is_compressed(checkpoint) for step, checkpoint in sorted(there.items())})
+
+
+def test_older_checkpoints_are_compressed_while_training_and_all_at_the_end(tmp_path, base, through):
+    watch = Watch()
+    trainer = train_compressed(base, tmp_path / "out", watch)
+    assert watch.seen[-1] == {2: True, 4: True, 6: True, 8: True, 10: True, 12: False}
+    assert trainer.state.log_history[0]["loss"] == through.state.log_history[0]["loss"]
+    assert_same_as_plain(tmp_path / "out", tmp_path / "plain", 2, 4, 6, 8, 10, 12)
+    assert all(map(is_compressed, checkpoints(tmp_path / "out").values()))
+    assert any(map(needed_by, checkpoints(tmp_path / "out").values()))
+    report = fm_delta.inspect_series(tmp_path / "out")
+    assert report.compressed_bytes < 0.7 * report.original_bytes
+    for checkpoint in checkpoints(tmp_path / "out").values():
+        plain = tmp_path / "plain" / checkpoint.name
+        assert {path.name for path in checkpoint.iterdir()} == {path.name for path in plain.iterdir()}
+        assert (checkpoint / "optimizer.pt").stat().st_size == (plain / "optimizer.pt").stat().st_size
+
+
+@pytest.mark.parametrize("step", [2, 4, 8, 12])
+def test_a_training_resumes_from_any_checkpoint_with_the_same_bits(tmp_path, base, through, step):
+    train_compressed(base, tmp_path / "out")
+    resumed = train_compressed(base, tmp_path / "out", resume=str(tmp_path / f"out/checkpoint-{step}"))
+    assert resumed.state.global_step == 12
+    assert_same_weights(resumed.model, through.model)
+    assert_same_as_plain(tmp_path / "out", tmp_path / "plain", 2, 4, 6, 8, 10, 12)
+    assert all(map(is_compressed, checkpoints(tmp_path / "out").values()))
+
+
+def test_a_training_that_was_stopped_goes_on_also_without_the_callback(tmp_path, base, through):
+    class Crash(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 7:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_compressed(base, tmp_path / "out", Crash())
+    shutil.copytree(tmp_path / "out", tmp_path / "other")
+    assert get_last_checkpoint(str(tmp_path / "out")).endswith("checkpoint-6")
+    for resumed in (
+        train_compressed(base, tmp_path / "out", resume=True),
+        train(model_of(base), tmp_path / "other", resume=True, **OPTIONS),
+    ):
+        assert_same_weights(resumed.model, through.model)
+        assert_same_as_plain(Path(resumed.args.output_dir), tmp_path / "plain", 2, 4, 6, 8, 10, 12)
+
+
+def test_what_a_resumed_training_saves_over_is_needed_by_none(tmp_path, base, through):
+    train_compressed(base, tmp_path / "out")
+    assert needed_by(tmp_path / "out/checkpoint-4")
+    resume = str(tmp_path / "out/checkpoint-4")
+    train_compressed(base, tmp_path / "out", StopAfter(9), resume=resume, label_smoothing_factor=0.5)
+    # 6 and 8 are of the second training, the others of the first.
+    for step, checkpoint in checkpoints(tmp_path / "out").items():
+        models = [model_of(path) for path in (checkpoint, tmp_path / "plain" / checkpoint.name)]
+        same = all(map(torch.equal, *(model.state_dict().values() for model in models)))
+        assert same == (step not in (6, 8))
+
+
+def test_a_training_that_starts_anew_leaves_the_older_checkpoints_readable(tmp_path, base, through):
+    train_compressed(base, tmp_path / "out")
+    train_compressed(base, tmp_path / "out", save_steps=3, label_smoothing_factor=0.5)
+    assert set(checkpoints(tmp_path / "out")) == {2, 3, 4, 6, 8, 9, 10, 12}
+    for checkpoint in checkpoints(tmp_path / "out").values():
+        fm_delta.verify(checkpoint)
+    for step in (2, 4, 8, 10):
+        assert_same_weights(*(model_of(tmp_path / run / f"checkpoint-{step}") for run in ("out", "plain")))
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+@pytest.mark.parametrize("best_loss", [None, 3, 0, 5])
+def test_rotation_never_takes_what_another_checkpoint_needs(tmp_path, base, through, limit, best_loss):
+    """`best_loss` is which of the six evaluations finds the best model, if that is loaded at the end."""
+
+    class Losses(Trainer):
+        def evaluate(self, *args, **kwargs):
+            metrics = {"eval_loss": float(self.state.global_step // 2 - 1 != best_loss)}
+            self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            return metrics
+
+    watch_first, watch_last = Watch(), Watch()
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "eval_loss"}
+    options = OPTIONS | {"save_steps": 2, "per_device_train_batch_size": 4, "save_total_limit": limit, "report_to": []}
+    args = TrainingArguments(
+        str(tmp_path / "out"), use_cpu=True, disable_tqdm=True, greater_is_better=False,
+        **(options | (best if best_loss is not None else {})),
+    )  # fmt: skip
+    callbacks = [watch_first, fm_delta.CompressCheckpoints(), watch_last]
+    trainer = Losses(model_of(base), args, train_dataset=examples(16), eval_dataset=examples(8), callbacks=callbacks)
+    trainer.train()
+    assert len(watch_last.seen) == 6 and all(len(there) <= max(limit, 2) for there in watch_first.seen)
+    # But for the newest and the best one, all are compressed.
+    best_step = None if best_loss is None else 2 * best_loss + 2
+    for i, there in enumerate(watch_last.seen):
+        first_is_best = best_loss is not None and i < best_loss and 2
+        plain = {2 * i + 2, first_is_best or best_step}
+        assert all(compressed == (step not in plain) for step, compressed in there.items())
+    kept = sorted(checkpoints(tmp_path / "out"))
+    if best_loss is not None:
+        assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best_step}")
+        assert best_step in kept
+        assert_same_weights(trainer.model, model_of(tmp_path / "plain" / f"checkpoint-{best_step}"))
+    assert len(kept) == limit
+    assert_same_as_plain(tmp_path / "out", tmp_path / "plain", *kept)
+    assert all(map(is_compressed, checkpoints(tmp_path / "out").values()))
+
+
+def test_a_limit_that_comes_later_finds_nothing_that_it_could_break(tmp_path, base):
+    train_compressed(base, tmp_path / "out", StopAfter(8))
+    assert any(map(needed_by, checkpoints(tmp_path / "out").values()))
+    watch = Watch()
+    train_compressed(base, tmp_path / "out", watch, resume=True, save_total_limit=3)
+    assert [set(there) for there in watch.seen] == [{6, 8, 10}, {8, 10, 12}]
+
+
+def test_shards_are_compressed_and_resumed_from(tmp_path, base, through, monkeypatch):
+    class Shards(fm_delta.CompressCheckpoints):
+        """Splits what was saved, as a model of several files is, before it is compressed."""
+
+        def on_save(self, args, state, control, **kwargs):
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            model_of(folder).save_pretrained(folder, max_shard_size="60KB")
+            super().on_save(args, state, control, **kwargs)
+
+    train(model_of(base), tmp_path / "out", callbacks=[Shards()], **OPTIONS)
+    assert len(list((tmp_path / "out/checkpoint-4").glob("model-*.safetensors"))) > 2
+    assert all(map(is_compressed, checkpoints(tmp_path / "out").values()))
+    assert_same_as_plain(tmp_path / "out", tmp_path / "plain", 2, 4, 6, 8, 10, 12)
+    resumed = train_compressed(base, tmp_path / "out", resume=str(tmp_path / "out/checkpoint-4"))
+    assert_same_weights(resumed.model, through.model)
+
+
+def test_adapters_are_left_alone(tmp_path, base):
+    def adapted():
+        torch.manual_seed(0)
+        return get_peft_model(model_of(base), LoraConfig(r=2, target_modules=["query", "value"]))
+
+    through = train(adapted(), tmp_path / "plain", **OPTIONS)
+    for given in (None, base):
+        out = tmp_path / f"out_{given is None}"
+        train(adapted(), out, callbacks=[StopAfter(6), fm_delta.CompressCheckpoints(given)], **OPTIONS)
+        resumed = train(adapted(), out, resume=True, callbacks=[fm_delta.CompressCheckpoints(given)], **OPTIONS)
+        assert_same_weights(resumed.model, through.model)
+        assert set(checkpoints(out)) == {2, 4, 6, 8, 10, 12}
+
+
+def test_a_model_with_the_callback_can_be_copied_and_pickled(tmp_path, base):
+    trainer = train_compressed(base, tmp_path / "out")
+    for model in (copy.deepcopy(trainer.model), pickle.loads(pickle.dumps(trainer.model))):
+        assert_same_weights(model, trainer.model)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_base_that_cannot_serve_is_refused_before_the_first_step(tmp_path, base):
+    def begin(model, *arguments, out="out"):
+        train(model, tmp_path / out, callbacks=[fm_delta.CompressCheckpoints(*arguments)], **OPTIONS)
+
+    with pytest.raises(CheckpointError, match="give CompressCheckpoints the base="):
+        begin(bert())
+    with pytest.raises(BaseModelError, match="no/such"):
+        begin(bert(), "no/such")
+    with pytest.raises(CheckpointError, match="saves itself compressed already"):
+        begin(fm_delta.enable(model_of(base), base))
+    assert not checkpoints(tmp_path / "out")
+    begin(bert(), base)
+    with pytest.raises(CheckpointError, match="is a checkpoint of the run itself"):
+        begin(model_of(tmp_path / "out/checkpoint-4"))
+    begin(model_of(tmp_path / "out/checkpoint-4"), out="next")  # a compressed base of another run
+    assert needed_by(tmp_path / "next/checkpoint-2") and fm_delta.verify(tmp_path / "next/checkpoint-12")
+
+
+def test_weights_of_another_run_are_not_taken_for_this_ones(tmp_path, base):
+    train_compressed(base, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="of no checkpoint in .*elsewhere.*hf-ext decompress"):
+        train_compressed(base, tmp_path / "elsewhere", resume=str(tmp_path / "out/checkpoint-4"))
+
+
+def test_a_training_does_not_die_of_what_cannot_be_compressed(tmp_path, base, through, caplog):
+    class Lock(TrainerCallback):
+        """Puts something in the way of what is to be written."""
+
+        def on_train_begin(self, args, state, control, **kwargs):
+            Path(args.output_dir).mkdir(exist_ok=True)
+            Path(args.output_dir, ".hf_ext-partial").write_text("in the way")
+
+    trainer = train_compressed(base, tmp_path / "out", Lock())
+    assert_same_weights(trainer.model, through.model)
+    assert "are not all compressed" in caplog.text
+    assert not any(map(is_compressed, checkpoints(tmp_path / "out").values()))
+    assert_same_as_plain(tmp_path / "out", tmp_path / "plain", 2, 4, 6, 8, 10, 12)
