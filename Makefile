@@ -40,7 +40,7 @@ build/fuzz/decode: $(FUZZ_SOURCES) $(wildcard csrc/*.h)
 
 bench: $(VENV)/bench $(VENV)/demo
 	$(BIN)/python benchmarks/fine_tunes.py --data $(DATA) --out pairs
-	$(BIN)/python benchmarks/fm_delta.py --pairs pairs
+	$(BIN)/python benchmarks/fm_delta.py --pairs pairs --plot links.png
 	$(BIN)/python benchmarks/emr.py --pairs pairs --data $(DATA)
 	$(BIN)/python benchmarks/pissa.py
 	$(BIN)/python benchmarks/uni_med.py

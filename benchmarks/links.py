@@ -61,7 +61,7 @@ class Codec:
         transfer, base = self.share * 8 / link, 1 / read if self.with_base else 0
         in_file = [self.share / write, self.share / read] if files else []
         if way == "upload":
-            return [1 / read, base, 1 / self.compress, *([] if self.share == 1 else in_file), transfer]
+            return [1 / read + base, 1 / self.compress, *([] if self.share == 1 else in_file), transfer]
         return [transfer, *in_file, base, 1 / self.decompress]
 
     def one_after_another(self, way: str, link: float) -> float:
