@@ -129,9 +129,14 @@ def write_models(args: argparse.Namespace, tuned: Path, base: Path) -> int:
     found, changed = spectra(args.pairs / args.tasks[0])
     row = [
         f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
-        for values in ([s.change for s in found], [100 * s.share for s in found], [len(s.profile) for s in found])
+        for values in (
+            [s.change for s in found],
+            [100 * s.share for s in found],
+            [len(s.profile) for s in found],
+            [100 * s.share * sum(value**2 for value in s.profile[:16]) for s in found],
+        )
     ]
-    header = ["change beside the base", "of low rank, % of its energy", "rank", "embedding rows changed"]
+    header = ["change beside the base", "low rank, % of its energy", "rank", "rank 16, %", "embedding rows changed"]
     title = f"{args.tasks[0]}, what training did to {len(found)} matrices: medians (least to most)"
     print_table(title, header, [[*row, f"{100 * changed:.0f} %"]])
     config = config_of(args)

@@ -29,15 +29,15 @@ size_t number(const uint8_t* data) { return size_t(data[0]) | size_t(data[1]) <<
 }  // namespace
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-    if (size < HEAD) return -1;
+    if (size < HEAD) return 0;
     const fm_delta::Shape shape{1 + data[0] % 4, number(data + 1), number(data + 4), number(data + 7)};
     const int base_dtype = 1 + data[0] / 4 % 4, threads = 1 + data[0] / 16 % 2;
     const size_t width = size_t(fm_delta::width(shape.dtype)), base_width = size_t(fm_delta::width(base_dtype));
     // What Python refuses before it decodes. A row is never longer than that either.
-    if (shape.base_values > (size - HEAD) / base_width) return -1;
+    if (shape.base_values > (size - HEAD) / base_width) return 0;
     const size_t body_size = size - HEAD - shape.base_values * base_width;
-    if (shape.values == 0 || shape.values > shape.base_values + MAX_EXPANSION * body_size) return -1;
-    if (shape.row_length > std::max<size_t>(shape.values, 1024)) return -1;
+    if (shape.values == 0 || shape.values > shape.base_values + MAX_EXPANSION * body_size) return 0;
+    if (shape.row_length > std::max<size_t>(shape.values, 1024)) return 0;
 
     // Buffers of exactly their sizes; the body at an odd address, as in a file.
     const std::vector<uint8_t> source(data + HEAD, data + HEAD + shape.base_values * base_width);
