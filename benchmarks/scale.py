@@ -1,0 +1,206 @@
+"""How compressing and loading go with a model of the size of today's: a section of benchmarks/fm_delta.py.
+
+There is no such fine-tune to be had offline, so one is drawn, shaped as Llama 3.2 1B. Its base is random; its change has what
+the changes of the real fine-tune have, matrix by matrix: its size beside the base's, a part of low rank with as much of the
+energy, falling off alike, on top of white noise; and as many rows of the embedding are left as they were. It is to measure time
+and memory; that its size comes out as that of a real one is not proven.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from measuring import peak_of, print_table, timed
+from pairs import is_dense, load_tensors
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_ext.fm_delta import compress_checkpoint
+
+Shard = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+BASE_SCALE = 0.02  # of the random base's values
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """How training changed a matrix: the change's size beside the base's (of root mean squares), the low-rank part's share of
+    its energy, and that part's singular values (of unit energy), the largest first."""
+
+    change: float
+    share: float
+    profile: tuple[float, ...]
+
+
+def spectrum(tensor: torch.Tensor, base: torch.Tensor) -> Spectrum:
+    """Splits a change into white noise and what stands out of it: singular values above those that noise has, σ(√m + √n)."""
+    delta = tensor.double() - base.double()
+    rows, columns = delta.shape
+    energies = torch.linalg.svdvals(delta) ** 2
+    rank, noise = -1, 0.0
+    for _ in range(50):
+        found, rank = rank, max(rank, 0)
+        noise = energies[rank:].sum().item() / ((rows - rank) * (columns - rank))
+        rank = int((energies > noise * (math.sqrt(rows) + math.sqrt(columns)) ** 2).sum())
+        if rank == found:
+            break
+    # Noise is in the directions that stand out, too.
+    signal = (energies[:rank] - noise * (rows + columns)).clamp(min=0)
+    share = signal.sum().item() / energies.sum().item()
+    profile = (signal / signal.sum()).sqrt().tolist() if share else []
+    return Spectrum(delta.norm().item() / base.double().norm().item(), share, tuple(profile))
+
+
+def spectra(folder: Path) -> tuple[list[Spectrum], float]:
+    """Those of a fine-tune's dense matrices in the order of the file, and the share of its embedding's rows that changed."""
+    tensors = load_tensors(folder)
+    found = [spectrum(tensor, base) for name, tensor, base in tensors if is_dense(name, tensor)]
+    changed = [(tensor != base).any(-1).double().mean().item() for name, tensor, base in tensors if "word_embeddings" in name]
+    return found, changed[0]
+
+
+def config_of(args: argparse.Namespace) -> LlamaConfig:
+    """Llama 3.2 1B's, or smaller in proportion."""
+    heads = args.width // 64
+    return LlamaConfig(
+        hidden_size=args.width, intermediate_size=4 * args.width, num_hidden_layers=args.layers, num_attention_heads=heads,
+        num_key_value_heads=max(heads // 4, 1), vocab_size=128256 * args.width // 2048, tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"], dtype="bfloat16",
+    )  # fmt: skip
+
+
+def trained(base: torch.Tensor, like: Spectrum, generator: torch.Generator) -> torch.Tensor:
+    """The base after a change like a measured one; float32."""
+    rows, columns = base.shape
+    size = like.change * base.norm()
+    noise = torch.randn(base.shape, generator=generator)
+    delta = noise * (size * math.sqrt(1 - like.share) / math.sqrt(rows * columns))
+    if like.profile:
+        # Random directions in so many dimensions are orthogonal but for little.
+        left = torch.randn(rows, len(like.profile), generator=generator) / math.sqrt(rows)
+        right = torch.randn(len(like.profile), columns, generator=generator) / math.sqrt(columns)
+        delta += (left * torch.tensor(like.profile) * size * math.sqrt(like.share)) @ right
+    return base + delta
+
+
+def shards(config: LlamaConfig, found: list[Spectrum], changed: float) -> Iterator[Shard]:
+    """Fine-tune and base, a layer at a time, in bfloat16."""
+    with torch.device("meta"):
+        weights = LlamaForCausalLM(config).named_parameters()  # each once, though the embedding is the head too
+        shapes = {name: tuple(weight.shape) for name, weight in weights}
+    generator = torch.Generator().manual_seed(0)
+    kinds = len([name for name, shape in shapes.items() if ".layers.0." in name and len(shape) == 2])
+    layers: dict[str, list[str]] = {}
+    for name in shapes:
+        layers.setdefault(name.split(".")[2] if ".layers." in name else name, []).append(name)
+    for names in layers.values():
+        shard, matrix = {}, 0
+        for name in names:
+            shape = shapes[name]
+            if len(shape) == 1:
+                before = torch.ones(shape)
+                after = before + torch.randn(shape, generator=generator) * 1e-3
+            else:
+                before = torch.randn(shape, generator=generator).mul_(BASE_SCALE)
+                if "embed" in name:
+                    like = Spectrum(statistics.median(s.change for s in found), 0.0, ())
+                    kept = torch.rand(shape[0], generator=generator) >= changed
+                    after = trained(before, like, generator)
+                    after[kept] = before[kept]
+                else:
+                    # The same depth of the real model, and another of its matrices each time.
+                    depth = int(name.split(".")[2]) * (len(found) // 6) // config.num_hidden_layers
+                    after = trained(before, found[6 * depth + matrix * 6 // kinds], generator)
+                    matrix += 1
+            shard[name] = after.bfloat16(), before.bfloat16()
+        yield shard
+
+
+def write_models(args: argparse.Namespace, tuned: Path, base: Path) -> int:
+    """Writes both in shards, a layer each, so that only a layer is in memory; returns the number of parameters."""
+    found, changed = spectra(args.pairs / args.tasks[0])
+    row = [
+        f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+        for values in (
+            [s.change for s in found],
+            [100 * s.share for s in found],
+            [len(s.profile) for s in found],
+            [100 * s.share * sum(value**2 for value in s.profile[:16]) for s in found],
+        )
+    ]
+    header = ["change beside the base", "low rank, % of its energy", "rank", "rank 16, %", "embedding rows changed"]
+    title = f"{args.tasks[0]}, what training did to {len(found)} matrices: medians (least to most)"
+    print_table(title, header, [[*row, f"{100 * changed:.0f} %"]])
+    config = config_of(args)
+    maps: list[dict[str, str]] = [{}, {}]
+    parameters = 0
+    for number, shard in enumerate(shards(config, found, changed)):
+        for folder, place, index in ((tuned, 0, maps[0]), (base, 1, maps[1])):
+            file = f"model-{number + 1:05d}.safetensors"
+            folder.mkdir(exist_ok=True)
+            save_file({name: pair[place] for name, pair in shard.items()}, folder / file, metadata={"format": "pt"})
+            index |= dict.fromkeys(shard, file)
+        parameters += sum(pair[0].numel() for pair in shard.values())
+    for folder, index in zip((tuned, base), maps):
+        config.save_pretrained(folder)
+        written = {"metadata": {"total_size": 2 * parameters}, "weight_map": index}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(written))
+    return parameters
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def load_llama(folder: Path) -> None:
+    """Loads a model and reads a byte of every page of its weights, since a plain file is only mapped, not read."""
+    for weight in LlamaForCausalLM.from_pretrained(folder).parameters():
+        weight.detach().reshape(-1).view(torch.uint8)[::4096].sum()
+
+
+def build_empty(folder: Path) -> None:
+    """Builds the model of a folder without weights: what every load pays besides them."""
+    with torch.device("meta"):
+        LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
+
+
+def run_fresh(action, *args) -> tuple[float, float]:
+    """Seconds of one call in a fresh process, after its imports, and the peak of that process's memory in MB."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh_process:
+        seconds = fresh_process.submit(timed, action, *args).result()
+        return seconds, fresh_process.submit(peak_of, int).result()
+
+
+def scale(args: argparse.Namespace) -> dict:
+    """Seconds and peak memory of compressing and loading a model of a billion parameters in bf16, files in the page cache."""
+    with tempfile.TemporaryDirectory() as scratch:
+        tuned, base, packed = (Path(scratch) / name for name in ("tuned", "base", "packed"))
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh_process:
+            parameters = fresh_process.submit(write_models, args, tuned, base).result()
+        found = {"parameters": parameters}
+        actions = {
+            "model without weights": (build_empty, tuned),
+            "compress_checkpoint": (compress_checkpoint, tuned, base, packed),
+            "from_pretrained, plain": (load_llama, tuned),
+            "from_pretrained, compressed": (load_llama, packed),
+        }
+        rows, original = [], 0
+        for what, action in actions.items():
+            seconds, peak = run_fresh(*action)
+            original = size_of(tuned) / 1e6
+            found[what] = {"seconds": seconds, "peak_mb": peak}
+            rows.append([what, f"{seconds:.2f}", f"{original / seconds:.0f}", f"{peak:.0f}", f"{peak / original:.2f}"])
+        found["share"] = size_of(packed) / size_of(tuned)
+    rows[0][2] = ""
+    model = f"bf16, {parameters / 1e9:.2f} B parameters, {original:.0f} MB, drawn like {args.tasks[0]}"
+    title = f"{model}; compressed {100 * found['share']:.1f} % of it"
+    print_table(title, ["what, in a fresh process", "seconds", "MB/s", "peak memory, MB", "of the model"], rows)
+    return found
