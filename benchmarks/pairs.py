@@ -26,7 +26,7 @@ class Pair:
 
 
 def load_tensors(folder: Path, base: Path | None = None) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """All float tensors of a fine-tune that have a twin of the same shape in the base (or in another folder): their names, they,
+    """All float tensors of a fine-tune that have a twin of the same shape in the base, or in another folder: their names, they,
     their twins."""
     bases = load_file((base or minilm()) / "model.safetensors")
     tensors = []

@@ -18,6 +18,7 @@ from hf_ext import PissaConfig, TransLoraConfig, __version__, emr, fm_delta, tra
 from hf_ext.emr.artifact import is_merge
 from hf_ext.emr.writing import RESCALE
 from hf_ext.errors import CheckpointError, HfExtError
+from hf_ext.fm_delta.codec import DEFAULT_LEVEL, LEVELS
 from hf_ext.folder import all_weights
 
 GOES_ON = "{out} has what was done, run again to go on"
@@ -34,7 +35,7 @@ def compress(args: argparse.Namespace) -> None:
         found = fm_delta.find_base(args.src)
         base, revision = found.require().name, found.require().revision
         print(found.summary())
-    fm_delta.compress_checkpoint(args.src, base, args.out, revision, args.verify, args.delete_source)
+    fm_delta.compress_checkpoint(args.src, base, args.out, revision, args.verify, args.delete_source, args.level)
     print(fm_delta.inspect(args.out).summary())
 
 
@@ -51,6 +52,7 @@ def compress_all(args: argparse.Namespace) -> int:
             executor=executor,
             verify=args.verify,
             delete_source=args.delete_source,
+            level=args.level,
         )
     print(json.dumps(report.to_dict(), indent=2) if args.json else report)
     return 1 if report.failed else 0
@@ -386,6 +388,13 @@ def positive(text: str) -> int:
 def add_compress_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--revision", metavar="REV", help="branch, tag or commit of the base on the Hub (default: main)")
     sub.add_argument("--verify", action="store_true", help="decode everything and compare it with the source, byte for byte")
+    sub.add_argument(
+        "--level",
+        type=int,
+        choices=LEVELS,
+        default=DEFAULT_LEVEL,
+        help=f"1 is fast, {LEVELS[-1]} searches longest for what makes it small (default: {DEFAULT_LEVEL})",
+    )
     sub.add_argument("--delete-source", action="store_true", help="then delete the source; implies --verify")
 
 

@@ -83,6 +83,8 @@ def tensors(version: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
     add("lora", before, before + left @ right / 2**20, torch.bfloat16)
     noisy = before + left @ right / 2**20 + bell(436, 128, 128) / 2**12
     add("low_rank", before[:48], noisy[:48], torch.float16)
+    if version >= 2:  # in double precision
+        add("lora.F32", before, before + left @ right / 2**20, torch.float32)
     tuned["steps"], tuned["empty"] = torch.arange(5), torch.empty(0, 3)
     tuned["scalar"] = torch.tensor(0.5)
     tuned["float8"] = torch.from_numpy((integers(440, 64) >> np.uint64(56)).astype(np.uint8)).view(torch.float8_e4m3fn)

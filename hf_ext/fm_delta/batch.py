@@ -24,6 +24,7 @@ from hf_ext.checkpoint import Checkpoint, open_plain
 from hf_ext.display import table
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
 from hf_ext.fm_delta.base_search import find_base
+from hf_ext.fm_delta.codec import DEFAULT_LEVEL
 from hf_ext.fm_delta.compress import compress_checkpoint, open_compressed, places_of
 from hf_ext.fm_delta.format import CompressedFile
 from hf_ext.fm_delta.report import inspect
@@ -102,6 +103,7 @@ class Job(NamedTuple):
     revision: str | None
     out: str
     verify: bool
+    level: int
     cores: int
 
 
@@ -115,6 +117,7 @@ def compress_all(
     executor: Executor | None = None,
     verify: bool = False,
     delete_source: bool = False,
+    level: int = DEFAULT_LEVEL,
 ) -> BatchReport:
     """Compresses many fine-tunes, each to a folder of its own name in `out`.
 
@@ -131,7 +134,7 @@ def compress_all(
         executor: runs the models instead, each on one core: any of `concurrent.futures`' kind, such as
             `dask.distributed.Client(…).get_executor(pure=False)`. All its machines must see `sources`, `out` and the base
             under the same names.
-        verify, delete_source: see `compress_checkpoint`. A source in which another model's base lies is not deleted.
+        verify, delete_source, level: see `compress_checkpoint`. A source in which another model's base lies is not deleted.
 
     Raises:
         CheckpointError: there is nothing to compress, or two models have the same name.
@@ -146,7 +149,7 @@ def compress_all(
         if not run.is_done(source, common):
             with run.reporting(source):
                 against = common or _found_base(source)
-                jobs.append(Job(str(source), against.name, against.revision, str(out / source.name), run.verify, 1))
+                jobs.append(Job(str(source), against.name, against.revision, str(out / source.name), run.verify, level, 1))
                 run.needed += places_of(against)
     if not run.models and not jobs:
         raise CheckpointError(f"There is nothing to compress: no folder of safetensors weights in {sources}.")
@@ -298,7 +301,7 @@ def _compress(job: Job) -> ModelResult:
     source, out, start = Path(job.source), Path(job.out), time.perf_counter()
     stamp = _stamp(source)
     with at_most_cores(job.cores):
-        compress_checkpoint(source, job.base, out, job.revision, job.verify)
+        compress_checkpoint(source, job.base, out, job.revision, job.verify, level=job.level)
     if job.verify:
         flush_folder(out)  # for the source may go next
     seconds, report = time.perf_counter() - start, inspect(out)

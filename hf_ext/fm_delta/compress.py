@@ -26,7 +26,7 @@ from hf_ext.checkpoint import (
     sample,
 )
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
-from hf_ext.fm_delta.codec import decode_raw, encode_raw, is_payload, peek_header
+from hf_ext.fm_delta.codec import DEFAULT_LEVEL, decode_raw, encode_raw, is_payload, peek_header
 from hf_ext.fm_delta.format import (
     KEY,
     BaseInfo,
@@ -67,6 +67,7 @@ def compress_checkpoint(
     revision: str | None = None,
     verify: bool = False,
     delete_source: bool = False,
+    level: int = DEFAULT_LEVEL,
 ) -> None:
     """Writes a model's folder again with its weights as lossless differences from a base model (FM-Delta, NeurIPS 2024).
 
@@ -80,6 +81,7 @@ def compress_checkpoint(
         revision: of the base on the Hub; the commit it leads to is recorded.
         verify: decode everything and compare it with `src`, byte for byte, before `out` gets it.
         delete_source: after that (it implies `verify`), remove `src`.
+        level: 1 is fast; 2 looks for a low-rank part of every matrix's change, and 3 longer. Reading takes about as long.
 
     Raises:
         CheckpointError: `src` has no safetensors weights, is quantised or compressed already, or `out` is `src` or the base;
@@ -97,7 +99,7 @@ def compress_checkpoint(
     with staged_folder(out) as stage:
         for path in other_files(src, out):
             copy(path, stage / path.relative_to(src))
-        compress_weights(src, base_checkpoint, stage)
+        compress_weights(src, base_checkpoint, stage, level)
         if verify or delete_source:
             compare_with_source(src, stage, other_files(src, out), base_checkpoint)
     if delete_source:
@@ -105,9 +107,9 @@ def compress_checkpoint(
         delete_folder(src)
 
 
-def compress_weights(src: Path, base: Checkpoint, out: Path) -> None:
+def compress_weights(src: Path, base: Checkpoint, out: Path, level: int = DEFAULT_LEVEL) -> None:
     """Compresses the weights of a folder into `out`, then adds what `from_pretrained` must know to `out`/config.json."""
-    compress_files(plain_files(src, read_config(out / CONFIG)), base, out)
+    compress_files(plain_files(src, read_config(out / CONFIG)), base, out, level=level)
 
 
 def plain_files(src: Path, config: dict) -> list[list[SafetensorsFile]]:
@@ -134,7 +136,11 @@ def plain_files(src: Path, config: dict) -> list[list[SafetensorsFile]]:
 
 
 def compress_files(
-    sets: Sequence[Sequence[SafetensorsFile | OriginalFile]], base: Checkpoint, out: Path, name: str | None = None
+    sets: Sequence[Sequence[SafetensorsFile | OriginalFile]],
+    base: Checkpoint,
+    out: Path,
+    name: str | None = None,
+    level: int = DEFAULT_LEVEL,
 ) -> None:
     """Compresses files of tensors into `out`, whose config.json is told; `name` is the base's, if not its own is to be
     recorded."""
@@ -143,7 +149,7 @@ def compress_files(
         raise CheckpointError(f"{src} is the base model itself; give the folder of a fine-tune of it.")
     selected = select_weights(src)[0]
     dtype = _float_type(next(file for shards in sets for file in shards if file.path == selected))
-    info, _ = write_compressed(sets, base, out, name)
+    info, _ = write_compressed(sets, base, out, name, level)
     settings = {"quant_method": METHOD, "base": info.name, "revision": info.revision, "dtype": dtype}
     rewrite(out / CONFIG, lambda text: add_to_config(text, settings))
 
@@ -153,6 +159,7 @@ def write_compressed(
     base: Checkpoint,
     out: Path,
     name: str | None = None,
+    level: int = DEFAULT_LEVEL,
 ) -> tuple[BaseInfo, list[str]]:
     """Compresses files of tensors into files of the same names in `out`. The files of a set are read together; returns what is
     recorded of the base (under `name`, if not its own), and the digest of each set."""
@@ -169,7 +176,7 @@ def write_compressed(
                     twin, tensor = base.twin_of(name), file[name]
                     samples[file.path][name] = sample(name, tensor)
                     prior = None if twin is None else base[twin]
-                    payload = encode_raw(tensor, prior, name, twin or "", threads_for(tensor.data.size))
+                    payload = encode_raw(tensor, prior, name, twin or "", threads_for(tensor.data.size), level)
                     if prior is not None:
                         base.forget(twin, 0, prior.data.size)
                     if isinstance(file, SafetensorsFile):
@@ -422,10 +429,14 @@ def decoded(file: CompressedFile, base: Checkpoint, names: Iterable[str]) -> Ite
 def decode_tensor(file: CompressedFile, base: Checkpoint, name: str) -> RawTensor:
     """One tensor of a file; where the base is not the recorded one, the error names both."""
     header = file.headers[name]
+    twin = base_tensor(base, header.base_name)
     try:
-        return decode_raw(file.payload(name), base_tensor(base, header.base_name), header, threads_for(file.size(name)))
+        return decode_raw(file.payload(name), twin, header, threads_for(file.size(name)))
     except BaseModelError as error:
         raise BaseModelError(f"{error} Compressed against {file.base}, read with {base}.") from error
+    finally:
+        if twin is not None:
+            base.forget(header.base_name, 0, twin.data.size)
 
 
 def base_tensor(base: Checkpoint, name: str) -> RawTensor | None:

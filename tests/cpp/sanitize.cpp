@@ -39,9 +39,16 @@ Bytes as_floats(const std::vector<double>& values, int dtype) {
 struct Tensor {
     Shape shape;
     Bytes values, base;
+    std::vector<int32_t> rows{}, columns{};  // of a low-rank change
+    int rank = 0, exponent = 0;
+
+    std::vector<fm_delta::Factors> candidates() const {
+        if (rank == 0) return {};
+        return {{rank, exponent, rows.data(), columns.data()}};
+    }
 };
 
-enum Content { BITS, FINE_TUNE, WILD_FINE_TUNE, SOME_ROWS, EQUAL, CONTENTS };
+enum Content { BITS, FINE_TUNE, WILD_FINE_TUNE, SOME_ROWS, EQUAL, LOW_RANK, CONTENTS };
 
 Tensor make(Shape shape, Content content) {
     Tensor tensor{shape, {}, {}};
@@ -52,11 +59,25 @@ Tensor make(Shape shape, Content content) {
         return tensor;
     }
     std::normal_distribution<double> normal;
-    const double scale = std::exp2(double(below(60)) - 40);
+    const int octave = int(below(60)) - 40;
+    const double scale = std::exp2(octave);
     std::vector<double> before(shape.values), after(shape.values);
+    if (content == LOW_RANK && shape.base_values) {
+        const int bits = 1 + int(below(20));
+        const auto draw = [bits] { return int32_t(below(size_t(2) << bits)) - (1 << bits); };
+        tensor.rank = 1 + int(below(5));
+        tensor.exponent = 2 * bits + 7 - octave;
+        tensor.rows.resize((shape.base_values + shape.row_length - 1) / shape.row_length * size_t(tensor.rank));
+        tensor.columns.resize(shape.row_length * size_t(tensor.rank));
+        std::generate(tensor.rows.begin(), tensor.rows.end(), draw);
+        std::generate(tensor.columns.begin(), tensor.columns.end(), draw);
+    }
     for (size_t i = 0; i < shape.values; ++i) {
         before[i] = scale * normal(rng);
-        after[i] = before[i] + 0.01 * scale * normal(rng);
+        after[i] = before[i] + (tensor.rank ? 0 : 0.01 * scale * normal(rng));
+        const size_t rank = i < shape.base_values ? size_t(tensor.rank) : 0;
+        for (size_t k = 0; k < rank; ++k)
+            after[i] += std::ldexp(double(tensor.rows[i / shape.row_length * rank + k]) * tensor.columns[k * shape.row_length + i % shape.row_length], -tensor.exponent);
     }
     tensor.values = as_floats(after, shape.dtype);
     tensor.base = as_floats(before, shape.dtype);
@@ -78,8 +99,8 @@ void decode(const Tensor& tensor, const Bytes& body, Bytes& out, int threads) {
 }
 
 Bytes round_trip(const Tensor& tensor) {
-    const Bytes body = fm_delta::encode(tensor.shape, tensor.values.data(), tensor.base.data(), 1);
-    if (body != fm_delta::encode(tensor.shape, tensor.values.data(), tensor.base.data(), 2)) {
+    const Bytes body = fm_delta::encode(tensor.shape, tensor.values.data(), tensor.base.data(), tensor.candidates(), 1);
+    if (body != fm_delta::encode(tensor.shape, tensor.values.data(), tensor.base.data(), tensor.candidates(), 2)) {
         std::fprintf(stderr, "two threads make other bytes than one\n");
         std::exit(1);
     }

@@ -51,7 +51,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     } catch (const std::exception&) {
         return 0;
     }
-    const std::vector<uint8_t> body = fm_delta::encode(shape, tensor.data(), base.data(), threads);
+    const std::vector<uint8_t> body = fm_delta::encode(shape, tensor.data(), base.data(), {}, threads);
     std::vector<uint8_t> again(tensor.size());
     fm_delta::decode(shape, body.data(), body.size(), base.data(), again.data(), threads);
     if (again != tensor) std::abort();

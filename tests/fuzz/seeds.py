@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from hf_ext.checkpoint import RawTensor
-from hf_ext.fm_delta.codec import MAGIC, row_length
+from hf_ext.fm_delta.codec import VERSION, row_length
+from hf_ext.fm_delta.low_rank import Factors
 from hf_ext.native import FLOATS, WIDTHS, _native, cast
 
 SEEDS = Path(__file__).parent / "seeds"
@@ -26,18 +27,21 @@ MATRIX, EMBEDDING, VECTOR = (
 )
 
 
-def seed(tensor: RawTensor, base: RawTensor | None, rows: int | None = None, threads: int = 1) -> bytes:
+def seed(
+    tensor: RawTensor, base: RawTensor | None, rows: int | None = None, threads: int = 1, changes: tuple[Factors, ...] = ()
+) -> bytes:
     """A tensor's type, sizes, base and body. `rows`: how many of its rows the base predicts, None for all."""
     length, values = row_length(tensor.shape), tensor.data.size // WIDTHS[tensor.dtype]
     base_values = 0 if base is None else values if rows is None else rows * length
     source = b"" if base is None else base.data.tobytes()[: base_values * WIDTHS[base.dtype]]
     prediction = None if base is None else cast(base.data[: len(source)], base.dtype, tensor.dtype)
-    body = _native.encode(tensor.data, prediction, FLOATS[tensor.dtype], length, base_values, 1)
+    body = _native.encode(tensor.data, prediction, FLOATS[tensor.dtype], length, base_values, 1, changes)
     types = FLOATS[tensor.dtype] - 1 + 4 * (FLOATS[base.dtype if base else tensor.dtype] - 1) + 16 * (threads - 1)
     return b"".join((bytes([types]), *(n.to_bytes(3, "little") for n in (values, length, base_values)), source, body))
 
 
 def seeds(base: dict[str, torch.Tensor], tuned: dict[str, torch.Tensor]) -> Iterator[tuple[str, bytes]]:
+    torch.manual_seed(0)
     for name, dtype in TYPES.items():
 
         def pair(key: str, *where: slice, dtype: torch.dtype = dtype) -> tuple[RawTensor, RawTensor]:
@@ -52,6 +56,14 @@ def seeds(base: dict[str, torch.Tensor], tuned: dict[str, torch.Tensor]) -> Iter
         yield f"{name}-vector", seed(*pair(VECTOR))
         other = "BF16" if name == "F32" else "F32"
         yield f"{name}-from-{other}", seed(matrix, pair(MATRIX, slice(12), slice(64), dtype=TYPES[other])[1])
+        changes = tuple(
+            Factors(*(torch.randint(-n, n, shape, dtype=torch.int32).numpy() for shape in ((12, 2), (2, 64))), exponent)
+            for n, exponent in ((50, 18), (2**20, 46))
+        )
+        for kind, change in zip(("narrow", "wide"), changes):
+            before = pair(MATRIX, slice(12), slice(64))[1]
+            after = before.to_torch().double() + torch.from_numpy(change.rows.astype(float) @ change.columns) / 2.0**change.exponent
+            yield f"{name}-{kind}", seed(RawTensor.from_torch(after.to(dtype)), before, changes=(change,))
     large, twin = (RawTensor.from_torch(tensors[MATRIX][:43].bfloat16()) for tensors in (tuned, base))
     yield "BF16-lanes", seed(large, twin)
     yield "BF16-lanes-alone", seed(large, None)
@@ -65,8 +77,10 @@ def main():
     base, tuned = (load_file(folder / "model.safetensors") for folder in (args.base, args.fine_tune))
     tuned = {name.removeprefix("bert."): tensor for name, tensor in tuned.items()}
     SEEDS.mkdir(exist_ok=True)
+    known = {path.read_bytes() for path in SEEDS.iterdir()}
     for name, content in seeds(base, tuned):
-        (SEEDS / f"v{MAGIC[3]}-{name}").write_bytes(content)
+        if content not in known:
+            (SEEDS / f"v{VERSION}-{name}").write_bytes(content)
 
 
 if __name__ == "__main__":
