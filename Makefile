@@ -21,7 +21,7 @@ demo: $(VENV)/demo
 	$(BIN)/python examples/run_pissa.py --seeds 0 --max_train_samples 1600
 
 test: $(VENV)/dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 style: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -21,8 +21,9 @@ from fine_tunes import FILES, minilm
 from links import cold, links
 from load_from_hub import load_and_read
 from measuring import peak_of, print_table, run_sections, timed
-from pairs import QUANTIZED, TORCH, compress_checked, load_pairs, ours
+from pairs import QUANTIZED, TORCH, Pair, compress_checked, load_pairs, ours
 from peers import all_peers, zstd_xor_planes
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from scale import scale
 from transformers import AutoConfig, AutoModel
@@ -39,9 +40,24 @@ logging.disable_progress_bar()
 
 def size(args: argparse.Namespace, dtype: str) -> dict:
     """Bits per parameter as {"dense" or "whole": {peer: {task: bits}}}, printed with the share of fm-delta's size."""
+    return sizes({task: load_pairs(args.pairs / task, dtype) for task in args.tasks}, dtype)
+
+
+def merged(args: argparse.Namespace, dtype: str) -> dict:
+    """The same of the LoRA of the first task, merged by PEFT into the base in its type."""
+    task = f"{args.tasks[0]}-lora"
+    adapter = args.pairs / task
+    labels = len(load_file(adapter / "adapter_model.safetensors")["base_model.model.classifier.bias"])
+    model = Classifier.from_pretrained(minilm(), num_labels=labels, dtype=TORCH[dtype])
+    with tempfile.TemporaryDirectory() as folder:
+        PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(folder)
+        return sizes({task: load_pairs(Path(folder), dtype)}, dtype)
+
+
+def sizes(tasks: dict[str, list[Pair]], dtype: str) -> dict:
+    """Of each task's tensors."""
     found = {"dense": {}, "whole": {}}
-    for task in args.tasks:
-        pairs = load_pairs(args.pairs / task, dtype)
+    for task, pairs in tasks.items():
         for peer in [ours(), *all_peers()]:
             blobs = compress_checked(peer, pairs, dtype)
             for part, per_peer in found.items():
@@ -57,12 +73,12 @@ def size(args: argparse.Namespace, dtype: str) -> dict:
         rows = []
         for name in per_peer:
             row = [name]
-            for tasks in [args.tasks, *([task] for task in args.tasks)]:
-                bits = mean(name, tasks)
-                share = f" ({100 * bits / mean(YARDSTICK, tasks):.1f} %)" if YARDSTICK in per_peer else ""
+            for chosen in [tasks, *([task] for task in tasks)]:
+                bits = mean(name, chosen)
+                share = f" ({100 * bits / mean(YARDSTICK, chosen):.1f} %)" if YARDSTICK in per_peer else ""
                 row.append(f"{bits:.3f}{share}")
             rows.append(row)
-        print_table(f"{dtype}, {part}: bits per parameter (% of fm-delta)", ["codec", "mean", *args.tasks], rows)
+        print_table(f"{dtype}, {part}: bits per parameter (% of fm-delta)", ["codec", "mean", *tasks], rows)
     return found
 
 
@@ -259,8 +275,8 @@ def in_each_type(section: Callable[[argparse.Namespace, str], dict]) -> Callable
     return lambda args: {dtype: section(args, dtype) for dtype in args.dtypes}
 
 
-SECTIONS = {"size": size, "speed": speed, "load": load, "search": search, "series": series, "links": links, "cold": cold}
-SECTIONS = {name: in_each_type(section) for name, section in SECTIONS.items()} | {"scale": scale, "quantized": quantized}
+TYPED = [size, merged, speed, load, search, series, links, cold]
+SECTIONS = {section.__name__: in_each_type(section) for section in TYPED} | {"scale": scale, "quantized": quantized}
 
 
 def main():

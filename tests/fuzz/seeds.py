@@ -62,7 +62,8 @@ def seeds(base: dict[str, torch.Tensor], tuned: dict[str, torch.Tensor]) -> Iter
         )
         for kind, change in zip(("narrow", "wide"), changes):
             before = pair(MATRIX, slice(12), slice(64))[1]
-            after = before.to_torch().double() + torch.from_numpy(change.rows.astype(float) @ change.columns) / 2.0**change.exponent
+            moves = torch.from_numpy(change.rows.astype(float) @ change.columns) / 2.0**change.exponent
+            after = before.to_torch().double() + moves
             yield f"{name}-{kind}", seed(RawTensor.from_torch(after.to(dtype)), before, changes=(change,))
     large, twin = (RawTensor.from_torch(tensors[MATRIX][:43].bfloat16()) for tensors in (tuned, base))
     yield "BF16-lanes", seed(large, twin)
