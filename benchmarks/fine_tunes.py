@@ -66,8 +66,9 @@ def fine_tune(base: Path, data: Path, task: str, out: Path, save_steps: int | No
         model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16, target_modules="all-linear"))
     arguments = TrainingArguments(
         output_dir=str(out) + "-trainer", learning_rate=1e-3 if lora else 5e-5, num_train_epochs=2,
-        per_device_train_batch_size=32, per_device_eval_batch_size=128, save_strategy="steps" if save_steps else "no", save_steps=save_steps or 500,
-        save_only_model=True, report_to=[], use_cpu=not torch.cuda.is_available(),
+        per_device_train_batch_size=32, per_device_eval_batch_size=128, save_only_model=True,
+        save_strategy="steps" if save_steps else "no", save_steps=save_steps or 500,
+        report_to=[], use_cpu=not torch.cuda.is_available(),
     )  # fmt: skip
     trainer = Trainer(
         model=model, args=arguments, train_dataset=encode(train), eval_dataset=encode(test), processing_class=tokenizer,
