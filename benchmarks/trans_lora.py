@@ -135,7 +135,9 @@ def one_seed(data: Path, models: Path, seed: int, samples: int, steps: int) -> d
         transfer("unfiltered", inputs=[one.input for one in judged[:samples]])
         for name, count in (("half", samples // 2), ("quarter", samples // 4)):
             transfer(name, inputs=kept[:count])
-        transfer("token excess", filter="token_excess")
+        excess = transfer("token excess", filter="token_excess")
+        for name, labels in (("the discriminator", right), ("token excess", dict(excess.label(excess.synthesize())[0]))):
+            shares[f"answered Yes, kept by {name}"] = share("Yes".__eq__, list(labels.values()))
         transfer("other text", inputs=world.other_text(samples, seed))
         transfer("seeds", inputs=seeds, max_steps=steps // 3, held_out_share=0)
         transfer("dora", inputs=kept[:samples], peft=lambda model: lora(model, use_dora=True))

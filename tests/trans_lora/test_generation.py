@@ -144,7 +144,8 @@ def test_the_likelihood_of_an_answer_is_the_sum_that_the_model_alone_gives(kind,
     answers = [answer(text) for text in inputs(5)] + ["early early late"]
     found = answer_log_probs(model, encoder, encoder.samples(texts, answers, end=False), batch_size=4)
     for text, said, scores in zip(texts, answers, found):
-        asked, tokens = words(text)["input_ids"], words(said if kind == "t5" else f" {said}")["input_ids"]
+        asked = words(text)["input_ids"]
+        tokens = words(said if kind == "t5" else f" {said}", add_special_tokens=False)["input_ids"]
         with torch.no_grad():
             if kind == "t5":
                 start = [model.config.decoder_start_token_id, *tokens[:-1]]
