@@ -163,8 +163,8 @@ class TensorEncoder {
     // Calls f(position in the block, size, chunk, values) for each chunk of a block, values being the high parts.
     template <class Function>
     void for_chunks(const Block& block, Function&& f) const {
-        const auto chunk = std::make_unique<Chunk<F>>(plan_);
-        const auto values = std::make_unique<int32_t[]>(CHUNK);
+        const std::unique_ptr<Chunk<F>> chunk(new Chunk<F>);
+        const std::unique_ptr<int32_t[]> values(new int32_t[CHUNK]);
         for (size_t done = 0; done < block.size; done += CHUNK) {
             const size_t size = std::min(CHUNK, block.size - done);
             chunk->fill(plan_, *block.part, block.begin + done, size, base_);
@@ -186,8 +186,8 @@ class TensorEncoder {
         for_chunks(block, [&](size_t, size_t size, const Chunk<F>& chunk, const int32_t* values) {
             for (size_t i = 0; i < size; ++i) {
                 const Context context = chunk.contexts[i];
-                raw += context.shift;
-                ++counts[context.table * SYMBOLS + symbol_of(values[i] >> context.shift).id];
+                raw += context.shift();
+                ++counts[size_t(context.table()) * SYMBOLS + symbol_of(values[i] >> context.shift()).id];
             }
         });
         return raw;

@@ -37,38 +37,31 @@ constexpr int mantissa_above(int plane) {
     return F::MANTISSA - 8 * plane;
 }
 
+// Which table codes a value, and how many of its low bits stay raw.
 struct Context {
-    uint8_t shift;
-    uint8_t table;
+    uint16_t bits;
+
+    Context() = default;
+    Context(int shift, int table) : bits(uint16_t(shift | table << 8)) {}
+    int shift() const { return bits & 0xff; }
+    int table() const { return bits >> 8; }
 };
 
-inline Context context_of(int c, int mantissa) {
-    const int near_value = 4 * (mantissa - 2);
-    const int shift = std::clamp((c - 8) >> 2, 0, std::min(mantissa - 2, MAX_SHIFT));
-    const int table = c >= near_value ? std::min(20 + ((c - near_value) >> 1), CONTEXT_TABLES - 1)
-                      : c >= 8        ? 16 + (c & 3)
-                                      : std::max(c + 8, 0);
-    return {uint8_t(shift), uint8_t(table)};
+// In 16 bits and without a branch, so that loops over it become vector code.
+inline Context context_of(int16_t c, int mantissa) {
+    const int16_t near_value = int16_t(4 * (mantissa - 2)), most = int16_t(std::min(mantissa - 2, MAX_SHIFT));
+    const int16_t over = int16_t(c - 8), beyond = int16_t(c - near_value);
+    const int16_t shift = std::clamp<int16_t>(int16_t(over >> 2), 0, most);
+    const int16_t fine = std::max<int16_t>(int16_t(c + 8), 0), cut = int16_t(16 + (c & 3));
+    const int16_t far = std::min<int16_t>(int16_t(20 + (beyond >> 1)), CONTEXT_TABLES - 1);
+    const int16_t near = over < 0 ? fine : cut;
+    return {shift, beyond < 0 ? near : far};
 }
-
-// context_of for every c, looked up. Apart from the look-up, both steps are left to vector code.
-class ContextTable {
-   public:
-    explicit ContextTable(int mantissa) {
-        for (int c = LOW; c <= HIGH; ++c) contexts_[size_t(c - LOW)] = context_of(c, mantissa);
-    }
-    static int16_t index(int16_t c) { return int16_t(std::clamp<int16_t>(c, LOW, HIGH) - LOW); }
-    Context operator[](int16_t index) const { return contexts_[size_t(index)]; }
-
-   private:
-    static constexpr int16_t LOW = -8, HIGH = 4 * 23 + 24;  // below and above, context_of is constant
-    std::array<Context, HIGH - LOW + 1> contexts_;
-};
 
 // Without a base the prediction is the expected magnitude, the sign is the lowest bit, and a step is a quarter octave.
 template <class F>
 inline Context alone_context(int plane) {
-    return {uint8_t(std::min(mantissa_above<F>(plane) + 1 - 2, MAX_SHIFT)), uint8_t(ALONE_TABLE)};
+    return {std::min(mantissa_above<F>(plane) + 1 - 2, MAX_SHIFT), ALONE_TABLE};
 }
 
 struct Symbol {
