@@ -53,7 +53,7 @@ class LowRank {
     }
 
    private:
-    static constexpr size_t BAND = 256;  // columns whose factors stay in the first-level cache
+    static constexpr size_t BAND = 1024;  // columns whose factors stay in the second-level cache
     // Rows summed at a time, of so many columns that all sums stay in registers. (More than 16 columns: gcc takes shorter loops
     // apart before it sees that they are vector code.)
     template <class Sum, Instructions SET>
@@ -69,9 +69,9 @@ class LowRank {
     };
 
     static int64_t largest(const std::vector<int32_t>& factors) {
-        int64_t most = 0;
-        for (const int32_t factor : factors) most = std::max(most, std::abs(int64_t(factor)));
-        return most;
+        int32_t least = 0, most = 0;
+        for (const int32_t factor : factors) least = std::min(least, factor), most = std::max(most, factor);
+        return std::max(-int64_t(least), int64_t(most));
     }
 
     template <class Sum>
@@ -110,8 +110,10 @@ class LowRank {
     void move_rows(const uint32_t* places, size_t first, size_t last, size_t length, const typename F::U* base, typename F::U* out, const Sum* rows, const Sum* columns) const {
         constexpr size_t WIDTH = COLUMNS<Sum, SET>;
         for (size_t column = first; column < last; column += WIDTH) {
-            Sum sums[COUNT][WIDTH] = {};
-            for (int k = 0; k < rank; ++k)
+            Sum sums[COUNT][WIDTH];
+            for (size_t i = 0; i < COUNT; ++i)
+                for (size_t j = 0; j < WIDTH; ++j) sums[i][j] = rows[i * size_t(rank)] * columns[column + j];
+            for (int k = 1; k < rank; ++k)
                 for (size_t i = 0; i < COUNT; ++i)
                     for (size_t j = 0; j < WIDTH; ++j) {
                         const Sum row = rows[i * size_t(rank) + size_t(k)], factor = columns[size_t(k) * length + column + j];
