@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <vector>
 
@@ -16,38 +17,23 @@
 
 namespace fm_delta {
 
-struct Element {
-    int32_t value;
-    Context context;
-};
-
-// Encodes backwards: what is put last is read first.
-template <int LANES>
+// Encodes backwards: what is put last is read first. `SET` are the vector instructions for rows of 64 lanes.
+template <int LANES, Instructions SET>
 class Encoder {
    public:
-    explicit Encoder(size_t elements) : words_(4 * elements + 1), next_(words_.size()) { std::fill(states_, states_ + LANES, STATE_LOW); }
+    explicit Encoder(size_t elements) : capacity_(4 * elements + MARGIN), words_(new uint16_t[capacity_]), next_(words_.get() + capacity_) {
+        std::fill(states_, states_ + LANES, STATE_LOW);
+    }
 
-    void encode(const Element* elements, size_t count, const std::vector<EncodeTable>& tables) {
-        for (size_t row = (count + LANES - 1) / LANES; row-- > 0;) {
-            const Element* first = elements + row * LANES;
-            const int lanes = int(std::min<size_t>(LANES, count - row * LANES));
-            Symbol symbols[LANES]{};
-            for (int lane = 0; lane < lanes; ++lane) {
-                const EncodeTable& table = tables[first[lane].context.table()];
-                const int32_t s = first[lane].value >> first[lane].context.shift();
-                symbols[lane] = symbol_of(s);
-                if (table.slots[symbols[lane].id] << 16 == 0) symbols[lane] = {ESCAPE, 32, uint32_t(s)};
-            }
-            for (int lane = lanes; lane-- > 0;) {
-                if (symbols[lane].extra_bits > 16) put_bits(lane, symbols[lane].extra >> 16, 16);
-                if (symbols[lane].extra_bits) put_bits(lane, symbols[lane].extra & 0xffff, std::min<int>(symbols[lane].extra_bits, 16));
-            }
-            for (int lane = lanes; lane-- > 0;) {
-                const int shift = first[lane].context.shift();
-                put_bits(lane, uint32_t(first[lane].value) & LOW_MASKS[shift], shift);
-            }
-            for (int lane = lanes; lane-- > 0;) put_symbol(lane, tables[first[lane].context.table()], symbols[lane].id);
-        }
+    // The last values are to be given first: `count` must be a multiple of LANES except in the first call. `ids` are of their
+    // symbols (see `symbol_id`), `tables` all TABLES of them.
+    void encode(const Context* contexts, const int32_t* values, const uint8_t* ids, size_t count, const EncodeTable* tables) {
+        const size_t rows = count / LANES, done = rows * LANES;
+        if (done < count) encode_row(contexts + done, values + done, ids + done, int(count - done), tables);
+#ifdef FM_DELTA_X86
+        if constexpr (LANES == 64 && SET == Instructions::AVX512) return Avx512::encode(states_, next_, contexts, values, ids, rows, tables);
+#endif
+        for (size_t row = rows; row-- > 0;) encode_row(contexts + row * LANES, values + row * LANES, ids + row * LANES, LANES, tables);
     }
 
     // Appends the states and the words in the order in which the decoder reads them.
@@ -57,37 +43,37 @@ class Encoder {
             out.insert(out.end(), begin, begin + bytes);
         };
         append(states_, sizeof states_);
-        append(words_.data() + next_, 2 * (words_.size() - next_));
+        append(next_, size_t(words_.get() + capacity_ - next_) * 2);
     }
 
    private:
-    void put_symbol(int lane, const EncodeTable& table, int id) {
-        uint32_t& x = states_[lane];
-        const uint32_t frequency = table.slots[id] & 0xffff;
-        make_room(x, uint64_t(frequency) << (32 - PROBABILITY_BITS));
-        x = ((x / frequency) << PROBABILITY_BITS) + x % frequency + (table.slots[id] >> 16);
+    static constexpr size_t MARGIN = 16;  // a vector may be written before the words
+
+    [[gnu::always_inline]] inline void encode_row(const Context* contexts, const int32_t* values, const uint8_t* ids, int lanes, const EncodeTable* tables) {
+        uint32_t slots[LANES];
+        uint64_t tails = 0;
+        for (int lane = 0; lane < lanes; ++lane) {
+            const EncodeTable& table = tables[contexts[lane].table()];
+            slots[lane] = table.slots[ids[lane]];
+            if (is_coded(slots[lane]) && ids[lane] < TAIL) continue;
+            if (!is_coded(slots[lane])) slots[lane] = table.slots[ESCAPE];
+            tails |= uint64_t(1) << lane;
+        }
+        for (int lane = lanes; tails && lane-- > 0;)
+            if (tails >> lane & 1) put_tail(states_[lane], next_, tables[contexts[lane].table()], ids[lane], values[lane] >> contexts[lane].shift());
+        for (int lane = lanes; lane-- > 0;) {
+            const int shift = contexts[lane].shift();
+            put_bits(states_[lane], next_, uint32_t(values[lane]) & LOW_MASKS[size_t(shift)], shift);
+        }
+        for (int lane = lanes; lane-- > 0;) put_symbol(states_[lane], next_, slots[lane]);
     }
 
-    void put_bits(int lane, uint32_t bits, int count) {
-        uint32_t& x = states_[lane];
-        make_room(x, uint64_t(1) << (32 - count));
-        x = x << count | bits;
-    }
-
-    // Moves a word out of a state that has reached the limit. Without a branch: which states do is random.
-    void make_room(uint32_t& x, uint64_t limit) {
-        const uint32_t full = x >= limit;
-        words_[next_ - 1] = uint16_t(x);
-        next_ -= full;
-        x ^= (x ^ x >> 16) & (0u - full);
-    }
-
-    std::vector<uint16_t> words_;
-    size_t next_;
+    size_t capacity_;
+    std::unique_ptr<uint16_t[]> words_;  // filled from the end
+    uint16_t* next_;
     uint32_t states_[LANES];
 };
 
-// `SET` are the vector instructions for rows of 64 lanes.
 template <int LANES, Instructions SET>
 class Decoder {
    public:

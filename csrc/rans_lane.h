@@ -68,4 +68,33 @@ inline void take_tail(uint32_t& x, const uint8_t*& next, int id, int shift, int3
     value = int32_t(uint32_t(value_of(id, extra)) * (mask + 1) | (uint32_t(value) & mask));
 }
 
+// Moves a word out of a state that has reached the limit. Without a branch: which states do is random.
+inline void make_room(uint32_t& x, uint16_t*& next, uint64_t limit) {
+    const uint32_t full = x >= limit;
+    next[-1] = uint16_t(x);
+    next -= full;
+    x ^= (x ^ x >> 16) & (0u - full);
+}
+
+inline void put_bits(uint32_t& x, uint16_t*& next, uint32_t bits, int count) {
+    make_room(x, next, uint64_t(1) << (32 - count));
+    x = x << count | bits;
+}
+
+inline bool is_coded(uint32_t slot) { return slot & 0xffff; }
+
+inline void put_symbol(uint32_t& x, uint16_t*& next, uint32_t slot) {
+    const uint32_t frequency = slot & 0xffff;
+    make_room(x, next, uint64_t(frequency) << (32 - PROBABILITY_BITS));
+    x = ((x / frequency) << PROBABILITY_BITS) + x % frequency + (slot >> 16);
+}
+
+// The extra bits of a symbol that has some, or that is escaped because its table has no room for it.
+inline void put_tail(uint32_t& x, uint16_t*& next, const EncodeTable& table, int id, int32_t s) {
+    const bool escaped = id == ESCAPE || !is_coded(table.slots[size_t(id)]);
+    const uint32_t extra = escaped ? uint32_t(s) : extra_of(id, s);
+    if (escaped) put_bits(x, next, extra >> 16, 16);
+    put_bits(x, next, extra & 0xffff, escaped ? 16 : extra_bits_of(id));
+}
+
 }  // namespace fm_delta

@@ -64,21 +64,16 @@ inline Context alone_context(int plane) {
     return {std::min(mantissa_above<F>(plane) + 1 - 2, MAX_SHIFT), ALONE_TABLE};
 }
 
-struct Symbol {
-    uint8_t id;
-    uint8_t extra_bits;
-    uint32_t extra;
-};
-
-inline Symbol symbol_of(int32_t s) {
-    if (s >= -LINEAR && s < LINEAR) return {uint8_t(s + LINEAR), 0, 0};
-    const bool negative = s < 0;
-    const int64_t magnitude = negative ? -int64_t(LINEAR) - 1 - s : int64_t(s) - LINEAR;
-    if (magnitude >= TAIL_START[7]) return {ESCAPE, 32, uint32_t(s)};
-    int k = 0;
-    while (magnitude >= TAIL_START[k + 1]) ++k;
-    return {uint8_t(TAIL + 2 * k + negative), uint8_t(TAIL_BITS[k]), uint32_t(magnitude - TAIL_START[k])};
+// Without a branch, so that loops over it become vector code.
+inline uint8_t symbol_id(int32_t s) {
+    const int32_t negative = s >> 31, magnitude = (s ^ negative) - LINEAR;
+    int32_t id = TAIL - negative;
+    for (size_t k = 1; k < TAIL_START.size(); ++k) id += 2 * (magnitude >= TAIL_START[k]);
+    id = magnitude >= TAIL_START.back() ? ESCAPE : id;
+    return uint8_t(magnitude < 0 ? s + LINEAR : id);
 }
+
+inline uint32_t extra_of(int id, int32_t s) { return uint32_t((s < 0 ? -1 - s : s) - LINEAR - TAIL_START[size_t(id - TAIL) >> 1]); }
 
 inline int extra_bits_of(int id) { return id < TAIL ? 0 : id < ESCAPE ? TAIL_BITS[(id - TAIL) >> 1] : 32; }
 
