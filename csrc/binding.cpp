@@ -9,6 +9,7 @@
 
 #include "codec.h"
 #include "emr.h"
+#include "instruction_sets.h"
 #include "symbol_model.h"
 
 namespace {
@@ -270,12 +271,30 @@ PyObject* retarget(PyObject*, PyObject* args) {
     return PyLong_FromSize_t(place);
 }
 
+PyObject* instruction_sets(PyObject*, PyObject*) {
+    const int count = int(fm_delta::best_instructions()) + 1;
+    PyObject* names = PyTuple_New(count);
+    for (int i = 0; names && i < count; ++i) PyTuple_SetItem(names, i, PyUnicode_FromString(fm_delta::INSTRUCTIONS[i]));
+    return names;
+}
+
+PyObject* use(PyObject*, PyObject* name) {
+    for (int i = 0; i <= int(fm_delta::best_instructions()); ++i) {
+        if (!PyUnicode_Check(name) || PyUnicode_CompareWithASCIIString(name, fm_delta::INSTRUCTIONS[i]) != 0) continue;
+        return PyUnicode_FromString(fm_delta::INSTRUCTIONS[int(fm_delta::instructions().exchange(fm_delta::Instructions(i)))]);
+    }
+    PyErr_SetString(PyExc_ValueError, "this processor or build has no such instruction set");
+    return nullptr;
+}
+
 PyMethodDef METHODS[] = {
     {"encode", encode, METH_VARARGS, "encode(tensor, base | None, dtype, row_length, base_values, threads=1, ((rows, columns, exponent), ...)) -> body"},
     {"decode", decode, METH_VARARGS, "decode(body, (tensor, base | None, dtype, row_length, base_values, threads=1)): fills the tensor"},
     {"cast", cast, METH_VARARGS, "cast(source, from_dtype, target, to_dtype): fills the target, rounding to nearest even"},
     {"count_symbols", count_symbols, METH_VARARGS, "count_symbols(tensor, base | None, dtype, row_length, base_values) -> uint64 counts"},
     {"default_tables", default_tables, METH_NOARGS, "default_tables() -> uint16 frequencies, 33 tables of 64 symbols"},
+    {"instruction_sets", instruction_sets, METH_NOARGS, "instruction_sets() -> names of those that this processor has, the best last"},
+    {"use", use, METH_O, "use(name) -> the name of the instruction set that was in use; the codec works with the best unless told"},
     {"elect", elect, METH_VARARGS, "elect(dtype, base, (task, ...), elected, masks, sums, threads=1): fills the last three, see emr.h"},
     {"modulate", modulate, METH_VARARGS, "modulate(dtype, base, elected, mask | None, scale, out, threads=1): fills out"},
     {"retarget", retarget, METH_VARARGS,

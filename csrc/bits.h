@@ -43,21 +43,16 @@ class BitReader {
         return bits;
     }
 
-    // How many ones come before a zero, which is read too; after `limit` of them no zero follows. `limit` is at most 32.
-    int ones(int limit) {
-        const uint64_t zeros = ~peek();
-        int count = 0;
-        while (count < limit && !(zeros >> count & 1)) ++count;
-        skip(count + (count < limit));
-        return count;
-    }
-
-   private:
-    // The next bits, at least 57 of them, as if zeros followed the data.
+    // The next bits, at least PEEK of them, as if zeros followed the data.
+    static constexpr int PEEK = 57;
     uint64_t peek() const {
         uint64_t bits = 0;
         const size_t byte = position_ / 8;
-        std::memcpy(&bits, data_ + byte, std::min<size_t>(8, bytes_ - byte));
+        if (bytes_ - byte >= 8) {
+            std::memcpy(&bits, data_ + byte, 8);
+        } else {
+            std::memcpy(&bits, data_ + byte, bytes_ - byte);
+        }
         return bits >> (position_ % 8);
     }
 
@@ -66,6 +61,7 @@ class BitReader {
         position_ += size_t(count);
     }
 
+   private:
     const uint8_t* data_;
     size_t bytes_;
     size_t position_ = 0;
@@ -78,6 +74,17 @@ constexpr int RICE_LIMIT = 20;
 constexpr uint32_t zigzag(int32_t x) { return uint32_t(x) << 1 ^ uint32_t(x >> 31); }
 constexpr int32_t unzigzag(uint32_t x) { return int32_t(x >> 1 ^ (0u - (x & 1))); }
 
+// Of a number that is not 0; up to 64 for 0.
+inline int trailing_zeros(uint64_t bits) {
+#ifdef __GNUC__
+    return bits ? __builtin_ctzll(bits) : 64;
+#else
+    int count = 0;
+    while (count < 64 && !(bits >> count & 1)) ++count;
+    return count;
+#endif
+}
+
 inline size_t rice_bits(uint32_t code, int k, int width) { return code >> k < RICE_LIMIT ? (code >> k) + 1 + k : RICE_LIMIT + width; }
 
 inline void put_rice(BitWriter& out, uint32_t code, int k, int width = 16) {
@@ -88,10 +95,26 @@ inline void put_rice(BitWriter& out, uint32_t code, int k, int width = 16) {
     out.put(code, k);
 }
 
-inline uint32_t get_rice(BitReader& in, int k, int width = 16) {
-    const uint32_t quotient = uint32_t(in.ones(RICE_LIMIT));
-    if (quotient == RICE_LIMIT) return uint32_t(in.get(width));
-    return quotient << k | uint32_t(in.get(k));
+// `count` numbers, each given to put(i, number).
+template <class Put>
+void get_rice(BitReader& in, int k, size_t count, int width, Put&& put) {
+    const uint64_t remainder = (uint64_t(1) << k) - 1;
+    for (size_t i = 0; i < count;) {
+        // As many codes as are whole in one look at the stream; the longest fits.
+        uint64_t zeros = ~in.peek();
+        int used = 0;
+        do {
+            const int quotient = trailing_zeros(zeros);
+            const bool rice = quotient < RICE_LIMIT;
+            const int length = rice ? quotient + 1 + k : RICE_LIMIT + width;
+            if (used + length > BitReader::PEEK) break;
+            const uint64_t code = rice ? uint64_t(quotient) << k | (~(zeros >> (quotient + 1)) & remainder) : ~(zeros >> RICE_LIMIT) & ((uint64_t(1) << width) - 1);
+            put(i++, unzigzag(uint32_t(code)));
+            zeros >>= length;
+            used += length;
+        } while (i < count);
+        in.skip(used);
+    }
 }
 
 // The k that codes these best.

@@ -85,12 +85,10 @@ template <class F>
 struct Chunk {
     typename F::U prediction[CHUNK];
     Context contexts[CHUNK];
-    const ContextTable lookup;
-
-    explicit Chunk(const Plan& plan) : lookup(mantissa_above<F>(plan.plane)) {}
 
     void fill(const Plan& plan, const Part& part, size_t begin, size_t size, const typename F::U* base) {
         const Context alone = alone_context<F>(plan.plane);
+        const int mantissa = mantissa_above<F>(plan.plane);
         for_pieces(plan, part, begin, size, [&](size_t offset, size_t at, size_t count, size_t row, size_t column) {
             const int scale = plan.row_scales[row];
             const int16_t* columns = plan.column_scales.empty() ? nullptr : plan.column_scales.data() + column;
@@ -110,8 +108,7 @@ struct Chunk {
             }
             if (columns)
                 for (size_t i = 0; i < count; ++i) sizes[i] = int16_t(sizes[i] + columns[i]);
-            for (size_t i = 0; i < count; ++i) sizes[i] = ContextTable::index(sizes[i]);
-            for (size_t i = 0; i < count; ++i) contexts[at + i] = lookup[sizes[i]];
+            for (size_t i = 0; i < count; ++i) contexts[at + i] = context_of(sizes[i], mantissa);
         });
     }
 

@@ -42,16 +42,30 @@ const std::vector<DecodeTable>& default_decode_tables() {
     return tables;
 }
 
+// The default tables with some replaced by a tensor's own, until the thread's next call. A thread keeps them: to make all of
+// them anew would take longer than to decode a small tensor.
+const std::vector<DecodeTable>& with_own_tables(const std::vector<std::pair<int, Frequencies>>& own) {
+    thread_local std::vector<DecodeTable> tables = default_decode_tables();
+    thread_local std::vector<int> replaced;
+    for (const int id : replaced) tables[size_t(id)] = default_decode_tables()[size_t(id)];
+    replaced.clear();
+    for (const auto& [id, frequencies] : own) {
+        replaced.push_back(id);
+        tables[size_t(id)] = DecodeTable(frequencies);
+    }
+    return tables;
+}
+
 Frequencies read_table(BitReader& in, const Frequencies& usual) {
     const int k = int(in.get(3));
     Frequencies frequencies{};
     int sum = 0;
-    for (int id = 0; id < SYMBOLS - 1; ++id) {
-        const int frequency = usual[id] + unzigzag(get_rice(in, k));
+    get_rice(in, k, SYMBOLS - 1, 16, [&](size_t id, int difference) {
+        const int frequency = usual[id] + difference;
         if (frequency < 0 || frequency > PROBABILITY_SUM) throw std::runtime_error("a table has an impossible frequency");
         frequencies[id] = uint16_t(frequency);
         sum += frequency;
-    }
+    });
     if (sum != PROBABILITY_SUM) throw std::runtime_error("a table's frequencies do not add up");
     return frequencies;
 }
@@ -88,8 +102,8 @@ class TensorDecoder {
             const Block block = block_at(plan_, i);
             const Coded& coded = blocks_[i];
             switch (coded.kind) {
-                case INTERLEAVED: return decode_block<64>(block, coded.data, coded.bytes);
-                case NARROW: return decode_block<1>(block, coded.data, coded.bytes);
+                case INTERLEAVED: return with_instructions([&](auto set) { decode_block<64, set()>(block, coded.data, coded.bytes); });
+                case NARROW: return with_instructions([&](auto set) { decode_block<1, set()>(block, coded.data, coded.bytes); });
                 case RAW: return copy_raw(block, coded.data, coded.bytes);
                 default: throw std::runtime_error("a block is of a kind this version does not know");
             }
@@ -110,13 +124,10 @@ class TensorDecoder {
         plan_.set_rows(untouched);
         plan_.row_scales = get_scales(in, plan_.rows.size());
         if (flags & COLUMN_SCALES) plan_.column_scales = get_scales(in, plan_.shape.row_length);
-        tables_ = &default_decode_tables();
-        if (plan_.own_tables) {
-            own_tables_ = default_decode_tables();
-            tables_ = &own_tables_;
-        }
+        std::vector<std::pair<int, Frequencies>> own;
         for (int id = 0; id < TABLES; ++id)
-            if (plan_.own_tables >> id & 1) own_tables_[id] = DecodeTable(read_table(in, DEFAULT_TABLES[id]));
+            if (plan_.own_tables >> id & 1) own.emplace_back(id, read_table(in, DEFAULT_TABLES[size_t(id)]));
+        tables_ = own.empty() ? &default_decode_tables() : &with_own_tables(own);
         if (flags & LOW_RANK) change_ = get_low_rank(in, plan_.parts[1].first_row, plan_.shape.row_length, F::WIDTH == 64);
     }
 
@@ -139,13 +150,13 @@ class TensorDecoder {
         });
     }
 
-    template <int LANES>
+    template <int LANES, Instructions SET>
     void decode_block(const Block& block, const uint8_t* data, size_t bytes) {
         const size_t plane = size_t(plan_.plane), low_bytes = block.size * plane;
         if (bytes < low_bytes) throw std::runtime_error("a block is smaller than its low bytes");
-        Decoder<LANES> decoder(data + low_bytes, bytes - low_bytes);
-        const auto chunk = std::make_unique<Chunk<F>>(plan_);
-        const auto values = std::make_unique<int32_t[]>(CHUNK);
+        Decoder<LANES, SET> decoder(data + low_bytes, bytes - low_bytes);
+        const std::unique_ptr<Chunk<F>> chunk(new Chunk<F>);
+        const std::unique_ptr<int32_t[]> values(new int32_t[CHUNK]);
         // A moved base lies where its values will be.
         const U* base = change_.rank ? tensor_ : base_;
         if (change_.rank && !block.part->alone) change_.predict<F>(plan_, *block.part, block.begin, block.size, base_, tensor_);
@@ -188,7 +199,6 @@ class TensorDecoder {
     const U* base_;
     U* tensor_;
     const std::vector<DecodeTable>* tables_;
-    std::vector<DecodeTable> own_tables_;
     std::vector<Coded> blocks_;
 };
 

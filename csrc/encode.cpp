@@ -47,7 +47,7 @@ class TensorEncoder {
         parallel_for(blocks.size(), threads_, [&](size_t i) {
             const Block block = block_at(plan_, i);
             Kind kind = block.size >= WIDE ? INTERLEAVED : NARROW;
-            blocks[i] = kind == INTERLEAVED ? code<64>(block, tables) : code<1>(block, tables);
+            with_instructions([&](auto set) { blocks[i] = kind == INTERLEAVED ? code<64, set()>(block, tables) : code<1, set()>(block, tables); });
             if (blocks[i].size() >= block.size * sizeof(U)) {
                 kind = RAW;
                 blocks[i].resize(block.size * sizeof(U));
@@ -160,36 +160,39 @@ class TensorEncoder {
         }
     }
 
-    // Calls f(position in the block, size, chunk, values) for each chunk of a block, values being the high parts.
-    template <class Function>
-    void for_chunks(const Block& block, Function&& f) const {
-        const auto chunk = std::make_unique<Chunk<F>>(plan_);
-        const auto values = std::make_unique<int32_t[]>(CHUNK);
-        for (size_t done = 0; done < block.size; done += CHUNK) {
-            const size_t size = std::min(CHUNK, block.size - done);
-            chunk->fill(plan_, *block.part, block.begin + done, size, base_);
-            for_pieces(plan_, *block.part, block.begin + done, size, [&](size_t offset, size_t at, size_t count, size_t, size_t) {
-                const U* prediction = chunk->prediction + at;
-                int32_t* value = values.get() + at;
-                if (block.part->alone)
-                    for (size_t i = 0; i < count; ++i) value[i] = high_part<F>(to_rotated<F>(tensor_[offset + i]), prediction[i], plan_.plane);
-                else
-                    for (size_t i = 0; i < count; ++i) value[i] = high_part<F>(to_ordered<F>(tensor_[offset + i]), prediction[i], plan_.plane);
-            });
-            f(done, size, *chunk, values.get());
-        }
+    // What is to be coded of a chunk: contexts and predictions, high parts and their symbols.
+    struct Work {
+        Chunk<F> chunk;
+        int32_t values[CHUNK];
+        uint8_t ids[CHUNK];
+    };
+
+    void prepare(const Block& block, size_t done, size_t size, Work& work) const {
+        work.chunk.fill(plan_, *block.part, block.begin + done, size, base_);
+        for_pieces(plan_, *block.part, block.begin + done, size, [&](size_t offset, size_t at, size_t count, size_t, size_t) {
+            const U* prediction = work.chunk.prediction + at;
+            int32_t* value = work.values + at;
+            if (block.part->alone)
+                for (size_t i = 0; i < count; ++i) value[i] = high_part<F>(to_rotated<F>(tensor_[offset + i]), prediction[i], plan_.plane);
+            else
+                for (size_t i = 0; i < count; ++i) value[i] = high_part<F>(to_ordered<F>(tensor_[offset + i]), prediction[i], plan_.plane);
+        });
+        for (size_t i = 0; i < size; ++i) work.ids[i] = symbol_id(work.values[i] >> work.chunk.contexts[i].shift());
     }
 
-    // Returns how many raw bits go with the symbols.
+    // Of every `stride`-th chunk. Returns how many raw bits go with the symbols.
     size_t count_block(const Block& block, std::vector<uint64_t>& counts) const {
         size_t raw = 0;
-        for_chunks(block, [&](size_t, size_t size, const Chunk<F>& chunk, const int32_t* values) {
+        const std::unique_ptr<Work> work(new Work);
+        for (size_t done = 0; done < block.size; done += CHUNK) {
+            const size_t size = std::min(CHUNK, block.size - done);
+            prepare(block, done, size, *work);
             for (size_t i = 0; i < size; ++i) {
-                const Context context = chunk.contexts[i];
-                raw += context.shift;
-                ++counts[context.table * SYMBOLS + symbol_of(values[i] >> context.shift).id];
+                const Context context = work->chunk.contexts[i];
+                raw += size_t(context.shift());
+                ++counts[size_t(context.table()) * SYMBOLS + work->ids[i]];
             }
-        });
+        }
         return raw;
     }
 
@@ -203,7 +206,7 @@ class TensorEncoder {
         parallel_for(sampled, threads_, [&](size_t i) {
             const Block block = block_at(plan_, blocks - 1 - i * blocks / sampled);
             values[i] = block.size;
-            raw[i] = count_block(block, partial[i]);
+            with_instructions([&](auto) { raw[i] = count_block(block, partial[i]); });
         });
         double bits = double(std::accumulate(raw.begin(), raw.end(), size_t(0)));
         for (int id = 0; id < TABLES; ++id) {
@@ -240,25 +243,39 @@ class TensorEncoder {
         return codes;
     }
 
-    template <int LANES>
+    template <int LANES, Instructions SET>
     std::vector<uint8_t> code(const Block& block, const std::vector<EncodeTable>& tables) const {
-        std::vector<Element> elements(block.size);
         std::vector<uint8_t> out(block.size * size_t(plan_.plane));
-        for_chunks(block, [&](size_t done, size_t size, const Chunk<F>& chunk, const int32_t* values) {
-            for (size_t i = 0; i < size; ++i) elements[done + i] = {values[i], chunk.contexts[i]};
-            if (plan_.plane == 0) return;
+        Encoder<LANES, SET> encoder(block.size);
+        const std::unique_ptr<Work> work(new Work);
+        for (size_t done = (block.size - 1) / CHUNK * CHUNK + CHUNK; done > 0;) {
+            done -= CHUNK;
+            const size_t size = std::min(CHUNK, block.size - done);
+            prepare(block, done, size, *work);
+            encoder.encode(work->chunk.contexts, work->values, work->ids, size, tables.data());
+            uint8_t* low = out.data() + done * size_t(plan_.plane);
+            switch (plan_.plane) {
+                case 1: put_low_bytes<1>(block, done, size, work->chunk, low); break;
+                case 2: put_low_bytes<2>(block, done, size, work->chunk, low); break;
+                case 5: put_low_bytes<5>(block, done, size, work->chunk, low); break;
+                case 6: put_low_bytes<6>(block, done, size, work->chunk, low); break;
+            }
+        }
+        encoder.finish(out);
+        return out;
+    }
+
+    template <int PLANE>
+    void put_low_bytes(const Block& block, size_t done, size_t size, const Chunk<F>& chunk, uint8_t* low) const {
+        if constexpr (PLANE < int(sizeof(U))) {
             for_pieces(plan_, *block.part, block.begin + done, size, [&](size_t offset, size_t at, size_t count, size_t, size_t) {
                 for (size_t i = 0; i < count; ++i) {
                     const U bits = tensor_[offset + i];
                     const U rest = U((block.part->alone ? to_rotated<F>(bits) : to_ordered<F>(bits)) - chunk.prediction[at + i]);
-                    for (int byte = 0; byte < plan_.plane; ++byte) out[(done + at + i) * size_t(plan_.plane) + size_t(byte)] = uint8_t(rest >> (8 * byte));
+                    std::memcpy(low + (at + i) * PLANE, &rest, PLANE);
                 }
             });
-        });
-        Encoder<LANES> encoder(block.size);
-        encoder.encode(elements.data(), elements.size(), tables);
-        encoder.finish(out);
-        return out;
+        }
     }
 
     std::vector<uint8_t> side() const {

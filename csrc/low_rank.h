@@ -11,6 +11,7 @@
 
 #include "bits.h"
 #include "blocks.h"
+#include "instruction_sets.h"
 
 namespace fm_delta {
 
@@ -42,17 +43,23 @@ class LowRank {
     template <class F>
     void predict(const Plan& plan, const Part& part, size_t begin, size_t size, const typename F::U* base, typename F::U* out) const {
         const DefaultRounding rounding;
-        if constexpr (F::WIDTH == 64) {
-            move<F>(plan, part, begin, size, base, out, row_doubles_, column_doubles_);
-        } else if (wide_) {
-            move<F>(plan, part, begin, size, base, out, row_doubles_, column_doubles_);
-        } else {
-            move<F>(plan, part, begin, size, base, out, row_floats_, column_floats_);
-        }
+        with_instructions([&](auto set) {
+            if (F::WIDTH == 64 || wide_) {
+                move<F, set()>(plan, part, begin, size, base, out, row_doubles_, column_doubles_);
+            } else if constexpr (F::WIDTH != 64) {
+                move<F, set()>(plan, part, begin, size, base, out, row_floats_, column_floats_);
+            }
+        });
     }
 
    private:
-    static constexpr size_t TILE = 64, BAND = 256;  // values summed at a time; columns whose factors stay in the first-level cache
+    static constexpr size_t BAND = 1024;  // columns whose factors stay in the second-level cache
+    // Rows summed at a time, of so many columns that all sums stay in registers. (More than 16 columns: gcc takes shorter loops
+    // apart before it sees that they are vector code.)
+    template <class Sum, Instructions SET>
+    static constexpr size_t ROWS = SET == Instructions::AVX512 ? 4 : SET == Instructions::AVX2 && sizeof(Sum) == 4 ? 2 : 1;
+    template <class Sum, Instructions SET>
+    static constexpr size_t COLUMNS = SET == Instructions::AVX512 && sizeof(Sum) == 4 ? 64 : SET == Instructions::SCALAR && sizeof(Sum) == 8 ? 24 : 32;
 
     // Whoever calls may flush denormals to zero or round otherwise.
     struct DefaultRounding {
@@ -62,9 +69,9 @@ class LowRank {
     };
 
     static double largest(const std::vector<int32_t>& factors) {
-        double most = 0;
-        for (const int32_t factor : factors) most = std::max(most, std::abs(double(factor)));
-        return most;
+        int32_t least = 0, most = 0;
+        for (const int32_t factor : factors) least = std::min(least, factor), most = std::max(most, factor);
+        return std::max(-double(least), double(most));
     }
 
     template <class Sum>
@@ -72,36 +79,54 @@ class LowRank {
         const Sum unit = Sum(std::ldexp(1.0, -exponent));
         row_factors.assign(rows.begin(), rows.end());
         column_factors.assign(columns.begin(), columns.end());
+        column_factors.resize(columns.size() + BAND);  // so that sums of whole tiles can be taken
         for (Sum& factor : row_factors) factor *= unit;  // a power of two: the sums stay exact
     }
 
-    template <class F, class Sum>
+    template <class F, Instructions SET, class Sum>
     void move(const Plan& plan, const Part& part, size_t begin, size_t size, const typename F::U* base, typename F::U* out, const std::vector<Sum>& row_factors,
               const std::vector<Sum>& column_factors) const {
+        constexpr size_t COUNT = ROWS<Sum, SET>;
         const size_t length = plan.shape.row_length, end = begin + size;
         for (size_t band = 0; band < length; band += BAND) {
-            for (size_t row = begin / length; row * length < end; ++row) {
-                const size_t first = std::max(begin, row * length + band), last = std::min(end, row * length + std::min(length, band + BAND));
-                const size_t place = plan.rows[part.first_row + row] * length;
-                for (size_t i = first; i < last; i += TILE) {
-                    const size_t column = i - row * length;
-                    move_tile<F>(base + place + column, out + place + column, std::min(TILE, last - i), &row_factors[row * size_t(rank)], &column_factors[column], length);
+            const size_t band_end = std::min(length, band + BAND);
+            for (size_t row = begin / length; row * length < end;) {
+                const Sum* factors = &row_factors[row * size_t(rank)];
+                const uint32_t* places = &plan.rows[part.first_row + row];
+                if (row * length >= begin && (row + COUNT) * length <= end) {
+                    move_rows<F, SET, COUNT>(places, band, band_end, length, base, out, factors, column_factors.data());
+                    row += COUNT;
+                } else {
+                    const size_t first = std::max(begin, row * length + band), last = std::min(end, row * length + band_end);
+                    if (first < last) move_rows<F, SET, 1>(places, first - row * length, last - row * length, length, base, out, factors, column_factors.data());
+                    ++row;
                 }
             }
         }
     }
 
-    template <class F, class Sum>
-    void move_tile(const typename F::U* base, typename F::U* out, size_t count, const Sum* row, const Sum* columns, size_t length) const {
-        Sum sums[TILE] = {};
-        if (count == TILE) {
-            for (int k = 0; k < rank; ++k)
-                for (size_t j = 0; j < TILE; ++j) sums[j] += row[k] * columns[size_t(k) * length + j];
-        } else {
-            for (int k = 0; k < rank; ++k)
-                for (size_t j = 0; j < count; ++j) sums[j] += row[k] * columns[size_t(k) * length + j];
+    // Columns from `first` to `last` of some rows, which stand at `places`.
+    template <class F, Instructions SET, size_t COUNT, class Sum>
+    void move_rows(const uint32_t* places, size_t first, size_t last, size_t length, const typename F::U* base, typename F::U* out, const Sum* rows, const Sum* columns) const {
+        constexpr size_t WIDTH = COLUMNS<Sum, SET>;
+        for (size_t column = first; column < last; column += WIDTH) {
+            Sum sums[COUNT][WIDTH];
+            for (size_t i = 0; i < COUNT; ++i)
+                for (size_t j = 0; j < WIDTH; ++j) sums[i][j] = rows[i * size_t(rank)] * columns[column + j];
+            for (int k = 1; k < rank; ++k)
+                for (size_t i = 0; i < COUNT; ++i)
+                    for (size_t j = 0; j < WIDTH; ++j) {
+                        const Sum row = rows[i * size_t(rank) + size_t(k)], factor = columns[size_t(k) * length + column + j];
+                        // Either way exact.
+                        if constexpr (SET == Instructions::SCALAR) sums[i][j] += row * factor;
+                        else sums[i][j] = std::fma(row, factor, sums[i][j]);
+                    }
+            const size_t count = std::min(WIDTH, last - column);
+            for (size_t i = 0; i < COUNT; ++i) {
+                const size_t at = places[i] * length + column;
+                for (size_t j = 0; j < count; ++j) out[at + j] = moved<F>(base[at + j], sums[i][j]);
+            }
         }
-        for (size_t j = 0; j < count; ++j) out[j] = moved<F>(base[j], sums[j]);
     }
 
     // The float next to base + change; NaNs and infinities stay what they are.
@@ -161,7 +186,7 @@ inline LowRank get_low_rank(BitReader& in, size_t row_count, size_t row_length, 
     change.columns.resize(row_length * size_t(change.rank));
     const auto get = [&in](int32_t* factors, size_t count, size_t stride) {
         const int k = int(in.get(5));
-        for (size_t i = 0; i < count; ++i) factors[i * stride] = unzigzag(get_rice(in, k, 32));
+        get_rice(in, k, count, 32, [&](size_t i, int32_t factor) { factors[i * stride] = factor; });
     };
     for (int k = 0; k < change.rank; ++k) {
         get(change.rows.data() + k, row_count, size_t(change.rank));

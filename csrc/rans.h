@@ -4,81 +4,36 @@
 // the symbols, the raw low bits, the extra bits of tail symbols. So a row decodes with vectors of any width up to LANES.
 #pragma once
 
-#include <array>
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <vector>
 
-#include "symbol_model.h"
+#include "instruction_sets.h"
+#include "rans_lane.h"
+#include "rans_x86.h"
 
 namespace fm_delta {
 
-constexpr uint32_t STATE_LOW = 1u << 16;  // every state lies in [2^16, 2^32) between steps, and starts at 2^16
-
-// The bits below a shift. Looked up, because shifting by a variable is slow where it is not one instruction.
-constexpr std::array<uint32_t, MAX_SHIFT + 1> LOW_MASKS = [] {
-    std::array<uint32_t, MAX_SHIFT + 1> masks{};
-    for (uint32_t shift = 0; shift < masks.size(); ++shift) masks[shift] = (1u << shift) - 1;
-    return masks;
-}();
-
-struct Element {
-    int32_t value;
-    Context context;
-};
-
-// What the decoder looks up by the low bits of a state.
-struct DecodeTable {
-    std::array<uint32_t, PROBABILITY_SUM> slots;  // id | frequency << 6 | offset << 18
-
-    explicit DecodeTable(const Frequencies& frequencies) {
-        uint32_t slot = 0;
-        for (uint32_t id = 0; id < SYMBOLS; ++id)
-            for (uint32_t offset = 0; offset < frequencies[id]; ++offset) slots[slot++] = id | uint32_t(frequencies[id]) << 6 | offset << 18;
-    }
-};
-
-struct EncodeTable {
-    Frequencies frequencies;
-    std::array<uint16_t, SYMBOLS> starts;
-
-    explicit EncodeTable(const Frequencies& f) : frequencies(f) {
-        uint16_t start = 0;
-        for (int id = 0; id < SYMBOLS; ++id) {
-            starts[id] = start;
-            start = uint16_t(start + f[id]);
-        }
-    }
-};
-
-// Encodes backwards: what is put last is read first.
-template <int LANES>
+// Encodes backwards: what is put last is read first. `SET` are the vector instructions for rows of 64 lanes.
+template <int LANES, Instructions SET>
 class Encoder {
    public:
-    explicit Encoder(size_t elements) : words_(4 * elements + 1), next_(words_.size()) { std::fill(states_, states_ + LANES, STATE_LOW); }
+    explicit Encoder(size_t elements) : capacity_(4 * elements + MARGIN), words_(new uint16_t[capacity_]), next_(words_.get() + capacity_) {
+        std::fill(states_, states_ + LANES, STATE_LOW);
+    }
 
-    void encode(const Element* elements, size_t count, const std::vector<EncodeTable>& tables) {
-        for (size_t row = (count + LANES - 1) / LANES; row-- > 0;) {
-            const Element* first = elements + row * LANES;
-            const int lanes = int(std::min<size_t>(LANES, count - row * LANES));
-            Symbol symbols[LANES]{};
-            for (int lane = 0; lane < lanes; ++lane) {
-                const EncodeTable& table = tables[first[lane].context.table];
-                const int32_t s = first[lane].value >> first[lane].context.shift;
-                symbols[lane] = symbol_of(s);
-                if (table.frequencies[symbols[lane].id] == 0) symbols[lane] = {ESCAPE, 32, uint32_t(s)};
-            }
-            for (int lane = lanes; lane-- > 0;) {
-                if (symbols[lane].extra_bits > 16) put_bits(lane, symbols[lane].extra >> 16, 16);
-                if (symbols[lane].extra_bits) put_bits(lane, symbols[lane].extra & 0xffff, std::min<int>(symbols[lane].extra_bits, 16));
-            }
-            for (int lane = lanes; lane-- > 0;) {
-                const int shift = first[lane].context.shift;
-                put_bits(lane, uint32_t(first[lane].value) & LOW_MASKS[shift], shift);
-            }
-            for (int lane = lanes; lane-- > 0;) put_symbol(lane, tables[first[lane].context.table], symbols[lane].id);
-        }
+    // The last values are to be given first: `count` must be a multiple of LANES except in the first call. `ids` are of their
+    // symbols (see `symbol_id`), `tables` all TABLES of them.
+    void encode(const Context* contexts, const int32_t* values, const uint8_t* ids, size_t count, const EncodeTable* tables) {
+        const size_t rows = count / LANES, done = rows * LANES;
+        if (done < count) encode_row(contexts + done, values + done, ids + done, int(count - done), tables);
+#ifdef FM_DELTA_X86
+        if constexpr (LANES == 64 && SET == Instructions::AVX512) return Avx512::encode(states_, next_, contexts, values, ids, rows, tables);
+#endif
+        for (size_t row = rows; row-- > 0;) encode_row(contexts + row * LANES, values + row * LANES, ids + row * LANES, LANES, tables);
     }
 
     // Appends the states and the words in the order in which the decoder reads them.
@@ -88,59 +43,60 @@ class Encoder {
             out.insert(out.end(), begin, begin + bytes);
         };
         append(states_, sizeof states_);
-        append(words_.data() + next_, 2 * (words_.size() - next_));
+        append(next_, size_t(words_.get() + capacity_ - next_) * 2);
     }
 
    private:
-    void put_symbol(int lane, const EncodeTable& table, int id) {
-        uint32_t& x = states_[lane];
-        const uint32_t frequency = table.frequencies[id];
-        make_room(x, uint64_t(frequency) << (32 - PROBABILITY_BITS));
-        x = ((x / frequency) << PROBABILITY_BITS) + x % frequency + table.starts[id];
+    static constexpr size_t MARGIN = 16;  // a vector may be written before the words
+
+    [[gnu::always_inline]] inline void encode_row(const Context* contexts, const int32_t* values, const uint8_t* ids, int lanes, const EncodeTable* tables) {
+        uint32_t slots[LANES];
+        uint64_t tails = 0;
+        for (int lane = 0; lane < lanes; ++lane) {
+            const EncodeTable& table = tables[contexts[lane].table()];
+            slots[lane] = table.slots[ids[lane]];
+            if (is_coded(slots[lane]) && ids[lane] < TAIL) continue;
+            if (!is_coded(slots[lane])) slots[lane] = table.slots[ESCAPE];
+            tails |= uint64_t(1) << lane;
+        }
+        for (int lane = lanes; tails && lane-- > 0;)
+            if (tails >> lane & 1) put_tail(states_[lane], next_, tables[contexts[lane].table()], ids[lane], values[lane] >> contexts[lane].shift());
+        for (int lane = lanes; lane-- > 0;) {
+            const int shift = contexts[lane].shift();
+            put_bits(states_[lane], next_, uint32_t(values[lane]) & LOW_MASKS[size_t(shift)], shift);
+        }
+        for (int lane = lanes; lane-- > 0;) put_symbol(states_[lane], next_, slots[lane]);
     }
 
-    void put_bits(int lane, uint32_t bits, int count) {
-        uint32_t& x = states_[lane];
-        make_room(x, uint64_t(1) << (32 - count));
-        x = x << count | bits;
-    }
-
-    // Moves a word out of a state that has reached the limit. Without a branch: which states do is random.
-    void make_room(uint32_t& x, uint64_t limit) {
-        const uint32_t full = x >= limit;
-        words_[next_ - 1] = uint16_t(x);
-        next_ -= full;
-        x ^= (x ^ x >> 16) & (0u - full);
-    }
-
-    std::vector<uint16_t> words_;
-    size_t next_;
+    size_t capacity_;
+    std::unique_ptr<uint16_t[]> words_;  // filled from the end
+    uint16_t* next_;
     uint32_t states_[LANES];
 };
 
-template <int LANES>
+template <int LANES, Instructions SET>
 class Decoder {
    public:
+    // The data must outlive the decoder.
     Decoder(const uint8_t* data, size_t bytes) {
         if (bytes < sizeof states_ || (bytes - sizeof states_) % 2) throw std::runtime_error("an entropy-coded block has an impossible size");
         std::memcpy(states_, data, sizeof states_);
         for (uint32_t state : states_)
             if (state < STATE_LOW) throw std::runtime_error("an entropy-coded block starts from an impossible state");
-        // A row reads at most four words a lane: with that much room behind the end one check a row is enough.
-        const size_t count = (bytes - sizeof states_) / 2;
-        words_.resize(count + 4 * LANES + 1);
-        std::memcpy(words_.data(), data + sizeof states_, 2 * count);
-        next_ = words_.data();
-        end_ = next_ + count;
+        next_ = data + sizeof states_;
+        end_ = data + bytes;
     }
 
     // `count` must be a multiple of LANES except in the last call. `tables` are all TABLES of them.
     void decode(const Context* contexts, int32_t* values, size_t count, const DecodeTable* tables) {
-        for (size_t row = 0; row < count; row += LANES) {
-            if (count - row >= LANES)
-                decode_row(contexts + row, values + row, LANES, tables);
-            else
-                decode_row(contexts + row, values + row, int(count - row), tables);
+        const size_t rows = count / LANES;
+        for (size_t row = 0; row < rows;) {
+            const uint8_t* limit = require_room();
+            row += decode_rows(limit, contexts + row * LANES, values + row * LANES, rows - row, tables);
+        }
+        if (const size_t done = rows * LANES; done < count) {
+            require_room();
+            decode_row(contexts + done, values + done, int(count - done), tables);
         }
     }
 
@@ -150,53 +106,56 @@ class Decoder {
     }
 
    private:
-    // Without a branch: which states are low is random. (A conditional expression here is compiled to a jump.)
-    static uint32_t refill(uint32_t x, const uint16_t*& next) {
-        const int64_t low = (int64_t(x) - STATE_LOW) >> 63;  // all ones or zero
-        const uint32_t filled = x << 16 | *next;
-        next -= low;
-        return x ^ ((x ^ filled) & uint32_t(low));
+    static constexpr ptrdiff_t ROOM = 2 * 4 * LANES + 32;  // a row reads at most four words a lane, and a vector beyond them
+
+    // One check a row is enough, as long as there is room for a whole row behind the words: those at the end are moved to where
+    // there is. Returns how far the next row may start.
+    const uint8_t* require_room() {
+        if (end_ - next_ >= ROOM) return end_ - ROOM;
+        if (next_ > end_) throw std::runtime_error("an entropy-coded block ends too early");
+        if (end_ != last_ + ROOM) {
+            uint8_t* begin = last_ + ROOM - (end_ - next_);
+            std::memcpy(begin, next_, size_t(end_ - next_));
+            next_ = begin;
+            end_ = last_ + ROOM;
+        }
+        return end_;
+    }
+
+    size_t decode_rows(const uint8_t* limit, const Context* contexts, int32_t* values, size_t rows, const DecodeTable* tables) {
+#ifdef FM_DELTA_X86
+        if constexpr (LANES == 64 && SET == Instructions::AVX512) return Avx512::decode(states_, next_, limit, contexts, values, rows, tables);
+#endif
+        size_t row = 0;
+        for (; row < rows && next_ <= limit; ++row) decode_row(contexts + row * LANES, values + row * LANES, LANES, tables);
+        return row;
     }
 
     [[gnu::always_inline]] inline void decode_row(const Context* contexts, int32_t* values, int lanes, const DecodeTable* tables) {
-        uint8_t ids[LANES];
-        const uint16_t* next = next_;
-        uint32_t tails = 0;
+        uint32_t slots[LANES];
+        const uint8_t* next = next_;
+        uint32_t most = 0;
         for (int lane = 0; lane < lanes; ++lane) {
             const uint32_t x = states_[lane];
-            const uint32_t slot = tables[contexts[lane].table].slots[x & (PROBABILITY_SUM - 1)];
-            const uint32_t id = slot & 63;
-            ids[lane] = uint8_t(id);
-            tails |= id & id << 1;  // bit 5 is set by ids from 48 on, and by no others
-            states_[lane] = refill((slot >> 6 & 0xfff) * (x >> PROBABILITY_BITS) + (slot >> 18), next);
+            const uint32_t slot = slots[lane] = tables[contexts[lane].table()].slots[x & (PROBABILITY_SUM - 1)];
+            most = std::max(most, slot);
+            states_[lane] = refill((slot & 0xfff) * (x >> PROBABILITY_BITS) + (slot >> 12 & (PROBABILITY_SUM - 1)), next);
         }
         for (int lane = 0; lane < lanes; ++lane) {
-            const uint32_t x = states_[lane], mask = LOW_MASKS[contexts[lane].shift];
-            values[lane] = int32_t(uint32_t(ids[lane] - LINEAR) * (mask + 1) | (x & mask));
-            states_[lane] = refill(x >> contexts[lane].shift, next);
+            const int shift = contexts[lane].shift();
+            const uint32_t x = states_[lane], mask = LOW_MASKS[size_t(shift)];
+            values[lane] = int32_t(uint32_t(int(slots[lane] >> 26) - LINEAR) * (mask + 1) | (x & mask));
+            states_[lane] = refill(x >> shift, next);
         }
-        for (int lane = 0; tails & 32 && lane < lanes; ++lane) {
-            if (ids[lane] < TAIL) continue;
-            const int bits = extra_bits_of(ids[lane]);
-            uint32_t extra = take_bits(lane, std::min(bits, 16), next);
-            if (bits > 16) extra |= take_bits(lane, 16, next) << 16;
-            const uint32_t mask = LOW_MASKS[contexts[lane].shift];
-            values[lane] = int32_t(uint32_t(value_of(ids[lane], extra)) * (mask + 1) | (uint32_t(values[lane]) & mask));
-        }
-        if (next > end_) throw std::runtime_error("an entropy-coded block ends too early");
+        for (int lane = 0; most >> 26 >= TAIL && lane < lanes; ++lane)
+            if (slots[lane] >> 26 >= TAIL) take_tail(states_[lane], next, int(slots[lane] >> 26), contexts[lane].shift(), values[lane]);
         next_ = next;
     }
 
-    uint32_t take_bits(int lane, int count, const uint16_t*& next) {
-        const uint32_t x = states_[lane];
-        states_[lane] = refill(x >> count, next);
-        return x & ((1u << count) - 1);
-    }
-
-    std::vector<uint16_t> words_;
-    const uint16_t* next_;
-    const uint16_t* end_;
+    const uint8_t* next_;
+    const uint8_t* end_;
     uint32_t states_[LANES];
+    uint8_t last_[2 * ROOM] = {};
 };
 
 }  // namespace fm_delta

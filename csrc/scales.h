@@ -65,7 +65,7 @@ inline std::vector<int16_t> get_scales(BitReader& in, size_t count) {
     const int centre = int16_t(in.get(16));
     const int k = int(in.get(3));
     std::vector<int16_t> scales(count);
-    for (int16_t& scale : scales) scale = int16_t(std::clamp(centre + unzigzag(get_rice(in, k)), -SCALE_LIMIT, SCALE_LIMIT));
+    get_rice(in, k, count, 16, [&](size_t i, int difference) { scales[i] = int16_t(std::clamp(centre + difference, -SCALE_LIMIT, SCALE_LIMIT)); });
     return scales;
 }
 

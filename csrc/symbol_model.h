@@ -37,55 +37,43 @@ constexpr int mantissa_above(int plane) {
     return F::MANTISSA - 8 * plane;
 }
 
+// Which table codes a value, and how many of its low bits stay raw.
 struct Context {
-    uint8_t shift;
-    uint8_t table;
+    uint16_t bits;
+
+    Context() = default;
+    Context(int shift, int table) : bits(uint16_t(shift | table << 8)) {}
+    int shift() const { return bits & 0xff; }
+    int table() const { return bits >> 8; }
 };
 
-inline Context context_of(int c, int mantissa) {
-    const int near_value = 4 * (mantissa - 2);
-    const int shift = std::clamp((c - 8) >> 2, 0, std::min(mantissa - 2, MAX_SHIFT));
-    const int table = c >= near_value ? std::min(20 + ((c - near_value) >> 1), CONTEXT_TABLES - 1)
-                      : c >= 8        ? 16 + (c & 3)
-                                      : std::max(c + 8, 0);
-    return {uint8_t(shift), uint8_t(table)};
+// In 16 bits and without a branch, so that loops over it become vector code.
+inline Context context_of(int16_t c, int mantissa) {
+    const int16_t near_value = int16_t(4 * (mantissa - 2)), most = int16_t(std::min(mantissa - 2, MAX_SHIFT));
+    const int16_t over = int16_t(c - 8), beyond = int16_t(c - near_value);
+    const int16_t shift = std::clamp<int16_t>(int16_t(over >> 2), 0, most);
+    const int16_t fine = std::max<int16_t>(int16_t(c + 8), 0), cut = int16_t(16 + (c & 3));
+    const int16_t far = std::min<int16_t>(int16_t(20 + (beyond >> 1)), CONTEXT_TABLES - 1);
+    const int16_t near = over < 0 ? fine : cut;
+    return {shift, beyond < 0 ? near : far};
 }
-
-// context_of for every c, looked up. Apart from the look-up, both steps are left to vector code.
-class ContextTable {
-   public:
-    explicit ContextTable(int mantissa) {
-        for (int c = LOW; c <= HIGH; ++c) contexts_[size_t(c - LOW)] = context_of(c, mantissa);
-    }
-    static int16_t index(int16_t c) { return int16_t(std::clamp<int16_t>(c, LOW, HIGH) - LOW); }
-    Context operator[](int16_t index) const { return contexts_[size_t(index)]; }
-
-   private:
-    static constexpr int16_t LOW = -8, HIGH = 4 * 23 + 24;  // below and above, context_of is constant
-    std::array<Context, HIGH - LOW + 1> contexts_;
-};
 
 // Without a base the prediction is the expected magnitude, the sign is the lowest bit, and a step is a quarter octave.
 template <class F>
 inline Context alone_context(int plane) {
-    return {uint8_t(std::min(mantissa_above<F>(plane) + 1 - 2, MAX_SHIFT)), uint8_t(ALONE_TABLE)};
+    return {std::min(mantissa_above<F>(plane) + 1 - 2, MAX_SHIFT), ALONE_TABLE};
 }
 
-struct Symbol {
-    uint8_t id;
-    uint8_t extra_bits;
-    uint32_t extra;
-};
-
-inline Symbol symbol_of(int32_t s) {
-    if (s >= -LINEAR && s < LINEAR) return {uint8_t(s + LINEAR), 0, 0};
-    const bool negative = s < 0;
-    const int64_t magnitude = negative ? -int64_t(LINEAR) - 1 - s : int64_t(s) - LINEAR;
-    if (magnitude >= TAIL_START[7]) return {ESCAPE, 32, uint32_t(s)};
-    int k = 0;
-    while (magnitude >= TAIL_START[k + 1]) ++k;
-    return {uint8_t(TAIL + 2 * k + negative), uint8_t(TAIL_BITS[k]), uint32_t(magnitude - TAIL_START[k])};
+// Without a branch, so that loops over it become vector code.
+inline uint8_t symbol_id(int32_t s) {
+    const int32_t negative = s >> 31, magnitude = (s ^ negative) - LINEAR;
+    int32_t id = TAIL - negative;
+    for (size_t k = 1; k < TAIL_START.size(); ++k) id += 2 * (magnitude >= TAIL_START[k]);
+    id = magnitude >= TAIL_START.back() ? ESCAPE : id;
+    return uint8_t(magnitude < 0 ? s + LINEAR : id);
 }
+
+inline uint32_t extra_of(int id, int32_t s) { return uint32_t((s < 0 ? -1 - s : s) - LINEAR - TAIL_START[size_t(id - TAIL) >> 1]); }
 
 inline int extra_bits_of(int id) { return id < TAIL ? 0 : id < ESCAPE ? TAIL_BITS[(id - TAIL) >> 1] : 32; }
 

@@ -1,0 +1,152 @@
+// Rows of 64 lanes in vectors. Step by step what the Decoder in rans.h does lane by lane, and the same results.
+#pragma once
+
+#include "instruction_sets.h"
+#include "rans_lane.h"
+
+#ifdef FM_DELTA_X86
+namespace fm_delta {
+
+struct Avx512 {
+    static constexpr int LANES = 64;
+    static constexpr int GROUP = 16, GROUPS = 4;  // lanes of a vector, vectors of a row
+
+    // Each state below the limit takes a word; those words follow each other in the order of the lanes.
+    [[FM_DELTA_AVX512, gnu::always_inline]] static inline void refill(__m512i (&x)[GROUPS], const uint8_t*& next) {
+        __mmask16 low[GROUPS];
+        for (int g = 0; g < GROUPS; ++g) low[g] = _mm512_cmplt_epu32_mask(x[g], _mm512_set1_epi32(STATE_LOW));
+        for (int g = 0; g < GROUPS; ++g) {
+            const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(next)));
+            x[g] = _mm512_mask_or_epi32(x[g], low[g], _mm512_slli_epi32(x[g], 16), _mm512_maskz_expand_epi32(low[g], words));
+            next += 2 * __builtin_popcount(low[g]);
+        }
+    }
+
+    // Decodes up to `rows` rows while `next` is not behind `limit`; returns how many.
+    [[FM_DELTA_AVX512]] static size_t decode(uint32_t* states, const uint8_t*& next, const uint8_t* limit, const Context* contexts, int32_t* values, size_t rows,
+                                             const DecodeTable* tables) {
+        const auto* slots = reinterpret_cast<const int*>(tables->slots.data());
+        const uint8_t* word = next;
+        __m512i x[GROUPS];
+        for (int g = 0; g < GROUPS; ++g) x[g] = _mm512_loadu_si512(states + GROUP * g);
+        size_t row = 0;
+        for (; row < rows && word <= limit; ++row, contexts += LANES, values += LANES) {
+            __m512i context[GROUPS], slot[GROUPS];
+            __mmask16 tails[GROUPS];
+            for (int g = 0; g < GROUPS; ++g) {
+                // A context's low byte is its shift, its high byte the table, which has 2048 slots.
+                context[g] = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(contexts + GROUP * g)));
+                const __m512i first = _mm512_slli_epi32(_mm512_and_si512(context[g], _mm512_set1_epi32(0xff00)), PROBABILITY_BITS - 8);
+                const __m512i place = _mm512_and_si512(x[g], _mm512_set1_epi32(PROBABILITY_SUM - 1));
+                slot[g] = _mm512_i32gather_epi32(_mm512_or_si512(first, place), slots, 4);
+                // x = frequency * (x >> 11) + offset
+                const __m512i frequency = _mm512_and_si512(slot[g], _mm512_set1_epi32(0xfff));
+                const __m512i offset = _mm512_and_si512(_mm512_srli_epi32(slot[g], 12), _mm512_set1_epi32(PROBABILITY_SUM - 1));
+                x[g] = _mm512_add_epi32(_mm512_mullo_epi32(frequency, _mm512_srli_epi32(x[g], PROBABILITY_BITS)), offset);
+                tails[g] = _mm512_cmpge_epu32_mask(slot[g], _mm512_set1_epi32(int(uint32_t(TAIL) << 26)));
+            }
+            refill(x, word);
+            for (int g = 0; g < GROUPS; ++g) {
+                // value = (id - 24) << shift | the low bits of x, which it then loses
+                const __m512i shift = _mm512_and_si512(context[g], _mm512_set1_epi32(0xff));
+                const __m512i s = _mm512_sub_epi32(_mm512_srli_epi32(slot[g], 26), _mm512_set1_epi32(LINEAR));
+                const __m512i high = _mm512_sllv_epi32(_mm512_set1_epi32(-1), shift);
+                _mm512_storeu_si512(values + GROUP * g, _mm512_or_si512(_mm512_sllv_epi32(s, shift), _mm512_andnot_si512(high, x[g])));
+                x[g] = _mm512_srlv_epi32(x[g], shift);
+            }
+            refill(x, word);
+            if (uint64_t tail = uint64_t(tails[3]) << 48 | uint64_t(tails[2]) << 32 | uint32_t(tails[1]) << 16 | tails[0]) {
+                for (int g = 0; g < GROUPS; ++g) _mm512_storeu_si512(states + GROUP * g, x[g]);
+                uint32_t ids[LANES];
+                for (int g = 0; g < GROUPS; ++g) _mm512_storeu_si512(ids + GROUP * g, _mm512_srli_epi32(slot[g], 26));
+                for (; tail; tail &= tail - 1) {
+                    const int lane = __builtin_ctzll(tail);
+                    take_tail(states[lane], word, int(ids[lane]), contexts[lane].shift(), values[lane]);
+                }
+                for (int g = 0; g < GROUPS; ++g) x[g] = _mm512_loadu_si512(states + GROUP * g);
+            }
+        }
+        for (int g = 0; g < GROUPS; ++g) _mm512_storeu_si512(states + GROUP * g, x[g]);
+        next = word;
+        return row;
+    }
+
+    // Each full state gives up its low word; the words of the last lanes are written first.
+    [[FM_DELTA_AVX512, gnu::always_inline]] static inline void make_room(__m512i (&x)[GROUPS], const __mmask16 (&full)[GROUPS], uint16_t*& next) {
+        for (int g = GROUPS; g-- > 0;) {
+            const int count = __builtin_popcount(full[g]);
+            next -= count;
+            _mm256_mask_storeu_epi16(next, __mmask16((1u << count) - 1), _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full[g], x[g])));
+            x[g] = _mm512_mask_srli_epi32(x[g], full[g], x[g], 16);
+        }
+    }
+
+    // Encodes `rows` rows, the last first.
+    [[FM_DELTA_AVX512]] static void encode(uint32_t* states, uint16_t*& next, const Context* contexts, const int32_t* values, const uint8_t* ids, size_t rows,
+                                           const EncodeTable* tables) {
+        const auto* slots = reinterpret_cast<const int*>(tables->slots.data());
+        uint16_t* word = next;
+        __m512i x[GROUPS];
+        for (int g = 0; g < GROUPS; ++g) x[g] = _mm512_loadu_si512(states + GROUP * g);
+        for (size_t row = rows; row-- > 0;) {
+            const Context* context = contexts + row * LANES;
+            const int32_t* value = values + row * LANES;
+            const uint8_t* id = ids + row * LANES;
+            __m512i frequency[GROUPS], start[GROUPS], shift[GROUPS];
+            __mmask16 full[GROUPS];
+            uint64_t tails = 0;
+            for (int g = 0; g < GROUPS; ++g) {
+                // A context's low byte is its shift, its high byte the table, which has 64 symbols.
+                const __m512i both = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(context + GROUP * g)));
+                const __m512i symbol = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(id + GROUP * g)));
+                const __m512i first = _mm512_srli_epi32(_mm512_and_si512(both, _mm512_set1_epi32(0xff00)), 2);
+                __m512i slot = _mm512_i32gather_epi32(_mm512_or_si512(first, symbol), slots, 4);
+                // What has no room in its table is escaped.
+                const __mmask16 escaped = _mm512_testn_epi32_mask(slot, _mm512_set1_epi32(0xffff));
+                slot = _mm512_mask_i32gather_epi32(slot, escaped, _mm512_or_si512(first, _mm512_set1_epi32(ESCAPE)), slots, 4);
+                tails |= uint64_t(uint32_t(escaped | _mm512_cmpge_epi32_mask(symbol, _mm512_set1_epi32(TAIL)))) << (GROUP * g);
+                frequency[g] = _mm512_and_si512(slot, _mm512_set1_epi32(0xffff));
+                start[g] = _mm512_srli_epi32(slot, 16);
+                shift[g] = _mm512_and_si512(both, _mm512_set1_epi32(0xff));
+            }
+            if (tails) {
+                for (int g = 0; g < GROUPS; ++g) _mm512_storeu_si512(states + GROUP * g, x[g]);
+                for (; tails; tails ^= uint64_t(1) << (63 - __builtin_clzll(tails))) {
+                    const int lane = 63 - __builtin_clzll(tails);
+                    put_tail(states[lane], word, tables[context[lane].table()], id[lane], value[lane] >> context[lane].shift());
+                }
+                for (int g = 0; g < GROUPS; ++g) x[g] = _mm512_loadu_si512(states + GROUP * g);
+            }
+            // x = x << shift | the low bits of the value, once x is below 2^(32 - shift)
+            for (int g = 0; g < GROUPS; ++g) {
+                const __m512i over = _mm512_srlv_epi32(x[g], _mm512_sub_epi32(_mm512_set1_epi32(32), shift[g]));
+                full[g] = _mm512_test_epi32_mask(over, over);
+            }
+            make_room(x, full, word);
+            for (int g = 0; g < GROUPS; ++g) {
+                const __m512i high = _mm512_sllv_epi32(_mm512_set1_epi32(-1), shift[g]);
+                x[g] = _mm512_or_si512(_mm512_sllv_epi32(x[g], shift[g]), _mm512_andnot_si512(high, _mm512_loadu_si512(value + GROUP * g)));
+                full[g] = _mm512_cmpge_epu32_mask(_mm512_srli_epi32(x[g], 32 - PROBABILITY_BITS), frequency[g]);
+            }
+            // x = (x / frequency << 11) + x % frequency + start, once x is below frequency << 21
+            make_room(x, full, word);
+            for (int g = 0; g < GROUPS; ++g) {
+                // The quotient is below 2^21: in floats it is at most one beside.
+                __m512i quotient = _mm512_cvttps_epi32(_mm512_div_ps(_mm512_cvtepu32_ps(x[g]), _mm512_cvtepi32_ps(frequency[g])));
+                __m512i rest = _mm512_sub_epi32(x[g], _mm512_mullo_epi32(quotient, frequency[g]));
+                const __mmask16 above = _mm512_movepi32_mask(rest);
+                quotient = _mm512_mask_sub_epi32(quotient, above, quotient, _mm512_set1_epi32(1));
+                rest = _mm512_mask_add_epi32(rest, above, rest, frequency[g]);
+                const __mmask16 below = _mm512_cmpge_epi32_mask(rest, frequency[g]);
+                quotient = _mm512_mask_add_epi32(quotient, below, quotient, _mm512_set1_epi32(1));
+                rest = _mm512_mask_sub_epi32(rest, below, rest, frequency[g]);
+                x[g] = _mm512_add_epi32(_mm512_slli_epi32(quotient, PROBABILITY_BITS), _mm512_add_epi32(rest, start[g]));
+            }
+        }
+        for (int g = 0; g < GROUPS; ++g) _mm512_storeu_si512(states + GROUP * g, x[g]);
+        next = word;
+    }
+};
+
+}  // namespace fm_delta
+#endif
