@@ -16,6 +16,7 @@ MAX_RANK = 48
 OVERSAMPLING = 8
 LEAST = 64  # rows and columns of a matrix that is worth it
 MAX_EXPONENT = 100
+NEARLY_ALL = 1e-4  # a share of the energy so small that single precision does not tell what is left
 EXACT = 2**53  # up to here double precision holds every sum of products
 GAUSSIAN_BITS = 0.5 * math.log2(2 * math.pi * math.e)  # of a Gaussian number whose standard deviation is one step
 
@@ -40,6 +41,9 @@ class Components(NamedTuple):
     def lengths(self) -> tuple[int, int]:
         return self.left.shape[0], self.right.shape[1]
 
+    def energy_left(self, rank: int) -> float:
+        return max(self.energy - float(np.square(self.values[:rank]).sum()), 0.0)
+
 
 def candidates(tensor: np.ndarray, base: np.ndarray, kind: torch.finfo, level: int) -> list[Factors]:
     """Low-rank changes of a base that may make its difference from a tensor cheaper, to be tried one by one.
@@ -51,14 +55,17 @@ def candidates(tensor: np.ndarray, base: np.ndarray, kind: torch.finfo, level: i
     """
     if min(tensor.shape) < LEAST:
         return []
-    with np.errstate(invalid="ignore", over="ignore"):
-        change = np.nan_to_num((tensor - base).astype(np.float32, copy=False), copy=False, nan=0, posinf=0, neginf=0)
+    change = difference(tensor, base, np.float32)
     touched = np.flatnonzero(change.any(1))
     if len(touched) < LEAST:
         return []
+    part = slice(None) if len(touched) == len(change) else touched
     grid = grid_variance(tensor[touched[:: 1 + len(touched) // LEAST]], kind)
-    components = decompose(torch.from_numpy(change if len(touched) == len(change) else change[touched]), MAX_RANK, level - 1)
+    components = decompose(change[part], MAX_RANK, level - 1)
     rank = best_rank(components, grid)
+    if rank and components.energy_left(rank) < NEARLY_ALL * components.energy:
+        components = decompose(difference(tensor[part], base[part], np.float64), MAX_RANK, level - 1)
+        rank = best_rank(components, grid)
     wholly = rest_variance(components, rank, 0) < 4 * grid
     found = []
     for some, finer in search(rank, wholly, level):
@@ -68,6 +75,13 @@ def candidates(tensor: np.ndarray, base: np.ndarray, kind: torch.finfo, level: i
             rows[touched] = factors.rows
             found.append(factors._replace(rows=rows))
     return found
+
+
+def difference(tensor: np.ndarray, base: np.ndarray, precision: type) -> np.ndarray:
+    """What was changed; 0 where that is not finite."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        change = tensor.astype(precision, copy=False) - base.astype(precision, copy=False)
+    return np.nan_to_num(change, copy=False, nan=0, posinf=0, neginf=0)
 
 
 def search(rank: int, wholly: bool, level: int) -> list[tuple[int, int]]:
@@ -85,11 +99,12 @@ def grid_variance(values: np.ndarray, kind: torch.finfo) -> float:
     return float(np.square(spacing).mean()) / 12 if finite.size else 0.0
 
 
-def decompose(change: torch.Tensor, rank: int, power_iterations: int = 1) -> Components:
+def decompose(matrix: np.ndarray, rank: int, power_iterations: int = 1) -> Components:
     """Randomised singular value decomposition (Halko, Martinsson, Tropp, arXiv 0909.4061), always with the same draw."""
+    change = torch.from_numpy(matrix)
     rows, columns = change.shape
     width = min(rank + OVERSAMPLING, rows, columns)
-    basis = change @ torch.randn(columns, width, generator=torch.Generator().manual_seed(0))
+    basis = change @ torch.randn(columns, width, generator=torch.Generator().manual_seed(0)).to(change.dtype)
     for _ in range(power_iterations):
         basis = change @ (change.T @ torch.linalg.qr(basis).Q)
     basis = torch.linalg.qr(basis).Q
@@ -97,15 +112,14 @@ def decompose(change: torch.Tensor, rank: int, power_iterations: int = 1) -> Com
     squares, turn = torch.linalg.eigh(reduced.double() @ reduced.double().T)
     values = squares.clamp(min=0).sqrt().flip(0)[:rank]
     values = values[values > 1e-6 * values[0]]
-    turn = turn.flip(1)[:, : len(values)].float()
-    right = (turn.T @ reduced) / values.float()[:, None]
+    turn = turn.flip(1)[:, : len(values)].to(change.dtype)
+    right = (turn.T @ reduced) / values.to(change.dtype)[:, None]
     return Components(basis @ turn, values.numpy(), right, float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2)
 
 
 def rest_variance(components: Components, rank: int, grid: float) -> float:
     """Of a value once `rank` components are taken out, the rounding of its type included."""
-    left = components.energy - float(np.square(components.values[:rank]).sum())
-    return max(left, 0.0) / math.prod(components.lengths) + grid
+    return components.energy_left(rank) / math.prod(components.lengths) + grid
 
 
 def best_rank(components: Components, grid: float) -> int:
