@@ -80,10 +80,12 @@ bool parse(PyObject* args, const char* format, Buffer& tensor, int tensor_flags,
     return true;
 }
 
-// One candidate: a tuple of rows (int32, base rows × rank), columns (int32, rank × row length) and the exponent.
+// One candidate: a tuple of rows (int32, base rows × rank), columns (int32, rank × row length), the exponent and whether the change
+// is rounded.
 bool parse(PyObject* object, const fm_delta::Shape& shape, Buffer& rows, Buffer& columns, fm_delta::Factors& factors) {
     PyObject *rows_object, *columns_object;
-    if (!PyTuple_Check(object) || !PyArg_ParseTuple(object, "OOi", &rows_object, &columns_object, &factors.exponent)) {
+    int rounded;
+    if (!PyTuple_Check(object) || !PyArg_ParseTuple(object, "OOip", &rows_object, &columns_object, &factors.exponent, &rounded)) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a candidate must be a tuple");
         return false;
     }
@@ -95,6 +97,7 @@ bool parse(PyObject* object, const fm_delta::Shape& shape, Buffer& rows, Buffer&
         return false;
     }
     factors.rank = int(rank);
+    factors.rounded = rounded != 0;
     factors.rows = static_cast<const int32_t*>(rows.view.buf);
     factors.columns = static_cast<const int32_t*>(columns.view.buf);
     return true;
@@ -288,7 +291,7 @@ PyObject* use(PyObject*, PyObject* name) {
 }
 
 PyMethodDef METHODS[] = {
-    {"encode", encode, METH_VARARGS, "encode(tensor, base | None, dtype, row_length, base_values, threads=1, ((rows, columns, exponent), ...)) -> body"},
+    {"encode", encode, METH_VARARGS, "encode(tensor, base | None, dtype, row_length, base_values, threads=1, ((rows, columns, exponent, rounded), ...)) -> body"},
     {"decode", decode, METH_VARARGS, "decode(body, (tensor, base | None, dtype, row_length, base_values, threads=1)): fills the tensor"},
     {"cast", cast, METH_VARARGS, "cast(source, from_dtype, target, to_dtype): fills the target, rounding to nearest even"},
     {"count_symbols", count_symbols, METH_VARARGS, "count_symbols(tensor, base | None, dtype, row_length, base_values) -> uint64 counts"},

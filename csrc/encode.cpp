@@ -97,6 +97,7 @@ class TensorEncoder {
         const size_t rank = size_t(factors.rank), length = plan_.shape.row_length;
         change_.rank = factors.rank;
         change_.exponent = factors.exponent;
+        change_.rounded = factors.rounded;
         for (size_t row = 0; row < plan_.parts[1].first_row; ++row) {
             const int32_t* begin = factors.rows + plan_.rows[row] * rank;
             change_.rows.insert(change_.rows.end(), begin, begin + rank);

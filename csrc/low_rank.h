@@ -1,4 +1,4 @@
-// A base moved by a low-rank change: base + rows · columns · 2^-exponent, with small integers as factors. Their product is
+// A base moved by a low-rank change: base + rows · columns · 2^-exponent, with integers as factors. Their product is
 // exact and each value takes one rounding of IEEE's, so that a prediction is the same on every machine.
 #pragma once
 
@@ -22,6 +22,7 @@ class LowRank {
    public:
     int rank = 0;
     int exponent = 0;
+    bool rounded = false;  // to the type of the tensor, before it is added, as a merge of an adapter does
     std::vector<int32_t> rows, columns;  // coded rows with a base × rank, and rank × row length
 
     // Whether sums of the factors' products need double precision.
@@ -124,6 +125,8 @@ class LowRank {
             const size_t count = std::min(WIDTH, last - column);
             for (size_t i = 0; i < COUNT; ++i) {
                 const size_t at = places[i] * length + column;
+                if (rounded)
+                    for (size_t j = 0; j < count; ++j) sums[i][j] = Sum(finite_value<F>(round_to<F>(Real<F>(sums[i][j]))));
                 for (size_t j = 0; j < count; ++j) out[at + j] = moved<F>(base[at + j], sums[i][j]);
             }
         }
@@ -134,11 +137,11 @@ class LowRank {
     static typename F::U moved(typename F::U base, Sum change) {
         using U = typename F::U;
         const U stays = U(U(0) - U(U(base & U(~F::SIGN)) >= F::INFINITY_BITS));
-        return U((base & stays) | (rounded<F>(Real<F>(Sum(finite_value<F>(base)) + change)) & U(~stays)));
+        return U((base & stays) | (round_to<F>(Real<F>(Sum(finite_value<F>(base)) + change)) & U(~stays)));
     }
 
     template <class F>
-    static typename F::U rounded(Real<F> value) {
+    static typename F::U round_to(Real<F> value) {
         using U = typename F::U;
         if constexpr (F::WIDTH != 16) {
             return bits_as<U>(value);
@@ -162,6 +165,7 @@ inline void put_low_rank(BitWriter& out, const LowRank& change, size_t row_count
     out.put(uint64_t(change.rank), 16);
     out.put(uint16_t(change.exponent), 16);
     out.put(change.wide(), 1);
+    out.put(change.rounded, 1);
     const auto put = [&out](const int32_t* factors, size_t count, size_t stride) {
         std::vector<uint32_t> codes(count);
         for (size_t i = 0; i < count; ++i) codes[i] = zigzag(factors[i * stride]);
@@ -180,6 +184,7 @@ inline LowRank get_low_rank(BitReader& in, size_t row_count, size_t row_length, 
     change.rank = int(in.get(16));
     change.exponent = int16_t(in.get(16));
     const bool wide = in.get(1);
+    change.rounded = in.get(1);
     // No factor takes less than a bit: a forged rank asks for no more memory than its bytes allow.
     if (change.rank < 1 || change.rank > MAX_RANK || in.left() / (row_count + row_length) < size_t(change.rank)) throw std::runtime_error("the low-rank factors are impossible");
     change.rows.resize(row_count * size_t(change.rank));

@@ -27,6 +27,7 @@ class Factors(NamedTuple):
     rows: np.ndarray  # int32, rows × rank
     columns: np.ndarray  # int32, rank × columns
     exponent: int
+    rounded: bool = False  # the change is, to the tensor's type, before it is added to the base
 
 
 class Components(NamedTuple):
@@ -74,6 +75,8 @@ def candidates(tensor: np.ndarray, base: np.ndarray, kind: torch.finfo, level: i
             rows = np.zeros((len(change), factors.rows.shape[1]), np.int32)
             rows[touched] = factors.rows
             found.append(factors._replace(rows=rows))
+            if wholly:  # a merge rounds the change of an adapter, then the sum
+                found.append(found[-1]._replace(rounded=True))
     return found
 
 

@@ -90,9 +90,9 @@ class Bits:
         return table
 
 
-    def factors(self, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray, int, bool]:
-        """A low-rank change: factors of the rows and of the columns, the exponent, and whether its sums are wide."""
-        rank, exponent, wide = self.take(16), self.take(16), bool(self.take(1))
+    def factors(self, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray, int, bool, bool]:
+        """A low-rank change: factors of the rows and of the columns, the exponent, whether its sums are wide, and rounded."""
+        rank, exponent, wide, rounded = self.take(16), self.take(16), bool(self.take(1)), bool(self.take(1))
         exponent -= (exponent >> 15) << 16
         possible = 1 <= rank <= 1024 and abs(exponent) <= 100
         require(possible and len(self.bits) - self.position >= rank * (rows + columns), "the low-rank factors are impossible")
@@ -105,7 +105,7 @@ class Bits:
         right = np.array(lists[1::2], np.int64).reshape(rank, columns)
         most = rank * int(np.abs(left).max(initial=0)) * int(np.abs(right).max(initial=0))
         require(most < 1 << 53, "the low-rank factors are impossible")
-        return left, right, exponent, wide or most >= 1 << 24
+        return left, right, exponent, wide or most >= 1 << 24, rounded
 
 
 def require(condition: bool, message: str) -> None:
@@ -135,26 +135,35 @@ def from_rotated(rotated: np.ndarray, kind: FloatType) -> np.ndarray:
     return rotated >> one | rotated << top
 
 
+def numbers_of(bits: np.ndarray, kind: FloatType) -> np.ndarray:
+    """The values of floats, as float64; 0 for NaN and infinities."""
+    numbers = (bits.astype("<u4") << np.uint32(16)).view("<f4") if kind.numpy is None else bits.view(kind.numpy)
+    with np.errstate(invalid="ignore"):
+        return np.where(np.isfinite(numbers), numbers, 0).astype("<f8")
+
+
+def round_to(numbers: np.ndarray, kind: FloatType) -> np.ndarray:
+    """Floats next to numbers (float64): through float32 where the type is no wider."""
+    with np.errstate(all="ignore"):
+        if kind.width == 64:
+            return numbers.view("<u8")
+        single = numbers.astype("<f4").view("<u4")
+        if kind.width == 32:
+            return single
+        if kind.exponent == 8:
+            return (single + np.uint32(0x7FFF) + (single >> np.uint32(16) & np.uint32(1)) >> np.uint32(16)).astype("<u2")
+        small = (np.abs(single.view("<f4")) * np.float32(2**-112)).view("<u4")
+        nearest = small + np.uint32(0xFFF) + (small >> np.uint32(13) & np.uint32(1)) >> np.uint32(13)
+        return (np.minimum(nearest, kind.infinity) | single >> np.uint32(16) & np.uint32(0x8000)).astype("<u2")
+
+
 def move(bits: np.ndarray, change: np.ndarray, wide: bool, kind: FloatType) -> np.ndarray:
     """Each float plus its change, in float32 or, if `wide`, float64, rounded to the type; NaNs and infinities as they are."""
     magnitude = bits & bits.dtype.type((1 << (kind.width - 1)) - 1)
-    numbers = (bits.astype("<u4") << np.uint32(16)).view("<f4") if kind.numpy is None else bits.view(kind.numpy)
+    precision = "<f8" if wide else "<f4"
     with np.errstate(all="ignore"):
-        total = numbers.astype("<f8" if wide else "<f4") + change.astype("<f8" if wide else "<f4")
-        if kind.width == 64:
-            moved = total.view(bits.dtype)
-        elif kind.width == 32:
-            moved = total.astype("<f4").view(bits.dtype)
-        else:
-            single = total.astype("<f4").view("<u4")
-            if kind.exponent == 8:
-                rounded = single + np.uint32(0x7FFF) + (single >> np.uint32(16) & np.uint32(1)) >> np.uint32(16)
-            else:
-                small = (np.abs(single.view("<f4")) * np.float32(2**-112)).view("<u4")
-                rounded = small + np.uint32(0xFFF) + (small >> np.uint32(13) & np.uint32(1)) >> np.uint32(13)
-                rounded = np.minimum(rounded, kind.infinity) | single >> np.uint32(16) & np.uint32(0x8000)
-            moved = rounded.astype(bits.dtype)
-    return np.where(magnitude >= kind.infinity, bits, moved)
+        total = numbers_of(bits, kind).astype(precision) + change.astype(precision)
+    return np.where(magnitude >= kind.infinity, bits, round_to(total.astype("<f8"), kind))
 
 
 def expected_magnitude(scale: np.ndarray, kind: FloatType) -> np.ndarray:
@@ -255,9 +264,11 @@ def decode_body(
     moved = base
     if flags & 4:
         place = np.cumsum(coded_row[:base_rows]) - 1  # of each row among those that are coded
-        rows, columns, exponent, wide = side.factors(int(coded_row[:base_rows].sum()), row_length)
+        rows, columns, exponent, wide, rounded = side.factors(int(coded_row[:base_rows].sum()), row_length)
         row, column = np.divmod(np.arange(base_values), row_length)
         change = np.ldexp((rows @ columns)[place[row], column].astype("<f8"), -exponent)
+        if rounded:
+            change = numbers_of(round_to(change, kind), kind)
         moved = move(base, change, wide or kind.width == 64, kind)
 
     # The two parts, cut into blocks: with a base, then alone.

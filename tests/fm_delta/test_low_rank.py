@@ -14,10 +14,12 @@ from hf_ext.fm_delta import codec, low_rank, reference
 ROWS, COLUMNS = 96, 128
 
 
-def factors(rng: np.random.Generator, rows: int, columns: int, rank: int, most: int, exponent: int) -> low_rank.Factors:
+def factors(
+    rng: np.random.Generator, rows: int, columns: int, rank: int, most: int, exponent: int, rounded: bool = False
+) -> low_rank.Factors:
     left = rng.integers(-most, most, (rows, rank), np.int32, endpoint=True)
     right = rng.integers(-most, most, (rank, columns), np.int32, endpoint=True)
-    return low_rank.Factors(left, right, exponent)
+    return low_rank.Factors(left, right, exponent, rounded)
 
 
 def moved(base: np.ndarray, change: low_rank.Factors, code: int) -> np.ndarray:
@@ -25,6 +27,8 @@ def moved(base: np.ndarray, change: low_rank.Factors, code: int) -> np.ndarray:
     sums = (change.rows.astype(np.int64) @ change.columns.astype(np.int64)).ravel()
     most = change.rows.shape[1] * int(np.abs(change.rows).max()) * int(np.abs(change.columns).max())
     values = np.ldexp(sums.astype("<f8"), -change.exponent)
+    if change.rounded:
+        values = reference.numbers_of(reference.round_to(values, reference.TYPES[code]), reference.TYPES[code])
     return reference.move(base, values, most >= 1 << 24 or code == FP64, reference.TYPES[code])
 
 
@@ -42,11 +46,12 @@ def assert_moved(tensor: np.ndarray, base: np.ndarray, code: int, columns: int, 
 
 
 @every_type
+@pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("most, exponent", [(1, 9), (60, 20), (1 << 10, 27), (1 << 15, 38), (1 << 22, 55)])
-def test_a_predicted_tensor_takes_little_more_than_the_factors(code, most, exponent):
+def test_a_predicted_tensor_takes_little_more_than_the_factors(code, most, exponent, rounded):
     rng = np.random.default_rng(0)
     base = floats(rng.normal(0, 0.02, ROWS * COLUMNS), code)
-    change = factors(rng, ROWS, COLUMNS, 5, most, exponent)
+    change = factors(rng, ROWS, COLUMNS, 5, most, exponent, rounded)
     tensor = moved(base, change, code)
     assert (tensor != base).mean() > 0.5
     body = assert_moved(tensor, base, code, COLUMNS, change)
@@ -63,7 +68,7 @@ def test_any_base_is_moved_alike_by_both_decoders(code, data):
     columns, rank = data.draw(st.integers(1, 150)), data.draw(st.integers(1, 9))
     rows = data.draw(st.integers(1, 12))
     most = 2 ** data.draw(st.integers(0, 23))
-    change = factors(rng, rows, columns, rank, most, data.draw(st.integers(-100, 100)))
+    change = factors(rng, rows, columns, rank, most, data.draw(st.integers(-100, 100)), data.draw(st.booleans()))
     size = rows * columns
     base = np.where(rng.random(size) < 0.3, rng.choice(landmarks(code), size), random_bits(rng, size, code))
     tensor = moved(base, change, code)
@@ -180,6 +185,16 @@ def test_payloads_are_smaller_and_come_back(dtype, noise):
     assert len(good) < (0.93 if noise or dtype == torch.float64 else 0.6) * len(plain) and len(best) < 1.01 * len(good)
     for payload in (plain, good, best):
         assert bits(codec.decode(payload, base)) == bits(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_merge_that_rounds_the_change_first_is_predicted_as_it_was_made(dtype):
+    draw = torch.Generator().manual_seed(9)
+    base = (torch.randn(256, 256, generator=draw) * 0.05).to(dtype)
+    change = torch.randn(256, 3, generator=draw) @ torch.randn(3, 256, generator=draw) * 1e-3
+    merged = base + change.to(dtype)
+    payload = codec.encode(merged, base)
+    assert 8 * len(payload) < 0.6 * merged.numel() and bits(codec.decode(payload, base)) == bits(merged)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
