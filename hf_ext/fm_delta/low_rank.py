@@ -29,35 +29,42 @@ class Factors(NamedTuple):
 
 
 class Components(NamedTuple):
-    """The leading singular components of a change."""
+    """The leading singular components of a change, whose matrices stand factored until it is known how many are wanted."""
 
-    left: torch.Tensor  # rows × rank, orthonormal columns
     values: np.ndarray
-    right: torch.Tensor  # rank × columns, orthonormal rows
+    basis: torch.Tensor  # rows × width, orthonormal columns
+    reduced: torch.Tensor  # width × columns: the change in this basis
+    turn: torch.Tensor  # width × components, orthonormal columns: the components in this basis
     energy: float  # sum of the squares of the whole change
 
     @property
     def lengths(self) -> tuple[int, int]:
-        return self.left.shape[0], self.right.shape[1]
+        return self.basis.shape[0], self.reduced.shape[1]
+
+    def left(self, rank: int) -> torch.Tensor:
+        """rows × rank, orthonormal columns."""
+        return self.basis @ self.turn[:, :rank]
+
+    def right(self, rank: int) -> torch.Tensor:
+        """rank × columns, orthonormal rows."""
+        return (self.turn[:, :rank].T @ self.reduced) / torch.from_numpy(self.values[:rank, None]).float()
 
 
-def candidates(tensor: np.ndarray, base: np.ndarray, kind: torch.finfo, level: int) -> list[Factors]:
+def candidates(change: np.ndarray, energies: np.ndarray, grid: float, level: int) -> list[Factors]:
     """Low-rank changes of a base that may make its difference from a tensor cheaper, to be tried one by one.
 
     Args:
-        tensor, base: numbers, rows × columns.
-        kind: the float type that they are of.
+        change: float32, rows × columns, finite.
+        energies: of each row the sum of its squares.
+        grid: `grid_variance` of the tensor.
         level: see `encode_raw`.
     """
-    if min(tensor.shape) < LEAST:
+    touched = np.flatnonzero(energies)
+    if min(change.shape) < LEAST or len(touched) < LEAST or not np.isfinite(energies).all():
         return []
-    with np.errstate(invalid="ignore", over="ignore"):
-        change = np.nan_to_num((tensor - base).astype(np.float32, copy=False), copy=False, nan=0, posinf=0, neginf=0)
-    touched = np.flatnonzero(change.any(1))
-    if len(touched) < LEAST:
-        return []
-    grid = grid_variance(tensor[touched[:: 1 + len(touched) // LEAST]], kind)
-    components = decompose(torch.from_numpy(change if len(touched) == len(change) else change[touched]), MAX_RANK, level - 1)
+    components = decompose(
+        torch.from_numpy(change if len(touched) == len(change) else change[touched]), float(energies.sum()), MAX_RANK, level - 1
+    )
     rank = best_rank(components, grid)
     wholly = rest_variance(components, rank, 0) < 4 * grid
     found = []
@@ -85,21 +92,21 @@ def grid_variance(values: np.ndarray, kind: torch.finfo) -> float:
     return float(np.square(spacing).mean()) / 12 if finite.size else 0.0
 
 
-def decompose(change: torch.Tensor, rank: int, power_iterations: int = 1) -> Components:
-    """Randomised singular value decomposition (Halko, Martinsson, Tropp, arXiv 0909.4061), always with the same draw."""
+def decompose(change: torch.Tensor, energy: float, rank: int, power_iterations: int = 1) -> Components:
+    """Randomised singular value decomposition (Halko, Martinsson, Tropp, arXiv 0909.4061), always with the same draw. One power
+    iteration needs no orthogonal basis between its steps: what single precision then loses is smaller than the noise."""
     rows, columns = change.shape
     width = min(rank + OVERSAMPLING, rows, columns)
     basis = change @ torch.randn(columns, width, generator=torch.Generator().manual_seed(0))
-    for _ in range(power_iterations):
-        basis = change @ (change.T @ torch.linalg.qr(basis).Q)
+    for iteration in range(power_iterations):
+        basis = change @ (change.T @ (torch.linalg.qr(basis).Q if iteration else basis))
     basis = torch.linalg.qr(basis).Q
     reduced = basis.T @ change
-    squares, turn = torch.linalg.eigh((reduced.double() @ reduced.double().T))
+    wide = reduced.double()
+    squares, turn = torch.linalg.eigh(wide @ wide.T)
     values = squares.clamp(min=0).sqrt().flip(0)[:rank]
     values = values[values > 1e-6 * values[0]]
-    turn = turn.flip(1)[:, : len(values)].float()
-    right = (turn.T @ reduced) / values.float()[:, None]
-    return Components(basis @ turn, values.numpy(), right, float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2)
+    return Components(values.numpy(), basis, reduced, turn.flip(1)[:, : len(values)].float(), energy)
 
 
 def rest_variance(components: Components, rank: int, grid: float) -> float:
@@ -112,6 +119,8 @@ def best_rank(components: Components, grid: float) -> int:
     """The rank at which factors and rest together take the fewest bits if the rest is white noise; 0 if none pays."""
     rows, columns = components.lengths
     count, values = rows * columns, components.values
+    if not len(values):
+        return 0
     ranks = np.arange(1, len(values) + 1)
     rest = np.maximum(components.energy - np.square(values).cumsum(), 0) / count + grid
     share, square = _steps(values.cumsum(), ranks, rest, rows, columns)
@@ -138,8 +147,7 @@ def quantise(components: Components, rank: int, rest: float, finer: int = 0) -> 
         return None
     exponent = round(-math.log2(square)) + finer
     left, right = (
-        factors.double() * torch.from_numpy(np.sqrt(values))
-        for factors in (components.left[:, :rank], components.right[:rank].T)
+        factors.double() * torch.from_numpy(np.sqrt(values)) for factors in (components.left(rank), components.right(rank).T)
     )
     most = float(left.abs().max()) * float(right.abs().max()) * rank
     exponent = min(exponent, math.floor(math.log2(EXACT / most)) - 1)
