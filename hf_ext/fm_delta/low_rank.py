@@ -65,10 +65,10 @@ def candidates(change: np.ndarray, energies: np.ndarray, grid: float, level: int
     components = decompose(
         torch.from_numpy(change if len(touched) == len(change) else change[touched]), float(energies.sum()), MAX_RANK, level - 1
     )
-    rank = best_rank(components, grid)
-    wholly = rest_variance(components, rank, 0) < 4 * grid
+    best = best_rank(components, grid)
+    wholly = rest_variance(components, best, 0) < 4 * grid
     found = []
-    for rank, finer in search(rank, wholly, level):
+    for rank, finer in search(best, wholly, level):
         factors = quantise(components, rank, rest_variance(components, rank, grid), finer)
         if factors is not None:
             rows = np.zeros((len(change), factors.rows.shape[1]), np.int32)
