@@ -169,6 +169,28 @@ PyObject* cast(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
+PyObject* subtract(PyObject*, PyObject* args) {
+    PyObject *tensor_object, *base_object, *change_object, *energies_object;
+    Buffer tensor, base, change, energies;
+    fm_delta::Shape shape{};
+    Py_ssize_t row_length;
+    if (!PyArg_ParseTuple(args, "OOinOO:subtract", &tensor_object, &base_object, &shape.dtype, &row_length, &change_object, &energies_object)) return nullptr;
+    if (!tensor.open(tensor_object, 0) || !base.open(base_object, 0) || !change.open(change_object, PyBUF_WRITABLE) || !energies.open(energies_object, PyBUF_WRITABLE))
+        return nullptr;
+    const size_t width = size_t(fm_delta::width(shape.dtype));
+    shape.values = shape.base_values = width ? tensor.bytes() / width : 0;
+    shape.row_length = row_length < 1 ? 1 : size_t(row_length);
+    if (!run([&] {
+            require_sizes(shape, tensor, base);
+            const size_t rows = (shape.values + shape.row_length - 1) / shape.row_length;
+            if (change.bytes() != shape.values * sizeof(float) || energies.bytes() != rows * sizeof(double))
+                throw std::invalid_argument("the buffers of the change or its energies have the wrong size");
+            fm_delta::subtract(shape, tensor.view.buf, base.view.buf, static_cast<float*>(change.view.buf), static_cast<double*>(energies.view.buf));
+        }))
+        return nullptr;
+    Py_RETURN_NONE;
+}
+
 PyObject* default_tables(PyObject*, PyObject*) {
     return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(fm_delta::DEFAULT_TABLES.data()), sizeof fm_delta::DEFAULT_TABLES);
 }
@@ -294,6 +316,7 @@ PyMethodDef METHODS[] = {
     {"encode", encode, METH_VARARGS, "encode(tensor, base | None, dtype, row_length, base_values, threads=1, ((rows, columns, exponent, rounded), ...)) -> body"},
     {"decode", decode, METH_VARARGS, "decode(body, (tensor, base | None, dtype, row_length, base_values, threads=1)): fills the tensor"},
     {"cast", cast, METH_VARARGS, "cast(source, from_dtype, target, to_dtype): fills the target, rounding to nearest even"},
+    {"subtract", subtract, METH_VARARGS, "subtract(tensor, base, dtype, row_length, change, energies): fills float32 changes and float64 sums of their squares a row"},
     {"count_symbols", count_symbols, METH_VARARGS, "count_symbols(tensor, base | None, dtype, row_length, base_values) -> uint64 counts"},
     {"default_tables", default_tables, METH_NOARGS, "default_tables() -> uint16 frequencies, 33 tables of 64 symbols"},
     {"instruction_sets", instruction_sets, METH_NOARGS, "instruction_sets() -> names of those that this processor has, the best last"},

@@ -12,21 +12,28 @@ namespace fm_delta {
 
 class BitWriter {
    public:
-    // `count` is at most 32.
+    // `count` is at most 56.
     void put(uint64_t bits, int count) {
         pending_ |= (bits & ((uint64_t(1) << count) - 1)) << held_;
-        for (held_ += count; held_ >= 8; held_ -= 8, pending_ >>= 8) bytes_.push_back(uint8_t(pending_));
+        held_ += count;
+        const size_t whole = size_t(held_) / 8;
+        if (bytes_.size() < size_ + 8) bytes_.resize(2 * size_ + 64);
+        std::memcpy(bytes_.data() + size_, &pending_, 8);
+        size_ += whole;
+        pending_ = whole == 8 ? 0 : pending_ >> (8 * whole);
+        held_ %= 8;
     }
 
     std::vector<uint8_t> bytes() const {
-        std::vector<uint8_t> all = bytes_;
+        std::vector<uint8_t> all(bytes_.begin(), bytes_.begin() + ptrdiff_t(size_));
         if (held_) all.push_back(uint8_t(pending_));
         return all;
     }
 
    private:
-    std::vector<uint8_t> bytes_;
-    uint64_t pending_ = 0;
+    std::vector<uint8_t> bytes_;  // and room behind them
+    size_t size_ = 0;
+    uint64_t pending_ = 0;  // the bits of a byte that is not full
     int held_ = 0;
 };
 
@@ -89,10 +96,10 @@ inline size_t rice_bits(uint32_t code, int k, int width) { return code >> k < RI
 
 inline void put_rice(BitWriter& out, uint32_t code, int k, int width = 16) {
     const uint32_t quotient = std::min<uint32_t>(code >> k, RICE_LIMIT);
-    out.put((uint64_t(1) << quotient) - 1, int(quotient));
-    if (quotient == RICE_LIMIT) return out.put(code, width);
-    out.put(0, 1);
-    out.put(code, k);
+    const uint64_t ones = (uint64_t(1) << quotient) - 1;
+    if (quotient == RICE_LIMIT) return out.put(ones | uint64_t(code) << RICE_LIMIT, RICE_LIMIT + width);
+    const uint64_t remainder = code & ((uint64_t(1) << k) - 1);
+    out.put(ones | remainder << (quotient + 1), int(quotient) + 1 + k);
 }
 
 // `count` numbers, each given to put(i, number).
@@ -117,14 +124,19 @@ void get_rice(BitReader& in, int k, size_t count, int width, Put&& put) {
     }
 }
 
-// The k that codes these best.
+// The k that codes these best: where a geometric distribution of their mean has it, or beside.
 template <class Codes>
 int best_rice(const Codes& codes, int width = 16, size_t* bits = nullptr) {
+    const int most = width == 16 ? 7 : 23;
+    uint64_t sum = 0;
+    for (const uint32_t code : codes) sum += code;
+    int usual = 0;
+    while (usual < most && codes.size() << (usual + 1) <= sum) ++usual;
     int best = 0;
     size_t best_bits = SIZE_MAX;
-    for (int k = 0; k < (width == 16 ? 8 : 24); ++k) {
+    for (int k = std::max(usual - 2, 0); k <= std::min(usual + 1, most); ++k) {
         size_t total = 0;
-        for (uint32_t code : codes) total += rice_bits(code, k, width);
+        for (const uint32_t code : codes) total += rice_bits(code, k, width);
         if (total < best_bits) best = k, best_bits = total;
     }
     if (bits) *bits = best_bits;

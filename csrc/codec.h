@@ -37,6 +37,9 @@ void decode(const Shape& shape, const uint8_t* body, size_t bytes, const void* b
 // How often each symbol occurs in each table: TABLES × SYMBOLS counts. The default tables are made from this.
 std::vector<uint64_t> count_symbols(const Shape& shape, const void* tensor, const void* base);
 
+// tensor - base as float, 0 where that is not finite, and of each row the sum of its squares.
+void subtract(const Shape& shape, const void* tensor, const void* base, float* change, double* energies);
+
 // `values` floats of type `from` rounded to type `to`.
 void cast(int from, int to, const void* source, void* target, size_t values);
 

@@ -16,7 +16,7 @@ namespace {
 constexpr size_t WIDE = 16384;          // from here on a block has 64 lanes, below one
 constexpr size_t FIT_VALUES = 1 << 18;  // column scales are fitted on so many values
 constexpr size_t FIT_ROWS = 64;         // with fewer rows, column scales cost more than they save
-constexpr size_t COUNT_BLOCKS = 8;      // tables are chosen on so many blocks
+constexpr size_t COUNT_CHUNKS = 64;     // tables are chosen on so many chunks
 constexpr size_t ROWS_AT_ONCE = 64;     // row scales are measured in such groups
 
 template <class F>
@@ -68,7 +68,9 @@ class TensorEncoder {
 
     std::vector<uint64_t> count() const {
         std::vector<uint64_t> counts(TABLES * SYMBOLS);
-        for (size_t i = 0; i < plan_.blocks(); ++i) count_block(block_at(plan_, i), counts);
+        const std::unique_ptr<Work> work(new Work);
+        for (size_t i = 0; i < plan_.blocks(); ++i)
+            for (size_t done = 0; done < block_at(plan_, i).size; done += CHUNK) count_chunk(block_at(plan_, i), done, *work, counts);
         return counts;
     }
 
@@ -114,26 +116,35 @@ class TensorEncoder {
 
     void choose_scales() {
         const size_t length = plan_.shape.row_length, rows = plan_.rows.size();
-        std::vector<Real<F>> weights(std::min(length, plan_.shape.values), 1);
+        std::vector<Real<F>> weights(std::min(length, plan_.shape.values), 1), sample;
         // Rows with a base come first; the columns are theirs unless there are hardly any. A short last row has no say.
         const size_t with_base = plan_.parts[1].first_row;
         const size_t first = with_base >= FIT_ROWS ? 0 : with_base;
         const size_t usable = (with_base >= FIT_ROWS ? with_base : rows) - first - (rows && plan_.row_values(plan_.rows.back()) < length);
         if (usable >= FIT_ROWS && usable <= rows && length > 1) {
             const size_t sampled = std::min(usable, std::max<size_t>(1, FIT_VALUES / length));
-            std::vector<Real<F>> sample(sampled * length);
-            parallel_for(sampled, threads_, [&](size_t i) { squares(plan_.rows[first + i * usable / sampled] * length, length, &sample[i * length]); });
-            plan_.column_scales = fit_columns(sample, sampled, length);
+            sample.resize(sampled * length);
+            parallel_for((sampled + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, threads_, [&](size_t group) {
+                with_instructions([&](auto) {
+                    for (size_t i = group * ROWS_AT_ONCE; i < std::min(sampled, (group + 1) * ROWS_AT_ONCE); ++i)
+                        squares(plan_.rows[first + i * usable / sampled] * length, length, &sample[i * length]);
+                });
+            });
+            with_instructions([&](auto) { plan_.column_scales = fit_columns(sample, sampled, length); });
             for (size_t j = 0; j < length; ++j) weights[j] = Real<F>(std::exp2(-0.5 * plan_.column_scales[j]));
+            if (sampled < rows) sample.clear();
         }
         plan_.row_scales.resize(rows);
         parallel_for((rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, threads_, [&](size_t group) {
             std::vector<Real<F>> row(weights.size());
-            for (size_t i = group * ROWS_AT_ONCE; i < std::min(rows, (group + 1) * ROWS_AT_ONCE); ++i) {
-                const size_t count = plan_.row_values(plan_.rows[i]);
-                squares(plan_.rows[i] * length, count, row.data());
-                plan_.row_scales[i] = quarter_octaves(double(weighted_sum(row.data(), weights.data(), count)) / double(count));
-            }
+            with_instructions([&](auto) {
+                for (size_t i = group * ROWS_AT_ONCE; i < std::min(rows, (group + 1) * ROWS_AT_ONCE); ++i) {
+                    const size_t count = plan_.row_values(plan_.rows[i]);
+                    if (sample.empty()) squares(plan_.rows[i] * length, count, row.data());
+                    const Real<F>* known = sample.empty() ? row.data() : &sample[i * length];
+                    plan_.row_scales[i] = quarter_octaves(double(weighted_sum(known, weights.data(), count)) / double(count));
+                }
+            });
         });
     }
 
@@ -181,56 +192,62 @@ class TensorEncoder {
         for (size_t i = 0; i < size; ++i) work.ids[i] = symbol_id(work.values[i] >> work.chunk.contexts[i].shift());
     }
 
-    // Of every `stride`-th chunk. Returns how many raw bits go with the symbols.
-    size_t count_block(const Block& block, std::vector<uint64_t>& counts) const {
+    // Returns how many raw bits go with the symbols.
+    size_t count_chunk(const Block& block, size_t done, Work& work, std::vector<uint64_t>& counts) const {
         size_t raw = 0;
-        const std::unique_ptr<Work> work(new Work);
-        for (size_t done = 0; done < block.size; done += CHUNK) {
-            const size_t size = std::min(CHUNK, block.size - done);
-            prepare(block, done, size, *work);
-            for (size_t i = 0; i < size; ++i) {
-                const Context context = work->chunk.contexts[i];
-                raw += size_t(context.shift());
-                ++counts[size_t(context.table()) * SYMBOLS + work->ids[i]];
-            }
+        const size_t size = std::min(CHUNK, block.size - done);
+        prepare(block, done, size, work);
+        for (size_t i = 0; i < size; ++i) {
+            const Context context = work.chunk.contexts[i];
+            raw += size_t(context.shift());
+            ++counts[size_t(context.table()) * SYMBOLS + work.ids[i]];
         }
         return raw;
     }
 
     // A table of the tensor's own pays when it saves more than its description costs.
     void choose_tables() {
-        const size_t blocks = plan_.blocks(), sampled = std::min(blocks, COUNT_BLOCKS);
-        if (blocks == 0) return;
-        std::vector<std::vector<uint64_t>> partial(sampled, std::vector<uint64_t>(TABLES * SYMBOLS));
-        std::vector<size_t> raw(sampled), values(sampled);
-        // The last block is among them: where some rows have no base it is one of those.
-        parallel_for(sampled, threads_, [&](size_t i) {
-            const Block block = block_at(plan_, blocks - 1 - i * blocks / sampled);
-            values[i] = block.size;
-            with_instructions([&](auto) { raw[i] = count_block(block, partial[i]); });
+        std::vector<std::pair<Block, size_t>> chunks;
+        for (size_t i = 0; i < plan_.blocks(); ++i)
+            for (size_t done = 0; done < block_at(plan_, i).size; done += CHUNK) chunks.emplace_back(block_at(plan_, i), done);
+        if (chunks.empty()) return;
+        const size_t sampled = std::min(chunks.size(), COUNT_CHUNKS), groups = std::min(sampled, size_t(std::max(threads_, 1)));
+        std::vector<std::vector<uint64_t>> partial(groups, std::vector<uint64_t>(TABLES * SYMBOLS));
+        std::vector<size_t> raw(groups), values(groups);
+        // The last chunk is among them: where some rows have no base it is one of those.
+        parallel_for(groups, threads_, [&](size_t group) {
+            const std::unique_ptr<Work> work(new Work);
+            for (size_t i = group; i < sampled; i += groups) {
+                const auto& [block, done] = chunks[chunks.size() - 1 - i * chunks.size() / sampled];
+                values[group] += std::min(CHUNK, block.size - done);
+                with_instructions([&, block = block, done = done](auto) { raw[group] += count_chunk(block, done, *work, partial[group]); });
+            }
         });
+        const double all = double(plan_.parts[0].values + plan_.parts[1].values), share = double(std::accumulate(values.begin(), values.end(), size_t(0))) / all;
         double bits = double(std::accumulate(raw.begin(), raw.end(), size_t(0)));
         for (int id = 0; id < TABLES; ++id) {
             std::array<uint64_t, SYMBOLS> counts{};
             for (const auto& part : partial)
                 for (int symbol = 0; symbol < SYMBOLS; ++symbol) counts[symbol] += part[id * SYMBOLS + symbol];
+            if (std::all_of(counts.begin(), counts.end(), [](uint64_t count) { return count == 0; })) continue;
             const Frequencies own = normalise(counts);
             size_t description = 0;
             best_rice(differences(own, DEFAULT_TABLES[id]), 16, &description);
             const double usual = cost(counts, DEFAULT_TABLES[id]), saved = usual - cost(counts, own);
             bits += usual;
-            if (saved * double(blocks) / double(sampled) > double(description + 3)) {
+            if (saved > double(description + 3) * share) {
                 plan_.tables[id] = own;
                 plan_.own_tables |= uint64_t(1) << id;
                 bits -= saved;
             }
         }
-        coded_bits_ = bits * double(plan_.parts[0].values + plan_.parts[1].values) / double(std::accumulate(values.begin(), values.end(), size_t(0)));
+        coded_bits_ = bits / share;
     }
 
     static double cost(const std::array<uint64_t, SYMBOLS>& counts, const Frequencies& frequencies) {
         double bits = 0;
         for (int id = 0; id < SYMBOLS; ++id) {
+            if (!counts[id]) continue;
             const bool coded = frequencies[id] != 0;
             const double extra = coded ? 0 : 32 - extra_bits_of(id);
             bits += double(counts[id]) * (extra + PROBABILITY_BITS - std::log2(double(frequencies[coded ? id : ESCAPE])));
@@ -299,6 +316,7 @@ class TensorEncoder {
     std::vector<uint8_t> assemble(const std::vector<uint32_t>& entries, const std::vector<std::vector<uint8_t>>& blocks) const {
         const std::vector<uint8_t> side = this->side();
         std::vector<uint8_t> body;
+        body.reserve(14 + side.size() + 4 * entries.size() + std::accumulate(blocks.begin(), blocks.end(), size_t(0), [](size_t sum, const auto& block) { return sum + block.size(); }));
         const auto append = [&body](const void* data, size_t bytes) {
             const auto* begin = static_cast<const uint8_t*>(data);
             body.insert(body.end(), begin, begin + bytes);

@@ -32,6 +32,7 @@ class Encoder {
         if (done < count) encode_row(contexts + done, values + done, ids + done, int(count - done), tables);
 #ifdef FM_DELTA_X86
         if constexpr (LANES == 64 && SET == Instructions::AVX512) return Avx512::encode(states_, next_, contexts, values, ids, rows, tables);
+        if constexpr (LANES == 64 && SET == Instructions::AVX2) return Avx2::encode(states_, next_, contexts, values, ids, rows, tables);
 #endif
         for (size_t row = rows; row-- > 0;) encode_row(contexts + row * LANES, values + row * LANES, ids + row * LANES, LANES, tables);
     }
@@ -125,6 +126,7 @@ class Decoder {
     size_t decode_rows(const uint8_t* limit, const Context* contexts, int32_t* values, size_t rows, const DecodeTable* tables) {
 #ifdef FM_DELTA_X86
         if constexpr (LANES == 64 && SET == Instructions::AVX512) return Avx512::decode(states_, next_, limit, contexts, values, rows, tables);
+        if constexpr (LANES == 64 && SET == Instructions::AVX2) return Avx2::decode(states_, next_, limit, contexts, values, rows, tables);
 #endif
         size_t row = 0;
         for (; row < rows && next_ <= limit; ++row) decode_row(contexts + row * LANES, values + row * LANES, LANES, tables);

@@ -148,5 +148,145 @@ struct Avx512 {
     }
 };
 
+// For each of 256 sets of 8 lanes, as indices of a permutation: which word each lane of the set takes, and how the lanes of the
+// set follow each other at the end of a vector.
+struct Avx2Permutations {
+    uint8_t expand[256][8] = {}, compress[256][8] = {};
+    constexpr Avx2Permutations() {
+        for (int set = 0; set < 256; ++set) {
+            int word = 0, place = 8;
+            for (int lane = 0; lane < 8; ++lane)
+                if (set >> lane & 1) expand[set][lane] = uint8_t(word++);
+            for (int lane = 8; lane-- > 0;)
+                if (set >> lane & 1) compress[set][--place] = uint8_t(lane);
+        }
+    }
+};
+inline constexpr Avx2Permutations AVX2_PERMUTATIONS;
+
+// As Avx512; sixteen registers do not hold a row, so that what its phases share is in memory.
+struct Avx2 {
+    static constexpr int LANES = 64, GROUP = 8, GROUPS = 8;
+
+    [[FM_DELTA_AVX2, gnu::always_inline]] static inline __m256i load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+    [[FM_DELTA_AVX2, gnu::always_inline]] static inline void store(void* to, __m256i x) { _mm256_storeu_si256(static_cast<__m256i*>(to), x); }
+    [[FM_DELTA_AVX2, gnu::always_inline]] static inline __m256i load_words(const void* from) {
+        return _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+    }
+    [[FM_DELTA_AVX2, gnu::always_inline]] static inline __m256i permutation(const uint8_t (&indices)[8]) {
+        return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(indices)));
+    }
+    [[FM_DELTA_AVX2, gnu::always_inline]] static inline unsigned lanes_of(__m256i mask) { return unsigned(_mm256_movemask_ps(_mm256_castsi256_ps(mask))); }
+
+    [[FM_DELTA_AVX2, gnu::always_inline]] static inline __m256i refill(__m256i x, const uint8_t*& next) {
+        const __m256i low = _mm256_cmpeq_epi32(_mm256_srli_epi32(x, 16), _mm256_setzero_si256());
+        const unsigned lanes = lanes_of(low);
+        const __m256i words = _mm256_permutevar8x32_epi32(load_words(next), permutation(AVX2_PERMUTATIONS.expand[lanes]));
+        next += 2 * __builtin_popcount(lanes);
+        return _mm256_blendv_epi8(x, _mm256_or_si256(_mm256_slli_epi32(x, 16), words), low);
+    }
+
+    [[FM_DELTA_AVX2]] static size_t decode(uint32_t* states, const uint8_t*& next, const uint8_t* limit, const Context* contexts, int32_t* values, size_t rows,
+                                           const DecodeTable* tables) {
+        const auto* slots = reinterpret_cast<const int*>(tables->slots.data());
+        const uint8_t* word = next;
+        const __m256i in_table = _mm256_set1_epi32(PROBABILITY_SUM - 1), one = _mm256_set1_epi32(1);
+        size_t row = 0;
+        for (; row < rows && word <= limit; ++row, contexts += LANES, values += LANES) {
+            uint32_t slot_of[LANES];
+            uint64_t tails = 0;
+            for (int g = 0; g < GROUPS; ++g) {
+                const __m256i x = load(states + GROUP * g), context = load_words(contexts + GROUP * g);
+                const __m256i first = _mm256_slli_epi32(_mm256_and_si256(context, _mm256_set1_epi32(0xff00)), PROBABILITY_BITS - 8);
+                const __m256i slot = _mm256_i32gather_epi32(slots, _mm256_or_si256(first, _mm256_and_si256(x, in_table)), 4);
+                store(slot_of + GROUP * g, slot);
+                // x = frequency * (x >> 11) + offset
+                const __m256i frequency = _mm256_and_si256(slot, _mm256_set1_epi32(0xfff)), offset = _mm256_and_si256(_mm256_srli_epi32(slot, 12), in_table);
+                const __m256i product = _mm256_mullo_epi32(frequency, _mm256_srli_epi32(x, PROBABILITY_BITS));
+                store(states + GROUP * g, refill(_mm256_add_epi32(product, offset), word));
+                tails |= uint64_t(lanes_of(_mm256_cmpgt_epi32(_mm256_srli_epi32(slot, 26), _mm256_set1_epi32(TAIL - 1)))) << (GROUP * g);
+            }
+            for (int g = 0; g < GROUPS; ++g) {
+                // value = (id - 24) << shift | the low bits of x, which it then loses
+                const __m256i x = load(states + GROUP * g), shift = _mm256_and_si256(load_words(contexts + GROUP * g), _mm256_set1_epi32(0xff));
+                const __m256i s = _mm256_sub_epi32(_mm256_srli_epi32(load(slot_of + GROUP * g), 26), _mm256_set1_epi32(LINEAR));
+                const __m256i mask = _mm256_sub_epi32(_mm256_sllv_epi32(one, shift), one);
+                store(values + GROUP * g, _mm256_or_si256(_mm256_sllv_epi32(s, shift), _mm256_and_si256(mask, x)));
+                store(states + GROUP * g, refill(_mm256_srlv_epi32(x, shift), word));
+            }
+            for (; tails; tails &= tails - 1) {
+                const int lane = __builtin_ctzll(tails);
+                take_tail(states[lane], word, int(slot_of[lane] >> 26), contexts[lane].shift(), values[lane]);
+            }
+        }
+        next = word;
+        return row;
+    }
+
+    [[FM_DELTA_AVX2, gnu::always_inline]] static inline __m256i make_room(__m256i x, __m256i full, uint16_t*& next) {
+        const unsigned lanes = lanes_of(full);
+        const __m256i words = _mm256_and_si256(_mm256_permutevar8x32_epi32(x, permutation(AVX2_PERMUTATIONS.compress[lanes])), _mm256_set1_epi32(0xffff));
+        // What is written before the words is written over by those that follow.
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(next - GROUP), _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+        next -= __builtin_popcount(lanes);
+        return _mm256_blendv_epi8(x, _mm256_srli_epi32(x, 16), full);
+    }
+
+    [[FM_DELTA_AVX2]] static void encode(uint32_t* states, uint16_t*& next, const Context* contexts, const int32_t* values, const uint8_t* ids, size_t rows,
+                                         const EncodeTable* tables) {
+        const auto* slots = reinterpret_cast<const int*>(tables->slots.data());
+        uint16_t* word = next;
+        const __m256i zero = _mm256_setzero_si256(), one = _mm256_set1_epi32(1), low = _mm256_set1_epi32(0xffff);
+        for (size_t row = rows; row-- > 0;) {
+            const Context* context = contexts + row * LANES;
+            const int32_t* value = values + row * LANES;
+            const uint8_t* id = ids + row * LANES;
+            uint32_t slot_of[LANES];
+            uint64_t tails = 0;
+            for (int g = 0; g < GROUPS; ++g) {
+                const __m256i symbol = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(id + GROUP * g)));
+                const __m256i first = _mm256_srli_epi32(_mm256_and_si256(load_words(context + GROUP * g), _mm256_set1_epi32(0xff00)), 2);
+                __m256i slot = _mm256_i32gather_epi32(slots, _mm256_or_si256(first, symbol), 4);
+                // What has no room in its table is escaped.
+                const __m256i escaped = _mm256_cmpeq_epi32(_mm256_and_si256(slot, low), zero);
+                slot = _mm256_mask_i32gather_epi32(slot, slots, _mm256_or_si256(first, _mm256_set1_epi32(ESCAPE)), escaped, 4);
+                store(slot_of + GROUP * g, slot);
+                tails |= uint64_t(lanes_of(_mm256_or_si256(escaped, _mm256_cmpgt_epi32(symbol, _mm256_set1_epi32(TAIL - 1))))) << (GROUP * g);
+            }
+            for (; tails; tails ^= uint64_t(1) << (63 - __builtin_clzll(tails))) {
+                const int lane = 63 - __builtin_clzll(tails);
+                put_tail(states[lane], word, tables[context[lane].table()], id[lane], value[lane] >> context[lane].shift());
+            }
+            for (int g = GROUPS; g-- > 0;) {
+                // x = x << shift | the low bits of the value, once x is below 2^(32 - shift)
+                const __m256i x = load(states + GROUP * g), shift = _mm256_and_si256(load_words(context + GROUP * g), _mm256_set1_epi32(0xff));
+                const __m256i over = _mm256_srlv_epi32(x, _mm256_sub_epi32(_mm256_set1_epi32(32), shift));
+                const __m256i room = make_room(x, _mm256_xor_si256(_mm256_cmpeq_epi32(over, zero), _mm256_set1_epi32(-1)), word);
+                const __m256i mask = _mm256_sub_epi32(_mm256_sllv_epi32(one, shift), one);
+                store(states + GROUP * g, _mm256_or_si256(_mm256_sllv_epi32(room, shift), _mm256_and_si256(mask, load(value + GROUP * g))));
+            }
+            for (int g = GROUPS; g-- > 0;) {
+                // x = (x / frequency << 11) + x % frequency + start, once x is below frequency << 21
+                const __m256i slot = load(slot_of + GROUP * g), frequency = _mm256_and_si256(slot, low), start = _mm256_srli_epi32(slot, 16);
+                const __m256i before = load(states + GROUP * g);
+                const __m256i full = _mm256_cmpgt_epi32(_mm256_add_epi32(_mm256_srli_epi32(before, 32 - PROBABILITY_BITS), one), frequency);
+                const __m256i x = make_room(before, full, word);
+                // The quotient is below 2^21: in floats, of half a state as these have signs, it is at most one beside.
+                const __m256 halves = _mm256_cvtepi32_ps(_mm256_srli_epi32(x, 1)), whole = _mm256_add_ps(halves, halves);
+                __m256i quotient = _mm256_cvttps_epi32(_mm256_div_ps(whole, _mm256_cvtepi32_ps(frequency)));
+                __m256i rest = _mm256_sub_epi32(x, _mm256_mullo_epi32(quotient, frequency));
+                const __m256i above = _mm256_srai_epi32(rest, 31);
+                quotient = _mm256_add_epi32(quotient, above);
+                rest = _mm256_add_epi32(rest, _mm256_and_si256(above, frequency));
+                const __m256i below = _mm256_cmpgt_epi32(_mm256_add_epi32(rest, one), frequency);
+                quotient = _mm256_sub_epi32(quotient, below);
+                rest = _mm256_sub_epi32(rest, _mm256_and_si256(below, frequency));
+                store(states + GROUP * g, _mm256_add_epi32(_mm256_slli_epi32(quotient, PROBABILITY_BITS), _mm256_add_epi32(rest, start)));
+            }
+        }
+        next = word;
+    }
+};
+
 }  // namespace fm_delta
 #endif

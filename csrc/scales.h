@@ -16,15 +16,18 @@ inline int16_t quarter_octaves(double variance) {
     return int16_t(std::clamp(std::lround(2 * std::log2(std::clamp(variance, 1e-300, 1e300))), -long(SCALE_LIMIT), long(SCALE_LIMIT)));
 }
 
-// In eight partial sums, which a compiler may keep in vectors.
+// In partial sums, which a compiler may keep in vectors, always added in the same order.
 template <class Real>
 Real weighted_sum(const Real* values, const Real* weights, size_t count) {
-    Real sums[8] = {};
+    constexpr size_t PARTS = 32;
+    Real sums[PARTS] = {};
     size_t i = 0;
-    for (; i + 8 <= count; i += 8)
-        for (size_t j = 0; j < 8; ++j) sums[j] += values[i + j] * weights[i + j];
-    for (; i < count; ++i) sums[0] += values[i] * weights[i];
-    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+    for (; i + PARTS <= count; i += PARTS)
+        for (size_t j = 0; j < PARTS; ++j) sums[j] += values[i + j] * weights[i + j];
+    for (size_t j = 0; i + j < count; ++j) sums[j] += values[i + j] * weights[i + j];
+    for (size_t half = PARTS / 2; half; half /= 2)
+        for (size_t j = 0; j < half; ++j) sums[j] += sums[j + half];
+    return sums[0];
 }
 
 // Maximum likelihood of columns[j] under variance(i, j) = R[i] C[j], by alternating; `squares` is rows × columns.

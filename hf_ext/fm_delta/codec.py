@@ -26,6 +26,7 @@ LEVELS = (1, 2, 3)
 DEFAULT_LEVEL = 2
 STORED, CODED = 0, 1
 SHORT_ROW, FLAT_ROW = 64, 1024  # rows shorter than the first share a scale, up to the second together
+GRID_SAMPLE = 4096  # values of a tensor that tell how finely its type resolves them
 MAX_EXPANSION = 64  # values without a base that a byte of a body may stand for; at most 4/3 do, as their low bits are verbatim
 
 _FIXED = struct.Struct("<4sBBBBHHQQQ")  # magic, mode, ndim, lengths of 2 dtypes, of 2 names, base values, 2 checksums
@@ -279,8 +280,16 @@ def _changes(tensor: RawTensor, prediction: np.ndarray | None, values: int, leve
     length = row_length(tensor.shape)
     if level == LEVELS[0] or prediction is None or len(tensor.shape) < 2 or length != math.prod(tensor.shape[1:]):
         return ()
-    pair = (as_numbers(data[: prediction.size], tensor.dtype).reshape(-1, length) for data in (tensor.data, prediction))
-    return tuple(low_rank.candidates(*pair, torch.finfo(TORCH_DTYPES[tensor.dtype]), level))
+    data = aligned(tensor.data[: prediction.size], tensor.dtype)
+    change = np.empty((values // length, length), np.float32)
+    energies = np.empty(len(change))
+    _native.subtract(data, prediction, FLOATS[tensor.dtype], length, change, energies)
+    def spacing(data: np.ndarray) -> np.ndarray:
+        return low_rank.spacing(as_numbers(data, tensor.dtype), torch.finfo(TORCH_DTYPES[tensor.dtype]))
+
+    sample = data.reshape(values, -1)[:: 1 + values // GRID_SAMPLE].reshape(-1)
+    grid = float(np.square(spacing(sample)).mean()) / 12
+    return tuple(low_rank.candidates(change, energies, grid, lambda: spacing(data).reshape(change.shape), level))
 
 
 def _prediction(base: RawTensor | None, dtype: str, values: int) -> np.ndarray | None:

@@ -7,6 +7,7 @@ costs its factors and saves bits of every value.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -27,108 +28,127 @@ class Factors(NamedTuple):
     rows: np.ndarray  # int32, rows × rank
     columns: np.ndarray  # int32, rank × columns
     exponent: int
-    rounded: bool = False  # the change is, to the tensor's type, before it is added to the base
 
 
 class Components(NamedTuple):
-    """The leading singular components of a change."""
+    """The leading singular components of a change, whose matrices stand factored until it is known how many are wanted."""
 
-    left: torch.Tensor  # rows × rank, orthonormal columns
     values: np.ndarray
-    right: torch.Tensor  # rank × columns, orthonormal rows
+    basis: torch.Tensor  # rows × width, orthonormal columns
+    reduced: torch.Tensor  # width × columns: the change in this basis
+    turn: torch.Tensor  # width × components, orthonormal columns: the components in this basis
     energy: float  # sum of the squares of the whole change
 
     @property
     def lengths(self) -> tuple[int, int]:
-        return self.left.shape[0], self.right.shape[1]
+        return self.basis.shape[0], self.reduced.shape[1]
+
+    def left(self, rank: int) -> torch.Tensor:
+        """rows × rank, orthonormal columns."""
+        return self.basis @ self.turn[:, :rank]
+
+    def right(self, rank: int) -> torch.Tensor:
+        """rank × columns, orthonormal rows."""
+        return (self.turn[:, :rank].T @ self.reduced) / torch.from_numpy(self.values[:rank, None]).float()
 
     def energy_left(self, rank: int) -> float:
         return max(self.energy - float(np.square(self.values[:rank]).sum()), 0.0)
 
 
-def candidates(tensor: np.ndarray, base: np.ndarray, kind: torch.finfo, level: int) -> list[Factors]:
+def candidates(
+    change: np.ndarray, energies: np.ndarray, grid: float, spacing: Callable[[], np.ndarray], level: int
+) -> list[Factors]:
     """Low-rank changes of a base that may make its difference from a tensor cheaper, to be tried one by one.
 
     Args:
-        tensor, base: numbers, rows × columns.
-        kind: the float type that they are of.
+        change: float32, rows × columns, finite.
+        energies: of each row the sum of its squares.
+        grid: mean variance of the rounding of the tensor's values to their type.
+        spacing: gives the distance of each value of the tensor to the next of its type.
         level: see `encode_raw`.
     """
-    if min(tensor.shape) < LEAST:
+    touched = np.flatnonzero(energies)
+    if min(change.shape) < LEAST or len(touched) < LEAST or not np.isfinite(energies).all():
         return []
-    change = difference(tensor, base, np.float32)
-    touched = np.flatnonzero(change.any(1))
-    if len(touched) < LEAST:
-        return []
-    part = slice(None) if len(touched) == len(change) else touched
-    grid = grid_variance(tensor[touched[:: 1 + len(touched) // LEAST]], kind)
-    components = decompose(change[part], MAX_RANK, level - 1)
+    rows = slice(None) if len(touched) == len(change) else touched
+    part = torch.from_numpy(change[rows])
+    components = decompose(part, float(energies.sum()), MAX_RANK, level - 1)
     rank = best_rank(components, grid)
-    if rank and components.energy_left(rank) < NEARLY_ALL * components.energy:
-        components = decompose(difference(tensor[part], base[part], np.float64), MAX_RANK, level - 1)
-        rank = best_rank(components, grid)
-    wholly = rest_variance(components, rank, 0) < 4 * grid
+    wholly = components.energy_left(rank) < max(4 * grid * part.numel(), NEARLY_ALL * components.energy)
     found = []
     for some, finer in search(rank, wholly, level):
-        factors = quantise(components, some, rest_variance(components, some, grid), finer)
+        root = torch.from_numpy(np.sqrt(components.values[:some]))
+        left, right = components.left(some) * root, components.right(some) * root[:, None]
+        rest = components.energy_left(some) / part.numel() + grid
+        if wholly:
+            left, right = fit(part.double(), torch.from_numpy(spacing()[rows]), left, right)
+            rest = grid
+        factors = quantise(left, right, rest, finer)
         if factors is not None:
-            rows = np.zeros((len(change), factors.rows.shape[1]), np.int32)
-            rows[touched] = factors.rows
-            found.append(factors._replace(rows=rows))
-            if wholly:  # a merge rounds the change of an adapter, then the sum
-                found.append(found[-1]._replace(rounded=True))
+            whole = np.zeros((len(change), factors.rows.shape[1]), np.int32)
+            whole[rows] = factors.rows
+            found.append(factors._replace(rows=whole))
     return found
 
 
-def difference(tensor: np.ndarray, base: np.ndarray, precision: type) -> np.ndarray:
-    """What was changed; 0 where that is not finite."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        change = tensor.astype(precision, copy=False) - base.astype(precision, copy=False)
-    return np.nan_to_num(change, copy=False, nan=0, posinf=0, neginf=0)
+def fit(change: torch.Tensor, spacing: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product of the same rank that is nearest to a change (in double precision) of which each value is known as exactly as
+    its rounding allows: weighted least squares, of the rows and of the columns in turn."""
+    weights = spacing.double().clamp(min=float(spacing.max()) / 2**12).reciprocal().square()
+    weights /= weights.max()
+    left, right = left.double(), right.double()
+    for _ in range(2):
+        left = solve(weights, change, right)
+        right = solve(weights.T, change.T, left.T).T
+    return left, right
+
+
+def solve(weights: torch.Tensor, targets: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """For each row of targets (rows × columns) what times the factors (rank × columns) comes nearest."""
+    rank, columns = factors.shape
+    products = (factors[:, None] * factors[None]).reshape(rank * rank, columns)
+    normal = (weights @ products.T).reshape(-1, rank, rank)
+    normal += 1e-12 * normal.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(rank, dtype=normal.dtype)
+    return torch.linalg.solve(normal, (weights * targets) @ factors.T)
 
 
 def search(rank: int, wholly: bool, level: int) -> list[tuple[int, int]]:
     """Ranks, and how much finer the factors' steps are than suits a rest of white noise. A change that is wholly of low rank
     leaves hardly any: there each value is either predicted exactly or a step beside, more rarely with finer factors."""
-    ranks = [rank] if level == 2 else sorted({rank * 3 // 4, rank, rank * 5 // 4})
-    steps = ([4] if wholly else [0]) if level == 2 else ([0, 2, 4, 6, 8] if wholly else [-1, 0, 1])
+    ranks = [rank] if level == 2 or wholly else sorted({rank * 3 // 4, rank, rank * 5 // 4})
+    steps = ([4, 8] if wholly else [0]) if level == 2 else (range(0, 14, 2) if wholly else [-1, 0, 1])
     return [(each, finer) for each in ranks for finer in steps if each]
 
 
-def grid_variance(values: np.ndarray, kind: torch.finfo) -> float:
-    """Mean variance of the rounding of values to their type."""
-    finite = np.abs(values[np.isfinite(values)].astype(np.float64))
-    spacing = np.exp2(np.floor(np.log2(np.maximum(finite, kind.tiny)))) * kind.eps
-    return float(np.square(spacing).mean()) / 12 if finite.size else 0.0
+def spacing(values: np.ndarray, kind: torch.finfo) -> np.ndarray:
+    """The distance of each value to the next of its type; the greatest there is of what is not finite."""
+    magnitude = np.nan_to_num(np.abs(values.astype(np.float64)), nan=kind.max, posinf=kind.max)
+    return np.exp2(np.floor(np.log2(np.maximum(magnitude, kind.tiny)))) * kind.eps
 
 
-def decompose(matrix: np.ndarray, rank: int, power_iterations: int = 1) -> Components:
-    """Randomised singular value decomposition (Halko, Martinsson, Tropp, arXiv 0909.4061), always with the same draw."""
-    change = torch.from_numpy(matrix)
+def decompose(change: torch.Tensor, energy: float, rank: int, power_iterations: int = 1) -> Components:
+    """Randomised singular value decomposition (Halko, Martinsson, Tropp, arXiv 0909.4061), always with the same draw. One power
+    iteration needs no orthogonal basis between its steps: what single precision then loses is smaller than the noise."""
     rows, columns = change.shape
     width = min(rank + OVERSAMPLING, rows, columns)
-    basis = change @ torch.randn(columns, width, generator=torch.Generator().manual_seed(0)).to(change.dtype)
-    for _ in range(power_iterations):
-        basis = change @ (change.T @ torch.linalg.qr(basis).Q)
+    basis = change @ torch.randn(columns, width, generator=torch.Generator().manual_seed(0))
+    for iteration in range(power_iterations):
+        basis = change @ (change.T @ (torch.linalg.qr(basis).Q if iteration else basis))
     basis = torch.linalg.qr(basis).Q
     reduced = basis.T @ change
-    squares, turn = torch.linalg.eigh(reduced.double() @ reduced.double().T)
+    wide = reduced.double()
+    squares, turn = torch.linalg.eigh(wide @ wide.T)
     values = squares.clamp(min=0).sqrt().flip(0)[:rank]
     values = values[values > 1e-6 * values[0]]
-    turn = turn.flip(1)[:, : len(values)].to(change.dtype)
-    right = (turn.T @ reduced) / values.to(change.dtype)[:, None]
-    return Components(basis @ turn, values.numpy(), right, float(torch.linalg.vector_norm(change, dtype=torch.float64)) ** 2)
-
-
-def rest_variance(components: Components, rank: int, grid: float) -> float:
-    """Of a value once `rank` components are taken out, the rounding of its type included."""
-    return components.energy_left(rank) / math.prod(components.lengths) + grid
+    return Components(values.numpy(), basis, reduced, turn.flip(1)[:, : len(values)].float(), energy)
 
 
 def best_rank(components: Components, grid: float) -> int:
     """The rank at which factors and rest together take the fewest bits if the rest is white noise; 0 if none pays."""
     rows, columns = components.lengths
     count, values = rows * columns, components.values
+    if not len(values):
+        return 0
     ranks = np.arange(1, len(values) + 1)
     rest = np.maximum(components.energy - np.square(values).cumsum(), 0) / count + grid
     share, square = _steps(values.cumsum(), ranks, rest, rows, columns)
@@ -141,29 +161,25 @@ def best_rank(components: Components, grid: float) -> int:
     return best + 1 if bits[best] < count / 2 * math.log2(components.energy / count + grid) else 0
 
 
-def quantise(components: Components, rank: int, rest: float, finer: int = 0) -> Factors | None:
-    """The first `rank` components as integers, in steps as fine as pays and is exact; None where there is no such step.
+def quantise(left: torch.Tensor, right: torch.Tensor, rest: float, finer: int = 0) -> Factors | None:
+    """A product (rows × rank times rank × columns) as integers, in steps as fine as pays and is exact; None where there is no
+    such step.
 
     Args:
-        rest: `rest_variance` of them.
+        rest: variance of what the product leaves of a value, the rounding of its type included.
         finer: how many times the square of the step is halved.
     """
-    rows, columns = components.lengths
-    values = components.values[:rank]
-    _, square = _steps(values.sum(), rank, rest, rows, columns)
-    if not 0 < square < math.inf:
+    left, right = left.double(), right.double()
+    (rows, rank), columns = left.shape, right.shape[1]
+    most = rank * float(left.abs().max()) * float(right.abs().max())
+    _, square = _steps(float(left.square().sum()), rank, rest, rows, columns)
+    if not (0 < square < math.inf and 0 < most < math.inf):
         return None
-    exponent = round(-math.log2(square)) + finer
-    left, right = (
-        factors.double() * torch.from_numpy(np.sqrt(values))
-        for factors in (components.left[:, :rank], components.right[:rank].T)
-    )
-    most = float(left.abs().max()) * float(right.abs().max()) * rank
-    exponent = min(exponent, math.floor(math.log2(EXACT / most)) - 1)
+    exponent = min(round(-math.log2(square)) + finer, math.floor(math.log2(EXACT / most)) - 1)
     if abs(exponent) > MAX_EXPONENT:
         return None
-    left, right = ((factors * 2 ** (exponent / 2)).round().int() for factors in (left, right))
-    return Factors(left.contiguous().numpy(), right.T.contiguous().numpy(), exponent)
+    left, right = ((factors * 2 ** (exponent / 2)).round().int().contiguous().numpy() for factors in (left, right))
+    return Factors(left, right, exponent)
 
 
 def _steps(values: np.ndarray, rank: np.ndarray, rest: np.ndarray, rows: int, columns: int):
