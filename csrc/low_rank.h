@@ -124,6 +124,7 @@ class LowRank {
             const size_t count = std::min(WIDTH, last - column);
             for (size_t i = 0; i < COUNT; ++i) {
                 const size_t at = places[i] * length + column;
+                prefetch(base + at, COUNT * length, count);
                 for (size_t j = 0; j < count; ++j) out[at + j] = moved<F>(base[at + j], sums[i][j]);
             }
         }
