@@ -23,7 +23,6 @@ ZIPNN_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4
 ZIPNN_NAMES["int8"] = "float8_e4m3fn"  # it knows no integers of a byte; these it codes as they are, too
 
 
-
 class OfThread(threading.local):
     """Coders that serve one thread at a time, so each thread has its own."""
 
@@ -102,6 +101,7 @@ def zip_nn() -> Peer:
 
     Its compress reorders its input in place, so the copy made by ``tobytes`` is needed.
     """
+
     def decompress(blob, base, dtype, shape):
         return np.frombuffer(of_thread.zipnn[dtype].decompress(blob), WORDS[dtype]).reshape(shape)
 

@@ -80,12 +80,10 @@ bool parse(PyObject* args, const char* format, Buffer& tensor, int tensor_flags,
     return true;
 }
 
-// One candidate: a tuple of rows (int32, base rows × rank), columns (int32, rank × row length), the exponent and whether the change
-// is rounded.
+// One candidate: a tuple of rows (int32, base rows × rank), columns (int32, rank × row length) and the exponent.
 bool parse(PyObject* object, const fm_delta::Shape& shape, Buffer& rows, Buffer& columns, fm_delta::Factors& factors) {
     PyObject *rows_object, *columns_object;
-    int rounded;
-    if (!PyTuple_Check(object) || !PyArg_ParseTuple(object, "OOip", &rows_object, &columns_object, &factors.exponent, &rounded)) {
+    if (!PyTuple_Check(object) || !PyArg_ParseTuple(object, "OOi", &rows_object, &columns_object, &factors.exponent)) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a candidate must be a tuple");
         return false;
     }
@@ -97,7 +95,6 @@ bool parse(PyObject* object, const fm_delta::Shape& shape, Buffer& rows, Buffer&
         return false;
     }
     factors.rank = int(rank);
-    factors.rounded = rounded != 0;
     factors.rows = static_cast<const int32_t*>(rows.view.buf);
     factors.columns = static_cast<const int32_t*>(columns.view.buf);
     return true;
@@ -313,7 +310,7 @@ PyObject* use(PyObject*, PyObject* name) {
 }
 
 PyMethodDef METHODS[] = {
-    {"encode", encode, METH_VARARGS, "encode(tensor, base | None, dtype, row_length, base_values, threads=1, ((rows, columns, exponent, rounded), ...)) -> body"},
+    {"encode", encode, METH_VARARGS, "encode(tensor, base | None, dtype, row_length, base_values, threads=1, ((rows, columns, exponent), ...)) -> body"},
     {"decode", decode, METH_VARARGS, "decode(body, (tensor, base | None, dtype, row_length, base_values, threads=1)): fills the tensor"},
     {"cast", cast, METH_VARARGS, "cast(source, from_dtype, target, to_dtype): fills the target, rounding to nearest even"},
     {"subtract", subtract, METH_VARARGS, "subtract(tensor, base, dtype, row_length, change, energies): fills float32 changes and float64 sums of their squares a row"},

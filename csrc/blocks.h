@@ -79,6 +79,17 @@ void for_pieces(const Plan& plan, const Part& part, size_t begin, size_t size, F
     }
 }
 
+// Fetches what lies `ahead` values behind these: processors do so by themselves only inside a page.
+template <class U>
+void prefetch(const U* values, size_t ahead, size_t count) {
+#ifdef __GNUC__
+    const auto* lines = reinterpret_cast<const char*>(uintptr_t(values) + sizeof(U) * ahead);
+    for (size_t at = 0; at < sizeof(U) * count; at += 64) __builtin_prefetch(lines + at, 0, 2);
+#else
+    (void)values, (void)ahead, (void)count;
+#endif
+}
+
 // What the decoder knows of a chunk before it reads a bit: for each value a prediction (ordered, or rotated where there is
 // no base) and a context.
 template <class F>
@@ -100,6 +111,7 @@ struct Chunk {
                 return;
             }
             const int from = scale - 4 * F::ULP_BIAS - 32 * plan.plane;
+            prefetch(base + offset, CHUNK, count);
             int16_t sizes[CHUNK];
             for (size_t i = 0; i < count; ++i) {
                 const typename F::U bits = base[offset + i];

@@ -23,7 +23,6 @@ void check(const Shape& shape);
 struct Factors {
     int rank = 0;
     int exponent = 0;
-    bool rounded = false;  // the change is, to the tensor's type, before it is added
     const int32_t* rows = nullptr;     // base rows × rank
     const int32_t* columns = nullptr;  // rank × row length
 };

@@ -180,16 +180,20 @@ class TensorDecoder {
     void restore(const Block& block, size_t done, size_t size, const Chunk<F>& chunk, const int32_t* values, const uint8_t* low) {
         if constexpr (PLANE < int(sizeof(U))) {
             for_pieces(plan_, *block.part, block.begin + done, size, [&](size_t offset, size_t at, size_t count, size_t, size_t) {
-                const U* prediction = chunk.prediction + at;
-                const auto value = [&](size_t i) {
-                    U rest = 0;
-                    std::memcpy(&rest, low + (at + i) * PLANE, PLANE);
-                    return U(prediction[i] + U(U(values[at + i]) << (8 * PLANE) | rest));
+                // What these point at does not overlap: without a word about it the loops would not become vector code.
+                U* __restrict out = tensor_ + offset;
+                const U* __restrict prediction = chunk.prediction + at;
+                const int32_t* __restrict high = values + at;
+                const uint8_t* __restrict bytes = low + at * PLANE;
+                const auto value = [=](size_t i) {
+                    std::conditional_t<PLANE == 1, uint8_t, std::conditional_t<PLANE == 2, uint16_t, U>> rest = 0;
+                    std::memcpy(&rest, bytes + i * PLANE, PLANE);
+                    return U(prediction[i] + (U(U(high[i]) << (8 * PLANE)) | rest));
                 };
                 if (block.part->alone)
-                    for (size_t i = 0; i < count; ++i) tensor_[offset + i] = from_rotated<F>(value(i));
+                    for (size_t i = 0; i < count; ++i) out[i] = from_rotated<F>(value(i));
                 else
-                    for (size_t i = 0; i < count; ++i) tensor_[offset + i] = from_ordered<F>(value(i));
+                    for (size_t i = 0; i < count; ++i) out[i] = from_ordered<F>(value(i));
             });
         }
     }

@@ -99,7 +99,6 @@ class TensorEncoder {
         const size_t rank = size_t(factors.rank), length = plan_.shape.row_length;
         change_.rank = factors.rank;
         change_.exponent = factors.exponent;
-        change_.rounded = factors.rounded;
         for (size_t row = 0; row < plan_.parts[1].first_row; ++row) {
             const int32_t* begin = factors.rows + plan_.rows[row] * rank;
             change_.rows.insert(change_.rows.end(), begin, begin + rank);
@@ -182,12 +181,14 @@ class TensorEncoder {
     void prepare(const Block& block, size_t done, size_t size, Work& work) const {
         work.chunk.fill(plan_, *block.part, block.begin + done, size, base_);
         for_pieces(plan_, *block.part, block.begin + done, size, [&](size_t offset, size_t at, size_t count, size_t, size_t) {
-            const U* prediction = work.chunk.prediction + at;
-            int32_t* value = work.values + at;
+            const U* __restrict x = tensor_ + offset;
+            const U* __restrict prediction = work.chunk.prediction + at;
+            int32_t* __restrict value = work.values + at;
+            const int plane = plan_.plane;
             if (block.part->alone)
-                for (size_t i = 0; i < count; ++i) value[i] = high_part<F>(to_rotated<F>(tensor_[offset + i]), prediction[i], plan_.plane);
+                for (size_t i = 0; i < count; ++i) value[i] = high_part<F>(to_rotated<F>(x[i]), prediction[i], plane);
             else
-                for (size_t i = 0; i < count; ++i) value[i] = high_part<F>(to_ordered<F>(tensor_[offset + i]), prediction[i], plan_.plane);
+                for (size_t i = 0; i < count; ++i) value[i] = high_part<F>(to_ordered<F>(x[i]), prediction[i], plane);
         });
         for (size_t i = 0; i < size; ++i) work.ids[i] = symbol_id(work.values[i] >> work.chunk.contexts[i].shift());
     }
@@ -287,10 +288,14 @@ class TensorEncoder {
     void put_low_bytes(const Block& block, size_t done, size_t size, const Chunk<F>& chunk, uint8_t* low) const {
         if constexpr (PLANE < int(sizeof(U))) {
             for_pieces(plan_, *block.part, block.begin + done, size, [&](size_t offset, size_t at, size_t count, size_t, size_t) {
+                const U* __restrict x = tensor_ + offset;
+                const U* __restrict prediction = chunk.prediction + at;
+                uint8_t* __restrict bytes = low + at * PLANE;
+                const bool alone = block.part->alone;
                 for (size_t i = 0; i < count; ++i) {
-                    const U bits = tensor_[offset + i];
-                    const U rest = U((block.part->alone ? to_rotated<F>(bits) : to_ordered<F>(bits)) - chunk.prediction[at + i]);
-                    std::memcpy(low + (at + i) * PLANE, &rest, PLANE);
+                    const U rest = U((alone ? to_rotated<F>(x[i]) : to_ordered<F>(x[i])) - prediction[i]);
+                    if constexpr (PLANE == 1) bytes[i] = uint8_t(rest);
+                    else std::memcpy(bytes + i * PLANE, &rest, PLANE);
                 }
             });
         }

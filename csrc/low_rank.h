@@ -22,11 +22,7 @@ class LowRank {
    public:
     int rank = 0;
     int exponent = 0;
-    bool rounded = false;  // to the type of the tensor, before it is added, as a merge of an adapter does
     std::vector<int32_t> rows, columns;  // coded rows with a base × rank, and rank × row length
-
-    // Whether sums of the factors' products need double precision.
-    bool wide() const { return wide_; }
 
     // To be called when all is filled in. Throws std::runtime_error if sums might not be exact.
     void prepare(bool doubles) {
@@ -113,7 +109,7 @@ class LowRank {
         for (size_t column = first; column < last; column += WIDTH) {
             Sum sums[COUNT][WIDTH];
             for (size_t i = 0; i < COUNT; ++i)
-                for (size_t j = 0; j < WIDTH; ++j) sums[i][j] = rows[i * size_t(rank)] * columns[column + j];
+                for (size_t j = 0; j < WIDTH; ++j) sums[i][j] = rows[i * size_t(rank)] * columns[column + j] + Sum(0);  // no negative zero
             for (int k = 1; k < rank; ++k)
                 for (size_t i = 0; i < COUNT; ++i)
                     for (size_t j = 0; j < WIDTH; ++j) {
@@ -125,8 +121,7 @@ class LowRank {
             const size_t count = std::min(WIDTH, last - column);
             for (size_t i = 0; i < COUNT; ++i) {
                 const size_t at = places[i] * length + column;
-                if (rounded)
-                    for (size_t j = 0; j < count; ++j) sums[i][j] = Sum(finite_value<F>(round_to<F>(Real<F>(sums[i][j]))));
+                prefetch(base + at, COUNT * length, count);
                 for (size_t j = 0; j < count; ++j) out[at + j] = moved<F>(base[at + j], sums[i][j]);
             }
         }
@@ -155,7 +150,7 @@ class LowRank {
         }
     }
 
-    bool wide_ = false;
+    bool wide_ = false;  // sums of the factors' products need double precision
     std::vector<float> row_floats_, column_floats_;
     std::vector<double> row_doubles_, column_doubles_;
 };
@@ -164,8 +159,6 @@ class LowRank {
 inline void put_low_rank(BitWriter& out, const LowRank& change, size_t row_count, size_t row_length) {
     out.put(uint64_t(change.rank), 16);
     out.put(uint16_t(change.exponent), 16);
-    out.put(change.wide(), 1);
-    out.put(change.rounded, 1);
     const auto put = [&out](const int32_t* factors, size_t count, size_t stride) {
         std::vector<uint32_t> codes(count);
         for (size_t i = 0; i < count; ++i) codes[i] = zigzag(factors[i * stride]);
@@ -183,8 +176,6 @@ inline LowRank get_low_rank(BitReader& in, size_t row_count, size_t row_length, 
     LowRank change;
     change.rank = int(in.get(16));
     change.exponent = int16_t(in.get(16));
-    const bool wide = in.get(1);
-    change.rounded = in.get(1);
     // No factor takes less than a bit: a forged rank asks for no more memory than its bytes allow.
     if (change.rank < 1 || change.rank > MAX_RANK || in.left() / (row_count + row_length) < size_t(change.rank)) throw std::runtime_error("the low-rank factors are impossible");
     change.rows.resize(row_count * size_t(change.rank));
@@ -197,7 +188,7 @@ inline LowRank get_low_rank(BitReader& in, size_t row_count, size_t row_length, 
         get(change.rows.data() + k, row_count, size_t(change.rank));
         get(change.columns.data() + size_t(k) * row_length, row_length, 1);
     }
-    change.prepare(wide || doubles);
+    change.prepare(doubles);
     return change;
 }
 

@@ -241,9 +241,7 @@ def decode_raw(
     return tensor
 
 
-def encode(
-    tensor: torch.Tensor, base: torch.Tensor | None = None, threads: int = 1, level: int = DEFAULT_LEVEL
-) -> bytes:
+def encode(tensor: torch.Tensor, base: torch.Tensor | None = None, threads: int = 1, level: int = DEFAULT_LEVEL) -> bytes:
     """`encode_raw` for tensors in memory."""
     twin = None if base is None else RawTensor.from_torch(base)
     return encode_raw(RawTensor.from_torch(tensor), twin, threads=threads, level=level)
@@ -284,6 +282,7 @@ def _changes(tensor: RawTensor, prediction: np.ndarray | None, values: int, leve
     change = np.empty((values // length, length), np.float32)
     energies = np.empty(len(change))
     _native.subtract(data, prediction, FLOATS[tensor.dtype], length, change, energies)
+
     def spacing(data: np.ndarray) -> np.ndarray:
         return low_rank.spacing(as_numbers(data, tensor.dtype), torch.finfo(TORCH_DTYPES[tensor.dtype]))
 

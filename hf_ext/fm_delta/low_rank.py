@@ -91,11 +91,13 @@ def candidates(
     return found
 
 
-def fit(change: torch.Tensor, spacing: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product of the same rank that is nearest to a change (in double precision) of which each value is known as exactly as
-    its rounding allows: weighted least squares, of the rows and of the columns in turn."""
-    weights = spacing.double().clamp(min=float(spacing.max()) / 2**12).reciprocal().square()
-    weights /= weights.max()
+def fit(
+    change: torch.Tensor, spacing: torch.Tensor, left: torch.Tensor, right: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product of the same rank that is nearest to a change (float64) of which each value is known as exactly as its spacing
+    (float64) allows: weighted least squares, of the rows and of the columns in turn."""
+    most = spacing.max()
+    weights = (most / spacing.clamp(min=most / 2**12)).square()
     left, right = left.double(), right.double()
     for _ in range(2):
         left = solve(weights, change, right)
@@ -121,9 +123,11 @@ def search(rank: int, wholly: bool, level: int) -> list[tuple[int, int]]:
 
 
 def spacing(values: np.ndarray, kind: torch.finfo) -> np.ndarray:
-    """The distance of each value to the next of its type; the greatest there is of what is not finite."""
-    magnitude = np.nan_to_num(np.abs(values.astype(np.float64)), nan=kind.max, posinf=kind.max)
-    return np.exp2(np.floor(np.log2(np.maximum(magnitude, kind.tiny)))) * kind.eps
+    """The distance (float64) of each value to the next of its type; the largest there is where a value is not finite."""
+    finite = np.isfinite(values)
+    magnitude = np.abs(values, dtype=np.float64)
+    magnitude[~finite] = magnitude.max(where=finite, initial=0)
+    return np.ldexp(kind.eps, np.frexp(np.maximum(magnitude, kind.tiny))[1] - 1)
 
 
 def decompose(change: torch.Tensor, energy: float, rank: int, power_iterations: int = 1) -> Components:

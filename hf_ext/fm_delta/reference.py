@@ -89,10 +89,9 @@ class Bits:
         require(table.min() >= 0 and table.sum() == 1 << TABLE_BITS, "a table's frequencies are impossible")
         return table
 
-
-    def factors(self, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray, int, bool, bool]:
-        """A low-rank change: factors of the rows and of the columns, the exponent, whether its sums are wide, and rounded."""
-        rank, exponent, wide, rounded = self.take(16), self.take(16), bool(self.take(1)), bool(self.take(1))
+    def factors(self, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray, int, bool]:
+        """A low-rank change: factors of the rows and of the columns, the exponent, and whether its sums are wide."""
+        rank, exponent = self.take(16), self.take(16)
         exponent -= (exponent >> 15) << 16
         possible = 1 <= rank <= 1024 and abs(exponent) <= 100
         require(possible and len(self.bits) - self.position >= rank * (rows + columns), "the low-rank factors are impossible")
@@ -105,7 +104,7 @@ class Bits:
         right = np.array(lists[1::2], np.int64).reshape(rank, columns)
         most = rank * int(np.abs(left).max(initial=0)) * int(np.abs(right).max(initial=0))
         require(most < 1 << 53, "the low-rank factors are impossible")
-        return left, right, exponent, wide or most >= 1 << 24, rounded
+        return left, right, exponent, most >= 1 << 24
 
 
 def require(condition: bool, message: str) -> None:
@@ -264,11 +263,9 @@ def decode_body(
     moved = base
     if flags & 4:
         place = np.cumsum(coded_row[:base_rows]) - 1  # of each row among those that are coded
-        rows, columns, exponent, wide, rounded = side.factors(int(coded_row[:base_rows].sum()), row_length)
+        rows, columns, exponent, wide = side.factors(int(coded_row[:base_rows].sum()), row_length)
         row, column = np.divmod(np.arange(base_values), row_length)
         change = np.ldexp((rows @ columns)[place[row], column].astype("<f8"), -exponent)
-        if rounded:
-            change = numbers_of(round_to(change, kind), kind)
         moved = move(base, change, wide or kind.width == 64, kind)
 
     # The two parts, cut into blocks: with a base, then alone.

@@ -259,7 +259,7 @@ def test_the_header_has_the_layout_of_the_documentation():
     tensor = torch.tensor([[1, 2, 3]], dtype=torch.int16)
     payload = encode_raw(RawTensor.from_torch(tensor), name="a.ß")
     fixed = (
-        b"FMD\x01"
+        b"FMD\x02"
         + bytes([0, 2, 3, 0])
         + struct.pack("<HHQ", 4, 0, 0)
         + struct.pack("<Q", xxhash.xxh3_64_intdigest(bits(tensor)))

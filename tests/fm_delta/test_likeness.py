@@ -33,8 +33,9 @@ def test_the_length_is_that_of_the_distance_between_neighbours_in_the_order_of_f
     a, b = RawTensor.from_torch(values), RawTensor.from_torch(steps)
     assert compare(a, a, 4) == (1.0, 0.0)
     assert compare(a, b, 4)[1] == pytest.approx(np.log2([3, 3, 3, 3]).mean())
-    signs = RawTensor.from_torch(torch.tensor([0.0, 0.0], dtype=dtype)), RawTensor.from_torch(
-        torch.tensor([-0.0, 0.0], dtype=dtype)
+    signs = (
+        RawTensor.from_torch(torch.tensor([0.0, 0.0], dtype=dtype)),
+        RawTensor.from_torch(torch.tensor([-0.0, 0.0], dtype=dtype)),
     )
     assert compare(*signs, 2) == (0.5, pytest.approx(np.log2(3) / 2))
 

@@ -14,12 +14,10 @@ from hf_ext.fm_delta import codec, low_rank, reference
 ROWS, COLUMNS = 96, 128
 
 
-def factors(
-    rng: np.random.Generator, rows: int, columns: int, rank: int, most: int, exponent: int, rounded: bool = False
-) -> low_rank.Factors:
+def factors(rng: np.random.Generator, rows: int, columns: int, rank: int, most: int, exponent: int) -> low_rank.Factors:
     left = rng.integers(-most, most, (rows, rank), np.int32, endpoint=True)
     right = rng.integers(-most, most, (rank, columns), np.int32, endpoint=True)
-    return low_rank.Factors(left, right, exponent, rounded)
+    return low_rank.Factors(left, right, exponent)
 
 
 def moved(base: np.ndarray, change: low_rank.Factors, code: int) -> np.ndarray:
@@ -27,8 +25,6 @@ def moved(base: np.ndarray, change: low_rank.Factors, code: int) -> np.ndarray:
     sums = (change.rows.astype(np.int64) @ change.columns.astype(np.int64)).ravel()
     most = change.rows.shape[1] * int(np.abs(change.rows).max()) * int(np.abs(change.columns).max())
     values = np.ldexp(sums.astype("<f8"), -change.exponent)
-    if change.rounded:
-        values = reference.numbers_of(reference.round_to(values, reference.TYPES[code]), reference.TYPES[code])
     return reference.move(base, values, most >= 1 << 24 or code == FP64, reference.TYPES[code])
 
 
@@ -46,12 +42,11 @@ def assert_moved(tensor: np.ndarray, base: np.ndarray, code: int, columns: int, 
 
 
 @every_type
-@pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("most, exponent", [(1, 9), (60, 20), (1 << 10, 27), (1 << 15, 38), (1 << 22, 55)])
-def test_a_predicted_tensor_takes_little_more_than_the_factors(code, most, exponent, rounded):
+def test_a_predicted_tensor_takes_little_more_than_the_factors(code, most, exponent):
     rng = np.random.default_rng(0)
     base = floats(rng.normal(0, 0.02, ROWS * COLUMNS), code)
-    change = factors(rng, ROWS, COLUMNS, 5, most, exponent, rounded)
+    change = factors(rng, ROWS, COLUMNS, 5, most, exponent)
     tensor = moved(base, change, code)
     assert (tensor != base).mean() > 0.5
     body = assert_moved(tensor, base, code, COLUMNS, change)
@@ -68,7 +63,7 @@ def test_any_base_is_moved_alike_by_both_decoders(code, data):
     columns, rank = data.draw(st.integers(1, 150)), data.draw(st.integers(1, 9))
     rows = data.draw(st.integers(1, 12))
     most = 2 ** data.draw(st.integers(0, 23))
-    change = factors(rng, rows, columns, rank, most, data.draw(st.integers(-100, 100)), data.draw(st.booleans()))
+    change = factors(rng, rows, columns, rank, most, data.draw(st.integers(-100, 100)))
     size = rows * columns
     base = np.where(rng.random(size) < 0.3, rng.choice(landmarks(code), size), random_bits(rng, size, code))
     tensor = moved(base, change, code)
@@ -162,19 +157,19 @@ def low_rank_pair(dtype: torch.dtype, rank: int, noise: float) -> tuple[torch.Te
 
 def test_the_decomposition_finds_the_leading_components():
     tensor, base = low_rank_pair(torch.float32, 6, 1e-5)
-    found = low_rank.decompose((tensor - base).numpy(), 12)
+    found = low_rank.decompose(tensor - base, float((tensor - base).square().sum()), 12)
     exact = torch.linalg.svd(tensor - base)
     np.testing.assert_allclose(found.values[:6], exact.S[:6], rtol=1e-4)
     assert np.square(found.values).sum() == pytest.approx(exact.S[:12].square().sum().item(), rel=1e-4)
-    torch.testing.assert_close(found.left.T @ found.left, torch.eye(12), atol=1e-4, rtol=0)
+    torch.testing.assert_close(found.left(12).T @ found.left(12), torch.eye(12), atol=1e-4, rtol=0)
 
 
 def test_the_rank_is_that_of_the_change_where_the_rest_is_noise():
     tensor, base = low_rank_pair(torch.float32, 6, 1e-4)
-    found = low_rank.decompose((tensor - base).numpy(), low_rank.MAX_RANK)
-    assert low_rank.best_rank(found, 0.0) == 6
-    noise = low_rank.decompose(torch.randn(192, 256, generator=torch.Generator().manual_seed(8)).numpy(), low_rank.MAX_RANK)
-    assert low_rank.best_rank(noise, 0.0) == 0
+    noise = torch.randn(192, 256, generator=torch.Generator().manual_seed(8))
+    for change, rank in ((tensor - base, 6), (noise, 0)):
+        found = low_rank.decompose(change, float(change.double().square().sum()), low_rank.MAX_RANK)
+        assert low_rank.best_rank(found, 0.0) == rank
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
@@ -182,19 +177,20 @@ def test_the_rank_is_that_of_the_change_where_the_rest_is_noise():
 def test_payloads_are_smaller_and_come_back(dtype, noise):
     tensor, base = low_rank_pair(dtype, 4, noise)
     plain, good, best = (codec.encode(tensor, base, level=level) for level in codec.LEVELS)
-    assert len(good) < (0.93 if noise or dtype == torch.float64 else 0.6) * len(plain) and len(best) < 1.01 * len(good)
+    assert len(good) < (0.93 if noise or dtype == torch.float64 else 0.6) * len(plain) and len(best) < 1.02 * len(good)
     for payload in (plain, good, best):
         assert bits(codec.decode(payload, base)) == bits(tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_merge_that_rounds_the_change_first_is_predicted_as_it_was_made(dtype):
+def test_a_merged_adapter_leaves_few_values_to_correct(dtype):
+    """A merge rounds twice: the change, then the sum."""
     draw = torch.Generator().manual_seed(9)
     base = (torch.randn(256, 256, generator=draw) * 0.05).to(dtype)
     change = torch.randn(256, 3, generator=draw) @ torch.randn(3, 256, generator=draw) * 1e-3
     merged = base + change.to(dtype)
     payload = codec.encode(merged, base)
-    assert 8 * len(payload) < 0.6 * merged.numel() and bits(codec.decode(payload, base)) == bits(merged)
+    assert len(payload) < 0.2 * len(codec.encode(merged, base, level=1)) and bits(codec.decode(payload, base)) == bits(merged)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
@@ -222,5 +218,3 @@ def test_an_unknown_level_is_refused():
     tensor, base = low_rank_pair(torch.float32, 4, 0.0)
     with pytest.raises(ValueError, match="level"):
         codec.encode(tensor, base, level=4)
-
-
