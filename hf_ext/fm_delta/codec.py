@@ -287,7 +287,8 @@ def _changes(tensor: RawTensor, prediction: np.ndarray | None, values: int, leve
         return low_rank.spacing(as_numbers(data, tensor.dtype), torch.finfo(TORCH_DTYPES[tensor.dtype]))
 
     sample = data.reshape(values, -1)[:: 1 + values // GRID_SAMPLE].reshape(-1)
-    grid = float(np.square(spacing(sample)).mean()) / 12
+    with np.errstate(over="ignore"):  # float64 values may be too far apart to be squared
+        grid = float(np.square(spacing(sample)).mean()) / 12
     return tuple(low_rank.candidates(change, energies, grid, lambda: spacing(data).reshape(change.shape), level))
 
 

@@ -68,7 +68,7 @@ def candidates(
         level: see `encode_raw`.
     """
     touched = np.flatnonzero(energies)
-    if min(change.shape) < LEAST or len(touched) < LEAST or not np.isfinite(energies).all():
+    if min(change.shape) < LEAST or len(touched) < LEAST or not np.isfinite([grid, energies.sum()]).all():
         return []
     rows = slice(None) if len(touched) == len(change) else touched
     part = torch.from_numpy(change[rows])
@@ -125,8 +125,8 @@ def search(rank: int, wholly: bool, level: int) -> list[tuple[int, int]]:
 def spacing(values: np.ndarray, kind: torch.finfo) -> np.ndarray:
     """The distance (float64) of each value to the next of its type; the largest there is where a value is not finite."""
     finite = np.isfinite(values)
-    magnitude = np.abs(values, dtype=np.float64)
-    magnitude[~finite] = magnitude.max(where=finite, initial=0)
+    magnitude = np.abs(np.where(finite, values, 0).astype(np.float64))
+    magnitude[~finite] = magnitude.max(initial=0)
     return np.ldexp(kind.eps, np.frexp(np.maximum(magnitude, kind.tiny))[1] - 1)
 
 
