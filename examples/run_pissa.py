@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
 from fine_tune_and_compress import minilm, standard_library_docstrings
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -166,3 +167,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    PartialState().destroy_process_group()

@@ -18,6 +18,7 @@ options of `TransLoraConfig`, and so of Transformers' `TrainingArguments`, apply
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from accelerate import PartialState
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_language_models import TASK, World, base_models, is_puzzle, is_task_like
 from torch import nn
@@ -156,3 +157,4 @@ def share(check, candidates: list) -> str:
 
 if __name__ == "__main__":
     main()
+    PartialState().destroy_process_group()

@@ -441,3 +441,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    PartialState().destroy_process_group()

@@ -531,6 +531,7 @@ trainer.save_model()
 total = torch.stack([p.detach().double().sum() for p in trainer.model.parameters()]).sum()
 both = trainer.accelerator.gather(total[None])
 assert both[0] == both[1], both
+trainer.accelerator.end_training()  # threads that wait for the other process end before the interpreter does
 """
 
 
