@@ -83,8 +83,10 @@ def tensors(version: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
     add("lora", before, before + left @ right / 2**20, torch.bfloat16)
     noisy = before + left @ right / 2**20 + bell(436, 128, 128) / 2**12
     add("low_rank", before[:48], noisy[:48], torch.float16)
-    if version >= 2:  # in double precision
+    if version >= 2:  # in double precision; deflated
         add("lora.F32", before, before + left @ right / 2**20, torch.float32)
+        add("int8", np.rint(before[:12] * 99), np.rint(noisy[:12] * 99), torch.int8)
+        add("mask", before[:9], before[:9] + 1, torch.bool)
     tuned["steps"], tuned["empty"] = torch.arange(5), torch.empty(0, 3)
     tuned["scalar"] = torch.tensor(0.5)
     tuned["float8"] = torch.from_numpy((integers(440, 64) >> np.uint64(56)).astype(np.uint8)).view(torch.float8_e4m3fn)

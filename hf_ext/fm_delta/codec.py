@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +25,11 @@ VERSIONS = range(1, VERSION + 1)
 MAGIC = b"FMD" + bytes([VERSION])
 LEVELS = (1, 2, 3)
 DEFAULT_LEVEL = 2
-STORED, CODED = 0, 1
+STORED, CODED, DEFLATED = 0, 1, 2
 SHORT_ROW, FLAT_ROW = 64, 1024  # rows shorter than the first share a scale, up to the second together
 GRID_SAMPLE = 4096  # values of a tensor that tell how finely its type resolves them
 MAX_EXPANSION = 64  # values without a base that a byte of a body may stand for; at most 4/3 do, as their low bits are verbatim
+MAX_INFLATION = 1032  # bytes that one of Deflate stands for at most
 
 _FIXED = struct.Struct("<4sBBBBHHQQQ")  # magic, mode, ndim, lengths of 2 dtypes, of 2 names, base values, 2 checksums
 
@@ -39,7 +41,7 @@ class Header:
     Attributes:
         name: the tensor's name in the checkpoint.
         dtype, shape: of the tensor, in safetensors' terms.
-        coded: False if the tensor's bytes follow as they are.
+        mode: STORED if the tensor's bytes follow as they are, CODED by the C++ codec, or DEFLATED.
         base_name, base_dtype: the tensor of the base that predicts it; empty if none does.
         base_values: how many leading values that tensor predicts.
         checksum: XXH3-64 of the tensor's bytes.
@@ -49,7 +51,7 @@ class Header:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    coded: bool
+    mode: int
     base_name: str
     base_dtype: str
     base_values: int
@@ -59,6 +61,11 @@ class Header:
     @property
     def values(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensor, if it is of a known type."""
+        return self.values * TORCH_DTYPES[self.dtype].itemsize
 
 
 def payload_shape(ndim: int, size: int) -> tuple[int, ...]:
@@ -92,9 +99,10 @@ def encode_raw(
     """Compresses a tensor, without loss, to a payload of at most its own size and a header.
 
     Args:
-        tensor: of any type; floats of 16, 32 and 64 bits are coded, all others stored.
+        tensor: of any type; floats of 16, 32 and 64 bits are coded, all others deflated.
         base: its counterpart in the base model: a float tensor of the same shape, or one whose rows are the tensor's first
-            rows or begin with all of the tensor's (a resized embedding). Otherwise it is left aside.
+            rows or begin with all of the tensor's (a resized embedding); for what is deflated, a tensor of the same type and
+            shape. Otherwise it is left aside.
         name, base_name: what the two are called in their checkpoints.
         threads: for tensors of more than 262,144 values.
         level: 1 takes values one by one; 2 looks for a low-rank part of a matrix's change first, and 3 longer.
@@ -106,7 +114,7 @@ def encode_raw(
     if level not in LEVELS:
         raise ValueError(f"level must be one of {LEVELS}, not {level!r}")
     checksum = xxhash.xxh3_64_intdigest(tensor.data)
-    coded, base_values, body = False, 0, memoryview(tensor.data)
+    mode, base_values, body = STORED, 0, memoryview(tensor.data)
     if tensor.dtype in FLOATS and tensor.data.size:
         data = aligned(tensor.data, tensor.dtype)
         base_values = _predicted_values(tensor, base)
@@ -118,12 +126,18 @@ def encode_raw(
                 data, prediction, FLOATS[tensor.dtype], row_length(tensor.shape), predicted, threads, changes
             )
             if len(candidate) < len(body):
-                coded, base_values, body = True, predicted, candidate
+                mode, base_values, body = CODED, predicted, candidate
             # A base that saves a quarter is this tensor's base; one that does not may be a stranger of the same shape.
             if len(candidate) < 0.75 * tensor.data.size:
                 break
-        if not coded:
+        if mode == STORED:
             base_values = 0
+    elif tensor.dtype in TORCH_DTYPES and tensor.data.size:
+        alike = base is not None and (base.dtype, base.shape) == (tensor.dtype, tensor.shape)
+        for predicted in [math.prod(tensor.shape), 0] if alike else [0]:
+            candidate = _deflate(tensor.data - base.data if predicted else tensor.data)
+            if len(candidate) < len(body):
+                mode, base_values, body = DEFLATED, predicted, candidate
     if base_values == 0 or base is None:
         base_name, base_dtype = "", ""
     else:
@@ -133,7 +147,7 @@ def encode_raw(
     lengths = [len(text) for text in texts]
 
     def header(integrity: int) -> bytes:
-        return _FIXED.pack(MAGIC, CODED if coded else STORED, len(tensor.shape), *lengths, base_values, checksum, integrity)
+        return _FIXED.pack(MAGIC, mode, len(tensor.shape), *lengths, base_values, checksum, integrity)
 
     try:
         integrity = xxhash.xxh3_64(header(0) + variable)
@@ -179,7 +193,7 @@ def read_header(payload: np.ndarray | bytes, name: str = "") -> Header:
 def peek_header(payload: np.ndarray | memoryview) -> Header:
     """Reads the header of a payload that `read_header` has checked before."""
     _, mode, ndim, *lengths, base_values, checksum, _ = _FIXED.unpack_from(payload)
-    if mode not in (STORED, CODED):
+    if mode not in (STORED, CODED, DEFLATED):
         raise ValueError(f"mode {mode} is unknown")
     shape = struct.unpack_from(f"<{ndim}Q", payload, _FIXED.size)
     texts, start = [], _FIXED.size + 8 * ndim
@@ -187,7 +201,7 @@ def peek_header(payload: np.ndarray | memoryview) -> Header:
         texts.append(bytes(payload[start : start + length]).decode())
         start += length
     dtype, base_dtype, name, base_name = texts
-    return Header(name, dtype, shape, mode == CODED, base_name, base_dtype, base_values, checksum, start)
+    return Header(name, dtype, shape, mode, base_name, base_dtype, base_values, checksum, start)
 
 
 def decode_raw(
@@ -211,29 +225,35 @@ def decode_raw(
         f"{label} does not come out as it was saved: '{header.base_name}' of the base model has changed since then, or this is "
         "another base model."
     )
-    if not header.coded:
+    if header.mode == STORED:
         tensor = RawTensor(header.dtype, header.shape, body.copy())
     else:
         if header.base_values and base is None:
             raise BaseModelError(f"{label} needs the tensor '{header.base_name}' of the base model.")
         if header.base_values and (
-            base.dtype != header.base_dtype or base.data.size // WIDTHS[base.dtype] < header.base_values
+            base.dtype != header.base_dtype or base.data.size // TORCH_DTYPES[base.dtype].itemsize < header.base_values
         ):
             raise BaseModelError(
                 f"{label} was compressed against a {header.base_dtype} tensor with at least {header.base_values} values; "
                 f"'{header.base_name}' of the base is {base.dtype} {list(base.shape)}. This is another base model."
             )
-        tensor = RawTensor(header.dtype, header.shape, np.empty(header.values * WIDTHS[header.dtype], np.uint8))
-        prediction = _prediction(base, header.dtype, header.base_values)
         try:
-            _native.decode(
-                body, (tensor.data, prediction, FLOATS[header.dtype], row_length(header.shape), header.base_values, threads)
-            )
+            if header.mode == DEFLATED:
+                data = _inflate(body, header.size)
+                if header.base_values:
+                    data += base.data[: data.size]
+            else:
+                data = np.empty(header.size, np.uint8)
+                prediction = _prediction(base, header.dtype, header.base_values)
+                _native.decode(
+                    body, (data, prediction, FLOATS[header.dtype], row_length(header.shape), header.base_values, threads)
+                )
         except ValueError as error:
             # Its bytes are what was written, so it is the base that makes no sense of them.
             raise another_base if header.base_values else CorruptFileError(f"{label} cannot be decoded: {error}.") from error
         except TypeError as error:
             raise CorruptFileError(f"{label} cannot be decoded: {error}.") from error
+        tensor = RawTensor(header.dtype, header.shape, data)
     if xxhash.xxh3_64_intdigest(tensor.data) != header.checksum:
         if header.base_values:
             raise another_base
@@ -254,11 +274,31 @@ def decode(payload: bytes, base: torch.Tensor | None = None, threads: int = 1) -
 
 def _is_possible(header: Header, size: int) -> bool:
     """Whether the fields of a header agree with each other and with a body of `size` bytes; those of a forged one may not."""
-    if header.coded:
+    dtype = TORCH_DTYPES.get(header.dtype)
+    if header.mode == CODED:
         with_base = header.base_values <= header.values and header.base_dtype in FLOATS or header.base_values == 0
         return header.dtype in FLOATS and with_base and 0 < header.values <= header.base_values + MAX_EXPANSION * size
-    dtype = TORCH_DTYPES.get(header.dtype)
+    if header.mode == DEFLATED:
+        with_base = header.base_values == header.values and header.base_dtype == header.dtype or header.base_values == 0
+        return dtype is not None and with_base and 0 < header.values * dtype.itemsize <= MAX_INFLATION * size
     return size >= 0 and header.base_values == 0 and (dtype is None or size == header.values * dtype.itemsize)
+
+
+def _deflate(data: np.ndarray) -> bytes:
+    # Distances other than one are not looked for: numbers repeat each other in runs, and otherwise only by chance.
+    packer = zlib.compressobj(strategy=zlib.Z_RLE)
+    return packer.compress(data) + packer.flush()
+
+
+def _inflate(body: np.ndarray, size: int) -> np.ndarray:
+    unpacker = zlib.decompressobj()
+    try:
+        data = unpacker.decompress(body, size + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if len(data) != size or not unpacker.eof or unpacker.unused_data:
+        raise ValueError(f"its bytes do not inflate to {size}")
+    return np.frombuffer(bytearray(data), np.uint8)
 
 
 def _predicted_values(tensor: RawTensor, base: RawTensor | None) -> int:

@@ -21,8 +21,7 @@ import xxhash
 
 from hf_ext.checkpoint import ComputedFile, Entry, SafetensorsFile, parse_header
 from hf_ext.errors import CorruptFileError
-from hf_ext.fm_delta.codec import VERSION, VERSIONS, Header, payload_shape, read_header
-from hf_ext.native import WIDTHS
+from hf_ext.fm_delta.codec import STORED, VERSION, VERSIONS, Header, payload_shape, read_header
 
 KEY, CHECKSUM_KEY = "fm_delta", "fm_delta_checksum"
 MAX_HEADER = 100_000_000  # the safetensors library reads no longer header than this
@@ -95,7 +94,7 @@ class CompressedFile:
         for name, entry in self.file.entries.items():
             payload = self.payload(name)
             header = headers[name] = read_header(payload, name)
-            size = header.values * WIDTHS[header.dtype] if header.coded else payload.size - header.body
+            size = payload.size - header.body if header.mode == STORED else header.size
             written = Entry("U8", payload_shape(len(header.shape), payload.size), entry.begin, entry.end)
             if entry != written or self.original[name][:2] != (header.dtype, header.shape) or self.size(name) != size:
                 raise CorruptFileError(f"Tensor '{name}' in {self.path} is not the one the file was written with.")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hf_ext.display import new_figure, save_figure, table
-from hf_ext.fm_delta.codec import Header
+from hf_ext.fm_delta.codec import STORED, Header
 from hf_ext.fm_delta.compress import open_compressed
 
 KINDS = {
@@ -142,7 +142,7 @@ def inspect(src: str | os.PathLike) -> CheckpointReport:
 
 
 def _how(header: Header) -> str:
-    if not header.coded:
+    if header.mode == STORED:
         return "stored"
     if not header.base_values:
         return "alone"

@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from hf_ext.checkpoint import SAFETENSORS_DTYPES, TORCH_DTYPES, RawTensor
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.fm_delta.codec import (
+    CODED,
+    DEFLATED,
     FLOATS,
     MAX_EXPANSION,
+    STORED,
     WIDTHS,
     decode,
     decode_raw,
@@ -141,6 +144,21 @@ def test_a_base_that_cannot_predict_is_left_aside(base):
     tensor, _ = trained(torch.float32, (100, 64))
     assert encode(tensor, base) == encode(tensor)
     assert bits(decode(encode(tensor, base))) == bits(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int64, torch.bool], ids=str)
+def test_other_types_are_deflated_and_a_base_of_their_type_helps(dtype):
+    tensor, base = (values * (1 if dtype.is_floating_point else 500) for values in trained(torch.float32, (300, 64)))
+    tensor, base = ((values > 0 if dtype == torch.bool else values.to(dtype)) for values in (tensor, base))
+    alone, delta = assert_comes_back(tensor), assert_comes_back(tensor, base)
+    headers = read_header(alone), read_header(delta)
+    assert [(header.mode, header.base_values) for header in headers] == [(DEFLATED, 0), (DEFLATED, tensor.numel())]
+    assert 2 * len(delta) < len(alone) < (0.93 if dtype.itemsize == 1 else 0.3) * len(bits(tensor))
+    for other in (base[:200], base.float(), base.reshape(64, 300)):
+        assert encode(tensor, other) == alone
+    for wrong in (base[:200], base.flip(0), torch.cat([base.flip(0), base])):
+        with pytest.raises(BaseModelError, match="base"):
+            decode(delta, wrong)
 
 
 @every_float
@@ -273,15 +291,16 @@ def test_the_header_says_what_predicts_a_tensor():
     raw, twin = RawTensor.from_torch(tensor), RawTensor.from_torch(base[:80].float())
     header = read_header(encode_raw(raw, twin, "model.weight", "weight"))
     assert (header.name, header.dtype, header.shape, header.values) == ("model.weight", "BF16", (90, 64), 5760)
-    assert (header.coded, header.base_name, header.base_dtype, header.base_values) == (True, "weight", "F32", 5120)
+    assert (header.mode, header.base_name, header.base_dtype, header.base_values) == (CODED, "weight", "F32", 5120)
     assert header.checksum == xxhash.xxh3_64_intdigest(raw.data)
     assert header.body == HEADER + 16 + len("BF16" + "F32" + "model.weight" + "weight")
 
 
 def test_a_tensor_that_the_base_does_not_help_names_no_base():
-    raw = RawTensor.from_torch(torch.arange(5))
-    header = read_header(encode_raw(raw, raw, "steps", "steps"))
-    assert (header.coded, header.base_name, header.base_dtype, header.base_values) == (False, "", "", 0)
+    raw = RawTensor.from_torch(random_bits(torch.int64, (5,)))
+    twin = RawTensor.from_torch(random_bits(torch.int64, (5,), seed=1))
+    header = read_header(encode_raw(raw, twin, "steps", "steps"))
+    assert (header.mode, header.base_name, header.base_dtype, header.base_values) == (STORED, "", "", 0)
 
 
 def test_names_and_dimensions_up_to_the_formats_limits_fit():

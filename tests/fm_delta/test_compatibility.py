@@ -12,7 +12,7 @@ from golden_checkpoints import GOLDEN, write_base
 from hf_ext import fm_delta
 from hf_ext.checkpoint import Checkpoint
 from hf_ext.fm_delta import reference
-from hf_ext.fm_delta.codec import row_length
+from hf_ext.fm_delta.codec import CODED, row_length
 from hf_ext.fm_delta.format import VERSION, CompressedFile
 from hf_ext.native import FLOATS
 
@@ -39,7 +39,7 @@ def test_files_of_every_version_decompress_to_what_they_were(folder: Path, base:
 @every_version
 def test_the_reference_decodes_files_of_every_version(folder: Path, base: Path) -> None:
     file, tensors = CompressedFile(folder / "model.safetensors"), Checkpoint(base)
-    coded = {name: header for name, header in file.headers.items() if header.coded}
+    coded = {name: header for name, header in file.headers.items() if header.mode == CODED}
     assert {header.dtype for header in coded.values()} == set(FLOATS)
     for name, header in coded.items():
         prediction = None

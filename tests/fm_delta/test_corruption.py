@@ -31,7 +31,7 @@ def no_progress_bars(monkeypatch):
 
 
 def small_pair(folder: Path) -> tuple[Path, Path]:
-    """A fine-tune and a base with a tensor of each kind: predicted, resized, alone, stored."""
+    """A fine-tune and a base with a tensor of each kind: predicted, resized, alone, stored, deflated."""
     generator = torch.Generator().manual_seed(3)
     base = {
         "a.weight": torch.randn(12, 12, generator=generator),
@@ -39,7 +39,11 @@ def small_pair(folder: Path) -> tuple[Path, Path]:
     }
     tuned = fine_tune(base)
     tuned["b.weight"] = torch.cat([tuned["b.weight"], torch.ones(1, 64, dtype=torch.bfloat16)])
-    tuned |= {"c.weight": torch.randn(8, 24, generator=generator) * 0.01, "steps": torch.arange(3)}
+    tuned |= {
+        "c.weight": torch.randn(8, 24, generator=generator) * 0.01,
+        "steps": steps().to_torch()[0],
+        "mask": torch.ones(9, 9).tril().bool(),
+    }
     return write_folder(folder / "tuned", tuned), write_folder(folder / "base", base)
 
 
@@ -149,9 +153,9 @@ def test_a_config_that_is_no_json_object_is_named(compressed, config):
 @pytest.mark.parametrize("settings", ["{}", "null", "5", "[]", '"fm_delta"', '{"quant_method": "fm_delta"}'])
 def test_where_the_config_names_no_base_the_files_do(compressed, settings):
     (compressed / "small/config.json").write_text(f'{{"quantization_config": {settings}}}')
-    assert fm_delta.verify(compressed / "small") == 4
+    assert fm_delta.verify(compressed / "small") == 5
     (compressed / "small/config.json").unlink()
-    assert fm_delta.verify(compressed / "small") == 4
+    assert fm_delta.verify(compressed / "small") == 5
 
 
 @pytest.mark.parametrize("settings", [{"base": 5}, {"base": None}, {"base": ["a"]}, {"base": "", "revision": 5}, {"base": ""}])
@@ -306,14 +310,30 @@ def payloads() -> tuple[bytes, bytes, bytes, RawTensor]:
 
 
 def steps() -> RawTensor:
-    return RawTensor.from_torch(torch.arange(12).reshape(3, 4))
+    return RawTensor.from_torch(torch.tensor([[0x243F6A8885A308D3, 0x13198A2E03707344, 0x0C4E6C89A4093822]]))
+
+
+def deflated(body: bytes | None = None) -> bytes:
+    payload = encode_raw(RawTensor.from_torch(torch.arange(400)), name="a")
+    return payload if body is None else seal(payload[: read_header(payload).body] + body)
 
 
 def hostile_payloads() -> dict[str, bytes]:
     delta, alone, stored, _ = payloads()
     huge = 2**64 - 1
     return {
-        "unknown mode": forge(stored, mode=2),
+        "unknown mode": forge(stored, mode=3),
+        "stored as deflated": forge(stored, mode=2),
+        "coded as deflated": forge(alone, mode=2),
+        "deflated as coded": forge(deflated(), mode=1),
+        "deflated as stored": forge(deflated(), mode=0),
+        "more inflates": forge(deflated(), replace=(b"I64a", b"I32a")),
+        "less inflates": deflated(zlib.compress(bytes(3199))),
+        "a bomb": deflated(zlib.compress(bytes(1 << 24))),
+        "no end": deflated(zlib.compress(bytes(3200))[:-1]),
+        "something behind the end": deflated(zlib.compress(bytes(3200)) + b"x"),
+        "a type of no known size": forge(deflated(), replace=(b"I64a", b"F99a")),
+        "huge and deflated": shaped(deflated(), 1 << 40, 1 << 20),
         "unknown mode of a coded one": forge(delta, mode=255),
         "stored as coded": forge(stored, mode=1),
         "coded as stored": forge(alone, mode=0),
@@ -413,9 +433,9 @@ def test_a_payload_that_is_forged_by_chance_is_refused():
 
 def test_a_payload_of_a_later_version_says_so():
     payload = payloads()[0]
-    with pytest.raises(CorruptFileError, match="format version 2, this hf_ext reads version 1: update hf_ext"):
-        read_header(b"FMD\x02" + payload[4:])
-    for other in (b"", b"FMD", b"FMD\x01", bytes(100), b"GGUF" + payload[4:]):
+    with pytest.raises(CorruptFileError, match="format version 3, this hf_ext reads up to version 2: update hf_ext"):
+        read_header(b"FMD\x03" + payload[4:])
+    for other in (b"", b"FMD", b"FMD\x02", bytes(100), b"GGUF" + payload[4:]):
         with pytest.raises(CorruptFileError, match="not compressed by FM-Delta, or the file is damaged"):
             read_header(other)
 
@@ -445,14 +465,14 @@ def test_the_forger_of_these_tests_makes_files_that_are_read(compressed):
     assert assert_right_or_refused(compressed)
 
 
-@pytest.mark.parametrize("version", [2, 10**9])
+@pytest.mark.parametrize("version", [3, 10**9])
 def test_a_file_of_a_later_version_says_so(compressed, version):
     path = compressed / "small/model.safetensors"
     for record in ({"version": version}, json.dumps({"version": version, "all else": "may differ"})):
         forge_file(path, record)
         for read in READERS:
             with pytest.raises(
-                CorruptFileError, match=f"has format version {version}, this hf_ext reads up to 1: update hf_ext"
+                CorruptFileError, match=f"has format version {version}, this hf_ext reads up to 2: update hf_ext"
             ):
                 read(compressed / "small")
     path.write_bytes(path.read_bytes().replace(b"may differ", b"may DIFFER"))  # and so may the checksum

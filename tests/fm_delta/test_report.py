@@ -8,7 +8,7 @@ from tiny_checkpoints import fine_tune, pair, weights, write_folder
 
 from hf_ext import fm_delta
 from hf_ext.errors import HfExtError
-from hf_ext.fm_delta.codec import read_header
+from hf_ext.fm_delta.codec import CODED, read_header
 from hf_ext.fm_delta.format import CompressedFile
 
 
@@ -59,14 +59,14 @@ def test_every_tensor_says_what_it_is_and_how_it_is_kept(report):
         "model.norm.weight": ("norm", "delta", "F32", (16,), 16),
         "lm_head.weight": ("other", "delta", "F32", (96, 16), 1536),
         "classifier.weight": ("other", "alone", "F32", (40, 16), 640),
-        "position_ids": ("other", "stored", "I64", (32,), 32),
+        "position_ids": ("other", "alone", "I64", (32,), 32),
         "scale": ("other", "stored", "F32", (), 1),
         "nothing": ("other", "stored", "F32", (0, 3), 0),
     }
     names = [tensor.name for tensor in report.tensors]
     assert names.index("model.layers.1.mlp.up_proj.weight") < names.index("model.layers.10.mlp.up_proj.weight")
     bits = {tensor.name: tensor.bits_per_parameter for tensor in report.tensors}
-    assert 64 < bits["position_ids"] < 96 and 0 < bits["lm_head.weight"] < 32
+    assert 16 < bits["position_ids"] < 64 and 0 < bits["lm_head.weight"] < 32
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_it_needs_no_base_and_decodes_nothing(tmp_path):
     (tmp_path / "small/config.json").unlink()
     assert fm_delta.inspect(tmp_path / "small") == before
     file = CompressedFile(tmp_path / "small/model.safetensors")
-    assert all(read_header(file.payload(name), name).coded for name in file.original)
+    assert all(read_header(file.payload(name), name).mode == CODED for name in file.original)
 
 
 @pytest.mark.parametrize("name", ["plot.png", "plot.svg", "plot.pdf"])
