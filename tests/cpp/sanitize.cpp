@@ -44,7 +44,7 @@ struct Tensor {
 
     std::vector<fm_delta::Factors> candidates() const {
         if (rank == 0) return {};
-        return {{rank, exponent, rank % 2 == 0, rows.data(), columns.data()}};
+        return {{rank, exponent, rows.data(), columns.data()}};
     }
 };
 
