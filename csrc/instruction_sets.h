@@ -12,7 +12,12 @@
 #define FM_DELTA_X86
 #include <immintrin.h>
 #define FM_DELTA_AVX2 gnu::target("avx2,bmi,bmi2,fma,lzcnt,popcnt")
-#define FM_DELTA_AVX512 gnu::target("avx2,bmi,bmi2,fma,lzcnt,popcnt,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#ifdef __clang__  // knows no other width for these
+#define FM_DELTA_WIDTH
+#else
+#define FM_DELTA_WIDTH ",prefer-vector-width=512"
+#endif
+#define FM_DELTA_AVX512 gnu::target("avx2,bmi,bmi2,fma,lzcnt,popcnt,avx512f,avx512bw,avx512dq,avx512vl" FM_DELTA_WIDTH)
 #endif
 
 namespace fm_delta {
