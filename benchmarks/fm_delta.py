@@ -32,6 +32,7 @@ from transformers.utils import logging
 
 from hf_ext.display import new_figure, save_figure
 from hf_ext.fm_delta import compress_checkpoint, compress_series, find_base
+from hf_ext.native import _native
 
 YARDSTICK = "fm-delta"
 
@@ -91,7 +92,9 @@ def speed(args: argparse.Namespace, dtype: str) -> dict:
     torch.set_num_threads(1)
     pairs = [pair for pair in load_pairs(args.pairs / args.tasks[0], dtype) if pair.dense]
     megabytes = sum(pair.x.nbytes for pair in pairs) / 1e6
-    peers = [ours(), replace(ours(), name="ours, 2 threads"), *all_peers()]
+    variants = [ours(), ours(level=1), *(ours(instructions=each) for each in _native.instruction_sets()[1:-1])]
+    twice = [replace(peer, name=f"{peer.name}, 2 threads") for peer in variants[:2]]
+    peers = [*variants, *twice, *all_peers()]
     blobs = {peer.name: compress_checked(peer, pairs, dtype) for peer in peers}
 
     def compress(peer, mapping):

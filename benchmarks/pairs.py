@@ -10,6 +10,7 @@ from peers import WORDS, Peer
 from safetensors.torch import load_file
 
 from hf_ext.fm_delta import codec
+from hf_ext.native import _native
 
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 QUANTIZED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
@@ -59,20 +60,26 @@ def bits(tensor: torch.Tensor, dtype: str) -> np.ndarray:
     return tensor.to((TORCH | QUANTIZED)[dtype]).contiguous().view(torch.uint8).numpy().view(WORDS[dtype])
 
 
-def ours() -> Peer:
+BEST = _native.instruction_sets()[-1]
+
+
+def ours(level: int = codec.DEFAULT_LEVEL, instructions: str = BEST) -> Peer:
     """Our codec as one more peer."""
+    names = ["ours", f"level {level}" if level != codec.DEFAULT_LEVEL else "", instructions if instructions != BEST else ""]
 
     def tensor(bits, dtype):
         return torch.from_numpy(bits).view((TORCH | QUANTIZED)[dtype])
 
     def compress(x, base, dtype):
-        return codec.encode(tensor(x, dtype), tensor(base, dtype))
+        _native.use(instructions)
+        return codec.encode(tensor(x, dtype), tensor(base, dtype), level=level)
 
     def decompress(blob, base, dtype, shape):
+        _native.use(instructions)
         decoded = codec.decode(blob, tensor(base, dtype))
         return decoded.reshape(-1).view(torch.uint8).numpy().view(WORDS[dtype]).reshape(shape)
 
-    return Peer("ours", compress, decompress)
+    return Peer(", ".join(filter(None, names)), compress, decompress)
 
 
 def compress_checked(peer: Peer, pairs: list[Pair], dtype: str) -> list[bytes]:

@@ -328,7 +328,7 @@ def _changes(tensor: RawTensor, prediction: np.ndarray | None, values: int, leve
 
     sample = data.reshape(values, -1)[:: 1 + values // GRID_SAMPLE].reshape(-1)
     with np.errstate(over="ignore"):  # float64 values may be too far apart to be squared
-        grid = float(np.square(spacing(sample)).mean()) / 12
+        grid = float(np.exp2(2.0 * spacing(sample)).mean()) / 12
     return tuple(low_rank.candidates(change, energies, grid, lambda: spacing(data).reshape(change.shape), level))
 
 

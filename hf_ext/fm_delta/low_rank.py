@@ -13,11 +13,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-MAX_RANK = 48
+MAX_RANK = 64  # each component is one more product for every value that is read
+MAX_RANK_OF_ALL = {2: MAX_RANK, 3: 256}  # by level, of changes that are wholly of low rank
 OVERSAMPLING = 8
 LEAST = 64  # rows and columns of a matrix that is worth it
 MAX_EXPONENT = 100
+ROUNDS = {2: 3, 3: 6}  # by level, of fitting the factors of such a change
+STEPS = 2  # of conjugate gradients for the rows and for the columns in each of them
+BAND = 64  # rows that are fitted at a time, so that all that belongs to them stays in the cache
 NEARLY_ALL = 1e-4  # a share of the energy so small that single precision does not tell what is left
+TINY = 1e-300  # instead of nothing, to divide by
 EXACT = 2**53  # up to here double precision holds every sum of products
 GAUSSIAN_BITS = 0.5 * math.log2(2 * math.pi * math.e)  # of a Gaussian number whose standard deviation is one step
 
@@ -64,7 +69,7 @@ def candidates(
         change: float32, rows × columns, finite.
         energies: of each row the sum of its squares.
         grid: mean variance of the rounding of the tensor's values to their type.
-        spacing: gives the distance of each value of the tensor to the next of its type.
+        spacing: gives the exponents of the distances of each value of the tensor to the next of its type.
         level: see `encode_raw`.
     """
     touched = np.flatnonzero(energies)
@@ -72,62 +77,84 @@ def candidates(
         return []
     rows = slice(None) if len(touched) == len(change) else touched
     part = torch.from_numpy(change[rows])
-    components = decompose(part, float(energies.sum()), MAX_RANK, level - 1)
+    components = decompose(part, float(energies.sum()), MAX_RANK_OF_ALL[level], level - 1)
     rank = best_rank(components, grid)
     wholly = components.energy_left(rank) < max(4 * grid * part.numel(), NEARLY_ALL * components.energy)
+    if not wholly:
+        rank = min(rank, MAX_RANK)
     found = []
-    for some, finer in search(rank, wholly, level):
+    for some, halvings in search(rank, wholly, level):
         root = torch.from_numpy(np.sqrt(components.values[:some]))
         left, right = components.left(some) * root, components.right(some) * root[:, None]
         rest = components.energy_left(some) / part.numel() + grid
         if wholly:
-            left, right = fit(part.double(), torch.from_numpy(spacing()[rows]), left, right)
+            left, right = fit(part, torch.from_numpy(spacing()[rows]), left, right, ROUNDS[level])
             rest = grid
-        factors = quantise(left, right, rest, finer)
-        if factors is not None:
-            whole = np.zeros((len(change), factors.rows.shape[1]), np.int32)
-            whole[rows] = factors.rows
-            found.append(factors._replace(rows=whole))
+        for finer in halvings:
+            factors = quantise(left, right, rest, finer)
+            if factors is not None:
+                whole = np.zeros((len(change), some), np.int32)
+                whole[rows] = factors.rows
+                found.append(factors._replace(rows=whole))
     return found
 
 
 def fit(
-    change: torch.Tensor, spacing: torch.Tensor, left: torch.Tensor, right: torch.Tensor
+    change: torch.Tensor, exponents: torch.Tensor, left: torch.Tensor, right: torch.Tensor, rounds: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product of the same rank that is nearest to a change (float64) of which each value is known as exactly as its spacing
-    (float64) allows: weighted least squares, of the rows and of the columns in turn."""
-    most = spacing.max()
-    weights = (most / spacing.clamp(min=most / 2**12)).square()
+    """The product of the same rank that is nearest to a change of which each value is known as exactly as its spacing
+    (2^exponent) allows: weighted least squares, of the rows and of the columns in turn."""
+    weights = (2 * (exponents.max() - exponents).clamp(max=12)).float().exp2()
     left, right = left.double(), right.double()
-    for _ in range(2):
-        left = solve(weights, change, right)
-        right = solve(weights.T, change.T, left.T).T
+    for _ in range(rounds):
+        left = solve(weights, change, left, right)
+        right = solve(weights.T, change.T, right.T, left.T).T
     return left, right
 
 
-def solve(weights: torch.Tensor, targets: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """For each row of targets (rows × columns) what times the factors (rank × columns) comes nearest."""
-    rank, columns = factors.shape
-    products = (factors[:, None] * factors[None]).reshape(rank * rank, columns)
-    normal = (weights @ products.T).reshape(-1, rank, rank)
-    normal += 1e-12 * normal.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(rank, dtype=normal.dtype)
-    return torch.linalg.solve(normal, (weights * targets) @ factors.T)
+def solve(weights: torch.Tensor, targets: torch.Tensor, start: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """For each row of targets (rows × columns) what times the factors (rank × columns) comes nearest: conjugate gradients from
+    a start near by (rows × rank), preconditioned as if the weights of a row were all the same."""
+    inverse = torch.linalg.pinv(factors @ factors.T, hermitian=True)
+    bands = zip(*(values.split(BAND) for values in (weights, targets, start)))
+    return torch.cat([descend(weight.double(), target.double(), near, factors, inverse) for weight, target, near in bands])
 
 
-def search(rank: int, wholly: bool, level: int) -> list[tuple[int, int]]:
-    """Ranks, and how much finer the factors' steps are than suits a rest of white noise. A change that is wholly of low rank
-    leaves hardly any: there each value is either predicted exactly or a step beside, more rarely with finer factors."""
-    ranks = [rank] if level == 2 or wholly else sorted({rank * 3 // 4, rank, rank * 5 // 4})
-    steps = ([4, 8] if wholly else [0]) if level == 2 else (range(0, 14, 2) if wholly else [-1, 0, 1])
-    return [(each, finer) for each in ranks for finer in steps if each]
+def descend(
+    weights: torch.Tensor, targets: torch.Tensor, found: torch.Tensor, factors: torch.Tensor, inverse: torch.Tensor
+) -> torch.Tensor:
+    scale = 1 / weights.mean(1, keepdim=True)
+    rest = (weights * (targets - found @ factors)) @ factors.T
+    direction = steepest = scale * (rest @ inverse)
+    energy = (rest * steepest).sum(1, keepdim=True)
+    for _ in range(STEPS):
+        image = (weights * (direction @ factors)) @ factors.T
+        step = energy / (direction * image).sum(1, keepdim=True).clamp(min=TINY)
+        found = found + step * direction
+        rest = rest - step * image
+        steepest = scale * (rest @ inverse)
+        before, energy = energy, (rest * steepest).sum(1, keepdim=True)
+        direction = steepest + energy / before.clamp(min=TINY) * direction
+    return found
+
+
+def search(rank: int, wholly: bool, level: int) -> list[tuple[int, list[int]]]:
+    """Ranks, and for each how many times the squares of the factors' steps are halved beyond what suits a rest of white noise.
+    A change that is wholly of low rank leaves hardly any: there each value is either predicted exactly or a step beside, more
+    rarely with finer factors."""
+    if wholly:
+        return [(rank, [4, 8] if level == 2 else list(range(0, 14, 2)))]
+    ranks = [rank] if level == 2 else sorted({rank * 3 // 4, rank, rank * 5 // 4})
+    return [(each, [0] if level == 2 else [-1, 0, 1]) for each in ranks if each]
 
 
 def spacing(values: np.ndarray, kind: torch.finfo) -> np.ndarray:
-    """The distance (float64) of each value to the next of its type; the largest there is where a value is not finite."""
+    """Of each value the exponent (int16) of the power of two that lies between it and the next of its type; the largest there
+    is where a value is not finite."""
     finite = np.isfinite(values)
-    magnitude = np.abs(np.where(finite, values, 0).astype(np.float64))
+    magnitude = np.abs(np.where(finite, values, 0))
     magnitude[~finite] = magnitude.max(initial=0)
-    return np.ldexp(kind.eps, np.frexp(np.maximum(magnitude, kind.tiny))[1] - 1)
+    return (np.frexp(np.maximum(magnitude, kind.tiny))[1] + (math.frexp(kind.eps)[1] - 2)).astype(np.int16)
 
 
 def decompose(change: torch.Tensor, energy: float, rank: int, power_iterations: int = 1) -> Components:
