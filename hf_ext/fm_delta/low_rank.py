@@ -19,6 +19,7 @@ OVERSAMPLING = 8
 LEAST = 64  # rows and columns of a matrix that is worth it
 MAX_EXPONENT = 100
 ROUNDS = {2: 3, 3: 6}  # by level, of fitting the factors of such a change
+FINEST = 7  # spacings that lie further below the largest count as if they did so: few values would outweigh all others
 STEPS = 2  # of conjugate gradients for the rows and for the columns in each of them
 BAND = 64  # rows that are fitted at a time, so that all that belongs to them stays in the cache
 NEARLY_ALL = 1e-4  # a share of the energy so small that single precision does not tell what is left
@@ -104,7 +105,7 @@ def fit(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The product of the same rank that is nearest to a change of which each value is known as exactly as its spacing
     (2^exponent) allows: weighted least squares, of the rows and of the columns in turn."""
-    weights = (2 * (exponents.max() - exponents).clamp(max=12)).float().exp2()
+    weights = (2 * (exponents.max() - exponents).clamp(max=FINEST)).float().exp2()
     left, right = left.double(), right.double()
     for _ in range(rounds):
         left = solve(weights, change, left, right)
