@@ -36,7 +36,7 @@ from local_hub import Commit, File, LocalHub, Repo, Request  # noqa: E402
 
 LINKS = [100, 300, 1000, 2500, 10_000, 25_000]  # Mbit/s
 SENT = ["fm-delta", "zstd-3 XOR planes", "zipnn", "zstd-3 raw"]  # the peers that are compared
-WITH_BASE = {"ours", "fm-delta", "zstd-3 XOR planes"}
+WITH_BASE = {"ours", "ours, level 1", "fm-delta", "zstd-3 XOR planes"}
 CORES = os.cpu_count() or 1
 
 
@@ -107,7 +107,7 @@ def links(args: argparse.Namespace, dtype: str) -> dict:
         def decompress(peer, blobs):
             list(pool.map(lambda pair, blob: peer.decompress(blob, pair.base, dtype, pair.x.shape), pairs, blobs))
 
-        for peer in [ours(), *(peer for peer in all_peers() if peer.name in SENT)]:
+        for peer in [ours(), ours(level=1), *(peer for peer in all_peers() if peer.name in SENT)]:
             blobs = compress_checked(peer, pairs, dtype)
             speeds = [
                 megabytes / statistics.median(timed(*call) for _ in range(args.runs))

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Generic, TypeVar
 
+import torch
 from transformers.utils.logging import tqdm
 
 AHEAD = 256 * 1024 * 1024  # bytes of tensors worked on before they are asked for
@@ -30,7 +31,7 @@ class WorkAhead(Generic[Result]):
         self._work = work
         self._sizes = sizes
         self._coming = iter(sizes)
-        self._pool = ThreadPoolExecutor(cores(), initializer=_limit.set, initargs=(_limit.get(),))
+        self._pool = ThreadPoolExecutor(cores(), initializer=_start_thread, initargs=(_limit.get(),))
         self._running: dict[str, Future[Result]] = {}
         self._ahead = 0
         self._start()
@@ -53,11 +54,17 @@ class WorkAhead(Generic[Result]):
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(torch.get_num_threads())  # for the threads to come, which take the number that was set last
 
     def _start(self) -> None:
         while (self._ahead < AHEAD or not self._running) and (name := next(self._coming, None)) is not None:
             self._ahead += self._sizes[name]
             self._running[name] = self._pool.submit(self._work, name)
+
+
+def _start_thread(limit: int | None) -> None:
+    _limit.set(limit)
+    torch.set_num_threads(1)  # of this thread: PyTorch's own would wait for each other on cores that are all at work
 
 
 def threads_for(size: int) -> int:

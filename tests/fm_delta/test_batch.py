@@ -1,5 +1,6 @@
 """Many models are compressed in one run: what is done is not done again, and a bad one stops none of the others."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_checkpoints import contents, fine_tune, weights, write_folder
 
 from hf_ext import fm_delta
@@ -290,3 +292,19 @@ def test_a_limit_of_cores_holds_in_the_threads_too():
     assert cores() == CORES
     with at_most_cores(10_000):
         assert cores() == CORES
+
+
+def test_pytorch_takes_one_core_for_each_of_the_tensors_that_are_worked_on():
+    def threads_of_a_new_thread():
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.get_num_threads).result()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with contextlib.closing(WorkAhead(lambda _: torch.get_num_threads(), dict.fromkeys("abcdef", 1))) as work:
+            assert [threads for _, threads in work] == [1] * 6
+            assert torch.get_num_threads() == 3
+        assert torch.get_num_threads() == threads_of_a_new_thread() == 3
+    finally:
+        torch.set_num_threads(before)
