@@ -21,6 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from threading import Lock
 
+import torch
 from fine_tunes import minilm
 from load_from_hub import load_and_read
 from measuring import print_table, timed
@@ -99,7 +100,8 @@ def links(args: argparse.Namespace, dtype: str) -> dict:
     megabytes = sum(pair.x.nbytes for pair in pairs) / 1e6
     disk = (args.disk, args.disk) if args.disk else disk_speed(args.pairs / args.tasks[0] / "model.safetensors")
     codecs = [Codec("plain file", 1, float("inf"), float("inf"), False, disk)]
-    with ThreadPoolExecutor(CORES) as pool:  # as whole checkpoints are worked on: a tensor a thread
+    # As whole checkpoints are worked on: a tensor a thread, PyTorch's own threads left out.
+    with ThreadPoolExecutor(CORES, initializer=torch.set_num_threads, initargs=(1,)) as pool:
 
         def compress(peer):
             list(pool.map(lambda pair: peer.compress(pair.x, pair.base, dtype), pairs))
