@@ -13,11 +13,13 @@ import io
 import json
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ from hf_ext.trans_lora import load_model
 from hf_ext.uni_med import UniMedCollator
 
 ROOT = Path(__file__).parent.parent
+SHARED = tempfile.TemporaryDirectory()  # what is made once for several pages; gone with the process
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 BERT, LLAMA, CHAT, BLIP2 = (
@@ -161,7 +164,8 @@ def fm_delta() -> dict[str, Any]:
 
 
 def emr() -> dict[str, Any]:
-    classifiers("my-cola", "my-sst2", "my-rte")
+    classifiers("my-cola", "my-sst2")
+    classifiers("my-rte")  # moved as the first is, so that the others leave it enough
     model = AutoModelForSequenceClassification.from_pretrained(BERT, num_labels=3)
     trained(model, LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"])).save_pretrained("my-mnli-lora")
     return {}
@@ -171,28 +175,36 @@ def pissa() -> dict[str, Any]:
     return {name: AutoModelForCausalLM.from_pretrained(LLAMA) for name in ("model", "base")}
 
 
-def language_models(source: str, adapter: str, target: str) -> None:
-    """Folders of an old model that knows what inputs look like, of its adapter, and of a new one; files of inputs."""
-    tiny = tiny_transfers
-    for kind, folder in (("gpt2", source), ("llama", target)):
+@cache
+def transfer() -> dict[str, Path]:
+    """Folders of an old model that knows what inputs look like, of its adapter, and of a new model."""
+    tiny, folder = tiny_transfers, Path(tempfile.mkdtemp(dir=SHARED.name))
+    found = {name: folder / name for name in ("source", "adapter", "target")}
+    for kind, role in (("gpt2", "source"), ("llama", "target")):
         make, size = tiny.MODELS[kind]
         words = tiny.tokenizer(size)
+        torch.manual_seed(0)
         model = make(words)
         tiny.fit(model, words, tiny.documents(100), steps=60, learning_rate=1e-2)
-        model.save_pretrained(folder)
-        words.save_pretrained(folder)
-        if folder == source:
-            model.name_or_path = folder
+        model.save_pretrained(found[role])
+        words.save_pretrained(found[role])
+        if role == "source":
             teacher = get_peft_model(model, tiny.lora(kind))
-            tiny.fit(teacher, words, [f"{text}\t {tiny.answer(text)}" for text in tiny.inputs(50)], 20, 1e-2)
-            teacher.save_pretrained(adapter)
-    for names, texts in ((("real", "inputs"), tiny.inputs(20)), (("seeds", "five-inputs"), tiny.SEEDS)):
-        for name in names:
-            Path(f"{name}.jsonl").write_text("".join(json.dumps({"input": text}) + "\n" for text in texts))
+            tiny.fit(teacher, words, [f"{text}\t {tiny.answer(text)}" for text in tiny.inputs(50)], 150, 5e-3)
+            teacher.save_pretrained(found["adapter"])
+    return found
+
+
+def files_of_a_transfer(source: str, adapter: str, target: str, real: str, seeds: str) -> None:
+    """The folders of `transfer`, and JSON lines of inputs, by these names."""
+    for name, folder in zip((source, adapter, target), transfer().values()):
+        shutil.copytree(folder, name)
+    for name, texts in ((real, tiny_transfers.inputs(20)), (seeds, tiny_transfers.SEEDS)):
+        Path(name).write_text("".join(json.dumps({"input": text}) + "\n" for text in texts))
 
 
 def trans_lora() -> dict[str, Any]:
-    language_models("S", "A", "T")
+    files_of_a_transfer("S", "A", "T", "real.jsonl", "seeds.jsonl")
     (source, source_words), (target, target_words), (base, _) = (load_model(folder) for folder in "STS")
     teacher = PeftModel.from_pretrained(base, "A")
     return {
@@ -220,7 +232,7 @@ def uni_med() -> dict[str, Any]:
 
 def readme() -> dict[str, Any]:
     classifiers("my-cola", "my-sst2")
-    language_models("old-model", "old-lora", "new-model")
+    files_of_a_transfer("old-model", "old-lora", "new-model", "inputs.jsonl", "five-inputs.jsonl")
     return pissa() | {"fine_tuned": classifier(3, 1), "image": tiny_uni_med.image()}
 
 

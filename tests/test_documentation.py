@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import configparser
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -171,3 +172,23 @@ def test_links_lead_somewhere(page):
         assert file.exists() and file.is_relative_to(ROOT), target
         headings = re.findall(r"^#+ (.*)$", shown(file), re.M) if anchor else []
         assert not anchor or anchor in {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}, target
+
+
+def public() -> list[tuple[str, object]]:
+    modules = [hf_ext, *(getattr(hf_ext, method) for method in METHODS)]
+    return [(name, getattr(module, name)) for module in modules for name in module.__all__]
+
+
+def test_everything_public_has_a_docstring_of_its_own():
+    for name, thing in public():
+        if callable(thing):
+            text = vars(thing).get("__doc__") or "" if isinstance(thing, type) else thing.__doc__ or ""
+            assert text and not text.startswith(f"{name}("), name  # as dataclasses have it by themselves
+
+
+def test_the_reference_is_made_without_a_warning_and_has_everything_public(tmp_path):
+    script = [sys.executable, "-W", "ignore", ROOT / "docs/reference.py", tmp_path]
+    result = subprocess.run(script, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    text = "".join(shown(path) for path in tmp_path.rglob("*.html"))
+    assert [name for name, thing in public() if callable(thing) and f'id="{name}"' not in text] == []
