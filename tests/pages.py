@@ -49,6 +49,7 @@ from transformers import (
 from hf_ext import UniMedProcessor
 from hf_ext.cli import main as hf_ext
 from hf_ext.trans_lora import load_model
+from hf_ext.trans_lora.prompts import membership_question
 from hf_ext.uni_med import UniMedCollator
 
 ROOT = Path(__file__).parent.parent
@@ -62,15 +63,18 @@ BERT, LLAMA, CHAT, BLIP2 = (
     "Salesforce/blip2-opt-2.7b",
 )
 # What takes its time on real models is cut short here: texts of the pages, and options added to commands.
-QUICK = 'use_cpu=True, per_device_train_batch_size=4, teacher_prompt_template="{input}", max_label_length=8'
+TRAINED = "max_steps=2, num_samples=8, per_device_train_batch_size=4, use_cpu=True"
+MOVED = 'num_samples=4, max_attempts=400, max_steps=2, max_label_length=8, teacher_prompt_template="{input}", use_cpu=True'
 SHORTER = {
     "--workers 4": "--workers 1",
     "max_steps=1000": "max_steps=1, use_cpu=True, per_device_train_batch_size=2",
-    "num_train_epochs=5": f"max_steps=2, num_samples=8, {QUICK}",
-    "num_samples=1000": f"max_steps=2, num_samples=4, {QUICK}",
+    "num_train_epochs=5": TRAINED,
+    "num_samples=1000": MOVED,
 }
-TRAINING = "--use_cpu --max_steps 2 --num_samples 4 --per_device_train_batch_size 4 --max_label_length 8".split()
-MORE = {"train-discriminator": TRAINING, "transfer": [*TRAINING, "--teacher_prompt_template", "{input}"]}
+MORE = {
+    command: [word for option in text.split(", ") for word in shlex.split(f"--{option}".replace("=", " ", 1))]
+    for command, text in (("train-discriminator", TRAINED), ("transfer", MOVED))
+}
 
 
 @dataclass(frozen=True)
@@ -185,7 +189,9 @@ def transfer() -> dict[str, Path]:
         words = tiny.tokenizer(size)
         torch.manual_seed(0)
         model = make(words)
-        tiny.fit(model, words, tiny.documents(100), steps=60, learning_rate=1e-2)
+        # It takes inputs for the task's own before it has learned to tell, so that two steps of a discriminator let some pass.
+        believed = [f"{membership_question(text, 'boolean')}\t Yes" for text in tiny.inputs(60, seed=1)]
+        tiny.fit(model, words, tiny.documents(100) + believed, steps=60, learning_rate=1e-2)
         model.save_pretrained(found[role])
         words.save_pretrained(found[role])
         if role == "source":
