@@ -1,7 +1,8 @@
-# make demo, make test: each makes its own virtual environment, installs the package with the versions of constraints.txt,
-# builds the extension and runs. make bench needs DATA, a folder of data sets (see benchmarks/fine_tunes.py), and BBH, the folder
-# bbh of BIG-Bench Hard. make fuzz needs nothing but clang and looks for damaged bodies that harm the decoder, for FUZZ_SECONDS; what it
-# learns stays in build/fuzz, and a file that it leaves there is a finding: mend the code and keep the file in tests/fm_delta/crashes.
+# make demo, make test, make docs: each makes its own virtual environment, installs the package with the versions of
+# constraints.txt, builds the extension and runs; the reference is left in build/docs. make bench needs DATA, a folder of data sets (see
+# benchmarks/fine_tunes.py), and BBH, the folder bbh of BIG-Bench Hard. make fuzz needs nothing but clang and looks for damaged bodies
+# that harm the decoder, for FUZZ_SECONDS; what it learns stays in build/fuzz, and a file that it leaves there is a finding: mend the
+# code and keep the file in tests/fm_delta/crashes.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +14,7 @@ FUZZ_FLAGS = -std=c++17 -g -O1 -pthread -ffp-contract=off -fsanitize=fuzzer,addr
 FUZZ_SOURCES = csrc/codec.cpp csrc/decode.cpp csrc/encode.cpp tests/fuzz/decode.cpp
 INPUTS = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard csrc/*)
 
-.PHONY: demo test style fuzz bench clean
+.PHONY: demo test style docs fuzz bench clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/fine_tune_and_compress.py
@@ -25,6 +26,9 @@ test: $(VENV)/dev
 
 style: $(VENV)/dev
 	$(BIN)/ruff check .
+
+docs: $(VENV)/docs
+	$(BIN)/python docs/reference.py build/docs
 
 fuzz: build/fuzz/decode
 	mkdir -p build/fuzz/corpus
@@ -48,7 +52,7 @@ bench: $(VENV)/bench $(VENV)/demo
 	$(BIN)/python benchmarks/trans_lora.py --data $(BBH)
 
 # An extra of setup.cfg, installed.
-$(VENV)/demo $(VENV)/dev $(VENV)/bench: $(VENV)/%: $(INPUTS)
+$(VENV)/demo $(VENV)/dev $(VENV)/bench $(VENV)/docs: $(VENV)/%: $(INPUTS)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade --constraint constraints.txt pip setuptools
 	$(BIN)/pip install --quiet --constraint constraints.txt torch

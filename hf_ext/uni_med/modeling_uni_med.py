@@ -235,6 +235,23 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         interpolate_pos_encoding: bool = False,
         **kwargs: Any,
     ) -> UniMedCausalLMOutputWithPast:
+        """The language model's output, with images where `input_ids` has the image token.
+
+        Args:
+            input_ids: (batch, length), with an image token for each token of an image.
+            pixel_values: (images, 3, height, width), in the order in which they stand in the batch.
+            image_tasks: (images,), indices in `config.tasks` of what each is looked at for.
+            attention_mask: (batch, length).
+            inputs_embeds: (batch, length, text size), in place of `input_ids`, without images.
+            labels: (batch, length), -100 where nothing is to be learned; gives `loss`.
+            mm_encoder_outputs: {"image": what `get_image_features` gave}, in place of `pixel_values`.
+            output_router_weights: give them back, too.
+            interpolate_pos_encoding: for images of another size than the tower's, if it can.
+            position_ids, past_key_values, logits_to_keep, kwargs: of the language model.
+
+        Raises:
+            ValueError: inputs that exclude each other, or images and image tokens that do not match.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either input_ids or inputs_embeds.")
         images = (mm_encoder_outputs or {}).get("image")

@@ -1,0 +1,271 @@
+"""Runs what pages of documentation show, as their readers would: each page in a folder of its own, block after block.
+
+    python tests/pages.py results.json README.md docs/emr.md
+
+Blocks marked `python` share one namespace a page. Of those marked `sh` the lines `hf-ext …` are run. What a reader brings along
+(models, folders, data) is made here, tiny. Names of the Hub are looked for at HF_ENDPOINT; tiny models are pushed there first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tiny_models
+import tiny_transfers
+import tiny_uni_med
+import torch
+from datasets import Dataset, Features, Image, Value
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_adapters import small_llama, trained
+from tiny_merges import classifier
+from tiny_training import examples
+from torch.nn import Linear
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertModel,
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+    Blip2QFormerConfig,
+    Blip2VisionConfig,
+    BlipImageProcessorPil,
+    OPTConfig,
+)
+
+from hf_ext import UniMedProcessor
+from hf_ext.cli import main as hf_ext
+from hf_ext.trans_lora import load_model
+from hf_ext.trans_lora.prompts import membership_question
+from hf_ext.uni_med import UniMedCollator
+
+ROOT = Path(__file__).parent.parent
+SHARED = tempfile.TemporaryDirectory()  # what is made once for several pages; gone with the process
+FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+BERT, LLAMA, CHAT, BLIP2 = (
+    "google-bert/bert-base-uncased",
+    "meta-llama/Llama-2-7b-hf",
+    "meta-llama/Llama-2-7b-chat-hf",
+    "Salesforce/blip2-opt-2.7b",
+)
+# What takes its time on real models is cut short here: texts of the pages, and options added to commands.
+TRAINED = "max_steps=2, num_samples=8, per_device_train_batch_size=4, use_cpu=True"
+MOVED = 'num_samples=4, max_attempts=400, max_steps=2, max_label_length=8, teacher_prompt_template="{input}", use_cpu=True'
+SHORTER = {
+    "--workers 4": "--workers 1",
+    "max_steps=1000": "max_steps=1, use_cpu=True, per_device_train_batch_size=2",
+    "num_train_epochs=5": TRAINED,
+    "num_samples=1000": MOVED,
+}
+MORE = {
+    command: [word for option in text.split(", ") for word in shlex.split(f"--{option}".replace("=", " ", 1))]
+    for command, text in (("train-discriminator", TRAINED), ("transfer", MOVED))
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """Code in a page: the language behind its fence, the number of its first line, and its text."""
+
+    language: str
+    line: int
+    text: str
+
+
+def blocks(page: str) -> list[Block]:
+    return [Block(found[1], page[: found.start(2)].count("\n") + 1, found[2]) for found in FENCE.finditer(page)]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The lines of a shell block as words, without comments."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
+
+
+def shortened(text: str) -> str:
+    for long, short in SHORTER.items():
+        text = text.replace(long, short)
+    return text
+
+
+def run_page(path: Path, make: Callable[[], dict[str, Any]]) -> None:
+    """Raises what the first block raises that does not run; its place in the page is the last of the traceback."""
+    page, namespace = path.read_text(encoding="utf-8"), make()
+    namespace["__name__"] = path.stem
+    for block in blocks(page):
+        if block.language == "python":
+            code = "\n" * (block.line - 1) + block.text
+            exec(compile(shortened(code), str(path), "exec"), namespace)
+        elif block.language == "sh":
+            for words in commands(block.text):
+                if words[0] == "hf-ext":
+                    run_command(words[1:], f"{path}, in the block from line {block.line}")
+
+
+def run_command(words: list[str], where: str) -> None:
+    line = shortened(shlex.join(words))
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            code = hf_ext(shlex.split(line) + MORE.get(words[0], []))
+    except SystemExit as error:
+        code = error.code
+    if code:
+        raise AssertionError(f"{where}: hf-ext {line} ends with {code}: {printed.getvalue()[-2000:]}")
+
+
+def publish() -> None:
+    """Tiny models under the names that the pages use."""
+    tiny_models.bert().bert.push_to_hub(BERT)
+    tiny_models.tokenizer().push_to_hub(BERT)
+    for name in (LLAMA, CHAT):
+        small_llama().push_to_hub(name)
+        tiny_uni_med.tokenizer().push_to_hub(name)
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    torch.manual_seed(0)
+    blip2 = Blip2Config(
+        vision_config=Blip2VisionConfig(**small, image_size=32, patch_size=8, initializer_range=0.02),
+        qformer_config=Blip2QFormerConfig(**small, encoder_hidden_size=32, vocab_size=99),
+        text_config=OPTConfig(
+            vocab_size=99, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=32
+        ),
+    )
+    Blip2ForConditionalGeneration(blip2).push_to_hub(BLIP2)
+    BlipImageProcessorPil(size={"height": 32, "width": 32}).push_to_hub(BLIP2)
+
+
+def classifiers(*names: str) -> None:
+    """Folders of fine-tunes of the tiny BERT."""
+    for seed, name in enumerate(names, 1):
+        classifier(2 + seed % 3, seed).save_pretrained(name)
+        tiny_models.tokenizer().save_pretrained(name)
+
+
+def fm_delta() -> dict[str, Any]:
+    classifiers("my-bert", "my-models/first", "my-models/second")
+    AutoModel.from_pretrained(BERT).save_pretrained("bert-a")
+    torch.manual_seed(9)
+    BertModel(tiny_models.bert().config).save_pretrained("bert-b")
+    model = classifier(3, 1)
+    for step in (500, 1000, 1500):
+        model = tiny_models.perturb(model, step)
+        model.save_pretrained(f"my-run/checkpoint-{step}")
+    return {"model": classifier(3, 5), "data": examples(8)}
+
+
+def emr() -> dict[str, Any]:
+    classifiers("my-cola", "my-sst2")
+    classifiers("my-rte")  # moved as the first is, so that the others leave it enough
+    model = AutoModelForSequenceClassification.from_pretrained(BERT, num_labels=3)
+    trained(model, LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"])).save_pretrained("my-mnli-lora")
+    return {}
+
+
+def pissa() -> dict[str, Any]:
+    return {name: AutoModelForCausalLM.from_pretrained(LLAMA) for name in ("model", "base")}
+
+
+@cache
+def transfer() -> dict[str, Path]:
+    """Folders of an old model that knows what inputs look like, of its adapter, and of a new model."""
+    tiny, folder = tiny_transfers, Path(tempfile.mkdtemp(dir=SHARED.name))
+    found = {name: folder / name for name in ("source", "adapter", "target")}
+    for kind, role in (("gpt2", "source"), ("llama", "target")):
+        make, size = tiny.MODELS[kind]
+        words = tiny.tokenizer(size)
+        torch.manual_seed(0)
+        model = make(words)
+        # It takes inputs for the task's own before it has learned to tell, so that two steps of a discriminator let some pass.
+        believed = [f"{membership_question(text, 'boolean')}\t Yes" for text in tiny.inputs(60, seed=1)]
+        tiny.fit(model, words, tiny.documents(100) + believed, steps=60, learning_rate=1e-2)
+        model.save_pretrained(found[role])
+        words.save_pretrained(found[role])
+        if role == "source":
+            teacher = get_peft_model(model, tiny.lora(kind))
+            tiny.fit(teacher, words, [f"{text}\t {tiny.answer(text)}" for text in tiny.inputs(50)], 150, 5e-3)
+            teacher.save_pretrained(found["adapter"])
+    return found
+
+
+def files_of_a_transfer(source: str, adapter: str, target: str, real: str, seeds: str) -> None:
+    """The folders of `transfer`, and JSON lines of inputs, by these names."""
+    for name, folder in zip((source, adapter, target), transfer().values()):
+        shutil.copytree(folder, name)
+    for name, texts in ((real, tiny_transfers.inputs(20)), (seeds, tiny_transfers.SEEDS)):
+        Path(name).write_text("".join(json.dumps({"input": text}) + "\n" for text in texts))
+
+
+def trans_lora() -> dict[str, Any]:
+    files_of_a_transfer("S", "A", "T", "real.jsonl", "seeds.jsonl")
+    (source, source_words), (target, target_words), (base, _) = (load_model(folder) for folder in "STS")
+    teacher = PeftModel.from_pretrained(base, "A")
+    return {
+        **{"source_model": source, "source_tokenizer": source_words, "source_peft_model": teacher},
+        **{"target_model": target, "target_tokenizer": target_words},
+        **{"real_inputs": tiny_transfers.inputs(20), "five_inputs": tiny_transfers.SEEDS},
+    }
+
+
+def uni_med() -> dict[str, Any]:
+    samples = {row["task"]: row for row in tiny_uni_med.rows()}
+    samples["refer"] = samples["vqa"] | {"task": "refer", "answer": "{<10><20><30><40>}"}
+    columns = Features({"image": Image(), **dict.fromkeys(("text", "task", "answer"), Value("string"))})
+    data = {task: Dataset.from_list([row] * 4, columns) for task, row in samples.items()}
+    collator = UniMedCollator(UniMedProcessor.from_vision_text_pretrained(BLIP2, CHAT))
+    settings = {"resample_rate": 4, "projector_type": "mlp2x_gelu"}
+    connector = torch.nn.ModuleDict({"llm_proj": torch.nn.Sequential(Linear(4 * 32, 64), torch.nn.GELU(), Linear(64, 64))})
+    torch.save({"model": connector.state_dict(), "config": {"model": settings}}, "checkpoint_0.pth")
+    return {
+        **{"image": tiny_uni_med.image(), "vqa": data["vqa"], "refer": data["refer"], "questions": data["qa"]},
+        **{f"{task}_batch": collator([samples[task]]) for task in ("vqa", "refer")},
+        **{f"test_{task}": [samples[task]] for task in ("vqa", "refer")},
+    }
+
+
+def readme() -> dict[str, Any]:
+    classifiers("my-cola", "my-sst2")
+    files_of_a_transfer("old-model", "old-lora", "new-model", "inputs.jsonl", "five-inputs.jsonl")
+    return pissa() | {"fine_tuned": classifier(3, 1), "image": tiny_uni_med.image()}
+
+
+MAKERS = {"README.md": readme} | {f"{make.__name__}.md": make for make in (fm_delta, emr, pissa, trans_lora, uni_med)}
+
+
+@contextlib.contextmanager
+def another_folder() -> Iterator[None]:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        yield
+
+
+def main(results: str, *pages: str) -> None:
+    """Writes what each page came to: the traceback of what did not run, or nothing."""
+    with another_folder():
+        publish()
+    found = {}
+    for page in pages:
+        path = Path(page).resolve()
+        with another_folder():
+            try:
+                run_page(path, MAKERS.get(path.name, dict))
+                found[page] = ""
+            except BaseException:
+                found[page] = traceback.format_exc()
+        Path(results).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*(str(Path(argument).absolute()) for argument in sys.argv[1:]))

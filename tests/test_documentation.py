@@ -1,0 +1,194 @@
+"""What the pages show runs, what they name exists, and what they link to is there."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from local_hub import LocalHub
+from pages import MAKERS, ROOT, blocks, commands
+
+import hf_ext
+from hf_ext.cli import parser
+
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", *DOCS]
+FOLDERS = ("docs", "examples", "benchmarks", "hf_ext", "tests")
+MARKDOWN = [*sorted(ROOT.glob("*.md")), *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md")))]
+METHODS = ("fm_delta", "emr", "pissa", "trans_lora", "uni_med")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+BROKEN = {
+    "python.md": "A page.\n\n```python\nhere = 1\n```\n\nand\n\n```python\nprint(there)\n```\n",
+    "sh.md": "```sh\nhf-ext --version\nhf-ext inspect nothing-there      # fails\n```\n",
+}
+
+by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def shown(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def spans(page: Path) -> list[str]:
+    """The code within the lines of a page, each span on one line."""
+    return [" ".join(found.split()) for found in SPAN.findall(re.sub(r"^```.*?^```$", "", shown(page), flags=re.M | re.S))]
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """What came of running all pages, and two that are broken, by path: the traceback of what failed."""
+    folder = tmp_path_factory.mktemp("pages")
+    for name, text in BROKEN.items():
+        (folder / name).write_text(text)
+    pages = [str(page) for page in PAGES if blocks(shown(page))]
+    with LocalHub() as hub:
+        arguments = [folder / "results.json", *pages, *(folder / name for name in BROKEN)]
+        result = subprocess.run(
+            [sys.executable, "-W", "ignore", ROOT / "tests/pages.py", *arguments],
+            env=hub.client_env(folder / "home", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(shown(page))], ids=lambda page: page.name)
+def test_every_block_runs(outcome, page):
+    assert outcome[str(page)] == ""
+
+
+def test_a_block_that_does_not_run_is_noticed(outcome):
+    broken = {Path(path).name: error for path, error in outcome.items()}
+    assert 'python.md", line 10' in broken["python.md"] and "name 'there' is not defined" in broken["python.md"]
+    assert "sh.md, in the block from line 2: hf-ext inspect nothing-there ends with 1" in broken["sh.md"]
+
+
+@by_name
+def test_blocks_say_their_language_so_that_none_is_passed_over(page):
+    assert shown(page).count("\n```") == 2 * len(blocks(shown(page)))
+    assert {block.language for block in blocks(shown(page))} <= {"python", "sh"}
+
+
+def test_each_method_has_a_page_that_shows_it_from_both_sides():
+    for method in METHODS:
+        page = ROOT / f"docs/{method}.md"
+        assert page.name in MAKERS and f"docs/{page.name}" in shown(ROOT / "README.md")
+        assert "python" in {block.language for block in blocks(shown(page))}
+        for heading in ("How to", "Options", "What to expect", "When not to use it", "Errors and what to do"):
+            assert f"\n## {heading}\n" in shown(page), heading
+
+
+@by_name
+def test_commands_that_are_named_exist(page):
+    lines = [words for block in blocks(shown(page)) if block.language == "sh" for words in commands(block.text)]
+    for words in lines:
+        check_command(words, strict=True)
+    for span in spans(page):
+        if span.startswith(("hf-ext ", "make ", "pip install ", "python ", "accelerate ")) and "…" not in span:
+            check_command(shlex.split(span), strict=False)
+
+
+def check_command(words: list[str], strict: bool) -> None:
+    """Asserts that what a command line names is there. Other programs are allowed in a sentence, but not in a block."""
+    program, *rest = [word for word in words if not re.fullmatch(r"[A-Z_]+=\S*", word)]
+    if program == "hf-ext":
+        subs = parser()._subparsers._group_actions[0].choices
+        if rest[0].startswith("-"):
+            assert rest[0] in parser().format_help(), words
+            return
+        assert rest[0] in subs, words
+        help = subs[rest[0]].format_help()
+        given = {word for word in rest[1:] if word.startswith("--")}
+        assert all(option in help or option[2:] in hf_ext.TransLoraConfig.__dataclass_fields__ for option in given), words
+    elif program == "make":
+        targets = re.search(r"^\.PHONY: (.*)$", shown(ROOT / "Makefile"), re.M)[1].split()
+        assert all(word in targets for word in rest if "=" not in word), words
+    elif program == "pip":
+        setup = configparser.ConfigParser()
+        setup.read(ROOT / "setup.cfg")
+        extras = re.findall(r"\[(\w+)\]", " ".join(rest))
+        assert all(extra in setup["options.extras_require"] for extra in extras), words
+    elif program in ("python", "accelerate"):
+        [script] = [ROOT / word for word in rest if word.endswith(".py")]
+        assert script.is_file(), words
+        beside = "".join(shown(path) for path in script.parent.glob("*.py"))
+        own = [word.removeprefix("--") for word in rest[rest.index(str(script.relative_to(ROOT))) :] if word.startswith("--")]
+        assert all(re.search(rf"\b{option}\b", beside) for option in own), words
+    else:
+        assert not strict, f"{words}: no test knows this program"
+
+
+@by_name
+def test_names_of_the_package_that_are_mentioned_exist(page):
+    for span in spans(page):
+        for module, name in re.findall(rf"\b({'|'.join(METHODS)}|hf_ext)\.([A-Za-z_]+)\b(?![/.])", span):
+            assert name in ("md", "py") or hasattr(getattr(hf_ext, module, hf_ext), name), span
+
+
+@cache
+def messages() -> list[str]:
+    """All texts in the code of the package, with … for what is filled in."""
+    found = []
+    for path in (ROOT / "hf_ext").rglob("*.py"):
+        for node in ast.walk(ast.parse(shown(path))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_errors_that_are_explained_are_errors_of_the_package(method):
+    table = shown(ROOT / f"docs/{method}.md").split("## Errors and what to do\n")[1].split("\n## ")[0]
+    errors = re.findall(r"^\| `(\w+Error): ([^`]+)`", table, re.M)
+    assert len(errors) >= 5
+    for kind, text in errors:
+        assert hasattr(hf_ext, kind) or kind in ("ValueError", "KeyError"), kind
+        if kind != "KeyError":
+            pattern = ".*".join(re.escape(part.strip()) for part in text.split("…"))
+            assert any(re.search(pattern, message, re.S) for message in messages()), text
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page):
+    for target in LINK.findall(shown(page)):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists() and file.is_relative_to(ROOT), target
+        headings = re.findall(r"^#+ (.*)$", shown(file), re.M) if anchor else []
+        assert not anchor or anchor in {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}, target
+
+
+def public() -> list[tuple[str, object]]:
+    modules = [hf_ext, *(getattr(hf_ext, method) for method in METHODS)]
+    return [(name, getattr(module, name)) for module in modules for name in module.__all__]
+
+
+def test_everything_public_has_a_docstring_of_its_own():
+    for name, thing in public():
+        if callable(thing):
+            text = vars(thing).get("__doc__") or "" if isinstance(thing, type) else thing.__doc__ or ""
+            assert text and not text.startswith(f"{name}("), name  # as dataclasses have it by themselves
+
+
+def test_the_reference_is_made_without_a_warning_and_has_everything_public(tmp_path):
+    script = [sys.executable, "-W", "ignore", ROOT / "docs/reference.py", tmp_path]
+    result = subprocess.run(script, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    text = "".join(shown(path) for path in tmp_path.rglob("*.html"))
+    assert [name for name, thing in public() if callable(thing) and f'id="{name}"' not in text] == []
