@@ -25,6 +25,7 @@ COMMANDS = (
     "merge",
     "add-task",
     "extract",
+    "run",
 )
 
 
