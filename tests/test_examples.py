@@ -80,8 +80,8 @@ def test_compress_and_push(tmp_path, base, texts):
     assert "came back bit for bit" in out
     files, base_files = (hub.repos[name].at("main").files for name in ("user/trec", "user/trec-base"))
     assert b'"base": "user/trec-base"' in files["config.json"].content and "model.safetensors" in base_files
-    downloaded = [path for method, path, status in hub.log if method == "GET" and path.startswith("/user/trec/resolve")]
-    assert any(path.endswith("model.safetensors") for path in downloaded), "elsewhere loads from the Hub"
+    asked = [path for _, path, _ in hub.log if path.startswith("/user/trec/resolve")]
+    assert any(path.endswith("model.safetensors") for path in asked), "elsewhere loads from the Hub"
     without = run(
         "compress_and_push.py", tmp_path, "--checkpoint", tmp_path / "demo-out/plain", "--model_name_or_path", base,
         "--data", texts, "--max_length", 16, "--output_dir", "again",
@@ -106,7 +106,7 @@ def test_end_to_end(tmp_path, base, texts):
     assert compressed[0] == merged[0] and compressed[1] < merged[1]
     assert served == together and together[1] < compressed[1]
     assert {"user/three", "user/three-base"} == set(hub.repos)
-    downloaded = {path.rsplit("/", 2)[-2] for method, path, status in hub.log if "/user/three/resolve" in path}
+    downloaded = {path.rsplit("/", 2)[-2] for _, path, _ in hub.log if "/user/three/resolve" in path}
     assert {"task-trec", "task-cr", "task-subj"} <= downloaded
 
 
@@ -137,23 +137,6 @@ def test_run_pissa(tmp_path, base, texts):
     assert [row[0] for row in table] == ["lora", "pissa", "qlora", "qpissa"]
     assert all(float(end) < float(mean) for _, mean, end, _ in table), "the loss falls"
     assert (tmp_path / "pissa-out/loss.png").exists() and (tmp_path / "pissa-out/qpissa-0/adapter_config.json").exists()
-
-
-def test_run_trans_lora(tmp_path):
-    names = "Ann Ben Cat Dan Eve Fay Gus Hal Ida Jon".split()
-    draw, examples = random.Random(0), []
-    for _ in range(6):
-        who, lies = draw.sample(names, 5), [draw.random() < 0.5 for _ in range(5)]
-        words = ["lies" if lie else "tells the truth" for lie in lies]
-        told = " ".join(f"{a} says {b} {word}." for a, b, word in zip(who[1:], who, words[1:]))
-        text = f"Question: {who[0]} {words[0]}. {told} Does {who[-1]} tell the truth?"
-        examples.append({"input": text, "target": "No" if sum(lies) % 2 else "Yes"})
-    (tmp_path / "web_of_lies.json").write_text(json.dumps({"examples": examples}))
-    out = run(
-        "run_trans_lora.py", tmp_path, "--data", tmp_path, "--shorten", 0.06, "--num_real", 12, "--num_samples", 6,
-        "--max_steps", 4, "--max_label_length", 32, "--max_attempts", 2000,
-    )  # fmt: skip
-    assert "accuracy" in out
 
 
 def test_run_uni_med(tmp_path):
