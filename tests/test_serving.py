@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import socket
@@ -123,6 +124,14 @@ def test_generate_takes_a_task_by_name_or_in_its_settings_from_many_threads(fold
     assert found == [expected[f"merged-{task}"] for task in tasks]
 
 
+def test_a_copy_and_an_adapter_on_top_take_tasks_too(folder, expected):
+    words = AutoTokenizer.from_pretrained(folder / "base")
+    model = copy.deepcopy(AutoModelForCausalLM.from_pretrained(folder / "merged"))
+    assert model.generate.model is model and said(model, words, task="two") == expected["merged-two"]
+    adapted = get_peft_model(model, lora("llama"))  # which changes nothing yet
+    assert said(adapted, words, task="two") == expected["merged-two"] and model.active_task == "one"
+
+
 def test_generate_for_another_task_keeps_changed_weights(folder):
     words = AutoTokenizer.from_pretrained(folder / "base")
     model = AutoModelForCausalLM.from_pretrained(folder / "merged")
@@ -187,6 +196,31 @@ def test_a_server_has_an_adapter_as_a_compressed_fine_tune(folder, expected, ser
     fm_delta.enable(model, folder / "base").save_pretrained(small)
     AutoTokenizer.from_pretrained(folder / "base").save_pretrained(small)
     assert ask(server, small) == expected[name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "plain"),
+    [({"pretrained": "compressed"}, "one"), ({"pretrained": "merged"}, "merged-one")]
+    + [({"pretrained": "base", "peft": name}, f"{name}-plain") for name in LORAS],
+)
+def test_lm_eval_scores_as_the_plain_model_scores(folder, arguments, plain):
+    """Where lm-eval is installed."""
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    def scores(**names: str) -> list[float]:
+        model = HFLM(device="cpu", dtype="float32", **{key: str(folder / name) for key, name in names.items()})
+        requests = [Instance("loglikelihood", {}, (PROMPT, answer), 0) for answer in (" early", " late")]
+        return [score for score, _ in model.loglikelihood(requests, disable_tqdm=True)]
+
+    if name := arguments.get("peft"):
+        base = AutoModelForCausalLM.from_pretrained(folder / "base")
+        PeftModel.from_pretrained(base, folder / name).merge_and_unload().save_pretrained(folder / plain)
+        AutoTokenizer.from_pretrained(folder / "base").save_pretrained(folder / plain)
+    found = scores(**arguments)
+    assert found == pytest.approx(scores(pretrained=plain), abs=1e-4)
+    assert found != pytest.approx(scores(pretrained="base"), abs=1e-2)
 
 
 def test_a_command_that_is_not_there_is_one_line(capsys):
