@@ -153,16 +153,20 @@ def server(folder):
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     with open(folder / "server.log", "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    for _ in range(120):
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
-            break
-        except OSError:
-            assert process.poll() is None, (folder / "server.log").read_text()
-            time.sleep(0.5)
-    yield f"http://127.0.0.1:{port}/v1"
-    process.kill()
-    process.wait()
+    try:
+        deadline = time.monotonic() + 240  # much else may be running
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
+                break
+            except OSError:
+                alive = process.poll() is None and time.monotonic() < deadline
+                assert alive, (folder / "server.log").read_text()
+                time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.kill()
+        process.wait()
 
 
 def ask(server: str, model: Path, **options) -> str:
