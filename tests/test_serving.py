@@ -23,7 +23,6 @@ from tiny_transfers import answer, fit, inputs, llama, lora, settings, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
 from hf_ext import CheckpointError, PissaConfig, TransLoraTrainer, UnsavedChangesError, emr, fm_delta
-from hf_ext.cli import main
 
 PROMPT = "pick a b c"
 TASKS = ("one", "two")
@@ -225,10 +224,3 @@ def test_lm_eval_scores_as_the_plain_model_scores(folder, arguments, plain):
     found = scores(**arguments)
     assert found == pytest.approx(scores(pretrained=plain), abs=1e-4)
     assert found != pytest.approx(scores(pretrained="base"), abs=1e-2)
-
-
-def test_a_command_that_is_not_there_is_one_line(capsys):
-    """That those which are there start is seen above."""
-    assert main(["run", "no-such-command", "--option"]) == 1
-    printed = capsys.readouterr().err
-    assert printed.startswith("hf-ext: There is no command 'no-such-command'") and printed.count("\n") == 1
