@@ -17,7 +17,7 @@ INPUTS = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard csrc/*)
 .PHONY: demo test style docs fuzz bench clean
 
 demo: $(VENV)/demo
-	$(BIN)/python examples/fine_tune_and_compress.py
+	$(BIN)/python examples/compress_and_push.py
 	$(BIN)/python examples/merge_and_switch.py
 	$(BIN)/python examples/run_pissa.py --seeds 0 --max_train_samples 1600
 

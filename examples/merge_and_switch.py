@@ -14,19 +14,15 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
+from compress_and_push import classifier, minilm, split, standard_library_docstrings, trainer
 from datasets import Dataset, load_dataset
-from fine_tune_and_compress import minilm, standard_library_docstrings
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     HfArgumentParser,
     PreTrainedModel,
-    Trainer,
-    TrainingArguments,
     set_seed,
 )
-from transformers.utils import logging
 
 from hf_ext import emr
 
@@ -46,54 +42,39 @@ class Arguments:
     learning_rate: float = field(default=5e-5, metadata={"help": "AdamW's initial learning rate."})
 
 
-def load_tasks(args: Arguments) -> dict[str, list[Dataset]]:
+def load_tasks(args: Arguments) -> dict[str, tuple[Dataset, Dataset]]:
     """Each task's texts and labels to train on and to test on."""
     if not args.datasets:
         loaded = {label: standard_library_docstrings(label) for label in ("package", "kind")}
     else:
         loaded = {name: load_dataset(data) for name, _, data in (text.partition("=") for text in args.datasets)}
     columns = [names * len(loaded) if len(names) == 1 else names for names in (args.text_columns, args.label_columns)]
-    tasks = {}
-    for (name, data), text, label in zip(loaded.items(), *columns, strict=True):
-        train, test = data["train"], next((data[part] for part in ("validation", "test") if part in data), None)
-        if test is None:
-            train, test = train.train_test_split(test_size=0.2, seed=0).values()
-        sizes = ((train, args.max_train_samples), (test, args.max_test_samples))
-        parts = [part.shuffle(seed=0).select(range(min(len(part), size))) for part, size in sizes]
-        tasks[name] = [part.select_columns([text, label]).rename_columns({text: "texts", label: "labels"}) for part in parts]
-    return tasks
+    return {
+        name: tuple(
+            part.select_columns([text, label]).rename_columns({text: "text", label: "label"})
+            for part in split(data, args.max_train_samples, args.max_test_samples)
+        )
+        for (name, data), text, label in zip(loaded.items(), *columns, strict=True)
+    }
 
 
 def main():
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
     set_seed(0)
-    logging.set_verbosity_error()  # that heads are new is no news
     base, out = args.model_name_or_path or minilm(), Path(args.output_dir)
     tokenizer = AutoTokenizer.from_pretrained(base)
+    options = {"max_length": args.max_length, "num_train_epochs": args.num_train_epochs, "learning_rate": args.learning_rate}
 
-    def trainer(model: PreTrainedModel, train: Dataset | None, test: Dataset) -> Trainer:
-        arguments = TrainingArguments(
-            output_dir=str(out / "trainer"), learning_rate=args.learning_rate, num_train_epochs=args.num_train_epochs,
-            per_device_train_batch_size=32, per_device_eval_batch_size=128, save_strategy="no", logging_steps=50, report_to=[],
-        )  # fmt: skip
-        return Trainer(
-            model=model, args=arguments, train_dataset=train, eval_dataset=test, processing_class=tokenizer,
-            compute_metrics=lambda p: {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())},
-        )  # fmt: skip
-
-    def encode(batch: dict) -> dict:
-        return tokenizer(batch["texts"], truncation=True, max_length=args.max_length) | {"labels": batch["labels"]}
+    def accuracy(model: PreTrainedModel, task: str) -> float:
+        return trainer(model, tokenizer, None, tests[task], out, **options).evaluate()["eval_accuracy"]
 
     single, tests = {}, {}
-    for task, (train, test) in load_tasks(args).items():
-        names = train.features["labels"].names
-        print(f"{task}: {len(train)} texts to train on, {len(test)} to test on, {len(names)} classes: {', '.join(names)}")
-        train, tests[task] = (part.map(encode, batched=True, remove_columns=["texts"]) for part in (train, test))
-        model = AutoModelForSequenceClassification.from_pretrained(
-            base, id2label=dict(enumerate(names)), label2id={name: i for i, name in enumerate(names)}, dtype=torch.float32
-        )
-        trainer(model, train, tests[task]).train()
-        single[task] = trainer(model, None, tests[task]).evaluate()["eval_accuracy"]
+    for task, (train, tests[task]) in load_tasks(args).items():
+        classes = train.features["label"]
+        print(f"{task}: {len(train)} texts to train on, {len(tests[task])} to test on, classes: {', '.join(classes.names)}")
+        model = classifier(base, classes)
+        trainer(model, tokenizer, train, tests[task], out, **options).train()
+        single[task] = accuracy(model, task)
         model.to("cpu").save_pretrained(out / task)
         tokenizer.save_pretrained(out / task)
 
@@ -105,7 +86,7 @@ def main():
     print("task            own model   merged")
     for task in model.tasks:
         model.set_task(task)
-        print(f"{task:15} {single[task]:9.4f} {trainer(model, None, tests[task]).evaluate()['eval_accuracy']:8.4f}")
+        print(f"{task:15} {single[task]:9.4f} {accuracy(model, task):8.4f}")
     model.to("cpu")
     seconds = []
     for task in model.tasks * 5:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
-from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
-from fine_tune_and_compress import minilm, standard_library_docstrings
+from compress_and_push import minilm, split, standard_library_docstrings, text_set
+from datasets import DatasetDict, load_dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoModelForSequenceClassification,
@@ -46,6 +46,7 @@ class Arguments:
     data_dir: str | None = field(default=None, metadata={"help": "Folder with TREC.train.all and TREC.test.all, instead."})
     max_length: int = field(default=64, metadata={"help": "Tokens of a text that are used."})
     max_train_samples: int = field(default=6000, metadata={"help": "How many texts to train on at most."})
+    max_test_samples: int = field(default=2000, metadata={"help": "How many texts to test on at most."})
     methods: list[str] = field(default_factory=lambda: list(COLORS), metadata={"help": f"Of {', '.join(COLORS)}."})
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "A run of each method for each seed."})
     r: int = field(default=16, metadata={"help": "Rank of the adapters."})
@@ -68,24 +69,14 @@ class Training(TrainingArguments):
 def load_data(args: Arguments) -> DatasetDict:
     """Texts and labels, as `train` and `test`."""
     if args.data_dir:
-        parts = {}
-        for part in ("train", "test"):
-            lines = Path(args.data_dir, f"TREC.{part}.all").read_text(encoding="utf-8").splitlines()
-            pairs = [line.split(" ", 1) for line in lines if " " in line]
-            parts[part] = Dataset.from_dict({"text": [text for _, text in pairs], "label": [int(label) for label, _ in pairs]})
-        data = DatasetDict(parts).cast_column("label", ClassLabel(6))
+        data = text_set(args.data_dir, "trec")
     elif args.dataset_name:
         data = load_dataset(args.dataset_name)
     else:
         data = standard_library_docstrings("package")
-    train, test = data["train"], next((data[part] for part in ("test", "validation") if part in data), None)
-    if test is None:
-        train, test = train.train_test_split(test_size=0.2, seed=0).values()
     columns = {args.text_column: "texts", args.label_column: "labels"}
-    train = train.shuffle(seed=0).select(range(min(len(train), args.max_train_samples)))
-    return DatasetDict({
-        part: split.select_columns(list(columns)).rename_columns(columns) for part, split in (("train", train), ("test", test))
-    })  # fmt: skip
+    parts = zip(("train", "test"), split(data, args.max_train_samples, args.max_test_samples))
+    return DatasetDict({name: part.select_columns(list(columns)).rename_columns(columns) for name, part in parts})
 
 
 def adapted(method: str, base: str | Path, labels: int, args: Arguments) -> PeftModel:

@@ -400,7 +400,8 @@ def main():
 
     processor = UniMedProcessor.from_vision_text_pretrained(vision, text, num_image_tokens=TOKENS // 4)
     collate = uni_med.UniMedCollator(processor)
-    batches = {task: collate(list(with_images(random.Random(0).sample(train[task], 128), train_photos))) for task in TASKS}
+    shown = {task: random.Random(0).sample(train[task], min(128, len(train[task]))) for task in TASKS}
+    batches = {task: collate(list(with_images(rows, train_photos))) for task, rows in shown.items()}
     mixed = uni_med.mix_datasets({task: Dataset.from_list(rows, features=FEATURES) for task, rows in train.items()}, RATIOS)
     mixed = with_images(mixed, train_photos)
     tests = {

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from accelerate import PartialState
@@ -124,6 +125,14 @@ def add_task(args: argparse.Namespace) -> None:
 def extract(args: argparse.Namespace) -> None:
     emr.extract(args.src, args.task, args.out, base=args.base)
     print(f"{args.out} holds the model of task '{args.task}'.")
+
+
+def run(args: argparse.Namespace) -> int:
+    found = entry_points(group="console_scripts", name=args.program)
+    if not found:
+        raise HfExtError(f"There is no command '{args.program}' in this Python environment ({sys.prefix}).")
+    sys.argv = [args.program, *args.arguments]
+    return min(found, key=lambda point: point.value).load()()
 
 
 def convert_uni_med(args: argparse.Namespace) -> None:
@@ -334,6 +343,14 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--task", required=True, help="name of the task")
     sub.add_argument("--out", required=True, help="folder to write")
     sub.add_argument("--base", help="folder or Hub id of the base, if it is no longer where SRC's config.json says")
+
+    sub = command(
+        run,
+        "Run another tool's command with hf_ext imported, so that it loads what this package writes.",
+        "hf-ext run transformers serve my-model-small",
+    )
+    sub.add_argument("program", metavar="PROGRAM", help="a command of this Python environment, such as transformers or lm_eval")
+    sub.add_argument("arguments", metavar="…", nargs=argparse.REMAINDER, help="its arguments")
 
     sub = command(
         convert_uni_med,

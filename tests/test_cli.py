@@ -25,6 +25,7 @@ COMMANDS = (
     "merge",
     "add-task",
     "extract",
+    "run",
 )
 
 
@@ -274,3 +275,8 @@ def test_as_a_process_it_exits_with_one_line_and_no_traceback(folder):
     failed = hf_ext_command("verify", folder / "tuned")
     assert (failed.returncode, failed.stdout) == (1, "")
     assert failed.stderr.startswith("hf-ext: ") and failed.stderr.count("\n") == 1
+
+
+def test_another_tool_that_is_not_there_is_one_line(capsys):
+    """That those which are there start is seen where models are served."""
+    assert "There is no command 'no-such-tool'" in fails(capsys, "run", "no-such-tool", "--option")

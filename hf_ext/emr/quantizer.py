@@ -14,7 +14,7 @@ from hf_ext.emr.config import EMRConfig
 from hf_ext.emr.modulators import FILE
 from hf_ext.emr.plan import Loaded
 from hf_ext.emr.saving import MergedSaving
-from hf_ext.emr.switching import SetTask
+from hf_ext.emr.switching import Generate, SetTask
 from hf_ext.errors import CheckpointError
 from hf_ext.folder import CONFIG
 from hf_ext.loading import DecodingQuantizer
@@ -45,6 +45,8 @@ class EMRQuantizer(DecodingQuantizer):
         model.active_task = self.merged.tasks[0]
         model.set_task = SetTask(model, self.merged, self.plan)
         model.save_pretrained = MergedSaving(model)
+        if model.can_generate():
+            model.generate = Generate(model)
         return model
 
 

