@@ -134,6 +134,8 @@ def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[Che
             except EntryNotFoundError:
                 pass
     text = read_config(folder / CONFIG)
+    if not text:
+        raise CheckpointError(f"{where} has no config.json; give the folder of a saved model.")
     method = (text.pop("quantization_config", None) or {}).get("quant_method", METHOD)
     source = open_checkpoint(name, revision, hub)
     if method != METHOD:
@@ -144,8 +146,9 @@ def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[Che
 def _move(model: PreTrainedModel, source: Checkpoint, text: dict, settings: dict | None) -> Move:
     """What changes beside the weights, after making sure that it can."""
     own = model.config.to_dict()
+    kinds = own.get("model_type"), text.get("model_type")
     found = type(model.config).from_dict(dict(text)).to_dict() | {"dtype": own.get("dtype")}
-    differs = difference(own, found | {"model_type": text.get("model_type")})
+    differs = ("model_type", *kinds) if kinds[0] != kinds[1] else difference(own, found)
     if differs:
         key, here, there = differs
         raise CheckpointError(
