@@ -67,7 +67,7 @@ class _FirstTask(Checkpoint):
 
 def _whole_folder(folder: Path, tasks: list[str] | None) -> Path:
     """The folder itself; of a snapshot in the Hub's cache, after what Transformers did not download has been."""
-    wanted = (folder / task_folder(str(task)) / name for task in tasks or [] for name in (FILE, CONFIG))
+    wanted = [folder / task_folder(str(task)) / name for task in tasks or [] for name in (FILE, CONFIG)]
     snapshot = snapshot_of(folder)
     if snapshot is not None and not all(path.exists() for path in wanted):
         repository = snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
@@ -75,4 +75,9 @@ def _whole_folder(folder: Path, tasks: list[str] | None) -> Path:
             snapshot_download(repository, revision=snapshot.name, cache_dir=snapshot.parents[2])
         except OSError as error:
             raise CheckpointError(f"The tasks of the merge {repository} could not be downloaded: {error}") from error
+        if not all(path.exists() for path in wanted[::2]):  # huggingface_hub is content with what it has, if it may have no more
+            raise CheckpointError(
+                f"The tasks of the merge {repository} could not be downloaded. If it is private, sign in with `hf auth login` "
+                "or set HF_TOKEN: Transformers gives token= for what it downloads itself to nobody else."
+            )
     return folder
