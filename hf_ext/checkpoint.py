@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -19,9 +20,8 @@ import xxhash
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
-    HfHubHTTPError,
     HFValidationError,
-    LocalEntryNotFoundError,
+    HTTPError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
@@ -172,47 +172,77 @@ def itemsize(dtype: str) -> int:
     return TORCH_DTYPES[dtype].itemsize
 
 
+class Hub(NamedTuple):
+    """How the Hub is asked.
+
+    Attributes:
+        token: in place of the one that was saved (`hf auth login`) or that HF_TOKEN holds.
+        cache_dir: where downloads are kept.
+        local_files_only: take what was downloaded before, and ask nobody.
+    """
+
+    token: str | bool | None = None
+    cache_dir: str | os.PathLike | None = None
+    local_files_only: bool = False
+
+    def download(self, name: str, file: str, revision: str | None) -> Path:
+        """A file of a repository, from the cache if it is there; raises what `huggingface_hub` does."""
+        return Path(hf_hub_download(name, file, revision=revision, **self._asdict()))
+
+
+HUB = Hub()  # as the environment says
+
+
+@contextlib.contextmanager
+def reaching(name: str, revision: str | None) -> Iterator[None]:
+    """Turns what `huggingface_hub` raises in the block into a BaseModelError that names the repository."""
+    try:
+        yield
+    except (HFValidationError, RepositoryNotFoundError, EntryNotFoundError) as error:
+        private = isinstance(error, RepositoryNotFoundError)
+        advice = " If it is private, sign in with `hf auth login` or set HF_TOKEN." if private else ""
+        raise BaseModelError(
+            f"'{name}' is neither a folder nor a Hub repository with safetensors weights that can be reached "
+            f"(revision {revision or 'main'}): {_first_line(error)}{advice}"
+        ) from error
+    except (HTTPError, OfflineModeIsEnabled, OSError) as error:
+        raise BaseModelError(f"'{name}' could not be downloaded: {_first_line(error)}") from error
+
+
 class Checkpoint:
     """All tensors of a model by name, each read only when it is asked for.
 
     Args:
         name: a folder, or the id of a repository on the Hub.
         revision: branch, tag or commit on the Hub; `self.revision` is the commit it led to, None for a folder.
+        hub: how that is asked.
 
     Raises:
         BaseModelError: there are no safetensors weights of that name, or they are damaged.
     """
 
-    def __init__(self, name: str | os.PathLike, revision: str | None = None):
+    def __init__(self, name: str | os.PathLike, revision: str | None = None, hub: Hub = HUB):
         self.name = os.fspath(name)
         self.revision = revision
         try:
-            self.files = [SafetensorsFile(path) for path in self._locate()]
+            self.files = [SafetensorsFile(path) for path in self._locate(hub)]
         except (CheckpointError, CorruptFileError) as error:
             raise BaseModelError(f"The weights of '{self.name}' cannot be read: {error}") from error
         self._file_of = {key: file for file in self.files for key in file.entries}
 
-    def _locate(self) -> list[Path]:
+    def _locate(self, hub: Hub) -> list[Path]:
         if os.path.isdir(self.name):
             self.revision = None
             return select_weights(Path(self.name))
         if os.path.exists(self.name) or self.name.startswith((".", "/", "~")):
             raise CheckpointError(f"there is no folder '{self.name}'. Give the folder of the model, or its id on the Hub.")
-        try:
+        with reaching(self.name, self.revision):
             try:
-                first = hf_hub_download(self.name, "model.safetensors", revision=self.revision)
-                paths = [Path(first)]
+                paths = [hub.download(self.name, "model.safetensors", self.revision)]
             except EntryNotFoundError:
-                first = hf_hub_download(self.name, INDEX, revision=self.revision)
-                paths = [Path(hf_hub_download(self.name, shard, revision=self.revision)) for shard in read_index(Path(first))]
-        except (HFValidationError, RepositoryNotFoundError, EntryNotFoundError, LocalEntryNotFoundError) as error:
-            raise BaseModelError(
-                f"'{self.name}' is neither a folder nor a Hub repository with safetensors weights that can be reached "
-                f"(revision {self.revision or 'main'}): {_first_line(error)}"
-            ) from error
-        except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:
-            raise BaseModelError(f"'{self.name}' could not be downloaded: {_first_line(error)}") from error
-        self.revision = Path(first).parent.name
+                index = hub.download(self.name, INDEX, self.revision)
+                paths = [hub.download(self.name, shard, self.revision) for shard in read_index(index)]
+        self.revision = paths[0].parent.name
         return paths
 
     def __contains__(self, name: str) -> bool:
@@ -297,7 +327,7 @@ class Encoding:
 
     Attributes:
         open: makes a Checkpoint of plain tensors, with `base` and `digest`, of the files of one; optionally of the base's name
-            and revision, where they are not those that the files record.
+            and revision, where they are not those that the files record, and of `hub`, how it is asked for the base.
         write: stores sets of files (of those that are read together) against a base into a folder; returns the name, revision
             and fingerprint under which the base is recorded, and each set's digest.
         name_of: the name of the tensor that stands encoded in a tensor of bytes, or None.
@@ -312,7 +342,7 @@ class Encoding:
 ENCODINGS: dict[str, Encoding] = {}
 
 
-def open_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(name: str | os.PathLike, revision: str | None = None, hub: Hub = HUB) -> Checkpoint:
     """Opens a checkpoint in whatever form it is stored.
 
     Raises:
@@ -320,12 +350,12 @@ def open_checkpoint(name: str | os.PathLike, revision: str | None = None) -> Che
         CheckpointError: they are a merge of several models.
         CorruptFileError: they are damaged.
     """
-    checkpoint = Checkpoint(name, revision)
+    checkpoint = Checkpoint(name, revision, hub)
     if any(MERGE in file.metadata for file in checkpoint.files):
         raise CheckpointError(f"{checkpoint} holds several models merged into one; `hf-ext extract` writes one of them.")
     for key, encoding in ENCODINGS.items():
         if any(key in file.metadata for file in checkpoint.files):
-            return encoding.open([file.path for file in checkpoint.files])
+            return encoding.open([file.path for file in checkpoint.files], hub=hub)
     return checkpoint
 
 

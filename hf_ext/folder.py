@@ -62,6 +62,11 @@ def read_config(path: Path) -> dict:
     return config
 
 
+def snapshot_of(folder: Path) -> Path | None:
+    """The snapshot of a repository in a cache of the Hub that a folder is, or lies in; None if it does not."""
+    return next((path for path in (folder, *folder.parents) if path.match("models--*/snapshots/*")), None)
+
+
 def all_weights(folder: Path) -> list[Path]:
     """Every file of weights in a folder: by its name, variants included, or because the index lists it."""
     listed = read_index(folder / INDEX) if (folder / INDEX).exists() else []

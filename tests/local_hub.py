@@ -137,7 +137,9 @@ class Request(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(content)
+            cut = self.hub.next_cut(path) if self.command == "GET" else None
+            self.wfile.write(content[:cut])
+            self.close_connection |= cut is not None
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_request
 
@@ -161,12 +163,14 @@ class Request(BaseHTTPRequestHandler):
 
 @final
 class LocalHub:
-    """The server: `endpoint` is its URL, `repos` its state, `log` every (method, path, status) it answered."""
+    """The server: `endpoint` is its URL, `repos` its state, `log` every (method, path, status) it answered. `cuts` says of LFS
+    content, by its SHA-256, after how many bytes each of its next downloads breaks off, as when a connection is lost."""
 
     def __init__(self, user: str = "user", token: str = "hf_local") -> None:
         self.user, self.token = user, token
         self.repos: dict[str, Repo] = {}
         self.log: list[tuple[str, str, int]] = []
+        self.cuts: dict[str, list[int]] = {}
         self._objects: dict[str, bytes] = {}
         self._lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundRequest", (Request,), {"hub": self}))
@@ -204,6 +208,11 @@ class LocalHub:
             raise HubError(404, f"LocalHub does not know {request.command} {path}")
         except HubError as error:
             return json_reply({"error": str(error)}, error.status, error.headers)
+
+    def next_cut(self, path: str) -> int | None:
+        """After how many bytes this download ends; None if it comes whole."""
+        cuts = self.cuts.get(path.rpartition("/")[2])
+        return cuts.pop(0) if cuts else None
 
     def _repo(self, request: Request, repo_id: str) -> Repo:
         repo = self.repos.get(repo_id)

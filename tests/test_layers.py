@@ -30,8 +30,8 @@ PURE = {
     "uni_med": {"boxes", "connector"},
 }
 HOST = {
-    "fm_delta": {"callback", "config", "quantizer", "saving"},
-    "emr": {"adapter", "config", "merge", "plan", "quantizer", "saving", "switching"},
+    "fm_delta": {"callback", "config", "quantizer", "saving", "switching"},
+    "emr": {"adapter", "config", "merge", "quantizer", "saving", "switching"},
     "pissa": {"config", "conversion", "layer", "model", "report", "residual"},
     "trans_lora": {
         "adapters",
@@ -62,7 +62,7 @@ BELOW, ABOVE = (
     ["quiet_imports", "_native", "native", "errors", "folder", "checkpoint", "work_ahead", "display"],
     ["registration", "__init__", "cli"],
 )
-SHARED_HOST = ["loading", "saving"]
+SHARED_HOST = ["in_place", "loading", "plan", "saving"]
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.as_posix())
 

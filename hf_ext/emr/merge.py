@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -12,7 +11,6 @@ from tempfile import TemporaryDirectory
 
 from huggingface_hub import hf_hub_download, snapshot_download
 from transformers import PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.logging import get_logger
 
 from hf_ext.checkpoint import Checkpoint, open_checkpoint, open_plain
@@ -22,16 +20,12 @@ from hf_ext.emr.report import MergeReport, TaskReport
 from hf_ext.emr.writing import Addition, Merge, Source
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.folder import CONFIG, all_weights, read_config, require_another_folder, staged_folder
+from hf_ext.in_place import difference
 from hf_ext.work_ahead import WorkAhead, progress
 
 logger = get_logger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
-# What may differ between tasks: labels, words and their numbers, names, dropout, defaults of generation and of the outputs.
-FREE = re.compile(
-    r"architectures|label|problem_type|vocab_size|token_id|name|version|dtype|drop|finetuning_task|task_specific|use_cache|checkpointing|output_|"
-    r"return_dict|initializer|max_length|min_length|num_beams|temperature|top_[kp]|penalty|do_sample|suppress_tokens|auto_map"
-)
 
 Task = str | os.PathLike | PreTrainedModel  # or a PeftModel
 
@@ -241,28 +235,17 @@ def _require_one_structure(sources: Mapping[str, Source]) -> None:
     """Raises CheckpointError unless the configurations of all tasks make the same model but for vocabulary, labels and what
     does not matter to a trained one: one model is to switch between them."""
     reference, *others = sources
-    expected = _structure(sources[reference].config)
+    expected = sources[reference].config
     for task in others:
-        found = _structure(sources[task].config)
+        found = sources[task].config
         if found.get("model_type") != expected.get("model_type"):
             continue  # Merge has a word for that
-        for key in sorted(expected.keys() | found.keys()):
-            if not FREE.search(key) and found.get(key) != expected.get(key):
-                raise CheckpointError(
-                    f"Task '{task}' has {key} {found.get(key)!r} in its config.json, task '{reference}' {expected.get(key)!r}: "
-                    "one model cannot switch between them."
-                )
-
-
-def _structure(config: dict, prefix: str = "") -> dict[str, object]:
-    """The entries of a config.json, with the defaults of its class, by their path."""
-    if not prefix and config.get("model_type") in CONFIG_MAPPING:
-        config = CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config)).to_dict()
-    flat = {}
-    for key, value in config.items():
-        path = f"{prefix}{key}"
-        flat |= _structure(value, f"{path}.") if isinstance(value, dict) else {path: value}
-    return flat
+        if differs := difference(expected, found):
+            key, wanted, value = differs
+            raise CheckpointError(
+                f"Task '{task}' has {key} {value!r} in its config.json, task '{reference}' {wanted!r}: one model cannot switch "
+                "between them."
+            )
 
 
 def _checked(report: MergeReport) -> MergeReport:

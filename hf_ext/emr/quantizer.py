@@ -12,12 +12,12 @@ from hf_ext.checkpoint import Checkpoint, Entry, RawTensor
 from hf_ext.emr.artifact import Merged, task_folder
 from hf_ext.emr.config import EMRConfig
 from hf_ext.emr.modulators import FILE
-from hf_ext.emr.plan import Loaded
 from hf_ext.emr.saving import MergedSaving
 from hf_ext.emr.switching import Generate, SetTask
 from hf_ext.errors import CheckpointError
-from hf_ext.folder import CONFIG
+from hf_ext.folder import CONFIG, snapshot_of
 from hf_ext.loading import DecodingQuantizer
+from hf_ext.plan import Loaded
 
 
 class EMRQuantizer(DecodingQuantizer):
@@ -69,12 +69,17 @@ class _FirstTask(Checkpoint):
 
 def _whole_folder(folder: Path, tasks: list[str] | None) -> Path:
     """The folder itself; of a snapshot in the Hub's cache, after what Transformers did not download has been."""
-    wanted = (folder / task_folder(str(task)) / name for task in tasks or [] for name in (FILE, CONFIG))
-    snapshot = next((path for path in (folder, *folder.parents) if path.parent.name == "snapshots"), None)
+    wanted = [folder / task_folder(str(task)) / name for task in tasks or [] for name in (FILE, CONFIG)]
+    snapshot = snapshot_of(folder)
     if snapshot is not None and not all(path.exists() for path in wanted):
         repository = snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
         try:
             snapshot_download(repository, revision=snapshot.name, cache_dir=snapshot.parents[2])
         except OSError as error:
             raise CheckpointError(f"The tasks of the merge {repository} could not be downloaded: {error}") from error
+        if not all(path.exists() for path in wanted[::2]):  # huggingface_hub is content with what it has, if it may have no more
+            raise CheckpointError(
+                f"The tasks of the merge {repository} could not be downloaded. If it is private, sign in with `hf auth login` "
+                "or set HF_TOKEN: Transformers gives token= for what it downloads itself to nobody else."
+            )
     return folder

@@ -7,37 +7,26 @@ import threading
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
 from hf_ext.checkpoint import SAFETENSORS_DTYPES, RawTensor
 from hf_ext.emr import election
 from hf_ext.emr.artifact import Merged
-from hf_ext.emr.plan import Loaded
 from hf_ext.errors import CheckpointError, UnsavedChangesError
+from hf_ext.in_place import Move, configure, move_between, plain, replace
 from hf_ext.native import FLOATS
+from hf_ext.plan import Loaded
 from hf_ext.work_ahead import WorkAhead
 
 logger = get_logger(__name__)
 
-WRAPPERS = (".base_layer", ".original_module")  # what PEFT puts between a module and its weights
 SET_BY_RUNNING = ("architectures", "dtype", "problem_type", "transformers_version", "use_cache")
-LABELS = ("id2label", "label2id", "architectures", "transformers_version", "dtype", "_name_or_path")
-
-
-class Move(NamedTuple):
-    """What changes from one task to another beside the weights: the configurations (one object if they are equal); what modules
-    keep of their sizes (out_features, num_labels) as path, attribute and new value; generation settings, if others."""
-
-    before: PretrainedConfig
-    after: PretrainedConfig
-    sizes: list[tuple[str, str, Any]]
-    generation: dict[str, Any] | None
 
 
 @contextlib.contextmanager
@@ -122,7 +111,7 @@ class SetTask:
         with self.lock, torch.inference_mode(False), torch.no_grad():
             move = self._move(self.model.active_task, name)
             self._rewrite(name, discard_changes)
-            self._configure(move)
+            configure(self.model, move)
             self.model.active_task = name
             self._kept = self._checksums(self._live())
 
@@ -195,12 +184,12 @@ class SetTask:
         torch.autograd.graph.increment_version([live[target] for target in in_place])
         for target, tensor in new.items():
             if target in live:
-                self._replace(live[target], tensor)
+                replace(self.model, live[target], tensor)
 
     def _live(self) -> dict[str, torch.Tensor]:
         """Parameters, and buffers that are saved, under the names they had when the model was loaded."""
         return {
-            f"{_plain(path)}.{key}".removeprefix("."): tensor
+            f"{plain(path)}.{key}".removeprefix("."): tensor
             for path, module in self.model.named_modules()
             for slots in (module._parameters, module._buffers)
             for key, tensor in slots.items()
@@ -255,53 +244,13 @@ class SetTask:
 
         return loaded.convert(self.model, tensor)
 
-    def _replace(self, weight: torch.Tensor, tensor: torch.Tensor) -> None:
-        tensor = tensor.to(dtype=weight.dtype, device=weight.device)
-        if weight.shape == tensor.shape and not weight.is_inference():
-            weight.copy_(tensor)
-            return
-        new = torch.nn.Parameter(tensor, weight.requires_grad) if isinstance(weight, torch.nn.Parameter) else tensor
-        for module in self.model.modules():  # several modules may be tied to it
-            for slots in (module._parameters, module._buffers):
-                slots.update({key: new for key, value in slots.items() if value is weight})
-
-    def _configure(self, move: Move) -> None:
-        """Lets the configuration, and what modules have read from it, follow the weights."""
-        if move.before is not move.after:
-            modules = {_plain(path): module for path, module in self.model.named_modules()} if move.sizes else {}
-            for path, key, value in move.sizes:
-                if path in modules:
-                    setattr(modules[path], key, value)
-            configs = {id(module.config): module.config for module in self.model.modules() if hasattr(module, "config")}
-            for config in configs.values():
-                _follow(config, move.before, move.after)
-                if hasattr(config, "problem_type"):  # models set it themselves, by the labels of the first batch
-                    config.problem_type = move.after.problem_type
-        if move.generation is not None:
-            self.model.generation_config = GenerationConfig.from_dict(move.generation)
-
     def _move(self, old: str, new: str) -> Move:
         """What changes from one task to another beside the weights."""
         if (old, new) not in self._moves:
-            kind, texts = type(self.model.config), [self.merged.task_config(task) for task in (old, new)]
-            before = after = kind.from_dict(deepcopy(texts[0]))
-            sizes = []
-            if texts[0] != texts[1]:
-                after = kind.from_dict(deepcopy(texts[1]))
-                if _structure(texts[0]) != _structure(texts[1]) or before.num_labels != after.num_labels:
-                    with torch.device("meta"):  # the class itself knows best
-                        first, second = (dict(type(self.model)._from_config(c).named_modules()) for c in (before, after))
-                    sizes = [
-                        (path, key, value)
-                        for path in first.keys() & second.keys()
-                        for key, value in vars(second[path]).items()
-                        if type(value) in (int, float, str, bool) and vars(first[path]).get(key, value) != value
-                    ]
-            settings = [self.merged.generation_config(task) for task in (old, new)]
-            generation = None
-            if settings[0] != settings[1] and self.model.can_generate():
-                generation = settings[1] or GenerationConfig.from_model_config(after).to_dict()
-            self._moves[old, new] = Move(before, after, sizes, generation)
+            configs, settings = (
+                (read(old), read(new)) for read in (self.merged.task_config, self.merged.generation_config)
+            )
+            self._moves[old, new] = move_between(self.model, configs, settings)
         return self._moves[old, new]
 
 
@@ -309,30 +258,8 @@ def _checksum(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def _plain(path: str) -> str:
-    """The name that a module or a weight has without PEFT."""
-    for wrapper in WRAPPERS:
-        path = path.replace(wrapper, "")
-    return path
-
-
 def _same(weight: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether a weight of the model is, bit for bit, what a tensor becomes in its type and on its device."""
     tensor = tensor.to(dtype=weight.dtype, device=weight.device)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
     return weight.shape == tensor.shape and torch.equal(weight.detach().contiguous().view(bits), tensor.contiguous().view(bits))
-
-
-def _structure(config: dict) -> dict:
-    return {key: value for key, value in config.items() if key not in LABELS}
-
-
-def _follow(config: PretrainedConfig, before: PretrainedConfig, after: PretrainedConfig) -> None:
-    """Makes the changes from one configuration to another on a third, which may have been given other settings since."""
-    for key in vars(before).keys() | vars(after).keys():
-        old, new = getattr(before, key, None), getattr(after, key, None)
-        if isinstance(new, PretrainedConfig) and isinstance(old, PretrainedConfig):
-            if isinstance(getattr(config, key, None), PretrainedConfig):
-                _follow(getattr(config, key), old, new)
-        elif old != new and hasattr(config, key) | hasattr(after, key):
-            setattr(config, key, deepcopy(new))

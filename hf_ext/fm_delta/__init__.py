@@ -8,6 +8,7 @@ from hf_ext.fm_delta.config import FMDeltaConfig
 from hf_ext.fm_delta.report import inspect
 from hf_ext.fm_delta.saving import disable, enable
 from hf_ext.fm_delta.series import compress_series, inspect_series, remove_checkpoint
+from hf_ext.fm_delta.switching import switch
 
 __all__ = [
     "BaseReport",
@@ -24,5 +25,6 @@ __all__ = [
     "inspect",
     "inspect_series",
     "remove_checkpoint",
+    "switch",
     "verify",
 ]

@@ -13,12 +13,14 @@ import torch
 from transformers.utils.logging import get_logger
 
 from hf_ext.checkpoint import (
+    HUB,
     MERGE,
     TORCH_DTYPES,
     Checkpoint,
     ComputedFile,
     Encoding,
     Entry,
+    Hub,
     RawTensor,
     SafetensorsFile,
     fingerprint_of,
@@ -50,6 +52,7 @@ from hf_ext.folder import (
     rewrite,
     select_weights,
     shard_sets,
+    snapshot_of,
     staged_folder,
 )
 from hf_ext.native import FLOATS
@@ -317,7 +320,12 @@ def from_here(name: str | os.PathLike) -> str | os.PathLike:
 
 
 def matching_base(
-    recorded: BaseInfo, name: str | os.PathLike, revision: str | None, beside: Path, readers: Sequence[Path] = ()
+    recorded: BaseInfo,
+    name: str | os.PathLike,
+    revision: str | None,
+    beside: Path,
+    readers: Sequence[Path] = (),
+    hub: Hub = HUB,
 ) -> Checkpoint:
     """Opens `name`, which may be compressed itself, and makes sure that it is the recorded base.
 
@@ -325,6 +333,7 @@ def matching_base(
         beside: folder of the checkpoint that needs the base. A relative folder may be meant from here, so that the two can be
             moved together.
         readers: folders of the compressed checkpoints that this one is opened for.
+        hub: how it is asked for the base. By default the base is kept in the cache that the checkpoint lies in.
     """
     advice = (
         'If the base has moved, set "base" under "quantization_config" in config.json to its folder or Hub id '
@@ -334,8 +343,10 @@ def matching_base(
         raise BaseModelError(f"{name!r} at revision {revision!r} cannot be the name of the base {recorded}. {advice}")
     if os.path.isdir(beside / name):
         name = os.path.normpath(beside / name)
+    if hub.cache_dir is None and (snapshot := snapshot_of(beside)) is not None:
+        hub = hub._replace(cache_dir=snapshot.parents[2])
     try:
-        checkpoint = Checkpoint(name, revision)
+        checkpoint = Checkpoint(name, revision, hub)
     except BaseModelError as error:
         raise BaseModelError(
             f"The base model {recorded} is needed to read this checkpoint, {beside}. {error} {advice}"
@@ -347,7 +358,7 @@ def matching_base(
         if any(folder.samefile(reader) for reader in readers):
             chain = " → ".join(map(str, [*readers, folder]))
             raise BaseModelError(f"These checkpoints need each other, so none can be read: {chain}. {advice}")
-        checkpoint = CompressedCheckpoint(files, matching_base(files[0].base, *base_of(files[0], folder), folder, readers))
+        checkpoint = CompressedCheckpoint(files, matching_base(files[0].base, *base_of(files[0], folder), folder, readers, hub))
     if checkpoint.fingerprint != recorded.fingerprint:
         raise BaseModelError(
             f"This checkpoint, {beside}, was compressed against {recorded} (fingerprint {recorded.fingerprint}), but "
@@ -402,13 +413,15 @@ class OriginalFile:
 
 
 def open_files(
-    paths: Sequence[Path], base: str | os.PathLike | None = None, revision: str | None = None
+    paths: Sequence[Path], base: str | os.PathLike | None = None, revision: str | None = None, hub: Hub = HUB
 ) -> CompressedCheckpoint:
     """Opens the compressed files of one checkpoint; `base` (at `revision`) is the base's place, if not that on record."""
     files = [CompressedFile(path) for path in paths]
     check_shards(files)
     folder = files[0].path.parent
-    checkpoint = open_base(files, folder) if base is None else matching_base(files[0].base, base, revision, folder)
+    if base is None:
+        base, revision = base_of(files[0], folder)
+    checkpoint = matching_base(files[0].base, base, revision, folder, hub=hub)
     return CompressedCheckpoint(files, checkpoint)
 
 

@@ -128,7 +128,7 @@ class Discriminator:
             model: the source model it belongs to, with the teacher's adapter or without, so that only one is held in memory;
                 by default it is loaded by the name that the adapter has for it.
             tokenizer: of that model; by default loaded by its name.
-            kwargs: revision, token, cache_dir and the like.
+            kwargs: revision, token, cache_dir and the like; the last two hold for the model too.
 
         Raises:
             HfExtError: it is no discriminator, or `model` is not the one that it was trained on.
@@ -142,18 +142,19 @@ class Discriminator:
             task, sample, metrics = record["task"], torch.tensor(record["base_sample"]), record["metrics"]
         except (ValueError, KeyError, TypeError) as error:
             raise HfExtError(f"{path} does not say what a discriminator is asked; save it again.") from error
+        asked = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}
         config = PeftConfig.from_pretrained(name, **kwargs)
         base = config.base_model_name_or_path
         if model is None:
             kind = AutoModelForSeq2SeqLM if config.task_type == TaskType.SEQ_2_SEQ_LM else AutoModelForCausalLM
-            model = kind.from_pretrained(base, dtype="auto")
+            model = kind.from_pretrained(base, dtype="auto", **asked)
         found = torch.tensor(base_sample(model))
         if found.shape != sample.shape or torch.cosine_similarity(found, sample, dim=0) < 0.97:
             raise HfExtError(
                 f"The discriminator in {name} was trained on {base}, and {model.name_or_path or 'the model given'} is "
                 "another. In a chain of transfers it stays with its own: load it without `model`."
             )
-        tokenizer = tokenizer or load_tokenizer(bare(model).name_or_path or base)
+        tokenizer = tokenizer or load_tokenizer(bare(model).name_or_path or base, **asked)
         with adapters_kept(model), _second_adapter():
             model = PeftModel.from_pretrained(bare(model), name, adapter_name=NAME, **kwargs)
         return cls(model.eval(), tokenizer, task, metrics)

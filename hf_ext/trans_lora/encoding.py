@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -131,9 +132,9 @@ def prompt(text: str, tokenizer: PreTrainedTokenizerBase | None, template: str |
     return (template or "{input}\n").replace("{input}", text)
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
     """The tokenizer of a model; one that cannot pad pads with the end of a text."""
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -1,15 +1,23 @@
-"""How `from_pretrained` has made a model of a checkpoint, to be done again with other tensors."""
+"""How `from_pretrained` makes a model of a checkpoint, to be done again with other tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightConverter, WeightTransform
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from hf_ext.checkpoint import Entry
 from hf_ext.loading import AnyTensor, Decode
@@ -25,7 +33,7 @@ class Loaded:
     converter: WeightConverter | None
 
     @classmethod
-    def of(cls, target: str, names: dict[str, list[str]], converter: WeightTransform) -> Loaded:
+    def of(cls, target: str, names: dict[str, list[str]], converter: WeightTransform | None) -> Loaded:
         if isinstance(converter, AnyTensor) or not isinstance(converter, WeightConverter):
             return cls(target, names, None)
         operations = [operation for operation in converter.operations if not isinstance(operation, Decode)]
@@ -53,3 +61,26 @@ class Loaded:
         if self.converter is None:
             return {self.target}
         return set(self.convert(model, lambda name: torch.empty(entry(name).shape, device="meta")))
+
+
+def plan_of(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[Loaded], list[str]]:
+    """What `from_pretrained` would make the model's parameters of, had a checkpoint tensors of these names, and the names that
+    it would leave aside."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    converter_of = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    prefix, state = model.base_model_prefix, model.state_dict()
+    sources: dict[str, dict[str, list[str]]] = {}
+    used: dict[str, WeightConverter | None] = {}
+    others = []
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        if target not in state:
+            others.append(name)
+            continue
+        sources.setdefault(target, defaultdict(list))[pattern or name].append(name)
+        used.setdefault(target, converter_of.get(pattern))
+    return [Loaded.of(target, dict(found), used[target]) for target, found in sources.items()], others

@@ -1,0 +1,244 @@
+"""Hot swap: a model in memory becomes another fine-tune of its base, in place, and only what is compressed need be fetched."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from huggingface_hub.errors import EntryNotFoundError
+from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.utils.logging import get_logger
+
+from hf_ext.checkpoint import Checkpoint, Hub, open_checkpoint, reaching
+from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
+from hf_ext.fm_delta.compress import METHOD
+from hf_ext.folder import CONFIG, read_config
+from hf_ext.in_place import Move, configure, difference, move_between, replace
+from hf_ext.plan import Loaded, plan_of
+from hf_ext.work_ahead import WorkAhead, progress
+
+logger = get_logger(__name__)
+
+GENERATION = "generation_config.json"
+
+
+def switch(
+    model: PreTrainedModel,
+    other: str | os.PathLike,
+    revision: str | None = None,
+    *,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike | None = None,
+    local_files_only: bool = False,
+) -> PreTrainedModel:
+    """Makes a loaded model another fine-tune of its base, in place.
+
+    Weights are overwritten where they lie, each in the type and on the device that it has; those of another shape (heads,
+    resized embeddings) are replaced, and labels, configuration and generation settings follow. Beside the model, a few tensors
+    at a time are in memory; of the Hub only the compressed checkpoint is asked for, if the base was downloaded before. What the
+    weights were, trained or not, is lost.
+
+    Whatever can be checked is checked before the first weight changes: that all files are there and whole, that the base is the
+    recorded one, that each tensor has its place and shape. Only a base that has changed where its fingerprint does not
+    look, or a lack of memory, is found later; the error then says that the model is neither the one nor the other.
+
+    Args:
+        model: of the same class and structure as `other`, loaded in any way; labels and vocabulary may differ.
+        other: folder or Hub id of a checkpoint compressed by FM-Delta, or of a plain one (the base itself, for instance).
+        revision: of it on the Hub.
+        token, cache_dir, local_files_only: as in `from_pretrained`, for the base too.
+
+    Returns:
+        The same model.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is of another model, or the model cannot be written in place: it is
+            quantised, offloaded or sharded, has adapters inside, or is a merge of several tasks.
+        BaseModelError: the base of `other` is missing or is not the one it was written against.
+        CorruptFileError: `other` is damaged.
+    """
+    weights = _writable(model)
+    source, commit, text, settings = _open(other, revision, Hub(token, cache_dir, local_files_only))
+    move = _move(model, source, text, settings)
+    plan = _plan(model, weights, source, move.shapes)
+    sizes = {str(i): _size(source, loaded) for i, loaded in enumerate(plan)}
+    written = WorkAhead(lambda i: _write(model, weights, source, plan[int(i)]), sizes)
+    done = 0
+    try:
+        with progress("Switching", len(plan)) as bar:
+            for _ in written:
+                done += 1
+                bar.update()
+        for target, origin in _copies(model, weights, plan):
+            with torch.inference_mode(False), torch.no_grad():
+                replace(model, weights[target], model.state_dict(keep_vars=True)[origin])
+    except BaseException as error:
+        state = (
+            f"The model is neither the one nor the other: of {len(plan)} weights {done} or a few more are those of {source} "
+            "already. Switch it once more, or back, before it is used."
+        )
+        if isinstance(error, HfExtError):
+            raise type(error)(f"{error} {state}") from error
+        error.add_note(state)
+        raise
+    configure(model, move)
+    model.name_or_path = model.config._name_or_path = os.fspath(other)
+    model.config._commit_hash = commit
+    return model
+
+
+def _writable(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The parameters of a model and its buffers that are saved, by name; all can be written in place."""
+    if not isinstance(model, PreTrainedModel):
+        raise CheckpointError(
+            f"switch takes a Transformers PreTrainedModel, not a {type(model).__name__}. Of a PeftModel, unload() the adapters."
+        )
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
+        raise CheckpointError("This model is quantised; only plain weights can be switched. Load the other model instead.")
+    if hasattr(model, "set_task"):
+        raise CheckpointError("This model is a merge of several tasks: switch between them by model.set_task(name).")
+    if any(hasattr(module, "base_layer") or hasattr(module, "original_module") for module in model.modules()):
+        raise CheckpointError(
+            "This model has adapters inside, which were trained on the weights it has: take them out first (unload() or "
+            "merge_and_unload() of the PeftModel)."
+        )
+    weights = model.state_dict(keep_vars=True)
+    for name, weight in weights.items():
+        if weight.is_meta:
+            raise CheckpointError(f"'{name}' is offloaded, so the model cannot be switched. Load it without offloading.")
+        if type(weight) not in (torch.nn.Parameter, torch.Tensor) or is_deepspeed_zero3_enabled():
+            raise CheckpointError(f"'{name}' is sharded or packed ({type(weight).__name__}): load the other model instead.")
+    return weights
+
+
+def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[Checkpoint, str | None, dict, dict | None]:
+    """The tensors of a checkpoint, its commit on the Hub, its configuration, and its generation settings, if it has any."""
+    name = os.fspath(other)
+    try:
+        if not os.path.exists(name) and not name.startswith((".", "/", "~")):
+            with reaching(name, revision):  # the commit that the configuration comes from is that of all that follows
+                revision = hub.download(name, CONFIG, revision).parent.name
+        where = Checkpoint(name, revision, hub)
+    except BaseModelError as error:
+        raise CheckpointError(str(error)) from error
+    folder = where.files[0].path.parent
+    if where.revision is not None:
+        with reaching(name, revision):
+            try:
+                hub.download(name, GENERATION, revision)
+            except EntryNotFoundError:
+                pass
+    text = read_config(folder / CONFIG)
+    if not text:
+        raise CheckpointError(f"{where} has no config.json; give the folder of a saved model.")
+    method = (text.pop("quantization_config", None) or {}).get("quant_method", METHOD)
+    source = open_checkpoint(name, revision, hub)
+    if method != METHOD:
+        raise CheckpointError(f"{source} is quantised ({method}); only plain weights can be switched to.")
+    return source, where.revision, text, read_config(folder / GENERATION) or None
+
+
+def _move(model: PreTrainedModel, source: Checkpoint, text: dict, settings: dict | None) -> Move:
+    """What changes beside the weights, after making sure that it can."""
+    own = model.config.to_dict()
+    kinds = own.get("model_type"), text.get("model_type")
+    found = type(model.config).from_dict(dict(text)).to_dict() | {"dtype": own.get("dtype")}
+    differs = ("model_type", *kinds) if kinds[0] != kinds[1] else difference(own, found)
+    if differs:
+        key, here, there = differs
+        raise CheckpointError(
+            f"{source} has {key} {there!r} in its config.json, the model {here!r}: one cannot become the other. Load it with "
+            "from_pretrained."
+        )
+    before = model.generation_config.to_dict() if model.can_generate() else None
+    return move_between(model, (own, found), (before, settings))
+
+
+def _plan(
+    model: PreTrainedModel, weights: dict[str, torch.Tensor], source: Checkpoint, shapes: dict[str, torch.Size] | None
+) -> list[Loaded]:
+    """What the model's weights will be made of, after making sure that each has its tensors, of its shape."""
+    plan, others = plan_of(model, source.names())
+    if others:
+        logger.warning(f"{source} has tensors that {type(model).__name__} has not, left aside: {', '.join(others[:5])}.")
+    found: dict[str, Loaded] = {}
+    for loaded in plan:
+        for target, shape in _shapes(model, source, loaded).items():
+            expected = (weights if shapes is None else shapes)[target]
+            expected = expected if isinstance(expected, torch.Size) else expected.shape
+            if shape != expected:
+                raise CheckpointError(
+                    f"{source} has '{target}' of shape {list(shape)}, this model {list(expected)}: one cannot become the other."
+                )
+            found[target] = loaded
+    _require_all(model, weights, source, found)
+    return plan
+
+
+def _require_all(
+    model: PreTrainedModel, weights: dict[str, torch.Tensor], source: Checkpoint, found: dict[str, Loaded]
+) -> None:
+    """Raises CheckpointError unless there is something for each weight, and the same for names of one."""
+    covered = found.keys() | {one for pair in model.all_tied_weights_keys.items() for one in pair if found.keys() & set(pair)}
+    optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or []]
+    names_of: dict[int, list[str]] = {}
+    for name, weight in weights.items():
+        names_of.setdefault(id(weight), []).append(name)
+    for names in names_of.values():
+        if not covered & set(names) and not any(pattern.search(names[0]) for pattern in optional):
+            raise CheckpointError(
+                f"{source} has no tensor for '{names[0]}' of this {type(model).__name__}: it is a checkpoint of another class, "
+                "or not a whole one."
+            )
+        given = [name for name in names if name in found]
+        for name in given[1:]:
+            first, second = (source[found[each].all_names()[0]].data for each in (given[0], name))
+            if not np.array_equal(first, second):
+                raise CheckpointError(
+                    f"{source} has '{given[0]}' and '{name}' as two tensors, which are one in this model: load it with "
+                    "from_pretrained."
+                )
+
+
+def _shapes(model: PreTrainedModel, source: Checkpoint, loaded: Loaded) -> dict[str, tuple[int, ...]]:
+    if loaded.converter is None:
+        return {loaded.target: tuple(source.entry(loaded.all_names()[0]).shape)}
+    made = loaded.convert(model, lambda name: torch.empty(source.entry(name).shape, device="meta"))
+    return {target: tuple(tensor.shape) for target, tensor in made.items()}
+
+
+def _size(source: Checkpoint, loaded: Loaded) -> int:
+    return sum(entry.end - entry.begin for name in loaded.all_names() for entry in [source.entry(name)])
+
+
+def _write(model: PreTrainedModel, weights: dict[str, torch.Tensor], source: Checkpoint, loaded: Loaded) -> None:
+    """Decodes what belongs to one weight (or several), and puts it where it belongs."""
+    with torch.inference_mode(False), torch.no_grad():
+        for target, tensor in loaded.convert(model, partial(_tensor, source)).items():
+            replace(model, weights[target], tensor)
+    for name in loaded.all_names():
+        source.forget(name, 0, source.entry(name).end - source.entry(name).begin)
+
+
+def _tensor(source: Checkpoint, name: str) -> torch.Tensor:
+    raw = source[name]
+    if not raw.data.flags.writeable:  # a view of a plain file, which torch warns of
+        raw = type(raw)(raw.dtype, raw.shape, raw.data.copy())
+    return raw.to_torch()
+
+
+def _copies(model: PreTrainedModel, weights: dict[str, torch.Tensor], plan: list[Loaded]) -> Iterator[tuple[str, str]]:
+    """Weights that have no tensors of their own, and the written ones that they are by the model's ties but not in memory
+    (parts of it on several devices, for instance)."""
+    written = {loaded.target for loaded in plan}
+    ties = list(model.all_tied_weights_keys.items())
+    for target, origin in [*((origin, target) for target, origin in ties), *ties]:
+        if target not in written and origin in written:
+            written.add(target)
+            if weights[target] is not weights[origin]:
+                yield target, origin

@@ -1,0 +1,125 @@
+"""A model that becomes another one of its kind in place: what may differ between the two, and what follows the weights."""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+# What may differ: labels, words and their numbers, names, dropout, defaults of generation and of the outputs.
+FREE = re.compile(
+    r"architectures|label|problem_type|vocab_size|token_id|name|version|dtype|drop|finetuning_task|task_specific|use_cache|"
+    r"checkpointing|output_|return_dict|initializer|max_length|min_length|num_beams|temperature|top_[kp]|penalty|do_sample|suppress_tokens|auto_map"
+)
+WRAPPERS = (".base_layer", ".original_module")  # what PEFT puts between a module and its weights
+LABELS = ("id2label", "label2id", "architectures", "transformers_version", "dtype", "_name_or_path")
+
+
+class Move(NamedTuple):
+    """What changes from one model to another beside the weights: the configurations (one object if they are equal); the shapes
+    of the second one's tensors, if it is built otherwise; what modules keep of their sizes (out_features, num_labels) as path,
+    attribute and new value; generation settings, if others."""
+
+    before: PretrainedConfig
+    after: PretrainedConfig
+    shapes: dict[str, torch.Size] | None
+    sizes: list[tuple[str, str, Any]]
+    generation: dict[str, Any] | None
+
+
+def difference(first: dict, second: dict) -> tuple[str, Any, Any] | None:
+    """The first entry by which two configurations make models that cannot become each other in place, and its two values; None
+    if there is none."""
+    first, second = _entries(first), _entries(second)
+    keys = [key for key in sorted(first.keys() | second.keys()) if not FREE.search(key)]
+    return next(((key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)), None)
+
+
+def move_between(model: PreTrainedModel, texts: tuple[dict, dict], settings: tuple[dict | None, dict | None]) -> Move:
+    """What changes from one configuration to another, and from one's generation settings (if it has any) to the other's."""
+    kind = type(model.config)
+    before = after = kind.from_dict(deepcopy(texts[0]))
+    shapes, sizes = None, []
+    if texts[0] != texts[1]:
+        after = kind.from_dict(deepcopy(texts[1]))
+        if _structure(texts[0]) != _structure(texts[1]) or before.num_labels != after.num_labels:
+            with torch.device("meta"), no_init_weights():  # the class itself knows best
+                models = [type(model)._from_config(config) for config in (before, after)]
+            shapes = {name: tensor.shape for name, tensor in models[1].state_dict().items()}
+            first, second = (dict(model.named_modules()) for model in models)
+            sizes = [
+                (path, key, value)
+                for path in first.keys() & second.keys()
+                for key, value in vars(second[path]).items()
+                if type(value) in (int, float, str, bool) and vars(first[path]).get(key, value) != value
+            ]
+    generation = None
+    if settings[0] != settings[1] and model.can_generate():
+        generation = settings[1] or GenerationConfig.from_model_config(after).to_dict()
+    return Move(before, after, shapes, sizes, generation)
+
+
+def configure(model: PreTrainedModel, move: Move) -> None:
+    """Lets the configuration, and what modules have read from it, follow the weights."""
+    if move.before is not move.after:
+        modules = {plain(path): module for path, module in model.named_modules()} if move.sizes else {}
+        for path, key, value in move.sizes:
+            if path in modules:
+                setattr(modules[path], key, value)
+        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+        for config in configs.values():
+            _follow(config, move.before, move.after)
+            if hasattr(config, "problem_type"):  # models set it themselves, by the labels of the first batch
+                config.problem_type = move.after.problem_type
+    if move.generation is not None:
+        model.generation_config = GenerationConfig.from_dict(move.generation)
+
+
+def replace(model: PreTrainedModel, weight: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Makes a parameter or buffer of the model what a tensor is, in its type and on its device: where it lies, if the shape
+    allows."""
+    tensor = tensor.to(dtype=weight.dtype, device=weight.device)
+    if weight.shape == tensor.shape and not weight.is_inference():
+        weight.copy_(tensor)
+        return
+    new = torch.nn.Parameter(tensor, weight.requires_grad) if isinstance(weight, torch.nn.Parameter) else tensor
+    for module in model.modules():  # several modules may be tied to it
+        for slots in (module._parameters, module._buffers):
+            slots.update({key: new for key, value in slots.items() if value is weight})
+
+
+def plain(path: str) -> str:
+    """The name that a module or a weight has without PEFT."""
+    for wrapper in WRAPPERS:
+        path = path.replace(wrapper, "")
+    return path
+
+
+def _structure(config: dict) -> dict:
+    return {key: value for key, value in config.items() if key not in LABELS}
+
+
+def _entries(config: dict, prefix: str = "") -> dict[str, object]:
+    """The entries of a config.json, with the defaults of its class, by their path."""
+    if not prefix and config.get("model_type") in CONFIG_MAPPING:
+        config = CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config)).to_dict()
+    flat = {}
+    for key, value in config.items():
+        path = f"{prefix}{key}"
+        flat |= _entries(value, f"{path}.") if isinstance(value, dict) else {path: value}
+    return flat
+
+
+def _follow(config: PretrainedConfig, before: PretrainedConfig, after: PretrainedConfig) -> None:
+    """Makes the changes from one configuration to another on a third, which may have been given other settings since."""
+    for key in vars(before).keys() | vars(after).keys():
+        old, new = getattr(before, key, None), getattr(after, key, None)
+        if isinstance(new, PretrainedConfig) and isinstance(old, PretrainedConfig):
+            if isinstance(getattr(config, key, None), PretrainedConfig):
+                _follow(getattr(config, key), old, new)
+        elif old != new and hasattr(config, key) | hasattr(after, key):
+            setattr(config, key, deepcopy(new))

@@ -1,0 +1,380 @@
+"""A model in memory becomes another fine-tune in place: to the last bit what `from_pretrained` gives, or untouched."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from tiny_merges import write_tasks
+from tiny_models import MODELS, assert_same_weights, bert, inputs, llama, perturb, same_bits
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from hf_ext import BaseModelError, CheckpointError, CorruptFileError, emr, fm_delta
+
+
+def write(folder: Path, base: PreTrainedModel, **tuned: PreTrainedModel) -> Path:
+    """A folder with `base`, and each fine-tune plain and compressed: `first-plain`, `first`, …"""
+    base.save_pretrained(folder / "base")
+    for name, model in tuned.items():
+        model.save_pretrained(folder / f"{name}-plain")
+        fm_delta.compress_checkpoint(folder / f"{name}-plain", folder / "base", folder / name)
+    return folder
+
+
+def two(folder: Path, base: PreTrainedModel) -> Path:
+    return write(folder, base, first=perturb(base, 1), second=perturb(base, 2))
+
+
+def assert_is(model: PreTrainedModel, expected: PreTrainedModel) -> None:
+    """Weights, configuration and what it computes are those of another model."""
+    assert_same_weights(model, expected)
+    found, wanted = model.config.to_dict(), expected.config.to_dict()
+    assert found == wanted
+    if model.can_generate():
+        assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+    with torch.no_grad():
+        for output, result in zip(model(**inputs(model))[0], expected(**inputs(expected))[0], strict=True):
+            assert same_bits(output, result)
+
+
+def addresses(model: PreTrainedModel) -> dict[str, int]:
+    return {name: weight.data_ptr() for name, weight in model.state_dict().items()}
+
+
+def snapshot(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict]:
+    return deepcopy(model.state_dict()), model.config.to_dict()
+
+
+def assert_untouched(model: PreTrainedModel, before: tuple[dict[str, torch.Tensor], dict]) -> None:
+    state = model.state_dict()
+    assert state.keys() == before[0].keys() and all(same_bits(state[name], before[0][name]) for name in state)
+    assert model.config.to_dict() == before[1]
+
+
+# ---- what it becomes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_becomes_the_other_bit_by_bit_where_its_weights_lie(tmp_path, name):
+    auto, folder = MODELS[name].auto, two(tmp_path, MODELS[name].build())
+    model = auto.from_pretrained(folder / "first").eval()
+    places = addresses(model)
+    for other in ("second", "first-plain", "base", "first", "second-plain"):
+        assert fm_delta.switch(model, folder / other) is model
+        assert_is(model, auto.from_pretrained(folder / other))
+        assert addresses(model) == places
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["t5", "mixtral"])
+def test_weights_keep_their_types(tmp_path, name, dtype):
+    auto, folder = MODELS[name].auto, two(tmp_path, MODELS[name].build())
+    model = auto.from_pretrained(folder / "first", dtype=dtype)
+    fm_delta.switch(model, folder / "second")
+    assert_is(model, auto.from_pretrained(folder / "second", dtype=dtype))
+
+
+def test_heads_and_labels_follow(tmp_path):
+    base, other = bert(3), bert(5)
+    other.config.id2label = {i: f"kind {i}" for i in range(5)}
+    other.config.label2id = {label: i for i, label in other.config.id2label.items()}
+    folder = write(tmp_path, base, three=perturb(base, 1), five=perturb(other, 2))
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "three")
+    model.classifier.weight.requires_grad_(False)
+    body = model.bert.embeddings.word_embeddings.weight
+    for name, labels in (("five", 5), ("three", 3), ("five-plain", 5)):
+        fm_delta.switch(model, folder / name)
+        assert_is(model, AutoModelForSequenceClassification.from_pretrained(folder / name))
+        assert model.num_labels == model.classifier.out_features == labels
+        assert not model.classifier.weight.requires_grad and model.classifier.bias.requires_grad
+        loss = model(**inputs(model), labels=torch.tensor([0, labels - 1])).loss
+        assert torch.isfinite(loss)
+    assert model.bert.embeddings.word_embeddings.weight is body
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_resized_vocabularies_follow_and_stay_tied(tmp_path, tied):
+    base = llama(tied=tied)
+    longer = perturb(base, 2)
+    longer.resize_token_embeddings(104)
+    folder = write(tmp_path, base, first=perturb(base, 1), longer=longer)
+    model = AutoModelForCausalLM.from_pretrained(folder / "first")
+    for name in ("longer", "first"):
+        fm_delta.switch(model, folder / name)
+        assert_is(model, AutoModelForCausalLM.from_pretrained(folder / name))
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+def test_generation_settings_follow(tmp_path):
+    base = llama()
+    other = perturb(base, 2)
+    other.generation_config = GenerationConfig(max_new_tokens=7, do_sample=True, temperature=0.5)
+    folder = write(tmp_path, base, first=perturb(base, 1), other=other)
+    model = AutoModelForCausalLM.from_pretrained(folder / "first")
+    for name in ("other", "first"):
+        fm_delta.switch(model, folder / name)
+        assert_is(model, AutoModelForCausalLM.from_pretrained(folder / name))
+    assert (folder / "other/generation_config.json").exists()
+
+
+def test_shards_and_a_compressed_base_are_read(tmp_path):
+    base = llama()
+    folder = two(tmp_path, base)
+    model = AutoModelForCausalLM.from_pretrained(folder / "first")
+    perturb(base, 3).save_pretrained(folder / "third-plain", max_shard_size="40KB")
+    fm_delta.compress_checkpoint(folder / "third-plain", folder / "second", folder / "third")
+    assert len(list((folder / "third").glob("*.safetensors"))) > 2
+    fm_delta.switch(model, folder / "third")
+    assert_is(model, AutoModelForCausalLM.from_pretrained(folder / "third"))
+    assert_same_weights(model, AutoModelForCausalLM.from_pretrained(folder / "third-plain"))
+
+
+def test_the_body_of_a_classifier_becomes_the_body_of_another(tmp_path):
+    folder = two(tmp_path, bert())
+    model = AutoModel.from_pretrained(folder / "first")
+    fm_delta.switch(model, folder / "second")
+    assert_same_weights(model, AutoModel.from_pretrained(folder / "second"))
+
+
+def test_what_was_tied_in_name_only_is_the_same_again(tmp_path):
+    folder = two(tmp_path, llama(tied=True))
+    model = AutoModelForCausalLM.from_pretrained(folder / "first")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    fm_delta.switch(model, folder / "second")
+    expected = AutoModelForCausalLM.from_pretrained(folder / "second").lm_head.weight
+    assert same_bits(model.lm_head.weight, expected) and same_bits(model.model.embed_tokens.weight, expected)
+
+
+def test_a_model_that_saves_compressed_and_trains_goes_on_doing_so(tmp_path):
+    folder = two(tmp_path, bert())
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "first")
+    fm_delta.enable(model, folder / "base")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fm_delta.switch(model, folder / "second")
+    model.save_pretrained(folder / "again")
+    assert (folder / "again/model.safetensors").read_bytes() == (folder / "second/model.safetensors").read_bytes()
+    model(**inputs(model), labels=torch.tensor([0, 1])).loss.backward()
+    optimizer.step()
+    trained = AutoModelForSequenceClassification.from_pretrained(folder / "second")
+    assert not same_bits(model.classifier.weight, trained.classifier.weight)
+    fm_delta.switch(model, folder / "second")
+    assert_is(fm_delta.disable(model).eval(), trained)
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------------
+
+MEMORY = """
+import re
+from pathlib import Path
+from threading import Event, Thread
+import hf_ext
+from hf_ext import fm_delta
+from transformers import AutoModelForCausalLM
+
+def memory():  # without what is mapped from files
+    return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+def peak_above(action):
+    before, found, done = memory(), [], Event()
+    def watch():
+        while not done.wait(0.001):
+            found.append(memory())
+    watcher = Thread(target=watch)
+    watcher.start()
+    kept = action()
+    done.set()
+    watcher.join()
+    return max([*found, memory()]) - before
+
+model = AutoModelForCausalLM.from_pretrained("first")
+fm_delta.switch(model, "first")  # before, its weights are not in memory but mapped from the file
+print(sum(weight.nbytes for weight in model.parameters()))
+print(peak_above(lambda: fm_delta.switch(model, "second")))
+print(peak_above(lambda: AutoModelForCausalLM.from_pretrained("second")))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
+def test_no_second_model_is_in_memory(tmp_path):
+    config = llama().config
+    config.update({"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 10, "head_dim": 96})
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(config).to(torch.bfloat16)
+    base.save_pretrained(tmp_path / "first")
+    perturb(base).save_pretrained(tmp_path / "second-plain")
+    fm_delta.compress_checkpoint(tmp_path / "second-plain", tmp_path / "first", tmp_path / "second", level=1)
+    paths = [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, "-c", MEMORY], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    size, switching, loading = map(int, done.stdout.split())
+    assert size > 40e6 and loading > 0.9 * size
+    assert switching < 0.4 * size
+
+
+# ---- refused, before anything has changed ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return two(tmp_path_factory.mktemp("swap"), bert())
+
+
+@pytest.fixture
+def model(folder) -> PreTrainedModel:
+    return AutoModelForSequenceClassification.from_pretrained(folder / "first")
+
+
+def refused(model: PreTrainedModel, other: Path, error: type[Exception], *parts: str) -> None:
+    before = snapshot(model)
+    with pytest.raises(error) as info:
+        fm_delta.switch(model, other)
+    assert type(info.value) is error
+    assert all(part in str(info.value) for part in parts), str(info.value)
+    assert_untouched(model, before)
+
+
+def other_bert(**changes) -> PreTrainedModel:
+    config = deepcopy(bert().config)
+    config.update(changes)
+    torch.manual_seed(1)
+    return type(bert())(config)
+
+
+@pytest.mark.parametrize(
+    ("build", "parts"),
+    [
+        (lambda: other_bert(num_hidden_layers=3), ["num_hidden_layers", "3", "2"]),
+        (lambda: other_bert(hidden_size=64), ["hidden_size", "64", "48"]),
+        (lambda: other_bert(hidden_act="relu"), ["hidden_act", "'relu'", "'gelu'"]),
+        (llama, ["model_type", "'llama'", "'bert'"]),
+        (lambda: BertForMaskedLM(bert().config), ["no tensor for", "BertForSequenceClassification"]),
+    ],
+)
+def test_another_structure_is_refused_by_its_first_difference(tmp_path, model, build, parts):
+    build().save_pretrained(tmp_path)
+    refused(model, tmp_path, CheckpointError, str(tmp_path), *parts)
+
+
+def test_a_tensor_of_another_shape_than_config_json_says_is_refused(tmp_path, model):
+    bert(5).save_pretrained(tmp_path)
+    bert(3).config.save_pretrained(tmp_path)
+    refused(model, tmp_path, CheckpointError, "'classifier.bias'", "[5]", "[3]")
+
+
+def test_two_tensors_for_what_is_one_are_refused(tmp_path):
+    tied = llama(tied=True)
+    tied.save_pretrained(tmp_path / "tied")
+    tensors = load_file(tmp_path / "tied/model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "tied")
+    for name, head in (("equal", 1.0), ("other", 1.5)):
+        tied.config.save_pretrained(tmp_path / name)
+        both = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] * head}
+        save_file(both, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+    refused(model, tmp_path / "other", CheckpointError, "lm_head.weight", "one in this model")
+    fm_delta.switch(model, tmp_path / "equal")
+    assert_same_weights(model, tied)
+
+
+def copy_of(folder: Path, name: str, target: Path) -> Path:
+    target.mkdir()
+    for path in (folder / name).iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+@pytest.mark.parametrize("place", [0.4, 0.9])
+def test_damage_is_found_before_a_weight_changes(folder, model, tmp_path, place):
+    weights = copy_of(folder, "second", tmp_path / "bad") / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[int(place * len(data))] ^= 1
+    weights.write_bytes(data)
+    refused(model, weights.parent, CorruptFileError, "damaged")
+
+
+def test_a_base_that_is_gone_or_another_is_named_before_a_weight_changes(folder, model, tmp_path):
+    bad = copy_of(folder, "second", tmp_path / "bad")
+    for base, message in ((tmp_path / "gone", "there is no folder"), (folder / "first-plain", "is another model or revision")):
+        config = json.loads((bad / "config.json").read_text())
+        config["quantization_config"]["base"] = str(base)
+        (bad / "config.json").write_text(json.dumps(config))
+        refused(model, bad, BaseModelError, str(base), message)
+
+
+def test_what_is_no_checkpoint_is_named(folder, model, tmp_path):
+    refused(model, tmp_path / "nothing", CheckpointError, "nothing")
+    refused(model, "user/nothing", CheckpointError, "'user/nothing' is neither a folder nor a Hub repository")
+    (tmp_path / "bare").mkdir()
+    weights = folder / "second-plain/model.safetensors"
+    (tmp_path / "bare/model.safetensors").write_bytes(weights.read_bytes())
+    refused(model, tmp_path / "bare", CheckpointError, "no config.json")
+    packed = copy_of(folder, "second-plain", tmp_path / "packed")
+    config = json.loads((packed / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+    (packed / "config.json").write_text(json.dumps(config))
+    refused(model, packed, CheckpointError, "quantised (gptq)")
+
+
+def test_a_model_with_adapters_is_refused(folder, model):
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["query"]))
+    with pytest.raises(CheckpointError, match="PeftModel"):
+        fm_delta.switch(wrapped, folder / "second")
+    refused(model, folder / "second", CheckpointError, "adapters")
+    plain = wrapped.unload()
+    fm_delta.switch(plain, folder / "second")
+    assert_is(plain.eval(), AutoModelForSequenceClassification.from_pretrained(folder / "second"))
+
+
+def test_an_offloaded_model_is_refused(folder, tmp_path):
+    devices = {"bert.embeddings": "cpu", "bert.pooler": "cpu", "classifier": "cpu", "bert.encoder": "disk"}
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder / "first-plain", device_map=devices, offload_folder=tmp_path
+    )
+    with pytest.raises(CheckpointError, match="offloaded"):
+        fm_delta.switch(model, folder / "second")
+
+
+def test_a_merge_is_refused_on_either_side(folder, model, tmp_path):
+    base, tasks = write_tasks(tmp_path)
+    emr.merge(base, tasks, tmp_path / "merged")
+    merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    with pytest.raises(CheckpointError, match="set_task"):
+        fm_delta.switch(merged, folder / "second")
+    refused(model, tmp_path / "merged", CheckpointError, "hf-ext extract")
+
+
+# ---- a failure half-way ------------------------------------------------------------------------------------------------
+
+
+def test_a_base_changed_in_secret_is_found_half_way_and_said_so_and_another_switch_mends_it(tmp_path):
+    config = BertConfig(**bert().config.to_dict() | {"hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 4})
+    torch.manual_seed(0)
+    folder = two(tmp_path, BertForMaskedLM(config))
+    model = AutoModelForMaskedLM.from_pretrained(folder / "first")
+    base = load_file(folder / "base/model.safetensors")
+    name = "bert.encoder.layer.2.intermediate.dense.weight"
+    base[name].view(-1)[3000] += 1  # where the fingerprint takes no sample
+    save_file(base, folder / "base/model.safetensors", metadata={"format": "pt"})
+    before = model.config.to_dict()
+    with pytest.raises(BaseModelError, match=f"(?s){name}.*The model is neither the one nor the other.*Switch it once more"):
+        fm_delta.switch(model, folder / "second")
+    assert model.config.to_dict() == before
+    fm_delta.switch(model, folder / "second-plain")
+    assert_same_weights(model, AutoModelForMaskedLM.from_pretrained(folder / "second-plain"))

@@ -1,0 +1,182 @@
+"""What this package puts on the Hub, one of each kind and small: how it is made, how it is loaded, and what it computes.
+
+It runs in processes of its own, signed in (or not) to a `LocalHub`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, NamedTuple
+
+import tiny_transfers
+import tiny_uni_med
+import torch
+from huggingface_hub import HfApi
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from tiny_adapters import moved, small_llama
+from tiny_merges import write_tasks
+from tiny_models import bert, inputs, perturb
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoProcessor,
+    AutoTokenizer,
+)
+
+from hf_ext import PissaConfig, QPissaConfig, TransLoraTrainer, emr, fm_delta
+from hf_ext.trans_lora import Discriminator
+from hf_ext.trans_lora.discriminator import NAME
+
+BASES = {"bert": bert, "body": lambda: bert().bert, "llama": small_llama}
+
+
+class Artifact(NamedTuple):
+    """`push` makes one of a seed and pushes it to a repository with options of `push_to_hub`; `load` takes those of
+    `from_pretrained`; `computes` makes numbers of what either returns."""
+
+    push: Callable[..., Any]
+    load: Callable[..., Any]
+    computes: Callable[[Any], torch.Tensor]
+
+
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(**inputs(model)).logits
+
+
+def push_compressed(seed: int, repo: str, **options: Any) -> Any:
+    model = fm_delta.enable(perturb(bert(), seed), "user/bert")
+    model.push_to_hub(repo, **options)
+    return model
+
+
+def push_merge(seed: int, repo: str, **options: Any) -> Any:
+    folder = Path(mkdtemp())
+    _, tasks = write_tasks(folder, {f"one-{seed}": 2 + seed, "two": 2})
+    emr.merge("user/body", tasks, folder / "merged")
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "merged")
+    model.push_to_hub(repo, **options)
+    return model
+
+
+def tasks_logits(model: Any) -> torch.Tensor:
+    found = []
+    for task in model.tasks:
+        model.set_task(task)
+        found.append(logits(model).flatten())
+    return torch.cat(found)
+
+
+def pushes_adapter(config: type) -> Callable[..., Any]:
+    def push(seed: int, repo: str, **options: Any) -> Any:
+        base = AutoModelForCausalLM.from_pretrained("user/llama")
+        model = moved(get_peft_model(base, config(r=4, target_modules="all-linear", task_type="CAUSAL_LM")), seed)
+        model.push_to_hub(repo, **options)
+        return model
+
+    return push
+
+
+def push_discriminator(seed: int, repo: str, **options: Any) -> Discriminator:
+    torch.manual_seed(seed)
+    base, words = AutoModelForCausalLM.from_pretrained("user/gpt2"), AutoTokenizer.from_pretrained("user/gpt2")
+    model = moved(get_peft_model(base, tiny_transfers.lora("gpt2"), adapter_name=NAME), seed)
+    made = Discriminator(model.eval(), words, "pick")
+    made.push_to_hub(repo, **options)
+    return made
+
+
+def push_transfer(seed: int, repo: str, private: bool = True, **options: Any) -> Any:
+    base, words = AutoModelForCausalLM.from_pretrained("user/gpt2"), AutoTokenizer.from_pretrained("user/gpt2")
+    teacher = moved(get_peft_model(AutoModelForCausalLM.from_pretrained("user/gpt2"), tiny_transfers.lora("gpt2")), seed)
+    settings = tiny_transfers.settings(mkdtemp(), max_steps=1, seed=seed, hub_model_id=repo, hub_private_repo=private)
+    trainer = TransLoraTrainer(
+        base,
+        settings,
+        processing_class=words,
+        teacher=teacher.eval(),
+        teacher_processing_class=words,
+        inputs=tiny_transfers.inputs(16),
+        peft_config=LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"),
+    )
+    trainer.train()
+    moved(trainer.model, seed)
+    trainer.push_to_hub(**options)
+    return trainer.model
+
+
+def push_uni_med(seed: int, repo: str, **options: Any) -> Any:
+    model = perturb(tiny_uni_med.uni_med(), seed)
+    model.push_to_hub(repo, **options)
+    tiny_uni_med.processor().push_to_hub(repo, **options)
+    return model
+
+
+def load_uni_med(repo: str, **options: Any) -> Any:
+    assert AutoProcessor.from_pretrained(repo, **options).num_image_tokens == tiny_uni_med.TOKENS
+    return AutoModelForImageTextToText.from_pretrained(repo, **options)
+
+
+ARTIFACTS = {
+    "fm_delta": Artifact(push_compressed, AutoModelForSequenceClassification.from_pretrained, logits),
+    "emr": Artifact(push_merge, AutoModelForSequenceClassification.from_pretrained, tasks_logits),
+    "pissa": Artifact(pushes_adapter(PissaConfig), AutoPeftModelForCausalLM.from_pretrained, logits),
+    "qpissa": Artifact(pushes_adapter(QPissaConfig), AutoPeftModelForCausalLM.from_pretrained, logits),
+    "discriminator": Artifact(
+        push_discriminator, Discriminator.from_pretrained, lambda made: torch.tensor(made.score(tiny_transfers.SEEDS))
+    ),
+    "transfer": Artifact(push_transfer, AutoPeftModelForCausalLM.from_pretrained, logits),
+    "uni_med": Artifact(push_uni_med, load_uni_med, lambda model: model.eval()(**tiny_uni_med.batch()).logits),
+}
+
+
+def push_bases() -> None:
+    for name, build in BASES.items():
+        build().push_to_hub(f"user/{name}")
+    words = tiny_transfers.tokenizer(300)
+    torch.manual_seed(0)
+    model = tiny_transfers.gpt2(words)
+    answered = [f"{text}\t {tiny_transfers.answer(text)}" for text in tiny_transfers.inputs(100)]
+    tiny_transfers.fit(model, words, answered, steps=30, learning_rate=1e-2)  # so that its answers have an end
+    model.push_to_hub("user/gpt2")
+    words.push_to_hub("user/gpt2")
+
+
+def push_all() -> dict[str, dict[str, list[float]]]:
+    """Pushes each kind to a private repository of its name, and another one to its branch `second`; what they compute."""
+    push_bases()
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, kind in ARTIFACTS.items():
+        made = kind.push(1, f"user/{name}", private=True)
+        HfApi().create_branch(f"user/{name}", branch="second")
+        found[name] = {"main": numbers(kind, made), "second": numbers(kind, kind.push(2, f"user/{name}", revision="second"))}
+    return found
+
+
+def load_all(kinds: Iterable[str] = ARTIFACTS, **options: Any) -> dict[str, dict[str, list[float]]]:
+    """What each of them computes once it is loaded."""
+    return {
+        name: {
+            revision: numbers(ARTIFACTS[name], ARTIFACTS[name].load(f"user/{name}", revision=revision, **options))
+            for revision in ("main", "second")
+        }
+        for name in kinds
+    }
+
+
+def refusals(kinds: Iterable[str] = ARTIFACTS, **options: Any) -> dict[str, str]:
+    """How loading each of them fails."""
+    found = {}
+    for name in kinds:
+        try:
+            ARTIFACTS[name].load(f"user/{name}", **options)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def numbers(kind: Artifact, made: Any) -> list[float]:
+    with torch.no_grad():
+        return kind.computes(made).flatten()[:300].tolist()

@@ -1,0 +1,177 @@
+"""Everything that this package makes goes to the Hub by the usual calls and comes back by id, branch, token and cache; a
+download that fails leaves nothing behind, and a model in memory becomes another one of the Hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_hub import LocalHub
+
+KINDS = ["fm_delta", "emr", "pissa", "qpissa", "discriminator", "transfer", "uni_med"]  # as in hub_artifacts
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+PUSH = "print(json.dumps(push_all()))"
+
+LOAD = """
+import os
+refused = refusals(token=False)
+assert not list(Path("cache").rglob("*.safetensors"))
+token = {"token": sys.argv[1], "cache_dir": "cache"}
+tasks = refusals(["emr"], **token)  # Transformers gives the token to nobody, and does not download the tasks itself
+loaded = load_all([name for name in ARTIFACTS if name != "emr"], **token)
+os.environ["HF_TOKEN"] = sys.argv[1]
+loaded |= load_all(["emr"], cache_dir="cache")
+print(json.dumps({"refused": refused, "tasks": tasks["emr"], "loaded": loaded}))
+"""
+
+OFFLINE = 'print(json.dumps(load_all(cache_dir="cache")))'
+
+# The connection breaks once in the middle of the compressed weights, and then at every attempt to get the base.
+UNSTEADY = """
+from hf_ext import BaseModelError
+from huggingface_hub import constants
+constants.DOWNLOAD_CHUNK_SIZE = 4096  # what comes in pieces of this size is kept
+kind = ARTIFACTS["fm_delta"]
+
+def weights():  # of what was downloaded to the end
+    return sorted(path.parts[-4] for path in Path("cache").glob("models--*/snapshots/*/model.safetensors"))
+
+try:
+    kind.load("user/fm_delta", cache_dir="cache")
+except BaseModelError as error:
+    failed = str(error)
+after = weights()
+model = kind.load("user/fm_delta", cache_dir="cache")
+found = {"failed": failed, "after": after, "loaded": numbers(kind, model), "then": weights()}
+print(json.dumps(found))
+"""
+
+SWITCH = """
+from hf_ext import CheckpointError, fm_delta
+kind = ARTIFACTS["fm_delta"]
+model = kind.load("user/fm_delta", cache_dir="cache", token=sys.argv[1])
+places = {name: weight.data_ptr() for name, weight in model.named_parameters()}
+try:
+    fm_delta.switch(model, "user/fm_delta", revision="second", token=False, cache_dir="empty")
+except CheckpointError as error:
+    refused = str(error)
+unchanged = numbers(kind, model)
+fm_delta.switch(model, "user/fm_delta", revision="second", token=sys.argv[1], cache_dir="cache")
+second = numbers(kind, model)
+fm_delta.switch(model, "user/fm_delta", token=sys.argv[1], cache_dir="cache", local_files_only=True)
+assert places == {name: weight.data_ptr() for name, weight in model.named_parameters()}
+print(json.dumps({"refused": refused, "unchanged": unchanged, "second": second, "main": numbers(kind, model)}))
+"""
+
+
+class Client:
+    """Runs code in new processes that know no other Hub than `hub`, and takes what they print."""
+
+    def __init__(self, hub: LocalHub, home: Path):
+        self.hub, self.home = hub, home
+
+    def run(self, code: str, *args: str, signed_in: bool = False, **extra: str) -> Any:
+        env = self.hub.client_env(self.home / "home", signed_in=signed_in, **extra)
+        paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), env.get("PYTHONPATH", "")]
+        env |= {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        code = f"import json, sys\nfrom pathlib import Path\nfrom hub_artifacts import *\n{code}"
+        done = subprocess.run(
+            [sys.executable, "-c", code, *args], env=env, cwd=self.home, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def hub():
+    with LocalHub() as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def pushed(hub, tmp_path_factory) -> dict[str, dict[str, list[float]]]:
+    """What the artifacts computed before they were pushed, by kind and revision."""
+    return Client(hub, tmp_path_factory.mktemp("push")).run(PUSH, signed_in=True)
+
+
+@pytest.fixture(scope="module")
+def newcomer(hub, tmp_path_factory) -> Client:
+    """Somebody who has downloaded nothing yet, and whose token is nowhere but in the calls."""
+    return Client(hub, tmp_path_factory.mktemp("newcomer"))
+
+
+@pytest.fixture(scope="module")
+def fetched(hub, pushed, newcomer) -> dict[str, Any]:
+    return newcomer.run(LOAD, hub.token)
+
+
+@pytest.fixture(scope="module")
+def offline(hub, fetched, newcomer) -> dict[str, Any]:
+    answered = len(hub.log)
+    found = newcomer.run(OFFLINE, HF_HUB_OFFLINE="1")
+    assert len(hub.log) == answered
+    return found
+
+
+def same(numbers: list[float], others: list[float]) -> bool:
+    return numbers == pytest.approx(others, abs=1e-5)
+
+
+@every_kind
+def test_it_is_pushed_privately_with_a_card(hub, pushed, kind):
+    repo = hub.repos[f"user/{kind}"]
+    assert repo.private and repo.branches.keys() == {"main", "second"}
+    assert any(path.endswith(".safetensors") for path in repo.at("second").files)
+    assert "README.md" in repo.at("main").files
+    assert not same(pushed[kind]["main"], pushed[kind]["second"])
+
+
+@every_kind
+@pytest.mark.parametrize("revision", ["main", "second"])
+def test_it_comes_back_by_id_revision_and_token_with_a_base_of_the_hub(pushed, fetched, kind, revision):
+    assert same(fetched["loaded"][kind][revision], pushed[kind][revision])
+
+
+@every_kind
+def test_a_stranger_is_refused_and_told_which_repository(fetched, kind):
+    assert f"user/{kind}" in fetched["refused"][kind]
+
+
+def test_a_private_merge_says_how_its_tasks_are_reached(fetched):
+    assert fetched["tasks"].startswith("CheckpointError") and "HF_TOKEN" in fetched["tasks"]
+
+
+@every_kind
+def test_what_was_downloaded_is_enough_offline(pushed, offline, kind):
+    for revision in ("main", "second"):
+        assert same(offline[kind][revision], pushed[kind][revision])
+
+
+def test_a_connection_that_breaks_is_resumed_and_one_that_stays_broken_leaves_nothing_half_written(hub, pushed, tmp_path):
+    compressed, base = (hub.repos[f"user/{name}"].at("main").files["model.safetensors"] for name in ("fm_delta", "bert"))
+    hub.cuts = {compressed.sha256: [len(compressed.content) // 2], base.sha256: [0] * 6}
+    seen = len(hub.log)
+    found = Client(hub, tmp_path).run(UNSTEADY, signed_in=True)
+    assert "'user/bert' could not be downloaded" in found["failed"] and "needed to read this checkpoint" in found["failed"]
+    assert found["after"] == ["models--user--fm_delta"]
+    assert found["then"] == ["models--user--bert", "models--user--fm_delta"]
+    assert same(found["loaded"], pushed["fm_delta"]["main"])
+    statuses = [status for _, path, status in hub.log[seen:] if path.endswith(compressed.sha256)]
+    assert 206 in statuses, "the rest was asked for by its range"
+
+
+def test_a_model_in_memory_becomes_another_of_the_hub_and_only_what_is_compressed_is_fetched(hub, pushed, tmp_path):
+    seen = len(hub.log)
+    found = Client(hub, tmp_path).run(SWITCH, hub.token)
+    assert "'user/fm_delta'" in found["refused"] and "HF_TOKEN" in found["refused"]
+    for stage, revision in (("unchanged", "main"), ("second", "second"), ("main", "main")):
+        assert same(found[stage], pushed["fm_delta"][revision])
+    fetched = [path.rpartition("/")[2] for method, path, _ in hub.log[seen:] if method == "GET" and "/storage/" in path]
+    repos = [("user/fm_delta", "main"), ("user/bert", "main"), ("user/fm_delta", "second")]
+    assert fetched == [hub.repos[repo].at(revision).files["model.safetensors"].sha256 for repo, revision in repos]
