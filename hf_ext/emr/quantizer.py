@@ -18,6 +18,7 @@ from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
 from hf_ext.folder import CONFIG
 from hf_ext.loading import DecodingQuantizer
+from hf_ext.saving import PushToHub
 
 
 class EMRQuantizer(DecodingQuantizer):
@@ -45,6 +46,7 @@ class EMRQuantizer(DecodingQuantizer):
         model.active_task = self.merged.tasks[0]
         model.set_task = SetTask(model, self.merged, self.plan)
         model.save_pretrained = MergedSaving(model)
+        model.push_to_hub = PushToHub(model)
         return model
 
 
