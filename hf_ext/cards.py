@@ -17,8 +17,8 @@ from typing import Any
 import transformers
 import xxhash
 import yaml
-from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import ModelCard, ModelCardData, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 from transformers.modelcard import TASK_MAPPING
@@ -32,12 +32,13 @@ LICENCE = ("license", "license_name", "license_link")
 THEIR_METADATA = {"base_model", "library_name", "pipeline_tag", "tags"}
 THEIR_LINES = re.compile(r"### Framework versions|- PEFT .*|This is the model card of a 🤗 transformers model .*generated\.")
 NO_TASKS = {"text2text-generation"}  # which the Hub has given up
-ADAPTER_TASKS = {
-    "CAUSAL_LM": "text-generation",
-    "SEQ_CLS": "text-classification",
-    "TOKEN_CLS": "token-classification",
-    "QUESTION_ANS": "question-answering",
-    "FEATURE_EXTRACTION": "feature-extraction",
+ADAPTER_TASKS = {  # of PEFT: the Hub's, and the class that loads the base
+    "CAUSAL_LM": ("text-generation", "AutoModelForCausalLM"),
+    "SEQ_2_SEQ_LM": (None, "AutoModelForSeq2SeqLM"),
+    "SEQ_CLS": ("text-classification", "AutoModelForSequenceClassification"),
+    "TOKEN_CLS": ("token-classification", "AutoModelForTokenClassification"),
+    "QUESTION_ANS": ("question-answering", "AutoModelForQuestionAnswering"),
+    "FEATURE_EXTRACTION": ("feature-extraction", "AutoModel"),
 }
 
 
@@ -79,9 +80,12 @@ def write_card(folder: Path, card: ModelCard, target: Path | None = None) -> boo
     """Writes a folder's card, unless one of the user's is there; returns whether it did.
 
     Args:
-        target: where the folder's files are to go, if elsewhere; a card of the user's there stays too.
+        target: where the folder's files are to go, if elsewhere. If one of the user's is there, the folder is left without.
     """
-    if not all(is_free(place / CARD) for place in {folder, target or folder}):
+    if not is_free(folder / CARD):
+        return False
+    if target is not None and not is_free(target / CARD):
+        (folder / CARD).unlink(missing_ok=True)
         return False
     if card.data.library_name == "peft":  # whose card has the tags of the model, and that of the base, be it a folder
         tags = (metadata_of(folder) or {}).get("tags") or []
@@ -104,6 +108,14 @@ def is_free(path: Path) -> bool:
     """Whether nothing of the user's is lost when a card is written over: there is none, or it is one of this package's as
     it was written, or one of Transformers' or PEFT's in which nothing was filled in."""
     return not os.path.lexists(path) or is_ours(path) or is_bare(path)
+
+
+def is_free_on_hub(repo_id: str, revision: str | None = None, token: str | bool | None = None) -> bool:
+    """The same of a repository's card."""
+    try:
+        return is_free(Path(hf_hub_download(repo_id, CARD, revision=revision, token=token)))
+    except EntryNotFoundError:
+        return True
 
 
 def is_ours(path: Path, kind: str | None = None) -> bool:
@@ -161,6 +173,14 @@ def task_of(config: dict[str, Any]) -> str | None:
         if kinds & names and task not in NO_TASKS:
             return task
     return None
+
+
+def adapter_card(kind: str, base: str | None, task_type: str | None, tags: Iterable[str], **figures: Any) -> ModelCard:
+    """A card of an adapter of this PEFT type of task, whose template shows the base and how to load both."""
+    task, base_class = ADAPTER_TASKS.get(task_type, (None, "AutoModel"))
+    text = name_in_text(base) if base else "its base"
+    figures |= {"base": text, "base_name": text.strip("`") if base else "…", "base_class": base_class}
+    return model_card(kind, [base], "adapter", "peft", tags, task, **figures)
 
 
 def class_of(config: dict[str, Any]) -> str:

@@ -10,12 +10,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from huggingface_hub import CommitInfo, HfApi, hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub import CommitInfo, HfApi
 from transformers import PreTrainedModel
 from transformers.utils.hub import create_and_tag_model_card
 
-from hf_ext.cards import CARD, is_free, tag_card
+from hf_ext.cards import CARD, is_free_on_hub, tag_card
 
 HUB_OPTIONS = ("repo_id", "private", "revision", "commit_message", "commit_description", "create_pr")
 
@@ -76,15 +75,12 @@ class Saving(ABC):
         if not (folder / CARD).exists():
             create_and_tag_model_card(repo_id, tags, token=token).save(folder / CARD)
         tag_card(folder, tags)
-        try:
-            taken = not is_free(Path(hf_hub_download(repo_id, CARD, revision=revision, token=token)))
-        except EntryNotFoundError:
-            taken = False
+        card = [CARD] if is_free_on_hub(repo_id, revision, token) else []
         options.setdefault("commit_message", "Upload model")
         return api.upload_folder(
             repo_id=repo_id,
             folder_path=folder,
-            allow_patterns=[*({*names} - {CARD}), *([] if taken else [CARD])],
+            allow_patterns=[*({*names} - {CARD}), *card],
             revision=revision,
             create_pr=create_pr,
             **options,
@@ -92,8 +88,8 @@ class Saving(ABC):
 
 
 class PushToHub:
-    """An instance attribute `push_to_hub` of a model whose `save_pretrained` is a `Saving`, of the class method's signature. That
-    one would put another card into the place of the one that was saved."""
+    """An instance attribute `push_to_hub` of a model whose `save_pretrained` is a `Saving`, of the class method's signature.
+    That one would put another card into the place of the one that was saved."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model

@@ -111,9 +111,7 @@ def compress_checkpoint(
         delete_folder(src)
 
 
-def compress_weights(
-    src: Path, base: Checkpoint, out: Path, level: int = DEFAULT_LEVEL, target: Path | None = None
-) -> None:
+def compress_weights(src: Path, base: Checkpoint, out: Path, level: int = DEFAULT_LEVEL, target: Path | None = None) -> None:
     """Compresses the weights of a folder into `out`, which goes to `target`, then adds what `from_pretrained` must know to
     `out`/config.json."""
     compress_files(plain_files(src, read_config(out / CONFIG)), base, out, level=level, target=target)
