@@ -147,9 +147,10 @@ def compress_files(
     name: str | None = None,
     level: int = DEFAULT_LEVEL,
     target: Path | None = None,
+    root: Checkpoint | None = None,
 ) -> None:
     """Compresses files of tensors into `out`, which goes to `target`; its config.json is told, and it gets a card if it has
-    none. `name` is the base's, if not its own is to be recorded."""
+    none. `name` is the base's, if not its own is to be recorded; `root` is what was fine-tuned, if not the base."""
     src = sets[0][0].path.parent
     if any(file.path.parent.samefile(src) for file in base.files):
         raise CheckpointError(f"{src} is the base model itself; give the folder of a fine-tune of it.")
@@ -160,19 +161,16 @@ def compress_files(
     if is_ours(out / CARD, METHOD):
         settings["card"] = ORIGINAL
     elif (out / CONFIG).exists() and not (out / CARD).exists():
-        _write_card(sets, base, out, info, target)
+        _write_card(sets, root or base, out, info, target)
     rewrite(out / CONFIG, lambda text: add_to_config(text, settings))
 
 
-def _write_card(sets: Sequence[Sequence[Any]], base: Checkpoint, out: Path, info: BaseInfo, target: Path | None) -> None:
+def _write_card(sets: Sequence[Sequence[Any]], root: Checkpoint, out: Path, info: BaseInfo, target: Path | None) -> None:
     files, config = [file for shards in sets for file in shards], read_config(out / CONFIG)
     entries = [entry for file in files for entry in file.entries.values()]
     original = sum(8 + len(file.header_bytes) for file in files) + sum(entry.end - entry.begin for entry in entries)
     compressed = sum((out / file.path.name).stat().st_size for file in files)
     parameters = sum(math.prod(entry.shape) for entry in entries)
-    root = base
-    while isinstance(root, CompressedCheckpoint):
-        root = root.base
     card = model_card(
         METHOD,
         [root.name],

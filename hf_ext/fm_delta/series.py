@@ -193,7 +193,7 @@ def store(folder: Path, root: Checkpoint, newer: Path | None = None) -> None:
                 rewrite(out / CONFIG, remove_from_config)
             if (folder / CARD).exists() and not came_with_compression(folder / CARD):
                 link(folder / CARD, out / CARD)
-            compress_files(sets, base, out, name)
+            compress_files(sets, base, out, name, root=root)
         smallest = min(written, key=lambda out: sum(path.stat().st_size for path in all_weights(out)))
         require_readable(smallest, written[smallest])
         for path in other_files(folder, stage):
