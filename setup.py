@@ -1,11 +1,13 @@
-"""Builds the C++ extension; everything else about the package is in setup.cfg."""
+"""Builds the C++ extension, and takes model_cards/ into the package; everything else about it is in setup.cfg."""
 
 import glob
 import shutil
 import sys
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 MSVC = sys.platform == "win32"
 SOURCES = [f"csrc/{name}.cpp" for name in ("binding", "codec", "decode", "emr", "encode")]
@@ -25,6 +27,18 @@ class BuildCodec(build_ext):
         super().build_extensions()
 
 
+class BuildWithCards(build_py):
+    """The templates stand at the top of the repository, and inside the package when it is installed."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib, "hf_ext", "model_cards")
+            self.mkpath(str(target))
+            for template in sorted(Path("model_cards").glob("*.md")):
+                self.copy_file(str(template), str(target / template.name))
+
+
 setup(
     ext_modules=[
         Extension(
@@ -37,6 +51,6 @@ setup(
             extra_link_args=[] if MSVC else ["-pthread"],
         )
     ],
-    cmdclass={"build_ext": BuildCodec},
+    cmdclass={"build_ext": BuildCodec, "build_py": BuildWithCards},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

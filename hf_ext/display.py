@@ -25,6 +25,12 @@ def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(lines)
 
 
+def markdown_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """The same for a model card."""
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cell.strip() for cell in row)} |" for row in lines)
+
+
 def new_figure(width: float, height: float) -> Figure:
     """An empty picture of so many inches.
 

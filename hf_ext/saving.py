@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import CommitInfo, HfApi
 from transformers import PreTrainedModel
 from transformers.utils.hub import create_and_tag_model_card
+
+from hf_ext.cards import CARD, is_free_on_hub, tag_card
 
 HUB_OPTIONS = ("repo_id", "private", "revision", "commit_message", "commit_description", "create_pr")
 
@@ -57,11 +60,47 @@ class Saving(ABC):
         token: str | bool | None = None,
         repo_id: str | None = None,
         private: bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        tags: Iterable[str] = (),
         **options: Any,
-    ) -> None:
-        """Uploads what this save has written, as `save_pretrained(push_to_hub=True)` does, after all of it is in place."""
+    ) -> CommitInfo:
+        """Uploads what this save has written, as `save_pretrained(push_to_hub=True)` does, after all of it is in place. A card
+        that a user wrote, there or here, stays as it is."""
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id or folder.name, private=private, exist_ok=True).repo_id
-        create_and_tag_model_card(repo_id, self.model.model_tags, token=token).save(folder / "README.md")
+        if revision is not None and not create_pr:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        tags = [*(self.model.model_tags or []), *tags]
+        if not (folder / CARD).exists():
+            create_and_tag_model_card(repo_id, tags, token=token).save(folder / CARD)
+        tag_card(folder, tags)
+        card = [CARD] if is_free_on_hub(repo_id, revision, token) else []
         options.setdefault("commit_message", "Upload model")
-        api.upload_folder(repo_id=repo_id, folder_path=folder, allow_patterns=[*names, "README.md"], **options)
+        return api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            allow_patterns=[*({*names} - {CARD}), *card],
+            revision=revision,
+            create_pr=create_pr,
+            **options,
+        )
+
+
+class PushToHub:
+    """An instance attribute `push_to_hub` of a model whose `save_pretrained` is a `Saving`, of the class method's signature.
+    That one would put another card into the place of the one that was saved."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+
+    def __call__(
+        self, repo_id: str, *, max_shard_size: int | str | None = "50GB", tags: str | list[str] | None = None, **options: Any
+    ) -> CommitInfo:
+        with TemporaryDirectory() as place:
+            folder = Path(place)
+            self.model.save_pretrained(folder, max_shard_size=max_shard_size)
+            names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+            options = {key: value for key, value in options.items() if value is not None}
+            tags = [tags] if isinstance(tags, str) else tags or []
+            return self.model.save_pretrained.push(folder, names, repo_id=repo_id, tags=tags, **options)

@@ -25,6 +25,9 @@ from pathlib import Path
 from typing import Any, final
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import yaml
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+
 LFS_SUFFIXES = (".safetensors", ".bin")
 LFS_MIN_SIZE = 10 * 1024 * 1024
 REPO, REVISION = "(?P<repo_id>[^/]+/[^/]+)", "(?P<revision>[^/]+)"
@@ -280,7 +283,18 @@ class LocalHub:
 
     @route("POST", "/api/validate-yaml")
     def _validate_yaml(self, request: Request) -> Reply:
-        return json_reply({"errors": [], "warnings": []})
+        """The real Hub knows many more rules."""
+        errors, block = [], REGEX_YAML_BLOCK.search(request.json["content"])
+        card = (yaml.safe_load(block[2]) if block else None) or {}
+        bases = card.get("base_model", [])
+        for base in bases if isinstance(bases, list) else [bases]:
+            if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", base):
+                errors.append(f'"base_model" with value "{base}" is not the id of a model')
+        if card.get("base_model_relation", "finetune") not in ("finetune", "adapter", "merge", "quantized"):
+            errors.append('"base_model_relation" is none of finetune, adapter, merge, quantized')
+        if not isinstance(card.get("tags", []), list) or not isinstance(card.get("pipeline_tag", ""), str):
+            errors.append('"tags" is no list, or "pipeline_tag" no text')
+        return json_reply({"errors": [{"message": error} for error in errors], "warnings": []}, 400 if errors else 200)
 
     @route("POST", f"/api/models/{REPO}/preupload/{REVISION}")
     def _preupload(self, request: Request, repo_id: str, revision: str) -> Reply:

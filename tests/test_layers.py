@@ -24,15 +24,15 @@ PURE = {
         "report",
         "series",
     },
-    "emr": {"artifact", "election", "modulators", "reference", "report", "writing"},
-    "pissa": {"decomposition", "quantization"},
-    "trans_lora": {"duplicates", "prompts", "report", "statistics"},
+    "emr": {"artifact", "card", "election", "modulators", "reference", "report", "writing"},
+    "pissa": {"decomposition", "quantization", "report"},
+    "trans_lora": {"card", "duplicates", "prompts", "report", "statistics"},
     "uni_med": {"boxes", "connector"},
 }
 HOST = {
     "fm_delta": {"callback", "config", "quantizer", "saving", "switching"},
     "emr": {"adapter", "config", "merge", "quantizer", "saving", "switching"},
-    "pissa": {"config", "conversion", "layer", "model", "report", "residual"},
+    "pissa": {"card", "config", "conversion", "layer", "model", "residual"},
     "trans_lora": {
         "adapters",
         "config",
@@ -40,7 +40,6 @@ HOST = {
         "embedding",
         "encoding",
         "generation",
-        "model_card",
         "scoring",
         "stages",
         "synthesis",
@@ -49,6 +48,7 @@ HOST = {
         "transfer",
     },
     "uni_med": {
+        "card",
         "configuration_uni_med",
         "conversion",
         "data",
@@ -59,7 +59,7 @@ HOST = {
     },
 }
 BELOW, ABOVE = (
-    ["quiet_imports", "_native", "native", "errors", "folder", "checkpoint", "work_ahead", "display"],
+    ["quiet_imports", "_native", "native", "errors", "folder", "checkpoint", "work_ahead", "display", "cards"],
     ["registration", "__init__", "cli"],
 )
 SHARED_HOST = ["in_place", "loading", "plan", "saving"]

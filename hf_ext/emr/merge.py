@@ -13,8 +13,10 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
+from hf_ext.cards import write_card
 from hf_ext.checkpoint import Checkpoint, open_checkpoint, open_plain
 from hf_ext.emr.artifact import TASK_NAME, Merged, assets_of, extract_task, older_files, task_files, task_folder
+from hf_ext.emr.card import merge_card, models_of
 from hf_ext.emr.modulators import ASSETS
 from hf_ext.emr.report import MergeReport, TaskReport
 from hf_ext.emr.writing import Addition, Merge, Source
@@ -70,6 +72,7 @@ def merge(
         sources = {name: open_task(name, task, checkpoint, Path(scratch) / name) for name, task in tasks.items()}
         _require_one_structure(sources)
         Merge(checkpoint, _config_of(checkpoint), sources, stage).write(rescale, max_shard_size)
+        write_card(stage, merge_card(stage, report(stage), tasks.values()), Path(out))
     return _checked(report(out))
 
 
@@ -115,6 +118,7 @@ def add_task(
         (Merge(merged.base, _config_of(merged.base), addition.sources, stage) if reelect else addition).write(
             rescale, max_shard_size
         )
+        write_card(stage, merge_card(stage, report(stage), [*models_of(merged.folder), task]), Path(out))
     return _checked(report(out))
 
 

@@ -18,6 +18,7 @@ from hf_ext.errors import CheckpointError
 from hf_ext.folder import CONFIG, snapshot_of
 from hf_ext.loading import DecodingQuantizer
 from hf_ext.plan import Loaded
+from hf_ext.saving import PushToHub
 
 
 class EMRQuantizer(DecodingQuantizer):
@@ -47,6 +48,7 @@ class EMRQuantizer(DecodingQuantizer):
         model.save_pretrained = MergedSaving(model)
         if model.can_generate():
             model.generate = Generate(model)
+        model.push_to_hub = PushToHub(model)
         return model
 
 

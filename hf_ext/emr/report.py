@@ -63,8 +63,8 @@ class MergeReport:
     def to_dict(self) -> dict:
         return asdict(self)
 
-    def __str__(self) -> str:
-        rows = [
+    def rows(self) -> list[tuple[str, ...]]:
+        return [
             (
                 t.task,
                 f"{t.scale:.4f}",
@@ -78,7 +78,9 @@ class MergeReport:
             )
             for t in self.tasks
         ]
-        return f"{table(COLUMNS, rows)}\n\n{self.summary()}"
+
+    def __str__(self) -> str:
+        return f"{table(COLUMNS, self.rows())}\n\n{self.summary()}"
 
     def summary(self) -> str:
         return f"{', '.join(t.task for t in self.tasks)}: {len(self.tasks)} tasks in {self.bytes / 1e6:.2f} MB"

@@ -8,7 +8,10 @@ from typing import Any
 
 from transformers.utils.logging import get_logger
 
+from hf_ext.cards import write_card
 from hf_ext.emr.artifact import Merged, older_files
+from hf_ext.emr.card import merge_card, models_of
+from hf_ext.emr.merge import report
 from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
 from hf_ext.folder import staged_folder
@@ -51,4 +54,5 @@ class MergedSaving(Saving):
             for path in files:
                 (stage / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(switch.merged.folder / path, stage / path)
+            write_card(stage, merge_card(stage, report(stage), models_of(switch.merged.folder)), folder)
         return [path.as_posix() for path in files]

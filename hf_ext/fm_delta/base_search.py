@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import yaml
-from huggingface_hub import CacheNotFound, ModelCard, scan_cache_dir
+from huggingface_hub import CacheNotFound, scan_cache_dir
 
+from hf_ext.cards import CARD, metadata_of
 from hf_ext.checkpoint import Checkpoint, open_plain
 from hf_ext.display import table
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
@@ -142,12 +142,8 @@ def find_base(src: str | os.PathLike, candidates: Iterable[str | os.PathLike] | 
 def _declared(src: Path) -> Iterator[tuple[str, str]]:
     """What a checkpoint's own files name as its base, each with the file's name."""
     named = [(read_config(src / CONFIG).get("_name_or_path"), CONFIG)]
-    if (src / "README.md").is_file():
-        try:
-            bases = ModelCard.load(src / "README.md").data.base_model
-        except (ValueError, TypeError, AttributeError, OSError, yaml.YAMLError):  # a card that cannot be read names none
-            bases = None
-        named += [(base, "README.md") for base in (bases if isinstance(bases, list) else [bases])]
+    bases = (metadata_of(src) or {}).get("base_model")
+    named += [(base, CARD) for base in (bases if isinstance(bases, list) else [bases])]
     seen = set()
     for name, where in named:
         if isinstance(name, str) and name and name not in seen and not _is_same(src, name):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import filecmp
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from transformers.utils.logging import get_logger
 
+from hf_ext.cards import CARD, class_of, is_ours, model_card, name_in_text, task_of, write_card
 from hf_ext.checkpoint import (
     HUB,
     MERGE,
@@ -61,6 +64,7 @@ from hf_ext.work_ahead import WorkAhead, progress, threads_for
 logger = get_logger(__name__)
 
 METHOD = "fm_delta"
+ORIGINAL = "original"  # of a card that looks as if it came with the compression, but was among the files already
 
 
 def compress_checkpoint(
@@ -75,7 +79,7 @@ def compress_checkpoint(
     """Writes a model's folder again with its weights as lossless differences from a base model (FM-Delta, NeurIPS 2024).
 
     Every file that holds no weights is copied; config.json gets a `quantization_config` entry, by which
-    `from_pretrained` finds the base. Memory: a few tensors.
+    `from_pretrained` finds the base. Where there is no model card, one is written. Memory: a few tensors.
 
     Args:
         src: folder with safetensors weights.
@@ -102,7 +106,7 @@ def compress_checkpoint(
     with staged_folder(out) as stage:
         for path in other_files(src, out):
             copy(path, stage / path.relative_to(src))
-        compress_weights(src, base_checkpoint, stage, level)
+        compress_weights(src, base_checkpoint, stage, level, out)
         if verify or delete_source:
             compare_with_source(src, stage, other_files(src, out), base_checkpoint)
     if delete_source:
@@ -110,9 +114,10 @@ def compress_checkpoint(
         delete_folder(src)
 
 
-def compress_weights(src: Path, base: Checkpoint, out: Path, level: int = DEFAULT_LEVEL) -> None:
-    """Compresses the weights of a folder into `out`, then adds what `from_pretrained` must know to `out`/config.json."""
-    compress_files(plain_files(src, read_config(out / CONFIG)), base, out, level=level)
+def compress_weights(src: Path, base: Checkpoint, out: Path, level: int = DEFAULT_LEVEL, target: Path | None = None) -> None:
+    """Compresses the weights of a folder into `out`, which goes to `target`, then adds what `from_pretrained` must know to
+    `out`/config.json."""
+    compress_files(plain_files(src, read_config(out / CONFIG)), base, out, level=level, target=target)
 
 
 def plain_files(src: Path, config: dict) -> list[list[SafetensorsFile]]:
@@ -144,9 +149,11 @@ def compress_files(
     out: Path,
     name: str | None = None,
     level: int = DEFAULT_LEVEL,
+    target: Path | None = None,
+    root: Checkpoint | None = None,
 ) -> None:
-    """Compresses files of tensors into `out`, whose config.json is told; `name` is the base's, if not its own is to be
-    recorded."""
+    """Compresses files of tensors into `out`, which goes to `target`; its config.json is told, and it gets a card if it has
+    none. `name` is the base's, if not its own is to be recorded; `root` is what was fine-tuned, if not the base."""
     src = sets[0][0].path.parent
     if any(file.path.parent.samefile(src) for file in base.files):
         raise CheckpointError(f"{src} is the base model itself; give the folder of a fine-tune of it.")
@@ -154,7 +161,42 @@ def compress_files(
     dtype = _float_type(next(file for shards in sets for file in shards if file.path == selected))
     info, _ = write_compressed(sets, base, out, name, level)
     settings = {"quant_method": METHOD, "base": info.name, "revision": info.revision, "dtype": dtype}
+    if is_ours(out / CARD, METHOD):
+        settings["card"] = ORIGINAL
+    elif (out / CONFIG).exists() and not (out / CARD).exists():
+        _write_card(sets, root or base, out, info, target)
     rewrite(out / CONFIG, lambda text: add_to_config(text, settings))
+
+
+def _write_card(sets: Sequence[Sequence[Any]], root: Checkpoint, out: Path, info: BaseInfo, target: Path | None) -> None:
+    files, config = [file for shards in sets for file in shards], read_config(out / CONFIG)
+    entries = [entry for file in files for entry in file.entries.values()]
+    original = sum(8 + len(file.header_bytes) for file in files) + sum(entry.end - entry.begin for entry in entries)
+    compressed = sum((out / file.path.name).stat().st_size for file in files)
+    parameters = sum(math.prod(entry.shape) for entry in entries)
+    card = model_card(
+        METHOD,
+        [root.name],
+        "finetune",
+        tags=["fm-delta"],
+        task=task_of(config),
+        root=name_in_text(root.name),
+        base=name_in_text(info.name),
+        revision=info.revision,
+        model_class=class_of(config),
+        original=f"{original / 1e6:.2f} MB",
+        compressed=f"{compressed / 1e6:.2f} MB",
+        ratio=f"{100 * compressed / max(original, 1):.1f} %",
+        parameters=f"{parameters:,}",
+        bits=f"{8 * compressed / max(parameters, 1):.2f}",
+    )
+    write_card(out, card, target)
+
+
+def came_with_compression(card: Path) -> bool:
+    """Whether the card of a compressed folder is none of the original files."""
+    settings = read_config(card.parent / CONFIG).get("quantization_config")
+    return is_ours(card, METHOD) and isinstance(settings, dict) and settings.get("card") != ORIGINAL
 
 
 def write_compressed(
@@ -237,7 +279,8 @@ def compare_with_source(src: Path, out: Path, others: Iterable[Path], base: Chec
 
 
 def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: str | os.PathLike | None = None) -> None:
-    """Writes the folder that was compressed: safetensors files and all others, byte for byte as they were.
+    """Writes the folder that was compressed: safetensors files and all others, byte for byte as they were. The card that came
+    with the compression stays away, unless it was changed since.
 
     Args:
         src: compressed folder.
@@ -256,7 +299,8 @@ def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: 
     require_another_folder(out, src, base_checkpoint.name)
     with staged_folder(out) as stage:
         for path in other_files(src, out):
-            copy(path, stage / path.relative_to(src))
+            if path != src / CARD or not came_with_compression(path):
+                copy(path, stage / path.relative_to(src))
         read_config(stage / CONFIG)
         rewrite(stage / CONFIG, remove_from_config)
         with progress("Decompressing", sum(len(file.original) for file in files)) as bar:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import CommitInfo
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -16,7 +17,7 @@ from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.codec import decode_raw, is_payload, read_header
 from hf_ext.fm_delta.compress import base_tensor, compress_weights
 from hf_ext.folder import all_weights, staged_folder
-from hf_ext.saving import Saving
+from hf_ext.saving import PushToHub, Saving
 
 logger = logging.get_logger(__name__)
 
@@ -24,7 +25,7 @@ logger = logging.get_logger(__name__)
 def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None = None) -> PreTrainedModel:
     """Makes every save of this model compressed: `save_pretrained`, `push_to_hub`, and what Trainer saves.
 
-    Only this object changes (two attributes of the instance); `disable` undoes it. The model also learns to read compressed
+    Only this object changes (three attributes of the instance); `disable` undoes it. The model also learns to read compressed
     weights in `load_state_dict`, which is how Trainer resumes and loads its best model.
 
     Args:
@@ -52,8 +53,9 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
     if not any(checkpoint.twin_of(name) for name in names):
         logger.warning(f"No tensor of {checkpoint} has a name that {type(model).__name__} knows: nothing will be saved by it.")
     saving = CompressedSaving(model, checkpoint)
-    # Both are plain objects on the instance, so that copies and pickles of the model carry them along.
+    # All are plain objects on the instance, so that copies and pickles of the model carry them along.
     model.save_pretrained = saving
+    model.push_to_hub = PushToHub(model)
     model._fm_delta_hook = model.register_load_state_dict_pre_hook(saving.decode_state_dict)
     return model
 
@@ -62,6 +64,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Makes a model save plainly again; does nothing to one that was never enabled. Returns the same model."""
     if isinstance(model.__dict__.get("save_pretrained"), CompressedSaving):
         del model.save_pretrained
+        model.__dict__.pop("push_to_hub", None)
         model.__dict__.pop("_fm_delta_hook").remove()
     return model
 
@@ -94,18 +97,18 @@ class CompressedSaving(Saving):
                 if path not in weights:
                     path.rename(stage / path.name)
             if weights:  # with a PEFT adapter on the model only the adapter was saved
-                compress_weights(plain, base, stage)
+                compress_weights(plain, base, stage, target=folder)
             for path in weights:
                 path.unlink()
             plain.rmdir()
         return names
 
-    def push(self, folder: Path, names: list[str], **options: Any) -> None:
+    def push(self, folder: Path, names: list[str], **options: Any) -> CommitInfo:
         if os.path.isdir(self.base):
             logger.warning(
                 f"The base {self.base} is a local folder: others cannot load what is pushed. Enable with a Hub id instead."
             )
-        super().push(folder, names, **options)
+        return super().push(folder, names, **options)
 
     def decode_state_dict(self, module: torch.nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:
         """A `load_state_dict` pre-hook: replaces payloads by the tensors they stand for."""

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hf_ext.cards import CARD
 from hf_ext.checkpoint import Checkpoint, SafetensorsFile, open_checkpoint
 from hf_ext.display import table
 from hf_ext.errors import CheckpointError
@@ -21,6 +22,7 @@ from hf_ext.fm_delta.compress import (
     CompressedCheckpoint,
     OriginalFile,
     base_of,
+    came_with_compression,
     compress_files,
     decoded,
     open_base,
@@ -189,11 +191,13 @@ def store(folder: Path, root: Checkpoint, newer: Path | None = None) -> None:
             if (folder / CONFIG).exists():
                 copy(folder / CONFIG, out / CONFIG)
                 rewrite(out / CONFIG, remove_from_config)
-            compress_files(sets, base, out, name)
+            if (folder / CARD).exists() and not came_with_compression(folder / CARD):
+                link(folder / CARD, out / CARD)
+            compress_files(sets, base, out, name, root=root)
         smallest = min(written, key=lambda out: sum(path.stat().st_size for path in all_weights(out)))
         require_readable(smallest, written[smallest])
         for path in other_files(folder, stage):
-            if path != folder / CONFIG:
+            if path not in (folder / CONFIG, folder / CARD):
                 link(path, smallest / path.relative_to(folder))
         shutil.copystat(folder, smallest)  # a Trainer tells the oldest checkpoint by its folder's time
         folder.rename(stage / folder.name)

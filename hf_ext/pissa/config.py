@@ -7,14 +7,19 @@ import math
 import os
 import warnings
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Literal
 
 from peft import LoraConfig, PeftType
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import tqdm
 
+from hf_ext.cards import write_card
+from hf_ext.pissa.card import pissa_card
 from hf_ext.pissa.layer import PRINCIPAL, PissaEmbedding, PissaLinear, refuse
+from hf_ext.pissa.report import LayerReport, PissaReport
 
 # Options of LoRA that do not go with an adapter that starts as part of the weight, and their neutral values.
 NEUTRAL = {
@@ -100,6 +105,7 @@ class PissaConfig(LoraConfig):
             {nn.Linear: PissaLinear, Conv1D: PissaLinear, nn.Embedding: PissaEmbedding, nn.Module: refuse}
         )
         self.bar: tqdm | None = None
+        self.started: dict[str, LayerReport] = {}  # by layer, once an adapter has been made of it
 
     def to_dict(self) -> dict:
         options = super().to_dict() | {"init_lora_weights": bool(self.init_lora_weights)}
@@ -122,8 +128,14 @@ class PissaConfig(LoraConfig):
         return config
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> None:
-        """Writes the configuration of the LoRA as which the adapter is saved (`to_lora_config`)."""
+        """Writes the configuration of the LoRA as which the adapter is saved (`to_lora_config`), and the adapter's card."""
         self.to_lora_config().save_pretrained(save_directory, **kwargs)
+        self._write_card(save_directory)
+
+    def _write_card(self, folder: str | os.PathLike) -> None:
+        # PEFT and Transformers save the adapter itself before its configuration.
+        if any(Path(folder, name).exists() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
+            write_card(Path(folder), pissa_card(self, PissaReport(list(self.started.values()))))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> PissaConfig:
@@ -211,6 +223,7 @@ class QPissaConfig(PissaConfig):
         saved = copy.copy(self)
         saved.init_lora_weights = False  # a saved adapter is loaded, not decomposed again
         LoraConfig.save_pretrained(saved, save_directory, **kwargs)
+        self._write_card(save_directory)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> QPissaConfig:

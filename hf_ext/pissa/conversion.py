@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -12,9 +13,11 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 
+from hf_ext.cards import write_card
 from hf_ext.display import table
 from hf_ext.errors import HfExtError
 from hf_ext.folder import staged_folder
+from hf_ext.pissa.card import conversion_card
 from hf_ext.pissa.config import PissaConfig
 from hf_ext.pissa.decomposition import initial_factors, principal_components, truncate
 from hf_ext.pissa.layer import PRINCIPAL, PissaVariant
@@ -37,11 +40,13 @@ class LayerConversion:
 
 @dataclass(frozen=True)
 class LoraConversion:
-    """A LoRA, ready to be saved; `str()` of it is a table of what it misses, layer by layer."""
+    """A LoRA, ready to be saved; `str()` of it is a table of what it misses, layer by layer. `kind` is what it was: "pissa",
+    "qpissa", or "lora"."""
 
     config: LoraConfig
     state_dict: dict[str, torch.Tensor]
     layers: list[LayerConversion]
+    kind: str = "pissa"
 
     def __str__(self) -> str:
         rows = [(layer.layer, str(layer.rank), f"{100 * layer.error:.2f} %") for layer in self.layers]
@@ -52,10 +57,11 @@ class LoraConversion:
         return f"{len(errors)} layers, error {sum(errors) / len(errors):.2f} % in the mean, at most {max(errors):.2f} %"
 
     def save_pretrained(self, save_directory: str | os.PathLike) -> None:
-        """Writes adapter_config.json and adapter_model.safetensors, both or neither."""
+        """Writes adapter_config.json and adapter_model.safetensors, both or neither, and a model card."""
         with staged_folder(save_directory) as stage:
             save_file(self.state_dict, stage / "adapter_model.safetensors", metadata={"format": "pt"})
             self.config.save_pretrained(stage)
+            write_card(stage, conversion_card(self.config, self.kind, self.summary()), Path(save_directory))
 
 
 @torch.no_grad()
@@ -123,7 +129,8 @@ def convert_to_lora(
             state[a], state[b] = A.contiguous(), B.contiguous()
             records.append(LayerConversion(name.removeprefix("base_model.model."), len(A), error))
             bar.update()
-    return LoraConversion(_config(config, records), state, records)
+    kind = "qpissa" if config.peft_type == "QPISSA" else "pissa" if isinstance(config, PissaConfig) else "lora"
+    return LoraConversion(_config(config, records), state, records, kind)
 
 
 def _quantized(module: QPissaLinear, B: torch.Tensor, A: torch.Tensor, rank: int | None, onto: Onto):

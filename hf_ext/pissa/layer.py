@@ -16,7 +16,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import tqdm
 
 from hf_ext.errors import BaseModelError
-from hf_ext.pissa.decomposition import initial_factors, is_of, principal_components
+from hf_ext.pissa.decomposition import energy, initial_factors, is_of, principal_components
+from hf_ext.pissa.report import LayerReport
 
 #: `init_lora_weights` of an adapter to be decomposed. PEFT's own layers know no such start, and say so in an error.
 PRINCIPAL = "principal components (see hf_ext.pissa.accept_pissa)"
@@ -48,6 +49,9 @@ class PissaVariant(LoraVariant):
         config.in_use = True
         module.initial_A[adapter_name] = A.detach().clone()
         module.initial_B[adapter_name] = B.detach().clone()
+        module.started[adapter_name] = (config.started, kwargs.get("target_name", ""))
+        if config.init_lora_weights and A.device.type != "meta":
+            module.note_start(adapter_name)
 
     @staticmethod
     def forward(module: PissaLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -73,12 +77,13 @@ class PissaLayer(LoraLayer):
     Plain LoRA adapters live in these layers as in PEFT's own.
     """
 
-    other_param_names = (*LoraLayer.other_param_names, "initial_A", "initial_B")
+    other_param_names = (*LoraLayer.other_param_names, "initial_A", "initial_B", "started")
 
     def prepare(self) -> None:
-        """Makes room for A₀ and B₀."""
+        """Makes room for A₀ and B₀, and for where to note what they are (`PissaConfig.started`, and under which name)."""
         if "initial_A" not in self._modules:
             self.initial_A, self.initial_B = BufferDict(), BufferDict()
+            self.started: dict[str, tuple[dict[str, LayerReport], str]] = {}
 
     def update_layer(self, *args: Any, config: Any, **kwargs: Any) -> None:
         self.prepare()
@@ -141,6 +146,19 @@ class PissaLayer(LoraLayer):
         rank = self.r[adapter]
         return self.lora_alpha[adapter] / (math.sqrt(rank) if self.use_rslora[adapter] else rank)
 
+    @torch.no_grad()
+    def report(self, adapter: str, name: str) -> LayerReport:
+        """What an adapter started from here; `name` is the layer's."""
+        A, B = self.initial(adapter)
+        part = energy(B.float(), A.float(), self.start_scaling(adapter))
+        share = part / torch.linalg.norm(self.matrix()).square().clamp_min(torch.finfo(part.dtype).tiny)
+        return LayerReport(name, self.r[adapter], share.item(), None, None)
+
+    def note_start(self, adapter: str) -> None:
+        """Tells the adapter's configuration what it started from."""
+        noted, name = self.started[adapter]
+        noted[name] = self.report(adapter, name)
+
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         delta = super().get_delta_weight(adapter)
         if adapter not in self.pissa_adapters():
@@ -187,6 +205,8 @@ class PissaLayer(LoraLayer):
             raise another_base(self.get_base_layer())
         device = weight.device
         self.initial_A[adapter], self.initial_B[adapter] = A0.to(device), B0.to(device)
+        if weight.device.type != "meta":
+            self.note_start(adapter)
 
 
 class PissaLinear(PissaLayer, Linear):

@@ -14,8 +14,10 @@ from transformers.utils.logging import get_logger
 
 from hf_ext.errors import BaseModelError
 from hf_ext.pissa.config import QPissaConfig
+from hf_ext.pissa.decomposition import energy
 from hf_ext.pissa.layer import PissaLinear
-from hf_ext.pissa.quantization import Quantization, bitsandbytes, quantized_residual
+from hf_ext.pissa.quantization import Quantization, bitsandbytes, dequantize, quantized_residual
+from hf_ext.pissa.report import LayerReport
 from hf_ext.pissa.residual import OriginalModel, OriginalWeight, ResidualLinear
 from hf_ext.work_ahead import progress
 
@@ -77,6 +79,22 @@ class QPissaLinear(PissaLinear):
                 f"The adapter was trained on another residual of {base.original.layer} than this one. Load it on a fresh base."
             )
         self.initial_A[adapter], self.initial_B[adapter] = A0, B0
+        if base.statistics is not None:  # else it takes the original weight to know
+            self.note_start(adapter)
+
+    @torch.no_grad()
+    def report(self, adapter: str, name: str) -> LayerReport:
+        base, rank = self.base_layer, self.r[adapter]
+        if base.statistics is not None:
+            return LayerReport(name, rank, *base.statistics)
+        A, B = (factor.float() for factor in self.initial(adapter))
+        weight = base.original_weight()
+        total = torch.linalg.norm(weight)
+        start = dequantize(base.weight, getattr(base.layer, "state", None)) + base.scaling * (B @ A)
+        error = torch.linalg.norm(weight - start) / total
+        plain_error = torch.linalg.norm(weight - dequantize(base.quantization.quantize(weight))) / total
+        share = energy(B, A, self.start_scaling(adapter)) / total**2
+        return LayerReport(name, rank, share.item(), error.item(), plain_error.item())
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         for adapter in check_adapters_to_merge(self, adapter_names):

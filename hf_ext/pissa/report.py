@@ -5,15 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 
-import torch
 from torch import nn
 
 from hf_ext.display import new_figure, save_figure, table
 from hf_ext.errors import HfExtError
-from hf_ext.pissa.decomposition import energy
-from hf_ext.pissa.layer import PissaLayer
-from hf_ext.pissa.model import QPissaLinear
-from hf_ext.pissa.quantization import dequantize
 
 
 @dataclass(frozen=True)
@@ -48,13 +43,17 @@ class PissaReport:
     def to_dict(self) -> dict:
         return asdict(self)
 
-    def __str__(self) -> str:
+    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Header and rows."""
         rows = [(layer.layer, str(layer.rank), _percent(layer.energy, 1)) for layer in self.layers]
         header = ("layer", "rank", "energy")
         if self.quantized:
             errors = [(_percent(layer.error, 2), _percent(layer.plain_error, 2)) for layer in self.layers]
             header, rows = (*header, "error", "error without adapter"), [row + error for row, error in zip(rows, errors)]
-        return f"{table(header, rows)}\n\n{self.summary()}"
+        return header, rows
+
+    def __str__(self) -> str:
+        return f"{table(*self.table())}\n\n{self.summary()}"
 
     def summary(self) -> str:
         count = len(self.layers)
@@ -103,12 +102,13 @@ def report(model: nn.Module, adapter_name: str = "default") -> PissaReport:
         HfExtError: there is no such adapter.
         BaseModelError: the original weights are needed and cannot be found.
     """
-    if any(isinstance(module, PissaLayer) and module.merged for module in model.modules()):
+    modules = {name: module for name, module in model.named_modules() if hasattr(module, "pissa_adapters")}
+    if any(module.merged for module in modules.values()):
         raise HfExtError("The model has merged adapters; call unmerge_adapter() before reporting.")
     layers = [
-        _layer_report(name.removeprefix("base_model.model."), module, adapter_name)
-        for name, module in model.named_modules()
-        if isinstance(module, PissaLayer) and adapter_name in module.pissa_adapters()
+        module.report(adapter_name, name.removeprefix("base_model.model."))
+        for name, module in modules.items()
+        if adapter_name in module.pissa_adapters()
     ]
     if not layers:
         raise HfExtError(
@@ -116,21 +116,3 @@ def report(model: nn.Module, adapter_name: str = "default") -> PissaReport:
             "config=PissaConfig.from_pretrained(folder)."
         )
     return PissaReport(layers)
-
-
-@torch.no_grad()
-def _layer_report(name: str, module: PissaLayer, adapter: str) -> LayerReport:
-    A, B = module.initial(adapter)
-    part = energy(B.float(), A.float(), module.start_scaling(adapter))
-    if not isinstance(module, QPissaLinear):
-        share = part / torch.linalg.norm(module.matrix()).square().clamp_min(torch.finfo(part.dtype).tiny)
-        return LayerReport(name, module.r[adapter], share.item(), None, None)
-    base = module.base_layer
-    if (known := base.statistics) is not None:
-        return LayerReport(name, module.r[adapter], *known)
-    weight = base.original_weight()
-    total = torch.linalg.norm(weight)
-    start = dequantize(base.weight, getattr(base.layer, "state", None)) + base.scaling * (B.float() @ A.float())
-    error = torch.linalg.norm(weight - start) / total
-    plain_error = torch.linalg.norm(weight - dequantize(base.quantization.quantize(weight))) / total
-    return LayerReport(name, module.r[adapter], (part / total**2).item(), error.item(), plain_error.item())

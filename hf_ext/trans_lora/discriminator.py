@@ -27,13 +27,14 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
+from hf_ext.cards import CARD, is_free_on_hub, write_card
 from hf_ext.errors import HfExtError
 from hf_ext.folder import staged_folder
 from hf_ext.trans_lora.adapters import adapters_kept, bare, base_of, base_sample, on_device, only
+from hf_ext.trans_lora.card import discriminator_card
 from hf_ext.trans_lora.config import TransLoraConfig, synthesis_settings, training_settings
 from hf_ext.trans_lora.encoding import Encoder, load_tokenizer
 from hf_ext.trans_lora.generation import Generator, ModelGenerator
-from hf_ext.trans_lora.model_card import discriminator_card
 from hf_ext.trans_lora.prompts import NO, YES, membership_question
 from hf_ext.trans_lora.scoring import answer_log_probs
 from hf_ext.trans_lora.stages import CHECKPOINTS, claim, last_checkpoint
@@ -85,11 +86,12 @@ class Discriminator:
         record = {"task": self.task, "base_sample": base_sample(self.model), "metrics": self.metrics}
         base = self.model.get_base_model().name_or_path
         with staged_folder(save_directory) as stage:
-            discriminator_card(self.task, self.metrics, base).save(stage / "README.md")
             self.model.save_pretrained(stage, selected_adapters=[NAME])
             for path in (stage / NAME).iterdir():  # PEFT puts adapters that are not called "default" into folders
                 shutil.move(path, stage / path.name)
             (stage / NAME).rmdir()
+            kind = self.model.peft_config[NAME].task_type
+            write_card(stage, discriminator_card(self.task, self.metrics, base, kind), Path(save_directory))
             (stage / FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
@@ -111,7 +113,12 @@ class Discriminator:
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             return api.upload_folder(
-                repo_id=repo_id, folder_path=folder, revision=revision, commit_message=commit_message, create_pr=create_pr
+                repo_id=repo_id,
+                folder_path=folder,
+                revision=revision,
+                commit_message=commit_message,
+                create_pr=create_pr,
+                ignore_patterns=[] if is_free_on_hub(repo_id, revision, token) else [CARD],
             )
 
     @classmethod

@@ -18,14 +18,15 @@ from transformers import AutoConfig, PreTrainedTokenizerBase, Trainer, set_seed
 from transformers.trainer_utils import TrainOutput
 from transformers.utils.logging import tqdm
 
+from hf_ext.cards import write_card
 from hf_ext.errors import HfExtError
 from hf_ext.trans_lora.adapters import adapter_digest, bare, base_of, evaluation, on_device
+from hf_ext.trans_lora.card import transfer_card
 from hf_ext.trans_lora.config import TransLoraConfig, synthesis_settings, training_settings
 from hf_ext.trans_lora.discriminator import Discriminator
 from hf_ext.trans_lora.embedding import embed, load_encoder
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import Generator, ModelGenerator
-from hf_ext.trans_lora.model_card import write_transfer_card
 from hf_ext.trans_lora.prompts import membership_question
 from hf_ext.trans_lora.report import TransferReport, describe
 from hf_ext.trans_lora.scoring import aligned
@@ -338,11 +339,15 @@ class TransLoraTrainer(Trainer):
         """Saves the adapter and the tokenizer as a Trainer does, with a model card that has the report."""
         super().save_model(output_dir, _internal_call)
         if self.report is not None and self.args.should_save and not _internal_call:
-            write_transfer_card(Path(output_dir or self.args.output_dir), self.report)
+            self._write_card(Path(output_dir or self.args.output_dir))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """The card that `push_to_hub` pushes: with the report, if there is one."""
         if self.report is None:
             super().create_model_card(*args, **kwargs)
         elif self.is_world_process_zero():
-            write_transfer_card(Path(self.args.output_dir), self.report)
+            self._write_card(Path(self.args.output_dir))
+
+    def _write_card(self, folder: Path) -> None:
+        config = self.accelerator.unwrap_model(self.model).active_peft_config
+        write_card(folder, transfer_card(self.report, config.task_type, folder))

@@ -16,8 +16,10 @@ from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig
 from safetensors.torch import save_file
 
+from hf_ext.cards import write_card
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.folder import staged_folder
+from hf_ext.uni_med.card import uni_med_card
 from hf_ext.uni_med.configuration_uni_med import TASKS, UniMedConfig
 from hf_ext.uni_med.modeling_uni_med import UniMedForConditionalGeneration
 from hf_ext.uni_med.processing_uni_med import UniMedProcessor
@@ -81,6 +83,7 @@ def convert_checkpoint(
     stale = [] if layers else [Path("adapter", name) for name in ADAPTER_FILES]
     with staged_folder(out, stale) as stage:
         model.save_pretrained(stage)
+        write_card(stage, uni_med_card(model), Path(out))
         UniMedProcessor.from_vision_text_pretrained(vision, text, model).save_pretrained(stage)
     if not layers:
         return Converted(os.fspath(out), options, None)

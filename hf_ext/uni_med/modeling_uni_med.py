@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from transformers.modeling_outputs import BaseModelOutputWithPooling, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, torch_compilable_check
 
+from hf_ext.cards import write_card
+from hf_ext.uni_med.card import uni_med_card
 from hf_ext.uni_med.configuration_uni_med import UniMedConfig
 from hf_ext.uni_med.connector import Connector, Experts, Router
 
@@ -147,10 +150,29 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         model.generation_config = language_model.generation_config
         return model
 
-    def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> None:
-        """As of every model. Tensors keep the names that they have in memory: Trainer resumes by those, and would not find
-        the weights of towers that Transformers saves under older names."""
-        super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        *args: Any,
+        save_original_format: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """As of every model, with a model card. Tensors keep the names that they have in memory: Trainer resumes by those, and
+        would not find the weights of towers that Transformers saves under older names."""
+        kwargs |= {"save_original_format": save_original_format}
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if self.should_save_on_this_rank(is_main_process):
+            self._write_card(save_directory)
+
+    def _upload_modified_files(self, working_dir: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+        # By now Transformers has put the card of the repository into the folder, or a bare one.
+        self._write_card(working_dir)
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
+
+    def _write_card(self, folder: str | os.PathLike) -> None:
+        if os.path.isdir(folder) and not getattr(self, "_hf_peft_config_loaded", False):
+            write_card(Path(folder), uni_med_card(self))
 
     def train(self, mode: bool = True) -> UniMedForConditionalGeneration:
         """As of every module, but that a frozen vision tower stays in evaluation mode."""

@@ -29,8 +29,8 @@ def fault(monkeypatch, change):
     """Between compressing and verifying, `change` is called with the folder that was compressed into."""
     write = compress.compress_weights
 
-    def faulty(src, base, out, level):
-        write(src, base, out, level)
+    def faulty(src, base, out, *args):
+        write(src, base, out, *args)
         change(out)
 
     monkeypatch.setattr(compress, "compress_weights", faulty)

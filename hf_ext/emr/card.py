@@ -1,0 +1,46 @@
+"""The model card of a merge, with how close each task is to its own model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from huggingface_hub import ModelCard
+
+from hf_ext.cards import class_of, licence, metadata_of, model_card, name_in_text, task_of
+from hf_ext.display import markdown_table
+from hf_ext.emr.report import COLUMNS, MergeReport
+from hf_ext.folder import CONFIG, read_config
+
+
+def merge_card(folder: Path, report: MergeReport, models: Iterable[object] = ()) -> ModelCard:
+    """The card of the merge in a folder.
+
+    Args:
+        models: what was merged; of these, those with an id on the Hub are named.
+    """
+    config = read_config(folder / CONFIG)
+    base, revision = (config["quantization_config"].get(key) for key in ("base", "revision"))
+    models = [os.fspath(model) for model in models if isinstance(model, str | os.PathLike)]
+    weights = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    return model_card(
+        "emr",
+        [base, *models],
+        "merge",
+        tags=["emr-merging", "merge"],
+        task=task_of(config),
+        licensed_by=[base, *(model for model in models if licence([model]))],
+        base=name_in_text(base),
+        revision=revision,
+        model_class=class_of(config),
+        tasks=[task.task for task in report.tasks],
+        size=f"{weights / 1e6:.2f} MB",
+        figures=markdown_table(COLUMNS, report.rows()),
+    )
+
+
+def models_of(folder: Path) -> list[str]:
+    """What the card of a merge says of which models it was made of."""
+    found = (metadata_of(folder) or {}).get("base_model") or []
+    return found if isinstance(found, list) else [found]

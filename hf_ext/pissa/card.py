@@ -1,0 +1,32 @@
+"""Model cards of adapters of PiSSA and QPiSSA, and of LoRAs made of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from huggingface_hub import ModelCard
+from peft import LoraConfig
+
+from hf_ext.cards import adapter_card
+from hf_ext.display import markdown_table
+from hf_ext.pissa.report import PissaReport
+
+if TYPE_CHECKING:
+    from hf_ext.pissa.config import PissaConfig
+
+
+NAMES = {"pissa": "a PiSSA adapter", "qpissa": "a QPiSSA adapter", "lora": "a LoRA"}
+
+
+def pissa_card(config: PissaConfig, report: PissaReport) -> ModelCard:
+    """The card of an adapter as it is saved; `report` has no layers where it is not known what it started from."""
+    kind = "qpissa" if config.peft_type == "QPISSA" else "pissa"
+    known = {"summary": report.summary(), "figures": markdown_table(*report.table())} if report.layers else {}
+    tags = [kind] if kind == "qpissa" else [kind, "lora"]
+    return adapter_card(kind, config.base_model_name_or_path, config.task_type, tags, config=config, **known)
+
+
+def conversion_card(config: LoraConfig, origin: str, errors: str) -> ModelCard:
+    """The card of the LoRA that `convert_to_lora` made of an adapter of this kind."""
+    figures = {"origin": NAMES[origin], "config": config, "errors": errors}
+    return adapter_card("lora", config.base_model_name_or_path, config.task_type, {origin, "lora"}, **figures)

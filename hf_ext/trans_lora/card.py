@@ -1,0 +1,39 @@
+"""Model cards of a transfer and of a discriminator, with their figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import ModelCard
+
+from hf_ext.cards import adapter_card, name_in_text
+from hf_ext.display import markdown_table
+from hf_ext.trans_lora.report import TransferReport
+
+
+def transfer_card(report: TransferReport, task_type: str | None, folder: Path) -> ModelCard:
+    """The card of the new adapter, of this PEFT type of task; a report.png in its folder is shown."""
+    return adapter_card(
+        "trans_lora_adapter",
+        report.target,
+        task_type,
+        ["trans-lora"],
+        source=name_in_text(report.source),
+        seeds=len(report.lengths["seeds"]),
+        filter=report.filter,
+        figures=markdown_table(("", ""), report.rows()),
+        picture=(folder / "report.png").exists(),
+    )
+
+
+def discriminator_card(task: str, metrics: dict[str, float], base: str, task_type: str | None) -> ModelCard:
+    """The card of a discriminator of a task's inputs, an adapter of `base`."""
+    kept = {"real_kept": "real inputs", "synthetic_kept": "inputs that the base model wrote"}
+    return adapter_card(
+        "trans_lora_discriminator",
+        base,
+        task_type,
+        ["trans-lora", "discriminator"],
+        task_name=task,
+        metrics=" and ".join(f"{100 * value:.0f} % of the {kept[name]}" for name, value in metrics.items()),
+    )

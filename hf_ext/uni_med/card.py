@@ -1,0 +1,56 @@
+"""The model card of a Uni-Med model, with its tasks and its connector."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from huggingface_hub import ModelCard
+from transformers import PreTrainedConfig
+
+from hf_ext.cards import hub_id, metadata_of, model_card, name_in_text
+from hf_ext.uni_med.configuration_uni_med import QA
+
+if TYPE_CHECKING:
+    from hf_ext.uni_med.modeling_uni_med import UniMedForConditionalGeneration
+
+
+def uni_med_card(model: UniMedForConditionalGeneration) -> ModelCard:
+    """The card of a model as it stands."""
+    config, parts = model.config, (model.config.vision_config, model.config.text_config)
+    sizes = [sum(parameter.numel() for parameter in model.connector.parameters())]
+    sizes += [part.num_parameters() for part in (model.vision_tower, model.language_model)]
+    router = f"{config.router}, of {config.router_input}"
+    if config.router == "sparse":
+        router += f", {config.num_experts_per_tok} of {config.num_experts} experts a visual token"
+    connector, vision, text = (f"{size:,}" for size in sizes)
+    return model_card(
+        "uni_med",
+        _bases(model),
+        "finetune",
+        tags=["uni-med", *(model.model_tags or [])],
+        task="image-text-to-text",
+        vision=_name(parts[0]),
+        text=_name(parts[1]),
+        task_names=", ".join(f"`{task}`" for task in [*config.tasks, QA]),
+        first_task=config.tasks[0],
+        connector=config.connector,
+        experts=config.num_experts if config.connector.startswith("moe") else None,
+        router=router if config.router in ("soft", "sparse") else config.router,
+        resampling=f"{config.resampling}, {config.resampling_rate} into one",
+        vision_parameters=vision,
+        connector_parameters=connector,
+        text_parameters=text,
+    )
+
+
+def _bases(model: UniMedForConditionalGeneration) -> list[str]:
+    """What it was loaded from; or what it was made of, which its parts say, or the card of the folder it was loaded from."""
+    if hub_id(model.name_or_path):
+        return [model.name_or_path]
+    parts = [part._name_or_path for part in (model.config.vision_config, model.config.text_config) if part._name_or_path]
+    found = parts or (metadata_of(model.name_or_path) or {}).get("base_model") or []
+    return found if isinstance(found, list) else [found]
+
+
+def _name(part: PreTrainedConfig) -> str:
+    return name_in_text(part._name_or_path) if part._name_or_path else f"a {part.model_type}"

@@ -1,0 +1,366 @@
+"""Every artifact has a model card with its own figures, and nobody's own card is ever written over."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard, ModelCardData, metadata_load
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_adapters import NF4, load, small_llama, trained
+from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
+from tiny_merges import plain, write_tasks
+from tiny_models import bert, perturb
+from tiny_training import train
+from tiny_uni_med import save_parts, uni_med
+from valid_cards import KINDS, valid_card
+
+import hf_ext
+from hf_ext import PissaConfig, QPissaConfig, UniMedForConditionalGeneration, cards, emr, fm_delta, pissa
+
+MINE = "---\nlicense: cc-by-4.0\ntags:\n- mine\n---\n\n# My model\n\nMy own words.\n"
+
+
+def licensed(folder: Path, licence: str = "mit", **more: str) -> Path:
+    """Gives a base a card of its own."""
+    data = ModelCardData(license=licence, **more)
+    (folder / "README.md").write_text(f"---\n{data.to_yaml()}\n---\n\n# A base\n")
+    return folder
+
+
+# ---- each method's card ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """Folders of a fine-tune, its base, and the compressed fine-tune."""
+    folder = tmp_path_factory.mktemp("fm_delta")
+    bert().save_pretrained(folder / "base")
+    licensed(folder / "base", "other", license_name="tiny", license_link="LICENSE")
+    perturb(bert(), 1).save_pretrained(folder / "tuned")
+    fm_delta.compress_checkpoint(folder / "tuned", folder / "base", folder / "small")
+    return folder
+
+
+def test_a_compressed_checkpoint_says_how_small_it_is_and_how_to_have_it_plain(tuned):
+    data, text = valid_card(tuned / "small", "fm_delta")
+    report = fm_delta.inspect(tuned / "small")
+    parameters = sum(tensor.parameters for tensor in report.tensors)
+    assert f"{report.original_bytes / 1e6:.2f} MB" in text and f"{report.compressed_bytes / 1e6:.2f} MB" in text
+    assert f"{100 * report.ratio:.1f} %" in text and f"| parameters | {parameters:,} |" in text
+    assert "hf-ext decompress" in text and "BertForSequenceClassification.from_pretrained" in text
+    assert (data.pipeline_tag, data.library_name, data.tags) == ("text-classification", "transformers", ["fm-delta"])
+    assert (data.license, data["license_name"], data["license_link"]) == ("other", "tiny", "LICENSE")
+    assert data.base_model is None  # which is a folder
+
+
+def test_an_enabled_model_and_a_trainers_checkpoints_have_the_card_of_their_own_weights(tuned, tmp_path):
+    model = fm_delta.enable(perturb(bert(), 2), tuned / "base")
+    train(model, tmp_path / "run", max_steps=2)
+    model.save_pretrained(tmp_path / "final")
+    for folder in (tmp_path / "run/checkpoint-2", tmp_path / "final"):
+        _, text = valid_card(folder, "fm_delta")
+        assert f"{fm_delta.inspect(folder).compressed_bytes / 1e6:.2f} MB" in text
+
+
+def test_the_checkpoints_of_a_series_name_what_they_are_stored_against(tmp_path):
+    base = weights()
+    write_folder(tmp_path / "base", base)
+    steps = [fine_tune(base, 1)]
+    for seed in (2, 3):
+        steps.append(fine_tune(steps[-1], seed))
+    for step, tensors in enumerate(steps, 1):
+        write_folder(tmp_path / f"run/checkpoint-{step}", tensors)
+    (tmp_path / "run/checkpoint-2/README.md").write_text(MINE)
+    plain = {step: contents(tmp_path / f"run/checkpoint-{step}") for step in (1, 2, 3)}
+    fm_delta.compress_series(tmp_path / "run", tmp_path / "base")
+    against = {found.name: Path(found.base).name for found in fm_delta.inspect_series(tmp_path / "run").checkpoints}
+    for step in (1, 3):
+        _, text = valid_card(tmp_path / f"run/checkpoint-{step}", "fm_delta")
+        assert f"differences from `{against[f'checkpoint-{step}']}`" in text and "# A fine-tune of `base`" in text
+    assert (tmp_path / "run/checkpoint-2/README.md").read_text() == MINE
+    assert against["checkpoint-1"] == "checkpoint-2"
+    fm_delta.remove_checkpoint(tmp_path / "run/checkpoint-2", rebase=True)
+    assert "differences from `checkpoint-2`" not in valid_card(tmp_path / "run/checkpoint-1", "fm_delta")[1]
+    for step in (1, 3):
+        fm_delta.decompress_checkpoint(tmp_path / f"run/checkpoint-{step}", tmp_path / f"back-{step}")
+        assert contents(tmp_path / f"back-{step}") == plain[step]
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("emr")
+    base, tasks = write_tasks(folder)
+    licensed(base)
+    emr.merge(base, {task: tasks[task] for task in ("trec", "cr")}, folder / "merged")
+    return folder
+
+
+def test_a_merge_says_of_each_task_how_close_it_is(merged, tmp_path):
+    emr.add_task(merged / "merged", "subj", merged / "subj", tmp_path / "more", reelect=True)
+    for folder in (merged / "merged", tmp_path / "more"):
+        data, text = valid_card(folder, "emr")
+        report = emr.report(folder)
+        for task in report.tasks:
+            assert f"| {task.task} | {task.scale:.4f} | {task.least_scale:.3f} to {task.largest_scale:.3f} |" in text
+            assert f"| {task.cosine:.4f} |" in text and f'model.set_task("{task.task}")' in text
+        assert (data.license, data.tags) == ("mit", ["emr-merging", "merge"])
+
+
+def test_a_merge_that_is_saved_again_keeps_its_card(merged, tmp_path):
+    model = plain(merged / "merged")
+    model.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again/README.md").read_bytes() == (merged / "merged/README.md").read_bytes()
+
+
+def test_a_merge_of_models_with_another_licence_claims_none(merged, tmp_path):
+    shutil.copytree(merged / "cr", tmp_path / "cr")
+    licensed(tmp_path / "cr", "cc-by-nc-4.0")
+    emr.merge(merged / "base", {"cr": tmp_path / "cr", "trec": merged / "trec"}, tmp_path / "out")
+    assert valid_card(tmp_path / "out", "emr")[0].license is None
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama") / "base"
+    small_llama().save_pretrained(folder)
+    return licensed(folder)
+
+
+def adapter_config(kind: type[LoraConfig]) -> LoraConfig:
+    return kind(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize("kind, quantization", [(PissaConfig, None), (QPissaConfig, NF4)], ids=["pissa", "qpissa"])
+def test_an_adapter_says_what_it_started_from(llama, tmp_path, kind, quantization):
+    if quantization:
+        pytest.importorskip("bitsandbytes")
+    name = kind.__name__.removesuffix("Config").lower()
+    model = trained(load(llama, quantization), adapter_config(kind))
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "one")  # PEFT writes into the card before it is written anew
+    data, text = valid_card(tmp_path / "one", name)
+    report = pissa.report(model)
+    assert f"At its start: {report.summary()}." in text and "the 4 largest" in text
+    for layer in report.layers:
+        assert f"| {layer.layer} | 4 | {100 * layer.energy:.1f} % |" in text
+    assert (data.pipeline_tag, data.library_name, data.license) == ("text-generation", "peft", "mit") and name in data.tags
+
+
+def test_an_adapter_that_is_trained_further_still_knows_what_it_started_from(llama, tmp_path):
+    trained(load(llama), adapter_config(PissaConfig)).save_pretrained(tmp_path / "one")
+    config = PissaConfig.from_pretrained(tmp_path / "one")
+    again = PeftModel.from_pretrained(load(llama), tmp_path / "one", config=config, is_trainable=True)
+    again.save_pretrained(tmp_path / "two")
+    assert (tmp_path / "two/README.md").read_bytes() == (tmp_path / "one/README.md").read_bytes()
+
+
+def test_each_of_two_adapters_has_its_own_card(llama, tmp_path):
+    model = trained(load(llama), adapter_config(PissaConfig))
+    model.add_adapter("other", PissaConfig(r=2, target_modules=["v_proj"], task_type="CAUSAL_LM"))
+    model.save_pretrained(tmp_path / "both")
+    _, text = valid_card(tmp_path / "both/other", "pissa")
+    assert pissa.report(model, "other").summary() in text and "v_proj" in text and "down_proj" not in text
+    assert "v_proj" not in valid_card(tmp_path / "both", "pissa")[1]
+
+
+def test_an_adapter_names_the_base_by_its_id(llama, tmp_path):
+    base = load(llama)
+    base.name_or_path = base.config._name_or_path = "user/tiny-llama"
+    get_peft_model(base, adapter_config(PissaConfig)).save_pretrained(tmp_path / "one")
+    data, text = valid_card(tmp_path / "one", "pissa")
+    assert (data.base_model, data["base_model_relation"]) == ("user/tiny-llama", "adapter")
+    assert "base_model:adapter:user/tiny-llama" in data.tags and 'from_pretrained("user/tiny-llama")' in text
+
+
+def test_a_converted_lora_says_what_it_misses(llama, tmp_path):
+    model = trained(load(llama), adapter_config(PissaConfig))
+    lora = pissa.convert_to_lora(model, rank=3)
+    lora.save_pretrained(tmp_path / "lora")
+    data, text = valid_card(tmp_path / "lora", "lora")
+    assert lora.summary() in text and "a PiSSA adapter" in text and data.tags == ["lora", "pissa"]
+
+
+def test_a_uni_med_model_says_its_tasks_and_its_connector(tmp_path):
+    vision, text_model = save_parts(tmp_path)
+    licensed(vision)
+    UniMedForConditionalGeneration.from_vision_text_pretrained(vision, text_model).save_pretrained(tmp_path / "made")
+    assert valid_card(tmp_path / "made", "uni_med")[0].license is None  # the language model's is not known
+    licensed(text_model)
+    options = {"router": "sparse", "num_experts": 3, "tasks": ["vqa", "cls"]}
+    model = UniMedForConditionalGeneration.from_vision_text_pretrained(vision, text_model, **options)
+    model.save_pretrained(tmp_path / "made")
+    data, text = valid_card(tmp_path / "made", "uni_med")
+    assert "| tasks | `vqa`, `cls`, `qa` |" in text and "| experts | 3 |" in text
+    assert "sparse, of task_token, 2 of 3 experts" in text and "# Uni-Med: `vision` and `text`" in text
+    assert f"| {sum(p.numel() for p in model.connector.parameters()):,} |" in text
+    assert (data.license, data.pipeline_tag) == ("mit", "image-text-to-text")
+    uni_med(connector="mlp").save_pretrained(tmp_path / "plain")
+    assert "experts" not in valid_card(tmp_path / "plain", "uni_med")[1]
+
+
+# ---- compressing and back ----------------------------------------------------------------------------------------------
+
+
+def test_a_card_that_came_with_the_compression_goes_with_it(tuned, tmp_path):
+    fm_delta.decompress_checkpoint(tuned / "small", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(tuned / "tuned") and not (tmp_path / "back/README.md").exists()
+
+
+@pytest.mark.parametrize("text", [MINE, "", "no metadata", "---\n: [\n---\n", "stale"])
+def test_a_card_of_the_source_is_kept_to_the_last_byte_both_ways(tuned, tmp_path, text):
+    shutil.copytree(tuned / "tuned", tmp_path / "tuned")
+    if text == "stale":  # the very one that would have been written
+        shutil.copy(tuned / "small/README.md", tmp_path / "tuned/README.md")
+    else:
+        (tmp_path / "tuned/README.md").write_text(text)
+    fm_delta.compress_checkpoint(tmp_path / "tuned", tuned / "base", tmp_path / "small", verify=True)
+    assert (tmp_path / "small/README.md").read_bytes() == (tmp_path / "tuned/README.md").read_bytes()
+    fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(tmp_path / "tuned")
+
+
+def test_a_written_card_that_somebody_changed_is_a_file_of_theirs(tuned, tmp_path):
+    shutil.copytree(tuned / "small", tmp_path / "small")
+    with open(tmp_path / "small/README.md", "a") as card:
+        card.write("\nTrained on my own mails.\n")
+    fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
+    assert (tmp_path / "back/README.md").read_bytes() == (tmp_path / "small/README.md").read_bytes()
+
+
+def test_a_folder_without_a_configuration_gets_no_card(tmp_path):
+    src, base = pair(tmp_path)
+    (src / "config.json").unlink()
+    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+    assert contents(tmp_path / "small").keys() == {"model.safetensors"}
+
+
+# ---- whose card it is --------------------------------------------------------------------------------------------------
+
+
+def saves(tuned: Path, merged: Path, llama: Path) -> dict:
+    """By method, what saves an artifact to a folder."""
+    model = trained(load(llama), adapter_config(PissaConfig))
+    return {
+        "compress": lambda out: fm_delta.compress_checkpoint(tuned / "tuned", tuned / "base", out),
+        "enable": fm_delta.enable(perturb(bert(), 3), tuned / "base").save_pretrained,
+        "merge": lambda out: emr.merge(merged / "base", {"cr": merged / "cr"}, out),
+        "add_task": lambda out: emr.add_task(merged / "merged", "subj", merged / "subj", out, reelect=True),
+        "merged": plain(merged / "merged").save_pretrained,
+        "convert_to_lora": pissa.convert_to_lora(model).save_pretrained,
+        "uni_med": uni_med().save_pretrained,
+    }
+
+
+def test_a_card_of_the_users_is_never_written_over(tuned, merged, llama, tmp_path):
+    for name, save in saves(tuned, merged, llama).items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "README.md").write_text(MINE)
+        save(tmp_path / name)
+        assert len(list((tmp_path / name).iterdir())) > 1
+        assert (tmp_path / name / "README.md").read_text() == MINE, name
+
+
+def test_into_a_card_of_the_users_only_peft_writes(llama, tmp_path):
+    (tmp_path / "README.md").write_text(MINE)
+    trained(load(llama), adapter_config(PissaConfig)).save_pretrained(tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert "My own words." in text and "PiSSA adapter" not in text and "license: cc-by-4.0" in text
+
+
+def test_a_card_that_nobody_changed_is_written_anew(tuned, merged, tmp_path):
+    fm_delta.compress_checkpoint(tuned / "tuned", tuned / "base", tmp_path)
+    first = (tmp_path / "README.md").read_text()
+    fm_delta.compress_checkpoint(tuned / "tuned", merged / "base", tmp_path)
+    second = (tmp_path / "README.md").read_text()
+    assert valid_card(tmp_path, "fm_delta")[0].license == "mit" and first != second
+    with open(tmp_path / "README.md", "w", newline="") as file:
+        file.write(second.replace("\n", "\r\n"))  # as git may do
+    assert cards.is_ours(tmp_path / "README.md")
+
+
+@pytest.mark.parametrize("change", ["words", "figures", "licence", "tags", "mark"])
+def test_a_card_that_somebody_changed_is_theirs(tuned, tmp_path, change):
+    path = Path(shutil.copy(tuned / "small/README.md", tmp_path))
+    if change == "licence":
+        metadata_update_here(path, {"license": "mit"})
+    elif change == "tags":
+        metadata_update_here(path, {"tags": ["fm-delta", "mine"]})
+    else:
+        old, new = {"words": ("bit for bit", "exactly"), "figures": (".", ","), "mark": ("<!-- hf_ext", "<!-- hf")}[change]
+        path.write_text(path.read_text().replace(old, new))
+    before = path.read_bytes()
+    fm_delta.compress_checkpoint(tuned / "tuned", tuned / "base", tmp_path)
+    assert path.read_bytes() == before
+
+
+def metadata_update_here(path: Path, change: dict) -> None:
+    card = ModelCard.load(path)
+    for key, value in change.items():
+        card.data[key] = value
+    card.save(path)
+
+
+def bare_cards(llama: Path, folder: Path) -> dict[str, Path]:
+    """Cards of PEFT's and Transformers' in which nobody has written."""
+    model = get_peft_model(load(llama), LoraConfig(target_modules=["q_proj"]))
+    model.save_pretrained(folder / "peft")
+    said = "This is the model card of a 🤗 transformers model that has been pushed on the Hub. This model card has been"
+    card = ModelCard.from_template(
+        ModelCardData(tags=["tiny"], library_name="transformers"), model_description=f"{said} automatically generated."
+    )
+    card.save(folder / "transformers/README.md")
+    return {name: folder / name / "README.md" for name in ("peft", "transformers")}
+
+
+def test_a_bare_card_of_peft_or_transformers_is_nobodys_until_something_is_filled_in(llama, tmp_path):
+    for name, path in bare_cards(llama, tmp_path).items():
+        assert cards.is_free(path), name
+        text = path.read_text()
+        for old, new in [
+            ("[More Information Needed]", "Me"),
+            ("---\n\n#", "---\n\nHello\n\n#"),
+            ("---\n", "---\nlicense: mit\n"),
+        ]:
+            assert old in text
+            path.write_text(text.replace(old, new, 1))
+            assert not cards.is_free(path), (name, new)
+
+
+def test_what_cannot_be_read_is_somebodys(tmp_path):
+    path = tmp_path / "README.md"
+    assert cards.is_free(path)
+    path.write_bytes(b"")
+    assert cards.is_free(path)
+    for content in (b"\xff\xfe\x00", b"---\n: [\n---\n", b"---\n- a\n---\n"):
+        path.write_bytes(content)
+        assert not cards.is_free(path) and cards.metadata_of(tmp_path) in (None, {})
+
+
+def test_figures_and_names_do_not_become_markup_or_metadata(tmp_path):
+    name = "{{ 7 * 7 }}: [x"
+    card = cards.adapter_card("trans_lora_discriminator", f"/nowhere/{name}", None, ["a"], task_name=name, metrics="")
+    assert cards.write_card(tmp_path, card)
+    assert metadata_load(tmp_path / "README.md") == {"library_name": "peft", "tags": ["a"]}
+    assert f"# Discriminator of {name}" in (tmp_path / "README.md").read_text() and cards.is_ours(tmp_path / "README.md")
+
+
+# ---- templates ---------------------------------------------------------------------------------------------------------
+
+
+def test_templates_are_found_in_an_installed_package(tmp_path):
+    """Built as `pip install .` builds it, but for the extension, which takes long."""
+    root = Path(__file__).parents[1]
+    build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")]
+    subprocess.run(build, cwd=root, check=True, capture_output=True, timeout=100)
+    installed = tmp_path / "lib/hf_ext"
+    for extension in Path(hf_ext.__file__).parent.glob("_native*"):
+        shutil.copy(extension, installed)
+    assert {path.stem for path in (installed / "model_cards").iterdir()} == KINDS
+    code = "import hf_ext.cards as c; print(c.__file__, *(len(c._template(kind)) > 99 for kind in " + repr(sorted(KINDS)) + "))"
+    env = {"PYTHONPATH": str(tmp_path / "lib"), "HF_HUB_OFFLINE": "1", "PATH": "", "HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    assert done.stdout.split() == [str(installed / "cards.py"), *["True"] * len(KINDS)], done.stderr

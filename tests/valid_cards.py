@@ -1,0 +1,33 @@
+"""What every card that this package writes must be."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.utils import validate_repo_id
+
+from hf_ext.cards import TASK_MAPPING, is_ours
+
+KINDS = {path.stem for path in (Path(__file__).parents[1] / "model_cards").glob("*.md")}
+RELATIONS = {"finetune", "adapter", "merge", "quantized"}
+TASKS = {*TASK_MAPPING, "feature-extraction"} - {"text2text-generation"}
+
+
+def valid_card(folder: Path, kind: str) -> tuple[ModelCardData, str]:
+    """Metadata and text of a folder's card, as it was written: with metadata that the Hub takes, nothing left of the template,
+    and no path of this machine."""
+    assert kind in KINDS and is_ours(folder / "README.md", kind)
+    card = ModelCard.load(folder / "README.md")
+    data, text = card.data, card.text
+    bases = data.base_model if isinstance(data.base_model, list) else [data.base_model] if data.base_model else []
+    for base in bases:
+        validate_repo_id(base)
+    assert (data.get("base_model_relation") in RELATIONS) == bool(bases)
+    assert data.library_name in ("transformers", "peft") and data.pipeline_tag in {*TASKS, None}
+    assert data.tags == sorted({*data.tags}) and all(isinstance(tag, str) and "/tmp" not in tag for tag in data.tags)
+    assert not re.search(r"\{\{|\{%|%\}|\}\}|None\b|More Information", text)
+    assert str(folder.parent) not in str(card) and str(folder.parent.parent) not in str(card)
+    assert re.search(r"^# \S", text, re.MULTILINE) and "\n\n\n" not in text
+    return data, text
