@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.logging import get_logger
 
 from hf_ext.checkpoint import SAFETENSORS_DTYPES, RawTensor
