@@ -104,7 +104,7 @@ def test_end_to_end(tmp_path, base, texts):
     adapters, merged, compressed, together, served = steps.values()
     assert list(steps)[-1] == "served elsewhere, from the Hub"
     assert min(adapters[0]) > 0.6, "better than a guess at the commonest class"
-    assert max(abs(a - b) for a, b in zip(adapters[0], merged[0])) <= 0.02
+    assert max(abs(a - b) for a, b in zip(adapters[0], merged[0])) <= 0.05
     assert compressed[0] == merged[0] and compressed[1] < merged[1]
     assert served == together and together[1] < compressed[1]
     assert {"user/three", "user/three-base"} == set(hub.repos)
