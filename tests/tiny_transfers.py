@@ -93,8 +93,8 @@ def gpt2(words: PreTrainedTokenizerFast) -> PreTrainedModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=len(words), resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **sizes, **ends))
 
 
-def llama(words: PreTrainedTokenizerFast) -> PreTrainedModel:
-    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
+def llama(words: PreTrainedTokenizerFast, intermediate_size: int = 160) -> PreTrainedModel:
+    sizes = {"hidden_size": 64, "intermediate_size": intermediate_size, "num_hidden_layers": 2, "num_attention_heads": 4}
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(words),
