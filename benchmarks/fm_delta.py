@@ -26,6 +26,7 @@ from peers import all_peers, zstd_xor_planes
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from scale import scale
+from switching import switching
 from transformers import AutoConfig, AutoModel
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers.utils import logging
@@ -278,7 +279,7 @@ def in_each_type(section: Callable[[argparse.Namespace, str], dict]) -> Callable
     return lambda args: {dtype: section(args, dtype) for dtype in args.dtypes}
 
 
-TYPED = [size, merged, speed, load, search, series, links, cold]
+TYPED = [size, merged, speed, load, switching, search, series, links, cold]
 SECTIONS = {section.__name__: in_each_type(section) for section in TYPED} | {"scale": scale, "quantized": quantized}
 
 

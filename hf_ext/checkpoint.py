@@ -251,6 +251,10 @@ class Checkpoint:
     def __getitem__(self, name: str) -> RawTensor:
         return self._file_of[name][name]
 
+    def read(self, name: str, out: np.ndarray) -> RawTensor:
+        """A tensor, made in the memory `out` (writable bytes of its size) if it has to be made."""
+        return self[name]
+
     def names(self) -> list[str]:
         return list(self._file_of)
 

@@ -79,9 +79,9 @@ def _whole_folder(folder: Path, tasks: list[str] | None) -> Path:
             snapshot_download(repository, revision=snapshot.name, cache_dir=snapshot.parents[2])
         except OSError as error:
             raise CheckpointError(f"The tasks of the merge {repository} could not be downloaded: {error}") from error
-        if not all(path.exists() for path in wanted[::2]):  # huggingface_hub takes what it may have for all there is
+        if not all(path.exists() for path in wanted):  # huggingface_hub takes what it may have for all there is
             raise CheckpointError(
-                f"The tasks of the merge {repository} could not be downloaded. If it is private, sign in with `hf auth login` "
-                "or set HF_TOKEN: Transformers gives token= for what it downloads itself to nobody else."
+                f"The merge {repository} could not be downloaded whole. If it is private, sign in with `hf auth login` or set "
+                "HF_TOKEN: Transformers uses its token= only for what it downloads itself."
             )
     return folder

@@ -205,7 +205,11 @@ def peek_header(payload: np.ndarray | memoryview) -> Header:
 
 
 def decode_raw(
-    payload: np.ndarray | bytes, base: RawTensor | None = None, header: Header | None = None, threads: int = 1
+    payload: np.ndarray | bytes,
+    base: RawTensor | None = None,
+    header: Header | None = None,
+    threads: int = 1,
+    out: np.ndarray | None = None,
 ) -> RawTensor:
     """Gives back the tensor of a payload, bit for bit.
 
@@ -213,6 +217,7 @@ def decode_raw(
         payload: as `encode_raw` made it.
         base: the tensor `header.base_name` of the base model; not needed where that name is empty.
         header: what `read_header` returned, if it was called before; the payload's checksum is then not computed again.
+        out: memory for a coded tensor's bytes, of its size; it is written even if an error follows.
 
     Raises:
         CorruptFileError: the payload is damaged.
@@ -243,7 +248,7 @@ def decode_raw(
                 if header.base_values:
                     data += base.data[: data.size]
             else:
-                data = np.empty(header.size, np.uint8)
+                data = np.empty(header.size, np.uint8) if out is None else out
                 prediction = _prediction(base, header.dtype, header.base_values)
                 _native.decode(
                     body, (data, prediction, FLOATS[header.dtype], row_length(header.shape), header.base_values, threads)

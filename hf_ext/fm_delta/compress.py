@@ -430,6 +430,9 @@ class CompressedCheckpoint(Checkpoint):
     def __getitem__(self, name: str) -> RawTensor:
         return decode_tensor(self._file_of[name], self.base, name)
 
+    def read(self, name: str, out: np.ndarray) -> RawTensor:
+        return decode_tensor(self._file_of[name], self.base, name, out)
+
     def entry(self, name: str) -> Entry:
         return self._file_of[name].original[name]
 
@@ -483,12 +486,12 @@ def decoded(file: CompressedFile, base: Checkpoint, names: Iterable[str]) -> Ite
     return iter(WorkAhead(lambda name: decode_tensor(file, base, name), sizes))
 
 
-def decode_tensor(file: CompressedFile, base: Checkpoint, name: str) -> RawTensor:
+def decode_tensor(file: CompressedFile, base: Checkpoint, name: str, out: np.ndarray | None = None) -> RawTensor:
     """One tensor of a file; where the base is not the recorded one, the error names both."""
     header = file.headers[name]
     twin = base_tensor(base, header.base_name)
     try:
-        return decode_raw(file.payload(name), twin, header, threads_for(file.size(name)))
+        return decode_raw(file.payload(name), twin, header, threads_for(file.size(name)), out)
     except BaseModelError as error:
         raise BaseModelError(f"{error} Compressed against {file.base}, read with {base}.") from error
     finally:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils.logging import get_logger
 
-from hf_ext.checkpoint import Checkpoint, Hub, open_checkpoint, reaching
+from hf_ext.checkpoint import SAFETENSORS_DTYPES, Checkpoint, Entry, Hub, RawTensor, open_checkpoint, reaching
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.fm_delta.compress import METHOD
 from hf_ext.folder import CONFIG, read_config
@@ -217,18 +217,31 @@ def _size(source: Checkpoint, loaded: Loaded) -> int:
 
 
 def _write(model: PreTrainedModel, weights: dict[str, torch.Tensor], source: Checkpoint, loaded: Loaded) -> None:
-    """Decodes what belongs to one weight (or several), and puts it where it belongs."""
+    """Decodes what belongs to one weight (or several) and puts it where it belongs; at once there, if it can be."""
+    names = loaded.all_names()
+    memory = None if loaded.converter else _memory(weights[loaded.target], source.entry(names[0]))
     with torch.inference_mode(False), torch.no_grad():
+        if memory is not None and source.read(names[0], memory).data is memory:
+            torch.autograd.graph.increment_version(weights[loaded.target])
+            return
         for target, tensor in loaded.convert(model, partial(_tensor, source)).items():
             replace(model, weights[target], tensor)
-    for name in loaded.all_names():
+    for name in names:
         source.forget(name, 0, source.entry(name).end - source.entry(name).begin)
+
+
+def _memory(weight: torch.Tensor, entry: Entry) -> np.ndarray | None:
+    """The bytes of a weight, if they are to be those of a tensor as it is."""
+    same = SAFETENSORS_DTYPES.get(weight.dtype) == entry.dtype and tuple(weight.shape) == tuple(entry.shape)
+    if not same or weight.device.type != "cpu" or not weight.is_contiguous() or weight.is_inference():
+        return None
+    return weight.detach().reshape(-1).view(torch.uint8).numpy()
 
 
 def _tensor(source: Checkpoint, name: str) -> torch.Tensor:
     raw = source[name]
     if not raw.data.flags.writeable:  # a view of a plain file, which torch warns of
-        raw = type(raw)(raw.dtype, raw.shape, raw.data.copy())
+        raw = RawTensor(raw.dtype, raw.shape, raw.data.copy())
     return raw.to_torch()
 
 
