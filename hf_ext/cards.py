@@ -18,7 +18,7 @@ import transformers
 import xxhash
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RevisionNotFoundError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 from transformers.modelcard import TASK_MAPPING
@@ -104,18 +104,27 @@ def tag_card(folder: Path, tags: Iterable[str]) -> None:
         write_atomically(folder / CARD, card.save)
 
 
+def outdated(folder: Path) -> list[Path]:
+    """The card of a folder into which something without one is written, if it is one of this package's; relative to it."""
+    return [Path(CARD)] if is_ours(folder / CARD) else []
+
+
 def is_free(path: Path) -> bool:
     """Whether nothing of the user's is lost when a card is written over: there is none, or it is one of this package's as
     it was written, or one of Transformers' or PEFT's in which nothing was filled in."""
     return not os.path.lexists(path) or is_ours(path) or is_bare(path)
 
 
-def is_free_on_hub(repo_id: str, revision: str | None = None, token: str | bool | None = None) -> bool:
-    """The same of a repository's card."""
+def may_be_pushed(folder: Path, repo_id: str, revision: str | None = None, token: str | bool | None = None) -> bool:
+    """Whether the card of a folder may take the place of the one in a repository: unless that is the user's. One of this
+    package's gets the other's tags."""
     try:
-        return is_free(Path(hf_hub_download(repo_id, CARD, revision=revision, token=token)))
-    except EntryNotFoundError:
+        there = Path(hf_hub_download(repo_id, CARD, revision=revision, token=token))
+    except (EntryNotFoundError, RevisionNotFoundError):
         return True
+    if is_free(there):
+        tag_card(folder, (metadata_of(there.parent) or {}).get("tags") or [])
+    return is_free(there)
 
 
 def is_ours(path: Path, kind: str | None = None) -> bool:

@@ -14,7 +14,7 @@ from huggingface_hub import CommitInfo, HfApi
 from transformers import PreTrainedModel
 from transformers.utils.hub import create_and_tag_model_card
 
-from hf_ext.cards import CARD, is_free_on_hub, tag_card
+from hf_ext.cards import CARD, may_be_pushed, tag_card
 
 HUB_OPTIONS = ("repo_id", "private", "revision", "commit_message", "commit_description", "create_pr")
 
@@ -75,7 +75,7 @@ class Saving(ABC):
         if not (folder / CARD).exists():
             create_and_tag_model_card(repo_id, tags, token=token).save(folder / CARD)
         tag_card(folder, tags)
-        card = [CARD] if is_free_on_hub(repo_id, revision, token) else []
+        card = [CARD] if may_be_pushed(folder, repo_id, revision, token) else []
         options.setdefault("commit_message", "Upload model")
         return api.upload_folder(
             repo_id=repo_id,

@@ -238,6 +238,19 @@ def test_a_folder_without_a_configuration_gets_no_card(tmp_path):
     assert contents(tmp_path / "small").keys() == {"model.safetensors"}
 
 
+def test_a_card_of_what_was_there_before_does_not_stay_with_plain_weights(tuned, merged, tmp_path):
+    fm_delta.compress_checkpoint(tuned / "tuned", tuned / "base", tmp_path / "out")
+    fm_delta.decompress_checkpoint(tuned / "small", tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tuned / "tuned")
+    model = plain(merged / "merged")
+    model.save_pretrained(tmp_path / "model")
+    model.classifier.bias.data += 1
+    model.save_pretrained(tmp_path / "model")
+    shutil.copy(merged / "merged/README.md", tmp_path / "out")
+    emr.extract(merged / "merged", "cr", tmp_path / "out")
+    assert not (tmp_path / "model/README.md").exists() and not (tmp_path / "out/README.md").exists()
+
+
 # ---- whose card it is --------------------------------------------------------------------------------------------------
 
 

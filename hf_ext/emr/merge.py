@@ -13,7 +13,7 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
-from hf_ext.cards import write_card
+from hf_ext.cards import outdated, write_card
 from hf_ext.checkpoint import Checkpoint, open_checkpoint, open_plain
 from hf_ext.emr.artifact import TASK_NAME, Merged, assets_of, extract_task, older_files, task_files, task_folder
 from hf_ext.emr.card import merge_card, models_of
@@ -147,7 +147,7 @@ def extract(
         source = Merged(_folder_of(merged, "The merge"), base)
     source.require_task(task)
     require_another_folder(Path(out), source.folder, source.base.name)
-    with staged_folder(out) as stage:
+    with staged_folder(out, outdated(Path(out))) as stage:
         extract_task(source, task, stage, max_shard_size)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.utils.logging import get_logger
 
-from hf_ext.cards import write_card
+from hf_ext.cards import outdated, write_card
 from hf_ext.emr.artifact import Merged, older_files
 from hf_ext.emr.card import merge_card, models_of
 from hf_ext.emr.merge import report
@@ -38,7 +38,7 @@ class MergedSaving(Saving):
                     f"The weights are not those of task '{self.model.active_task}' any more ({changed}): {folder} becomes a "
                     "plain checkpoint of this one model. To put it into the merge, call hf_ext.emr.add_task."
                 )
-            with staged_folder(folder) as stage:
+            with staged_folder(folder, outdated(folder)) as stage:
                 self.plain_save(stage, **kwargs)
                 return [path.relative_to(stage).as_posix() for path in sorted(stage.rglob("*")) if path.is_file()]
         files = switch.merged.all_files()

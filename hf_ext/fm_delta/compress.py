@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers.utils.logging import get_logger
 
-from hf_ext.cards import CARD, class_of, is_ours, model_card, name_in_text, task_of, write_card
+from hf_ext.cards import CARD, class_of, is_ours, model_card, name_in_text, outdated, task_of, write_card
 from hf_ext.checkpoint import (
     HUB,
     MERGE,
@@ -297,7 +297,7 @@ def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: 
         raise CheckpointError(f"{src} holds several models merged into one; `hf-ext extract` writes one of them.")
     base_checkpoint = open_base(files, src, base)
     require_another_folder(out, src, base_checkpoint.name)
-    with staged_folder(out) as stage:
+    with staged_folder(out, outdated(out)) as stage:
         for path in other_files(src, out):
             if path != src / CARD or not came_with_compression(path):
                 copy(path, stage / path.relative_to(src))

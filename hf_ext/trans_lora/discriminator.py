@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from hf_ext.cards import CARD, is_free_on_hub, write_card
+from hf_ext.cards import CARD, may_be_pushed, write_card
 from hf_ext.errors import HfExtError
 from hf_ext.folder import staged_folder
 from hf_ext.trans_lora.adapters import adapters_kept, bare, base_of, base_sample, on_device, only
@@ -118,7 +118,7 @@ class Discriminator:
                 revision=revision,
                 commit_message=commit_message,
                 create_pr=create_pr,
-                ignore_patterns=[] if is_free_on_hub(repo_id, revision, token) else [CARD],
+                ignore_patterns=[] if may_be_pushed(Path(folder), repo_id, revision, token) else [CARD],
             )
 
     @classmethod

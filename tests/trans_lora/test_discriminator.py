@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
 from tiny_adapters import moved
 from tiny_transfers import SEEDS, inputs, lora, pretrained, settings, teacher
+from valid_cards import valid_card
 
 from hf_ext import HfExtError, PissaConfig
 from hf_ext.trans_lora import Discriminator, train_discriminator
@@ -130,7 +131,12 @@ def test_what_is_saved_is_an_adapter_that_loads_anywhere(saved):
     assert torch.allclose(logits(plain, words), logits(found.model, words), atol=1e-6)
     found.model.base_model.set_adapter([])
     assert PeftConfig.from_pretrained(folder / "discriminator").base_model_name_or_path == str(folder / "base")
-    assert "Of inputs that it was not trained on it keeps" in (folder / "discriminator" / "README.md").read_text()
+    data, text = valid_card(folder / "discriminator", "trans_lora_discriminator")
+    assert f"it keeps {100 * found.metrics['real_kept']:.0f} % of the real inputs" in text.replace("\n", " ")
+    assert data.base_model is None and {"trans-lora", "discriminator"} <= {*data.tags}
+    (folder / "discriminator" / "README.md").write_text("My own words.")
+    found.save_pretrained(folder / "discriminator")
+    assert (folder / "discriminator" / "README.md").read_text() == "My own words."
 
 
 def test_nothing_real_is_written_but_the_seeds(saved):

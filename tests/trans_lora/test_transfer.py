@@ -16,6 +16,7 @@ from tiny_models import same_bits
 from tiny_transfers import SEEDS, accuracy, answer, inputs, is_input, lora, pretrained, settings, teacher
 from torch.nn import functional
 from transformers import AutoTokenizer, TrainerCallback
+from valid_cards import valid_card
 
 from hf_ext import HfExtError, PissaConfig, QPissaConfig, TransLoraTrainer
 from hf_ext.cli import main
@@ -123,8 +124,10 @@ def test_the_report_says_what_the_files_say(moved_over):
 
 def test_the_card_has_the_report_and_what_the_hub_asks_for(moved_over):
     trainer, folder = moved_over
-    text = (folder / "README.md").read_text()
-    assert "base_model: tiny-llama" in text and "trans-lora" in text and "library_name: peft" in text
+    data, text = valid_card(folder, "trans_lora_adapter")
+    assert (data.base_model, data["base_model_relation"], data.pipeline_tag) == ("tiny-llama", "adapter", "text-generation")
+    assert "trans-lora" in data.tags and data.library_name == "peft"
+    assert all(f"| {name.strip()} | {value} |" in text for name, value in trainer.report.rows())
     assert f"| inputs written | {trainer.report.attempts:,} |" in text and "report.png" in text
 
 
