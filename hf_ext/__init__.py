@@ -1,5 +1,6 @@
 """hf_ext: methods for fine-tuning, merging, shipping and serving models, as a plugin for Transformers and PEFT."""
 
+import hf_ext.requirements  # noqa: F401, I001
 import hf_ext.quiet_imports  # noqa: F401
 from hf_ext import emr, fm_delta, pissa, trans_lora, uni_med
 from hf_ext.emr import EMRConfig

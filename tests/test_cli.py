@@ -1,32 +1,28 @@
 """The command does what its help says, prints what programs can read, and fails with one line."""
 
+import argparse
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 
 import pytest
+import torch
+import transformers
 from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 from tiny_merges import write_tasks
 
 import hf_ext
+import hf_ext_cli.emr
+import hf_ext_cli.fm_delta
 from hf_ext import emr, fm_delta
-from hf_ext.cli import main, parser
+from hf_ext.emr.writing import RESCALE
+from hf_ext.fm_delta.codec import DEFAULT_LEVEL, LEVELS
+from hf_ext_cli.main import main, parser
 
-COMMANDS = (
-    "compress",
-    "compress-all",
-    "compress-series",
-    "remove-checkpoint",
-    "find-base",
-    "decompress",
-    "inspect",
-    "verify",
-    "merge",
-    "add-task",
-    "extract",
-    "run",
-)
+COMMANDS = tuple(next(action.choices for action in parser()._actions if isinstance(action, argparse._SubParsersAction)))
 
 
 @pytest.fixture
@@ -36,10 +32,10 @@ def folder(tmp_path):
     return tmp_path
 
 
-def hf_ext_command(*arguments):
+def hf_ext_command(*arguments, python=("-m", "hf_ext_cli"), **environment):
     return subprocess.run(
-        [sys.executable, "-m", "hf_ext.cli", *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        [sys.executable, *python, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
         capture_output=True,
         text=True,
         timeout=120,
@@ -63,6 +59,24 @@ def fails(capsys, *arguments) -> str:
     return err
 
 
+def mistaken(capsys, *arguments) -> str:
+    """The one line that a wrong command line prints."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit:
+        main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    assert (exit.value.code, out) == (2, "")
+    assert err.startswith("hf-ext") and err.endswith("--help shows how)\n") and err.count("\n") == 1
+    return err
+
+
+def shown(capsys, *arguments) -> dict:
+    """What a command prints to stdout for programs."""
+    code, out, _ = run(capsys, *arguments, "--json")
+    assert code == 0
+    return json.loads(out)
+
+
 def test_a_checkpoint_is_compressed_checked_and_restored(tmp_path, capsys):
     src, base = pair(tmp_path)
     small, back = tmp_path / "small", tmp_path / "back"
@@ -79,12 +93,13 @@ def test_without_a_base_it_is_found_or_the_candidates_are_shown(tmp_path, capsys
     config = json.loads((src / "config.json").read_text())
     (src / "config.json").write_text(json.dumps(config | {"_name_or_path": str(stranger)}))
     code, out, err = run(capsys, "compress", src, "--out", tmp_path / "small")
-    assert (code, out) == (1, "") and f"{stranger}  no" in err and "Give the base by name: --base" in err
+    assert (code, out) == (1, "") and f"None of 1 candidates fits {src} (" in err and "Give the base by name: --base" in err
+    assert err.count("\n") == 1
     assert not (tmp_path / "small").exists()
     (src / "config.json").write_text(json.dumps(config | {"_name_or_path": str(base)}))
     code, out, _ = run(capsys, "compress", src, "--out", tmp_path / "small", "--verify")
     assert code == 0 and out.startswith(f"The base of {src} is {base}.\n")
-    assert "give --base too" in fails(capsys, "compress", src, "--revision", "main", "--out", tmp_path / "out")
+    assert "give --base too" in mistaken(capsys, "compress", src, "--revision", "main", "--out", tmp_path / "out")
 
 
 def test_find_base_prints_a_table_or_json_of_the_same_report(folder, capsys):
@@ -111,8 +126,7 @@ def test_many_models_are_compressed_and_one_that_fails_is_told_by_the_exit_code(
         "tuned": False,
     }
     for workers in ("0", "-1", "two"):
-        with pytest.raises(SystemExit):
-            main(["compress-all", "models", "--out", "out", "--workers", workers])
+        assert "not a number above zero" in mistaken(capsys, "compress-all", "models", "--out", "out", f"--workers={workers}")
 
 
 def test_a_source_is_deleted_after_it_was_verified(folder, capsys):
@@ -215,13 +229,11 @@ def test_a_task_is_added_by_a_command(tmp_path, tasks, capsys):
 def test_what_cannot_be_merged_is_one_line(tmp_path, tasks, capsys):
     base, folders = tasks
     twice = ("--task", f"cr={folders['cr']}", "--task", f"cr={folders['subj']}")
-    assert "two tasks called 'cr'" in fails(capsys, "merge", "--base", base, *twice, "--out", tmp_path / "out")
+    assert "two tasks called 'cr'" in mistaken(capsys, "merge", "--base", base, *twice, "--out", tmp_path / "out")
     assert "holds no merge" in fails(capsys, "extract", folders["cr"], "--task", "cr", "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
     for text in ("cr", "=there", "cr="):
-        with pytest.raises(SystemExit):
-            main(["merge", "--base", "b", "--task", text, "--out", "out"])
-        assert "not of the form NAME=PATH" in capsys.readouterr().err
+        assert "not of the form NAME=PATH" in mistaken(capsys, "merge", "--base", "b", "--task", text, "--out", "out")
 
 
 def test_what_goes_wrong_is_one_line(folder, capsys):
@@ -244,28 +256,116 @@ def test_what_goes_wrong_is_one_line(folder, capsys):
     assert not (folder / "out").exists()
 
 
+def test_every_result_is_to_be_had_as_json_with_nothing_else_on_stdout(folder, tasks, capsys):
+    src, base, small, out = folder / "tuned", folder / "base", folder / "small", folder / "out"
+    merge_base, folders = tasks
+    made = shown(capsys, "compress", src, "--base", base, "--out", out)
+    assert made == json.loads(json.dumps(fm_delta.inspect(out).to_dict()))
+    assert shown(capsys, "verify", out) == {"src": str(out), "tensors": 7}
+    assert shown(capsys, "decompress", small, "--out", folder / "back") == {"out": str(folder / "back")}
+    task = ("--task", f"cr={folders['cr']}", "--task", f"trec={folders['trec']}")
+    made = shown(capsys, "merge", "--base", merge_base, *task, "--out", folder / "merged")
+    assert [task["task"] for task in made["tasks"]] == ["cr", "trec"] and made["bytes"] > 0
+    task = ("--task", f"subj={folders['subj']}", "--reelect")
+    made = shown(capsys, "add-task", folder / "merged", *task, "--out", folder / "more")
+    assert made == emr.report(folder / "more").to_dict()
+    made = shown(capsys, "extract", folder / "more", "--task", "subj", "--out", folder / "subj")
+    assert made == {"out": str(folder / "subj"), "task": "subj"}
+    run_folder = folder / "run"
+    for step in (5, 10):
+        write_folder(run_folder / f"checkpoint-{step}", fine_tune(weights(), seed=step))
+    made = shown(capsys, "compress-series", run_folder, "--base", base)
+    assert made == fm_delta.inspect_series(run_folder).to_dict() and len(made["checkpoints"]) == 2
+    checkpoint = run_folder / "checkpoint-5"
+    assert shown(capsys, "remove-checkpoint", checkpoint) == {"deleted": str(checkpoint)}
+
+
+def examples(text: str) -> list[list[str]]:
+    """The command lines in a help text, as their words."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [shlex.split(line.replace("$ ", ""), comments=True)[1:] for line in lines if re.match(r" +(\$ )?hf-ext ", line)]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_every_command_has_an_example_that_it_understands(command, capsys):
+def test_the_help_of_every_command_has_examples_that_it_understands(command, capsys):
     with pytest.raises(SystemExit) as exit:
         main([command, "--help"])
-    assert exit.value.code == 0
-    example = capsys.readouterr().out.split("example: hf-ext ")[1].split()
-    assert example[0] == command
-    assert parser().parse_args(example).run.__name__ == command.replace("-", "_")
+    out, err = capsys.readouterr()
+    assert (exit.value.code, err) == (0, "") and out.startswith(f"usage: hf-ext {command} ")
+    found = examples(out.split("examples:\n")[1])
+    assert found and {words[0] for words in found} == {command}
+    for words in found:
+        args, rest = parser().parse_known_args(words)
+        assert args.run.__name__ == command.replace("-", "_") and (args.takes_rest or not rest)
 
 
-def test_the_version_is_the_packages(capsys):
+def test_the_help_is_a_tutorial_that_shows_every_command_at_work(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert exit.value.code == 0 and max(map(len, out.splitlines())) <= 100
+    listed = re.findall(r"^  ([a-z][a-z-]+)  +[a-z]", out, re.MULTILINE)
+    assert sorted(listed) == sorted(COMMANDS)
+    parts = out.split("\n\n")
+    worked = [part for part in parts if part.lstrip().startswith("$ hf-ext ")]
+    assert len(worked) == 7
+    for words in examples("\n".join(worked)):
+        args, rest = parser().parse_known_args(words)
+        assert (args.takes_rest or not rest) and words[0] in listed
+    assert sum(len(re.findall(r"\$ hf-ext", part)) for part in worked) == len(examples("\n".join(worked))) >= 12
+
+
+def test_help_completion_and_mistakes_import_neither_the_package_nor_pytorch(tmp_path):
+    code = """
+import sys
+from hf_ext_cli.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(sorted({name.split(".")[0] for name in sys.modules} & {"hf_ext", "torch", "transformers", "peft", "numpy"}))
+"""
+    for arguments in (["--help"], ["merge", "--help"], ["compress", "a"], ["compress", "a", "--out", "b", "--revision", "c"]):
+        assert hf_ext_command(*arguments, python=("-c", code)).stdout.splitlines()[-1] == "[]"
+    pytest.importorskip("argcomplete")
+    for line, expected in (
+        ("hf-ext compress", ["compress ", "compress-all", "compress-series"]),
+        ("hf-ext inspect --pl", ["--plot "]),
+        ("hf-ext merge --rescale ", ["tensor", "paper"]),
+    ):
+        answer = tmp_path / "answer"
+        settings = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "_ARGCOMPLETE_IFS": "\n", "COMP_TYPE": "9"}
+        settings |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(answer), "COMP_LINE": line, "COMP_POINT": str(len(line))}
+        hf_ext_command(**settings)
+        assert [word.strip() for word in answer.read_text().split("\n")] == [word.strip() for word in expected]
+
+
+def test_what_is_offered_is_what_the_package_has():
+    assert (hf_ext_cli.fm_delta.LEVELS, hf_ext_cli.fm_delta.DEFAULT_LEVEL) == (LEVELS, DEFAULT_LEVEL)
+    assert hf_ext_cli.emr.RESCALE == RESCALE
+
+
+def test_the_version_is_told_with_those_of_the_libraries(capsys):
     with pytest.raises(SystemExit) as exit:
         main(["--version"])
-    assert (exit.value.code, capsys.readouterr().out) == (0, f"hf_ext {hf_ext.__version__}\n")
+    out = capsys.readouterr().out
+    assert exit.value.code == 0
+    assert out.startswith(f"hf_ext {hf_ext.__version__} (transformers {transformers.__version__}, peft ")
+    assert f"torch {torch.__version__}," in out
 
 
-@pytest.mark.parametrize("arguments", [[], ["zip"], ["compress", "a"], ["compress", "a", "--base", "b"], ["decompress", "a"]])
-def test_an_incomplete_command_says_what_is_missing(arguments, capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(arguments)
-    assert exit.value.code == 2
-    assert capsys.readouterr().err.startswith("usage: hf-ext")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["zip"], "invalid choice: 'zip'"),
+        (["compress", "a"], "hf-ext compress: the following arguments are required: --out"),
+        (["compress", "a", "--out", "b", "--level", "9"], "hf-ext compress: argument --level: invalid choice: 9"),
+        (["verify", "a", "--deep"], "hf-ext verify: unrecognized arguments: --deep"),
+        (["transfer", "a"], "hf-ext transfer: the following arguments are required: --source-model"),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_one_line(arguments, message, capsys):
+    assert message in mistaken(capsys, *arguments)
 
 
 def test_as_a_process_it_exits_with_one_line_and_no_traceback(folder):
@@ -277,6 +377,38 @@ def test_as_a_process_it_exits_with_one_line_and_no_traceback(folder):
     assert failed.stderr.startswith("hf-ext: ") and failed.stderr.count("\n") == 1
 
 
-def test_another_tool_that_is_not_there_is_one_line(capsys):
-    """That those which are there start is seen where models are served."""
-    assert "There is no command 'no-such-tool'" in fails(capsys, "run", "no-such-tool", "--option")
+def test_a_fault_of_the_code_is_one_line_too_and_a_traceback_is_to_be_had(folder, monkeypatch, capsys):
+    def faulty(*_, **__):
+        raise KeyError("what is missing")
+
+    monkeypatch.setattr(fm_delta, "verify", faulty)
+    told = fails(capsys, "verify", folder / "small")
+    assert told == "hf-ext: KeyError: 'what is missing' (hf-ext --traceback verify … shows where it comes from)\n"
+    _, _, err = run(capsys, "--traceback", "verify", folder / "small")
+    assert err.startswith("Traceback") and "in faulty" in err and err.endswith(told)
+
+
+def test_another_tool_is_run_with_the_package_imported(tmp_path):
+    """One that reads its own arguments, prints and exits as it likes."""
+    info = tmp_path / "tool-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tool\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[console_scripts]\nmy-tool = my_tool:main\n")
+    (tmp_path / "my_tool.py").write_text(
+        "import sys\ndef main():\n    print(sys.argv, 'hf_ext' in sys.modules)\n    return 3\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = hf_ext_command("run", "my-tool", "--json", "--out", "x", PYTHONPATH=path)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "['my-tool', '--json', '--out', 'x'] True\n", "")
+    failed = hf_ext_command("run", "no-such-tool")
+    assert (failed.returncode, failed.stdout) == (1, "") and "There is no command 'no-such-tool'" in failed.stderr
+
+
+def test_a_reader_who_has_read_enough_is_no_error(folder):
+    path = os.pathsep.join(sys.path)
+    command = [sys.executable, "-m", "hf_ext_cli", "inspect", str(folder / "small")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(120) == 1

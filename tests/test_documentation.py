@@ -18,7 +18,7 @@ from local_hub import LocalHub
 from pages import MAKERS, ROOT, blocks, commands
 
 import hf_ext
-from hf_ext.cli import parser
+from hf_ext_cli.main import parser
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]

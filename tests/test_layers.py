@@ -1,4 +1,4 @@
-"""The layers: errors, checkpoint, pure files, host files, registration, then the package itself and its command line.
+"""The layers: errors, checkpoint, pure files, host files, registration, then the package itself; beside it its command line.
 
 No import points up, methods do not import each other, and pure files know neither Transformers nor PEFT.
 """
@@ -59,8 +59,8 @@ HOST = {
     },
 }
 BELOW, ABOVE = (
-    ["quiet_imports", "_native", "native", "errors", "folder", "checkpoint", "work_ahead", "display", "cards"],
-    ["registration", "__init__", "cli"],
+    ["requirements", "quiet_imports", "_native", "native", "errors", "folder", "checkpoint", "work_ahead", "display", "cards"],
+    ["registration", "__init__"],
 )
 SHARED_HOST = ["in_place", "loading", "plan", "saving"]
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
@@ -114,6 +114,11 @@ def test_a_file_imports_nothing_that_stands_above_it(file):
     own = layer(module_of(file))
     above = [name for name in imports(file) if name.split(".")[0] == "hf_ext" and layer(name) > own]
     assert not above
+
+
+@every_file
+def test_a_file_knows_nothing_of_the_command_line(file):
+    assert not [name for name in imports(file) if name.split(".")[0] == "hf_ext_cli"]
 
 
 @every_file

@@ -150,7 +150,7 @@ def server(folder):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    command = [sys.executable, "-m", "hf_ext.cli", "run", "transformers", "serve", "--port", str(port), "--device", "cpu"]
+    command = [sys.executable, "-m", "hf_ext_cli", "run", "transformers", "serve", "--port", str(port), "--device", "cpu"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     with open(folder / "server.log", "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)

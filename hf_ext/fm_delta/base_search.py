@@ -70,10 +70,14 @@ class BaseReport:
         """The base, where there is no doubt.
 
         Raises:
-            BaseModelError: there is; it shows the candidates.
+            BaseModelError: there is.
         """
         if self.verdict != "sure":
-            raise BaseModelError(f"{self}\nGive the base by name: --base (in Python: base=).")
+            why = f" ({self.candidates[0].why})" if self.candidates else ""
+            raise BaseModelError(
+                f"{self.summary().removesuffix('.')}{why}. Give the base by name: --base (in Python: base=); "
+                f"hf-ext find-base {self.src} shows what it was compared with."
+            )
         return self.candidates[0]
 
     def to_dict(self) -> dict:

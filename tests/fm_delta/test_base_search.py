@@ -77,7 +77,7 @@ def test_another_architecture_is_never_sure(folder, name):
     other = write_folder(folder / "other", *variant(name))
     report = fm_delta.find_base(folder / "tuned", [other])
     assert report.verdict == "likely"
-    with pytest.raises(BaseModelError, match=f"(?s){other}.*perhaps.*--base"):
+    with pytest.raises(BaseModelError, match=f"perhaps {other} .*--base"):
         report.require()
     assert fm_delta.find_base(folder / "tuned", [other, folder / "base"]).best.name == str(folder / "base")
 

@@ -19,11 +19,11 @@ from transformers import AutoTokenizer, TrainerCallback
 from valid_cards import valid_card
 
 from hf_ext import HfExtError, PissaConfig, QPissaConfig, TransLoraTrainer
-from hf_ext.cli import main
 from hf_ext.trans_lora import Completion, read_inputs, train_discriminator
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import ModelGenerator
 from hf_ext.trans_lora.synthesis import Prompts
+from hf_ext_cli.main import main
 
 
 def transfer(folder, source="gpt2", target="llama", peft_config=None, teaching=None, **options) -> TransLoraTrainer:
@@ -566,7 +566,7 @@ ASKED = ("--prompt_template", "{input}", "--teacher_prompt_template", "{input}",
 
 def command(*arguments) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-m", "hf_ext.cli", *map(str, arguments)]
+    line = [sys.executable, "-m", "hf_ext_cli", *map(str, arguments)]
     return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=240)
 
 
@@ -589,9 +589,9 @@ def test_the_command_line_does_all_of_it(folders, tmp_path):
     assert "holds the discriminator of pick (real_kept" in made.stdout
     given = (*source, "--source-adapter", folders / "adapter", "--target-model", folders / "llama")
     run = ("transfer", *given, "--discriminator", tmp_path / "d", "--seeds", folders / "seeds.jsonl", "--out", tmp_path / "out")
-    found = command(*run, "--num_samples", 80, "--held_out_share", 0.2, *COMMON, *ASKED)
+    found = command(*run, "--num_samples", 80, "--held_out_share", 0.2, *COMMON, *ASKED, "--json")
     assert found.returncode == 0, found.stderr
-    assert "student answers as the teacher (16 held-out inputs)" in found.stdout
+    assert json.loads(found.stdout) == json.loads((tmp_path / "out" / "report.json").read_text())
     model = PeftModel.from_pretrained(pretrained("llama")[0], tmp_path / "out")
     assert accuracy(model, pretrained("llama")[1]) >= 0.9
 
@@ -612,12 +612,18 @@ def test_the_command_line_says_what_is_wrong_in_one_line(folders, tmp_path, caps
         (("--filter", "none", "--seeds", tmp_path / "bad.jsonl"), "Line 2 of"),
         (("--filter", "none", "--seeds", tmp_path / "no.jsonl"), "cannot be read"),
         (("--filter", "best"), "filter='best' is none of"),
-        (("--no_such_option", "1"), "not used by the HfArgumentParser"),
         (("--filter", "none", "--rank", "0"), "should be a positive integer"),
         (("--filter", "none", "--source-adapter", tmp_path), "is no adapter"),
+    ]
+    mistakes = [
+        (("--filter", "none", "--no_such_option", "1"), "unrecognized arguments: --no_such_option 1"),
         (("--filter", "none", "--learning_rate", "much"), "learning_rate"),
     ]
     for options, message in cases:
         assert main([str(part) for part in (*given, *options)]) == 1
         last = capsys.readouterr().err.strip().splitlines()[-1]
         assert last.startswith("hf-ext: ") and message in last
+    for options, message in mistakes:
+        with pytest.raises(SystemExit) as exit:
+            main([str(part) for part in (*given, *options)])
+        assert exit.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,39 @@
+"""Whether this package works with those that are installed. It is asked before any of them is imported, so that another version
+is told by its name, and not by whatever fails first in it."""
+
+from __future__ import annotations
+
+import shlex
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+
+def check() -> None:
+    """Compares what is installed with requirements.txt. A package that is missing is left to whoever imports it.
+
+    Raises:
+        ImportError: a package is outside the range.
+    """
+    lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
+    other = {}
+    for line in lines:
+        if not line.startswith("#"):
+            need = Requirement(line)
+            found = _installed(need.name)
+            if found and not need.specifier.contains(found, prereleases=True):
+                other[line] = found
+    if other:
+        told = " and ".join(f"{line} (found {found})" for line, found in other.items())
+        raise ImportError(f"hf_ext needs {told}: pip install {shlex.join(other)}")
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+check()
