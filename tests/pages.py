@@ -37,6 +37,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     BertModel,
     Blip2Config,
     Blip2ForConditionalGeneration,
@@ -47,6 +48,7 @@ from transformers import (
 )
 
 from hf_ext import UniMedProcessor
+from hf_ext import emr as merging
 from hf_ext.trans_lora import load_model
 from hf_ext.trans_lora.prompts import membership_question
 from hf_ext.uni_med import UniMedCollator
@@ -112,7 +114,7 @@ def run_page(path: Path, make: Callable[[], dict[str, Any]]) -> None:
             exec(compile(shortened(code), str(path), "exec"), namespace)
         elif block.language == "sh":
             for words in commands(block.text):
-                if words[0] == "hf-ext":
+                if words[0] == "hf-ext" and words[1] != "run":  # test_serving.py runs other programs
                     run_command(words[1:], f"{path}, in the block from line {block.line}")
 
 
@@ -236,13 +238,26 @@ def uni_med() -> dict[str, Any]:
     }
 
 
+def serving() -> dict[str, Any]:
+    classifiers("my-cola", "sst2")
+    merging.merge(BERT, {"my-cola": "my-cola", "sst2": "sst2"}, "my-bert-merged")
+    tasks = {"stories": AutoModelForCausalLM.from_pretrained(LLAMA), "letters": AutoModelForCausalLM.from_pretrained(LLAMA)}
+    for seed, (name, model) in enumerate(tasks.items()):
+        tiny_models.perturb(model, seed).save_pretrained(name)
+        AutoTokenizer.from_pretrained(LLAMA).save_pretrained(name)
+    merging.merge(LLAMA, {name: name for name in tasks}, "my-merge")
+    model = AutoModelForCausalLM.from_pretrained(LLAMA)
+    trained(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])).save_pretrained("my-adapter")
+    return {"base": LLAMA}
+
+
 def readme() -> dict[str, Any]:
     classifiers("my-cola", "my-sst2")
     files_of_a_transfer("old-model", "old-lora", "new-model", "inputs.jsonl", "five-inputs.jsonl")
     return pissa() | {"fine_tuned": classifier(3, 1), "image": tiny_uni_med.image()}
 
 
-MAKERS = {"README.md": readme} | {f"{make.__name__}.md": make for make in (fm_delta, emr, pissa, trans_lora, uni_med)}
+MAKERS = {"README.md": readme} | {f"{make.__name__}.md": make for make in (fm_delta, emr, pissa, trans_lora, uni_med, serving)}
 
 
 @contextlib.contextmanager
