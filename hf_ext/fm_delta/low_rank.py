@@ -80,6 +80,8 @@ def candidates(
     part = torch.from_numpy(change[rows])
     components = decompose(part, float(energies.sum()), MAX_RANK_OF_ALL[level], level - 1)
     rank = best_rank(components, grid)
+    if rank == 0:
+        return []
     wholly = components.energy_left(rank) < max(4 * grid * part.numel(), NEARLY_ALL * components.energy)
     if not wholly:
         rank = min(rank, MAX_RANK)

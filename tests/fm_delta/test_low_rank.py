@@ -199,6 +199,15 @@ def test_a_change_without_structure_is_left_as_it_is(dtype):
     assert codec.encode(tensor, base) == codec.encode(tensor, base, level=1)
 
 
+@pytest.mark.parametrize("level", codec.LEVELS)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("change", [10.0**exponent for exponent in range(-18, -1)])
+def test_a_change_smaller_than_its_type_resolves_is_left_as_it_is(dtype, change, level):
+    tensor, base = trained(dtype, (96, 128), change=change)
+    payload = codec.encode(tensor, base, level=level)
+    assert bits(codec.decode(payload, base)) == bits(tensor) and len(payload) <= len(codec.encode(tensor, base, level=1))
+
+
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 def test_special_values_do_no_harm(dtype):
     tensor, base = low_rank_pair(dtype, 4, 0.0)
