@@ -154,6 +154,7 @@ def test_run_trans_lora(tmp_path, monkeypatch):
         examples.append({"input": f"Question: {text} Does {who[-1]} tell the truth?", "target": target})
     (tmp_path / "web_of_lies.json").write_text(json.dumps({"examples": examples}))
     texts = list(World(tmp_path).documents(300, seed=0))
+    set_seed(0)
     for name, make in (("source", gpt2_tokenizer), ("target", llama_tokenizer)):
         words = make(texts)
         sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -165,7 +166,7 @@ def test_run_trans_lora(tmp_path, monkeypatch):
         words.save_pretrained(tmp_path / "models" / name)
     out = run(
         "run_trans_lora.py", tmp_path, "--data", tmp_path, "--models", "models", "--num_real", 12, "--num_samples", 8,
-        "--num_items", 6, "--max_steps", 15, "--warmup_steps", 0, "--learning_rate", 1e-2,
+        "--num_items", 6, "--max_steps", 80, "--warmup_steps", 0, "--learning_rate", 1e-2,
         "--max_label_length", 32, "--filter", "none",
     )  # fmt: skip
     assert all(f"{name} " in out for name in ("source model with its LoRA", "target model, transferred"))
@@ -191,6 +192,6 @@ def test_run_uni_med(tmp_path):
     (tmp_path / "test_ground_truth.json").write_text(json.dumps({"0": "yes", "1": "no"}))
     out = run(
         "run_uni_med.py", tmp_path, "--data", photos, "--pubmedqa", tmp_path, "--seeds", 0, "--vision_steps", 2, "--views", 4,
-        "--max_steps", 2, "--per_device_train_batch_size", 8,
+        "--max_steps", 80, "--per_device_train_batch_size", 8,
     )  # fmt: skip
     assert "moe_mlp-soft, seed 0" in out and "with swapped images" in out
