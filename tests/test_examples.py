@@ -154,7 +154,7 @@ def test_run_trans_lora(tmp_path, monkeypatch):
         examples.append({"input": f"Question: {text} Does {who[-1]} tell the truth?", "target": target})
     (tmp_path / "web_of_lies.json").write_text(json.dumps({"examples": examples}))
     texts = list(World(tmp_path).documents(300, seed=0))
-    set_seed(0)
+    set_seed(0)  # from most seeds, and from this one, the source learns to answer any input
     for name, make in (("source", gpt2_tokenizer), ("target", llama_tokenizer)):
         words = make(texts)
         sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
