@@ -16,7 +16,7 @@ CLANG ?= clang++
 FUZZ_SECONDS ?= 600
 FUZZ_FLAGS = -std=c++17 -g -O1 -pthread -ffp-contract=off -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 FUZZ_SOURCES = csrc/codec.cpp csrc/decode.cpp csrc/encode.cpp tests/fuzz/decode.cpp
-HOSTS = transformers|tokenizers|peft|accelerate|huggingface_hub
+HOSTS = transformers|tokenizers|peft|accelerate|huggingface_hub|torch
 INPUTS = setup.cfg setup.py pyproject.toml hf_ext/requirements.txt $(CONSTRAINTS) $(wildcard csrc/*)
 
 .PHONY: demo test test-matrix test-oldest test-newest style docs fuzz bench clean
@@ -36,9 +36,9 @@ test-oldest test-newest: test-%: build/constraints-%.txt
 
 build/constraints-oldest.txt: constraints.txt constraints-oldest.txt
 	mkdir -p build
-	grep -vE '^($(HOSTS)|torch)==' constraints.txt | cat - constraints-oldest.txt > $@
+	grep -vE '^($(HOSTS))==' constraints.txt | cat - constraints-oldest.txt > $@
 
-# Which is newest changes with the day, but for PyTorch: its builds differ by processor, and constraints.txt names one.
+# Which is newest changes with the day.
 build/constraints-newest.txt: FORCE
 	mkdir -p build
 	grep -vE '^($(HOSTS))==' constraints.txt > $@
