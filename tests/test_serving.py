@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from hf_ext import CheckpointError, PissaConfig, QPissaConfig, TransLoraTrainer, UnsavedChangesError, emr, fm_delta
 
 PROMPT = "pick a b c"
+CONTINUATIONS = (" early", " late")
 TASKS = ("one", "two")
 LORAS = ("pissa", "trans-lora")
 ADAPTERS = (*LORAS, "qpissa")
@@ -210,26 +211,45 @@ def test_a_server_has_an_adapter_as_a_compressed_fine_tune(folder, expected, ser
     assert ask(server, small) == expected[name]
 
 
+def lm_eval_scores(**names: Path) -> list[float]:
+    """What lm-eval makes of the prompt's two continuations."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    model = HFLM(device="cpu", dtype="float32", **{key: str(path) for key, path in names.items()})
+    requests = [Instance("loglikelihood", {}, (PROMPT, answer), 0) for answer in CONTINUATIONS]
+    return [score for score, _ in model.loglikelihood(requests, disable_tqdm=True)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "plain"),
     [({"pretrained": "compressed"}, "one"), ({"pretrained": "merged"}, "merged-one")]
     + [({"pretrained": "base", "peft": name}, f"{name}-plain") for name in ADAPTERS],
 )
 def test_lm_eval_scores_as_the_plain_model_scores(folder, arguments, plain):
-    """Where lm-eval is installed."""
-    pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    def scores(**names: str) -> list[float]:
-        model = HFLM(device="cpu", dtype="float32", **{key: str(folder / name) for key, name in names.items()})
-        requests = [Instance("loglikelihood", {}, (PROMPT, answer), 0) for answer in (" early", " late")]
-        return [score for score, _ in model.loglikelihood(requests, disable_tqdm=True)]
-
     if name := arguments.get("peft"):
         base = AutoModelForCausalLM.from_pretrained(folder / "base")
         PeftModel.from_pretrained(base, folder / name).merge_and_unload().save_pretrained(folder / plain)
         AutoTokenizer.from_pretrained(folder / "base").save_pretrained(folder / plain)
-    found = scores(**arguments)
-    assert found == pytest.approx(scores(pretrained=plain), abs=1e-4)
-    assert found != pytest.approx(scores(pretrained="base"), abs=1e-3)
+    found = lm_eval_scores(**{key: folder / name for key, name in arguments.items()})
+    assert found == pytest.approx(lm_eval_scores(pretrained=folder / plain), abs=1e-4)
+    assert found != pytest.approx(lm_eval_scores(pretrained=folder / "base"), abs=1e-3)
+
+
+def test_lm_evals_command_scores_a_compressed_model(folder, tmp_path):
+    (tmp_path / "data.json").write_text(json.dumps({"prompt": PROMPT}))
+    (tmp_path / "early.yaml").write_text(
+        f"task: early\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/data.json}}}}\ntest_split: test\n"
+        "doc_to_text: prompt\ndoc_to_choice: [early, late]\ndoc_to_target: 0\noutput_type: multiple_choice\n"
+    )
+    command = [sys.executable, "-m", "hf_ext_cli", "run", "lm_eval", "--model", "hf", "--device", "cpu", "--model_args"]
+    command += [f"pretrained={folder / 'compressed'},dtype=float32", "--include_path", str(tmp_path), "--tasks", "early"]
+    done = subprocess.run(
+        [*command, "--log_samples", "--output_path", str(tmp_path / "out")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
+        cwd=tmp_path, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (samples,) = (tmp_path / "out").rglob("samples_early_*.jsonl")
+    found = [float(score) for score, _ in json.loads(samples.read_text())["filtered_resps"]]
+    assert found == pytest.approx(lm_eval_scores(pretrained=folder / "one"), abs=1e-4)

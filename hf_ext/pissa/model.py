@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -168,7 +169,9 @@ class QPissaModel(LoraModel):
         before = Quantization.of(target)
         wanted = Quantization(config.quant_type, config.double_quant, dtype=getattr(self.model, "dtype", torch.float32))
         quantization = replace(before, double=wanted.double) if before and before.quant_type == wanted.quant_type else wanted
-        return QPissaLinear(ResidualLinear(target, original, quantization), adapter_name, config=config, **kwargs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Unsupported layer type")  # PEFT does not know a ResidualLinear
+            return QPissaLinear(ResidualLinear(target, original, quantization), adapter_name, config=config, **kwargs)
 
     def _original_model(self, config: QPissaConfig) -> OriginalModel:
         """One for all layers, so that its files are opened once."""

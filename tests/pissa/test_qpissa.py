@@ -65,6 +65,11 @@ def test_the_start_is_nearer_to_the_original_than_the_quantised_model(base, quan
     assert torch.linalg.norm(start - original) < torch.linalg.norm(plain - original)
 
 
+@pytest.mark.filterwarnings("error:Unsupported layer type")
+def test_no_warning_calls_the_layers_unsupported(llama_base):
+    get_peft_model(load(llama_base, NF4), config())
+
+
 @every_format
 @pytest.mark.parametrize("onto", FORMATS.values(), ids=[f"onto {name}" for name in FORMATS])
 def test_a_saved_adapter_makes_the_same_model_of_the_base_in_any_form(tmp_path, llama_base, quantization, onto):
