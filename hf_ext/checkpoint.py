@@ -203,10 +203,10 @@ def reaching(name: str, revision: str | None) -> Iterator[None]:
         advice = " If it is private, sign in with `hf auth login` or set HF_TOKEN." if private else ""
         raise BaseModelError(
             f"'{name}' is neither a folder nor a Hub repository with safetensors weights that can be reached "
-            f"(revision {revision or 'main'}): {_first_line(error)}{advice}"
+            f"(revision {revision or 'main'}): {first_line(error)}{advice}"
         ) from error
     except (HTTPError, OfflineModeIsEnabled, OSError) as error:
-        raise BaseModelError(f"'{name}' could not be downloaded: {_first_line(error)}") from error
+        raise BaseModelError(f"'{name}' could not be downloaded: {first_line(error)}") from error
 
 
 class Checkpoint:
@@ -321,7 +321,8 @@ def _endings(name: str) -> Iterator[str]:
         yield ".".join(parts[start:])
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Of what an error says: huggingface_hub goes on for several."""
     return str(error).strip().split("\n")[0]
 
 

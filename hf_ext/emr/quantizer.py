@@ -8,7 +8,7 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
-from hf_ext.checkpoint import Checkpoint, Entry, RawTensor
+from hf_ext.checkpoint import Checkpoint, Entry, RawTensor, first_line
 from hf_ext.emr.artifact import Merged, task_folder
 from hf_ext.emr.config import EMRConfig
 from hf_ext.emr.modulators import FILE
@@ -75,13 +75,14 @@ def _whole_folder(folder: Path, tasks: list[str] | None) -> Path:
     snapshot = snapshot_of(folder)
     if snapshot is not None and not all(path.exists() for path in wanted):
         repository = snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
+        failure, reason = None, ""
         try:
             snapshot_download(repository, revision=snapshot.name, cache_dir=snapshot.parents[2])
         except OSError as error:
-            raise CheckpointError(f"The tasks of the merge {repository} could not be downloaded: {error}") from error
-        if not all(path.exists() for path in wanted):  # huggingface_hub takes what it may have for all there is
+            failure, reason = error, f": {first_line(error).rstrip('.')}"
+        if not all(path.exists() for path in wanted):  # huggingface_hub 2 takes what it may have for all there is
             raise CheckpointError(
-                f"The merge {repository} could not be downloaded whole. If it is private, sign in with `hf auth login` or set "
-                "HF_TOKEN: Transformers uses its token= only for what it downloads itself."
-            )
+                f"The tasks of the merge {repository} could not be downloaded{reason}. If it is private, sign in "
+                "with `hf auth login` or set HF_TOKEN: Transformers uses its token= only for what it downloads itself."
+            ) from failure
     return folder
