@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -31,23 +32,26 @@ SET_BY_RUNNING = ("architectures", "dtype", "problem_type", "transformers_versio
 
 @contextlib.contextmanager
 def task(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
-    """Makes a loaded merge the model of task `name` for the length of a `with` block."""
-    before = model.active_task
-    model.set_task(name)
-    try:
-        yield model
-    except BaseException:
-        with contextlib.suppress(UnsavedChangesError):  # the block's own error says more
-            model.set_task(before)
-        raise
-    model.set_task(before)
+    """Makes a loaded merge the model of task `name` for the length of a `with` block. One block runs at a time, as the tasks
+    share their weights."""
+    with model.set_task.lock:  # other threads wait
+        before = model.active_task
+        model.set_task(name)
+        try:
+            yield model
+        except BaseException:
+            with contextlib.suppress(UnsavedChangesError):  # the block's own error says more
+                model.set_task(before)
+            raise
+        model.set_task(before)
 
 
 class Generate:
     """`model.generate(…, task=name)`: writes as the model of a task, then makes the model what it was.
 
     A task may also stand in the `generation_config`, which is the place that servers pass on from a request. One call writes at
-    a time, as the tasks share their weights.
+    a time, as the tasks share their weights. Where `generate` has a `task` of its own (Whisper's), that is what it means: there
+    use `set_task`.
 
     Args:
         task: one of `model.tasks`; the active one if there is none.
@@ -59,12 +63,13 @@ class Generate:
     def __init__(self, model: PreTrainedModel):
         self.model = model
 
-    def __call__(
-        self, inputs: torch.Tensor | None = None, generation_config: GenerationConfig | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        name = kwargs.pop("task", None) or getattr(generation_config, "task", None)
-        with self.model.set_task.lock, task(self.model, name or self.model.active_task):
-            return type(self.model).generate(self.model, inputs, generation_config, *args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        generate, name = type(self.model).generate, None
+        if "task" not in signature(generate).parameters:
+            configs = [value for value in (*args, *kwargs.values()) if isinstance(value, GenerationConfig)]
+            name = kwargs.pop("task", None) or next((getattr(config, "task", None) for config in configs), None)
+        with task(self.model, name or self.model.active_task):
+            return generate(self.model, *args, **kwargs)
 
 
 class SetTask:
