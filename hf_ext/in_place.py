@@ -10,10 +10,12 @@ import torch
 from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from hf_ext.errors import CheckpointError
+
 # What may differ: labels, words and their numbers, names, dropout, defaults of generation and of the outputs.
 FREE = re.compile(
     r"architectures|label|problem_type|vocab_size|token_id|name|version|dtype|drop|finetuning_task|task_specific|use_cache|"
-    r"checkpointing|output_|return_dict|initializer|max_length|min_length|num_beams|temperature|top_[kp]|penalty|do_sample|suppress_tokens|auto_map"
+    r"checkpointing|output_(attentions|hidden|router|scores|logits)|return_dict|initializer|max_length|min_length|num_beams|temperature|top_[kp]|penalty|do_sample|suppress_tokens|auto_map"
 )
 WRAPPERS = (".base_layer", ".original_module")  # what PEFT puts between a module and its weights
 LABELS = ("id2label", "label2id", "architectures", "transformers_version", "dtype", "_name_or_path")
@@ -28,7 +30,7 @@ class Move(NamedTuple):
     after: PretrainedConfig
     shapes: dict[str, torch.Size] | None
     sizes: list[tuple[str, str, Any]]
-    generation: dict[str, Any] | None
+    generation: GenerationConfig | None
 
 
 def difference(first: dict, second: dict) -> tuple[str, Any, Any] | None:
@@ -40,7 +42,11 @@ def difference(first: dict, second: dict) -> tuple[str, Any, Any] | None:
 
 
 def move_between(model: PreTrainedModel, texts: tuple[dict, dict], settings: tuple[dict | None, dict | None]) -> Move:
-    """What changes from one configuration to another, and from one's generation settings (if it has any) to the other's."""
+    """What changes from one configuration to another, and from one's generation settings (if it has any) to the other's.
+
+    Raises:
+        CheckpointError: the two make modules that cannot become each other, or the generation settings are none.
+    """
     kind = type(model.config)
     before = after = kind.from_dict(deepcopy(texts[0]))
     shapes, sizes = None, []
@@ -50,16 +56,13 @@ def move_between(model: PreTrainedModel, texts: tuple[dict, dict], settings: tup
             with torch.device("meta"), no_init_weights():  # the class itself knows best
                 models = [type(model)._from_config(config) for config in (before, after)]
             shapes = {name: tensor.shape for name, tensor in models[1].state_dict().items()}
-            first, second = (dict(model.named_modules()) for model in models)
-            sizes = [
-                (path, key, value)
-                for path in first.keys() & second.keys()
-                for key, value in vars(second[path]).items()
-                if type(value) in (int, float, str, bool) and vars(first[path]).get(key, value) != value
-            ]
+            sizes = _sizes(*(dict(model.named_modules()) for model in models))
     generation = None
     if settings[0] != settings[1] and model.can_generate():
-        generation = settings[1] or GenerationConfig.from_model_config(after).to_dict()
+        try:
+            generation = GenerationConfig.from_dict(settings[1]) if settings[1] else GenerationConfig.from_model_config(after)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"The generation_config.json to switch to cannot be read: {error}") from error
     return Move(before, after, shapes, sizes, generation)
 
 
@@ -72,11 +75,13 @@ def configure(model: PreTrainedModel, move: Move) -> None:
                 setattr(modules[path], key, value)
         configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
         for config in configs.values():
+            if type(config) is not type(move.after):  # a part's, which follows where the whole's holds it
+                continue
             _follow(config, move.before, move.after)
             if hasattr(config, "problem_type"):  # models set it themselves, by the labels of the first batch
                 config.problem_type = move.after.problem_type
     if move.generation is not None:
-        model.generation_config = GenerationConfig.from_dict(move.generation)
+        model.generation_config = deepcopy(move.generation)
 
 
 def replace(model: PreTrainedModel, weight: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -103,6 +108,29 @@ def _structure(config: dict) -> dict:
     return {key: value for key, value in config.items() if key not in LABELS}
 
 
+def _sizes(first: dict[str, torch.nn.Module], second: dict[str, torch.nn.Module]) -> list[tuple[str, str, Any]]:
+    """What modules of the same path keep of their sizes, where the two differ."""
+    found = []
+    for path in first.keys() & second.keys():
+        before, after = first[path], second[path]
+        changed = {
+            key: value
+            for key, value in vars(after).items()
+            if type(value) in (int, float, str, bool, tuple, type(None)) and vars(before).get(key, value) != value
+        }
+        changed.pop("name_or_path", None)
+        other = type(before) is not type(after)
+        # Of these, more than the attribute was made when the module was.
+        deep = tuple in map(type, changed.values()) or changed and after._non_persistent_buffers_set
+        if other or deep:
+            what = f"a {type(before).__name__} and a {type(after).__name__}" if other else f"of other {', '.join(changed)}"
+            raise CheckpointError(
+                f"'{path}' is {what} in the two models, so that one cannot become the other. Load it with from_pretrained."
+            )
+        found += [(path, key, value) for key, value in changed.items()]
+    return found
+
+
 def _entries(config: dict, prefix: str = "") -> dict[str, object]:
     """The entries of a config.json, with the defaults of its class, by their path."""
     if not prefix and config.get("model_type") in CONFIG_MAPPING:
@@ -121,5 +149,7 @@ def _follow(config: PretrainedConfig, before: PretrainedConfig, after: Pretraine
         if isinstance(new, PretrainedConfig) and isinstance(old, PretrainedConfig):
             if isinstance(getattr(config, key, None), PretrainedConfig):
                 _follow(getattr(config, key), old, new)
-        elif old != new and hasattr(config, key) | hasattr(after, key):
+        elif key not in vars(after):
+            vars(config).pop(key, None)
+        elif old != new:
             setattr(config, key, deepcopy(new))

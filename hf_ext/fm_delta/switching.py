@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ def switch(
     Weights are overwritten where they lie, each in the type and on the device that it has; those of another shape (heads,
     resized embeddings) are replaced, and labels, configuration and generation settings follow. Beside the model, a few tensors
     at a time are in memory; of the Hub only the compressed checkpoint is asked for, if the base was downloaded before. What the
-    weights were, trained or not, is lost.
+    weights were, trained or not, is lost, and so are their gradients.
 
     Whatever can be checked is checked before the first weight changes: that all files are there and whole, that the base is the
     recorded one, that each tensor has its place and shape. Only a base that has changed where its fingerprint does not
@@ -87,7 +87,10 @@ def switch(
         error.add_note(state)
         raise
     configure(model, move)
-    model.name_or_path = model.config._name_or_path = os.fspath(other)
+    model.zero_grad()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and type(module.config) is type(model.config):
+            module.name_or_path = module.config._name_or_path = os.fspath(other)
     model.config._commit_hash = commit
     return model
 
@@ -185,12 +188,11 @@ def _require_all(
 ) -> None:
     """Raises CheckpointError unless there is something for each weight, and the same for names of one."""
     covered = found.keys() | {one for pair in model.all_tied_weights_keys.items() for one in pair if found.keys() & set(pair)}
-    optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or []]
-    names_of: dict[int, list[str]] = {}
+    names_of: dict[Any, list[str]] = {}
     for name, weight in weights.items():
-        names_of.setdefault(id(weight), []).append(name)
+        names_of.setdefault((weight.data_ptr(), weight.shape) if weight.numel() else name, []).append(name)
     for names in names_of.values():
-        if not covered & set(names) and not any(pattern.search(names[0]) for pattern in optional):
+        if not covered & set(names):
             raise CheckpointError(
                 f"{source} has no tensor for '{names[0]}' of this {type(model).__name__}: it is a checkpoint of another class, "
                 "or not a whole one."

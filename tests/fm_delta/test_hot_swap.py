@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from copy import deepcopy
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,21 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
     GenerationConfig,
+    GPT2Config,
     LlamaForCausalLM,
+    MobileNetV2Config,
+    MobileNetV2ForImageClassification,
     PreTrainedModel,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+    ViTConfig,
+    XGLMConfig,
+    XGLMForCausalLM,
 )
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, emr, fm_delta
@@ -179,6 +190,38 @@ def test_a_model_that_saves_compressed_and_trains_goes_on_doing_so(tmp_path):
     assert_is(fm_delta.disable(model).eval(), trained)
 
 
+def test_names_and_gradients_of_the_former_go(tmp_path):
+    base, named = bert(), perturb(bert(), 3)
+    named.config.finetuning_task = "cola"
+    folder = write(tmp_path, base, first=perturb(base, 1), named=named)
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "first")
+    model(**inputs(model)).logits.sum().backward()
+    fm_delta.switch(model, folder / "named")
+    assert model.config.finetuning_task == "cola" and all(weight.grad is None for weight in model.parameters())
+    fm_delta.switch(model, folder / "first")
+    assert "finetuning_task" not in model.config.to_dict()
+    for part in (model, model.bert):
+        assert part.name_or_path == part.config._name_or_path == str(folder / "first")
+
+
+def encoder_decoder(seed: int, **settings) -> VisionEncoderDecoderModel:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    words = GPT2Config(vocab_size=96, n_positions=32, n_embd=32, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1)
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(ViTConfig(image_size=16, patch_size=8, **sizes), words)
+    config.update(settings)
+    torch.manual_seed(seed)
+    return VisionEncoderDecoderModel(config=config)
+
+
+def test_the_settings_of_a_whole_stay_out_of_its_parts(tmp_path):
+    encoder_decoder(1, pad_token_id=0).save_pretrained(tmp_path / "first")
+    encoder_decoder(2, pad_token_id=4, id2label={0: "cat", 1: "dog", 2: "cow"}).save_pretrained(tmp_path / "second")
+    model, expected = (VisionEncoderDecoderModel.from_pretrained(tmp_path / name) for name in ("first", "second"))
+    fm_delta.switch(model, tmp_path / "second")
+    for part in ("config", "encoder.config", "decoder.config"):
+        assert attrgetter(part)(model).to_dict() == attrgetter(part)(expected).to_dict()
+
+
 # ---- memory ------------------------------------------------------------------------------------------------------------
 
 MEMORY = """
@@ -292,6 +335,53 @@ def test_two_tensors_for_what_is_one_are_refused(tmp_path):
     refused(model, tmp_path / "other", CheckpointError, "lm_head.weight", "one in this model")
     fm_delta.switch(model, tmp_path / "equal")
     assert_same_weights(model, tied)
+
+
+def xglm(pad_token_id: int) -> PreTrainedModel:
+    sizes = {"d_model": 32, "ffn_dim": 48, "num_layers": 1, "attention_heads": 2, "max_position_embeddings": 32}
+    return XGLMForCausalLM(XGLMConfig(vocab_size=96, pad_token_id=pad_token_id, **sizes))
+
+
+def mobile_net(output_stride: int) -> PreTrainedModel:
+    sizes = {"image_size": 64, "depth_multiplier": 0.25, "num_labels": 3}
+    return MobileNetV2ForImageClassification(MobileNetV2Config(output_stride=output_stride, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "parts"),
+    [
+        (xglm(1), xglm(5), ["embed_positions", "padding_idx"]),  # of which positions are made
+        (mobile_net(32), mobile_net(8), ["output_stride", "8", "32"]),
+    ],
+    ids=["xglm", "mobilenet"],
+)
+def test_what_is_made_when_a_module_is_cannot_follow(tmp_path, first, second, parts):
+    first.save_pretrained(tmp_path / "first")
+    second.save_pretrained(tmp_path / "second")
+    refused(type(first).from_pretrained(tmp_path / "first"), tmp_path / "second", CheckpointError, *parts)
+
+
+def test_nothing_of_the_former_stays_where_the_other_has_no_tensor(tmp_path):
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = BartConfig(vocab_size=96, d_model=32, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=32, **sizes)
+    model = BartForConditionalGeneration(config)
+    state = {name: weight for name, weight in model.state_dict().items() if name != "final_logits_bias"}
+    model.save_pretrained(tmp_path, state_dict=state)  # from_pretrained makes it zero
+    model.final_logits_bias.normal_()
+    refused(model, tmp_path, CheckpointError, "no tensor for 'final_logits_bias'")
+
+
+def test_parameters_of_one_memory_are_one(tmp_path):
+    folder = write(tmp_path, llama(), first=perturb(llama(), 1))
+    model = AutoModelForCausalLM.from_pretrained(folder / "first")
+    model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.data)
+    refused(model, folder / "first", CheckpointError, "lm_head.weight", "one in this model")
+
+
+def test_generation_settings_that_cannot_be_read_are_refused(tmp_path):
+    llama().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"cache_implementation": "nope"}')
+    refused(perturb(llama(), 1), tmp_path, CheckpointError, "generation_config.json", "cache_implementation")
 
 
 def copy_of(folder: Path, name: str, target: Path) -> Path:
