@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
 
 
 def check() -> None:
@@ -22,11 +23,19 @@ def check() -> None:
         if not line.startswith("#"):
             need = Requirement(line)
             found = _installed(need.name)
-            if found and not need.specifier.contains(found, prereleases=True):
+            if found and not need.specifier.contains(_release(found), prereleases=True):
                 other[line] = found
     if other:
         told = " and ".join(f"{line} (found {found})" for line, found in other.items())
         raise ImportError(f"hf_ext needs {told}: pip install {shlex.join(other)}")
+
+
+def _release(version: str) -> str:
+    """What a version is a build of, or is to become: vendors ship 2.11.0a0+nv26.3, whose sources are nearly those of 2.11."""
+    try:
+        return Version(version).base_version
+    except InvalidVersion:
+        return version
 
 
 def _installed(package: str) -> str | None:

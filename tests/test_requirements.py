@@ -55,7 +55,7 @@ def test_all_that_do_not_fit_are_told_at_once(tmp_path, monkeypatch):
     assert str(told.value).endswith(f": pip install '{NEEDED['torch']}' '{NEEDED['huggingface_hub']}'")
 
 
-@pytest.mark.parametrize("version", ["2.99.0", "2.99.0.dev20300101+cpu", "2.99.0a0+1234abc"])
+@pytest.mark.parametrize("version", ["2.99.0", "2.99.0.dev20300101+cpu", "2.99.0a0+1234abc", "2.11.0a0+nv26.3"])
 def test_builds_of_a_version_in_the_range_are_in_the_range(tmp_path, monkeypatch, version):
     install(tmp_path, "torch", version)
     monkeypatch.syspath_prepend(tmp_path)

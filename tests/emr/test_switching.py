@@ -7,6 +7,7 @@ import json
 import pickle
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -22,9 +23,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BlipConfig,
+    BlipForConditionalGeneration,
     GenerationConfig,
     Trainer,
     TrainingArguments,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
     pipeline,
 )
 from transformers.utils import logging
@@ -33,6 +38,14 @@ from hf_ext import BaseModelError, CheckpointError, CorruptFileError, EMRConfig,
 from hf_ext.emr.modulators import Modulated, TaskFile, copy_task
 
 Auto = AutoModelForSequenceClassification
+FREELY = {"suppress_tokens": None, "begin_suppress_tokens": None}
+SPEECH = {"layers": 1, "attention_heads": 2, "ffn_dim": 48}
+LANGUAGES = {
+    "is_multilingual": True,
+    "lang_to_id": {"<|en|>": 10},
+    "task_to_id": {"transcribe": 12, "translate": 13},
+    "no_timestamps_token_id": 14,
+}
 
 
 def extract_all(merged, out) -> dict:
@@ -120,6 +133,60 @@ def test_a_task_for_the_length_of_a_block(merged, model):
     with pytest.raises(RuntimeError, match="inside"), emr.task(model, "cr"):
         raise RuntimeError("inside")
     assert model.active_task == "trec"
+
+
+def test_a_block_of_another_thread_waits(model):
+    entered = threading.Event()
+
+    def block():
+        with emr.task(model, "subj"):
+            entered.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        with emr.task(model, "cr"):
+            done = pool.submit(block)
+            assert not entered.wait(0.3) and model.active_task == "cr"
+        done.result(timeout=30)
+    assert entered.is_set()
+
+
+def merge_of_two(folder, base) -> dict:
+    """A merge of two fine-tunes, in `merged`, and its tasks as plain folders."""
+    base.save_pretrained(folder / "base")
+    for seed, name in enumerate(("one", "two")):
+        perturb(base, seed).save_pretrained(folder / name)
+    emr.merge(folder / "base", {name: folder / name for name in ("one", "two")}, folder / "merged")
+    return extract_all(folder / "merged", folder / "plain")
+
+
+def test_generate_takes_what_that_of_the_models_class_takes(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    words = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 2, "pad_token_id": 0}
+    parts = {"text_config": sizes | words | {"encoder_hidden_size": 32}}
+    parts |= {"vision_config": sizes | {"image_size": 16, "patch_size": 8}}
+    plain = merge_of_two(tmp_path, BlipForConditionalGeneration(BlipConfig(**parts, projection_dim=16)))
+    load, image = BlipForConditionalGeneration.from_pretrained, torch.randn(1, 3, 16, 16)
+    model = load(tmp_path / "merged")
+    for name, folder in plain.items():
+        expected = load(folder).generate(pixel_values=image, max_new_tokens=5)
+        assert torch.equal(model.generate(pixel_values=image, max_new_tokens=5, task=name), expected)
+        assert torch.equal(model.generate(image, max_new_tokens=5, task=name), expected)
+
+
+def test_a_task_of_generates_own_is_left_to_it(tmp_path):
+    sizes = {f"{part}_{size}": number for part in ("encoder", "decoder") for size, number in SPEECH.items()}
+    words = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    sizes |= {"d_model": 32, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 20}
+    plain = merge_of_two(tmp_path, WhisperForConditionalGeneration(WhisperConfig(vocab_size=96, **sizes, **words, **FREELY)))
+    load, sound = WhisperForConditionalGeneration.from_pretrained, torch.randn(1, 8, 40)
+    model = load(tmp_path / "merged")
+    for name, folder in reversed(plain.items()):
+        model.set_task(name)
+        said = []
+        for one in (model, load(folder)):
+            vars(one.generation_config).update(LANGUAGES)
+            said.append(one.generate(sound, task="translate", language="en", max_new_tokens=4))
+        assert torch.equal(*said)
 
 
 def test_a_task_that_is_not_there(model):
