@@ -119,7 +119,7 @@ def _sizes(first: dict[str, torch.nn.Module], second: dict[str, torch.nn.Module]
             if type(value) in (int, float, str, bool, tuple, type(None)) and vars(before).get(key, value) != value
         }
         changed.pop("name_or_path", None)
-        other = type(before) is not type(after)
+        other = type(before).__name__ != type(after).__name__  # parametrised ones have a class each
         # Of these, more than the attribute was made when the module was.
         deep = tuple in map(type, changed.values()) or changed and after._non_persistent_buffers_set
         if other or deep:
