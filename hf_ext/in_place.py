@@ -111,8 +111,10 @@ def _structure(config: dict) -> dict:
 def _sizes(first: dict[str, torch.nn.Module], second: dict[str, torch.nn.Module]) -> list[tuple[str, str, Any]]:
     """What modules of the same path keep of their sizes, where the two differ."""
     found = []
-    for path in first.keys() & second.keys():
-        before, after = first[path], second[path]
+    for path, after in second.items():
+        before = first.get(path)
+        if before is None:
+            continue
         changed = {
             key: value
             for key, value in vars(after).items()
