@@ -79,7 +79,8 @@ def compress_checkpoint(
     """Writes a model's folder again with its weights as lossless differences from a base model (FM-Delta, NeurIPS 2024).
 
     Every file that holds no weights is copied; config.json gets a `quantization_config` entry, by which
-    `from_pretrained` finds the base. Where there is no model card, one is written. Memory: a few tensors.
+    `from_pretrained` finds the base. Where there is no model card, one is written; one of the user's in `out` stays,
+    unless somebody wrote that of `src` too. Memory: a few tensors.
 
     Args:
         src: folder with safetensors weights.
