@@ -26,11 +26,14 @@ from transformers.modelcard import TASK_MAPPING
 from hf_ext.folder import write_atomically
 
 CARD = "README.md"
-MARK = re.compile(r"<!-- hf_ext (?P<kind>\w+) (?P<checksum>[0-9a-f]{16}): .*-->")
+MARK = re.compile(r"<!-- hf_ext (?P<kind>\w+) (?P<checksum>[0-9a-f]{16}): [^<>]*-->")
 LICENCE = ("license", "license_name", "license_link")
 # What Transformers and PEFT put into cards by themselves: PEFT at every save, also into cards that it finds.
-THEIR_METADATA = {"base_model", "library_name", "pipeline_tag", "tags"}
-THEIR_LINES = re.compile(r"### Framework versions|- PEFT .*|This is the model card of a 🤗 transformers model .*generated\.")
+PEFT_METADATA = {"base_model", "library_name", "tags"}
+THEIR_LINES = re.compile(
+    r"### Framework versions|- PEFT \d[\w.+]*|This is the model card of a 🤗 transformers model that has been pushed on "
+    r"the Hub\. This model card has been automatically generated\."
+)
 NO_TASKS = {"text2text-generation"}  # which the Hub has given up
 ADAPTER_TASKS = {  # of PEFT: the Hub's, and the class that loads the base
     "CAUSAL_LM": ("text-generation", "AutoModelForCausalLM"),
@@ -87,10 +90,12 @@ def write_card(folder: Path, card: ModelCard, target: Path | None = None) -> boo
     if target is not None and not is_free(target / CARD):
         (folder / CARD).unlink(missing_ok=True)
         return False
-    if card.data.library_name == "peft":  # whose card has the tags of the model, and that of the base, be it a folder
-        tags = (metadata_of(folder) or {}).get("tags") or []
-        kept = {tag for tag in tags if not tag.startswith("base_model:") or hub_id(tag.split(":", 2)[-1])}
-        card.data.tags = sorted({*(card.data.tags or []), *kept})
+    peft = card.data.library_name == "peft"  # whose card has the tags of the model, and that of the base, be it a folder
+    for place in (folder, target):  # tags of a card that nobody has filled in may be the user's all the same
+        if place is not None and (peft and place is folder or is_bare(place / CARD)):
+            tags = _tags(metadata_of(place) or {})
+            kept = [tag for tag in tags if not tag.startswith("base_model:") or peft and hub_id(tag.split(":", 2)[-1])]
+            card = _tagged(card, kept)
     write_atomically(folder / CARD, card.save)
     return True
 
@@ -98,9 +103,7 @@ def write_card(folder: Path, card: ModelCard, target: Path | None = None) -> boo
 def tag_card(folder: Path, tags: Iterable[str]) -> None:
     """Adds tags to a folder's card, if it is one of this package's."""
     if is_ours(folder / CARD):
-        card = ModelCard.load(folder / CARD)
-        card.data.tags = sorted({*(card.data.tags or []), *tags})
-        card = _marked(card, MARK.search(card.text)["kind"])
+        card = _tagged(ModelCard.load(folder / CARD), tags)
         write_atomically(folder / CARD, card.save)
 
 
@@ -123,7 +126,7 @@ def may_be_pushed(folder: Path, repo_id: str, revision: str | None = None, token
     except (EntryNotFoundError, RevisionNotFoundError):
         return True
     if is_free(there):
-        tag_card(folder, (metadata_of(there.parent) or {}).get("tags") or [])
+        tag_card(folder, _tags(metadata_of(there.parent) or {}))
     return is_free(there)
 
 
@@ -135,10 +138,20 @@ def is_ours(path: Path, kind: str | None = None) -> bool:
 
 
 def is_bare(path: Path) -> bool:
-    """Whether a card is one of Transformers' or PEFT's that nobody has filled in; or has nothing in it at all."""
+    """Whether a card is one of Transformers' or PEFT's that nobody has filled in, but for tags; or has nothing in it at all."""
     metadata, text = _read(path) or ({"unreadable": True}, "")
-    bare = ModelCard.from_template(ModelCardData()).text
-    return metadata.keys() <= THEIR_METADATA and _lines(text) in ([], _lines(bare))
+    filled = {key: value for key, value in metadata.items() if value}
+    if filled.pop("library_name", "peft") not in ("peft", "transformers"):
+        return False
+    if not _lines(text):
+        return not filled
+    filled.pop("tags", None)
+    if metadata.get("library_name") == "peft":
+        theirs = {"pipeline_tag": "text-generation", "base_model": filled.get("base_model")}
+        if f"base_model:adapter:{theirs['base_model']}" not in _tags(metadata):  # which PEFT adds when it fills in the base
+            del theirs["base_model"]
+        filled = {key: value for key, value in filled.items() if (key, value) not in theirs.items()}
+    return not filled and _lines(text) == _lines(ModelCard.from_template(ModelCardData()).text)
 
 
 def metadata_of(name: str | os.PathLike | None) -> dict[str, Any] | None:
@@ -184,9 +197,18 @@ def task_of(config: dict[str, Any]) -> str | None:
     return None
 
 
-def adapter_card(kind: str, base: str | None, task_type: str | None, tags: Iterable[str], **figures: Any) -> ModelCard:
-    """A card of an adapter of this PEFT type of task, whose template shows the base and how to load both."""
-    task, base_class = ADAPTER_TASKS.get(task_type, (None, "AutoModel"))
+def adapter_card(
+    kind: str,
+    base: str | None,
+    task_type: str | None,
+    tags: Iterable[str],
+    trained_class: str | None = None,
+    **figures: Any,
+) -> ModelCard:
+    """A card of an adapter of this PEFT type of task, whose template shows the base and how to load both. Without a type, the
+    class of the model that was trained says how."""
+    trained = {"architectures": [trained_class] if trained_class else []}
+    task, base_class = ADAPTER_TASKS.get(task_type) or (task_of(trained), class_of(trained))
     text = name_in_text(base) if base else "its base"
     figures |= {"base": text, "base_name": text.strip("`") if base else "…", "base_class": base_class}
     return model_card(kind, [base], "adapter", "peft", tags, task, **figures)
@@ -195,6 +217,12 @@ def adapter_card(kind: str, base: str | None, task_type: str | None, tags: Itera
 def class_of(config: dict[str, Any]) -> str:
     """The class of Transformers that loads a model with this config.json."""
     return next((name for name in config.get("architectures") or [] if hasattr(transformers, name)), "AutoModel")
+
+
+def _tagged(card: ModelCard, tags: Iterable[str]) -> ModelCard:
+    """One of this package's cards, with these tags too."""
+    card.data.tags = sorted({*_tags(card.data.to_dict()), *tags})
+    return _marked(card, MARK.search(card.text)["kind"])
 
 
 def _marked(card: ModelCard, kind: str) -> ModelCard:
@@ -216,14 +244,20 @@ def _read(path: Path) -> tuple[dict[str, Any], str] | None:
         text = path.read_text("utf-8-sig")
         block = REGEX_YAML_BLOCK.search(text)
         metadata = (yaml.safe_load(block[2]) if block else None) or {}
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
     return (metadata, text[block.end() if block else 0 :]) if isinstance(metadata, dict) else None
 
 
+def _tags(metadata: dict[str, Any]) -> list[str]:
+    """Which YAML may have made a single text, or numbers."""
+    tags = metadata.get("tags") or []
+    return [str(tag) for tag in (tags if isinstance(tags, list) else [tags]) if tag is not None]
+
+
 def _checksum(metadata: dict[str, Any], text: str) -> str:
     """Of what is the writer's in a card: not of what PEFT changes, nor of spaces at line ends and blank lines."""
-    own = {key: value for key, value in metadata.items() if metadata.get("library_name") != "peft" or key not in THEIR_METADATA}
+    own = {key: value for key, value in metadata.items() if metadata.get("library_name") != "peft" or key not in PEFT_METADATA}
     content = json.dumps([own, _lines(text)], sort_keys=True, default=str)
     return xxhash.xxh3_64_hexdigest(content.encode())
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_adapters import NF4, load, small_llama, trained
+from PIL import Image
+from tiny_adapters import NF4, load, logits, small_llama, trained
 from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 from tiny_merges import plain, write_tasks
 from tiny_models import bert, perturb
 from tiny_training import train
-from tiny_uni_med import save_parts, uni_med
+from tiny_uni_med import processor, save_parts, uni_med
 from valid_cards import KINDS, valid_card
 
 import hf_ext
@@ -80,6 +83,8 @@ def test_the_checkpoints_of_a_series_name_what_they_are_stored_against(tmp_path)
     against = {found.name: Path(found.base).name for found in fm_delta.inspect_series(tmp_path / "run").checkpoints}
     for step in (1, 3):
         _, text = valid_card(tmp_path / f"run/checkpoint-{step}", "fm_delta")
+        assert ("the chain of checkpoints it is stored against, and the base, are" in text) == (step == 1)
+        assert ("the base is needed too." in text) == (step == 3)
         assert f"differences from `{against[f'checkpoint-{step}']}`" in text and "# A fine-tune of `base`" in text
     assert (tmp_path / "run/checkpoint-2/README.md").read_text() == MINE
     assert against["checkpoint-1"] == "checkpoint-2"
@@ -150,6 +155,35 @@ def test_an_adapter_says_what_it_started_from(llama, tmp_path, kind, quantizatio
     assert (data.pipeline_tag, data.library_name, data.license) == ("text-generation", "peft", "mit") and name in data.tags
 
 
+def snippets(text: str, names: dict[str, str]) -> list[str]:
+    """The code of a card, with what it leaves open, or does not know of a folder, filled in."""
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for old, new in names.items():
+        blocks = [block.replace(old, new) for block in blocks]
+    return blocks
+
+
+@pytest.mark.parametrize("kind", [PissaConfig, QPissaConfig, "lora"])
+def test_without_a_type_of_task_the_class_of_the_base_says_how_to_load_it(llama, tmp_path, kind):
+    config = (PissaConfig if kind == "lora" else kind)(r=4, target_modules=["q_proj"])
+    model = trained(load(llama), config)
+    saved = pissa.convert_to_lora(model) if kind == "lora" else model
+    saved.save_pretrained(tmp_path / "one")
+    saved.save_pretrained(tmp_path / "one")
+    name = kind if kind == "lora" else kind.__name__.removesuffix("Config").lower()
+    data, text = valid_card(tmp_path / "one", name)
+    assert "LlamaForCausalLM.from_pretrained" in text and data.pipeline_tag == "text-generation"
+    scope: dict = {}
+    for block in snippets(text, {'"base"': f'"{llama}"', '"…"': f'"{tmp_path / "one"}"'}):
+        exec(block, scope)
+    assert torch.allclose(logits(scope["model"]), logits(model), atol=1e-4)
+
+
+def test_a_class_of_the_users_own_is_not_said_to_be_one_of_transformers():
+    card = cards.adapter_card("pissa", "user/base", None, [], "MyModel", config=PissaConfig(r=2))
+    assert "import AutoModel\n" in card.text and card.data.pipeline_tag is None
+
+
 def test_an_adapter_that_is_trained_further_still_knows_what_it_started_from(llama, tmp_path):
     trained(load(llama), adapter_config(PissaConfig)).save_pretrained(tmp_path / "one")
     config = PissaConfig.from_pretrained(tmp_path / "one")
@@ -198,6 +232,13 @@ def test_a_uni_med_model_says_its_tasks_and_its_connector(tmp_path):
     assert "sparse, of task_token, 2 of 3 experts" in text and "# Uni-Med: `vision` and `text`" in text
     assert f"| {sum(p.numel() for p in model.connector.parameters()):,} |" in text
     assert (data.license, data.pipeline_tag) == ("mit", "image-text-to-text")
+    processor(tasks=model.config.tasks).save_pretrained(tmp_path / "made")
+    Image.new("L", (40, 30)).save(tmp_path / "image.png")
+    folder = {'from_pretrained("…")': f'from_pretrained("{tmp_path / "made"}")', 'text="…"': 'text="how many cells"'}
+    scope: dict = {}
+    for block in snippets(text, folder | {'open("…")': f'open("{tmp_path / "image.png"}")', "_tokens=20": "_tokens=3"}):
+        exec(block, scope)
+    assert scope["answer"].shape == (1, 3)  # without the prompt
     uni_med(connector="mlp").save_pretrained(tmp_path / "plain")
     assert "experts" not in valid_card(tmp_path / "plain", "uni_med")[1]
 
@@ -251,6 +292,23 @@ def test_a_card_of_what_was_there_before_does_not_stay_with_plain_weights(tuned,
     assert not (tmp_path / "model/README.md").exists() and not (tmp_path / "out/README.md").exists()
 
 
+@pytest.mark.parametrize("way", ["compress", "decompress"])
+def test_a_card_of_the_users_stays_where_the_source_has_one_that_nobody_wrote(tuned, llama, tmp_path, way):
+    source, copy = {
+        "compress": ("tuned", lambda src, out: fm_delta.compress_checkpoint(src, tuned / "base", out, verify=True)),
+        "decompress": ("small", fm_delta.decompress_checkpoint),
+    }[way]
+    bare, written = bare_cards(llama, tmp_path)["transformers"], "# By another hand\n"
+    for name, card in {"bare": bare.read_text(), "written": written}.items():
+        src, out = tmp_path / name, tmp_path / f"{name}-out"
+        shutil.copytree(tuned / source, src)
+        (src / "README.md").write_text(card)
+        out.mkdir()
+        (out / "README.md").write_text(MINE)
+        copy(src, out)
+        assert (out / "README.md").read_text() == (MINE if name == "bare" else written)
+
+
 # ---- whose card it is --------------------------------------------------------------------------------------------------
 
 
@@ -295,7 +353,7 @@ def test_a_card_that_nobody_changed_is_written_anew(tuned, merged, tmp_path):
     assert cards.is_ours(tmp_path / "README.md")
 
 
-@pytest.mark.parametrize("change", ["words", "figures", "licence", "tags", "mark"])
+@pytest.mark.parametrize("change", ["words", "figures", "licence", "tags", "mark", "behind the mark", "remark", "PEFT"])
 def test_a_card_that_somebody_changed_is_theirs(tuned, tmp_path, change):
     path = Path(shutil.copy(tuned / "small/README.md", tmp_path))
     if change == "licence":
@@ -303,11 +361,26 @@ def test_a_card_that_somebody_changed_is_theirs(tuned, tmp_path, change):
     elif change == "tags":
         metadata_update_here(path, {"tags": ["fm-delta", "mine"]})
     else:
-        old, new = {"words": ("bit for bit", "exactly"), "figures": (".", ","), "mark": ("<!-- hf_ext", "<!-- hf")}[change]
+        old, new = {
+            "words": ("bit for bit", "exactly"),
+            "figures": (".", ","),
+            "mark": ("<!-- hf_ext", "<!-- hf"),
+            "behind the mark": ("card -->", "card --> My own words."),
+            "remark": ("card -->", "card --> <!-- mine -->"),
+            "PEFT": ("## How", "- PEFT adapters of this model: https://example.org\n## How"),
+        }[change]
         path.write_text(path.read_text().replace(old, new))
     before = path.read_bytes()
     fm_delta.compress_checkpoint(tuned / "tuned", tuned / "base", tmp_path)
     assert path.read_bytes() == before
+
+
+def test_a_task_that_somebody_changed_stays_in_the_card_of_an_adapter(llama, tmp_path):
+    model = trained(load(llama), adapter_config(PissaConfig))
+    model.save_pretrained(tmp_path)
+    metadata_update_here(tmp_path / "README.md", {"pipeline_tag": "text-ranking"})
+    model.save_pretrained(tmp_path)
+    assert metadata_load(tmp_path / "README.md")["pipeline_tag"] == "text-ranking"
 
 
 def metadata_update_here(path: Path, change: dict) -> None:
@@ -337,10 +410,41 @@ def test_a_bare_card_of_peft_or_transformers_is_nobodys_until_something_is_fille
             ("[More Information Needed]", "Me"),
             ("---\n\n#", "---\n\nHello\n\n#"),
             ("---\n", "---\nlicense: mit\n"),
+            ("---\n", "---\npipeline_tag: text-ranking\n"),
+            ("---\n", "---\nbase_model_relation: merge\n"),
+            (f"library_name: {name}", "library_name: mine"),
+            ("## Uses", "- PEFT adapters of this model: https://example.org\n## Uses"),
         ]:
             assert old in text
             path.write_text(text.replace(old, new, 1))
             assert not cards.is_free(path), (name, new)
+        path.write_text(text)
+        metadata_update_here(path, {"base_model": "me/my-base"})
+        assert not cards.is_free(path), name
+
+
+@pytest.mark.parametrize("metadata", ["tags:\n- legal", "base_model: me/my-base", "pipeline_tag: text-generation"])
+def test_a_card_of_metadata_alone_is_the_users(tuned, tmp_path, metadata):
+    path = tmp_path / "README.md"
+    for nothing in ("library_name: transformers\n", "tags: []\n"):
+        path.write_text(f"---\n{nothing}---\n")
+        assert cards.is_free(path), nothing
+    path.write_text(f"---\nlibrary_name: peft\n{metadata}\n---\n")
+    before = path.read_bytes()
+    fm_delta.compress_checkpoint(tuned / "tuned", tuned / "base", tmp_path)
+    assert path.read_bytes() == before
+
+
+def test_tags_of_a_bare_card_go_into_the_one_that_takes_its_place(tuned, llama, tmp_path):
+    bare = bare_cards(llama, tmp_path)
+    for name, save in {
+        "transformers": fm_delta.enable(perturb(bert(), 3), tuned / "base").save_pretrained,
+        "peft": lambda out: fm_delta.compress_checkpoint(tuned / "tuned", tuned / "base", out),
+    }.items():
+        metadata_update_here(bare[name], {"tags": [1, *metadata_load(bare[name])["tags"], "legal"]})
+        save(bare[name].parent)
+        tags = valid_card(bare[name].parent, "fm_delta")[0].tags
+        assert {"1", "fm-delta", "legal"} < {*tags} and ("tiny" in tags) == (name == "transformers")
 
 
 def test_what_cannot_be_read_is_somebodys(tmp_path):
@@ -348,9 +452,15 @@ def test_what_cannot_be_read_is_somebodys(tmp_path):
     assert cards.is_free(path)
     path.write_bytes(b"")
     assert cards.is_free(path)
-    for content in (b"\xff\xfe\x00", b"---\n: [\n---\n", b"---\n- a\n---\n"):
+    for content in (b"\xff\xfe\x00", b"---\na: " + b"[" * 9999 + b"\n---\n", b"---\n: [\n---\n", b"---\n- a\n---\n"):
         path.write_bytes(content)
         assert not cards.is_free(path) and cards.metadata_of(tmp_path) in (None, {})
+
+
+def test_tags_of_numbers_or_of_a_single_word_are_words(tmp_path):
+    for number, tags in enumerate(("[1, mine]", "mine", "2026", "[~]")):
+        (tmp_path / "README.md").write_text(f"---\nlibrary_name: peft\ntags: {tags}\n---\n")
+        assert cards._tags(cards.metadata_of(tmp_path)) == [["1", "mine"], ["mine"], ["2026"], []][number]
 
 
 def test_figures_and_names_do_not_become_markup_or_metadata(tmp_path):

@@ -29,5 +29,6 @@ def valid_card(folder: Path, kind: str) -> tuple[ModelCardData, str]:
     assert data.tags == sorted({*data.tags}) and all(isinstance(tag, str) and "/tmp" not in tag for tag in data.tags)
     assert not re.search(r"\{\{|\{%|%\}|\}\}|None\b|More Information", text)
     assert str(folder.parent) not in str(card) and str(folder.parent.parent) not in str(card)
+    assert all(len(line) <= 128 for line in text.splitlines() if line[:1] not in ("|", "#", "<", "!"))
     assert re.search(r"^# \S", text, re.MULTILINE) and "\n\n\n" not in text
     return data, text

@@ -23,7 +23,6 @@ def merge_card(folder: Path, report: MergeReport, models: Iterable[object] = ())
     config = read_config(folder / CONFIG)
     base, revision = (config["quantization_config"].get(key) for key in ("base", "revision"))
     models = [os.fspath(model) for model in models if isinstance(model, str | os.PathLike)]
-    weights = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
     return model_card(
         "emr",
         [base, *models],
@@ -35,7 +34,7 @@ def merge_card(folder: Path, report: MergeReport, models: Iterable[object] = ())
         revision=revision,
         model_class=class_of(config),
         tasks=[task.task for task in report.tasks],
-        size=f"{weights / 1e6:.2f} MB",
+        size=f"{report.bytes / 1e6:.2f} MB",
         figures=markdown_table(COLUMNS, report.rows()),
     )
 

@@ -13,9 +13,9 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
-from hf_ext.cards import outdated, write_card
+from hf_ext.cards import CARD, outdated, write_card
 from hf_ext.checkpoint import Checkpoint, open_checkpoint, open_plain
-from hf_ext.emr.artifact import TASK_NAME, Merged, assets_of, extract_task, older_files, task_files, task_folder
+from hf_ext.emr.artifact import TASK_NAME, Merged, assets_of, extract_task, files_of, older_files, task_files, task_folder
 from hf_ext.emr.card import merge_card, models_of
 from hf_ext.emr.modulators import ASSETS
 from hf_ext.emr.report import MergeReport, TaskReport
@@ -181,7 +181,8 @@ def report(src: str | os.PathLike) -> MergeReport:
         ]
     except (TypeError, KeyError) as error:
         raise CorruptFileError(f"The report in {folder} is damaged: {error}.") from error
-    return MergeReport(tasks, sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()))
+    own = (folder / path for path in files_of(folder, files) if path != Path(CARD))
+    return MergeReport(tasks, sum(path.stat().st_size for path in own))
 
 
 def open_task(name: str, task: Task, base: Checkpoint, scratch: Path) -> Source:

@@ -55,7 +55,8 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class MergeReport:
-    """A merge, task by task; `str()` of it is a table. Bytes count all files of the folder."""
+    """A merge, task by task; `str()` of it is a table. `bytes` are those of the merge's own files, not of its model
+    card nor of pictures."""
 
     tasks: list[TaskReport]
     bytes: int

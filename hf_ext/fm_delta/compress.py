@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from transformers.utils.logging import get_logger
 
-from hf_ext.cards import CARD, class_of, is_ours, model_card, name_in_text, outdated, task_of, write_card
+from hf_ext.cards import CARD, class_of, is_free, is_ours, model_card, name_in_text, outdated, task_of, write_card
 from hf_ext.checkpoint import (
     HUB,
     MERGE,
@@ -79,7 +79,8 @@ def compress_checkpoint(
     """Writes a model's folder again with its weights as lossless differences from a base model (FM-Delta, NeurIPS 2024).
 
     Every file that holds no weights is copied; config.json gets a `quantization_config` entry, by which
-    `from_pretrained` finds the base. Where there is no model card, one is written. Memory: a few tensors.
+    `from_pretrained` finds the base. Where there is no model card, one is written; one of the user's in `out` stays,
+    unless somebody wrote that of `src` too. Memory: a few tensors.
 
     Args:
         src: folder with safetensors weights.
@@ -104,14 +105,20 @@ def compress_checkpoint(
     if delete_source:
         require_deletable(src, out, places_of(base_checkpoint))
     with staged_folder(out) as stage:
-        for path in other_files(src, out):
+        others = _without_free_card(other_files(src, out), src, out)
+        for path in others:
             copy(path, stage / path.relative_to(src))
         compress_weights(src, base_checkpoint, stage, level, out)
         if verify or delete_source:
-            compare_with_source(src, stage, other_files(src, out), base_checkpoint)
+            compare_with_source(src, stage, others, base_checkpoint)
     if delete_source:
         flush_folder(out)
         delete_folder(src)
+
+
+def _without_free_card(paths: list[Path], src: Path, out: Path) -> list[Path]:
+    """Leaves out the card of `src`, if nobody wrote it and the user wrote the one that is in `out`."""
+    return [path for path in paths if path != src / CARD or is_free(out / CARD) or not is_free(path)]
 
 
 def compress_weights(src: Path, base: Checkpoint, out: Path, level: int = DEFAULT_LEVEL, target: Path | None = None) -> None:
@@ -164,11 +171,13 @@ def compress_files(
     if is_ours(out / CARD, METHOD):
         settings["card"] = ORIGINAL
     elif (out / CONFIG).exists() and not (out / CARD).exists():
-        _write_card(sets, root or base, out, info, target)
+        _write_card(sets, base, root or base, out, info, target)
     rewrite(out / CONFIG, lambda text: add_to_config(text, settings))
 
 
-def _write_card(sets: Sequence[Sequence[Any]], root: Checkpoint, out: Path, info: BaseInfo, target: Path | None) -> None:
+def _write_card(
+    sets: Sequence[Sequence[Any]], base: Checkpoint, root: Checkpoint, out: Path, info: BaseInfo, target: Path | None
+) -> None:
     files, config = [file for shards in sets for file in shards], read_config(out / CONFIG)
     entries = [entry for file in files for entry in file.entries.values()]
     original = sum(8 + len(file.header_bytes) for file in files) + sum(entry.end - entry.begin for entry in entries)
@@ -183,6 +192,7 @@ def _write_card(sets: Sequence[Sequence[Any]], root: Checkpoint, out: Path, info
         root=name_in_text(root.name),
         base=name_in_text(info.name),
         revision=info.revision,
+        chain=base is not root or isinstance(base, CompressedCheckpoint),
         model_class=class_of(config),
         original=f"{original / 1e6:.2f} MB",
         compressed=f"{compressed / 1e6:.2f} MB",
@@ -298,7 +308,7 @@ def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: 
     base_checkpoint = open_base(files, src, base)
     require_another_folder(out, src, base_checkpoint.name)
     with staged_folder(out, outdated(out)) as stage:
-        for path in other_files(src, out):
+        for path in _without_free_card(other_files(src, out), src, out):
             if path != src / CARD or not came_with_compression(path):
                 copy(path, stage / path.relative_to(src))
         read_config(stage / CONFIG)

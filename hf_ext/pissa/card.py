@@ -18,15 +18,17 @@ if TYPE_CHECKING:
 NAMES = {"pissa": "a PiSSA adapter", "qpissa": "a QPiSSA adapter", "lora": "a LoRA"}
 
 
-def pissa_card(config: PissaConfig, report: PissaReport) -> ModelCard:
-    """The card of an adapter as it is saved; `report` has no layers where it is not known what it started from."""
+def pissa_card(config: PissaConfig, report: PissaReport, trained_class: str | None = None) -> ModelCard:
+    """The card of an adapter of a model of this class as it is saved; `report` has no layers where it is not known what it
+    started from."""
     kind = "qpissa" if config.peft_type == "QPISSA" else "pissa"
     known = {"summary": report.summary(), "figures": markdown_table(*report.table())} if report.layers else {}
     tags = [kind] if kind == "qpissa" else [kind, "lora"]
-    return adapter_card(kind, config.base_model_name_or_path, config.task_type, tags, config=config, **known)
+    return adapter_card(kind, config.base_model_name_or_path, config.task_type, tags, trained_class, config=config, **known)
 
 
 def conversion_card(config: LoraConfig, origin: str, errors: str) -> ModelCard:
     """The card of the LoRA that `convert_to_lora` made of an adapter of this kind."""
     figures = {"origin": NAMES[origin], "config": config, "errors": errors}
-    return adapter_card("lora", config.base_model_name_or_path, config.task_type, {origin, "lora"}, **figures)
+    trained = (config.auto_mapping or {}).get("base_model_class")
+    return adapter_card("lora", config.base_model_name_or_path, config.task_type, {origin, "lora"}, trained, **figures)

@@ -130,12 +130,13 @@ class PissaConfig(LoraConfig):
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> None:
         """Writes the configuration of the LoRA as which the adapter is saved (`to_lora_config`), and the adapter's card."""
         self.to_lora_config().save_pretrained(save_directory, **kwargs)
-        self._write_card(save_directory)
+        self._write_card(save_directory, kwargs.get("auto_mapping_dict"))
 
-    def _write_card(self, folder: str | os.PathLike) -> None:
+    def _write_card(self, folder: str | os.PathLike, auto_mapping: dict[str, str] | None) -> None:
         # PEFT and Transformers save the adapter itself before its configuration.
         if any(Path(folder, name).exists() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
-            write_card(Path(folder), pissa_card(self, PissaReport(list(self.started.values()))))
+            trained_class = (auto_mapping or self.auto_mapping or {}).get("base_model_class")
+            write_card(Path(folder), pissa_card(self, PissaReport(list(self.started.values())), trained_class))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> PissaConfig:
@@ -223,7 +224,7 @@ class QPissaConfig(PissaConfig):
         saved = copy.copy(self)
         saved.init_lora_weights = False  # a saved adapter is loaded, not decomposed again
         LoraConfig.save_pretrained(saved, save_directory, **kwargs)
-        self._write_card(save_directory)
+        self._write_card(save_directory, kwargs.get("auto_mapping_dict"))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> QPissaConfig:

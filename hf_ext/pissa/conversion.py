@@ -130,7 +130,11 @@ def convert_to_lora(
             records.append(LayerConversion(name.removeprefix("base_model.model."), len(A), error))
             bar.update()
     kind = "qpissa" if config.peft_type == "QPISSA" else "pissa" if isinstance(config, PissaConfig) else "lora"
-    return LoraConversion(_config(config, records), state, records, kind)
+    lora = _config(config, records)
+    if lora.task_type is None:  # as PEFT does when it saves
+        base = type(model.get_base_model() if isinstance(model, PeftModel) else model)
+        lora.auto_mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
+    return LoraConversion(lora, state, records, kind)
 
 
 def _quantized(module: QPissaLinear, B: torch.Tensor, A: torch.Tensor, rank: int | None, onto: Onto):

@@ -35,7 +35,12 @@ def test_the_figures_are_those_of_the_weights(merge, tmp_path):
         assert math.isclose(task.density, (given != 0).double().mean(), rel_tol=1e-3)
         assert math.isclose(task.conflicts, 1 - (given != 0).sum() / (single != 0).sum(), rel_tol=1e-2)
         assert task.least_scale <= task.scale <= task.largest_scale
-    assert report.bytes == sum(path.stat().st_size for path in (folder / "merged").rglob("*") if path.is_file())
+    (folder / "merged/report.png").write_bytes(b"0" * 999)
+    own = [path for path in (folder / "merged").rglob("*") if path.is_file() and path.name not in ("README.md", "report.png")]
+    size = sum(path.stat().st_size for path in own)
+    assert report.bytes == emr.report(folder / "merged").bytes == size
+    assert f"{size / 1e6:.2f} MB" in report.summary()
+    assert f"Together they take {size / 1e6:.2f} MB." in (folder / "merged/README.md").read_text()
 
 
 def test_it_is_a_table_a_dictionary_and_a_picture(merge, tmp_path):
