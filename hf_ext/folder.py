@@ -84,8 +84,8 @@ def staged_folder(target: str | os.PathLike, stale: Iterable[Path] = ()) -> Iter
     """
     target = Path(target)
     created = not os.path.exists(target)
-    above = next((path for path in (target, *target.parents) if path.exists()), target)
-    if above.exists() and not above.is_dir():
+    above = next((path for path in (target, *target.parents) if os.path.exists(path)), None)
+    if above is not None and not os.path.isdir(above):
         raise CheckpointError(f"{above} is a file; give a folder to write the checkpoint into.")
     stage = target / STAGE
     shutil.rmtree(stage, ignore_errors=True)
