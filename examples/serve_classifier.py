@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 from transformers import HfArgumentParser, TextClassificationPipeline, pipeline
 
-from hf_ext import HfExtError  # registers the methods, so that pipeline loads what they have written
+import hf_ext  # noqa: F401  # registers the methods, so that pipeline loads what they have written
 
 
 @dataclass
@@ -33,8 +33,8 @@ class Handler(BaseHTTPRequestHandler):
         try:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             status, reply = 200, self.answer(asked["texts"], asked.get("task"))
-        except (HfExtError, KeyError, TypeError, ValueError) as error:
-            status, reply = 400, {"error": str(error)}
+        except Exception as error:  # whatever is wrong with a request, the next one is answered
+            status, reply = 400, {"error": f"{type(error).__name__}: {error}"}
         content = json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

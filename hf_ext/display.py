@@ -40,7 +40,7 @@ def new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise HfExtError("Drawing needs matplotlib: pip install matplotlib (or hf_ext[demo]).") from error
+        raise HfExtError("Drawing needs matplotlib: pip install matplotlib.") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -84,8 +84,9 @@ def staged_folder(target: str | os.PathLike, stale: Iterable[Path] = ()) -> Iter
     """
     target = Path(target)
     created = not os.path.exists(target)
-    if not created and not target.is_dir():
-        raise CheckpointError(f"{target} is a file; give a folder to write the checkpoint into.")
+    above = next((path for path in (target, *target.parents) if os.path.exists(path)), None)
+    if above is not None and not os.path.isdir(above):
+        raise CheckpointError(f"{above} is a file; give a folder to write the checkpoint into.")
     stage = target / STAGE
     shutil.rmtree(stage, ignore_errors=True)
     try:

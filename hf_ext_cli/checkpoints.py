@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from types import ModuleType
 
-from hf_ext_cli.command import MOVED_BASE, Group, Result, add_source
+from hf_ext_cli.command import MOVED_BASE, Group, Result, add_source, path
 
 
 def groups(parsers: argparse._SubParsersAction) -> list[Group]:
@@ -19,10 +20,11 @@ def groups(parsers: argparse._SubParsersAction) -> list[Group]:
         inspect,
         "show how large each tensor is, or how close each task is to its own model",
         "  hf-ext inspect my-bert-small --plot sizes.png\n  hf-ext inspect my-bert-merged --json",
-        "The first is for compressed models, the second for merges. The base is not needed.",
+        "The first is for compressed models, the second for merges. The base is not needed. Of a task of a merge, λ is what\n"
+        "its weights are scaled by, and the rest says how far they are from its own model's; docs/emr.md explains each column.",
     )
     add_source(parser, "compressed folder or file, or folder of a merge")
-    parser.add_argument("--plot", metavar="FILE.png", help="also draw it (needs matplotlib)")
+    parser.add_argument("--plot", type=path, metavar="FILE.png", help="also draw it (needs matplotlib)")
 
     parser = group.command(
         verify,
@@ -32,7 +34,7 @@ def groups(parsers: argparse._SubParsersAction) -> list[Group]:
         "Of a merge every mask is read too. The exit code is 1 if anything is damaged, and the error names it.",
     )
     add_source(parser, "compressed folder, or folder of a merge")
-    parser.add_argument("--base", help=MOVED_BASE)
+    parser.add_argument("--base", type=path, help=MOVED_BASE)
     return [group]
 
 
@@ -55,5 +57,13 @@ def method_of(src: str) -> ModuleType:
     """What wrote a folder."""
     from hf_ext import emr, fm_delta
     from hf_ext.emr.artifact import is_merge
+    from hf_ext.errors import CheckpointError
+    from hf_ext.folder import all_weights
 
+    folder = Path(src)
+    checkpoints = sorted(folder.glob("checkpoint-*[0-9]"))
+    if checkpoints and not all_weights(folder):
+        raise CheckpointError(
+            f"{src} holds no weights but the checkpoints of a run; give one of them, such as {checkpoints[0]}."
+        )
     return emr if is_merge(src) else fm_delta

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 UNCHANGED = "nothing was changed"
+NOTHING = "nothing was written"
 GOES_ON = "{out} has what was done, run again to go on"
 MOVED_BASE = "folder or Hub id of the base, if it is no longer where SRC's config.json says"
 
@@ -81,12 +82,19 @@ class Group:
         return "\n".join((*lines, "", *(f"    {line}" for line in self.example.splitlines())))
 
 
+def path(text: str) -> str:
+    """A path or Hub id as it is. An empty one, as an unset variable of the shell gives, would be the working directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is empty; give a name")
+    return text
+
+
 def add_source(parser: Parser, what: str) -> None:
-    parser.add_argument("src", metavar="SRC", help=what)
+    parser.add_argument("src", metavar="SRC", type=path, help=what)
 
 
 def add_out(parser: Parser) -> None:
-    parser.add_argument("--out", required=True, help="folder to write")
+    parser.add_argument("--out", type=path, required=True, help="folder to write; files of the same names in it are replaced")
 
 
 def add_revision(parser: Parser) -> None:

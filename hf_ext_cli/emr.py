@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_ext_cli.command import MOVED_BASE, Group, Parser, Result, UsageError, add_out, add_revision, add_source
+from hf_ext_cli.command import MOVED_BASE, Group, Parser, Result, UsageError, add_out, add_revision, add_source, path
 
 if TYPE_CHECKING:
     from hf_ext.emr import MergeReport
 
 RESCALE = ("tensor", "paper")  # those of hf_ext.emr.writing, which takes seconds to import
+TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # that of hf_ext.emr.artifact
 
 
 def groups(parsers: argparse._SubParsersAction) -> list[Group]:
@@ -31,7 +33,7 @@ def groups(parsers: argparse._SubParsersAction) -> list[Group]:
         "    --out my-bert-merged --report",
         'from_pretrained loads OUT, and model.set_task("sst2") switches its weights, head and labels.',
     )
-    parser.add_argument("--base", required=True, help="folder or Hub id of the model that all were tuned from")
+    parser.add_argument("--base", type=path, required=True, help="folder or Hub id of the model that all were tuned from")
     add_revision(parser)
     add_merging(
         parser, "once a task: a checkpoint (plain or compressed) or a PEFT adapter; the first loads by default", "append"
@@ -44,7 +46,7 @@ def groups(parsers: argparse._SubParsersAction) -> list[Group]:
         "  hf-ext add-task my-bert-merged --task rte=my-rte --out my-bert-more --reelect    # if rte comes out too far off",
     )
     add_source(parser, "folder of the merge")
-    parser.add_argument("--base", help=MOVED_BASE)
+    parser.add_argument("--base", type=path, help=MOVED_BASE)
     parser.add_argument("--reelect", action="store_true", help="elect anew, which changes the other tasks a little")
     add_merging(parser, "the new task: a checkpoint (plain or compressed) or a PEFT adapter")
 
@@ -57,7 +59,7 @@ def groups(parsers: argparse._SubParsersAction) -> list[Group]:
     add_source(parser, "folder of the merge")
     parser.add_argument("--task", required=True, help="name of the task")
     add_out(parser)
-    parser.add_argument("--base", help=MOVED_BASE)
+    parser.add_argument("--base", type=path, help=MOVED_BASE)
     return [group]
 
 
@@ -82,6 +84,8 @@ def named(text: str) -> tuple[str, str]:
     name, equals, path = text.partition("=")
     if not (name and equals and path):
         raise argparse.ArgumentTypeError(f"'{text}' is not of the form NAME=PATH")
+    if not TASK_NAME.fullmatch(name):
+        raise argparse.ArgumentTypeError(f"'{name}' cannot be the name of a task: use letters, digits, '.', '_' and '-'")
     return name, path
 
 

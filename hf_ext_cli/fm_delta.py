@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 
-from hf_ext_cli.command import GOES_ON, MOVED_BASE, Group, Parser, Result, UsageError, add_out, add_revision, add_source
+from hf_ext_cli.command import GOES_ON, MOVED_BASE, Group, Parser, Result, UsageError, add_out, add_revision, add_source, path
 
 LEVELS = (1, 2, 3)  # those of hf_ext.fm_delta.codec, which takes seconds to import
 DEFAULT_LEVEL = 2
@@ -34,10 +34,12 @@ def one_model(parsers: argparse._SubParsersAction) -> Group:
         "  hf-ext compress my-bert --base google-bert/bert-base-uncased --out my-bert-small\n"
         "  hf-ext compress my-bert --out my-bert-small --level 3 --delete-source    # finds the base; checks, then deletes",
         "OUT holds every file of SRC, and loads with from_pretrained as SRC did, bit for bit, where the base can be found.",
-        "{src} is as it was, or {out} is whole",
+        "{out} is as it was, or has the whole model",
     )
     add_source(parser, "folder of the fine-tuned model, with safetensors weights")
-    parser.add_argument("--base", help="folder or Hub id of the model it was tuned from (default: what find-base is sure of)")
+    parser.add_argument(
+        "--base", type=path, help="folder or Hub id of the model it was tuned from (default: what find-base is sure of)"
+    )
     add_out(parser)
     add_compression(parser)
 
@@ -49,19 +51,21 @@ def one_model(parsers: argparse._SubParsersAction) -> Group:
     )
     add_source(parser, "compressed folder")
     add_out(parser)
-    parser.add_argument("--base", help=MOVED_BASE)
+    parser.add_argument("--base", type=path, help=MOVED_BASE)
 
     parser = group.command(
         find_base,
         "tell which model a checkpoint was fine-tuned from",
         "  hf-ext find-base my-bert                                  # among what it names and what the Hub cache holds\n"
         "  hf-ext find-base my-bert google-bert/bert-base-uncased ../other-bert",
-        "What config.json and the model card name is tried first; then a few KB of each tensor are compared.",
+        "What config.json and the model card name is tried first; then a few KB of each tensor are compared. Another\n"
+        "fine-tune of the same base can pass as one: it works as a base all the same, but must then be kept.",
     )
     add_source(parser, "folder of the fine-tuned model, with safetensors weights")
     parser.add_argument(
         "candidates",
         metavar="CANDIDATE",
+        type=path,
         nargs="*",
         help="folder or Hub id of what may be its base (default: all of the local Hub cache)",
     )
@@ -84,8 +88,10 @@ def many_models(parsers: argparse._SubParsersAction) -> Group:
         "OUT/compress_all.json tells what became of each model. One that fails stops no other, and makes the exit code 1.",
         GOES_ON,
     )
-    parser.add_argument("folder", metavar="FOLDER", nargs="+", help="folder of models, or the models' own folders")
-    parser.add_argument("--base", help="folder or Hub id of the model all were fine-tuned from (default: find each one's)")
+    parser.add_argument("folder", type=path, metavar="FOLDER", nargs="+", help="folder of models, or the models' own folders")
+    parser.add_argument(
+        "--base", type=path, help="folder or Hub id of the model all were fine-tuned from (default: find each one's)"
+    )
     add_out(parser)
     parser.add_argument("--workers", type=positive, default=1, metavar="N", help="processes that share the cores (default: 1)")
     parser.add_argument(
@@ -101,8 +107,10 @@ def many_models(parsers: argparse._SubParsersAction) -> Group:
         "from_pretrained read them as before.",
         WHOLE,
     )
-    parser.add_argument("run_folder", metavar="RUN", help="output_dir of a training that is over, with folders checkpoint-N")
-    parser.add_argument("--base", required=True, help="folder or Hub id of the model that the run started from")
+    parser.add_argument(
+        "run_folder", type=path, metavar="RUN", help="output_dir of a training that is over, with folders checkpoint-N"
+    )
+    parser.add_argument("--base", type=path, required=True, help="folder or Hub id of the model that the run started from")
     add_revision(parser)
 
     parser = group.command(
@@ -112,7 +120,7 @@ def many_models(parsers: argparse._SubParsersAction) -> Group:
         "  hf-ext remove-checkpoint my-run/checkpoint-500 --rebase    # those that need it are stored against another",
         left=WHOLE,
     )
-    parser.add_argument("src", metavar="RUN/checkpoint-N", help="folder of the checkpoint")
+    parser.add_argument("src", type=path, metavar="RUN/checkpoint-N", help="folder of the checkpoint")
     parser.add_argument("--rebase", action="store_true", help="store those that need it against another, then delete it")
     return group
 
@@ -127,7 +135,7 @@ def add_compression(parser: Parser) -> None:
         default=DEFAULT_LEVEL,
         help=f"1 is fast, {LEVELS[-1]} searches longest for what makes it small (default: {DEFAULT_LEVEL})",
     )
-    parser.add_argument("--delete-source", action="store_true", help="then delete the source; implies --verify")
+    parser.add_argument("--delete-source", action="store_true", help="delete the source once it is verified; implies --verify")
 
 
 def positive(text: str) -> int:
@@ -192,7 +200,7 @@ def scheduler(address: str) -> Iterator[Executor]:
     try:
         from distributed import Client
     except ImportError as error:
-        raise ImportError("--scheduler needs Dask: pip install 'dask[distributed]' (or hf_ext[cluster]).") from error
+        raise ImportError("--scheduler needs Dask: pip install 'dask[distributed]'.") from error
     with Client(address) as client:
         yield client.get_executor(pure=False)  # a second run with the same arguments is to look again
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from hf_ext_cli import checkpoints, emr, fm_delta, tools, trans_lora, uni_med
-from hf_ext_cli.command import Parser, UsageError, say
+from hf_ext_cli.command import NOTHING, Parser, UsageError, say
 
 INTRODUCTION = """\
 Work on folders of models, as save_pretrained writes them, and on models of the Hugging Face Hub, by their names. What is
@@ -80,7 +80,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (by default the process's) and returns its exit code; 2 is raised, as SystemExit."""
-    args = parse(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # tables have letters that an encoding may lack
+    try:
+        try:
+            args = parse(arguments)
+        finally:
+            sys.stdout.flush()  # what --help and --version have printed
+    except BrokenPipeError:
+        return read_enough()
     if args.hands_over:
         return args.run(args)
     try:
@@ -89,11 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if result is not None:
             print(json.dumps(result.data, indent=2) if args.json else result.text, flush=True)
         return int(result is not None and result.failed)
-    except BrokenPipeError:  # who reads the result has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:
+        return read_enough()
     except KeyboardInterrupt:
-        say(f"interrupted; {args.left.format(**vars(args))}.")
+        left = NOTHING if "out" in args and not os.path.exists(args.out) else args.left.format(**vars(args))
+        say(f"interrupted; {left}.")
         return 130
     except UsageError as error:
         args.parser.error(str(error))
@@ -102,6 +111,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         say(told(error, args))
         return 1
+
+
+def read_enough() -> int:
+    """The exit code where nobody reads the result to its end, which then goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
 
 
 def told(error: Exception, args: argparse.Namespace) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from hf_ext_cli.command import GOES_ON, Group, Parser, Result, UsageError, add_out
+from hf_ext_cli.command import GOES_ON, Group, Parser, Result, UsageError, add_out, path
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 ANY_OPTION = """\
 Any option of TransLoraConfig, and so of TrainingArguments, may follow by its own name, as in
-  --filter token_excess  --num_samples 500  --learning_rate 2e-4  --num_train_epochs 20  --bf16"""
+  --learning_rate 2e-4  --num_train_epochs 20  --bf16"""
 KINDS = ("lora", "dora", "pissa", "prompt_tuning")
 
 
@@ -36,10 +36,16 @@ def groups(parsers: argparse._SubParsersAction) -> list[Group]:
         GOES_ON,
         allow_abbrev=False,
     )
-    parser.add_argument("--source-model", required=True, help="folder or Hub id of the model that the task's adapter is of")
-    parser.add_argument("--inputs", metavar="FILE.jsonl", required=True, help='the task\'s inputs, a line each: {"input": "…"}')
+    parser.add_argument(
+        "--source-model", type=path, required=True, help="folder or Hub id of the model that the task's adapter is of"
+    )
+    parser.add_argument(
+        "--inputs", type=path, metavar="FILE.jsonl", required=True, help='the task\'s inputs, a line each: {"input": "…"}'
+    )
     parser.add_argument("--task", required=True, help="the task's name, which the model is asked about")
-    parser.add_argument("--seeds", metavar="FILE.jsonl", help="what made-up inputs are written from (default: some of these)")
+    parser.add_argument(
+        "--seeds", type=path, metavar="FILE.jsonl", help="what made-up inputs are written from (default: some of these)"
+    )
     add_adapter(parser)
 
     parser = group.command(
@@ -47,16 +53,24 @@ def groups(parsers: argparse._SubParsersAction) -> list[Group]:
         "write inputs, have the old adapter answer them, train a new one on them",
         "  hf-ext transfer --source-model Llama-2-7b-hf --source-adapter my-lora --target-model gemma-7b \\\n"
         "    --discriminator boolean-d --seeds seeds.jsonl --out my-lora-on-gemma --learning_rate 2e-4 --num_samples 250",
-        f"A run that was killed goes on from where it was.\n\n{ANY_OPTION}",
+        f"A run that was killed goes on from where it was.\n\n{ANY_OPTION}  --filter token_excess  --num_samples 500",
         GOES_ON,
         allow_abbrev=False,
     )
-    parser.add_argument("--source-model", required=True, help="folder or Hub id of the base model that the adapter is of")
-    parser.add_argument("--source-adapter", required=True, help="folder or Hub id of the adapter, of any PEFT type")
-    parser.add_argument("--target-model", required=True, help="folder or Hub id of the base model to move to")
-    parser.add_argument("--seeds", metavar="FILE.jsonl", required=True, help='a few real inputs, a line each: {"input": "…"}')
-    parser.add_argument("--discriminator", help="folder or Hub id; without one, --filter token_excess or --filter none")
-    parser.add_argument("--discriminator-model", help="its base model, if it is not the source model: in a chain of transfers")
+    parser.add_argument(
+        "--source-model", type=path, required=True, help="folder or Hub id of the base model that the adapter is of"
+    )
+    parser.add_argument("--source-adapter", type=path, required=True, help="folder or Hub id of the adapter, of any PEFT type")
+    parser.add_argument("--target-model", type=path, required=True, help="folder or Hub id of the base model to move to")
+    parser.add_argument(
+        "--seeds", type=path, metavar="FILE.jsonl", required=True, help='a few real inputs, a line each: {"input": "…"}'
+    )
+    parser.add_argument(
+        "--discriminator", type=path, help="folder or Hub id; without one, --filter token_excess or --filter none"
+    )
+    parser.add_argument(
+        "--discriminator-model", type=path, help="its base model, if it is not the source model: in a chain of transfers"
+    )
     parser.add_argument("--server", metavar="URL", help="OpenAI-compatible server with the target model, to write the inputs")
     parser.add_argument("--server-model", metavar="NAME", help="what the server calls it (default: as --target-model)")
     add_adapter(parser)
@@ -135,8 +149,10 @@ def peft_config(args: argparse.Namespace, model: str) -> PeftConfig:
     from transformers import AutoConfig
 
     from hf_ext import PissaConfig
+    from hf_ext.trans_lora.encoding import loading
 
-    kind = "SEQ_2_SEQ_LM" if AutoConfig.from_pretrained(model).is_encoder_decoder else "CAUSAL_LM"
+    with loading(model):
+        kind = "SEQ_2_SEQ_LM" if AutoConfig.from_pretrained(model).is_encoder_decoder else "CAUSAL_LM"
     if args.peft_type == "prompt_tuning":
         return PromptTuningConfig(task_type=kind, num_virtual_tokens=args.rank)
     config = PissaConfig if args.peft_type == "pissa" else LoraConfig

@@ -18,6 +18,7 @@ import hf_ext
 import hf_ext_cli.emr
 import hf_ext_cli.fm_delta
 from hf_ext import emr, fm_delta
+from hf_ext.emr.artifact import TASK_NAME
 from hf_ext.emr.writing import RESCALE
 from hf_ext.fm_delta.codec import DEFAULT_LEVEL, LEVELS
 from hf_ext_cli.main import main, parser
@@ -119,6 +120,10 @@ def test_many_models_are_compressed_and_one_that_fails_is_told_by_the_exit_code(
     (folder / "broken/model.safetensors").write_bytes(b"broken")
     code, out, _ = run(capsys, "compress-all", folder / "tuned", folder / "broken", *options, "--json")
     assert code == 1
+    again = run(capsys, "compress-all", folder / "broken", *options)[1]
+    assert re.search(r"^broken +– +– +– +0\.0 .*failed$", again, re.MULTILINE)
+    main(["compress-all", str(folder / "tuned"), *map(str, options)])
+    assert "models:" not in capsys.readouterr().err  # no bar, as nothing was to be done
     assert {model["name"]: bool(model["error"]) for model in json.loads(out)["models"]} == {
         "a": False,
         "b": False,
@@ -234,6 +239,10 @@ def test_what_cannot_be_merged_is_one_line(tmp_path, tasks, capsys):
     assert not (tmp_path / "out").exists()
     for text in ("cr", "=there", "cr="):
         assert "not of the form NAME=PATH" in mistaken(capsys, "merge", "--base", "b", "--task", text, "--out", "out")
+    assert "'a b' cannot be the name of a task" in mistaken(capsys, "merge", "--base", "b", "--task", "a b=x", "--out", "out")
+    merged = ("compress", tmp_path / "merged", "--base", base, "--out", tmp_path / "out")
+    emr.merge(base, folders, tmp_path / "merged")
+    assert "is a merge of several tasks, stored compressed already; `hf-ext extract` writes one task" in fails(capsys, *merged)
 
 
 def test_what_goes_wrong_is_one_line(folder, capsys):
@@ -245,7 +254,11 @@ def test_what_goes_wrong_is_one_line(folder, capsys):
     assert "is compressed already" in fails(capsys, "compress", small, "--base", base, "--out", folder / "out")
     assert "cannot be written over" in fails(capsys, "compress", src, "--base", base, "--out", src)
     assert "is not a folder" in fails(capsys, "compress", folder / "none", "--base", base, "--out", folder / "out")
-    assert "is a file" in fails(capsys, "compress", src, "--base", base, "--out", src / "config.json")
+    for out in (src / "config.json", src / "config.json/below"):
+        assert f"{src / 'config.json'} is a file; give a folder" in fails(capsys, "compress", src, "--base", base, "--out", out)
+    run_folder = write_folder(folder / "run/checkpoint-5", fine_tune(weights())).parent
+    for command in ("inspect", "verify"):
+        assert f"give one of them, such as {run_folder / 'checkpoint-5'}" in fails(capsys, command, run_folder)
     assert "is not compressed" in fails(capsys, "verify", src)
     assert "is another model or revision" in fails(capsys, "verify", small, "--base", other)
     assert "is another model or revision" in fails(capsys, "decompress", small, "--base", other, "--out", folder / "out")
@@ -341,7 +354,7 @@ finally:
 
 def test_what_is_offered_is_what_the_package_has():
     assert (hf_ext_cli.fm_delta.LEVELS, hf_ext_cli.fm_delta.DEFAULT_LEVEL) == (LEVELS, DEFAULT_LEVEL)
-    assert hf_ext_cli.emr.RESCALE == RESCALE
+    assert hf_ext_cli.emr.RESCALE == RESCALE and hf_ext_cli.emr.TASK_NAME == TASK_NAME
 
 
 def test_the_version_is_told_with_those_of_the_libraries(capsys):
@@ -360,6 +373,8 @@ def test_the_version_is_told_with_those_of_the_libraries(capsys):
         (["zip"], "invalid choice: 'zip'"),
         (["compress", "a"], "hf-ext compress: the following arguments are required: --out"),
         (["compress", "a", "--out", "b", "--level", "9"], "hf-ext compress: argument --level: invalid choice: 9"),
+        (["compress", "a", "--out", ""], "hf-ext compress: argument --out: '' is empty; give a name"),
+        (["verify", ""], "hf-ext verify: argument SRC: '' is empty"),
         (["verify", "a", "--deep"], "hf-ext verify: unrecognized arguments: --deep"),
         (["transfer", "a"], "hf-ext transfer: the following arguments are required: --source-model"),
     ],
@@ -372,6 +387,8 @@ def test_as_a_process_it_exits_with_one_line_and_no_traceback(folder):
     done = hf_ext_command("inspect", folder / "small", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == json.loads(json.dumps(fm_delta.inspect(folder / "small").to_dict()))
+    plain = hf_ext_command("inspect", folder / "small", PYTHONIOENCODING="ascii")
+    assert (plain.returncode, plain.stderr) == (0, "") and r"\xd7" in plain.stdout
     failed = hf_ext_command("verify", folder / "tuned")
     assert (failed.returncode, failed.stdout) == (1, "")
     assert failed.stderr.startswith("hf-ext: ") and failed.stderr.count("\n") == 1
@@ -386,6 +403,17 @@ def test_a_fault_of_the_code_is_one_line_too_and_a_traceback_is_to_be_had(folder
     assert told == "hf-ext: KeyError: 'what is missing' (hf-ext --traceback verify … shows where it comes from)\n"
     _, _, err = run(capsys, "--traceback", "verify", folder / "small")
     assert err.startswith("Traceback") and "in faulty" in err and err.endswith(told)
+
+
+def test_an_interrupted_run_says_what_it_has_left(folder, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fm_delta, "compress_checkpoint", interrupted)
+    command = ("compress", folder / "tuned", "--base", folder / "base", "--out")
+    assert run(capsys, *command, folder / "out") == (130, "", "hf-ext: interrupted; nothing was written.\n")
+    left = f"hf-ext: interrupted; {folder / 'small'} is as it was, or has the whole model.\n"
+    assert run(capsys, *command, folder / "small") == (130, "", left)
 
 
 def test_another_tool_is_run_with_the_package_imported(tmp_path):
@@ -406,9 +434,10 @@ def test_another_tool_is_run_with_the_package_imported(tmp_path):
 
 def test_a_reader_who_has_read_enough_is_no_error(folder):
     path = os.pathsep.join(sys.path)
-    command = [sys.executable, "-m", "hf_ext_cli", "inspect", str(folder / "small")]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}
-    ) as process:
-        process.stdout.close()
-        assert process.stderr.read() == b"" and process.wait(120) == 1
+    for arguments in (["inspect", str(folder / "small")], ["--version"]):
+        command = [sys.executable, "-m", "hf_ext_cli", *arguments]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}
+        ) as process:
+            process.stdout.close()
+            assert process.stderr.read() == b"" and process.wait(120) == 1

@@ -120,7 +120,7 @@ def check_command(words: list[str], strict: bool) -> None:
     elif program == "pip":
         setup = configparser.ConfigParser()
         setup.read(ROOT / "setup.cfg")
-        extras = re.findall(r"\[(\w+)\]", " ".join(rest))
+        extras = re.findall(r"(?:^|\s)\.\[(\w+)\]", " ".join(rest))
         assert all(extra in setup["options.extras_require"] for extra in extras), words
     elif program in ("python", "accelerate"):
         if rest == ["launch"]:

@@ -72,7 +72,7 @@ class MergeReport:
                 f"{t.least_scale:.3f} to {t.largest_scale:.3f}",
                 f"{100 * t.density:.1f} %",
                 f"{100 * t.conflicts:.1f} %",
-                f"{t.distance:.4g}",
+                f"{t.distance:.4f}",
                 f"{100 * t.relative:.1f} %",
                 f"{t.cosine:.4f}",
                 f"{t.mask_bits:.3f}",

@@ -298,7 +298,8 @@ def _require_one_architecture(base_config: dict, sources: Mapping[str, Source]) 
         kinds = {base_config.get("model_type"), source.config.get("model_type")} - {None}
         if len(kinds) > 1:
             raise CheckpointError(
-                f"Task '{task}' is a {source.config['model_type']} model, the base is {base_config['model_type']}."
+                f"Task '{task}' is a {source.config['model_type']} model, the base is {base_config['model_type']}. Merge "
+                "fine-tunes of one base, and give that base."
             )
         found, expected = source.config.get("architectures"), sources[reference].config.get("architectures")
         if found and expected and found != expected:

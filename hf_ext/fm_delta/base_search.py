@@ -100,7 +100,10 @@ class BaseReport:
 
     def summary(self) -> str:
         if not self.candidates:
-            return f"The base of {self.src} is not known: it names none, and there are no candidates to compare it with."
+            return (
+                f"The base of {self.src} is not known: its config.json and model card name none, and there are no candidates "
+                "to compare it with."
+            )
         if self.best is None:
             return f"None of {len(self.candidates)} candidates fits {self.src}."
         return f"The base of {self.src} is {'' if self.verdict == 'sure' else 'perhaps '}{self.best}."

@@ -155,7 +155,7 @@ def compress_all(
         raise CheckpointError(f"There is nothing to compress: no folder of safetensors weights in {sources}.")
     if delete_source:  # of what an earlier run has done; not before all bases are known
         run.delete(list(run.models.values()))
-    with tqdm(total=len(jobs), desc="Compressing models") as bar:
+    with tqdm(total=len(jobs), desc="Compressing models", disable=not jobs) as bar:
         for job, future in _results(jobs, workers, executor):
             with run.reporting(Path(job.source)):
                 model = future.result()
@@ -375,6 +375,8 @@ def _start_worker() -> None:
 def _figures(models: Sequence[ModelResult]) -> tuple[str, str, str, str]:
     original, compressed = sum(model.original_bytes for model in models), sum(model.compressed_bytes for model in models)
     seconds = f"{sum(model.seconds for model in models):.1f}"
+    if not original:  # none of them got so far
+        return "–", "–", "–", seconds
     return f"{original / 1e6:.2f} MB", f"{compressed / 1e6:.2f} MB", f"{100 * compressed / max(original, 1):.1f} %", seconds
 
 

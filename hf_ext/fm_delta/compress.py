@@ -136,11 +136,11 @@ def plain_files(src: Path, config: dict) -> list[list[SafetensorsFile]]:
     if "quantization_config" in config:
         settings = config["quantization_config"]
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
-        raise CheckpointError(
-            f"{src} is compressed already."
-            if method == METHOD
-            else f"{src} is quantised ({method}); only plain weights can be compressed."
-        )
+        kinds = {
+            METHOD: "is compressed already.",
+            "emr": "is a merge of several tasks, stored compressed already; `hf-ext extract` writes one task.",
+        }
+        raise CheckpointError(f"{src} {kinds.get(method, f'is quantised ({method}); only plain weights can be compressed.')}")
     paths = all_weights(src)
     if not paths:
         raise CheckpointError(f"{src} holds no safetensors weights (model.safetensors, or shards of it).")

@@ -102,6 +102,7 @@ class CheckpointReport:
         axes.set_xticks(
             list(positions), list(layers), rotation=45 if len(layers) > 8 else 0, ha="right" if len(layers) > 8 else "center"
         )
+        axes.set_xlabel("layer")
         axes.set_ylabel("MB")
         axes.set_title(self.sizes(), fontsize="small")
         axes.legend(fontsize="small", frameon=False)
@@ -154,9 +155,10 @@ def _kind(name: str) -> str:
 
 
 def _layer(name: str) -> str:
-    """The first number in a name, or what stands before the parameter's own name where there is none."""
-    number = re.search(r"\.(\d+)\.", name)
-    return number[1] if number else _kind(name) if _kind(name) == "embedding" else name.split(".")[-2] if "." in name else name
+    """The first number in a name, or what stands before the parameter's own name (and `dense`) where there is none."""
+    if number := re.search(r"\.(\d+)\.", name):
+        return number[1]
+    return "embedding" if _kind(name) == "embedding" else re.sub(r"(?<=.)(\.dense)?\.\w+$", "", name).split(".")[-1]
 
 
 def _natural(name: str) -> list:

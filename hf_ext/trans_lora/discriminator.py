@@ -33,7 +33,7 @@ from hf_ext.folder import staged_folder
 from hf_ext.trans_lora.adapters import adapters_kept, bare, base_of, base_sample, on_device, only
 from hf_ext.trans_lora.card import discriminator_card
 from hf_ext.trans_lora.config import TransLoraConfig, synthesis_settings, training_settings
-from hf_ext.trans_lora.encoding import Encoder, load_tokenizer
+from hf_ext.trans_lora.encoding import Encoder, load_tokenizer, loading
 from hf_ext.trans_lora.generation import Generator, ModelGenerator
 from hf_ext.trans_lora.prompts import NO, YES, membership_question
 from hf_ext.trans_lora.scoring import answer_log_probs
@@ -141,9 +141,7 @@ class Discriminator:
             HfExtError: it is no discriminator, or `model` is not the one that it was trained on.
         """
         name = os.fspath(pretrained_model_name_or_path)
-        path = cached_file(name, FILE, _raise_exceptions_for_missing_entries=False, **kwargs)
-        if path is None:
-            raise HfExtError(f"{name} is no discriminator: it has no {FILE}. train_discriminator makes one.")
+        path = record_of(name, **kwargs)
         try:
             record = json.loads(Path(path).read_text(encoding="utf-8"))
             task, sample, metrics = record["task"], torch.tensor(record["base_sample"]), record["metrics"]
@@ -165,6 +163,30 @@ class Discriminator:
         with adapters_kept(model), _second_adapter():
             model = PeftModel.from_pretrained(bare(model), name, adapter_name=NAME, **kwargs)
         return cls(model.eval(), tokenizer, task, metrics)
+
+
+def record_of(name: str, **kwargs: Any) -> str:
+    """The file by which a discriminator is known, of a folder or downloaded from the Hub.
+
+    Raises:
+        HfExtError: there is none.
+    """
+    with loading(name, "discriminator"):
+        path = cached_file(name, FILE, _raise_exceptions_for_missing_entries=False, **kwargs)
+    if path is None:
+        raise HfExtError(
+            f"{name} is no discriminator: it has no {FILE}. train_discriminator, or `hf-ext train-discriminator`, makes one."
+        )
+    return path
+
+
+def require_discriminator(given: object, args: TransLoraConfig) -> None:
+    """Raises HfExtError if the filter is a discriminator and none is given."""
+    if args.filter == "discriminator" and given is None:
+        raise HfExtError(
+            "filter='discriminator' needs a discriminator (--discriminator on the command line); without one take "
+            "filter='token_excess' or 'none'."
+        )
 
 
 def train_discriminator(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -130,6 +132,18 @@ def prompt(text: str, tokenizer: PreTrainedTokenizerBase | None, template: str |
         chat = [{"role": "user", "content": text}]
         return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     return (template or "{input}\n").replace("{input}", text)
+
+
+@contextmanager
+def loading(name: str, what: str = "model") -> Iterator[None]:
+    """What cannot be found in the block is an error that names it."""
+    try:
+        yield
+    except OSError as error:
+        reason = str(error).strip().partition("\n")[0]
+        if os.path.isdir(name):
+            raise HfExtError(f"The {what} in '{name}' cannot be loaded: {reason}") from error
+        raise HfExtError(f"'{name}' is neither a folder nor a {what} of the Hub that can be reached: {reason}") from error
 
 
 def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:

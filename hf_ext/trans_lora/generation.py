@@ -20,9 +20,10 @@ from hf_ext.trans_lora.adapters import evaluation
 from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.encoding import Encoder
 
-# Whatever a model's generation_config.json says: the likeliest token each time, and one text for each prompt.
+# Whatever a model's generation_config.json says: the likeliest token each time, and one text for each prompt (of both lengths
+# min_new_tokens is what counts).
 GREEDY = {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-ONE_EACH = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "min_length": 0, "min_new_tokens": 0}
+ONE_EACH = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "min_new_tokens": 0}
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class Server:
         try:
             import openai
         except ImportError as error:
-            raise HfExtError("Asking a server needs openai: pip install openai (or hf_ext[server]).") from error
+            raise HfExtError("Asking a server needs openai: pip install openai.") from error
         key = self.api_key or os.environ.get("OPENAI_API_KEY") or "none"
         self._client = openai.OpenAI(base_url=self.url, api_key=key, max_retries=self.retries, timeout=self.timeout)
         self._errors = openai.OpenAIError

@@ -61,6 +61,7 @@ def write_inputs(
     needed: int,
     judge: Judge | None = None,
     well_formed: Callable[[str], bool] | None = None,
+    of_which: str = "",
 ) -> list[Candidate]:
     """Writes and sifts inputs until `needed` are kept, all of them going to the JSON lines file `path` (section 3.1).
 
@@ -70,6 +71,7 @@ def write_inputs(
     Args:
         judge: the filter; None keeps what is well-formed and new.
         well_formed: whether a text is an input of the task at all, as far as can be told.
+        of_which: in the error, what `needed` consists of.
 
     Raises:
         HfExtError: too few inputs are kept for this ever to end.
@@ -95,7 +97,7 @@ def write_inputs(
             before, kept = kept, kept + passed(new)
             bar.update(kept - before)
             if kept < needed:
-                _require_progress(candidates, kept, needed, limit, path)
+                _require_progress(candidates, kept, needed, of_which, limit, path)
             number += 1
     return candidates
 
@@ -211,18 +213,20 @@ def counts(candidates: Iterable[Candidate]) -> dict[str, int]:
     return {name: found[name] for name in ("kept", MALFORMED, SEED, DUPLICATE, NEAR_DUPLICATE, FILTER, RANK) if found[name]}
 
 
-def _require_progress(candidates: list[Candidate], kept: int, needed: int, limit: int, path: Path) -> None:
+def _require_progress(candidates: list[Candidate], kept: int, needed: int, of_which: str, limit: int, path: Path) -> None:
     attempts = len(candidates)
     # As many as the most favourable rate that what was seen still allows would keep (three standard deviations up).
     hope = (kept + 3 * math.sqrt(kept + 1)) / max(attempts, 1) * limit
-    if attempts < limit and (hope >= needed or attempts < limit / 20):
+    # A twentieth of the attempts is waited for, as a filter's rate may vary; not where even a fifth is beyond hope.
+    if attempts < limit and hope >= (needed / 5 if attempts < limit / 20 else needed):
         return
-    dropped = ", ".join(f"{count} {name}" for name, count in counts(candidates).items())
-    rate = f"at this rate {needed} would take about {math.ceil(needed * attempts / kept):,}" if kept else "none was kept"
+    dropped = ", ".join(f"{count:,} {name}" for name, count in counts(candidates).items() if name != "kept") or "none"
+    rate = f"; at this rate they would take about {math.ceil(needed * attempts / kept):,}" if kept else ""
     raise HfExtError(
-        f"{needed} inputs cannot be had within max_attempts={limit:,}: of the first {attempts:,} {rate} ({dropped}). All "
-        f"are in {path}. Look at what was dropped there; raise max_attempts, or, in another output_dir, lower "
-        "num_samples, give seeds that are nearer to each other, or take another filter."
+        f"{needed:,} inputs{of_which} cannot be had within max_attempts={limit:,}. Of the first {attempts:,}, {kept:,} were "
+        f"kept and the others dropped ({dropped}){rate}. All are in {path}. Look at what was dropped there; raise "
+        "max_attempts, or, in another output_dir, lower num_samples, give seeds that are nearer to each other, or take another "
+        "filter."
     )
 
 

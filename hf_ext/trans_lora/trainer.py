@@ -23,7 +23,7 @@ from hf_ext.errors import HfExtError
 from hf_ext.trans_lora.adapters import adapter_digest, bare, base_of, evaluation, on_device
 from hf_ext.trans_lora.card import transfer_card
 from hf_ext.trans_lora.config import TransLoraConfig, synthesis_settings, training_settings
-from hf_ext.trans_lora.discriminator import Discriminator
+from hf_ext.trans_lora.discriminator import Discriminator, require_discriminator
 from hf_ext.trans_lora.embedding import embed, load_encoder
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import Generator, ModelGenerator
@@ -98,8 +98,7 @@ class TransLoraTrainer(Trainer):
             raise HfExtError("The teacher and the target are one model; load the target once more.")
         self.discriminator = self._discriminator(discriminator)
         if inputs is None:
-            if args.filter == "discriminator" and self.discriminator is None:
-                raise HfExtError("filter='discriminator' needs one; without, take filter='token_excess' or 'none'.")
+            require_discriminator(discriminator, args)
             self.teacher.require_for(args)
         self._check_logits(args)
         if isinstance(model, PeftModel) is (peft_config is not None):
@@ -150,13 +149,16 @@ class TransLoraTrainer(Trainer):
     def synthesize(self) -> list[Candidate]:
         """Stage one: inputs, written by the target model from the seeds and sifted, as synthesis.jsonl has them."""
         args, path = self.args, self._claim(SYNTHESIS)
-        needed = args.num_samples + round(args.held_out_share * args.num_samples)
+        held_out = round(args.held_out_share * args.num_samples)
+        needed = args.num_samples + held_out
         by_excess = args.filter == "token_excess"
         pool = math.ceil(needed / args.keep_share) if by_excess else needed
         judge: Judge | None = {"discriminator": self._judge, "token_excess": self._judge_by_excess, "none": None}[args.filter]
         with base_of(self.model) as base, on_device(base, args.device):
             writer = self.synthesizer or ModelGenerator.of(base, self.encoder, args)
-            found = write_inputs(writer, self.encoder, self.seeds, args, path, pool, judge, self._usable)
+            best = f", which are the best {100 * args.keep_share:.0f} % of them" if by_excess else ""
+            of_which = f" ({args.num_samples:,} asked for and {held_out:,} held out{best})"
+            found = write_inputs(writer, self.encoder, self.seeds, args, path, pool, judge, self._usable, of_which)
         return keep_best(found, needed, path) if by_excess else found
 
     def label(self, candidates: Sequence[Candidate] = ()) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:

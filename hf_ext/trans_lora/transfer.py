@@ -18,8 +18,8 @@ from transformers import (
 
 from hf_ext.errors import HfExtError
 from hf_ext.trans_lora.config import TransLoraConfig
-from hf_ext.trans_lora.discriminator import Discriminator
-from hf_ext.trans_lora.encoding import load_tokenizer
+from hf_ext.trans_lora.discriminator import Discriminator, record_of, require_discriminator
+from hf_ext.trans_lora.encoding import load_tokenizer, loading
 from hf_ext.trans_lora.generation import Generator
 from hf_ext.trans_lora.trainer import TransLoraTrainer
 
@@ -44,6 +44,9 @@ def transfer(
     Raises:
         HfExtError: they do not go together.
     """
+    require_discriminator(discriminator, args)
+    if discriminator is not None:
+        record_of(discriminator)
     try:
         PeftConfig.from_pretrained(source_adapter)
     except ValueError as error:
@@ -79,9 +82,14 @@ def transfer(
 
 
 def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A language model from a folder or the Hub, with its tokenizer; one that cannot pad pads with the end of a text."""
-    kind = AutoModelForSeq2SeqLM if AutoConfig.from_pretrained(name).is_encoder_decoder else AutoModelForCausalLM
-    return kind.from_pretrained(name, dtype="auto"), load_tokenizer(name)
+    """A language model from a folder or the Hub, with its tokenizer; one that cannot pad pads with the end of a text.
+
+    Raises:
+        HfExtError: there is no such model.
+    """
+    with loading(name):
+        kind = AutoModelForSeq2SeqLM if AutoConfig.from_pretrained(name).is_encoder_decoder else AutoModelForCausalLM
+        return kind.from_pretrained(name, dtype="auto"), load_tokenizer(name)
 
 
 def read_inputs(path: str | os.PathLike) -> list[str]:

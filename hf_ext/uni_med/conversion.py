@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import zipfile
 from collections.abc import Mapping
@@ -67,7 +66,8 @@ def convert_checkpoint(
 
     Raises:
         CorruptFileError: the file is not such a checkpoint.
-        CheckpointError: it has tensors that have no place in the model, or others are missing or of another size.
+        CheckpointError: it cannot be read, or has tensors that have no place in the model, or others are missing or of another
+            size.
     """
     state, settings = _read(checkpoint)
     options, connector, adapter = split(state, settings)
@@ -203,8 +203,15 @@ def _router(router: Tensors, tokens: Tensors, settings: Mapping[str, Any], optio
 def _read(path: str | os.PathLike) -> tuple[Tensors, dict[str, Any]]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        raise CorruptFileError(f"{path} cannot be read as a checkpoint of tensors: {error}") from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"{path} cannot be read ({reason}); give the .pth of Uni-Med's authors.") from error
+    except Exception as error:  # of text, say, PyTorch's unpickler raises whatever its letters lead to
+        reason = str(error).partition("\n")[0]
+        raise CorruptFileError(
+            f"{path} is not a checkpoint that torch.load can read ({type(error).__name__}: {reason}); give the .pth of "
+            "Uni-Med's authors."
+        ) from error
     state = found.get("model") if isinstance(found, dict) else None
     if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
         raise CorruptFileError(f"{path} is not a checkpoint of Uni-Med's code: it has no dict 'model' of tensors.")

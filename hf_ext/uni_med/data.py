@@ -40,7 +40,7 @@ def mix_datasets(
     try:
         from datasets import interleave_datasets
     except ImportError as error:
-        raise HfExtError("Mixing needs datasets: pip install datasets (or hf_ext[uni_med]).") from error
+        raise HfExtError("Mixing needs datasets: pip install datasets.") from error
     if missing := [name for name in datasets if not ratios.get(name, 0) > 0]:
         raise ValueError(f"There is no ratio for {', '.join(missing)}: give ratios={{name: number, …}}.")
     total = sum(ratios[name] for name in datasets)

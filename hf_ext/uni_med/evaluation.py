@@ -30,7 +30,7 @@ def bleu1(predictions: Sequence[str], references: Sequence[str]) -> float:
     try:
         from nltk.translate.bleu_score import sentence_bleu
     except ImportError as error:
-        raise HfExtError("BLEU needs NLTK: pip install nltk (or hf_ext[uni_med]).") from error
+        raise HfExtError("BLEU needs NLTK: pip install nltk.") from error
     pairs = zip(predictions, references, strict=True)
     return statistics.fmean(sentence_bleu([b.lower().split()], a.lower().split(), weights=(1,)) for a, b in pairs)
 

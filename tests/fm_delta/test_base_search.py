@@ -165,7 +165,7 @@ def test_a_checkpoint_that_names_itself_or_nonsense_names_nothing(folder):
     for card in ("---\nbase_model: [3, {a: b}]\n---\n", "---\n: [\n---\n", "no card", ""):
         (folder / "tuned/README.md").write_text(card)
         assert fm_delta.find_base(folder / "tuned", []).candidates == []
-    assert "names none" in str(fm_delta.find_base(folder / "tuned", []))
+    assert "config.json and model card name none" in str(fm_delta.find_base(folder / "tuned", []))
 
 
 # ---- the Hub's cache -----------------------------------------------------------------------------------------------------

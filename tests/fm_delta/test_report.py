@@ -10,6 +10,7 @@ from hf_ext import fm_delta
 from hf_ext.errors import HfExtError
 from hf_ext.fm_delta.codec import CODED, read_header
 from hf_ext.fm_delta.format import CompressedFile
+from hf_ext.fm_delta.report import _layer
 
 
 @pytest.fixture
@@ -139,3 +140,18 @@ def test_it_draws_itself(report, tmp_path, name):
 def test_a_picture_of_no_known_type_is_refused_by_name(report, tmp_path):
     with pytest.raises(HfExtError, match="plot.weights cannot be written"):
         report.plot(tmp_path / "plot.weights")
+
+
+def test_bars_are_labelled_by_layer():
+    places = {
+        "bert.embeddings.LayerNorm.weight": "embedding",
+        "bert.encoder.layer.11.output.dense.bias": "11",
+        "bert.pooler.dense.weight": "pooler",
+        "classifier.dense.weight": "classifier",
+        "classifier.weight": "classifier",
+        "model.norm.weight": "norm",
+        "lm_head.weight": "lm_head",
+        "dense.weight": "dense",
+        "scale": "scale",
+    }
+    assert {name: _layer(name) for name in places} == places

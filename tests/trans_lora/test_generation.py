@@ -61,8 +61,8 @@ def test_the_likeliest_answer_does_not_depend_on_a_models_own_way_of_generating(
     model, words = teacher("gpt2")
     write = ModelGenerator(model, Encoder(words, model, "{input}"), 4)
     expected = write(inputs(6), 4)
-    odd = {"num_beams": 4, "num_return_sequences": 2, "repetition_penalty": 3.0, "min_new_tokens": 4, "do_sample": True}
-    for name, value in (odd | {"return_dict_in_generate": True, "top_k": 3, "temperature": 9.0}).items():
+    odd = {"num_beams": 4, "num_return_sequences": 2, "repetition_penalty": 3.0, "min_new_tokens": 4, "min_length": 9}
+    for name, value in (odd | {"do_sample": True, "return_dict_in_generate": True, "top_k": 3, "temperature": 9.0}).items():
         setattr(model.generation_config, name, value)
     assert write(inputs(6), 4) == expected
 

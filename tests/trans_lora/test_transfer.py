@@ -397,7 +397,7 @@ def save(words, folder, chat):
 def test_what_does_not_go_together_is_one_clear_error(tmp_path):
     model, words = teacher("gpt2")
     cases = [
-        ({"filter": "discriminator"}, "filter='discriminator' needs one"),
+        ({"filter": "discriminator"}, "filter='discriminator' needs a discriminator"),
         ({"seeds": SEEDS[:3]}, "There are 3 different seeds"),
         ({"train_dataset": [1]}, "give inputs="),
         ({"teaching": (model.merge_and_unload(), words)}, "give it as a PeftModel"),
@@ -608,7 +608,10 @@ def test_the_command_line_says_what_is_wrong_in_one_line(folders, tmp_path, caps
     given += ["--target-model", folders / "llama", "--seeds", folders / "seeds.jsonl", "--out", tmp_path / "out"]
     (tmp_path / "bad.jsonl").write_text('{"input": "a"}\n{"text": "b"}\n')
     cases = [
-        ((), "needs one; without, take filter='token_excess'"),
+        ((), "needs a discriminator (--discriminator on the command line); without one take filter='token_excess'"),
+        (("--discriminator", tmp_path, "--source-model", "nope"), "`hf-ext train-discriminator`, makes one"),
+        (("--filter", "none", "--source-model", "nope"), "'nope' is neither a folder nor a model of the Hub that can be"),
+        (("--filter", "none", "--target-model", "nope"), "'nope' is neither a folder nor a model of the Hub that can be"),
         (("--filter", "token_excess", "--source-model", folders / "llama"), "does not fit the source model"),
         (("--filter", "none", "--seeds", tmp_path / "bad.jsonl"), "Line 2 of"),
         (("--filter", "none", "--seeds", tmp_path / "no.jsonl"), "cannot be read"),

@@ -198,11 +198,14 @@ def test_bad_checkpoints_are_errors_and_nothing_is_written(tmp_path, capsys):
         k: v[:, :100] if k.endswith("0.weight") else v for k, v in state.items()})  # fmt: skip
     refuses(CheckpointError, "resample_method='cnn'", state, SETTINGS | {"resample_method": "cnn"})
     refuses(CorruptFileError, "no dict 'model'", path=_saved(tmp_path / "list.pth", [torch.ones(2)]))
-    (tmp_path / "text.pth").write_text("not a checkpoint")
-    refuses(CorruptFileError, "cannot be read as a checkpoint of tensors", path=tmp_path / "text.pth")
+    unreadable = "is not a checkpoint that torch.load can read .*; give the .pth of Uni-Med's authors"
+    for words in ("not a checkpoint", "everything else", ""):
+        (tmp_path / "text.pth").write_text(words)
+        refuses(CorruptFileError, f"text.pth {unreadable}", path=tmp_path / "text.pth")
+    refuses(CheckpointError, "none.pth cannot be read", path=tmp_path / "none.pth")
     (tmp_path / "evil.pth").write_bytes(pickle.dumps(Evil()))
-    refuses(CorruptFileError, "cannot be read", path=tmp_path / "evil.pth")
-    refuses(CorruptFileError, "cannot be read", path=_saved(tmp_path / "evil2.pth", {"model": Evil()}))
+    refuses(CorruptFileError, unreadable, path=tmp_path / "evil.pth")
+    refuses(CorruptFileError, unreadable, path=_saved(tmp_path / "evil2.pth", {"model": Evil()}))
     assert "code that ran" not in capsys.readouterr().out
     other = lora()
     name = next(iter(other))
