@@ -140,7 +140,7 @@ def plain_files(src: Path, config: dict) -> list[list[SafetensorsFile]]:
             METHOD: "is compressed already.",
             "emr": "is a merge of several tasks, stored compressed already; `hf-ext extract` writes one task.",
         }
-        raise CheckpointError(f"{src} {kinds.get(method, f'is quantised ({method}); only plain weights can be compressed.')}")
+        raise CheckpointError(f"{src} {kinds.get(str(method), f'is quantised ({method}); only plain weights can be compressed.')}")
     paths = all_weights(src)
     if not paths:
         raise CheckpointError(f"{src} holds no safetensors weights (model.safetensors, or shards of it).")
