@@ -138,9 +138,10 @@ def plain_files(src: Path, config: dict) -> list[list[SafetensorsFile]]:
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
         kinds = {
             METHOD: "is compressed already.",
-            "emr": "is a merge of several tasks, stored compressed already; `hf-ext extract` writes one task.",
+            MERGE: "is a merge of several tasks, stored compressed already; `hf-ext extract` writes one task.",
         }
-        raise CheckpointError(f"{src} {kinds.get(str(method), f'is quantised ({method}); only plain weights can be compressed.')}")
+        other = f"is quantised ({method}); only plain weights can be compressed."
+        raise CheckpointError(f"{src} {kinds.get(str(method), other)}")
     paths = all_weights(src)
     if not paths:
         raise CheckpointError(f"{src} holds no safetensors weights (model.safetensors, or shards of it).")
