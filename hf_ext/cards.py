@@ -140,6 +140,8 @@ def is_ours(path: Path, kind: str | None = None) -> bool:
 def is_bare(path: Path) -> bool:
     """Whether a card is one of Transformers' or PEFT's that nobody has filled in, but for tags; or has nothing in it at all."""
     metadata, text = _read(path) or ({"unreadable": True}, "")
+    if MARK.search(text):
+        return False
     filled = {key: value for key, value in metadata.items() if value}
     if filled.pop("library_name", "peft") not in ("peft", "transformers"):
         return False

@@ -87,9 +87,9 @@ def test_a_file_or_an_impossible_place_as_target_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     fm_delta.compress_checkpoint(src, base, tmp_path / "small")
     for out in (tmp_path / "file", tmp_path / "file/below", Path("/proc/no-such-process/out"), tmp_path / ("n" * 300)):
-        with pytest.raises(CheckpointError, match=f"{out} (is a file|could not be written)"):
+        with pytest.raises(CheckpointError, match=f"({out}|{out.parent}) (is a file|could not be written)"):
             fm_delta.compress_checkpoint(src, base, out)
-        with pytest.raises(CheckpointError, match=f"{out} (is a file|could not be written)"):
+        with pytest.raises(CheckpointError, match=f"({out}|{out.parent}) (is a file|could not be written)"):
             fm_delta.decompress_checkpoint(tmp_path / "small", out)
     assert (tmp_path / "file").read_text() == "mine"
 
@@ -134,14 +134,16 @@ def test_read_only_files_are_compressed_and_restored(everybodys_folder):
     for path in src.iterdir():
         path.chmod(0o444)
     everybodys_folder.chmod(0o777)
-    small, back = everybodys_folder / "small", everybodys_folder / "back"
 
-    def round_trip():
+    def round_trip(small: Path, back: Path):
         for _ in range(2):  # the second time over read-only files
             fm_delta.compress_checkpoint(src, base, small)
             fm_delta.decompress_checkpoint(small, back)
 
-    assert as_nobody(round_trip) == (0, "None")
+    round_trip(everybodys_folder / "before", everybodys_folder / "back")  # Python's own files may be out of nobody's reach
+    shutil.rmtree(everybodys_folder / "back")
+    small, back = everybodys_folder / "small", everybodys_folder / "back"
+    assert as_nobody(lambda: round_trip(small, back)) == (0, "None")
     assert contents(back) == contents(src)
 
 
