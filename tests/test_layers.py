@@ -15,6 +15,7 @@ PURE = {
     "fm_delta": {
         "base_search",
         "batch",
+        "card",
         "codec",
         "compress",
         "format",

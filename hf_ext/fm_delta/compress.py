@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import filecmp
-import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from transformers.utils.logging import get_logger
 
-from hf_ext.cards import CARD, class_of, is_free, is_ours, model_card, name_in_text, outdated, task_of, write_card
+from hf_ext.cards import CARD, is_ours, outdated, write_card
 from hf_ext.checkpoint import (
     HUB,
     MERGE,
@@ -31,9 +29,11 @@ from hf_ext.checkpoint import (
     sample,
 )
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+from hf_ext.fm_delta.card import ORIGINAL, came_with_compression, compressed_card, without_free_card
 from hf_ext.fm_delta.codec import DEFAULT_LEVEL, decode_raw, encode_raw, is_payload, peek_header
 from hf_ext.fm_delta.format import (
     KEY,
+    METHOD,
     BaseInfo,
     CompressedFile,
     CompressedWriter,
@@ -62,9 +62,6 @@ from hf_ext.native import FLOATS
 from hf_ext.work_ahead import WorkAhead, progress, threads_for
 
 logger = get_logger(__name__)
-
-METHOD = "fm_delta"
-ORIGINAL = "original"  # of a card that looks as if it came with the compression, but was among the files already
 
 
 def compress_checkpoint(
@@ -105,7 +102,7 @@ def compress_checkpoint(
     if delete_source:
         require_deletable(src, out, places_of(base_checkpoint))
     with staged_folder(out) as stage:
-        others = _without_free_card(other_files(src, out), src, out)
+        others = without_free_card(other_files(src, out), src, out)
         for path in others:
             copy(path, stage / path.relative_to(src))
         compress_weights(src, base_checkpoint, stage, level, out)
@@ -114,11 +111,6 @@ def compress_checkpoint(
     if delete_source:
         flush_folder(out)
         delete_folder(src)
-
-
-def _without_free_card(paths: list[Path], src: Path, out: Path) -> list[Path]:
-    """Leaves out the card of `src`, if nobody wrote it and the user wrote the one that is in `out`."""
-    return [path for path in paths if path != src / CARD or is_free(out / CARD) or not is_free(path)]
 
 
 def compress_weights(src: Path, base: Checkpoint, out: Path, level: int = DEFAULT_LEVEL, target: Path | None = None) -> None:
@@ -172,42 +164,10 @@ def compress_files(
     if is_ours(out / CARD, METHOD):
         settings["card"] = ORIGINAL
     elif (out / CONFIG).exists() and not (out / CARD).exists():
-        _write_card(sets, base, root or base, out, info, target)
+        root = root or base
+        chain = root is not base or isinstance(base, CompressedCheckpoint)
+        write_card(out, compressed_card(sets, out, root, info, chain), target)
     rewrite(out / CONFIG, lambda text: add_to_config(text, settings))
-
-
-def _write_card(
-    sets: Sequence[Sequence[Any]], base: Checkpoint, root: Checkpoint, out: Path, info: BaseInfo, target: Path | None
-) -> None:
-    files, config = [file for shards in sets for file in shards], read_config(out / CONFIG)
-    entries = [entry for file in files for entry in file.entries.values()]
-    original = sum(8 + len(file.header_bytes) for file in files) + sum(entry.end - entry.begin for entry in entries)
-    compressed = sum((out / file.path.name).stat().st_size for file in files)
-    parameters = sum(math.prod(entry.shape) for entry in entries)
-    card = model_card(
-        METHOD,
-        [root.name],
-        "finetune",
-        tags=["fm-delta"],
-        task=task_of(config),
-        root=name_in_text(root.name),
-        base=name_in_text(info.name),
-        revision=info.revision,
-        chain=base is not root or isinstance(base, CompressedCheckpoint),
-        model_class=class_of(config),
-        original=f"{original / 1e6:.2f} MB",
-        compressed=f"{compressed / 1e6:.2f} MB",
-        ratio=f"{100 * compressed / max(original, 1):.1f} %",
-        parameters=f"{parameters:,}",
-        bits=f"{8 * compressed / max(parameters, 1):.2f}",
-    )
-    write_card(out, card, target)
-
-
-def came_with_compression(card: Path) -> bool:
-    """Whether the card of a compressed folder is none of the original files."""
-    settings = read_config(card.parent / CONFIG).get("quantization_config")
-    return is_ours(card, METHOD) and isinstance(settings, dict) and settings.get("card") != ORIGINAL
 
 
 def write_compressed(
@@ -309,7 +269,7 @@ def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: 
     base_checkpoint = open_base(files, src, base)
     require_another_folder(out, src, base_checkpoint.name)
     with staged_folder(out, outdated(out)) as stage:
-        for path in _without_free_card(other_files(src, out), src, out):
+        for path in without_free_card(other_files(src, out), src, out):
             if path != src / CARD or not came_with_compression(path):
                 copy(path, stage / path.relative_to(src))
         read_config(stage / CONFIG)

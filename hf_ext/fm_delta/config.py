@@ -1,6 +1,6 @@
 """What stands under `quantization_config` in the config.json of a compressed checkpoint."""
 
-from hf_ext.fm_delta.compress import METHOD
+from hf_ext.fm_delta.format import METHOD
 from hf_ext.loading import DecodingConfig
 
 

@@ -23,7 +23,8 @@ from hf_ext.checkpoint import ComputedFile, Entry, SafetensorsFile, parse_header
 from hf_ext.errors import CorruptFileError
 from hf_ext.fm_delta.codec import STORED, VERSION, VERSIONS, Header, payload_shape, read_header
 
-KEY, CHECKSUM_KEY = "fm_delta", "fm_delta_checksum"
+METHOD = "fm_delta"  # in config.json
+KEY, CHECKSUM_KEY = "fm_delta", "fm_delta_checksum"  # in a file's metadata
 MAX_HEADER = 100_000_000  # the safetensors library reads no longer header than this
 PAYLOAD_HEADER = 1 << 18  # no payload's header is longer: 255 dimensions and names of 65,535 bytes
 

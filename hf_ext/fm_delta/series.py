@@ -18,11 +18,11 @@ from hf_ext.cards import CARD
 from hf_ext.checkpoint import Checkpoint, SafetensorsFile, open_checkpoint
 from hf_ext.display import table
 from hf_ext.errors import CheckpointError
+from hf_ext.fm_delta.card import came_with_compression
 from hf_ext.fm_delta.compress import (
     CompressedCheckpoint,
     OriginalFile,
     base_of,
-    came_with_compression,
     compress_files,
     decoded,
     open_base,

@@ -16,7 +16,7 @@ from transformers.utils.logging import get_logger
 
 from hf_ext.checkpoint import SAFETENSORS_DTYPES, Checkpoint, Entry, Hub, RawTensor, open_checkpoint, reaching
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
-from hf_ext.fm_delta.compress import METHOD
+from hf_ext.fm_delta.format import METHOD
 from hf_ext.folder import CONFIG, read_config
 from hf_ext.in_place import Move, configure, difference, move_between, replace
 from hf_ext.plan import Loaded, plan_of
