@@ -33,7 +33,7 @@ from transformers.utils import logging
 
 from hf_ext.display import new_figure, save_figure
 from hf_ext.fm_delta import compress_checkpoint, compress_series, find_base
-from hf_ext.native import _native
+from hf_ext.storage.native import _native
 
 YARDSTICK = "fm-delta"
 

@@ -9,8 +9,8 @@ from fine_tunes import minilm
 from peers import WORDS, Peer
 from safetensors.torch import load_file
 
-from hf_ext.fm_delta import codec
-from hf_ext.native import _native
+from hf_ext.storage.delta import codec
+from hf_ext.storage.native import _native
 
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 QUANTIZED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}

@@ -18,9 +18,9 @@ from pairs import TORCH
 from transformers import AutoModel
 from transformers import AutoModelForSequenceClassification as Classifier
 
-from hf_ext.checkpoint import open_checkpoint
+from hf_ext.storage.checkpoint import open_checkpoint
 from hf_ext.fm_delta import compress_checkpoint, switch
-from hf_ext.work_ahead import WorkAhead
+from hf_ext.storage.prefetch import WorkAhead
 
 
 def switching(args: argparse.Namespace, dtype: str) -> dict:

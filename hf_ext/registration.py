@@ -1,66 +1,143 @@
-"""The only module that writes into other libraries' registries. It adds entries and replaces nothing."""
+"""Adds this package's entries to the registries of Transformers and PEFT. No other module writes into them; nothing is replaced.
+
+`import hf_ext` must stay light, so it imports neither library. A library that is imported already gets its entries at once, any
+other one right after its import.
+"""
 
 from __future__ import annotations
 
-from peft import PeftType
-from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
-from peft.utils import register_peft_method
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    Blip2VisionConfig,
-    Blip2VisionModel,
-)
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
-from transformers.quantizers.auto import (
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
-    AUTO_QUANTIZER_MAPPING,
-    register_quantization_config,
-    register_quantizer,
-)
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
-from hf_ext.checkpoint import ENCODINGS
-from hf_ext.emr.config import EMRConfig
-from hf_ext.emr.quantizer import EMRQuantizer
-from hf_ext.fm_delta.compress import ENCODING
-from hf_ext.fm_delta.config import FMDeltaConfig
-from hf_ext.fm_delta.format import KEY
-from hf_ext.fm_delta.quantizer import FMDeltaQuantizer
-from hf_ext.pissa.config import QPissaConfig
-from hf_ext.pissa.model import QPissaModel
-from hf_ext.uni_med.configuration_uni_med import UniMedConfig
-from hf_ext.uni_med.modeling_uni_med import UniMedForConditionalGeneration
-from hf_ext.uni_med.processing_uni_med import UniMedProcessor
+MODELS = "transformers.modeling_utils"
+AUTO = "transformers.models.auto"
 
 
 def register() -> None:
     """Makes Transformers and PEFT know the methods of this package. Calling it again does nothing."""
-    ENCODINGS[KEY] = ENCODING
+    if any(isinstance(finder, _ImportWatcher) for finder in sys.meta_path):
+        return
+    watcher = _ImportWatcher()
+    sys.meta_path.insert(0, watcher)
+    watcher.after([MODELS], _add_quantizers)
+    watcher.after(["peft", MODELS], _add_peft_types)
+    watcher.after([f"{AUTO}.configuration_auto"], _add_config)
+    watcher.after([f"{AUTO}.modeling_auto", MODELS], _add_model)
+    watcher.after([f"{AUTO}.processing_auto", MODELS], _add_processor)
+    watcher.after(["hf_ext.uni_med.modeling_uni_med"], _add_blip2_vision)
+
+
+class _ImportWatcher(MetaPathFinder):
+    """Calls functions once the modules they need have been imported. It finds no modules itself."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[set[str], Callable[[], None]]] = []
+
+    def after(self, modules: Sequence[str], action: Callable[[], None]) -> None:
+        """Calls `action` when all of these modules are imported: at once if they are."""
+        missing = {name for name in modules if name not in sys.modules}
+        if missing:
+            self._waiting.append((missing, action))
+        else:
+            action()
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if not any(name in missing for missing, _ in self._waiting):
+            return None
+        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is None or spec.loader is None:
+            return spec
+        loader, execute = spec.loader, spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # the instance's; the class's own is back
+            execute(module)
+            self._imported(name)
+
+        loader.exec_module = exec_module
+        return spec
+
+    def _imported(self, name: str) -> None:
+        for missing, _ in self._waiting:
+            missing.discard(name)
+        ready = [action for missing, action in self._waiting if not missing]
+        self._waiting = [(missing, action) for missing, action in self._waiting if missing]
+        for action in ready:
+            action()
+
+
+def _add_quantizers() -> None:
+    from transformers.quantizers.auto import (
+        AUTO_QUANTIZATION_CONFIG_MAPPING,
+        AUTO_QUANTIZER_MAPPING,
+        register_quantization_config,
+        register_quantizer,
+    )
+
+    from hf_ext.emr.config import EMRConfig
+    from hf_ext.emr.quantizer import EMRQuantizer
+    from hf_ext.fm_delta.config import FMDeltaConfig
+    from hf_ext.fm_delta.quantizer import FMDeltaQuantizer
+
     for config, quantizer in ((FMDeltaConfig, FMDeltaQuantizer), (EMRConfig, EMRQuantizer)):
         method = config.quant_method
         if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
             register_quantization_config(method)(config)
         if method not in AUTO_QUANTIZER_MAPPING:
             register_quantizer(method)(quantizer)
-    if "QPISSA" not in PeftType.__members__:
-        _add_peft_type("QPISSA")
-    if PeftType("QPISSA") not in PEFT_TYPE_TO_TUNER_MAPPING:
+
+
+def _add_peft_types() -> None:
+    from peft import PeftType
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+    from peft.utils import register_peft_method
+
+    from hf_ext.pissa.config import QPissaConfig
+    from hf_ext.pissa.model import QPissaModel
+
+    name = "QPISSA"
+    if name not in PeftType.__members__:  # PEFT registers methods only under members of this enumeration
+        member = str.__new__(PeftType, name)
+        member._name_ = member._value_ = name
+        PeftType._member_map_[name] = PeftType._value2member_map_[name] = member
+        PeftType._member_names_.append(name)
+        type.__setattr__(PeftType, name, member)
+    if PeftType(name) not in PEFT_TYPE_TO_TUNER_MAPPING:
         register_peft_method(name="qpissa", config_cls=QPissaConfig, model_cls=QPissaModel, prefix="lora_")
-    if UniMedConfig.model_type not in CONFIG_MAPPING:
-        if Blip2VisionConfig not in MODEL_MAPPING:  # the tower of the paper, which Transformers has only inside BLIP-2
-            AutoModel.register(Blip2VisionConfig, Blip2VisionModel, exist_ok=True)
-        AutoConfig.register(UniMedConfig.model_type, UniMedConfig)
-        AutoModelForImageTextToText.register(UniMedConfig, UniMedForConditionalGeneration)
-        AutoProcessor.register(UniMedConfig, UniMedProcessor)
 
 
-def _add_peft_type(name: str) -> None:
-    """PEFT registers methods only under members of its enumeration, and looks them up by member."""
-    member = str.__new__(PeftType, name)
-    member._name_ = member._value_ = name
-    PeftType._member_map_[name] = PeftType._value2member_map_[name] = member
-    PeftType._member_names_.append(name)
-    type.__setattr__(PeftType, name, member)
+def _add_config() -> None:
+    from transformers import AutoConfig
+
+    from hf_ext.uni_med.configuration_uni_med import UniMedConfig
+
+    AutoConfig.register(UniMedConfig.model_type, UniMedConfig, exist_ok=True)
+
+
+def _add_model() -> None:
+    from transformers import AutoModelForImageTextToText
+
+    from hf_ext.uni_med.configuration_uni_med import UniMedConfig
+    from hf_ext.uni_med.modeling_uni_med import UniMedForConditionalGeneration
+
+    AutoModelForImageTextToText.register(UniMedConfig, UniMedForConditionalGeneration, exist_ok=True)
+
+
+def _add_processor() -> None:
+    from transformers import AutoProcessor
+
+    from hf_ext.uni_med.configuration_uni_med import UniMedConfig
+    from hf_ext.uni_med.processing_uni_med import UniMedProcessor
+
+    AutoProcessor.register(UniMedConfig, UniMedProcessor, exist_ok=True)
+
+
+def _add_blip2_vision() -> None:
+    """The vision tower of the Uni-Med paper, which Transformers registers only as a part of BLIP-2."""
+    from transformers import AutoModel, Blip2VisionConfig, Blip2VisionModel
+
+    AutoModel.register(Blip2VisionConfig, Blip2VisionModel, exist_ok=True)

@@ -56,9 +56,9 @@ def verify(args: argparse.Namespace) -> Result:
 def method_of(src: str) -> ModuleType:
     """What wrote a folder."""
     from hf_ext import emr, fm_delta
-    from hf_ext.emr.artifact import is_merge
+    from hf_ext.emr.merged import is_merge
     from hf_ext.errors import CheckpointError
-    from hf_ext.folder import all_weights
+    from hf_ext.storage.layout import all_weights
 
     folder = Path(src)
     checkpoints = sorted(folder.glob("checkpoint-*[0-9]"))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hf_ext.emr import MergeReport
 
 RESCALE = ("tensor", "paper")  # those of hf_ext.emr.writing, which takes seconds to import
-TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # that of hf_ext.emr.artifact
+TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # that of hf_ext.emr.merged
 
 
 def groups(parsers: argparse._SubParsersAction) -> list[Group]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hf_ext_cli.command import GOES_ON, MOVED_BASE, Group, Parser, Result, UsageError, add_out, add_revision, add_source, path
 
-LEVELS = (1, 2, 3)  # those of hf_ext.fm_delta.codec, which takes seconds to import
+LEVELS = (1, 2, 3)  # those of hf_ext.storage.delta.codec, which takes seconds to import
 DEFAULT_LEVEL = 2
 WHOLE = "every checkpoint is whole, run again to go on"
 
@@ -175,7 +175,7 @@ def find_base(args: argparse.Namespace) -> Result:
 def compress_all(args: argparse.Namespace) -> Result:
     require_base_for_revision(args)
     from hf_ext import fm_delta
-    from hf_ext.folder import all_weights
+    from hf_ext.storage.layout import all_weights
 
     only = Path(args.folder[0])
     sources = only if len(args.folder) == 1 and not (only.is_dir() and all_weights(only)) else args.folder

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from hf_ext.checkpoint import RawTensor, SafetensorsFile, open_plain
+from hf_ext.storage.checkpoint import RawTensor, SafetensorsFile, open_plain
 from hf_ext.fm_delta.compress import write_compressed
-from hf_ext.fm_delta.format import VERSION
+from hf_ext.storage.delta.file import VERSION
 
 GOLDEN = Path(__file__).parent / "fm_delta" / "golden"
 TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}

@@ -22,7 +22,8 @@ from tiny_uni_med import processor, save_parts, uni_med
 from valid_cards import KINDS, valid_card
 
 import hf_ext
-from hf_ext import PissaConfig, QPissaConfig, UniMedForConditionalGeneration, cards, emr, fm_delta, pissa
+from hf_ext import PissaConfig, QPissaConfig, UniMedForConditionalGeneration, emr, fm_delta, pissa
+from hf_ext.integration import model_cards as cards
 
 MINE = "---\nlicense: cc-by-4.0\ntags:\n- mine\n---\n\n# My model\n\nMy own words.\n"
 
@@ -483,7 +484,7 @@ def test_templates_are_found_in_an_installed_package(tmp_path):
     for extension in Path(hf_ext.__file__).parent.glob("_native*"):
         shutil.copy(extension, installed)
     assert {path.stem for path in (installed / "model_cards").iterdir()} == KINDS
-    code = "import hf_ext.cards as c; print(c.__file__, *(len(c._template(kind)) > 99 for kind in " + repr(sorted(KINDS)) + "))"
+    code = "import hf_ext.integration.model_cards as c; print(c.__file__, *(len(c._template(kind)) > 99 for kind in " + repr(sorted(KINDS)) + "))"
     env = {"PYTHONPATH": str(tmp_path / "lib"), "HF_HUB_OFFLINE": "1", "PATH": "", "HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
     assert done.stdout.split() == [str(installed / "cards.py"), *["True"] * len(KINDS)], done.stderr

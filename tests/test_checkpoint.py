@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from tiny_checkpoints import CONFIG, contents, weights, write_folder, write_safetensors
 
-from hf_ext.checkpoint import SAFETENSORS_DTYPES, Checkpoint, RawTensor, SafetensorsFile
+from hf_ext.storage.checkpoint import SAFETENSORS_DTYPES, Checkpoint, RawTensor, SafetensorsFile
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
-from hf_ext.folder import STAGE, all_weights, read_config, select_weights, staged_folder, write_atomically
+from hf_ext.storage.layout import STAGE, all_weights, read_config, select_weights, staged_folder, write_atomically
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ def test_a_name_that_is_neither_folder_nor_repository_is_repeated(name):
 
 
 def test_a_repository_that_is_not_in_the_cache_is_named_offline(tmp_path):
-    code = "from hf_ext.checkpoint import Checkpoint\nCheckpoint('some-org/some-model', 'v2')"
+    code = "from hf_ext.storage.checkpoint import Checkpoint\nCheckpoint('some-org/some-model', 'v2')"
     env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     last = result.stderr.strip().splitlines()[-1]

@@ -18,9 +18,9 @@ import hf_ext
 import hf_ext_cli.emr
 import hf_ext_cli.fm_delta
 from hf_ext import emr, fm_delta
-from hf_ext.emr.artifact import TASK_NAME
+from hf_ext.emr.merged import TASK_NAME
 from hf_ext.emr.writing import RESCALE
-from hf_ext.fm_delta.codec import DEFAULT_LEVEL, LEVELS
+from hf_ext.storage.delta.codec import DEFAULT_LEVEL, LEVELS
 from hf_ext_cli.main import main, parser
 
 COMMANDS = tuple(next(action.choices for action in parser()._actions if isinstance(action, argparse._SubParsersAction)))

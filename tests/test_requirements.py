@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import hf_ext
-from hf_ext.requirements import check
+from hf_ext.integration.versions import check
 
 ROOT = Path(__file__).parents[1]
 LINES = Path(hf_ext.__file__).with_name("requirements.txt").read_text().splitlines()

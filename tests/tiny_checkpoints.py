@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_ext.checkpoint import RawTensor
+from hf_ext.storage.checkpoint import RawTensor
 
 Tensors = Mapping[str, torch.Tensor | RawTensor]
 

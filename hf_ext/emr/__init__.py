@@ -1,8 +1,5 @@
 """EMR-Merging: many fine-tunes of one base model in one folder, each to be had again by name (NeurIPS 2024)."""
 
-from hf_ext.emr.config import EMRConfig
-from hf_ext.emr.merge import add_task, extract, merge, report, verify
-from hf_ext.emr.report import MergeReport, TaskReport
-from hf_ext.emr.switching import task
+import lazy_loader
 
-__all__ = ["EMRConfig", "MergeReport", "TaskReport", "add_task", "extract", "merge", "report", "task", "verify"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hf_ext.emr.artifact import METHOD
-from hf_ext.loading import DecodingConfig
+from hf_ext.emr.merged import METHOD
+from hf_ext.integration.quantizer import DecodingConfig
 
 
 class EMRConfig(DecodingConfig):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_ext.native import FLOATS, WIDTHS, _native, cast
+from hf_ext.storage.native import FLOATS, WIDTHS, _native, cast
 
 #: What `elect` sums up over the elements of each task's tensor, with u the unified vector under the task's mask: how many t
 #: and how many u are not 0, |t|, |u|, t², u², t·u, the base's squares, and how many weights are infinite or NaN.

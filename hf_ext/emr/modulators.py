@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from hf_ext.checkpoint import Entry, RawTensor, SafetensorsFile, itemsize, write_header
+from hf_ext.storage.checkpoint import Entry, RawTensor, SafetensorsFile, itemsize, write_header
 from hf_ext.emr.election import mask_bytes
 from hf_ext.errors import CorruptFileError
 

@@ -8,17 +8,17 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
-from hf_ext.checkpoint import Checkpoint, Entry, RawTensor, first_line
-from hf_ext.emr.artifact import Merged, task_folder
+from hf_ext.storage.checkpoint import Checkpoint, Entry, RawTensor, first_line
+from hf_ext.emr.merged import Merged, task_folder
 from hf_ext.emr.config import EMRConfig
 from hf_ext.emr.modulators import FILE
 from hf_ext.emr.saving import MergedSaving
 from hf_ext.emr.switching import Generate, SetTask
 from hf_ext.errors import CheckpointError
-from hf_ext.folder import CONFIG, snapshot_of
-from hf_ext.loading import DecodingQuantizer
-from hf_ext.plan import Loaded
-from hf_ext.saving import PushToHub
+from hf_ext.storage.layout import CONFIG, snapshot_of
+from hf_ext.integration.quantizer import DecodingQuantizer
+from hf_ext.integration.weight_plan import Loaded
+from hf_ext.integration.save_hooks import PushToHub
 
 
 class EMRQuantizer(DecodingQuantizer):

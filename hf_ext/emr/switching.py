@@ -16,14 +16,14 @@ import xxhash
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.logging import get_logger
 
-from hf_ext.checkpoint import SAFETENSORS_DTYPES, RawTensor
+from hf_ext.storage.checkpoint import SAFETENSORS_DTYPES, RawTensor
 from hf_ext.emr import election
-from hf_ext.emr.artifact import Merged
+from hf_ext.emr.merged import Merged
 from hf_ext.errors import CheckpointError, UnsavedChangesError
-from hf_ext.in_place import Move, configure, move_between, plain, replace
-from hf_ext.native import FLOATS
-from hf_ext.plan import Loaded
-from hf_ext.work_ahead import WorkAhead
+from hf_ext.integration.in_place import Move, configure, move_between, plain, replace
+from hf_ext.storage.native import FLOATS
+from hf_ext.integration.weight_plan import Loaded
+from hf_ext.storage.prefetch import WorkAhead
 
 logger = get_logger(__name__)
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from hf_ext.checkpoint import ENCODINGS, MERGE, TORCH_DTYPES, Checkpoint, RawTensor
+from hf_ext.storage.checkpoint import ENCODINGS, MERGE, TORCH_DTYPES, Checkpoint, RawTensor
 from hf_ext.emr import election
-from hf_ext.emr.artifact import METHOD, STORED_AS, Merged, shards_of, task_folder, write_json
+from hf_ext.emr.merged import METHOD, STORED_AS, Merged, shards_of, task_folder, write_json
 from hf_ext.emr.modulators import FILE, OWN, ROWS, Modulated, TaskRecord, TaskWriter, copy_task
-from hf_ext.emr.report import figures_of
+from hf_ext.emr.reports import figures_of
 from hf_ext.errors import BaseModelError, CheckpointError
-from hf_ext.folder import CONFIG
-from hf_ext.native import FLOATS, WIDTHS, cast
-from hf_ext.work_ahead import threads_for
+from hf_ext.storage.layout import CONFIG
+from hf_ext.storage.native import FLOATS, WIDTHS, cast
+from hf_ext.storage.prefetch import threads_for
 
 CHUNK = 1 << 20  # values of each task worked on at a time
 RESCALE = ("tensor", "paper")

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from huggingface_hub import CacheNotFound, scan_cache_dir
 
-from hf_ext.cards import CARD, metadata_of
-from hf_ext.checkpoint import Checkpoint, open_plain
+from hf_ext.integration.model_cards import CARD, metadata_of
+from hf_ext.storage.checkpoint import Checkpoint, open_plain
 from hf_ext.display import table
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.fm_delta.likeness import Likeness, likeness
-from hf_ext.folder import CONFIG, read_config, select_weights
+from hf_ext.storage.layout import CONFIG, read_config, select_weights
 
 # Full fine-tunes agree with their base in more than 0.9 of the values; noise of a tenth of the weights' spread leaves 0.7, and
 # shuffled weights agree in 0.1 (benchmarks/fm_delta.py, section search).

@@ -20,16 +20,16 @@ from typing import NamedTuple
 import xxhash
 from transformers.utils.logging import disable_progress_bar, tqdm
 
-from hf_ext.checkpoint import Checkpoint, open_plain
+from hf_ext.storage.checkpoint import Checkpoint, open_plain
 from hf_ext.display import table
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
 from hf_ext.fm_delta.base_search import find_base
-from hf_ext.fm_delta.codec import DEFAULT_LEVEL
+from hf_ext.storage.delta.codec import DEFAULT_LEVEL
 from hf_ext.fm_delta.compress import compress_checkpoint, open_compressed, places_of
-from hf_ext.fm_delta.format import CompressedFile
-from hf_ext.fm_delta.report import inspect
-from hf_ext.folder import all_weights, delete_folder, flush_folder, require_deletable, write_atomically
-from hf_ext.work_ahead import CORES, at_most_cores
+from hf_ext.storage.delta.file import CompressedFile
+from hf_ext.fm_delta.reports import inspect
+from hf_ext.storage.layout import all_weights, delete_folder, flush_folder, require_deletable, write_atomically
+from hf_ext.storage.prefetch import CORES, at_most_cores
 
 RECORD = "compress_all.json"  # in the folder of the compressed models: the report, and what the next run need not do again
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from hf_ext.cards import CARD, class_of, is_free, is_ours, model_card, name_in_text, task_of
-from hf_ext.checkpoint import Checkpoint
-from hf_ext.fm_delta.format import METHOD, BaseInfo
-from hf_ext.folder import CONFIG, read_config
+from hf_ext.integration.model_cards import CARD, class_of, is_free, is_ours, model_card, name_in_text, task_of
+from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.delta.file import METHOD, BaseInfo
+from hf_ext.storage.layout import CONFIG, read_config
 
 ORIGINAL = "original"  # of a card that looks as if it came with the compression, but was among the files already
 

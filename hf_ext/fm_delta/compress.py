@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from transformers.utils.logging import get_logger
 
-from hf_ext.cards import CARD, is_ours, outdated, write_card
-from hf_ext.checkpoint import (
+from hf_ext.integration.model_cards import CARD, is_ours, outdated, write_card
+from hf_ext.storage.checkpoint import (
+    ENCODINGS,
     HUB,
     MERGE,
     TORCH_DTYPES,
@@ -30,8 +31,8 @@ from hf_ext.checkpoint import (
 )
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.fm_delta.card import ORIGINAL, came_with_compression, compressed_card, without_free_card
-from hf_ext.fm_delta.codec import DEFAULT_LEVEL, decode_raw, encode_raw, is_payload, peek_header
-from hf_ext.fm_delta.format import (
+from hf_ext.storage.delta.codec import DEFAULT_LEVEL, decode_raw, encode_raw, is_payload, peek_header
+from hf_ext.storage.delta.file import (
     KEY,
     METHOD,
     BaseInfo,
@@ -42,7 +43,7 @@ from hf_ext.fm_delta.format import (
     digest_of,
     remove_from_config,
 )
-from hf_ext.folder import (
+from hf_ext.storage.layout import (
     CONFIG,
     all_weights,
     copy,
@@ -58,8 +59,8 @@ from hf_ext.folder import (
     snapshot_of,
     staged_folder,
 )
-from hf_ext.native import FLOATS
-from hf_ext.work_ahead import WorkAhead, progress, threads_for
+from hf_ext.storage.native import FLOATS
+from hf_ext.storage.prefetch import WorkAhead, progress, threads_for
 
 logger = get_logger(__name__)
 
@@ -448,7 +449,7 @@ def name_of(payload: torch.Tensor) -> str | None:
     return peek_header(payload.reshape(-1).cpu().numpy()).name if is_payload(payload) else None
 
 
-ENCODING = Encoding(open_files, write_compressed, name_of)
+ENCODINGS[KEY] = Encoding(open_files, write_compressed, name_of)
 
 
 def decoded(file: CompressedFile, base: Checkpoint, names: Iterable[str]) -> Iterator[tuple[str, RawTensor]]:

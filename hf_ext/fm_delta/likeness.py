@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_ext.checkpoint import Checkpoint, Entry, RawTensor
-from hf_ext.native import FLOATS, WIDTHS, cast
+from hf_ext.storage.checkpoint import Checkpoint, Entry, RawTensor
+from hf_ext.storage.native import FLOATS, WIDTHS, cast
 
 RUNS, LENGTH = 16, 64  # of a tensor 16 runs of 64 values are read, evenly spread: at most 8 KB
 MANTISSA = {"F32": 23, "F16": 10, "BF16": 7, "F64": 52}  # bits below the exponent

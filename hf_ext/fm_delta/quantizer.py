@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_ext.fm_delta.compress import CompressedCheckpoint, open_files
 from hf_ext.fm_delta.config import FMDeltaConfig
-from hf_ext.loading import DecodingQuantizer
+from hf_ext.integration.quantizer import DecodingQuantizer
 
 
 class FMDeltaQuantizer(DecodingQuantizer):

@@ -12,12 +12,12 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hf_ext.checkpoint import Checkpoint, open_checkpoint
+from hf_ext.storage.checkpoint import Checkpoint, open_checkpoint
 from hf_ext.errors import CheckpointError
-from hf_ext.fm_delta.codec import decode_raw, is_payload, read_header
+from hf_ext.storage.delta.codec import decode_raw, is_payload, read_header
 from hf_ext.fm_delta.compress import base_tensor, compress_weights
-from hf_ext.folder import all_weights, staged_folder
-from hf_ext.saving import PushToHub, Saving
+from hf_ext.storage.layout import all_weights, staged_folder
+from hf_ext.integration.save_hooks import PushToHub, Saving
 
 logger = logging.get_logger(__name__)
 

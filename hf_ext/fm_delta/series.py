@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hf_ext.cards import CARD
-from hf_ext.checkpoint import Checkpoint, SafetensorsFile, open_checkpoint
+from hf_ext.integration.model_cards import CARD
+from hf_ext.storage.checkpoint import Checkpoint, SafetensorsFile, open_checkpoint
 from hf_ext.display import table
 from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.card import came_with_compression
@@ -29,9 +29,9 @@ from hf_ext.fm_delta.compress import (
     open_compressed,
     plain_files,
 )
-from hf_ext.fm_delta.format import KEY, CompressedFile, remove_from_config
-from hf_ext.folder import CONFIG, STAGE, all_weights, copy, other_files, read_config, rewrite, shard_sets
-from hf_ext.work_ahead import progress
+from hf_ext.storage.delta.file import KEY, CompressedFile, remove_from_config
+from hf_ext.storage.layout import CONFIG, STAGE, all_weights, copy, other_files, read_config, rewrite, shard_sets
+from hf_ext.storage.prefetch import progress
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 LONGEST_CHAIN = 8  # checkpoints that are decoded to read one; each costs as much time as the first

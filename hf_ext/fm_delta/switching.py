@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils.logging import get_logger
 
-from hf_ext.checkpoint import SAFETENSORS_DTYPES, Checkpoint, Entry, Hub, RawTensor, open_checkpoint, reaching
+from hf_ext.storage.checkpoint import SAFETENSORS_DTYPES, Checkpoint, Entry, Hub, RawTensor, open_checkpoint, reaching
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
-from hf_ext.fm_delta.format import METHOD
-from hf_ext.folder import CONFIG, read_config
-from hf_ext.in_place import Move, configure, difference, move_between, replace
-from hf_ext.plan import Loaded, plan_of
-from hf_ext.work_ahead import WorkAhead, progress
+from hf_ext.storage.delta.file import METHOD
+from hf_ext.storage.layout import CONFIG, read_config
+from hf_ext.integration.in_place import Move, configure, difference, move_between, replace
+from hf_ext.integration.weight_plan import Loaded, plan_of
+from hf_ext.storage.prefetch import WorkAhead, progress
 
 logger = get_logger(__name__)
 

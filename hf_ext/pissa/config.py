@@ -16,10 +16,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import tqdm
 
-from hf_ext.cards import write_card
+from hf_ext.integration.model_cards import write_card
 from hf_ext.pissa.card import pissa_card
 from hf_ext.pissa.layer import PRINCIPAL, PissaEmbedding, PissaLinear, refuse
-from hf_ext.pissa.report import LayerReport, PissaReport
+from hf_ext.pissa.reports import LayerReport, PissaReport
 
 # Options of LoRA that do not go with an adapter that starts as part of the weight, and their neutral values.
 NEUTRAL = {

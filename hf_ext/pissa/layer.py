@@ -17,7 +17,7 @@ from transformers.utils.logging import tqdm
 
 from hf_ext.errors import BaseModelError
 from hf_ext.pissa.decomposition import energy, initial_factors, is_of, principal_components
-from hf_ext.pissa.report import LayerReport
+from hf_ext.pissa.reports import LayerReport
 
 #: `init_lora_weights` of an adapter to be decomposed. PEFT's own layers know no such start, and say so in an error.
 PRINCIPAL = "principal components (see hf_ext.pissa.accept_pissa)"

@@ -18,9 +18,9 @@ from hf_ext.pissa.config import QPissaConfig
 from hf_ext.pissa.decomposition import energy
 from hf_ext.pissa.layer import PissaLinear
 from hf_ext.pissa.quantization import Quantization, bitsandbytes, dequantize, quantized_residual
-from hf_ext.pissa.report import LayerReport
+from hf_ext.pissa.reports import LayerReport
 from hf_ext.pissa.residual import OriginalModel, OriginalWeight, ResidualLinear
-from hf_ext.work_ahead import progress
+from hf_ext.storage.prefetch import progress
 
 logger = get_logger(__name__)
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from hf_ext.checkpoint import TORCH_DTYPES, Checkpoint, open_checkpoint
+from hf_ext.storage.checkpoint import TORCH_DTYPES, Checkpoint, open_checkpoint
 from hf_ext.errors import BaseModelError, HfExtError
 from hf_ext.pissa.decomposition import is_of
 from hf_ext.pissa.layer import another_base

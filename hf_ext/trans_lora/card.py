@@ -6,9 +6,9 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard
 
-from hf_ext.cards import adapter_card, name_in_text
+from hf_ext.integration.model_cards import adapter_card, name_in_text
 from hf_ext.display import markdown_table
-from hf_ext.trans_lora.report import TransferReport
+from hf_ext.trans_lora.reports import TransferReport
 
 
 def transfer_card(report: TransferReport, task_type: str | None, folder: Path) -> ModelCard:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase, Trainer, set_seed
 from transformers.trainer_utils import TrainOutput
 from transformers.utils.logging import tqdm
 
-from hf_ext.cards import write_card
+from hf_ext.integration.model_cards import write_card
 from hf_ext.errors import HfExtError
 from hf_ext.trans_lora.adapters import adapter_digest, bare, base_of, evaluation, on_device
 from hf_ext.trans_lora.card import transfer_card
@@ -28,7 +28,7 @@ from hf_ext.trans_lora.embedding import embed, load_encoder
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import Generator, ModelGenerator
 from hf_ext.trans_lora.prompts import membership_question
-from hf_ext.trans_lora.report import TransferReport, describe
+from hf_ext.trans_lora.reports import TransferReport, describe
 from hf_ext.trans_lora.scoring import aligned
 from hf_ext.trans_lora.stages import CHECKPOINTS, append_lines, claim, last_checkpoint, read_lines
 from hf_ext.trans_lora.synthesis import SYNTHESIS, Candidate, Judge, Prompts, counts, in_shares, keep_best, write_inputs

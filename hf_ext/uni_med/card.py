@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from huggingface_hub import ModelCard
 from transformers import PreTrainedConfig
 
-from hf_ext.cards import hub_id, metadata_of, model_card, name_in_text
+from hf_ext.integration.model_cards import hub_id, metadata_of, model_card, name_in_text
 from hf_ext.uni_med.configuration_uni_med import QA
 
 if TYPE_CHECKING:

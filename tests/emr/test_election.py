@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_ext import _native
-from hf_ext.checkpoint import TORCH_DTYPES
-from hf_ext.emr import election, reference
-from hf_ext.native import FLOATS
+from hf_ext.storage.checkpoint import TORCH_DTYPES
+import reference_election as reference
+from hf_ext.emr import election
+from hf_ext.storage.native import FLOATS
 
 TYPES = [name for name in TORCH_DTYPES if name in FLOATS]
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging
 
 from hf_ext import BaseModelError, CheckpointError, emr, fm_delta
-from hf_ext.emr import reference
+import reference_election as reference
 
 
 @pytest.fixture(scope="module")

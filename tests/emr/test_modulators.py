@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_ext import CorruptFileError
-from hf_ext.checkpoint import RawTensor
+from hf_ext.storage.checkpoint import RawTensor
 from hf_ext.emr.modulators import Modulated, TaskFile, TaskRecord, TaskWriter, copy_task
 
 OWN = {

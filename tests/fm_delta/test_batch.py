@@ -19,7 +19,7 @@ from hf_ext import fm_delta
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.fm_delta import batch
 from hf_ext.fm_delta.batch import RECORD
-from hf_ext.work_ahead import CORES, WorkAhead, at_most_cores, cores
+from hf_ext.storage.prefetch import CORES, WorkAhead, at_most_cores, cores
 from hf_ext_cli.main import main
 
 NAMES = ("one", "three", "two")

@@ -10,9 +10,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_ext.checkpoint import SAFETENSORS_DTYPES, TORCH_DTYPES, RawTensor
+from hf_ext.storage.checkpoint import SAFETENSORS_DTYPES, TORCH_DTYPES, RawTensor
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
-from hf_ext.fm_delta.codec import (
+from hf_ext.storage.delta.codec import (
     CODED,
     DEFLATED,
     FLOATS,

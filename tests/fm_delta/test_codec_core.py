@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_ext import _native
-from hf_ext.fm_delta import reference
+import reference_codec as reference
 
 FP32, FP16, BF16, FP64 = 1, 2, 3, 4
 NAMES = {FP32: "fp32", FP16: "fp16", BF16: "bf16", FP64: "fp64"}

@@ -10,11 +10,11 @@ import xxhash
 from golden_checkpoints import GOLDEN, write_base
 
 from hf_ext import fm_delta
-from hf_ext.checkpoint import Checkpoint
-from hf_ext.fm_delta import reference
-from hf_ext.fm_delta.codec import CODED, row_length
-from hf_ext.fm_delta.format import VERSION, CompressedFile
-from hf_ext.native import FLOATS
+from hf_ext.storage.checkpoint import Checkpoint
+import reference_codec as reference
+from hf_ext.storage.delta.codec import CODED, row_length
+from hf_ext.storage.delta.file import VERSION, CompressedFile
+from hf_ext.storage.native import FLOATS
 
 # v1 has its own base beside it: every float type, untouched rows, a resized embedding, a base of another type, a new head,
 # integers, NaN and infinities. The others are made by golden_checkpoints.py.

@@ -11,11 +11,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_checkpoints import CONFIG, contents, fine_tune, pair, weights, write_folder, write_safetensors
 
-from hf_ext import fm_delta, work_ahead
-from hf_ext.checkpoint import SAFETENSORS_DTYPES, Checkpoint, RawTensor, SafetensorsFile
+from hf_ext import fm_delta
+from hf_ext.storage import prefetch as work_ahead
+from hf_ext.storage.checkpoint import SAFETENSORS_DTYPES, Checkpoint, RawTensor, SafetensorsFile
 from hf_ext.errors import CheckpointError, CorruptFileError
-from hf_ext.fm_delta.codec import read_header
-from hf_ext.fm_delta.format import CHECKSUM_KEY, KEY, CompressedFile, add_to_config, check_shards, remove_from_config
+from hf_ext.storage.delta.codec import read_header
+from hf_ext.storage.delta.file import CHECKSUM_KEY, KEY, CompressedFile, add_to_config, check_shards, remove_from_config
 
 
 def round_trip(tmp_path, src, base):

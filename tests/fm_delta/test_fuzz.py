@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_ext import _native
-from hf_ext.checkpoint import TORCH_DTYPES, RawTensor
+from hf_ext.storage.checkpoint import TORCH_DTYPES, RawTensor
 from hf_ext.errors import BaseModelError, CorruptFileError
-from hf_ext.fm_delta import reference
-from hf_ext.fm_delta.codec import MAGIC, decode_raw, encode_raw, peek_header, read_header
-from hf_ext.native import FLOATS, WIDTHS, cast
+import reference_codec as reference
+from hf_ext.storage.delta.codec import MAGIC, decode_raw, encode_raw, peek_header, read_header
+from hf_ext.storage.native import FLOATS, WIDTHS, cast
 
 SEEDS = sorted((Path(__file__).parents[1] / "fuzz" / "seeds").iterdir())
 CRASHES = sorted((Path(__file__).parent / "crashes").glob("*"))  # inputs that the decoder once did wrong with

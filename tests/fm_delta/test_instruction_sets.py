@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_ext import _native
-from hf_ext.fm_delta import reference
+import reference_codec as reference
 
 NAMES = {1: "fp32", 2: "fp16", 3: "bf16", 4: "fp64"}
 SETS = _native.instruction_sets()

@@ -9,7 +9,8 @@ from test_codec import FLOAT_DTYPES, bits, trained
 from test_codec_core import BF16, FP16, FP32, FP64, decode, every_type, fine_tune, floats, landmarks, random_bits
 
 from hf_ext import _native
-from hf_ext.fm_delta import codec, low_rank, reference
+import reference_codec as reference
+from hf_ext.storage.delta import codec, low_rank
 
 ROWS, COLUMNS = 96, 128
 

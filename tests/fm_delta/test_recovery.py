@@ -19,10 +19,11 @@ import torch
 from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 from transformers.utils import logging
 
-from hf_ext import fm_delta, work_ahead
-from hf_ext.checkpoint import SafetensorsFile
+from hf_ext import fm_delta
+from hf_ext.storage import prefetch as work_ahead
+from hf_ext.storage.checkpoint import SafetensorsFile
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
-from hf_ext.folder import STAGE, shard_sets
+from hf_ext.storage.layout import STAGE, shard_sets
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kills and limits processes as Linux does")
 

@@ -11,7 +11,7 @@ from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 from hf_ext import fm_delta
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.fm_delta import compress
-from hf_ext.folder import STAGE
+from hf_ext.storage.layout import STAGE
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kills and limits processes as Linux does")
 

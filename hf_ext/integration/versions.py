@@ -17,7 +17,7 @@ def check() -> None:
     Raises:
         ImportError: a package is outside the range.
     """
-    lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
+    lines = Path(__file__).parents[1].joinpath("requirements.txt").read_text(encoding="utf-8").splitlines()
     other = {}
     for line in lines:
         if not line.startswith("#"):
@@ -45,4 +45,3 @@ def _installed(package: str) -> str | None:
         return None
 
 
-check()

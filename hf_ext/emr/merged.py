@@ -22,13 +22,13 @@ import numpy as np
 import xxhash
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from hf_ext.checkpoint import ENCODINGS, TORCH_DTYPES, Checkpoint, ComputedFile, Entry, RawTensor
+from hf_ext.storage.checkpoint import ENCODINGS, TORCH_DTYPES, Checkpoint, ComputedFile, Entry, RawTensor
 from hf_ext.emr import election
 from hf_ext.emr.modulators import FILE, TaskFile, is_asset
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
-from hf_ext.folder import CONFIG, INDEX, read_config, select_weights
-from hf_ext.native import FLOATS, WIDTHS, cast
-from hf_ext.work_ahead import WorkAhead, progress, threads_for
+from hf_ext.storage.layout import CONFIG, INDEX, read_config, select_weights
+from hf_ext.storage.native import FLOATS, WIDTHS, cast
+from hf_ext.storage.prefetch import WorkAhead, progress, threads_for
 
 METHOD = "emr"
 GENERATION = "generation_config.json"

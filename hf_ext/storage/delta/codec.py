@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import xxhash
 
-from hf_ext.checkpoint import TORCH_DTYPES, RawTensor
+from hf_ext.storage.checkpoint import TORCH_DTYPES, RawTensor
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
-from hf_ext.fm_delta import low_rank
-from hf_ext.native import FLOATS, WIDTHS, _native, aligned, as_numbers, cast
+from hf_ext.storage.delta import low_rank
+from hf_ext.storage.native import FLOATS, WIDTHS, _native, aligned, as_numbers, cast
 
 VERSION = 2
 VERSIONS = range(1, VERSION + 1)

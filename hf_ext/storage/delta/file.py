@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from hf_ext.checkpoint import ComputedFile, Entry, SafetensorsFile, parse_header
+from hf_ext.storage.checkpoint import ComputedFile, Entry, SafetensorsFile, parse_header
 from hf_ext.errors import CorruptFileError
-from hf_ext.fm_delta.codec import STORED, VERSION, VERSIONS, Header, payload_shape, read_header
+from hf_ext.storage.delta.codec import STORED, VERSION, VERSIONS, Header, payload_shape, read_header
 
 METHOD = "fm_delta"  # in config.json
 KEY, CHECKSUM_KEY = "fm_delta", "fm_delta_checksum"  # in a file's metadata

@@ -23,7 +23,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 from transformers.modelcard import TASK_MAPPING
 
-from hf_ext.folder import write_atomically
+from hf_ext.storage.layout import write_atomically
 
 CARD = "README.md"
 MARK = re.compile(r"<!-- hf_ext (?P<kind>\w+) (?P<checksum>[0-9a-f]{16}): [^<>]*-->")
@@ -237,7 +237,7 @@ def _marked(card: ModelCard, kind: str) -> ModelCard:
 def _template(kind: str) -> str:
     """Of an installed package, or of a checkout, where the templates stand at the top."""
     installed = files("hf_ext").joinpath("model_cards", f"{kind}.md")
-    return (installed if installed.is_file() else Path(__file__).parents[1] / "model_cards" / f"{kind}.md").read_text("utf-8")
+    return (installed if installed.is_file() else Path(__file__).parents[2] / "model_cards" / f"{kind}.md").read_text("utf-8")
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str] | None:

@@ -13,17 +13,17 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
-from hf_ext.cards import CARD, outdated, write_card
-from hf_ext.checkpoint import Checkpoint, open_checkpoint, open_plain
-from hf_ext.emr.artifact import TASK_NAME, Merged, assets_of, extract_task, files_of, older_files, task_files, task_folder
+from hf_ext.integration.model_cards import CARD, outdated, write_card
+from hf_ext.storage.checkpoint import Checkpoint, open_checkpoint, open_plain
+from hf_ext.emr.merged import TASK_NAME, Merged, assets_of, extract_task, files_of, older_files, task_files, task_folder
 from hf_ext.emr.card import merge_card, models_of
 from hf_ext.emr.modulators import ASSETS
-from hf_ext.emr.report import MergeReport, TaskReport
+from hf_ext.emr.reports import MergeReport, TaskReport
 from hf_ext.emr.writing import Addition, Merge, Source
 from hf_ext.errors import CheckpointError, CorruptFileError
-from hf_ext.folder import CONFIG, all_weights, read_config, require_another_folder, staged_folder
-from hf_ext.in_place import difference
-from hf_ext.work_ahead import WorkAhead, progress
+from hf_ext.storage.layout import CONFIG, all_weights, read_config, require_another_folder, staged_folder
+from hf_ext.integration.in_place import difference
+from hf_ext.storage.prefetch import WorkAhead, progress
 
 logger = get_logger(__name__)
 
@@ -202,7 +202,7 @@ def open_task(name: str, task: Task, base: Checkpoint, scratch: Path) -> Source:
         raise CheckpointError(f"Task '{name}' is a {type(task).__name__}; give a folder, a Hub id, or a model.")
     assets = assets_of(folder)
     if (folder / ADAPTER_CONFIG).exists() and not all_weights(folder):
-        from hf_ext.emr.adapter import AdapterCheckpoint  # PEFT takes its time to import
+        from hf_ext.integration.adapter_source import AdapterCheckpoint  # PEFT takes its time to import
 
         tensors = AdapterCheckpoint(folder, base)
         return Source(tensors, tensors.config.to_dict(), assets)

@@ -19,9 +19,9 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_ext.checkpoint import Checkpoint, name_of
+from hf_ext.storage.checkpoint import Checkpoint, name_of
 from hf_ext.errors import CheckpointError, HfExtError
-from hf_ext.work_ahead import WorkAhead
+from hf_ext.storage.prefetch import WorkAhead
 
 ANY_NAME = "^(.+)"
 

@@ -28,7 +28,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
-from hf_ext.folder import INDEX, read_index, select_weights
+from hf_ext.storage.layout import INDEX, read_index, select_weights
 
 MERGE = "emr"  # metadata key of files whose tensors are of a merge of several models, and so of none of them
 FINGERPRINT_SAMPLE = 1024  # bytes read at each of three places of a tensor

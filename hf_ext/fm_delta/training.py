@@ -13,14 +13,14 @@ from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from hf_ext.checkpoint import open_checkpoint
+from hf_ext.storage.checkpoint import open_checkpoint
 from hf_ext.errors import CheckpointError, HfExtError
-from hf_ext.fm_delta.codec import is_payload, read_header
-from hf_ext.fm_delta.format import CompressedFile
+from hf_ext.storage.delta.codec import is_payload, read_header
+from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.fm_delta.saving import CompressedSaving
 from hf_ext.fm_delta.series import checkpoints, compress_series, is_compressed, open_root, secure
-from hf_ext.folder import all_weights
-from hf_ext.work_ahead import WorkAhead
+from hf_ext.storage.layout import all_weights
+from hf_ext.storage.prefetch import WorkAhead
 
 logger = logging.get_logger(__name__)
 

@@ -14,8 +14,8 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from hf_ext.checkpoint import SAFETENSORS_DTYPES, Checkpoint, Entry, RawTensor
-from hf_ext.emr.artifact import is_merge
+from hf_ext.storage.checkpoint import SAFETENSORS_DTYPES, Checkpoint, Entry, RawTensor
+from hf_ext.emr.merged import is_merge
 from hf_ext.errors import CheckpointError
 
 AUTO_CLASSES = {

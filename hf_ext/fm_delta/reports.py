@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hf_ext.display import new_figure, save_figure, table
-from hf_ext.fm_delta.codec import STORED, Header
+from hf_ext.storage.delta.codec import STORED, Header
 from hf_ext.fm_delta.compress import open_compressed
 
 KINDS = {

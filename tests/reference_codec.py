@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_ext.native import _native
+from hf_ext.storage.native import _native
 
 BLOCK = 256 * 1024
 LANES = {1: 1, 2: 64}

@@ -1,0 +1,1 @@
+"""All code that depends on internals of Transformers and PEFT."""
