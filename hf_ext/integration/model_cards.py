@@ -14,14 +14,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import transformers
 import xxhash
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, RevisionNotFoundError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
-from transformers.modelcard import TASK_MAPPING
 
 from hf_ext.storage.layout import write_atomically
 
@@ -191,6 +189,10 @@ def name_in_text(name: str | os.PathLike) -> str:
 
 def task_of(config: dict[str, Any]) -> str | None:
     """The Hub's `pipeline_tag` of a model with this config.json, by its class."""
+    try:
+        from transformers.modelcard import TASK_MAPPING
+    except ImportError:  # cards are written without Transformers too
+        return None
     kinds = set(config.get("architectures") or [])
     for task, classes in TASK_MAPPING.items():
         names = {name for entry in classes.values() for name in (entry if isinstance(entry, tuple | list) else [entry])}
@@ -218,6 +220,10 @@ def adapter_card(
 
 def class_of(config: dict[str, Any]) -> str:
     """The class of Transformers that loads a model with this config.json."""
+    try:
+        import transformers
+    except ImportError:
+        return "AutoModel"
     return next((name for name in config.get("architectures") or [] if hasattr(transformers, name)), "AutoModel")
 
 
