@@ -18,9 +18,9 @@ from pairs import TORCH
 from transformers import AutoModel
 from transformers import AutoModelForSequenceClassification as Classifier
 
-from hf_ext.storage.checkpoint import open_checkpoint
 from hf_ext.fm_delta import compress_checkpoint, switch
-from hf_ext.storage.prefetch import WorkAhead
+from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.prefetch import Prefetcher
 
 
 def switching(args: argparse.Namespace, dtype: str) -> dict:
@@ -74,7 +74,7 @@ def decode(folder: Path) -> None:
     """Opens a checkpoint, with all checks, and decodes each tensor once."""
     source = open_checkpoint(folder)
     entries = {name: source.entry(name) for name in source.names()}
-    for _ in WorkAhead(source.__getitem__, {name: entry.end - entry.begin for name, entry in entries.items()}):
+    for _ in Prefetcher(source.__getitem__, {name: entry.end - entry.begin for name, entry in entries.items()}):
         pass
 
 

@@ -1,4 +1,4 @@
-"""Adds this package's entries to the registries of Transformers and PEFT. No other module writes into them; nothing is replaced.
+"""Adds this package's entries to the registries of Transformers and PEFT. No other module does; nothing is replaced.
 
 `import hf_ext` must stay light, so it imports neither library. A library that is imported already gets its entries at once, any
 other one right after its import.

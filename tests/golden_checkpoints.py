@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from hf_ext.storage.checkpoint import RawTensor, SafetensorsFile, open_plain
-from hf_ext.fm_delta.compress import write_compressed
 from hf_ext.storage.delta.file import VERSION
+from hf_ext.storage.delta.writer import write_delta
+from hf_ext.storage.open import open_plain
+from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile
 
 GOLDEN = Path(__file__).parent / "fm_delta" / "golden"
 TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -111,7 +112,7 @@ def main() -> None:
         save_file(tensors(VERSION)[1], original, metadata={"format": "pt"})
         made = Path(scratch) / "made"
         made.mkdir()
-        write_compressed([[SafetensorsFile(original)]], base, made)
+        write_delta([[SafetensorsFile(original)]], base, made)
         (made / "original.sha256").write_text(hashlib.sha256(original.read_bytes()).hexdigest() + "\n")
         shutil.copytree(made, out)
     print(f"{out}: {(out / 'model.safetensors').stat().st_size} bytes")

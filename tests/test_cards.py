@@ -484,7 +484,8 @@ def test_templates_are_found_in_an_installed_package(tmp_path):
     for extension in Path(hf_ext.__file__).parent.glob("_native*"):
         shutil.copy(extension, installed)
     assert {path.stem for path in (installed / "model_cards").iterdir()} == KINDS
-    code = "import hf_ext.integration.model_cards as c; print(c.__file__, *(len(c._template(kind)) > 99 for kind in " + repr(sorted(KINDS)) + "))"
+    show = f"print(c.__file__, *(len(c._template(kind)) > 99 for kind in {sorted(KINDS)!r}))"
+    code = f"import hf_ext.integration.model_cards as c; {show}"
     env = {"PYTHONPATH": str(tmp_path / "lib"), "HF_HUB_OFFLINE": "1", "PATH": "", "HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
-    assert done.stdout.split() == [str(installed / "cards.py"), *["True"] * len(KINDS)], done.stderr
+    assert done.stdout.split() == [str(installed / "integration/model_cards.py"), *["True"] * len(KINDS)], done.stderr

@@ -8,11 +8,13 @@ import sys
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_checkpoints import CONFIG, contents, weights, write_folder, write_safetensors
+from tiny_checkpoints import CONFIG, SAFETENSORS_DTYPES, contents, weights, write_folder, write_safetensors
 
-from hf_ext.storage.checkpoint import SAFETENSORS_DTYPES, Checkpoint, RawTensor, SafetensorsFile
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
-from hf_ext.storage.layout import STAGE, all_weights, read_config, select_weights, staged_folder, write_atomically
+from hf_ext.storage.atomic import staged_folder, write_atomically
+from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.layout import STAGE, all_weights, read_config, select_weights
+from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile, safetensors_dtype
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
@@ -26,7 +28,7 @@ def test_a_file_gives_every_tensor_as_the_safetensors_library_wrote_it(tmp_path)
     assert set(file.entries) == set(tensors)
     for name, tensor in tensors.items():
         raw = file[name]
-        assert (raw.dtype, raw.shape) == (SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape))
+        assert (raw.dtype, raw.shape) == (safetensors_dtype(tensor.dtype), tuple(tensor.shape))
         assert raw.data.tobytes() == RawTensor.from_torch(tensor).data.tobytes()
 
 

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 
-from hf_ext.storage.checkpoint import RawTensor
+from hf_ext.storage.safetensors_file import DTYPES, RawTensor, torch_dtype
+
+TORCH_DTYPES = {name: torch_dtype(name) for name in DTYPES}
+SAFETENSORS_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 Tensors = Mapping[str, torch.Tensor | RawTensor]
 

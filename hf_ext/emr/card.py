@@ -8,9 +8,9 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard
 
-from hf_ext.integration.model_cards import class_of, licence, metadata_of, model_card, name_in_text, task_of
 from hf_ext.display import markdown_table
 from hf_ext.emr.reports import COLUMNS, MergeReport
+from hf_ext.integration.model_cards import class_of, licence, metadata_of, model_card, name_in_text, task_of
 from hf_ext.storage.layout import CONFIG, read_config
 
 

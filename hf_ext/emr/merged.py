@@ -9,30 +9,31 @@ task-TASK/…                     its other files, where they are not those of t
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import xxhash
-from huggingface_hub import split_state_dict_into_shards_factory
 
-from hf_ext.storage.checkpoint import ENCODINGS, TORCH_DTYPES, Checkpoint, ComputedFile, Entry, RawTensor
 from hf_ext.emr import election
 from hf_ext.emr.modulators import FILE, TaskFile, is_asset
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
-from hf_ext.storage.layout import CONFIG, INDEX, read_config, select_weights
+from hf_ext.storage.atomic import write_json
+from hf_ext.storage.delta.source import open_delta
+from hf_ext.storage.layout import CONFIG, INDEX, read_config, select_weights, storage_settings
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
-from hf_ext.storage.prefetch import WorkAhead, progress, threads_for
+from hf_ext.storage.plain_writer import shards_of, write_files
+from hf_ext.storage.prefetch import threads_for
+from hf_ext.storage.safetensors_file import Entry, RawTensor
+from hf_ext.storage.source import TensorSource
 
 METHOD = "emr"
 GENERATION = "generation_config.json"
-STORED_AS = "fm_delta"  # how the elected weights are encoded
 TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -48,8 +49,7 @@ def assets_of(folder: Path) -> dict[str, Path]:
 
 def is_merge(folder: str | os.PathLike) -> bool:
     """Whether the config.json of a folder says that it holds a merge."""
-    settings = read_config(Path(folder, CONFIG)).get("quantization_config")
-    return isinstance(settings, dict) and settings.get("quant_method") == METHOD
+    return storage_settings(Path(folder)).get("quant_method") == METHOD
 
 
 def task_files(folder: Path) -> dict[str, TaskFile]:
@@ -61,7 +61,7 @@ def task_files(folder: Path) -> dict[str, TaskFile]:
     """
     if not is_merge(folder):
         raise CheckpointError(f"{folder} holds no merge (its config.json says nothing of the method {METHOD!r}).")
-    tasks = read_config(folder / CONFIG)["quantization_config"].get("tasks")
+    tasks = storage_settings(folder).get("tasks")
     if (
         not isinstance(tasks, list)
         or not tasks
@@ -110,8 +110,8 @@ class Merged:
         self.folder = Path(folder).absolute()  # as the working directory may change
         self.files = task_files(self.folder)
         self.tasks = list(self.files)
-        self.elected = ENCODINGS[STORED_AS].open(select_weights(self.folder), base, revision)
-        self.base: Checkpoint = self.elected.base
+        self.elected = open_delta(select_weights(self.folder), base, revision)
+        self.base = self.elected.base
         for file in self.files.values():
             if file.record.elected != self.elected.digest:
                 raise CorruptFileError(
@@ -181,7 +181,7 @@ class Merged:
 
     def prior(self, name: str) -> np.ndarray:
         """The base's bytes of an elected tensor, in the tensor's type."""
-        base = self.base[self.base.twin_of(name)]
+        base = self.base.read(self.base.twin_of(name))
         return cast(base.data, base.dtype, self.elected.entry(name).dtype)
 
     def entry(self, task: str, name: str) -> Entry:
@@ -210,9 +210,9 @@ class Merged:
         if (own := file.own(name)) is not None:
             return replace(own, data=own.data.copy())
         if name not in file.record.modulated:
-            return self.elected[name]
+            return self.elected.read(name)
         spared = elected is not None
-        elected = elected if spared else self.elected[name]
+        elected = elected if spared else self.elected.read(name)
         out = np.empty_like(elected.data) if spared else elected.data
         threads = threads_for(out.size)
         election.modulate(elected.dtype, self.prior(name), elected.data, *self.modulator(task, name), out, threads)
@@ -223,71 +223,34 @@ class Merged:
             out = np.concatenate([out[: file.record.modulated[name].rows * row], *([more.data] if more else [])])
         return RawTensor(entry.dtype, entry.shape, out)
 
-    def checkpoint(self, task: str) -> Checkpoint:
+    def source(self, task: str) -> TaskSource:
         """A task's model as a checkpoint."""
         self.require_task(task)
-        return TaskCheckpoint(self, task)
+        return TaskSource(self, task)
 
 
-class TaskCheckpoint(Checkpoint):
+class TaskSource(TensorSource):
     """The tensors of one task of a merge, each computed when it is asked for."""
 
     def __init__(self, merged: Merged, task: str):
-        self.merged, self.task = merged, task
-        self.name, self.revision, self.files = f"{merged.folder}#{task}", None, []
-        self._names = merged.files[task].names()
-        self._file_of = dict.fromkeys(self._names)
+        self.name = f"{merged.folder}#{task}"
+        self._merged, self._task = merged, task
 
-    def __getitem__(self, name: str) -> RawTensor:
-        return self.merged.tensor(self.task, name)
+    def names(self) -> list[str]:
+        return self._merged.files[self._task].names()
 
     def entry(self, name: str) -> Entry:
-        return self.merged.entry(self.task, name)
+        return self._merged.entry(self._task, name)
 
-    def forget(self, name: str, begin: int, end: int) -> None:
-        pass
+    def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
+        return self._merged.tensor(self._task, name)
 
 
 def extract_task(merged: Merged, task: str, out: Path, max_shard_size: int | str) -> None:
     """Writes one task of a merge into the folder `out` as a plain checkpoint."""
-    tensors = merged.checkpoint(task)
+    tensors = merged.source(task)
     entries = {name: tensors.entry(name)[:2] for name in tensors.names()}
-    files = shards_of(entries, tensors.__getitem__, out, max_shard_size, {})
-    with progress(f"Extracting {task}:", len(entries)) as bar:
-        for file in files:
-            with open(out / file.path, "wb") as target:
-                target.write(len(file.header_bytes).to_bytes(8, "little") + file.header_bytes)
-                sizes = {name: entry.end - entry.begin for name, entry in file.entries.items()}
-                for _, tensor in WorkAhead(file.__getitem__, sizes):
-                    target.write(tensor.data)
-                    bar.update()
+    write_files(shards_of(entries, tensors.read, out, max_shard_size), out, f"Extracting {task}:")
     for name, path in merged.assets(task).items():
         shutil.copyfile(path, out / name)
     write_json(out / CONFIG, merged.task_config(task))
-
-
-def shards_of(
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
-    compute: Callable[[str], RawTensor],
-    out: Path,
-    max_shard_size: int | str,
-    metadata: Mapping[str, str],
-) -> list[ComputedFile]:
-    """The files of a checkpoint as `save_pretrained` would cut it; the index of shards, if there are several, is written."""
-
-    def size(tensor: tuple[str, tuple[int, ...]]) -> int:
-        return math.prod(tensor[1]) * TORCH_DTYPES[tensor[0]].itemsize
-
-    split = split_state_dict_into_shards_factory(
-        dict(tensors), get_storage_size=size, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
-    )
-    if split.is_sharded:
-        write_json(out / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
-    return [
-        ComputedFile(file, {name: tensors[name] for name in names}, compute, {"format": "pt", **metadata})
-        for file, names in split.filename_to_tensors.items()
-    ]
-
-
-def write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -13,21 +13,23 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
-from hf_ext.integration.model_cards import CARD, outdated, write_card
-from hf_ext.storage.checkpoint import Checkpoint, open_checkpoint, open_plain
-from hf_ext.emr.merged import TASK_NAME, Merged, assets_of, extract_task, files_of, older_files, task_files, task_folder
 from hf_ext.emr.card import merge_card, models_of
+from hf_ext.emr.merged import TASK_NAME, Merged, assets_of, extract_task, files_of, older_files, task_files, task_folder
 from hf_ext.emr.modulators import ASSETS
 from hf_ext.emr.reports import MergeReport, TaskReport
-from hf_ext.emr.writing import Addition, Merge, Source
+from hf_ext.emr.writing import AdditionWriter, MergeWriter, Source
 from hf_ext.errors import CheckpointError, CorruptFileError
-from hf_ext.storage.layout import CONFIG, all_weights, read_config, require_another_folder, staged_folder
 from hf_ext.integration.in_place import difference
-from hf_ext.storage.prefetch import WorkAhead, progress
+from hf_ext.integration.model_cards import CARD, outdated, write_card
+from hf_ext.storage.atomic import staged_folder
+from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.hub import is_local
+from hf_ext.storage.layout import ADAPTER_CONFIG, CONFIG, all_weights, read_config, require_another_folder
+from hf_ext.storage.open import open_checkpoint, open_plain
+from hf_ext.storage.prefetch import Prefetcher, progress
+from hf_ext.storage.source import TensorSource
 
 logger = get_logger(__name__)
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 Task = str | os.PathLike | PreTrainedModel  # or a PeftModel
 
@@ -71,7 +73,7 @@ def merge(
     with TemporaryDirectory() as scratch, staged_folder(out, older_files(Path(out))) as stage:
         sources = {name: open_task(name, task, checkpoint, Path(scratch) / name) for name, task in tasks.items()}
         _require_one_structure(sources)
-        Merge(checkpoint, _config_of(checkpoint), sources, stage).write(rescale, max_shard_size)
+        MergeWriter(checkpoint, _config_of(checkpoint), sources, stage).write(rescale, max_shard_size)
         write_card(stage, merge_card(stage, report(stage), tasks.values()), Path(out))
     return _checked(report(out))
 
@@ -114,8 +116,8 @@ def add_task(
     with TemporaryDirectory() as scratch, staged_folder(out, older_files(Path(out))) as stage:
         source = open_task(name, task, merged.base, Path(scratch) / name)
         _require_one_structure({task: Source(None, merged.task_config(task), {}) for task in merged.tasks} | {name: source})
-        addition = Addition(merged, _config_of(merged.base), name, source, stage)
-        (Merge(merged.base, _config_of(merged.base), addition.sources, stage) if reelect else addition).write(
+        addition = AdditionWriter(merged, _config_of(merged.base), name, source, stage)
+        (MergeWriter(merged.base, _config_of(merged.base), addition.sources, stage) if reelect else addition).write(
             rescale, max_shard_size
         )
         write_card(stage, merge_card(stage, report(stage), [*models_of(merged.folder), task]), Path(out))
@@ -165,7 +167,7 @@ def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int
             merged.modulator(task, name)
     names = merged.elected.names()
     with progress("Verifying", len(names)) as bar:
-        for _ in WorkAhead(merged.elected.__getitem__, {name: merged.elected.entry(name).end for name in names}):
+        for _ in Prefetcher(merged.elected.read, {name: merged.elected.entry(name).nbytes for name in names}):
             bar.update()
     return count + len(names)
 
@@ -185,7 +187,7 @@ def report(src: str | os.PathLike) -> MergeReport:
     return MergeReport(tasks, sum(path.stat().st_size for path in own))
 
 
-def open_task(name: str, task: Task, base: Checkpoint, scratch: Path) -> Source:
+def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> Source:
     """What a task is given as, as a checkpoint. Models in memory are saved into `scratch` first."""
     if hasattr(task, "peft_config") and hasattr(task, "get_base_model"):  # a PeftModel
         if not hasattr(task, "merge_and_unload"):
@@ -202,17 +204,17 @@ def open_task(name: str, task: Task, base: Checkpoint, scratch: Path) -> Source:
         raise CheckpointError(f"Task '{name}' is a {type(task).__name__}; give a folder, a Hub id, or a model.")
     assets = assets_of(folder)
     if (folder / ADAPTER_CONFIG).exists() and not all_weights(folder):
-        from hf_ext.integration.adapter_source import AdapterCheckpoint  # PEFT takes its time to import
+        from hf_ext.integration.adapter_source import AdapterSource  # PEFT takes its time to import
 
-        tensors = AdapterCheckpoint(folder, base)
-        return Source(tensors, tensors.config.to_dict(), assets)
+        adapter = AdapterSource(folder, base)
+        return Source(adapter, adapter.config.to_dict(), assets)
     settings = read_config(folder / CONFIG)
     if not settings:
         raise CheckpointError(f"Task '{name}': {folder} has no config.json.")
     tensors = open_checkpoint(folder)
-    quantised = settings.pop("quantization_config", None)
-    if quantised and type(tensors) is Checkpoint:
-        raise CheckpointError(f"Task '{name}': {folder} is quantised; only float weights can be merged.")
+    quantized = settings.pop("quantization_config", None)
+    if quantized and isinstance(tensors, Checkpoint):
+        raise CheckpointError(f"Task '{name}': {folder} is quantized; only float weights can be merged.")
     return Source(tensors, settings, assets)
 
 
@@ -226,7 +228,7 @@ def _folder_of(name: str | os.PathLike, what: str) -> Path:
     name = os.fspath(name)
     if os.path.isdir(name):
         return Path(name)
-    if os.path.exists(name) or name.startswith((".", "/", "~")):
+    if is_local(name):
         raise CheckpointError(f"{what}: there is no folder '{name}'.")
     try:
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", *(f"*{suffix}" for suffix in ASSETS)]))
@@ -244,7 +246,7 @@ def _require_one_structure(sources: Mapping[str, Source]) -> None:
     for task in others:
         found = sources[task].config
         if found.get("model_type") != expected.get("model_type"):
-            continue  # Merge has a word for that
+            continue  # MergeWriter raises for that
         if differs := difference(expected, found):
             key, wanted, value = differs
             raise CheckpointError(
@@ -263,9 +265,9 @@ def _checked(report: MergeReport) -> MergeReport:
     return report
 
 
-def _config_of(base: Checkpoint) -> dict:
+def _config_of(base: TensorSource) -> dict:
     """The base's config.json; nothing if it has none."""
-    folder = base.files[0].path.parent
+    folder = base.paths[0].parent
     if not os.path.isdir(base.name) and not (folder / CONFIG).exists():
         with contextlib.suppress(OSError, ValueError):
             hf_hub_download(base.name, CONFIG, revision=base.revision)

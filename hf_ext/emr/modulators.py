@@ -21,9 +21,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from hf_ext.storage.checkpoint import Entry, RawTensor, SafetensorsFile, itemsize, write_header
 from hf_ext.emr.election import mask_bytes
 from hf_ext.errors import CorruptFileError
+from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile, itemsize, write_header
 
 FILE = "modulators.safetensors"
 VERSION = 1
@@ -107,7 +107,7 @@ class TaskWriter:
         order = sorted(self._entries, key=lambda key: (-itemsize(self._entries[key].dtype), key))
         for key in order:
             entry = self._entries[key]
-            placed[key] = entry._replace(begin=end, end=(end := end + entry.end - entry.begin))
+            placed[key] = entry._replace(begin=end, end=(end := end + entry.nbytes))
             record.checksums[key] = self._checksum(entry)
         text = json.dumps({"version": VERSION} | asdict(record))
         with open(self.path, "wb") as file:
@@ -128,7 +128,7 @@ class TaskWriter:
 
     def _copy(self, entry: Entry, target: BinaryIO | xxhash.xxh3_64) -> None:
         self._parts.seek(entry.begin)
-        left, put = entry.end - entry.begin, getattr(target, "write", None) or target.update
+        left, put = entry.nbytes, getattr(target, "write", None) or target.update
         while left:
             data = self._parts.read(min(left, 1 << 22))
             put(data)
@@ -202,7 +202,7 @@ class TaskFile:
 
     def masks_size(self) -> int:
         """Bytes that all masks take in the file."""
-        return sum(entry.end - entry.begin for key, entry in self._file.entries.items() if key.startswith(MASK))
+        return sum(entry.nbytes for key, entry in self._file.entries.items() if key.startswith(MASK))
 
     def verify(self) -> int:
         """Checks every entry of the file; returns how many there are."""

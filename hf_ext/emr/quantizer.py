@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
-from hf_ext.storage.checkpoint import Checkpoint, Entry, RawTensor, first_line
-from hf_ext.emr.merged import Merged, task_folder
 from hf_ext.emr.config import EMRConfig
+from hf_ext.emr.merged import Merged, task_folder
 from hf_ext.emr.modulators import FILE
 from hf_ext.emr.saving import MergedSaving
 from hf_ext.emr.switching import Generate, SetTask
 from hf_ext.errors import CheckpointError
-from hf_ext.storage.layout import CONFIG, snapshot_of
 from hf_ext.integration.quantizer import DecodingQuantizer
-from hf_ext.integration.weight_plan import Loaded
 from hf_ext.integration.save_hooks import PushToHub
+from hf_ext.integration.weight_plan import Loaded
+from hf_ext.storage.hub import first_line, snapshot_of
+from hf_ext.storage.layout import CONFIG
+from hf_ext.storage.safetensors_file import Entry, RawTensor
+from hf_ext.storage.source import TensorSource
 
 
 class EMRQuantizer(DecodingQuantizer):
@@ -32,7 +35,7 @@ class EMRQuantizer(DecodingQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.plan: list[Loaded] = []
 
-    def open(self, model: PreTrainedModel, files: list[Path]) -> Checkpoint:
+    def open(self, model: PreTrainedModel, files: list[Path]) -> TensorSource:
         settings = self.quantization_config
         self.merged = Merged(_whole_folder(files[0].parent, settings.tasks), settings.base, settings.revision)
         return _FirstTask(self.merged)
@@ -52,10 +55,11 @@ class EMRQuantizer(DecodingQuantizer):
         return model
 
 
-class _FirstTask(Checkpoint):
+class _FirstTask(TensorSource):
     """The first task's tensors, and those that it lacks from the first task that has them."""
 
     def __init__(self, merged: Merged):
+        self.name = str(merged.folder)
         self.merged = merged
         self.holder = {name: task for task in reversed(merged.tasks) for name in merged.files[task].names()}
 
@@ -65,7 +69,7 @@ class _FirstTask(Checkpoint):
     def entry(self, name: str) -> Entry:
         return self.merged.entry(self.holder[name], name)
 
-    def __getitem__(self, name: str) -> RawTensor:
+    def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
         return self.merged.tensor(self.holder[name], name)
 
 

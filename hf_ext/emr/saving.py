@@ -8,14 +8,14 @@ from typing import Any
 
 from transformers.utils.logging import get_logger
 
-from hf_ext.integration.model_cards import outdated, write_card
-from hf_ext.emr.merged import Merged, older_files
 from hf_ext.emr.card import merge_card, models_of
+from hf_ext.emr.merged import Merged, older_files
 from hf_ext.emr.merging import report
 from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
-from hf_ext.storage.layout import staged_folder
+from hf_ext.integration.model_cards import outdated, write_card
 from hf_ext.integration.save_hooks import Saving
+from hf_ext.storage.atomic import staged_folder
 
 logger = get_logger(__name__)
 

@@ -16,14 +16,14 @@ import xxhash
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.logging import get_logger
 
-from hf_ext.storage.checkpoint import SAFETENSORS_DTYPES, RawTensor
 from hf_ext.emr import election
 from hf_ext.emr.merged import Merged
 from hf_ext.errors import CheckpointError, UnsavedChangesError
 from hf_ext.integration.in_place import Move, configure, move_between, plain, replace
-from hf_ext.storage.native import FLOATS
 from hf_ext.integration.weight_plan import Loaded
-from hf_ext.storage.prefetch import WorkAhead
+from hf_ext.storage.native import FLOATS
+from hf_ext.storage.prefetch import Prefetcher
+from hf_ext.storage.safetensors_file import RawTensor, safetensors_dtype
 
 logger = get_logger(__name__)
 
@@ -206,14 +206,14 @@ class SetTask:
         elected = self.merged.elected
         if not self._elected:
             modulated = {name for file in self.merged.files.values() for name in file.record.modulated}
-            sizes = {name: entry.end - entry.begin for name in sorted(modulated) for entry in [elected.entry(name)]}
-            self._elected = dict(WorkAhead(elected.__getitem__, sizes))
+            sizes = {name: elected.entry(name).nbytes for name in sorted(modulated)}
+            self._elected = dict(Prefetcher(elected.read, sizes))
             self._prior = {name: self.merged.prior(name) for name in sizes}
         for task in tasks:
             if task not in self._modulators:
                 names = self.merged.files[task].record.modulated
                 read = partial(self.merged.modulator, task)
-                self._modulators[task] = dict(WorkAhead(read, {name: self._prior[name].size // 8 for name in names}))
+                self._modulators[task] = dict(Prefetcher(read, {name: self._prior[name].size // 8 for name in names}))
 
     def _is_in_place(self, loaded: Loaded, weight: torch.Tensor, *tasks: str) -> bool:
         """Whether a parameter's own memory can be turned from one task's into the other's."""
@@ -224,7 +224,7 @@ class SetTask:
         if any(record is None or record.rows is not None for record in records):
             return False
         elected = self._elected[names[0]]
-        return weight.shape == elected.shape and SAFETENSORS_DTYPES.get(weight.dtype) == elected.dtype
+        return weight.shape == elected.shape and safetensors_dtype(weight.dtype) == elected.dtype
 
     def _target(self, loaded: Loaded, weight: torch.Tensor, active: str, name: str) -> election.Target:
         (source,) = loaded.all_names()

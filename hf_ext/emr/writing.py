@@ -11,15 +11,20 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from hf_ext.storage.checkpoint import ENCODINGS, MERGE, TORCH_DTYPES, Checkpoint, RawTensor
 from hf_ext.emr import election
-from hf_ext.emr.merged import METHOD, STORED_AS, Merged, shards_of, task_folder, write_json
+from hf_ext.emr.merged import METHOD, Merged, task_folder
 from hf_ext.emr.modulators import FILE, OWN, ROWS, Modulated, TaskRecord, TaskWriter, copy_task
 from hf_ext.emr.reports import figures_of
 from hf_ext.errors import BaseModelError, CheckpointError
+from hf_ext.storage.atomic import write_json
+from hf_ext.storage.delta.source import PARTS_OF
+from hf_ext.storage.delta.writer import write_delta
 from hf_ext.storage.layout import CONFIG
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
+from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.prefetch import threads_for
+from hf_ext.storage.safetensors_file import RawTensor, float_name
+from hf_ext.storage.source import TensorSource
 
 CHUNK = 1 << 20  # values of each task worked on at a time
 RESCALE = ("tensor", "paper")
@@ -29,12 +34,12 @@ RESCALE = ("tensor", "paper")
 class Source:
     """A task's checkpoint to merge: its tensors, its config.json, and its other files by name."""
 
-    tensors: Checkpoint
+    tensors: TensorSource
     config: dict
     assets: Mapping[str, Path]
 
 
-class Merge:
+class MergeWriter:
     """One merge under way. Memory: a few million values of each task, and one tensor.
 
     Args:
@@ -47,7 +52,7 @@ class Merge:
         BaseModelError: they are not fine-tunes of this base.
     """
 
-    def __init__(self, base: Checkpoint, base_config: dict, sources: Mapping[str, Source], out: Path):
+    def __init__(self, base: TensorSource, base_config: dict, sources: Mapping[str, Source], out: Path):
         self.base, self.sources, self.out = base, sources, out
         self._words = _vocabulary(base_config)
         _require_one_architecture(base_config, sources)
@@ -78,8 +83,8 @@ class Merge:
             if rescale not in RESCALE:
                 raise CheckpointError(f"There is no way to rescale called {rescale!r}; choose one of: {', '.join(RESCALE)}.")
             tensors = {name: self._stored(name) for name in self.holders}
-            files = shards_of(tensors, self.tensor, self.out, max_shard_size, {MERGE: str(len(self.sources))})
-            recorded, [digest] = ENCODINGS[STORED_AS].write([files], self.base, self.out)
+            files = shards_of(tensors, self.tensor, self.out, max_shard_size, {PARTS_OF: METHOD})
+            recorded, [digest] = write_delta([files], self.base, self.out)
             for task, source in self.sources.items():
                 (self.out / task_folder(task)).mkdir(exist_ok=True)
                 write_json(self.out / task_folder(task) / CONFIG, source.config)
@@ -96,7 +101,8 @@ class Merge:
                     shutil.copyfile(path, self.out / task_folder(task) / name)
         for name, path in first.assets.items():
             shutil.copyfile(path, self.out / name)
-        settings = {"quant_method": METHOD, "base": recorded.name, "revision": recorded.revision, "dtype": _float_type(tensors)}
+        dtype = float_name(tensors[name][0] for name in sorted(tensors))
+        settings = {"quant_method": METHOD, "base": recorded.name, "revision": recorded.revision, "dtype": dtype}
         write_json(self.out / CONFIG, first.config | {"quantization_config": settings | {"tasks": list(self.sources)}})
 
     def new_tasks(self) -> list[str]:
@@ -146,12 +152,12 @@ class Merge:
         """The tensor to store: the elected one, after its masks have gone to the tasks' writers, or the first holder's."""
         dtype, shape = self._stored(name)
         if not self.is_elected(name):
-            return self.sources[self.holders[name]].tensors[name]
+            return self.sources[self.holders[name]].tensors.read(name)
         twin, width = self.base.twin_of(name), WIDTHS[dtype]
-        base = self.base[twin]
+        base = self.base.read(twin)
         voters = [task for task in self.voters[name] if task in self.writers]
         checkpoints = [self.sources[task].tensors for task in voters]
-        tensors = [checkpoint[name] for checkpoint in checkpoints]
+        tensors = [checkpoint.read(name) for checkpoint in checkpoints]
         values, base_width = math.prod(shape), WIDTHS[base.dtype]
         elected = self.start(name, dtype, base)
         masks = np.empty((len(voters), election.mask_bytes(values)), np.uint8)
@@ -165,9 +171,9 @@ class Merge:
             masks[:, begin // 8 : election.mask_bytes(end)] = found
             for field in election.SUMS.names:
                 sums[field] += added[field]
-            self.base.forget(twin, begin * base_width, end * base_width)
+            self.base.release(twin, begin * base_width, end * base_width)
             for checkpoint in checkpoints:
-                checkpoint.forget(name, begin * width, end * width)
+                checkpoint.release(name, begin * width, end * width)
         for task, mask, total in zip(voters, masks, sums):
             if total["not_finite"]:
                 raise CheckpointError(
@@ -197,7 +203,7 @@ class Merge:
             elif not self.is_elected(name) and self._is_held(task, name):
                 record.shared.append(name)
             else:
-                self.writers[task].add(OWN + name, source.tensors[name])
+                self.writers[task].add(OWN + name, source.tensors.read(name))
         values = {name: math.prod(source.tensors.entry(name).shape) for name in sums}
         record.report = figures_of(record, sums, values)
         return record
@@ -209,7 +215,7 @@ class Merge:
         if not shape or shape[0] == rows:
             return None
         if shape[0] > rows:
-            data = tensors[name].data[rows * math.prod(shape[1:]) * WIDTHS[dtype] :]
+            data = tensors.read(name).data[rows * math.prod(shape[1:]) * WIDTHS[dtype] :]
             self.writers[task].add(ROWS + name, RawTensor(dtype, (shape[0] - rows, *shape[1:]), data))
         return min(shape[0], rows)
 
@@ -217,11 +223,11 @@ class Merge:
         """Whether a tensor that is not elected is the one that stands among the elected weights."""
         if self.holders[name] == task:
             return True
-        held, mine = (self.sources[owner].tensors[name] for owner in (self.holders[name], task))
+        held, mine = (self.sources[owner].tensors.read(name) for owner in (self.holders[name], task))
         return (held.dtype, held.shape) == (mine.dtype, mine.shape) and np.array_equal(held.data, mine.data)
 
 
-class Addition(Merge):
+class AdditionWriter(MergeWriter):
     """One more task for a merge whose election stands.
 
     Args:
@@ -232,7 +238,7 @@ class Addition(Merge):
     def __init__(self, standing: Merged, base_config: dict, name: str, source: Source, out: Path):
         self.standing, self.added = standing, name
         sources = {
-            task: Source(standing.checkpoint(task), standing.task_config(task), standing.assets(task))
+            task: Source(standing.source(task), standing.task_config(task), standing.assets(task))
             for task in standing.tasks
         }
         super().__init__(standing.base, base_config, sources | {name: source}, out)
@@ -246,7 +252,8 @@ class Addition(Merge):
         return name in self.standing.files[task].record.modulated if task != self.added else super().votes(task, name)
 
     def start(self, name: str, dtype: str, base: RawTensor) -> np.ndarray:
-        return self.standing.elected[name].data if name in self.standing.elected else cast(base.data, base.dtype, dtype).copy()
+        elected = self.standing.elected
+        return elected.read(name).data if name in elected else cast(base.data, base.dtype, dtype).copy()
 
     def elect(
         self, dtype: str, prior: np.ndarray, tasks: list[np.ndarray], elected: np.ndarray, threads: int
@@ -267,12 +274,6 @@ class Addition(Merge):
     def copy_modulators(self, task: str, digest: str) -> None:
         if task in self.standing.files:
             copy_task(self.standing.files[task], self.out / task_folder(task) / FILE, elected=digest)
-
-
-def _float_type(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> str | None:
-    """torch's name of the type of the first float tensor by name, which Transformers takes for dtype="auto"."""
-    dtypes = (tensors[name][0] for name in sorted(tensors))
-    return next((str(TORCH_DTYPES[dtype]).removeprefix("torch.") for dtype in dtypes if dtype in FLOATS), None)
 
 
 def _padded(data: np.ndarray, prior: np.ndarray, dtype: str) -> np.ndarray:
@@ -309,7 +310,7 @@ def _require_one_architecture(base_config: dict, sources: Mapping[str, Source]) 
             )
 
 
-def _require_fine_tune(task: str, source: Source, base: Checkpoint, sums: Mapping[str, np.ndarray]) -> None:
+def _require_fine_tune(task: str, source: Source, base: TensorSource, sums: Mapping[str, np.ndarray]) -> None:
     """Raises BaseModelError if the task vector is as large as the base's weights: that of a stranger is larger still. Norms and
     biases do not count where there are matrices, as they are much alike in all models."""
     matrices = [name for name in sums if len(source.tensors.entry(name).shape) > 1] or list(sums)

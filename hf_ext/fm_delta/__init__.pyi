@@ -2,7 +2,6 @@ from .base_search import BaseReport as BaseReport
 from .base_search import find_base as find_base
 from .batch import BatchReport as BatchReport
 from .batch import compress_all as compress_all
-from .training import CompressCheckpoints as CompressCheckpoints
 from .compress import compress_checkpoint as compress_checkpoint
 from .compress import decompress_checkpoint as decompress_checkpoint
 from .compress import verify as verify
@@ -14,3 +13,4 @@ from .series import compress_series as compress_series
 from .series import inspect_series as inspect_series
 from .series import remove_checkpoint as remove_checkpoint
 from .switching import switch as switch
+from .training import CompressCheckpoints as CompressCheckpoints

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from huggingface_hub import CacheNotFound, scan_cache_dir
 
-from hf_ext.integration.model_cards import CARD, metadata_of
-from hf_ext.storage.checkpoint import Checkpoint, open_plain
 from hf_ext.display import table
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.fm_delta.likeness import Likeness, likeness
+from hf_ext.integration.model_cards import CARD, metadata_of
+from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.layout import CONFIG, read_config, select_weights
+from hf_ext.storage.open import open_plain
 
 # Full fine-tunes agree with their base in more than 0.9 of the values; noise of a tenth of the weights' spread leaves 0.7, and
 # shuffled weights agree in 0.1 (benchmarks/fm_delta.py, section search).
@@ -187,7 +188,7 @@ def _examine(source: Checkpoint, name: str, revision: str | None, place: str, no
         other = open_plain(place)
         other.read_sparsely()
         found = likeness(source, other, LIKELY_SHARE)
-        kinds = [read_config(checkpoint.files[0].path.parent / CONFIG).get("model_type") for checkpoint in (source, other)]
+        kinds = [read_config(checkpoint.paths[0].parent / CONFIG).get("model_type") for checkpoint in (source, other)]
     except HfExtError as error:
         return Candidate(name, revision, "unreadable", str(error))
     verdict, why = _judge(found, *kinds)

@@ -18,17 +18,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
-from transformers.utils.logging import disable_progress_bar, tqdm
+from huggingface_hub.utils import disable_progress_bars, tqdm
 
-from hf_ext.storage.checkpoint import Checkpoint, open_plain
 from hf_ext.display import table
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
 from hf_ext.fm_delta.base_search import find_base
-from hf_ext.storage.delta.codec import DEFAULT_LEVEL
-from hf_ext.fm_delta.compress import compress_checkpoint, open_compressed, places_of
-from hf_ext.storage.delta.file import CompressedFile
+from hf_ext.fm_delta.compress import compress_checkpoint, places_of
 from hf_ext.fm_delta.reports import inspect
-from hf_ext.storage.layout import all_weights, delete_folder, flush_folder, require_deletable, write_atomically
+from hf_ext.storage.atomic import delete_folder, flush_folder, write_atomically
+from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.delta.codec import DEFAULT_LEVEL
+from hf_ext.storage.delta.file import CompressedFile
+from hf_ext.storage.delta.source import open_files
+from hf_ext.storage.hub import absolute
+from hf_ext.storage.layout import all_weights, require_deletable
+from hf_ext.storage.open import open_plain
 from hf_ext.storage.prefetch import CORES, at_most_cores
 
 RECORD = "compress_all.json"  # in the folder of the compressed models: the report, and what the next run need not do again
@@ -142,7 +146,7 @@ def compress_all(
         CorruptFileError: `out`/compress_all.json is none.
     """
     out = Path(os.path.abspath(out))
-    common = None if base is None else open_plain(os.path.abspath(base) if os.path.isdir(base) else base, revision)
+    common = None if base is None else open_plain(absolute(base), revision)
     run = _Run(out, _folders(sources, out, common), verify or delete_source)
     jobs = []
     for source in run.sources:
@@ -192,7 +196,7 @@ class _Run:
         if base is not None and (model.base, model.revision) != (base.name, base.revision):
             return False
         try:
-            done = open_compressed(self.out / source.name)[0].digest == model.digest
+            done = open_files(self.out / source.name)[0].digest == model.digest
         except (HfExtError, OSError):
             return False
         self.models[source.name] = replace(model, error=None)
@@ -284,7 +288,7 @@ def _is_base(folder: Path, base: Checkpoint | None) -> bool:
 
 def _found_base(source: Path) -> Checkpoint:
     found = find_base(source).require()
-    return open_plain(os.path.abspath(found.name) if os.path.isdir(found.name) else found.name, found.revision)
+    return open_plain(absolute(found.name), found.revision)
 
 
 def _stamp(source: Path) -> str:
@@ -369,7 +373,7 @@ def _start_worker() -> None:
 
     threading.Thread(target=follow, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    disable_progress_bar()
+    disable_progress_bars()
 
 
 def _figures(models: Sequence[ModelResult]) -> tuple[str, str, str, str]:

@@ -1,43 +1,45 @@
-"""The model card of a compressed checkpoint, with its sizes, and what becomes of cards that are there already."""
+"""The model card of a compressed checkpoint, and the rules for cards that are there already."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCard
 
 from hf_ext.integration.model_cards import CARD, class_of, is_free, is_ours, model_card, name_in_text, task_of
-from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.delta.file import METHOD, BaseInfo
-from hf_ext.storage.layout import CONFIG, read_config
+from hf_ext.storage.delta.folder import METHOD, Sets
+from hf_ext.storage.layout import CONFIG, read_config, storage_settings
+from hf_ext.storage.source import TensorSource
 
-ORIGINAL = "original"  # of a card that looks as if it came with the compression, but was among the files already
+ORIGINAL = "original"  # marks a card that looks like one the compression adds, but belongs to the original files
 
 
-def compressed_card(sets: Sequence[Sequence[Any]], out: Path, root: Checkpoint, info: BaseInfo, chain: bool) -> ModelCard:
-    """The card of what `out` holds of these files.
+def compressed_card(sets: Sets, out: Path, root: TensorSource, name: str | None, chain: bool) -> ModelCard:
+    """Returns the card of a compressed folder.
 
     Args:
-        root: what was fine-tuned.
-        info: the base that they are stored against; it is itself stored against another if there is a `chain`.
+        sets: the files before compression.
+        out: the folder, its weights and config.json written.
+        root: the model that was fine-tuned.
+        name: Hub id of `root`, if it is recorded instead of its own name.
+        chain: whether the base is stored against another base itself.
     """
-    files, config = [file for shards in sets for file in shards], read_config(out / CONFIG)
+    files, config, settings = [file for shards in sets for file in shards], read_config(out / CONFIG), storage_settings(out)
     entries = [entry for file in files for entry in file.entries.values()]
-    original = sum(8 + len(file.header_bytes) for file in files) + sum(entry.end - entry.begin for entry in entries)
+    original = sum(8 + len(file.header_bytes) for file in files) + sum(entry.nbytes for entry in entries)
     compressed = sum((out / file.path.name).stat().st_size for file in files)
     parameters = sum(math.prod(entry.shape) for entry in entries)
+    root_name = root.name if chain else name or root.name
     return model_card(
         METHOD,
-        [root.name],
+        [root_name],
         "finetune",
         tags=["fm-delta"],
         task=task_of(config),
-        root=name_in_text(root.name),
-        base=name_in_text(info.name),
-        revision=info.revision,
+        root=name_in_text(root_name),
+        base=name_in_text(settings["base"]),
+        revision=settings["revision"],
         chain=chain,
         model_class=class_of(config),
         original=f"{original / 1e6:.2f} MB",
@@ -49,11 +51,11 @@ def compressed_card(sets: Sequence[Sequence[Any]], out: Path, root: Checkpoint, 
 
 
 def came_with_compression(card: Path) -> bool:
-    """Whether the card of a compressed folder is none of the original files."""
-    settings = read_config(card.parent / CONFIG).get("quantization_config")
-    return is_ours(card, METHOD) and isinstance(settings, dict) and settings.get("card") != ORIGINAL
+    """Returns whether the card of a compressed folder was added by the compression."""
+    settings = storage_settings(card.parent)
+    return bool(settings) and is_ours(card, METHOD) and settings.get("card") != ORIGINAL
 
 
-def without_free_card(paths: list[Path], src: Path, out: Path) -> list[Path]:
-    """Leaves out the card of `src`, if nobody wrote it and the user wrote the one that is in `out`."""
-    return [path for path in paths if path != src / CARD or is_free(out / CARD) or not is_free(path)]
+def without_free_card(src: Path, out: Path) -> set[Path]:
+    """Returns the card of `src` as a file not to copy, if it is generated and a user wrote the one in `out`."""
+    return {Path(CARD)} if (src / CARD).exists() and not is_free(out / CARD) and is_free(src / CARD) else set()

@@ -1,7 +1,7 @@
 """What stands under `quantization_config` in the config.json of a compressed checkpoint."""
 
-from hf_ext.storage.delta.file import METHOD
 from hf_ext.integration.quantizer import DecodingConfig
+from hf_ext.storage.delta.folder import METHOD
 
 
 class FMDeltaConfig(DecodingConfig):

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_ext.storage.checkpoint import Checkpoint, Entry, RawTensor
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
+from hf_ext.storage.safetensors_file import Entry, RawTensor
+from hf_ext.storage.source import TensorSource
 
 RUNS, LENGTH = 16, 64  # of a tensor 16 runs of 64 values are read, evenly spread: at most 8 KB
 MANTISSA = {"F32": 23, "F16": 10, "BF16": 7, "F64": 52}  # bits below the exponent
@@ -33,7 +34,7 @@ class Likeness:
     same_layers: bool
 
 
-def likeness(src: Checkpoint, other: Checkpoint, least: float = 0.0) -> Likeness:
+def likeness(src: TensorSource, other: TensorSource, least: float = 0.0) -> Likeness:
     """Compares two checkpoints. Where less than the share `least` is shared nothing is read, and `agreement` is 0."""
     names = [name for name in src.names() if src.entry(name).dtype in FLOATS]
     twins = {name: twin for name in names if (twin := other.twin_of(name)) and _comparable(src, name, other, twin)}
@@ -44,7 +45,7 @@ def likeness(src: Checkpoint, other: Checkpoint, least: float = 0.0) -> Likeness
     agreeing = 0.0
     if shared and shared >= least * total:
         for name, twin in twins.items():
-            share, length = compare(src[name], other[twin], common[name])
+            share, length = compare(src.read(name), other.read(twin), common[name])
             agreeing += share * common[name]
             bits += length * common[name]
     same_layers = all(src.entry(name).shape == other.entry(twin).shape for name, twin in twins.items() if _layer(name))
@@ -85,7 +86,7 @@ def _ordered(values: np.ndarray) -> np.ndarray:
     return np.where(values & sign, ~values, values | sign)
 
 
-def _comparable(src: Checkpoint, name: str, other: Checkpoint, twin: str) -> bool:
+def _comparable(src: TensorSource, name: str, other: TensorSource, twin: str) -> bool:
     """Whether these are the same parameter. Of resized embeddings the rows that both have are compared; a lone layer is the
     twin of no other layer, though its names end alike."""
     entry, prior = src.entry(name), other.entry(twin)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from hf_ext.fm_delta.compress import CompressedCheckpoint, open_files
 from hf_ext.fm_delta.config import FMDeltaConfig
 from hf_ext.integration.quantizer import DecodingQuantizer
+from hf_ext.storage.delta.source import DeltaCheckpoint, open_delta
 
 
 class FMDeltaQuantizer(DecodingQuantizer):
@@ -21,5 +21,5 @@ class FMDeltaQuantizer(DecodingQuantizer):
     )
     advice = "Run `hf-ext decompress` on the checkpoint first."
 
-    def open(self, model: PreTrainedModel, files: list[Path]) -> CompressedCheckpoint:
-        return open_files(files, self.quantization_config.base, self.quantization_config.revision)
+    def open(self, model: PreTrainedModel, files: list[Path]) -> DeltaCheckpoint:
+        return open_delta(files, self.quantization_config.base, self.quantization_config.revision)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hf_ext.display import new_figure, save_figure, table
 from hf_ext.storage.delta.codec import STORED, Header
-from hf_ext.fm_delta.compress import open_compressed
+from hf_ext.storage.delta.source import open_files, original_size
 
 KINDS = {
     "embedding": r"embed|wte|wpe",
@@ -125,10 +125,17 @@ def inspect(src: str | os.PathLike) -> CheckpointReport:
     Raises:
         CorruptFileError: a file is not compressed, damaged or from a newer version.
     """
-    files = open_compressed(Path(src))
+    files = open_files(Path(src))
     tensors = [
         TensorReport(
-            name, _kind(name), _how(header), header.dtype, header.shape, header.values, file.size(name), file.payload(name).size
+            name,
+            _kind(name),
+            _how(header),
+            header.dtype,
+            header.shape,
+            header.values,
+            file.original[name].nbytes,
+            file.payload(name).size,
         )
         for file in files
         for name, header in sorted(file.headers.items(), key=lambda item: _natural(item[0]))
@@ -137,7 +144,7 @@ def inspect(src: str | os.PathLike) -> CheckpointReport:
         files[0].base.name,
         files[0].base.revision,
         tensors,
-        sum(8 + len(file.original_header) + sum(map(file.size, file.original)) for file in files),
+        sum(map(original_size, files)),
         sum(file.path.stat().st_size for file in files),
     )
 

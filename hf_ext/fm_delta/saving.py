@@ -12,12 +12,17 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hf_ext.storage.checkpoint import Checkpoint, open_checkpoint
 from hf_ext.errors import CheckpointError
-from hf_ext.storage.delta.codec import decode_raw, is_payload, read_header
-from hf_ext.fm_delta.compress import base_tensor, compress_weights
-from hf_ext.storage.layout import all_weights, staged_folder
+from hf_ext.fm_delta.compress import write_with_card
 from hf_ext.integration.save_hooks import PushToHub, Saving
+from hf_ext.storage.atomic import staged_folder
+from hf_ext.storage.delta.codec import decode_raw, is_payload, read_header
+from hf_ext.storage.delta.folder import plain_files
+from hf_ext.storage.delta.source import base_tensor
+from hf_ext.storage.hub import absolute
+from hf_ext.storage.layout import all_weights
+from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.source import TensorSource
 
 logger = logging.get_logger(__name__)
 
@@ -48,7 +53,7 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
         raise CheckpointError("This model is quantised; only plain weights can be compressed.")
     disable(model)
     # A save may happen in another working directory.
-    checkpoint = open_checkpoint(os.path.abspath(base) if os.path.isdir(base) else base, revision)
+    checkpoint = open_checkpoint(absolute(base), revision)
     names = model.state_dict().keys()
     if not any(checkpoint.twin_of(name) for name in names):
         logger.warning(f"No tensor of {checkpoint} has a name that {type(model).__name__} knows: nothing will be saved by it.")
@@ -72,7 +77,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 class CompressedSaving(Saving):
     """Lets the class's own method save, then compresses what it wrote."""
 
-    def __init__(self, model: PreTrainedModel, base: Checkpoint):
+    def __init__(self, model: PreTrainedModel, base: TensorSource):
         super().__init__(model)
         self.base = base.name
         self.revision = base.revision
@@ -97,7 +102,7 @@ class CompressedSaving(Saving):
                 if path not in weights:
                     path.rename(stage / path.name)
             if weights:  # with a PEFT adapter on the model only the adapter was saved
-                compress_weights(plain, base, stage, target=folder)
+                write_with_card(plain_files(plain), base, stage, target=folder)
             for path in weights:
                 path.unlink()
             plain.rmdir()

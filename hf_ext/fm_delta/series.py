@@ -14,24 +14,20 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hf_ext.integration.model_cards import CARD
-from hf_ext.storage.checkpoint import Checkpoint, SafetensorsFile, open_checkpoint
 from hf_ext.display import table
 from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.card import came_with_compression
-from hf_ext.fm_delta.compress import (
-    CompressedCheckpoint,
-    OriginalFile,
-    base_of,
-    compress_files,
-    decoded,
-    open_base,
-    open_compressed,
-    plain_files,
-)
-from hf_ext.storage.delta.file import KEY, CompressedFile, remove_from_config
-from hf_ext.storage.layout import CONFIG, STAGE, all_weights, copy, other_files, read_config, rewrite, shard_sets
-from hf_ext.storage.prefetch import progress
+from hf_ext.fm_delta.compress import write_with_card
+from hf_ext.integration.model_cards import CARD
+from hf_ext.storage.atomic import copy, link, rewrite
+from hf_ext.storage.delta.file import KEY, CompressedFile
+from hf_ext.storage.delta.folder import Sets, decode_all, plain_files
+from hf_ext.storage.delta.source import DeltaCheckpoint, RestoredFile, base_of, open_base, open_files, original_size
+from hf_ext.storage.hub import absolute
+from hf_ext.storage.layout import CONFIG, STAGE, all_weights, other_files, remove_settings, shard_sets
+from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.safetensors_file import SafetensorsFile
+from hf_ext.storage.source import TensorSource
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 LONGEST_CHAIN = 8  # checkpoints that are decoded to read one; each costs as much time as the first
@@ -127,7 +123,7 @@ def inspect_series(run: str | os.PathLike) -> SeriesReport:
         base = None
         if is_compressed(folder):
             files = [CompressedFile(path) for path in paths]
-            original = sum(8 + len(file.original_header) + sum(map(file.size, file.original)) for file in files)
+            original = sum(map(original_size, files))
             needed = needed_by(folder)
             base = needed.name if needed else base_of(files[0], folder)[0]
         found.append(StoredCheckpoint(folder.name, base, original, size))
@@ -177,25 +173,25 @@ def secure(run: Path, step: int, best: str | None = None) -> None:
             store(folder, root_of(folder))
 
 
-def store(folder: Path, root: Checkpoint, newer: Path | None = None) -> None:
+def store(folder: Path, root: TensorSource, newer: Path | None = None) -> None:
     """Writes the weights of a checkpoint again, against the base `root` or the checkpoint `newer`, whichever makes them
     smaller."""
     bases = {None: root} | ({f"../{newer.name}": open_checkpoint(newer)} if newer else {})
     sets = files_of(folder)
     with stage_of(folder.parent) as stage:
-        written: dict[Path, Checkpoint] = {}
+        written: dict[Path, TensorSource] = {}
         for name, base in bases.items():
             out = stage / f"written-{len(written)}"
             out.mkdir()
             written[out] = base
             if (folder / CONFIG).exists():
                 copy(folder / CONFIG, out / CONFIG)
-                rewrite(out / CONFIG, remove_from_config)
+                rewrite(out / CONFIG, remove_settings)
             if (folder / CARD).exists() and not came_with_compression(folder / CARD):
                 link(folder / CARD, out / CARD)
-            compress_files(sets, base, out, name, root=root)
+            write_with_card(sets, base, out, name, root=root)
         smallest = min(written, key=lambda out: sum(path.stat().st_size for path in all_weights(out)))
-        require_readable(smallest, written[smallest])
+        decode_all(open_files(smallest), written[smallest])  # before the plain weights go
         for path in other_files(folder, stage):
             if path not in (folder / CONFIG, folder / CARD):
                 link(path, smallest / path.relative_to(folder))
@@ -204,23 +200,14 @@ def store(folder: Path, root: Checkpoint, newer: Path | None = None) -> None:
         smallest.rename(folder)
 
 
-def files_of(folder: Path) -> list[list[SafetensorsFile]] | list[list[OriginalFile]]:
+def files_of(folder: Path) -> Sets:
     """The original files of the weights, in the sets that are read together, whether they are compressed or not."""
     if not is_compressed(folder):
-        return plain_files(folder, read_config(folder / CONFIG))
-    files = open_compressed(folder)
+        return plain_files(folder)
+    files = open_files(folder)
     base = open_base(files, folder)
     sets = shard_sets([file.path for file in files])
-    return [[OriginalFile(file, base) for file in files if file.path in shards] for shards in sets]
-
-
-def require_readable(folder: Path, base: Checkpoint) -> None:
-    """Raises CorruptFileError unless every tensor that was just written comes out as it went in."""
-    files = open_compressed(folder)
-    with progress("Verifying", sum(len(file.original) for file in files)) as bar:
-        for file in files:
-            for _ in decoded(file, base, file.original):
-                bar.update()
+    return [[RestoredFile(file, base) for file in files if file.path in shards] for shards in sets]
 
 
 def checkpoints(run: Path, until: int | None = None) -> list[Path]:
@@ -271,20 +258,20 @@ def in_order(older: Path, newer: Path) -> bool:
     return (os.path.getmtime(older), older.name) < (os.path.getmtime(newer), newer.name)
 
 
-def open_root(run: Path, base: str | os.PathLike, revision: str | None = None) -> Checkpoint:
+def open_root(run: Path, base: str | os.PathLike, revision: str | None = None) -> TensorSource:
     """Opens the base of a run."""
     folder = Path(os.path.realpath(base))
     if os.path.isdir(base) and CHECKPOINT.fullmatch(folder.name) and folder.parent == run.resolve():
         raise CheckpointError(
             f"The base {base} is a checkpoint of the run itself, which may be deleted; give the model that was fine-tuned."
         )
-    return open_checkpoint(os.path.abspath(base) if os.path.isdir(base) else base, revision)
+    return open_checkpoint(absolute(base), revision)
 
 
-def root_of(folder: Path) -> Checkpoint:
+def root_of(folder: Path) -> TensorSource:
     """The plain base at the end of the chain of a compressed checkpoint."""
     checkpoint = open_checkpoint(folder)
-    while isinstance(checkpoint, CompressedCheckpoint):
+    while isinstance(checkpoint, DeltaCheckpoint):
         checkpoint = checkpoint.base
     return checkpoint
 
@@ -311,12 +298,3 @@ def recover(run: Path) -> None:
             if CHECKPOINT.fullmatch(old.name) and not (run / old.name).exists():
                 old.rename(run / old.name)
         shutil.rmtree(stage, ignore_errors=True)
-
-
-def link(source: Path, target: Path) -> None:
-    """The same file under another name, or a copy of it where there are no links."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        copy(source, target)

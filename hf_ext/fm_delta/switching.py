@@ -14,13 +14,17 @@ from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils.logging import get_logger
 
-from hf_ext.storage.checkpoint import SAFETENSORS_DTYPES, Checkpoint, Entry, Hub, RawTensor, open_checkpoint, reaching
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
-from hf_ext.storage.delta.file import METHOD
-from hf_ext.storage.layout import CONFIG, read_config
 from hf_ext.integration.in_place import Move, configure, difference, move_between, replace
 from hf_ext.integration.weight_plan import Loaded, plan_of
-from hf_ext.storage.prefetch import WorkAhead, progress
+from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.delta.folder import METHOD
+from hf_ext.storage.hub import Hub, is_local, reaching
+from hf_ext.storage.layout import CONFIG, read_config
+from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.prefetch import Prefetcher, progress
+from hf_ext.storage.safetensors_file import Entry, RawTensor, safetensors_dtype
+from hf_ext.storage.source import TensorSource
 
 logger = get_logger(__name__)
 
@@ -67,7 +71,7 @@ def switch(
     move = _move(model, source, text, settings)
     plan = _plan(model, weights, source, move.shapes)
     sizes = {str(i): _size(source, loaded) for i, loaded in enumerate(plan)}
-    written = WorkAhead(lambda i: _write(model, weights, source, plan[int(i)]), sizes)
+    written = Prefetcher(lambda i: _write(model, weights, source, plan[int(i)]), sizes)
     done = 0
     try:
         with progress("Switching", len(plan)) as bar:
@@ -119,17 +123,17 @@ def _writable(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[Checkpoint, str | None, dict, dict | None]:
+def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[TensorSource, str | None, dict, dict | None]:
     """The tensors of a checkpoint, its commit on the Hub, its configuration, and its generation settings, if it has any."""
     name = os.fspath(other)
     try:
-        if not os.path.exists(name) and not name.startswith((".", "/", "~")):
+        if not is_local(name):
             with reaching(name, revision):  # the commit that the configuration comes from is that of all that follows
                 revision = hub.download(name, CONFIG, revision).parent.name
         where = Checkpoint(name, revision, hub)
     except BaseModelError as error:
         raise CheckpointError(str(error)) from error
-    folder = where.files[0].path.parent
+    folder = where.paths[0].parent
     if where.revision is not None:
         with reaching(name, revision):
             try:
@@ -146,7 +150,7 @@ def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[Che
     return source, where.revision, text, read_config(folder / GENERATION) or None
 
 
-def _move(model: PreTrainedModel, source: Checkpoint, text: dict, settings: dict | None) -> Move:
+def _move(model: PreTrainedModel, source: TensorSource, text: dict, settings: dict | None) -> Move:
     """What changes beside the weights, after making sure that it can."""
     own = model.config.to_dict()
     kinds = own.get("model_type"), text.get("model_type")
@@ -163,7 +167,7 @@ def _move(model: PreTrainedModel, source: Checkpoint, text: dict, settings: dict
 
 
 def _plan(
-    model: PreTrainedModel, weights: dict[str, torch.Tensor], source: Checkpoint, shapes: dict[str, torch.Size] | None
+    model: PreTrainedModel, weights: dict[str, torch.Tensor], source: TensorSource, shapes: dict[str, torch.Size] | None
 ) -> list[Loaded]:
     """What the model's weights will be made of, after making sure that each has its tensors, of its shape."""
     plan, others = plan_of(model, source.names())
@@ -184,7 +188,7 @@ def _plan(
 
 
 def _require_all(
-    model: PreTrainedModel, weights: dict[str, torch.Tensor], source: Checkpoint, found: dict[str, Loaded]
+    model: PreTrainedModel, weights: dict[str, torch.Tensor], source: TensorSource, found: dict[str, Loaded]
 ) -> None:
     """Raises CheckpointError unless there is something for each weight, and the same for names of one."""
     covered = found.keys() | {one for pair in model.all_tied_weights_keys.items() for one in pair if found.keys() & set(pair)}
@@ -199,7 +203,7 @@ def _require_all(
             )
         given = [name for name in names if name in found]
         for name in given[1:]:
-            first, second = (source[found[each].all_names()[0]].data for each in (given[0], name))
+            first, second = (source.read(found[each].all_names()[0]).data for each in (given[0], name))
             if not np.array_equal(first, second):
                 raise CheckpointError(
                     f"{source} has '{given[0]}' and '{name}' as two tensors, which are one in this model: load it with "
@@ -207,18 +211,18 @@ def _require_all(
                 )
 
 
-def _shapes(model: PreTrainedModel, source: Checkpoint, loaded: Loaded) -> dict[str, tuple[int, ...]]:
+def _shapes(model: PreTrainedModel, source: TensorSource, loaded: Loaded) -> dict[str, tuple[int, ...]]:
     if loaded.converter is None:
         return {loaded.target: tuple(source.entry(loaded.all_names()[0]).shape)}
     made = loaded.convert(model, lambda name: torch.empty(source.entry(name).shape, device="meta"))
     return {target: tuple(tensor.shape) for target, tensor in made.items()}
 
 
-def _size(source: Checkpoint, loaded: Loaded) -> int:
-    return sum(entry.end - entry.begin for name in loaded.all_names() for entry in [source.entry(name)])
+def _size(source: TensorSource, loaded: Loaded) -> int:
+    return sum(entry.nbytes for name in loaded.all_names() for entry in [source.entry(name)])
 
 
-def _write(model: PreTrainedModel, weights: dict[str, torch.Tensor], source: Checkpoint, loaded: Loaded) -> None:
+def _write(model: PreTrainedModel, weights: dict[str, torch.Tensor], source: TensorSource, loaded: Loaded) -> None:
     """Decodes what belongs to one weight (or several) and puts it where it belongs; at once there, if it can be."""
     names = loaded.all_names()
     memory = None if loaded.converter else _memory(weights[loaded.target], source.entry(names[0]))
@@ -229,19 +233,19 @@ def _write(model: PreTrainedModel, weights: dict[str, torch.Tensor], source: Che
         for target, tensor in loaded.convert(model, partial(_tensor, source)).items():
             replace(model, weights[target], tensor)
     for name in names:
-        source.forget(name, 0, source.entry(name).end - source.entry(name).begin)
+        source.release(name)
 
 
 def _memory(weight: torch.Tensor, entry: Entry) -> np.ndarray | None:
     """The bytes of a weight, if they are to be those of a tensor as it is."""
-    same = SAFETENSORS_DTYPES.get(weight.dtype) == entry.dtype and tuple(weight.shape) == tuple(entry.shape)
+    same = safetensors_dtype(weight.dtype) == entry.dtype and tuple(weight.shape) == tuple(entry.shape)
     if not same or weight.device.type != "cpu" or not weight.is_contiguous() or weight.is_inference():
         return None
     return weight.detach().reshape(-1).view(torch.uint8).numpy()
 
 
-def _tensor(source: Checkpoint, name: str) -> torch.Tensor:
-    raw = source[name]
+def _tensor(source: TensorSource, name: str) -> torch.Tensor:
+    raw = source.read(name)
     if not raw.data.flags.writeable:  # a view of a plain file, which torch warns of
         raw = RawTensor(raw.dtype, raw.shape, raw.data.copy())
     return raw.to_torch()

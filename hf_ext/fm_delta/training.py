@@ -13,14 +13,15 @@ from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
-from hf_ext.storage.checkpoint import open_checkpoint
 from hf_ext.errors import CheckpointError, HfExtError
-from hf_ext.storage.delta.codec import is_payload, read_header
-from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.fm_delta.saving import CompressedSaving
 from hf_ext.fm_delta.series import checkpoints, compress_series, is_compressed, open_root, secure
+from hf_ext.storage.delta.codec import is_payload, read_header
+from hf_ext.storage.delta.file import CompressedFile
+from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import all_weights
-from hf_ext.storage.prefetch import WorkAhead
+from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.prefetch import Prefetcher
 
 logger = logging.get_logger(__name__)
 
@@ -65,7 +66,7 @@ class CompressCheckpoints(TrainerCallback):
         if not base:
             raise CheckpointError("The model was not loaded from anywhere: give CompressCheckpoints the base= it started from.")
         # The working directory may change.
-        self.base = os.path.abspath(base) if os.path.isdir(base) else base
+        self.base = absolute(base)
         if self.revision is None and self.base == getattr(model, "name_or_path", None):
             self.revision = getattr(model.config, "_commit_hash", None)
         open_root(Path(args.output_dir), self.base, self.revision)
@@ -112,8 +113,8 @@ class DecodeStateDict:
             return
         names = {read_header(data, key.removeprefix(prefix)).name: key for key, data in payloads.items()}
         source = open_checkpoint(self._holder({name: payloads[key] for name, key in names.items()}))
-        sizes = {name: entry.end - entry.begin for name in names for entry in [source.entry(name)]}
-        for name, tensor in WorkAhead(source.__getitem__, sizes):
+        sizes = {name: entry.nbytes for name in names for entry in [source.entry(name)]}
+        for name, tensor in Prefetcher(source.read, sizes):
             state_dict[names[name]] = tensor.to_torch()
 
     def _holder(self, payloads: dict[str, np.ndarray]) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 from peft import PeftConfig, PeftModel, TaskType
@@ -14,9 +15,10 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from hf_ext.storage.checkpoint import SAFETENSORS_DTYPES, Checkpoint, Entry, RawTensor
-from hf_ext.emr.merged import is_merge
 from hf_ext.errors import CheckpointError
+from hf_ext.storage.open import holds_several_models
+from hf_ext.storage.safetensors_file import Entry, RawTensor
+from hf_ext.storage.source import TensorSource
 
 AUTO_CLASSES = {
     TaskType.SEQ_CLS: "AutoModelForSequenceClassification",
@@ -29,7 +31,7 @@ AUTO_CLASSES = {
 WRAPPERS = (".base_layer", ".original_module", ".modules_to_save.default")
 
 
-class AdapterCheckpoint(Checkpoint):
+class AdapterSource(TensorSource):
     """The weights that an adapter makes: base weights with LoRA, DoRA, (IA)³ or whatever else PEFT can merge merged into them,
     and the modules that were trained whole. The configuration is the base's, with as many labels and words as these have.
 
@@ -41,11 +43,11 @@ class AdapterCheckpoint(Checkpoint):
         CheckpointError: the adapter makes no weights (prompt tuning), or does not fit the base.
     """
 
-    def __init__(self, folder: Path, base: Checkpoint):
-        self.name, self.revision, self.files, self.base = str(folder), None, [], base
+    def __init__(self, folder: Path, base: TensorSource):
+        self.name, self.base = str(folder), base
         settings = PeftConfig.from_pretrained(folder)
         trained_on = settings.base_model_name_or_path
-        if trained_on and is_merge(trained_on):
+        if trained_on and holds_several_models(trained_on):
             raise CheckpointError(
                 f"{folder} is an adapter of a task of the merge {trained_on}, not of the base: merge it into that task's model "
                 "(merge_and_unload), save the model, and give that folder."
@@ -103,32 +105,31 @@ class AdapterCheckpoint(Checkpoint):
         if orphans:  # parameters that Transformers makes of others while it loads them: these keep the base's names
             used = set(self._twins.values())
             self._twins |= {name: name for name in base.names() if name not in used}
-        self._file_of = dict.fromkeys(sorted({*self._given, *self._twins}))
+
+    def names(self) -> list[str]:
+        return sorted({*self._given, *self._twins})
 
     def entry(self, name: str) -> Entry:
         if name in self._given:
-            tensor = self._given[name]
-            return Entry(SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape), 0, tensor.numel() * tensor.element_size())
+            given = RawTensor.from_torch(self._given[name])
+            return Entry(given.dtype, given.shape, 0, given.data.size)
         return self.base.entry(self._twins[name])
 
-    def __getitem__(self, name: str) -> RawTensor:
+    def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
         if name not in self._layers:
-            return RawTensor.from_torch(self._given[name]) if name in self._given else self.base[self._twins[name]]
+            return RawTensor.from_torch(self._given[name]) if name in self._given else self.base.read(self._twins[name])
         module, parameter = name.rpartition(".")[::2]
         empty = dict(self._layers[name].get_base_layer().named_parameters(recurse=False))
         layer = deepcopy(self._layers[name], {id(tensor): tensor for tensor in empty.values()})
         inner = layer.get_base_layer()
         for other, tensor in empty.items():
             if _is_nothing(tensor):
-                raw = self.base[self._twins[f"{module}.{other}"]]
+                raw = self.base.read(self._twins[f"{module}.{other}"])
                 weight = RawTensor(raw.dtype, raw.shape, raw.data.copy()).to_torch()
                 setattr(inner, other, torch.nn.Parameter(weight, requires_grad=False))
         with torch.no_grad():
             layer.merge(adapter_names=["default"])
         return RawTensor.from_torch(getattr(layer.get_base_layer(), parameter))
-
-    def forget(self, name: str, begin: int, end: int) -> None:
-        """Nothing: the tensors are made anew each time."""
 
 
 def _plain(path: str) -> str:
@@ -167,7 +168,7 @@ def _is_nothing(tensor: torch.Tensor) -> bool:
     return not any(tensor.stride()) and tensor.numel() > 0
 
 
-def _config_of(settings: PeftConfig, base: Checkpoint, tensors: dict[str, torch.Tensor]) -> PretrainedConfig:
+def _config_of(settings: PeftConfig, base: TensorSource, tensors: dict[str, torch.Tensor]) -> PretrainedConfig:
     """The base's configuration, with as many words and labels as the adapter's own modules have."""
     config = AutoConfig.from_pretrained(base.name, revision=base.revision)
     shapes = {name: tuple(tensor.shape) for name, tensor in _skeleton(settings, config).state_dict().items()}

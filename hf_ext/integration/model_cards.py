@@ -21,7 +21,7 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError, Revisi
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
-from hf_ext.storage.layout import write_atomically
+from hf_ext.storage.atomic import write_atomically
 
 CARD = "README.md"
 MARK = re.compile(r"<!-- hf_ext (?P<kind>\w+) (?P<checksum>[0-9a-f]{16}): [^<>]*-->")

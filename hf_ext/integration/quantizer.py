@@ -19,9 +19,10 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_ext.storage.checkpoint import Checkpoint, name_of
 from hf_ext.errors import CheckpointError, HfExtError
-from hf_ext.storage.prefetch import WorkAhead
+from hf_ext.storage.delta.source import payload_name
+from hf_ext.storage.prefetch import Prefetcher
+from hf_ext.storage.source import TensorSource
 
 ANY_NAME = "^(.+)"
 
@@ -71,11 +72,11 @@ class DecodingQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         if not self.pre_quantized:
             raise CheckpointError(self.plain)
-        self.tensors: WorkAhead | None = None
+        self.tensors: Prefetcher | None = None
         self.error: HfExtError | None = None
 
     @abstractmethod
-    def open(self, model: PreTrainedModel, files: list[Path]) -> Checkpoint:
+    def open(self, model: PreTrainedModel, files: list[Path]) -> TensorSource:
         """The plain tensors that these files stand for, by the names in them."""
 
     def validate_environment(self, *args, **kwargs):
@@ -101,8 +102,8 @@ class DecodingQuantizer(HfQuantizer):
         self.source = self.open(model, files)
         # Transformers loads in this order; decoding runs ahead of it.
         names = sorted(self.source.names(), key=dot_natural_key)
-        sizes = {name: entry.end - entry.begin for name in names for entry in [self.source.entry(name)]}
-        self.tensors = WorkAhead(self.source.__getitem__, sizes)
+        sizes = {name: self.source.entry(name).nbytes for name in names}
+        self.tensors = Prefetcher(self.source.read, sizes)
         return model
 
     def update_weight_conversions(self, weight_conversions: list, model) -> list:
@@ -173,7 +174,7 @@ class Decode(ConversionOps):
         decoded: dict[str, list[torch.Tensor]] = {}
         for pattern, tensors in input_dict.items():
             tensors = tensors if isinstance(tensors, list) else [tensors]
-            names[pattern] = [name_of(tensor) for tensor in tensors]
+            names[pattern] = [payload_name(tensor) for tensor in tensors]
             decoded[full_layer_name if pattern == ANY_NAME else pattern] = [
                 self._decode(tensor, name) for tensor, name in zip(tensors, names[pattern])
             ]

@@ -19,8 +19,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from hf_ext.storage.checkpoint import Entry
 from hf_ext.integration.quantizer import AnyTensor, Decode
+from hf_ext.storage.safetensors_file import Entry
 
 
 @dataclass(frozen=True)

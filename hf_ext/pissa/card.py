@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from huggingface_hub import ModelCard
 from peft import LoraConfig
 
-from hf_ext.integration.model_cards import adapter_card
 from hf_ext.display import markdown_table
+from hf_ext.integration.model_cards import adapter_card
 from hf_ext.pissa.reports import PissaReport
 
 if TYPE_CHECKING:

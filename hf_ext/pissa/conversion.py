@@ -13,16 +13,16 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 
-from hf_ext.integration.model_cards import write_card
 from hf_ext.display import table
 from hf_ext.errors import HfExtError
-from hf_ext.storage.layout import staged_folder
+from hf_ext.integration.model_cards import write_card
 from hf_ext.pissa.card import conversion_card
 from hf_ext.pissa.config import PissaConfig
 from hf_ext.pissa.decomposition import initial_factors, principal_components, truncate
 from hf_ext.pissa.layer import PRINCIPAL, PissaVariant
 from hf_ext.pissa.model import RESIDUAL, QPissaLinear
 from hf_ext.pissa.quantization import dequantize
+from hf_ext.storage.atomic import staged_folder
 from hf_ext.storage.prefetch import progress
 
 Onto = Literal["original", "quantized"]

@@ -12,11 +12,13 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from hf_ext.storage.checkpoint import TORCH_DTYPES, Checkpoint, open_checkpoint
 from hf_ext.errors import BaseModelError, HfExtError
 from hf_ext.pissa.decomposition import is_of
 from hf_ext.pissa.layer import another_base
 from hf_ext.pissa.quantization import Quantization, QuantizedResidual, bitsandbytes, dequantize, residual, unpacked
+from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.safetensors_file import torch_dtype
+from hf_ext.storage.source import TensorSource
 
 OTHER_CODES = 0.01  # share of a quantised weight's codes that may differ from those of the original's, by another device
 
@@ -34,7 +36,7 @@ class OriginalModel:
         self.revision = revision
 
     @cached_property
-    def checkpoint(self) -> Checkpoint:
+    def checkpoint(self) -> TensorSource:
         return open_checkpoint(self.name, self.revision)
 
     def __getstate__(self) -> dict:
@@ -74,14 +76,14 @@ class OriginalWeight:
             raise BaseModelError(f"{checkpoint} holds no weight for the quantised layer {self.layer}. {advice}")
         entry = checkpoint.entry(name)
         shape = self.shape[::-1] if self.transposed else self.shape
-        if tuple(entry.shape) != shape or not TORCH_DTYPES[entry.dtype].is_floating_point:
+        if tuple(entry.shape) != shape or not torch_dtype(entry.dtype).is_floating_point:
             raise BaseModelError(
                 f"'{name}' in {checkpoint} is of type {entry.dtype} and shape {tuple(entry.shape)}, not floats of {shape}: it "
                 f"is itself quantised, or of another model. {advice}"
             )
-        raw = checkpoint[name]
+        raw = checkpoint.read(name)
         weight = replace(raw, data=raw.data.copy()).to_torch().to(device).float()
-        checkpoint.forget(name, 0, raw.data.size)
+        checkpoint.release(name)
         return weight.T.contiguous() if self.transposed else weight
 
 

@@ -1,25 +1,24 @@
-"""Folders of checkpoints: which files are weights, which are not, and writing a folder whole or not at all."""
+"""The files of a model folder: weights, config.json and all others."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError, CorruptFileError
 
 CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(\.[\w-]+)?(-\d{5}-of-\d{5})?\.safetensors")
-STAGE = ".hf_ext-partial"  # one fixed name, so that what a killed process left is cleared by the next save
+STAGE = ".hf_ext-partial"  # one fixed name, so that the next save clears what a killed process left
 
 
 def select_weights(folder: Path) -> list[Path]:
-    """The safetensors files of a model's folder that `from_pretrained` reads: the single file or else the shards.
+    """Returns the safetensors files that `from_pretrained` reads: the single file, else the shards.
 
     Raises:
         CheckpointError: there are none.
@@ -30,15 +29,47 @@ def select_weights(folder: Path) -> list[Path]:
         return [folder / shard for shard in read_index(folder / INDEX)]
     files = all_weights(folder)
     if not files:
-        raise CheckpointError(
-            f"{folder} holds no safetensors weights (model.safetensors or shards of it). If its weights are .bin files, "
-            "load the model with Transformers and save it again."
-        )
+        raise no_weights(folder)
     return files
 
 
+def all_weights(folder: Path) -> list[Path]:
+    """Returns every file of weights in a folder: those with a name of weights, variants included, or listed in the index."""
+    listed = read_index(folder / INDEX) if (folder / INDEX).exists() else []
+    return sorted(path for path in folder.iterdir() if WEIGHTS.fullmatch(path.name) or path.name in listed)
+
+
+def no_weights(folder: Path) -> CheckpointError:
+    """Returns the error for a folder without safetensors weights: what the folder holds instead, and what to do."""
+    held = weights_instead(folder)
+    return CheckpointError(
+        f"{folder} {held}" if held else f"{folder} holds no safetensors weights (model.safetensors or shards of it)."
+    )
+
+
+def weights_instead(folder: Path) -> str | None:
+    """Returns what a folder without safetensors weights holds instead of them, with advice; None if it holds no weights."""
+    if (folder / ADAPTER_CONFIG).exists():
+        return (
+            f"holds a PEFT adapter ({ADAPTER_CONFIG}), not a model. An adapter is small already; to compress the model it "
+            "makes, merge it into its base (merge_and_unload), save that, and give its folder."
+        )
+    if any(folder.glob("*.gguf")):
+        return (
+            "holds GGUF weights, not safetensors. Load it with from_pretrained(folder, gguf_file=…), save the model again, and "
+            "give that folder."
+        )
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        return "holds PyTorch files (.bin, .pt), not safetensors. Load the model with Transformers and save it again."
+    return None
+
+
 def read_index(path: Path) -> list[str]:
-    """The names of the shards that an index lists."""
+    """Returns the names of the shards that an index lists.
+
+    Raises:
+        CorruptFileError: the file is not an index.
+    """
     try:
         return sorted({Path(shard).name for shard in json.loads(path.read_bytes())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -46,7 +77,7 @@ def read_index(path: Path) -> list[str]:
 
 
 def read_config(path: Path) -> dict:
-    """What a config.json says; nothing if there is none.
+    """Returns the contents of a config.json; an empty dict if there is none.
 
     Raises:
         CorruptFileError: it is not a JSON object.
@@ -62,78 +93,41 @@ def read_config(path: Path) -> dict:
     return config
 
 
-def snapshot_of(folder: Path) -> Path | None:
-    """The snapshot of a repository in a cache of the Hub that a folder is, or lies in; None if it does not."""
-    return next((path for path in (folder, *folder.parents) if path.match("models--*/snapshots/*")), None)
+def storage_settings(folder: Path) -> dict:
+    """Returns the `quantization_config` of a folder's config.json, which says how its weights are stored; empty if there is
+    none."""
+    settings = read_config(folder / CONFIG).get("quantization_config")
+    return settings if isinstance(settings, dict) else {}
 
 
-def all_weights(folder: Path) -> list[Path]:
-    """Every file of weights in a folder: by its name, variants included, or because the index lists it."""
-    listed = read_index(folder / INDEX) if (folder / INDEX).exists() else []
-    return sorted(path for path in folder.iterdir() if WEIGHTS.fullmatch(path.name) or path.name in listed)
+def add_settings(text: str, settings: dict) -> str:
+    """Returns the text of a config.json with `settings` as its `quantization_config`, otherwise unchanged."""
+    before, brace, rest = text.partition("{")
+    entry = '\n  "quantization_config": ' + json.dumps(settings, indent=2).replace("\n", "\n  ")
+    return before + brace + entry + ("" if rest.lstrip().startswith("}") else ",") + rest
 
 
-@contextlib.contextmanager
-def staged_folder(target: str | os.PathLike, stale: Iterable[Path] = ()) -> Iterator[Path]:
-    """A folder to write a checkpoint into; when the block ends well its files move into `target`, weights first, config.json
-    last, each in one step. When it does not, `target` stays as it was.
-
-    Weights in `target` that the new checkpoint replaces by others (shards of another count) are removed before config.json
-    comes, so that whoever finds it finds the weights it belongs to; so is what the new one lacks of the
-    files `stale`, named relative to `target`.
-    """
-    target = Path(target)
-    created = not os.path.exists(target)
-    above = next((path for path in (target, *target.parents) if os.path.exists(path)), None)
-    if above is not None and not os.path.isdir(above):
-        raise CheckpointError(f"{above} is a file; give a folder to write the checkpoint into.")
-    stage = target / STAGE
-    shutil.rmtree(stage, ignore_errors=True)
-    try:
-        stage.mkdir(parents=True)
-        yield stage
-        _move_into(stage, target, stale)
-    except OSError as error:
-        raise CheckpointError(f"{target} could not be written: {error}") from error
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
-        if created and os.path.exists(target) and not any(target.iterdir()):
-            target.rmdir()
-
-
-def _move_into(stage: Path, target: Path, stale: Iterable[Path]) -> None:
-    def move(path: Path) -> None:
-        (target / path).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(stage / path, target / path)
-
-    files = {path.relative_to(stage) for path in stage.rglob("*") if path.is_file()}
-    weights = {path for path in files if WEIGHTS.fullmatch(str(path))}
-    config = files & {Path(CONFIG)}
-    saves = {save_of(path) for path in weights}
-    indices = [target / INDEX.replace(".json", save.removeprefix("model") + ".json") for save in saves]
-    for path in [*sorted(weights), *sorted(files - weights - config)]:
-        move(path)
-    for old in [*target.glob("*.safetensors"), *indices]:
-        replaced = old in indices or WEIGHTS.fullmatch(old.name) and save_of(old) in saves
-        if replaced and old.relative_to(target) not in files:
-            old.unlink(missing_ok=True)
-    for path in set(stale) - files - config:
-        (target / path).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # of what is not empty, and of `target` itself
-            if path.parent != Path():
-                (target / path.parent).rmdir()
-    for path in config:
-        move(path)
+def remove_settings(text: str) -> str:
+    """Undoes `add_settings`. If another program has rewritten the file since, the contents are right but not every byte."""
+    before, brace, rest = text.partition("{")
+    if entry := re.match(r'\s*"quantization_config":\s*', rest):
+        end = json.JSONDecoder().raw_decode(rest, entry.end())[1]
+        return before + brace + rest[end:].removeprefix(",")
+    config = json.loads(text)
+    return text if config.pop("quantization_config", None) is None else json.dumps(config, indent=2) + "\n"
 
 
 def save_of(path: Path) -> str:
-    """What the shards of one checkpoint and its single file have in common: `model`, or `model.fp16` of a variant."""
+    """Returns what the shards of one checkpoint and its single file have in common: `model`, or `model.fp16` for a variant."""
     return re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", path.name)
 
 
 def shard_sets(paths: list[Path]) -> list[list[Path]]:
-    """The weights of one folder as the sets that are read together: those that the index lists, and those whose names differ
-    only by their number. A folder may hold a model whole and in shards, and variants of it."""
+    """Groups the weights of one folder into the sets that are read together.
+
+    A folder may hold a model whole and in shards, and variants of it. A set is what the index lists, or the files whose names
+    differ only by their number.
+    """
     index = paths[0].parent / INDEX
     listed = read_index(index) if index.exists() else []
     sets: dict[str, list[Path]] = {}
@@ -143,25 +137,33 @@ def shard_sets(paths: list[Path]) -> list[list[Path]]:
     return list(sets.values())
 
 
-def write_atomically(path: str | os.PathLike, write: Callable[[Path], None]) -> None:
-    """Calls `write` with a path beside `path`, then renames it."""
-    path = Path(path)
-    beside = path.with_name(f".{path.name}.partial")
-    try:
-        write(beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+def other_files(src: Path, out: Path) -> list[Path]:
+    """Returns all files below `src` except its weights, leftovers of killed saves, and what lies in `out`."""
+    weights, out = all_weights(src) if src.is_dir() else [], out.resolve()
+    around = src.resolve().is_relative_to(out)
+
+    def is_other(path: Path) -> bool:
+        left = STAGE in path.relative_to(src).parts or not around and path.parent.resolve().is_relative_to(out)
+        return path.is_file() and path not in weights and not left
+
+    # Links to folders are followed, as links to files are, unless they lead back into a folder that they stand in.
+    found: list[Path] = []
+    for folder, folders, names in os.walk(src, followlinks=True):
+        parents = {os.path.realpath(path) for path in (folder, *Path(folder).absolute().parents)}
+        folders[:] = [name for name in folders if os.path.realpath(os.path.join(folder, name)) not in parents]
+        found += [Path(folder, name) for name in names]
+    return [path for path in found if is_other(path)]
 
 
 def require_another_folder(out: Path, src: Path, base: str | os.PathLike) -> None:
+    """Raises CheckpointError if `out` is the folder of `src` or of the base."""
     for folder in (src if src.is_dir() else src.parent, Path(base)):
         if os.path.exists(out) and os.path.exists(folder) and out.samefile(folder):
-            raise CheckpointError(f"{folder} cannot be written over, it is still needed; give another folder.")
+            raise CheckpointError(f"{folder} cannot be overwritten, it is still needed; give another folder.")
 
 
 def require_deletable(src: Path, out: Path, needed: Iterable[str | os.PathLike]) -> None:
-    """Raises CheckpointError if `src` and `out` lie one in the other, or one of the files and folders `needed` in `src`."""
+    """Raises CheckpointError if `src` and `out` lie one in the other, or if a file or folder of `needed` lies in `src`."""
     if src.is_symlink():
         raise CheckpointError(f"{src} is a link and is not deleted; give the folder that it leads to.")
     folder = src.resolve()
@@ -170,62 +172,3 @@ def require_deletable(src: Path, out: Path, needed: Iterable[str | os.PathLike])
     for path in (out, *map(Path, needed)):
         if any(place.is_relative_to(folder) for place in (path.resolve(), path.parent.resolve() / path.name)):
             raise CheckpointError(f"{src} cannot be deleted, {path} lies in it and is needed; move that first.")
-
-
-def delete_folder(folder: Path) -> None:
-    """Deletes a folder in one step as seen by others: it is renamed first. Called again, it removes what a kill left of that.
-
-    Raises:
-        CheckpointError: it could not be deleted.
-    """
-    folder = folder.resolve()
-    grave = folder.with_name(f".{folder.name}{STAGE}")
-    try:
-        if grave.exists():
-            shutil.rmtree(grave)
-        if folder.exists():
-            os.rename(folder, grave)
-            shutil.rmtree(grave)
-    except OSError as error:
-        raise CheckpointError(f"{folder} could not be deleted: {error}") from error
-
-
-def flush_folder(folder: Path) -> None:
-    """Waits until the files of a folder are on the disk, so that they outlive a loss of power."""
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        for path in (*folder.rglob("*"), folder, folder.absolute().parent):
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-
-
-def other_files(src: Path, out: Path) -> list[Path]:
-    """All files below `src` but its weights, what a killed save left, and `out`."""
-    weights, out = all_weights(src) if src.is_dir() else [], out.resolve()
-    around = src.resolve().is_relative_to(out)
-
-    def is_other(path: Path) -> bool:
-        left = STAGE in path.relative_to(src).parts or not around and path.parent.resolve().is_relative_to(out)
-        return path.is_file() and path not in weights and not left
-
-    # A link to a folder is followed, as one to a file is, unless it leads back into a folder that it stands in.
-    found = []
-    for folder, folders, names in os.walk(src, followlinks=True):
-        parents = {os.path.realpath(path) for path in (folder, *Path(folder).absolute().parents)}
-        folders[:] = [name for name in folders if os.path.realpath(os.path.join(folder, name)) not in parents]
-        found += [Path(folder, name) for name in names]
-    return [path for path in found if is_other(path)]
-
-
-def rewrite(path: Path, change: Callable[[str], str]) -> None:
-    """Changes the text of a file, if there is one, whatever its line ends, and be it read-only."""
-    if path.exists():
-        text = change(path.read_bytes().decode())
-        write_atomically(path, lambda beside: beside.write_bytes(text.encode()))
-
-
-def copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(source, target)

@@ -1,30 +1,31 @@
-"""Work on tensors ahead of whoever asks for the results, on all cores and within bounded memory."""
+"""Works on tensors before they are asked for, on all cores and within bounded memory."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Generic, TypeVar
 
-import torch
-from transformers.utils.logging import tqdm
+from huggingface_hub.utils import tqdm
 
-AHEAD = 256 * 1024 * 1024  # bytes of tensors worked on before they are asked for
+AHEAD = 256 * 1024 * 1024  # bytes of results that may wait to be asked for
 CORES = os.cpu_count() or 1
 
-_limit: ContextVar[int | None] = ContextVar("limit", default=None)  # of cores, where they are shared with other work
+_limit: ContextVar[int | None] = ContextVar("limit", default=None)  # of cores, where other work shares them
 
 Result = TypeVar("Result")
 
 
-class WorkAhead(Generic[Result]):
-    """Runs `work(name)` on all cores before its result is asked for, while what is ahead stays below AHEAD bytes.
+class Prefetcher(Generic[Result]):
+    """Runs `work(name)` on all cores before its result is asked for, as long as waiting results stay below AHEAD bytes.
 
     Args:
-        sizes: the bytes of each result, by name, in the order in which they will be asked for (in any other it is slower).
+        work: returns the result for a name; called from several threads.
+        sizes: the bytes of each result, by name, in the order in which they will be asked for. Any other order is slower.
     """
 
     def __init__(self, work: Callable[[str], Result], sizes: dict[str, int]):
@@ -37,6 +38,7 @@ class WorkAhead(Generic[Result]):
         self._start()
 
     def result(self, name: str) -> Result:
+        """Returns the result for a name, computing it here if it is not under way."""
         future = self._running.pop(name, None)
         if future is None:
             return self._work(name)
@@ -53,8 +55,10 @@ class WorkAhead(Generic[Result]):
             self.close()
 
     def close(self) -> None:
+        """Stops working ahead."""
         self._pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(torch.get_num_threads())  # for the threads to come, which take the number that was set last
+        if torch := sys.modules.get("torch"):
+            torch.set_num_threads(torch.get_num_threads())  # for new threads, which take the number that was set last
 
     def _start(self) -> None:
         while (self._ahead < AHEAD or not self._running) and (name := next(self._coming, None)) is not None:
@@ -64,22 +68,23 @@ class WorkAhead(Generic[Result]):
 
 def _start_thread(limit: int | None) -> None:
     _limit.set(limit)
-    torch.set_num_threads(1)  # of this thread: PyTorch's own would wait for each other on cores that are all at work
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)  # in this thread: PyTorch's own threads would wait for each other on busy cores
 
 
 def threads_for(size: int) -> int:
-    """A tensor that fills the room ahead is worked on by all cores together, others by one each."""
+    """Returns how many threads work on a result of this size in bytes: all cores if it fills the memory for waiting results."""
     return cores() if size > AHEAD // 16 else 1
 
 
 def cores() -> int:
-    """How many cores the work may take: all, or what `at_most_cores` leaves it."""
+    """Returns how many cores may be used: all, or the limit of `at_most_cores`."""
     return min(CORES, _limit.get() or CORES)
 
 
 @contextlib.contextmanager
 def at_most_cores(count: int) -> Iterator[None]:
-    """Limits the cores that work started in the block takes, in this thread and in those that work for it."""
+    """Limits the cores that work started in the block uses, in this thread and in threads that work for it."""
     token = _limit.set(count)
     try:
         yield
@@ -88,5 +93,9 @@ def at_most_cores(count: int) -> Iterator[None]:
 
 
 def progress(what: str, count: int | None) -> tqdm:
-    """A bar that counts tensors; None if how many is not known."""
+    """Returns a progress bar that counts tensors. Transformers' and huggingface_hub's settings hide it.
+
+    Args:
+        count: how many; None if that is not known.
+    """
     return tqdm(total=count, desc=f"{what} tensors")

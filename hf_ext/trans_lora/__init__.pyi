@@ -2,10 +2,10 @@ from .discriminator import Discriminator as Discriminator
 from .discriminator import train_discriminator as train_discriminator
 from .generation import Completion as Completion
 from .generation import Server as Server
+from .pipeline import load_model as load_model
+from .pipeline import read_inputs as read_inputs
+from .pipeline import transfer as transfer
 from .reports import TransferReport as TransferReport
 from .statistics import distinct as distinct
 from .statistics import mmd as mmd
 from .synthesis import Candidate as Candidate
-from .pipeline import load_model as load_model
-from .pipeline import read_inputs as read_inputs
-from .pipeline import transfer as transfer

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard
 
-from hf_ext.integration.model_cards import adapter_card, name_in_text
 from hf_ext.display import markdown_table
+from hf_ext.integration.model_cards import adapter_card, name_in_text
 from hf_ext.trans_lora.reports import TransferReport
 
 

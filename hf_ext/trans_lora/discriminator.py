@@ -27,9 +27,9 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
-from hf_ext.integration.model_cards import CARD, may_be_pushed, write_card
 from hf_ext.errors import HfExtError
-from hf_ext.storage.layout import staged_folder
+from hf_ext.integration.model_cards import CARD, may_be_pushed, write_card
+from hf_ext.storage.atomic import staged_folder
 from hf_ext.trans_lora.adapters import adapters_kept, bare, base_of, base_sample, on_device, only
 from hf_ext.trans_lora.card import discriminator_card
 from hf_ext.trans_lora.config import TransLoraConfig, synthesis_settings, training_settings

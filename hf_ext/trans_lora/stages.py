@@ -12,7 +12,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from hf_ext.errors import HfExtError
-from hf_ext.storage.layout import write_atomically
+from hf_ext.storage.atomic import write_atomically
 
 RECORD = "transfer.json"
 CHECKPOINTS = "checkpoint-*"

@@ -18,8 +18,8 @@ from transformers import AutoConfig, PreTrainedTokenizerBase, Trainer, set_seed
 from transformers.trainer_utils import TrainOutput
 from transformers.utils.logging import tqdm
 
-from hf_ext.integration.model_cards import write_card
 from hf_ext.errors import HfExtError
+from hf_ext.integration.model_cards import write_card
 from hf_ext.trans_lora.adapters import adapter_digest, bare, base_of, evaluation, on_device
 from hf_ext.trans_lora.card import transfer_card
 from hf_ext.trans_lora.config import TransLoraConfig, synthesis_settings, training_settings

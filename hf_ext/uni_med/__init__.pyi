@@ -1,3 +1,8 @@
+from .analysis import FeatureMap as FeatureMap
+from .analysis import Interference as Interference
+from .analysis import InterferenceCallback as InterferenceCallback
+from .analysis import feature_map as feature_map
+from .analysis import interference as interference
 from .boxes import box_iou as box_iou
 from .boxes import format_box as format_box
 from .boxes import parse_boxes as parse_boxes
@@ -13,8 +18,3 @@ from .evaluation import bleu1 as bleu1
 from .evaluation import box_ious as box_ious
 from .evaluation import evaluate as evaluate
 from .evaluation import scores as scores
-from .analysis import FeatureMap as FeatureMap
-from .analysis import Interference as Interference
-from .analysis import InterferenceCallback as InterferenceCallback
-from .analysis import feature_map as feature_map
-from .analysis import interference as interference

@@ -4,15 +4,16 @@ import math
 
 import numpy as np
 import pytest
+import reference_election as reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_checkpoints import TORCH_DTYPES
 
 from hf_ext import _native
-from hf_ext.storage.checkpoint import TORCH_DTYPES
-import reference_election as reference
 from hf_ext.emr import election
 from hf_ext.storage.native import FLOATS
+from hf_ext.storage.safetensors_file import torch_dtype
 
 TYPES = [name for name in TORCH_DTYPES if name in FLOATS]
 
@@ -41,7 +42,7 @@ def fine_tunes(dtype: str, count: int, values: int, seed: int = 0) -> tuple[torc
     base = torch.randn(values, generator=generator, dtype=torch.float64)
     moves = [torch.randn(values, generator=generator, dtype=torch.float64) * 0.05 for _ in range(count)]
     kept = [torch.rand(values, generator=generator) < 2 / 3 for _ in range(count)]
-    return base.to(TORCH_DTYPES[dtype]), [(base + move * keep).to(TORCH_DTYPES[dtype]) for move, keep in zip(moves, kept)]
+    return base.to(torch_dtype(dtype)), [(base + move * keep).to(torch_dtype(dtype)) for move, keep in zip(moves, kept)]
 
 
 def test_four_parameters_by_hand():
@@ -117,7 +118,7 @@ def test_the_reference_of_a_task_agrees():
 @pytest.mark.parametrize("dtype", ["F16", "BF16"])
 def test_every_half_rounds_as_torch_rounds_it(dtype):
     """A base of 0 and an elected weight of every finite value: the product with the scale is all there is to round."""
-    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(TORCH_DTYPES[dtype])
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch_dtype(dtype))
     every = every[torch.isfinite(every.float())]
     base, mask = torch.zeros_like(every), np.full((every.numel() + 7) // 8, 255, np.uint8)
     for scale in (0.5, 0.3, 1.0001, 3.0, 65504.0):

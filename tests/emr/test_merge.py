@@ -8,6 +8,7 @@ from copy import deepcopy
 
 import numpy as np
 import pytest
+import reference_election as reference
 import torch
 from peft import IA3Config, LNTuningConfig, LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import save_file
@@ -18,7 +19,6 @@ from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging
 
 from hf_ext import BaseModelError, CheckpointError, emr, fm_delta
-import reference_election as reference
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from hf_ext import CorruptFileError
-from hf_ext.storage.checkpoint import RawTensor
 from hf_ext.emr.modulators import Modulated, TaskFile, TaskRecord, TaskWriter, copy_task
+from hf_ext.storage.safetensors_file import RawTensor
 
 OWN = {
     "head.weight": torch.randn(3, 5),

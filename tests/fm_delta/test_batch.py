@@ -19,7 +19,7 @@ from hf_ext import fm_delta
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.fm_delta import batch
 from hf_ext.fm_delta.batch import RECORD
-from hf_ext.storage.prefetch import CORES, WorkAhead, at_most_cores, cores
+from hf_ext.storage.prefetch import CORES, Prefetcher, at_most_cores, cores
 from hf_ext_cli.main import main
 
 NAMES = ("one", "three", "two")
@@ -287,7 +287,7 @@ def test_the_workers_of_a_dask_cluster_do_it(folder, capsys):
 def test_a_limit_of_cores_holds_in_the_threads_too():
     assert cores() == CORES
     with at_most_cores(1):
-        ahead = WorkAhead(lambda name: cores(), {str(i): 1 for i in range(4)})
+        ahead = Prefetcher(lambda name: cores(), {str(i): 1 for i in range(4)})
         assert cores() == 1 and [count for _, count in ahead] == [1] * 4
     assert cores() == CORES
     with at_most_cores(10_000):
@@ -302,7 +302,7 @@ def test_pytorch_takes_one_core_for_each_of_the_tensors_that_are_worked_on():
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with contextlib.closing(WorkAhead(lambda _: torch.get_num_threads(), dict.fromkeys("abcdef", 1))) as work:
+        with contextlib.closing(Prefetcher(lambda _: torch.get_num_threads(), dict.fromkeys("abcdef", 1))) as work:
             assert [threads for _, threads in work] == [1] * 6
             assert torch.get_num_threads() == 3
         assert torch.get_num_threads() == threads_of_a_new_thread() == 3

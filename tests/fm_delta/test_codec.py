@@ -9,8 +9,8 @@ import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_checkpoints import SAFETENSORS_DTYPES
 
-from hf_ext.storage.checkpoint import SAFETENSORS_DTYPES, TORCH_DTYPES, RawTensor
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.delta.codec import (
     CODED,
@@ -27,9 +27,10 @@ from hf_ext.storage.delta.codec import (
     payload_shape,
     read_header,
 )
+from hf_ext.storage.safetensors_file import RawTensor, safetensors_dtype, torch_dtype
 
 HEADER = 36  # bytes before the shape, see docs/fm_delta_format.md
-FLOAT_DTYPES = [TORCH_DTYPES[name] for name in FLOATS]
+FLOAT_DTYPES = [torch_dtype(name) for name in FLOATS]
 SHAPES = [(), (0,), (1,), (1023,), (1025,), (3, 0, 2), (7, 300), (130, 33), (2, 3, 4, 5, 6)]
 
 every_float = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
@@ -44,7 +45,7 @@ def random_bits(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> to
     """Every bit pattern: NaNs with payloads, subnormals, both zeros. Bools are 0 or 1."""
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 2 if dtype == torch.bool else 256, math.prod(shape) * dtype.itemsize, np.uint8)
-    return RawTensor(SAFETENSORS_DTYPES[dtype], shape, data).to_torch()
+    return RawTensor(safetensors_dtype(dtype), shape, data).to_torch()
 
 
 def trained(
@@ -90,7 +91,7 @@ def test_the_landmarks_of_a_type_come_back_with_their_signs_and_payloads(dtype):
     patterns += [int.from_bytes(bits(torch.tensor(value, dtype=dtype)), "little") for value in (limits.tiny, 1.0, limits.eps)]
     patterns += [pattern | 1 << (width - 1) for pattern in patterns]
     data = np.frombuffer(b"".join(pattern.to_bytes(dtype.itemsize, "little") for pattern in patterns * 60), np.uint8)
-    landmarks = RawTensor(SAFETENSORS_DTYPES[dtype], (60, len(patterns)), data.copy()).to_torch()
+    landmarks = RawTensor(safetensors_dtype(dtype), (60, len(patterns)), data.copy()).to_torch()
     assert_comes_back(landmarks)
     assert_comes_back(landmarks, landmarks.flip(1))
     assert_comes_back(landmarks, torch.zeros_like(landmarks))
@@ -119,7 +120,7 @@ def test_a_base_of_another_float_type_predicts_too(dtype, base_dtype):
     base = base.to(base_dtype)
     payload = assert_comes_back(tensor, base)
     header = read_header(payload)
-    assert (header.base_dtype, header.base_values) == (SAFETENSORS_DTYPES[base_dtype], 6400)
+    assert (header.base_dtype, header.base_values) == (safetensors_dtype(base_dtype), 6400)
     assert len(payload) < len(encode(tensor))
     strange = random_bits(base_dtype, (100, 64))
     assert_comes_back(tensor, strange)
@@ -368,4 +369,4 @@ def test_a_payload_under_another_name_is_refused():
 
 
 def test_widths_are_those_of_torch():
-    assert {name: TORCH_DTYPES[name].itemsize for name in FLOATS} == WIDTHS
+    assert {name: torch_dtype(name).itemsize for name in FLOATS} == WIDTHS

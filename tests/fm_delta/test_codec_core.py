@@ -4,11 +4,11 @@ import struct
 
 import numpy as np
 import pytest
+import reference_codec as reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_ext import _native
-import reference_codec as reference
 
 FP32, FP16, BF16, FP64 = 1, 2, 3, 4
 NAMES = {FP32: "fp32", FP16: "fp16", BF16: "bf16", FP64: "fp64"}

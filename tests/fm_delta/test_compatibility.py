@@ -6,12 +6,12 @@ import hashlib
 from pathlib import Path
 
 import pytest
+import reference_codec as reference
 import xxhash
 from golden_checkpoints import GOLDEN, write_base
 
 from hf_ext import fm_delta
 from hf_ext.storage.checkpoint import Checkpoint
-import reference_codec as reference
 from hf_ext.storage.delta.codec import CODED, row_length
 from hf_ext.storage.delta.file import VERSION, CompressedFile
 from hf_ext.storage.native import FLOATS

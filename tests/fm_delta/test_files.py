@@ -9,14 +9,16 @@ import torch
 import xxhash
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_checkpoints import CONFIG, contents, fine_tune, pair, weights, write_folder, write_safetensors
+from tiny_checkpoints import CONFIG, SAFETENSORS_DTYPES, contents, fine_tune, pair, weights, write_folder, write_safetensors
 
 from hf_ext import fm_delta
-from hf_ext.storage import prefetch as work_ahead
-from hf_ext.storage.checkpoint import SAFETENSORS_DTYPES, Checkpoint, RawTensor, SafetensorsFile
 from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.storage import prefetch as work_ahead
+from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.codec import read_header
-from hf_ext.storage.delta.file import CHECKSUM_KEY, KEY, CompressedFile, add_to_config, check_shards, remove_from_config
+from hf_ext.storage.delta.file import CHECKSUM_KEY, KEY, CompressedFile, check_shards
+from hf_ext.storage.layout import add_settings, remove_settings
+from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile, safetensors_dtype
 
 
 def round_trip(tmp_path, src, base):
@@ -171,10 +173,10 @@ def test_config_json_may_be_edited_or_written_anew_in_between(tmp_path):
 @pytest.mark.parametrize("config", [text for text in CONFIGS.values() if text is not None])
 def test_adding_to_a_config_and_removing_are_inverse(config):
     settings = {"quant_method": "fm_delta", "base": 'a "quoted" {base}', "revision": None}
-    added = add_to_config(config, settings)
+    added = add_settings(config, settings)
     assert json.loads(added) == {"quantization_config": settings} | json.loads(config)
-    assert remove_from_config(added) == config
-    assert remove_from_config(config) == config
+    assert remove_settings(added) == config
+    assert remove_settings(config) == config
 
 
 # ---- headers and tensors ---------------------------------------------------------------------------------------------
@@ -236,7 +238,7 @@ def test_tensors_of_every_type_and_shape_come_back_from_files(tmp_path):
     for dtype, shape in itertools.product(SAFETENSORS_DTYPES, [(), (0,), (5,), (3, 7), (2, 3, 4, 5, 6)]):
         size = torch.empty(shape, dtype=dtype).nbytes
         data = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), generator=rng, dtype=torch.uint8).numpy()
-        tensors[f"{dtype}{list(shape)}"] = RawTensor(SAFETENSORS_DTYPES[dtype], shape, data)
+        tensors[f"{dtype}{list(shape)}"] = RawTensor(safetensors_dtype(dtype), shape, data)
     src, base = write_folder(tmp_path / "tuned", tensors, shards=2), write_folder(tmp_path / "base", weights())
     small = round_trip(tmp_path, src, base)
     assert {header.base_name for file in compressed_files(small) for header in file.headers.values()} == {""}

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import reference_codec as reference
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_checkpoints import TORCH_DTYPES
 
 from hf_ext import _native
-from hf_ext.storage.checkpoint import TORCH_DTYPES, RawTensor
 from hf_ext.errors import BaseModelError, CorruptFileError
-import reference_codec as reference
 from hf_ext.storage.delta.codec import MAGIC, decode_raw, encode_raw, peek_header, read_header
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
+from hf_ext.storage.safetensors_file import RawTensor
 
 SEEDS = sorted((Path(__file__).parents[1] / "fuzz" / "seeds").iterdir())
 CRASHES = sorted((Path(__file__).parent / "crashes").glob("*"))  # inputs that the decoder once did wrong with

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import reference_codec as reference
 import torch
 
 from hf_ext import _native
-import reference_codec as reference
 
 NAMES = {1: "fp32", 2: "fp16", 3: "bf16", 4: "fp64"}
 SETS = _native.instruction_sets()

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import reference_codec as reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +10,6 @@ from test_codec import FLOAT_DTYPES, bits, trained
 from test_codec_core import BF16, FP16, FP32, FP64, decode, every_type, fine_tune, floats, landmarks, random_bits
 
 from hf_ext import _native
-import reference_codec as reference
 from hf_ext.storage.delta import codec, low_rank
 
 ROWS, COLUMNS = 96, 128

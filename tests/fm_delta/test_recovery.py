@@ -20,10 +20,10 @@ from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 from transformers.utils import logging
 
 from hf_ext import fm_delta
-from hf_ext.storage import prefetch as work_ahead
-from hf_ext.storage.checkpoint import SafetensorsFile
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
+from hf_ext.storage import prefetch as work_ahead
 from hf_ext.storage.layout import STAGE, shard_sets
+from hf_ext.storage.safetensors_file import SafetensorsFile
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kills and limits processes as Linux does")
 

@@ -19,9 +19,9 @@ from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging
 
 from hf_ext import BaseModelError, CheckpointError, fm_delta
-from hf_ext.storage.checkpoint import open_checkpoint
 from hf_ext.fm_delta.series import LONGEST_CHAIN, is_compressed, needed_by, secure
 from hf_ext.storage.layout import STAGE
+from hf_ext.storage.open import open_checkpoint
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from hf_ext.storage.checkpoint import RawTensor
 from hf_ext.storage.delta.codec import VERSION, row_length
 from hf_ext.storage.delta.low_rank import Factors
 from hf_ext.storage.native import FLOATS, WIDTHS, _native, cast
+from hf_ext.storage.safetensors_file import RawTensor
 
 SEEDS = Path(__file__).parent / "seeds"
 TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}

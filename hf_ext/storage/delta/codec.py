@@ -15,10 +15,10 @@ import numpy as np
 import torch
 import xxhash
 
-from hf_ext.storage.checkpoint import TORCH_DTYPES, RawTensor
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.delta import low_rank
 from hf_ext.storage.native import FLOATS, WIDTHS, _native, aligned, as_numbers, cast
+from hf_ext.storage.safetensors_file import ITEMSIZE, RawTensor, torch_dtype
 
 VERSION = 2
 VERSIONS = range(1, VERSION + 1)
@@ -65,7 +65,7 @@ class Header:
     @property
     def size(self) -> int:
         """Bytes of the tensor, if it is of a known type."""
-        return self.values * TORCH_DTYPES[self.dtype].itemsize
+        return self.values * ITEMSIZE[self.dtype]
 
 
 def payload_shape(ndim: int, size: int) -> tuple[int, ...]:
@@ -132,7 +132,7 @@ def encode_raw(
                 break
         if mode == STORED:
             base_values = 0
-    elif tensor.dtype in TORCH_DTYPES and tensor.data.size:
+    elif tensor.dtype in ITEMSIZE and tensor.data.size:
         alike = base is not None and (base.dtype, base.shape) == (tensor.dtype, tensor.shape)
         for predicted in [math.prod(tensor.shape), 0] if alike else [0]:
             candidate = _deflate(tensor.data - base.data if predicted else tensor.data)
@@ -236,7 +236,7 @@ def decode_raw(
         if header.base_values and base is None:
             raise BaseModelError(f"{label} needs the tensor '{header.base_name}' of the base model.")
         if header.base_values and (
-            base.dtype != header.base_dtype or base.data.size // TORCH_DTYPES[base.dtype].itemsize < header.base_values
+            base.dtype != header.base_dtype or base.data.size // ITEMSIZE[base.dtype] < header.base_values
         ):
             raise BaseModelError(
                 f"{label} was compressed against a {header.base_dtype} tensor with at least {header.base_values} values; "
@@ -279,14 +279,14 @@ def decode(payload: bytes, base: torch.Tensor | None = None, threads: int = 1) -
 
 def _is_possible(header: Header, size: int) -> bool:
     """Whether the fields of a header agree with each other and with a body of `size` bytes; those of a forged one may not."""
-    dtype = TORCH_DTYPES.get(header.dtype)
+    width = ITEMSIZE.get(header.dtype)
     if header.mode == CODED:
         with_base = header.base_values <= header.values and header.base_dtype in FLOATS or header.base_values == 0
         return header.dtype in FLOATS and with_base and 0 < header.values <= header.base_values + MAX_EXPANSION * size
     if header.mode == DEFLATED:
         with_base = header.base_values == header.values and header.base_dtype == header.dtype or header.base_values == 0
-        return dtype is not None and with_base and 0 < header.values * dtype.itemsize <= MAX_INFLATION * size
-    return size >= 0 and header.base_values == 0 and (dtype is None or size == header.values * dtype.itemsize)
+        return width is not None and with_base and 0 < header.values * width <= MAX_INFLATION * size
+    return size >= 0 and header.base_values == 0 and (width is None or size == header.values * width)
 
 
 def _deflate(data: np.ndarray) -> bytes:
@@ -329,7 +329,7 @@ def _changes(tensor: RawTensor, prediction: np.ndarray | None, values: int, leve
     _native.subtract(data, prediction, FLOATS[tensor.dtype], length, change, energies)
 
     def spacing(data: np.ndarray) -> np.ndarray:
-        return low_rank.spacing(as_numbers(data, tensor.dtype), torch.finfo(TORCH_DTYPES[tensor.dtype]))
+        return low_rank.spacing(as_numbers(data, tensor.dtype), torch.finfo(torch_dtype(tensor.dtype)))
 
     sample = data.reshape(values, -1)[:: 1 + values // GRID_SAMPLE].reshape(-1)
     with np.errstate(over="ignore"):  # float64 values may be too far apart to be squared

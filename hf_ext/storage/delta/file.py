@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import re
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,11 +18,10 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from hf_ext.storage.checkpoint import ComputedFile, Entry, SafetensorsFile, parse_header
 from hf_ext.errors import CorruptFileError
 from hf_ext.storage.delta.codec import STORED, VERSION, VERSIONS, Header, payload_shape, read_header
+from hf_ext.storage.safetensors_file import Entry, SafetensorsFile, TensorFile, parse_header
 
-METHOD = "fm_delta"  # in config.json
 KEY, CHECKSUM_KEY = "fm_delta", "fm_delta_checksum"  # in a file's metadata
 MAX_HEADER = 100_000_000  # the safetensors library reads no longer header than this
 PAYLOAD_HEADER = 1 << 18  # no payload's header is longer: 255 dimensions and names of 65,535 bytes
@@ -125,7 +123,7 @@ class CompressedWriter:
     """Writes one compressed file payload by payload. The header, which needs all sizes, gets its room first and its content
     in `finish`."""
 
-    def __init__(self, path: Path, original: SafetensorsFile | ComputedFile, base: BaseInfo):
+    def __init__(self, path: Path, original: TensorFile, base: BaseInfo):
         self.original = original
         self.headers: list[Header] = []
         self._base = base
@@ -188,20 +186,3 @@ def _is_contiguous(entries: Iterable[Entry]) -> bool:
             return False
         end = entry.end
     return True
-
-
-def add_to_config(text: str, settings: dict) -> str:
-    """The text of a config.json with `settings` as its quantization_config, otherwise untouched."""
-    before, brace, rest = text.partition("{")
-    entry = '\n  "quantization_config": ' + json.dumps(settings, indent=2).replace("\n", "\n  ")
-    return before + brace + entry + ("" if rest.lstrip().startswith("}") else ",") + rest
-
-
-def remove_from_config(text: str) -> str:
-    """Takes out what `add_to_config` put in; if the file was written anew since, at least its content is right."""
-    before, brace, rest = text.partition("{")
-    if entry := re.match(r'\s*"quantization_config":\s*', rest):
-        end = json.JSONDecoder().raw_decode(rest, entry.end())[1]
-        return before + brace + rest[end:].removeprefix(",")
-    config = json.loads(text)
-    return text if config.pop("quantization_config", None) is None else json.dumps(config, indent=2) + "\n"

@@ -1,0 +1,244 @@
+"""Model folders compressed and restored: weights tensor by tensor, all other files copied, config.json updated."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.storage.atomic import copy, rewrite, staged_folder
+from hf_ext.storage.delta.codec import DEFAULT_LEVEL
+from hf_ext.storage.delta.file import KEY, CompressedFile
+from hf_ext.storage.delta.source import (
+    PARTS_OF,
+    SEVERAL_MODELS,
+    RestoredFile,
+    decoded,
+    open_base,
+    open_files,
+    require_one_model,
+)
+from hf_ext.storage.delta.writer import write_delta
+from hf_ext.storage.layout import (
+    CONFIG,
+    add_settings,
+    all_weights,
+    no_weights,
+    other_files,
+    read_config,
+    remove_settings,
+    require_another_folder,
+    select_weights,
+    shard_sets,
+)
+from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.plain_writer import write_files
+from hf_ext.storage.prefetch import progress
+from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile, float_name
+from hf_ext.storage.source import TensorSource
+
+METHOD = "fm_delta"  # `quant_method` in config.json
+
+Sets = Sequence[Sequence[TensorFile]]
+
+
+def compress_folder(
+    src: str | os.PathLike,
+    base: str | os.PathLike | TensorSource,
+    out: str | os.PathLike,
+    revision: str | None = None,
+    *,
+    verify: bool = False,
+    level: int = DEFAULT_LEVEL,
+    base_id: str | None = None,
+    leave: Collection[Path] = (),
+    write: Callable[[Sets, TensorSource, Path], None] | None = None,
+) -> None:
+    """Writes a model's folder with its weights as lossless differences from a base model (FM-Delta, NeurIPS 2024).
+
+    All files that hold no weights are copied. config.json gets a `quantization_config` entry, by which `from_pretrained` finds
+    the base. Memory: a few tensors.
+
+    Args:
+        src: folder with safetensors weights.
+        base: folder or Hub id of the model that `src` was fine-tuned from, plain or compressed itself; or that model, open.
+        out: folder to write. On failure it stays as it was.
+        revision: of the base on the Hub; the commit it leads to is recorded.
+        verify: decode everything and compare it with `src`, byte for byte, before `out` gets it.
+        level: 1 is fast; 2 looks for a low-rank part of every matrix's change, and 3 longer. Reading takes about as long.
+        base_id: Hub id to record for a base that is given as a local copy.
+        leave: files of `src` not to copy, relative to it.
+        write: writes the compressed weights into a folder, instead of `write_model`.
+
+    Raises:
+        CheckpointError: `src` has no safetensors weights, is quantized or compressed already, or `out` is `src` or the base.
+        BaseModelError: the base cannot be read.
+        CorruptFileError: a file does not come out as it was; `out` and `src` stay as they were.
+    """
+    src, out = Path(src), Path(out)
+    if not src.is_dir():
+        raise CheckpointError(f"{src} is not a folder; give the folder of a saved model.")
+    source = base if isinstance(base, TensorSource) else open_checkpoint(base, revision)
+    require_another_folder(out, src, source.name)
+    write = write or partial(write_model, name=base_id, level=level)
+    with staged_folder(out) as stage:
+        others = [path for path in other_files(src, out) if path.relative_to(src) not in leave]
+        for path in others:
+            copy(path, stage / path.relative_to(src))
+        write(plain_files(src), source, stage)
+        if verify:
+            compare_with_source(src, stage, others, source)
+
+
+def decompress_folder(
+    src: str | os.PathLike,
+    out: str | os.PathLike,
+    base: str | os.PathLike | None = None,
+    leave: Collection[Path] = (),
+    stale: Iterable[Path] = (),
+) -> None:
+    """Writes the folder that was compressed: safetensors files and all others, byte for byte as they were.
+
+    Args:
+        src: compressed folder.
+        out: folder to write. On failure it stays as it was.
+        base: folder or Hub id of the base, if it is no longer where config.json says.
+        leave: files of `src` not to copy, relative to it.
+        stale: files of `out` to remove unless `src` has them, relative to it.
+
+    Raises:
+        CorruptFileError: a file is damaged or from a newer version.
+        BaseModelError: the base is missing or is another model.
+    """
+    src, out = Path(src), Path(out)
+    files = open_files(src)
+    require_one_model(files, src)
+    source = open_base(files, src, base)
+    require_another_folder(out, src, source.name)
+    with staged_folder(out, stale) as stage:
+        for path in other_files(src, out):
+            if path.relative_to(src) not in leave:
+                copy(path, stage / path.relative_to(src))
+        read_config(stage / CONFIG)  # raises if it is damaged
+        rewrite(stage / CONFIG, remove_settings)
+        write_files([RestoredFile(file, source) for file in files], stage, "Decompressing")
+
+
+def verify_folder(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int:
+    """Decodes every tensor of a compressed folder (or file) and compares it with its checksum.
+
+    Args:
+        src: compressed folder or file.
+        base: folder or Hub id of the base, if it is no longer where config.json says.
+
+    Returns:
+        The number of tensors.
+
+    Raises:
+        CorruptFileError, BaseModelError: naming the first tensor that does not come out as it was saved.
+    """
+    files = open_files(Path(src))
+    decode_all(files, open_base(files, Path(src), base))
+    return sum(len(file.original) for file in files)
+
+
+def decode_all(files: Sequence[CompressedFile], base: TensorSource) -> None:
+    """Decodes every tensor of these files.
+
+    Raises:
+        CorruptFileError, BaseModelError: naming the first tensor that does not come out as it was saved.
+    """
+    with progress("Verifying", sum(len(file.original) for file in files)) as bar:
+        for file in files:
+            for _ in decoded(file, base, file.original):
+                bar.update()
+
+
+def write_model(
+    sets: Sets,
+    base: TensorSource,
+    out: Path,
+    name: str | None = None,
+    level: int = DEFAULT_LEVEL,
+    settings: dict | None = None,
+) -> None:
+    """Compresses the weights of a model into a folder and adds the `quantization_config` entry to its config.json.
+
+    Args:
+        sets: files that are read together, such as the shards of one checkpoint.
+        base: the model that was fine-tuned.
+        out: folder to write into; its config.json is in place already.
+        name: the base's name to record, instead of its own.
+        level: see `compress_folder`.
+        settings: more values for the entry.
+
+    Raises:
+        CheckpointError: the files are those of the base.
+    """
+    src = sets[0][0].path.parent
+    if any(path.parent.samefile(src) for path in base.paths):
+        raise CheckpointError(f"{src} is the base model itself; give the folder of a fine-tune of it.")
+    selected = select_weights(src)[0]
+    entries = next(file.entries for shards in sets for file in shards if file.path == selected)
+    info = write_delta(sets, base, out, name, level).base
+    dtype = float_name(entries[key].dtype for key in sorted(entries))
+    entry = {"quant_method": METHOD, "base": info.name, "revision": info.revision, "dtype": dtype} | (settings or {})
+    rewrite(out / CONFIG, lambda text: add_settings(text, entry))
+
+
+def plain_files(src: Path) -> list[list[SafetensorsFile]]:
+    """Returns the plain weights of a folder, in the sets that are read together.
+
+    Raises:
+        CheckpointError: there are none, or they are quantized or compressed.
+    """
+    paths = all_weights(src)
+    if not paths:
+        raise no_weights(src)
+    files = [SafetensorsFile(path) for path in paths]
+    if any(PARTS_OF in file.metadata for file in files):
+        raise CheckpointError(f"{src} {SEVERAL_MODELS}")
+    if any(KEY in file.metadata for file in files):
+        raise CheckpointError(f"The weights of {src} are compressed already; decompress them first.")
+    settings = read_config(src / CONFIG).get("quantization_config")
+    if settings is not None:
+        method = settings.get("quant_method") if isinstance(settings, dict) else settings
+        raise CheckpointError(f"{src} is quantized ({method}); only plain weights can be compressed.")
+    return [[file for file in files if file.path in shards] for shards in shard_sets(paths)]
+
+
+def compare_with_source(src: Path, out: Path, others: Iterable[Path], base: TensorSource) -> None:
+    """Decodes the compressed weights in `out` and compares them with `src`, and all `others` too, byte for byte.
+
+    Raises:
+        CorruptFileError: naming the first file or tensor that is not the same.
+    """
+
+    def require(same: bool, what: str) -> None:
+        if not same:
+            raise CorruptFileError(
+                f"{what} of {src} does not come out of its compressed form as it was: it changed in the meantime, or memory or "
+                "disk is at fault. Nothing was written; compress it again."
+            )
+
+    for path in others:
+        name = path.relative_to(src)
+        if name == Path(CONFIG):
+            restored = remove_settings((out / name).read_bytes().decode()).encode()
+            require(restored == path.read_bytes(), CONFIG)
+        else:
+            require(filecmp.cmp(path, out / name, shallow=False), str(name))
+    originals = [SafetensorsFile(path) for path in all_weights(src)]
+    with progress("Verifying", sum(len(file.entries) for file in originals)) as bar:
+        for original in originals:
+            file = CompressedFile(out / original.path.name)
+            require(file.original_header == original.header_bytes, f"The header of {original.path.name}")
+            for name, tensor in decoded(file, base, original.entries):
+                require(np.array_equal(tensor.data, original[name].data), f"Tensor '{name}'")
+                original.release(name)
+                bar.update()

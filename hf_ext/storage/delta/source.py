@@ -1,0 +1,220 @@
+"""Compressed files read as a source of tensors, and the base they need found and checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hf_ext.errors import BaseModelError, CheckpointError
+from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.delta.codec import decode_raw, is_payload, peek_header
+from hf_ext.storage.delta.file import KEY, BaseInfo, CompressedFile, check_shards
+from hf_ext.storage.hub import HUB, Hub, absolute, snapshot_of
+from hf_ext.storage.layout import all_weights, no_weights, shard_sets, storage_settings
+from hf_ext.storage.prefetch import Prefetcher, threads_for
+from hf_ext.storage.safetensors_file import Entry, RawTensor
+from hf_ext.storage.source import TensorSource
+
+if TYPE_CHECKING:
+    import torch
+
+#: Metadata entry of files that hold parts of several models; its value is the method that puts the models together.
+PARTS_OF = "parts_of"
+SEVERAL_MODELS = "holds several models merged into one; `hf-ext extract` writes one of them."
+MOVED = (
+    'If the base has moved, set "base" under "quantization_config" in config.json to its folder or Hub id '
+    "(on the command line: --base)."
+)
+
+
+class DeltaCheckpoint(TensorSource):
+    """The tensors of compressed files, each decoded when it is asked for.
+
+    Attributes:
+        base: the base, plain or compressed, checked against the fingerprint that the files record.
+        digest: a hash of the names and contents of all tensors.
+    """
+
+    def __init__(self, files: Sequence[CompressedFile], base: TensorSource):
+        self.name = str(files[0].path.parent)
+        self.paths = [file.path for file in files]
+        self.base = base
+        self.digest = files[0].digest
+        self._recorded_fingerprint = files[0].fingerprint
+        self._file_of = {name: file for file in files for name in file.headers}
+
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def entry(self, name: str) -> Entry:
+        return self._file_of[name].original[name]
+
+    def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
+        return decode_tensor(self._file_of[name], self.base, name, out)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return self._recorded_fingerprint
+
+
+class RestoredFile:
+    """The original file of a compressed one, its tensors decoded when they are asked for."""
+
+    def __init__(self, file: CompressedFile, base: TensorSource):
+        self.path = file.path
+        self.metadata = file.original_metadata
+        self.entries = file.original
+        self.header_bytes = file.original_header
+        self._file = file
+        self._base = base
+
+    def __getitem__(self, name: str) -> RawTensor:
+        return decode_tensor(self._file, self._base, name)
+
+    def release(self, name: str, begin: int = 0, end: int | None = None) -> None:
+        """Does nothing: a decoded tensor is freed with its last reference."""
+
+
+def open_delta(
+    paths: Sequence[Path], base: str | os.PathLike | None = None, revision: str | None = None, hub: Hub = HUB
+) -> DeltaCheckpoint:
+    """Opens the compressed files of one checkpoint.
+
+    Args:
+        paths: all files that are read together.
+        base, revision: folder or Hub id of the base, if it is no longer where config.json or the files say.
+        hub: access settings for the base.
+
+    Raises:
+        BaseModelError: the base is missing, or is not the one that the files were written against.
+        CorruptFileError: a file is damaged, missing, or from another save.
+    """
+    files = [CompressedFile(path) for path in paths]
+    check_shards(files)
+    folder = files[0].path.parent
+    if base is None:
+        base, revision = base_of(files[0], folder)
+    return DeltaCheckpoint(files, matching_base(files[0].base, base, revision, folder, hub=hub))
+
+
+def open_files(src: Path) -> list[CompressedFile]:
+    """Opens the compressed files of a folder, variants included (or one file). Their tensors are not decoded.
+
+    Raises:
+        CheckpointError: there are no weights.
+        CorruptFileError: a file is damaged, missing, or from another save.
+    """
+    paths = all_weights(src) if src.is_dir() else [src]
+    if not paths or not paths[0].exists():
+        raise no_weights(src)
+    files = [CompressedFile(path) for path in paths]
+    if src.is_dir():
+        for shards in shard_sets(paths):
+            check_shards([file for file in files if file.path in shards])
+    return files
+
+
+def open_base(files: Sequence[CompressedFile], src: Path, base: str | os.PathLike | None = None) -> TensorSource:
+    """Opens the base of compressed files: `base`, else the one that config.json names, else the one that the files record.
+
+    Raises:
+        BaseModelError: it cannot be read, or its fingerprint differs from the recorded one.
+    """
+    folder = src if src.is_dir() else src.parent
+    name, revision = base_of(files[0], folder) if base is None else (absolute(base), None)
+    return matching_base(files[0].base, name, revision, folder)
+
+
+def base_of(file: CompressedFile, folder: Path) -> tuple[str, str | None]:
+    """Returns name and revision of a file's base: as config.json of the folder has them, else as the file does."""
+    settings = storage_settings(folder)
+    return (settings["base"], settings.get("revision")) if "base" in settings else (file.base.name, file.base.revision)
+
+
+def matching_base(
+    recorded: BaseInfo,
+    name: str | os.PathLike,
+    revision: str | None,
+    beside: Path,
+    readers: Sequence[Path] = (),
+    hub: Hub = HUB,
+) -> TensorSource:
+    """Opens `name`, which may be compressed itself, and checks that it is the recorded base.
+
+    Args:
+        beside: folder of the checkpoint that needs the base. A relative folder is looked up from here first, so that both can
+            move together.
+        readers: folders of the compressed checkpoints that `beside` is opened for.
+        hub: access settings. By default the base is kept in the cache that the checkpoint lies in.
+    """
+    if not isinstance(name, str | os.PathLike) or not isinstance(revision, str | None):
+        raise BaseModelError(f"{name!r} at revision {revision!r} is not a valid name for the base {recorded}. {MOVED}")
+    if os.path.isdir(beside / name):
+        name = os.path.normpath(beside / name)
+    if hub.cache_dir is None and (snapshot := snapshot_of(beside)) is not None:
+        hub = hub._replace(cache_dir=snapshot.parents[2])
+    try:
+        base: TensorSource = (checkpoint := Checkpoint(name, revision, hub))
+    except BaseModelError as error:
+        raise BaseModelError(
+            f"The base model {recorded} is needed to read this checkpoint, {beside}. {error} {MOVED}"
+        ) from error
+    if checkpoint.has_metadata(KEY) and not checkpoint.has_metadata(PARTS_OF):
+        files = [CompressedFile(path) for path in checkpoint.paths]
+        check_shards(files)
+        folder, readers = files[0].path.parent, [*readers, beside]
+        if any(folder.samefile(reader) for reader in readers):
+            chain = " → ".join(map(str, [*readers, folder]))
+            raise BaseModelError(f"These checkpoints need each other, so none can be read: {chain}. {MOVED}")
+        base = DeltaCheckpoint(files, matching_base(files[0].base, *base_of(files[0], folder), folder, readers, hub))
+    if base.fingerprint != recorded.fingerprint:
+        raise BaseModelError(
+            f"This checkpoint, {beside}, was compressed against {recorded} (fingerprint {recorded.fingerprint}), but "
+            f"{base} is another model or revision (fingerprint {base.fingerprint}). {MOVED}"
+        )
+    return base
+
+
+def original_size(file: CompressedFile) -> int:
+    """Returns the size in bytes of the file that a compressed one stands for."""
+    return 8 + len(file.original_header) + sum(entry.nbytes for entry in file.original.values())
+
+
+def require_one_model(files: Sequence[CompressedFile], src: Path) -> None:
+    """Raises CheckpointError if the files hold parts of several models."""
+    if any(PARTS_OF in file.original_metadata for file in files):
+        raise CheckpointError(f"{src} {SEVERAL_MODELS}")
+
+
+def decoded(file: CompressedFile, base: TensorSource, names: Iterable[str]) -> Iterator[tuple[str, RawTensor]]:
+    """Returns the tensors of a file with their names, decoded on all cores, some ahead of the reader."""
+    sizes = {name: file.original[name].nbytes for name in names}
+    return iter(Prefetcher(lambda name: decode_tensor(file, base, name), sizes))
+
+
+def decode_tensor(file: CompressedFile, base: TensorSource, name: str, out: np.ndarray | None = None) -> RawTensor:
+    """Returns one tensor of a file. If the base is not the recorded one, the error names both."""
+    header = file.headers[name]
+    twin = base_tensor(base, header.base_name)
+    try:
+        return decode_raw(file.payload(name), twin, header, threads_for(file.original[name].nbytes), out)
+    except BaseModelError as error:
+        raise BaseModelError(f"{error} Compressed against {file.base}, read with {base}.") from error
+    finally:
+        if twin is not None:
+            base.release(header.base_name)
+
+
+def payload_name(payload: torch.Tensor) -> str | None:
+    """Returns the name of the tensor that is stored as this tensor of bytes; None if it is not a payload."""
+    return peek_header(payload.reshape(-1).cpu().numpy()).name if is_payload(payload) else None
+
+
+def base_tensor(base: TensorSource, name: str) -> RawTensor | None:
+    """Returns the tensor that predicts another; None if none does or the base has none of that name."""
+    return base.read(name) if name in base else None

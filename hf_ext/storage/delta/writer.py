@@ -1,0 +1,80 @@
+"""Files of tensors written as differences from a base."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from hf_ext.storage.delta.codec import DEFAULT_LEVEL, LEVELS, encode_raw
+from hf_ext.storage.delta.file import BaseInfo, CompressedWriter, digest_of
+from hf_ext.storage.hub import absolute
+from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
+from hf_ext.storage.safetensors_file import TensorFile
+from hf_ext.storage.source import TensorSource, fingerprint_of, sample
+
+logger = logging.getLogger(__name__)
+
+
+class Written(NamedTuple):
+    """What the compressed files record: the base, and of each set of files the digest of its tensors."""
+
+    base: BaseInfo
+    digests: list[str]
+
+
+def write_delta(
+    sets: Sequence[Sequence[TensorFile]],
+    base: TensorSource,
+    out: str | os.PathLike,
+    name: str | None = None,
+    level: int = DEFAULT_LEVEL,
+) -> Written:
+    """Compresses files of tensors into files of the same names. Memory: a few tensors.
+
+    Args:
+        sets: files that are read together, such as the shards of one checkpoint.
+        base: the model that predicts the tensors.
+        out: folder to write into.
+        name: the base's name to record, instead of its own.
+        level: 1 is fast; 2 looks for a low-rank part of every matrix's change, and 3 longer.
+    """
+    if level != LEVELS[0]:
+        importlib.import_module("hf_ext.storage.delta.low_rank")  # brings PyTorch, before threads limit theirs
+    files = [file for shards in sets for file in shards]
+    info = BaseInfo(name or absolute(base.name), base.revision, base.fingerprint)
+    writers: dict[str, CompressedWriter] = {}
+    samples: dict[Path, dict[str, bytes]] = {file.path: {} for file in files}
+    try:
+        with progress("Compressing", sum(len(file.entries) for file in files)) as bar:
+            for file in files:
+                writer = writers[file.path.name] = CompressedWriter(Path(out, file.path.name), file, info)
+
+                def encode(name: str, file: TensorFile = file) -> bytes:
+                    twin, tensor = base.twin_of(name), file[name]
+                    samples[file.path][name] = sample(name, tensor)
+                    prior = None if twin is None else base.read(twin)
+                    payload = encode_raw(tensor, prior, name, twin or "", threads_for(tensor.data.size), level)
+                    if twin is not None:
+                        base.release(twin)
+                    file.release(name)
+                    return payload
+
+                for name, payload in Prefetcher(encode, {name: entry.nbytes for name, entry in file.entries.items()}):
+                    writer.add(name, payload)
+                    bar.update()
+        groups = [[writers[file.path.name] for file in shards] for shards in sets]
+        digests = [digest_of(header for writer in group for header in writer.headers) for group in groups]
+        for shards, group, digest in zip(sets, groups, digests):
+            fingerprint = fingerprint_of({name: part for file in shards for name, part in samples[file.path].items()})
+            for writer in group:
+                writer.finish(digest, fingerprint)
+    finally:
+        for writer in writers.values():
+            writer.close()
+    if not any(header.base_name for writer in writers.values() for header in writer.headers):
+        logger.warning(f"No tensor of these weights matches one of the base {base}; is this the right base?")
+    return Written(info, digests)

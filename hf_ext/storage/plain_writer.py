@@ -1,0 +1,57 @@
+"""Plain safetensors files written tensor by tensor, from whatever computes the tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from hf_ext.storage.atomic import write_json
+from hf_ext.storage.layout import INDEX
+from hf_ext.storage.prefetch import Prefetcher, progress
+from hf_ext.storage.safetensors_file import ComputedFile, RawTensor, TensorFile, itemsize
+
+
+def shards_of(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    compute: Callable[[str], RawTensor],
+    out: Path,
+    max_shard_size: int | str,
+    metadata: Mapping[str, str] | None = None,
+) -> list[ComputedFile]:
+    """Returns the files of a checkpoint, cut as `save_pretrained` would, and writes the index if there are several.
+
+    Args:
+        tensors: dtype and shape of each tensor, by name.
+        compute: returns a tensor by name; called from several threads.
+        out: folder that the files will be written into.
+        max_shard_size: as in `save_pretrained`.
+        metadata: of the files' headers.
+    """
+
+    def size(tensor: tuple[str, tuple[int, ...]]) -> int:
+        return math.prod(tensor[1]) * itemsize(tensor[0])
+
+    split = split_state_dict_into_shards_factory(
+        dict(tensors), get_storage_size=size, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    if split.is_sharded:
+        write_json(out / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+    return [
+        ComputedFile(file, {name: tensors[name] for name in names}, compute, {"format": "pt"} | dict(metadata or {}))
+        for file, names in split.filename_to_tensors.items()
+    ]
+
+
+def write_files(files: Sequence[TensorFile], out: Path, what: str) -> None:
+    """Writes files into a folder, under their own names, with a progress bar that says `what` is being done."""
+    with progress(what, sum(len(file.entries) for file in files)) as bar:
+        for file in files:
+            with open(out / file.path.name, "wb") as target:
+                target.write(len(file.header_bytes).to_bytes(8, "little") + file.header_bytes)
+                sizes = {name: entry.nbytes for name, entry in file.entries.items()}
+                for _, tensor in Prefetcher(file.__getitem__, sizes):
+                    target.write(tensor.data)
+                    bar.update()

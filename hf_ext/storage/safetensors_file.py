@@ -1,0 +1,223 @@
+"""Safetensors files and their tensors as bytes: headers are read and written here, tensor data stay in the mapped file."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.storage.native import FLOATS
+
+if TYPE_CHECKING:
+    import torch
+
+#: safetensors' names of the types that whole bytes hold: torch's name and the bytes of one value.
+DTYPES = {
+    "BOOL": ("bool", 1), "U8": ("uint8", 1), "I8": ("int8", 1), "U16": ("uint16", 2), "I16": ("int16", 2),
+    "U32": ("uint32", 4), "I32": ("int32", 4), "U64": ("uint64", 8), "I64": ("int64", 8), "C64": ("complex64", 8),
+    "F16": ("float16", 2), "BF16": ("bfloat16", 2), "F32": ("float32", 4), "F64": ("float64", 8),
+    "F8_E4M3": ("float8_e4m3fn", 1), "F8_E5M2": ("float8_e5m2", 1), "F8_E8M0": ("float8_e8m0fnu", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+}  # fmt: skip
+ITEMSIZE = {name: size for name, (_, size) in DTYPES.items()}
+
+
+class Entry(NamedTuple):
+    """A tensor's entry in the header of a safetensors file. Its data are the bytes from `begin` to `end`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the tensor's data in bytes."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """A tensor as its bytes: `dtype` is safetensors' name of the type, `data` a flat uint8 array, little-endian."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+    @classmethod
+    def from_torch(cls, tensor: torch.Tensor) -> RawTensor:
+        """Returns the bytes of a tensor; on the CPU they share its memory where it is contiguous."""
+        import torch
+
+        dtype = safetensors_dtype(tensor.dtype)
+        if dtype is None:
+            raise CheckpointError(f"safetensors files cannot hold tensors of type {tensor.dtype}.")
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return cls(dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy())
+
+    def to_torch(self) -> torch.Tensor:
+        """Returns the same memory as a tensor, so `data` must be writable and not in use elsewhere."""
+        import torch
+
+        dtype = torch_dtype(self.dtype)
+        if not self.data.size:  # torch cannot view an empty array as another type
+            return torch.empty(self.shape, dtype=dtype)
+        return torch.from_numpy(self.data).view(dtype).reshape(self.shape)
+
+
+class TensorFile(Protocol):
+    """One safetensors file whose tensors are read, decoded or computed when they are asked for."""
+
+    path: Path
+    metadata: Mapping[str, str]
+    entries: Mapping[str, Entry]
+    header_bytes: bytes
+
+    def __getitem__(self, name: str) -> RawTensor: ...
+
+    def release(self, name: str, begin: int = 0, end: int | None = None) -> None:
+        """Gives back the memory that reading these bytes of a tensor took. Reading them again is possible."""
+
+
+class SafetensorsFile:
+    """A safetensors file, memory-mapped. The safetensors library checks its header before anything is read.
+
+    Raises:
+        CorruptFileError: the file is missing or is not a safetensors file.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        try:
+            with safe_open(self.path, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CorruptFileError(f"{self.path} is not a readable safetensors file: {error}") from error
+        with open(self.path, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        length = int.from_bytes(self._map[:8], "little")
+        self.header_bytes: bytes = self._map[8 : 8 + length]
+        self.metadata, self.entries = parse_header(self.header_bytes)
+        self._data = np.frombuffer(self._map, np.uint8, offset=8 + length)
+
+    def __getitem__(self, name: str) -> RawTensor:
+        """Returns a view of the mapped file; reads nothing yet."""
+        entry = self.entries[name]
+        return RawTensor(entry.dtype, entry.shape, self._data[entry.begin : entry.end])
+
+    def read_sparsely(self) -> None:
+        """Turns off read-ahead, for readers that need only a few places of each tensor."""
+        if hasattr(mmap, "MADV_RANDOM"):  # not on Windows
+            self._map.madvise(mmap.MADV_RANDOM)
+
+    def release(self, name: str, begin: int = 0, end: int | None = None) -> None:
+        if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+            entry = self.entries[name]
+            start = 8 + len(self.header_bytes) + entry.begin
+            stop = start + (entry.nbytes if end is None else end)
+            first, last = -(-(start + begin) // mmap.PAGESIZE), stop // mmap.PAGESIZE
+            if last > first:
+                self._map.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+
+
+class ComputedFile:
+    """A safetensors file yet to be written, whose tensors are computed when they are asked for.
+
+    Args:
+        name: of the file.
+        tensors: dtype and shape of each tensor.
+        compute: returns a tensor by name; called from several threads.
+        metadata: of the file's header.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+        compute: Callable[[str], RawTensor],
+        metadata: Mapping[str, str],
+    ):
+        self.path = Path(name)
+        self.metadata = dict(metadata)
+        self._compute = compute
+        self.entries: dict[str, Entry] = {}
+        end = 0
+        # Large elements first, as the safetensors library does, so that all are aligned.
+        for tensor, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-itemsize(item[1][0]), item[0])):
+            begin, end = end, end + math.prod(shape) * itemsize(dtype)
+            self.entries[tensor] = Entry(dtype, tuple(shape), begin, end)
+        self.header_bytes = write_header(self.metadata, self.entries)
+
+    def __getitem__(self, name: str) -> RawTensor:
+        return self._compute(name)
+
+    def release(self, name: str, begin: int = 0, end: int | None = None) -> None:
+        """Does nothing: a computed tensor is freed with its last reference."""
+
+
+def parse_header(header: bytes) -> tuple[dict[str, str], dict[str, Entry]]:
+    """Returns the metadata and the entries (in the order of their data) of a safetensors header."""
+    entries = json.loads(header)
+    metadata = entries.pop("__metadata__", None) or {}
+    return metadata, {
+        name: Entry(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+        for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
+    }
+
+
+def write_header(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> bytes:
+    """Returns a safetensors header, padded so that the data behind it are aligned."""
+    header: dict = {"__metadata__": dict(metadata)}
+    header |= {name: {"dtype": e.dtype, "shape": e.shape, "data_offsets": (e.begin, e.end)} for name, e in entries.items()}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    return text.ljust(-(-len(text) // 8) * 8)
+
+
+def itemsize(dtype: str) -> int:
+    """Returns the bytes of one value.
+
+    Raises:
+        CheckpointError: the type is unknown, or packs several values into a byte.
+    """
+    if dtype not in ITEMSIZE:
+        raise CheckpointError(f"Tensors of type {dtype} are not supported.")
+    return ITEMSIZE[dtype]
+
+
+def float_name(dtypes: Iterable[str]) -> str | None:
+    """Returns torch's name of the first float type among these; None if there is none.
+
+    Given the types in the order of the tensors' names, that is the type that Transformers loads for `dtype="auto"`.
+    """
+    return next((DTYPES[dtype][0] for dtype in dtypes if dtype in FLOATS), None)
+
+
+def torch_dtype(dtype: str) -> torch.dtype:
+    """Returns the torch type of this safetensors name.
+
+    Raises:
+        CheckpointError: the installed PyTorch has no such type.
+    """
+    import torch
+
+    found = getattr(torch, DTYPES[dtype][0], None) if dtype in DTYPES else None
+    if found is None:
+        raise CheckpointError(f"PyTorch {torch.__version__} has no tensors of type {dtype}.")
+    return found
+
+
+def safetensors_dtype(dtype: torch.dtype) -> str | None:
+    """Returns the safetensors name of a torch type; None if safetensors files cannot hold it."""
+    return _SAFETENSORS_NAMES.get(str(dtype).removeprefix("torch."))
+
+
+_SAFETENSORS_NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}

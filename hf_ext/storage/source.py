@@ -1,0 +1,109 @@
+"""The interface of whatever has tensors by name: plain and compressed checkpoints, tasks of a merge, merged adapters."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from hf_ext.storage.safetensors_file import Entry, RawTensor
+
+FINGERPRINT_SAMPLE = 1024  # bytes read at each of three places of a tensor
+
+
+class TensorSource(ABC):
+    """Tensors by name, each read only when it is asked for.
+
+    Attributes:
+        name: folder, Hub id or another name for messages.
+        revision: commit on the Hub; None for anything local.
+        paths: the files that are read; empty if the tensors come from memory or from other sources.
+    """
+
+    name: str
+    revision: str | None = None
+    paths: Sequence[Path] = ()
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Returns the names of all tensors."""
+
+    @abstractmethod
+    def entry(self, name: str) -> Entry:
+        """Returns dtype, shape and size of a tensor, without reading it."""
+
+    @abstractmethod
+    def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
+        """Returns a tensor.
+
+        Args:
+            out: writable bytes of the tensor's size. A source that must compute the tensor may do so there; its result then
+                holds this very array.
+        """
+
+    def release(self, name: str, begin: int = 0, end: int | None = None) -> None:  # noqa: B027
+        """Gives back the memory that reading these bytes of a tensor took, where they are mapped from a file."""
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known
+
+    def __str__(self) -> str:
+        return f"'{self.name}'" + (f" at revision {self.revision}" if self.revision else "")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all names, dtypes and shapes and of a few bytes of every tensor. It does not depend on sharding."""
+        return fingerprint_of({name: sample(name, self.read(name)) for name in self.names()})
+
+    def twin_of(self, name: str) -> str | None:
+        """Returns the name that the parameter `name` has here; None if it is not here.
+
+        That is the name itself, or one that differs by a prefix (`bert.`, `model.`) or by the old names of normalization
+        parameters (gamma, beta).
+        """
+        if name in self:
+            return name
+        for ending in _endings(name):
+            if twin := self._by_ending.get(ending):
+                return twin
+        return None
+
+    @cached_property
+    def _known(self) -> frozenset[str]:
+        return frozenset(self.names())
+
+    @cached_property
+    def _by_ending(self) -> dict[str, str | None]:
+        """Maps each name and each of its endings to the name, and to None where several names share an ending."""
+        endings: dict[str, str | None] = {}
+        for name in self.names():
+            for ending in _endings(name):
+                endings[ending] = None if ending in endings else name
+        return endings
+
+
+def sample(name: str, tensor: RawTensor) -> bytes:
+    """Returns the bytes that a fingerprint takes of a tensor."""
+    size = tensor.data.size
+    parts = [tensor.data[start:][:FINGERPRINT_SAMPLE] for start in (0, size // 2, max(size - FINGERPRINT_SAMPLE, 0))]
+    return f"{name}\0{tensor.dtype}\0{tensor.shape}\0".encode() + b"".join(part.tobytes() for part in parts)
+
+
+def fingerprint_of(samples: Mapping[str, bytes]) -> str:
+    """Returns the fingerprint of a checkpoint whose tensors have these samples, by name."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(samples):
+        digest.update(samples[name])
+    return digest.hexdigest()
+
+
+def _endings(name: str) -> Iterator[str]:
+    parts = re.sub(r"\.beta$", ".bias", re.sub(r"\.gamma$", ".weight", name)).split(".")
+    # The last part alone ("weight") would match too much.
+    for start in range(max(len(parts) - 1, 1)):
+        yield ".".join(parts[start:])
