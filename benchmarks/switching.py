@@ -74,7 +74,7 @@ def decode(folder: Path) -> None:
     """Opens a checkpoint, with all checks, and decodes each tensor once."""
     source = open_checkpoint(folder)
     entries = {name: source.entry(name) for name in source.names()}
-    for _ in Prefetcher(source.__getitem__, {name: entry.end - entry.begin for name, entry in entries.items()}):
+    for _ in Prefetcher(source.read, {name: entry.nbytes for name, entry in entries.items()}):
         pass
 
 

@@ -1,12 +1,13 @@
 """Adds this package's entries to the registries of Transformers and PEFT. No other module does; nothing is replaced.
 
 `import hf_ext` must stay light, so it imports neither library. A library that is imported already gets its entries at once, any
-other one right after its import.
+other one when its import is done.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -31,21 +32,24 @@ def register() -> None:
 
 
 class _ImportWatcher(MetaPathFinder):
-    """Calls functions once the modules they need have been imported. It finds no modules itself."""
+    """Calls functions once the modules they need have been imported. It finds no modules itself.
+
+    A function waits until no import of the watched packages is under way, so that it never meets a half-imported module.
+    """
+
+    PACKAGES = ("hf_ext", "peft", "transformers")
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[set[str], Callable[[], None]]] = []
+        self._waiting: list[tuple[tuple[str, ...], Callable[[], None]]] = []
+        self._thread = threading.local()  # its `depth` is how many imports of the packages are under way
 
     def after(self, modules: Sequence[str], action: Callable[[], None]) -> None:
         """Calls `action` when all of these modules are imported: at once if they are."""
-        missing = {name for name in modules if name not in sys.modules}
-        if missing:
-            self._waiting.append((missing, action))
-        else:
-            action()
+        self._waiting.append((tuple(modules), action))
+        self._run_ready()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if not any(name in missing for missing, _ in self._waiting):
+        if not self._waiting or name.partition(".")[0] not in self.PACKAGES:
             return None
         specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
         spec = next((spec for spec in specs if spec is not None), None)
@@ -54,20 +58,25 @@ class _ImportWatcher(MetaPathFinder):
         loader, execute = spec.loader, spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # the instance's; the class's own is back
-            execute(module)
-            self._imported(name)
+            del loader.exec_module  # the instance's own; that of its class is back
+            depth = getattr(self._thread, "depth", 0)
+            self._thread.depth = depth + 1
+            try:
+                execute(module)
+            finally:
+                self._thread.depth = depth
+            if depth == 0:
+                self._run_ready()
 
-        loader.exec_module = exec_module
+        loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
-    def _imported(self, name: str) -> None:
-        for missing, _ in self._waiting:
-            missing.discard(name)
-        ready = [action for missing, action in self._waiting if not missing]
-        self._waiting = [(missing, action) for missing, action in self._waiting if missing]
-        for action in ready:
-            action()
+    def _run_ready(self) -> None:
+        for entry in list(self._waiting):
+            modules, action = entry
+            if entry in self._waiting and all(name in sys.modules for name in modules):
+                self._waiting.remove(entry)
+                action()
 
 
 def _add_quantizers() -> None:
