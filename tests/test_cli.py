@@ -242,7 +242,7 @@ def test_what_cannot_be_merged_is_one_line(tmp_path, tasks, capsys):
     assert "'a b' cannot be the name of a task" in mistaken(capsys, "merge", "--base", "b", "--task", "a b=x", "--out", "out")
     merged = ("compress", tmp_path / "merged", "--base", base, "--out", tmp_path / "out")
     emr.merge(base, folders, tmp_path / "merged")
-    assert "is a merge of several tasks, stored compressed already; `hf-ext extract` writes one task" in fails(capsys, *merged)
+    assert "holds several models merged into one; `hf-ext extract` writes one of them" in fails(capsys, *merged)
 
 
 def test_what_goes_wrong_is_one_line(folder, capsys):

@@ -27,13 +27,13 @@ def folders(tmp_path):
 
 def fault(monkeypatch, change):
     """Between compressing and verifying, `change` is called with the folder that was compressed into."""
-    write = compress.compress_weights
+    write = compress.write_with_card
 
-    def faulty(src, base, out, *args):
-        write(src, base, out, *args)
+    def faulty(sets, base, out, **options):
+        write(sets, base, out, **options)
         change(out)
 
-    monkeypatch.setattr(compress, "compress_weights", faulty)
+    monkeypatch.setattr(compress, "write_with_card", faulty)
 
 
 def test_what_is_compressed_and_verified_is_what_is_compressed(folders, tmp_path):

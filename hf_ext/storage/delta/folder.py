@@ -204,7 +204,7 @@ def plain_files(src: Path) -> list[list[SafetensorsFile]]:
     if any(PARTS_OF in file.metadata for file in files):
         raise CheckpointError(f"{src} {SEVERAL_MODELS}")
     if any(KEY in file.metadata for file in files):
-        raise CheckpointError(f"The weights of {src} are compressed already; decompress them first.")
+        raise CheckpointError(f"{src} is compressed already; decompress it first.")
     settings = read_config(src / CONFIG).get("quantization_config")
     if settings is not None:
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
