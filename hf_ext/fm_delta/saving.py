@@ -34,7 +34,7 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
     weights in `load_state_dict`, which is how Trainer resumes and loads its best model.
 
     Args:
-        model: any PreTrainedModel that is not quantised.
+        model: any PreTrainedModel that is not quantized.
         base: folder or Hub id of the model it is fine-tuned from. Others can only load what you push if they can reach it.
         revision: of the base on the Hub; the commit it leads to is recorded.
 
@@ -43,14 +43,14 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
 
     Raises:
         BaseModelError: the base cannot be read.
-        CheckpointError: the model is quantised.
+        CheckpointError: the model is quantized.
     """
     if not isinstance(model, PreTrainedModel):
         raise CheckpointError(
             f"enable takes a Transformers PreTrainedModel, not a {type(model).__name__}. For a PEFT model, pass its base_model."
         )
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
-        raise CheckpointError("This model is quantised; only plain weights can be compressed.")
+        raise CheckpointError("This model is quantized; only plain weights can be compressed.")
     disable(model)
     # A save may happen in another working directory.
     checkpoint = open_checkpoint(absolute(base), revision)

@@ -96,7 +96,7 @@ def compress_series(
 
     Raises:
         BaseModelError: the base, or a checkpoint that one depends on, cannot be read.
-        CheckpointError: there is no checkpoint with weights, one is quantised, or the base is one of them.
+        CheckpointError: there is no checkpoint with weights, one is quantized, or the base is one of them.
     """
     run = Path(run)
     root = open_root(run, base, revision)

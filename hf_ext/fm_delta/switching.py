@@ -62,7 +62,7 @@ def switch(
 
     Raises:
         CheckpointError: there is no such checkpoint, it is of another model, or the model cannot be written in place: it is
-            quantised, offloaded or sharded, has adapters inside, or is a merge of several tasks.
+            quantized, offloaded or sharded, has adapters inside, or is a merge of several tasks.
         BaseModelError: the base of `other` is missing or is not the one it was written against.
         CorruptFileError: `other` is damaged.
     """
@@ -106,7 +106,7 @@ def _writable(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             f"switch takes a Transformers PreTrainedModel, not a {type(model).__name__}. Of a PeftModel, unload() the adapters."
         )
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
-        raise CheckpointError("This model is quantised; only plain weights can be switched. Load the other model instead.")
+        raise CheckpointError("This model is quantized; only plain weights can be switched. Load the other model instead.")
     if hasattr(model, "set_task"):
         raise CheckpointError("This model is a merge of several tasks: switch between them by model.set_task(name).")
     if any(hasattr(module, "base_layer") or hasattr(module, "original_module") for module in model.modules()):
@@ -146,7 +146,7 @@ def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[Ten
     method = (text.pop("quantization_config", None) or {}).get("quant_method", METHOD)
     source = open_checkpoint(name, revision, hub)
     if method != METHOD:
-        raise CheckpointError(f"{source} is quantised ({method}); only plain weights can be switched to.")
+        raise CheckpointError(f"{source} is quantized ({method}); only plain weights can be switched to.")
     return source, where.revision, text, read_config(folder / GENERATION) or None
 
 

@@ -435,14 +435,14 @@ def test_an_adapter_that_makes_no_weights(tmp_path, folders, nothing_written):
         emr.merge(base, {"prompt": tmp_path / "prompt"}, nothing_written)
 
 
-def test_quantised_merged_and_compressed_folders_are_refused_where_they_make_no_sense(tmp_path, folders):
+def test_quantized_merged_and_compressed_folders_are_refused_where_they_make_no_sense(tmp_path, folders):
     base, tasks = folders
     emr.merge(base, tasks, tmp_path / "merged")
     with pytest.raises(CheckpointError, match="hf-ext extract"):
         emr.merge(base, {"all": tmp_path / "merged"}, tmp_path / "twice")
     with pytest.raises(CheckpointError, match="hf-ext extract"):
         fm_delta.decompress_checkpoint(tmp_path / "merged", tmp_path / "plain")
-    with pytest.raises(CheckpointError, match="quantised"):
+    with pytest.raises(CheckpointError, match="quantized"):
         fm_delta.compress_checkpoint(tmp_path / "merged", base, tmp_path / "small")
     fm_delta.compress_checkpoint(tasks["cr"], base, tmp_path / "small")
     with pytest.raises(BaseModelError, match="itself compressed"):

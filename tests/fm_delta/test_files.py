@@ -342,8 +342,8 @@ def test_digest_and_fingerprint_are_those_of_the_documentation(tmp_path):
     for name in sorted(tuned.names()):
         digest.update(f"{name}\0{xxhash.xxh3_64_intdigest(tuned.read(name).data)}\0".encode())
     for name in sorted(base.names()):
-        data = base[name].data.tobytes()
-        fingerprint.update(f"{name}\0{base[name].dtype}\0{base[name].shape}\0".encode())
+        data = base.read(name).data.tobytes()
+        fingerprint.update(f"{name}\0{base.read(name).dtype}\0{base.read(name).shape}\0".encode())
         for at in (0, len(data) // 2, max(0, len(data) - 1024)):
             fingerprint.update(data[at : at + 1024])
     for file in compressed_files(tmp_path / "small"):
@@ -411,7 +411,7 @@ def test_the_base_may_have_moved(tmp_path):
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_what_is_compressed_or_quantised_is_not_compressed_again(tmp_path):
+def test_what_is_compressed_or_quantized_is_not_compressed_again(tmp_path):
     src, base = pair(tmp_path)
     small = round_trip(tmp_path, src, base)
     with pytest.raises(CheckpointError, match="small is compressed already"):
@@ -421,7 +421,7 @@ def test_what_is_compressed_or_quantised_is_not_compressed_again(tmp_path):
         fm_delta.compress_checkpoint(small, base, tmp_path / "smaller")
     for settings in ({"quant_method": "bitsandbytes"}, None, "gptq"):
         (src / "config.json").write_text(json.dumps({"quantization_config": settings}))
-        with pytest.raises(CheckpointError, match="tuned is quantised"):
+        with pytest.raises(CheckpointError, match="tuned is quantized"):
             fm_delta.compress_checkpoint(src, base, tmp_path / "smaller")
     assert not (tmp_path / "smaller").exists()
 

@@ -419,7 +419,7 @@ def test_what_is_no_checkpoint_is_named(folder, model, tmp_path):
     packed = copy_of(folder, "second-plain", tmp_path / "packed")
     config = json.loads((packed / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
     (packed / "config.json").write_text(json.dumps(config))
-    refused(model, packed, CheckpointError, "quantised (gptq)")
+    refused(model, packed, CheckpointError, "quantized (gptq)")
 
 
 def test_a_model_with_adapters_is_refused(folder, model):

@@ -494,7 +494,7 @@ def test_a_compressed_checkpoint_is_not_loaded_from_a_state_dict(folder):
 
 
 @pytest.mark.parametrize("kind", ["load_in_4bit", "load_in_8bit"])
-def test_quantising_a_compressed_checkpoint_while_it_loads_is_refused(folder, kind):
+def test_quantizing_a_compressed_checkpoint_while_it_loads_is_refused(folder, kind):
     pytest.importorskip("bitsandbytes")
     with pytest.raises(ValueError, match="FMDeltaConfig"):
         AutoModelForCausalLM.from_pretrained(folder / "small", quantization_config=BitsAndBytesConfig(**{kind: True}))

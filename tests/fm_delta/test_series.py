@@ -319,7 +319,7 @@ def test_what_is_no_run_is_named(tmp_path):
         fm_delta.compress_series(run, run / "checkpoint-1")
     before = contents(run)
     (run / "checkpoint-2/config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
-    with pytest.raises(CheckpointError, match="checkpoint-2 is quantised"):
+    with pytest.raises(CheckpointError, match="checkpoint-2 is quantized"):
         fm_delta.compress_series(run, tmp_path / "base", keep={"checkpoint-1"})
     del before["checkpoint-2/config.json"]
     assert before.items() <= contents(run).items() and not (run / STAGE).exists()
