@@ -252,7 +252,7 @@ def test_what_goes_wrong_is_one_line(folder, capsys):
         capsys, "compress", src, "--base", "no/such/base", "--out", folder / "out"
     )
     assert "is compressed already" in fails(capsys, "compress", small, "--base", base, "--out", folder / "out")
-    assert "cannot be written over" in fails(capsys, "compress", src, "--base", base, "--out", src)
+    assert "cannot be overwritten" in fails(capsys, "compress", src, "--base", base, "--out", src)
     assert "is not a folder" in fails(capsys, "compress", folder / "none", "--base", base, "--out", folder / "out")
     for out in (src / "config.json", src / "config.json/below"):
         assert f"{src / 'config.json'} is a file; give a folder" in fails(capsys, "compress", src, "--base", base, "--out", out)

@@ -447,7 +447,7 @@ def test_quantized_merged_and_compressed_folders_are_refused_where_they_make_no_
     fm_delta.compress_checkpoint(tasks["cr"], base, tmp_path / "small")
     with pytest.raises(BaseModelError, match="itself compressed"):
         emr.merge(tmp_path / "small", tasks, tmp_path / "twice")
-    with pytest.raises(CheckpointError, match="cannot be written over"):
+    with pytest.raises(CheckpointError, match="cannot be overwritten"):
         emr.merge(base, tasks, tasks["cr"])
     assert not (tmp_path / "twice").exists() and not (tmp_path / "plain").exists()
 
@@ -491,7 +491,7 @@ def test_a_task_is_not_written_over(tmp_path, folders):
     base, tasks = folders
     shutil.copytree(tasks["cr"], tmp_path / "task-cr")
     before = contents(tmp_path / "task-cr")
-    with pytest.raises(CheckpointError, match="cannot be written over"):
+    with pytest.raises(CheckpointError, match="cannot be overwritten"):
         emr.merge(base, {"cr": tmp_path / "task-cr"}, tmp_path)
     emr.merge(base, {"trec": tmp_path / "task-cr"}, tmp_path)
     assert contents(tmp_path / "task-cr") == before
@@ -569,5 +569,5 @@ def test_a_name_that_is_taken_and_a_folder_that_is_no_merge(tmp_path, folders):
             call()
     with pytest.raises(CheckpointError, match="its tasks are cr"):
         emr.extract(tmp_path / "merged", "sst2", tmp_path / "more")
-    with pytest.raises(CheckpointError, match="cannot be written over"):
+    with pytest.raises(CheckpointError, match="cannot be overwritten"):
         emr.extract(tmp_path / "merged", "cr", tmp_path / "merged")

@@ -72,11 +72,11 @@ def test_the_source_and_the_base_are_never_written_over(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(base)
     monkeypatch.chdir(tmp_path)
     for out in (src, base, "tuned", "base/", "small/../base", "link"):
-        with pytest.raises(CheckpointError, match="cannot be written over"):
+        with pytest.raises(CheckpointError, match="cannot be overwritten"):
             fm_delta.compress_checkpoint(src, base, out)
     for out in (small, base, "small", "./base", "link"):
         for source in (small, small / "model.safetensors"):
-            with pytest.raises(CheckpointError, match="cannot be written over"):
+            with pytest.raises(CheckpointError, match="cannot be overwritten"):
                 fm_delta.decompress_checkpoint(source, out)
     with pytest.raises(CheckpointError, match="base model itself"):
         fm_delta.compress_checkpoint("link", base, "out")
