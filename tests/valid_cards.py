@@ -7,8 +7,9 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
+from transformers.modelcard import TASK_MAPPING
 
-from hf_ext.integration.model_cards import TASK_MAPPING, is_ours
+from hf_ext.integration.model_cards import is_ours
 
 KINDS = {path.stem for path in (Path(__file__).parents[1] / "model_cards").glob("*.md")}
 RELATIONS = {"finetune", "adapter", "merge", "quantized"}
