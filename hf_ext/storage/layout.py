@@ -149,7 +149,7 @@ def other_files(src: Path, out: Path) -> list[Path]:
     # Links to folders are followed, as links to files are, unless they lead back into a folder that they stand in.
     found: list[Path] = []
     for folder, folders, names in os.walk(src, followlinks=True):
-        parents = {os.path.realpath(path) for path in (folder, *Path(folder).absolute().parents)}
+        parents = {os.path.realpath(path) for path in (Path(folder), *Path(folder).absolute().parents)}
         folders[:] = [name for name in folders if os.path.realpath(os.path.join(folder, name)) not in parents]
         found += [Path(folder, name) for name in names]
     return [path for path in found if is_other(path)]

@@ -78,9 +78,13 @@ class TensorFile(Protocol):
     """One safetensors file whose tensors are read, decoded or computed when they are asked for."""
 
     path: Path
-    metadata: Mapping[str, str]
-    entries: Mapping[str, Entry]
     header_bytes: bytes
+
+    @property
+    def metadata(self) -> Mapping[str, str]: ...
+
+    @property
+    def entries(self) -> Mapping[str, Entry]: ...
 
     def __getitem__(self, name: str) -> RawTensor: ...
 

@@ -228,12 +228,11 @@ def compare_with_source(src: Path, out: Path, others: Iterable[Path], base: Tens
             )
 
     for path in others:
-        name = path.relative_to(src)
-        if name == Path(CONFIG):
-            restored = remove_settings((out / name).read_bytes().decode()).encode()
-            require(restored == path.read_bytes(), CONFIG)
+        copied = out / path.relative_to(src)
+        if copied == out / CONFIG:
+            require(remove_settings(copied.read_bytes().decode()).encode() == path.read_bytes(), CONFIG)
         else:
-            require(filecmp.cmp(path, out / name, shallow=False), str(name))
+            require(filecmp.cmp(path, copied, shallow=False), str(path.relative_to(src)))
     originals = [SafetensorsFile(path) for path in all_weights(src)]
     with progress("Verifying", sum(len(file.entries) for file in originals)) as bar:
         for original in originals:
