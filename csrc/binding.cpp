@@ -1,4 +1,5 @@
-// The only file that knows Python: hf_ext._native, buffers in and out, without the interpreter lock while it works.
+// The Python module hf_ext._native: takes and fills buffers, and releases the interpreter lock while it works. No other file
+// uses Python. hf_ext/_native.pyi lists the functions.
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -7,14 +8,16 @@
 #include <stdexcept>
 #include <string>
 
-#include "codec.h"
-#include "emr.h"
-#include "instruction_sets.h"
-#include "symbol_model.h"
+#include "common/floats.h"
+#include "common/instruction_sets.h"
+#include "delta/codec.h"
+#include "delta/symbol_model.h"
+#include "emr/emr.h"
 
+namespace hf_ext {
 namespace {
 
-// A buffer that is released when it goes out of scope.
+// A buffer that is released at the end of its scope.
 struct Buffer {
     Py_buffer view{};
     ~Buffer() {
@@ -27,7 +30,7 @@ struct Buffer {
     size_t bytes() const { return size_t(view.len); }
 };
 
-// Runs work without the interpreter lock. False, with a Python exception set, if it throws.
+// Runs work without the interpreter lock. If it throws, sets a Python exception and returns false.
 template <class Work>
 bool run(Work&& work) {
     std::string message;
@@ -56,32 +59,35 @@ PyObject* to_bytes(const std::vector<T>& data) {
     return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(data.data()), Py_ssize_t(data.size() * sizeof(T)));
 }
 
-void require_sizes(const fm_delta::Shape& shape, const Buffer& tensor, const Buffer& base) {
-    fm_delta::check(shape);
-    const size_t width = size_t(fm_delta::width(shape.dtype));
-    if (tensor.bytes() / width != shape.values || tensor.bytes() % width) throw std::invalid_argument("the tensor's buffer has the wrong size");
+void require_sizes(const delta::Shape& shape, const Buffer& tensor, const Buffer& base) {
+    delta::check(shape);
+    const size_t width = size_t(hf_ext::width(shape.dtype));
+    if (tensor.bytes() / width != shape.values || tensor.bytes() % width)
+        throw std::invalid_argument("the tensor's buffer has the wrong size");
     if (base.bytes() / width < shape.base_values) throw std::invalid_argument("the base's buffer is too small");
 }
 
-// `more` is set where the format has a place for it.
-bool parse(PyObject* args, const char* format, Buffer& tensor, int tensor_flags, Buffer& base, fm_delta::Shape& shape, int& threads, PyObject** more = nullptr) {
+// Parses the arguments of `encode`. `more` receives the last one if the format has it.
+bool parse(PyObject* args, const char* format, Buffer& tensor, int tensor_flags, Buffer& base, delta::Shape& shape,
+           int& threads, PyObject** more = nullptr) {
     PyObject *tensor_object, *base_object;
     Py_ssize_t row_length, base_values;
-    if (!PyArg_ParseTuple(args, format, &tensor_object, &base_object, &shape.dtype, &row_length, &base_values, &threads, more)) return false;
+    if (!PyArg_ParseTuple(args, format, &tensor_object, &base_object, &shape.dtype, &row_length, &base_values, &threads, more))
+        return false;
     if (!tensor.open(tensor_object, tensor_flags) || !base.open(base_object, 0)) return false;
     if (row_length < 1 || base_values < 0) {
         PyErr_SetString(PyExc_TypeError, "row_length must be positive and base_values must not be negative");
         return false;
     }
-    const int width = fm_delta::width(shape.dtype);
+    const int width = hf_ext::width(shape.dtype);
     shape.row_length = size_t(row_length);
     shape.base_values = size_t(base_values);
     shape.values = width ? tensor.bytes() / size_t(width) : 0;
     return true;
 }
 
-// One candidate: a tuple of rows (int32, base rows × rank), columns (int32, rank × row length) and the exponent.
-bool parse(PyObject* object, const fm_delta::Shape& shape, Buffer& rows, Buffer& columns, fm_delta::Factors& factors) {
+// Parses one candidate: a tuple of rows (int32, base rows × rank), columns (int32, rank × row length) and the exponent.
+bool parse(PyObject* object, const delta::Shape& shape, Buffer& rows, Buffer& columns, delta::Factors& factors) {
     PyObject *rows_object, *columns_object;
     if (!PyTuple_Check(object) || !PyArg_ParseTuple(object, "OOi", &rows_object, &columns_object, &factors.exponent)) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a candidate must be a tuple");
@@ -102,19 +108,20 @@ bool parse(PyObject* object, const fm_delta::Shape& shape, Buffer& rows, Buffer&
 
 PyObject* encode(PyObject*, PyObject* args) {
     Buffer tensor, base;
-    fm_delta::Shape shape{};
+    delta::Shape shape{};
     int threads = 1;
     PyObject* tuple = nullptr;
     if (!parse(args, "OOinn|iO:encode", tensor, 0, base, shape, threads, &tuple)) return nullptr;
     const size_t count = tuple && PyTuple_Check(tuple) ? size_t(PyTuple_Size(tuple)) : 0;
     std::vector<Buffer> buffers(2 * count);
-    std::vector<fm_delta::Factors> candidates(count);
+    std::vector<delta::Factors> candidates(count);
     for (size_t i = 0; i < count; ++i)
-        if (!parse(PyTuple_GetItem(tuple, Py_ssize_t(i)), shape, buffers[2 * i], buffers[2 * i + 1], candidates[i])) return nullptr;
+        if (!parse(PyTuple_GetItem(tuple, Py_ssize_t(i)), shape, buffers[2 * i], buffers[2 * i + 1], candidates[i]))
+            return nullptr;
     std::vector<uint8_t> body;
     if (!run([&] {
             require_sizes(shape, tensor, base);
-            body = fm_delta::encode(shape, tensor.view.buf, base.view.buf, candidates, threads);
+            body = delta::encode(shape, tensor.view.buf, base.view.buf, candidates, threads);
         }))
         return nullptr;
     return to_bytes(body);
@@ -122,13 +129,13 @@ PyObject* encode(PyObject*, PyObject* args) {
 
 PyObject* count_symbols(PyObject*, PyObject* args) {
     Buffer tensor, base;
-    fm_delta::Shape shape{};
+    delta::Shape shape{};
     int threads = 1;
     if (!parse(args, "OOinn|i:count_symbols", tensor, 0, base, shape, threads)) return nullptr;
     std::vector<uint64_t> counts;
     if (!run([&] {
             require_sizes(shape, tensor, base);
-            counts = fm_delta::count_symbols(shape, tensor.view.buf, base.view.buf);
+            counts = delta::count_symbols(shape, tensor.view.buf, base.view.buf);
         }))
         return nullptr;
     return to_bytes(counts);
@@ -138,13 +145,15 @@ PyObject* decode(PyObject*, PyObject* args) {
     PyObject* body_object;
     PyObject* rest;
     Buffer body, tensor, base;
-    fm_delta::Shape shape{};
+    delta::Shape shape{};
     int threads = 1;
     if (!PyArg_ParseTuple(args, "OO!:decode", &body_object, &PyTuple_Type, &rest)) return nullptr;
-    if (!body.open(body_object, 0) || !parse(rest, "OOinn|i:decode", tensor, PyBUF_WRITABLE, base, shape, threads)) return nullptr;
+    if (!body.open(body_object, 0) || !parse(rest, "OOinn|i:decode", tensor, PyBUF_WRITABLE, base, shape, threads))
+        return nullptr;
     if (!run([&] {
             require_sizes(shape, tensor, base);
-            fm_delta::decode(shape, static_cast<const uint8_t*>(body.view.buf), body.bytes(), base.view.buf, tensor.view.buf, threads);
+            delta::decode(shape, static_cast<const uint8_t*>(body.view.buf), body.bytes(), base.view.buf, tensor.view.buf,
+                          threads);
         }))
         return nullptr;
     Py_RETURN_NONE;
@@ -157,10 +166,11 @@ PyObject* cast(PyObject*, PyObject* args) {
     if (!PyArg_ParseTuple(args, "OiOi:cast", &source_object, &from, &target_object, &to)) return nullptr;
     if (!source.open(source_object, 0) || !target.open(target_object, PyBUF_WRITABLE)) return nullptr;
     if (!run([&] {
-            const size_t from_width = size_t(fm_delta::width(from)), to_width = size_t(fm_delta::width(to));
+            const size_t from_width = size_t(width(from)), to_width = size_t(width(to));
             if (!from_width || !to_width) throw std::invalid_argument("unknown float type code");
-            if (source.bytes() / from_width != target.bytes() / to_width) throw std::invalid_argument("the two buffers hold different numbers of values");
-            fm_delta::cast(from, to, source.view.buf, target.view.buf, source.bytes() / from_width);
+            if (source.bytes() / from_width != target.bytes() / to_width)
+                throw std::invalid_argument("the two buffers hold different numbers of values");
+            hf_ext::cast(from, to, source.view.buf, target.view.buf, source.bytes() / from_width);
         }))
         return nullptr;
     Py_RETURN_NONE;
@@ -169,12 +179,15 @@ PyObject* cast(PyObject*, PyObject* args) {
 PyObject* subtract(PyObject*, PyObject* args) {
     PyObject *tensor_object, *base_object, *change_object, *energies_object;
     Buffer tensor, base, change, energies;
-    fm_delta::Shape shape{};
+    delta::Shape shape{};
     Py_ssize_t row_length;
-    if (!PyArg_ParseTuple(args, "OOinOO:subtract", &tensor_object, &base_object, &shape.dtype, &row_length, &change_object, &energies_object)) return nullptr;
-    if (!tensor.open(tensor_object, 0) || !base.open(base_object, 0) || !change.open(change_object, PyBUF_WRITABLE) || !energies.open(energies_object, PyBUF_WRITABLE))
+    if (!PyArg_ParseTuple(args, "OOinOO:subtract", &tensor_object, &base_object, &shape.dtype, &row_length, &change_object,
+                          &energies_object))
         return nullptr;
-    const size_t width = size_t(fm_delta::width(shape.dtype));
+    if (!tensor.open(tensor_object, 0) || !base.open(base_object, 0) || !change.open(change_object, PyBUF_WRITABLE) ||
+        !energies.open(energies_object, PyBUF_WRITABLE))
+        return nullptr;
+    const size_t width = size_t(hf_ext::width(shape.dtype));
     shape.values = shape.base_values = width ? tensor.bytes() / width : 0;
     shape.row_length = row_length < 1 ? 1 : size_t(row_length);
     if (!run([&] {
@@ -182,20 +195,21 @@ PyObject* subtract(PyObject*, PyObject* args) {
             const size_t rows = (shape.values + shape.row_length - 1) / shape.row_length;
             if (change.bytes() != shape.values * sizeof(float) || energies.bytes() != rows * sizeof(double))
                 throw std::invalid_argument("the buffers of the change or its energies have the wrong size");
-            fm_delta::subtract(shape, tensor.view.buf, base.view.buf, static_cast<float*>(change.view.buf), static_cast<double*>(energies.view.buf));
+            delta::subtract(shape, tensor.view.buf, base.view.buf, static_cast<float*>(change.view.buf),
+                            static_cast<double*>(energies.view.buf));
         }))
         return nullptr;
     Py_RETURN_NONE;
 }
 
 PyObject* default_tables(PyObject*, PyObject*) {
-    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(fm_delta::DEFAULT_TABLES.data()), sizeof fm_delta::DEFAULT_TABLES);
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(delta::DEFAULT_TABLES.data()), sizeof delta::DEFAULT_TABLES);
 }
 
-// The float type's width in bytes, after checking that the buffers hold as many values as each other. 0, with a Python exception
-// set, if they do not.
+// Checks that all buffers hold the same number of values. Returns the width of the float type; on failure sets a Python
+// exception and returns 0.
 size_t common_values(int dtype, std::initializer_list<const Buffer*> buffers, size_t& values) {
-    const size_t width = size_t(fm_delta::width(dtype));
+    const size_t width = size_t(hf_ext::width(dtype));
     values = width ? (*buffers.begin())->bytes() / width : 0;
     for (const Buffer* buffer : buffers) {
         if (width && buffer->bytes() == values * width) continue;
@@ -214,14 +228,14 @@ bool mask_fits(const Buffer& mask, size_t values) {
 PyObject* elect(PyObject*, PyObject* args) {
     PyObject *base_object, *tasks_object, *elected_object, *masks_object, *sums_object;
     int dtype, threads = 1;
-    if (!PyArg_ParseTuple(args, "iOO!OOO|i:elect", &dtype, &base_object, &PyTuple_Type, &tasks_object, &elected_object, &masks_object,
-                          &sums_object, &threads))
+    if (!PyArg_ParseTuple(args, "iOO!OOO|i:elect", &dtype, &base_object, &PyTuple_Type, &tasks_object, &elected_object,
+                          &masks_object, &sums_object, &threads))
         return nullptr;
     const size_t count = size_t(PyTuple_Size(tasks_object));
     Buffer base, elected, masks, sums;
     std::vector<Buffer> tasks(count);
-    if (!base.open(base_object, 0) || !elected.open(elected_object, PyBUF_WRITABLE) || !masks.open(masks_object, PyBUF_WRITABLE) ||
-        !sums.open(sums_object, PyBUF_WRITABLE))
+    if (!base.open(base_object, 0) || !elected.open(elected_object, PyBUF_WRITABLE) ||
+        !masks.open(masks_object, PyBUF_WRITABLE) || !sums.open(sums_object, PyBUF_WRITABLE))
         return nullptr;
     std::vector<const void*> pointers(count);
     size_t values = 0;
@@ -235,8 +249,8 @@ PyObject* elect(PyObject*, PyObject* args) {
         return nullptr;
     }
     if (!run([&] {
-            emr::elect(dtype, values, base.view.buf, pointers.data(), count, elected.view.buf, static_cast<uint8_t*>(masks.view.buf),
-                       static_cast<emr::Sums*>(sums.view.buf), threads);
+            emr::elect(dtype, values, base.view.buf, pointers.data(), count, elected.view.buf,
+                       static_cast<uint8_t*>(masks.view.buf), static_cast<emr::Sums*>(sums.view.buf), threads);
         }))
         return nullptr;
     Py_RETURN_NONE;
@@ -247,14 +261,17 @@ PyObject* modulate(PyObject*, PyObject* args) {
     Buffer base, elected, mask, out;
     emr::Modulator task{};
     int dtype, threads = 1;
-    if (!PyArg_ParseTuple(args, "iOOOdO|i:modulate", &dtype, &base_object, &elected_object, &mask_object, &task.scale, &out_object, &threads))
+    if (!PyArg_ParseTuple(args, "iOOOdO|i:modulate", &dtype, &base_object, &elected_object, &mask_object, &task.scale,
+                          &out_object, &threads))
         return nullptr;
     size_t values;
-    if (!base.open(base_object, 0) || !elected.open(elected_object, 0) || !mask.open(mask_object, 0) || !out.open(out_object, PyBUF_WRITABLE) ||
-        !common_values(dtype, {&base, &elected, &out}, values) || !mask_fits(mask, values))
+    if (!base.open(base_object, 0) || !elected.open(elected_object, 0) || !mask.open(mask_object, 0) ||
+        !out.open(out_object, PyBUF_WRITABLE) || !common_values(dtype, {&base, &elected, &out}, values) ||
+        !mask_fits(mask, values))
         return nullptr;
     task.mask = static_cast<const uint8_t*>(mask.view.buf);
-    if (!run([&] { emr::modulate(dtype, values, base.view.buf, elected.view.buf, task, out.view.buf, threads); })) return nullptr;
+    if (!run([&] { emr::modulate(dtype, values, base.view.buf, elected.view.buf, task, out.view.buf, threads); }))
+        return nullptr;
     Py_RETURN_NONE;
 }
 
@@ -269,65 +286,75 @@ PyObject* retarget(PyObject*, PyObject* args) {
     std::vector<Buffers> buffers(count);
     std::vector<emr::Target> targets(count);
     for (size_t i = 0; i < count; ++i) {
-        Buffers& held = buffers[i];
+        Buffers& opened = buffers[i];
         emr::Target& target = targets[i];
         PyObject *tuple = PyTuple_GetItem(tuples, Py_ssize_t(i)), *base, *elected, *from, *to, *live;
         if (!PyTuple_Check(tuple)) {
             PyErr_SetString(PyExc_TypeError, "retarget takes a tuple of tuples");
             return nullptr;
         }
-        if (!PyArg_ParseTuple(tuple, "iOOOdOdO:retarget", &target.dtype, &base, &elected, &from, &target.from.scale, &to, &target.to.scale,
-                              &live) ||
-            !held.base.open(base, 0) || !held.elected.open(elected, 0) || !held.from.open(from, 0) || !held.to.open(to, 0) ||
-            !held.live.open(live, PyBUF_WRITABLE) || !common_values(target.dtype, {&held.base, &held.elected, &held.live}, target.values) ||
-            !mask_fits(held.from, target.values) || !mask_fits(held.to, target.values))
+        if (!PyArg_ParseTuple(tuple, "iOOOdOdO:retarget", &target.dtype, &base, &elected, &from, &target.from.scale, &to,
+                              &target.to.scale, &live) ||
+            !opened.base.open(base, 0) || !opened.elected.open(elected, 0) || !opened.from.open(from, 0) ||
+            !opened.to.open(to, 0) || !opened.live.open(live, PyBUF_WRITABLE) ||
+            !common_values(target.dtype, {&opened.base, &opened.elected, &opened.live}, target.values) ||
+            !mask_fits(opened.from, target.values) || !mask_fits(opened.to, target.values))
             return nullptr;
-        target.base = held.base.view.buf;
-        target.elected = held.elected.view.buf;
-        target.from.mask = static_cast<const uint8_t*>(held.from.view.buf);
-        target.to.mask = static_cast<const uint8_t*>(held.to.view.buf);
-        target.live = held.live.view.buf;
+        target.base = opened.base.view.buf;
+        target.elected = opened.elected.view.buf;
+        target.from.mask = static_cast<const uint8_t*>(opened.from.view.buf);
+        target.to.mask = static_cast<const uint8_t*>(opened.to.view.buf);
+        target.live = opened.live.view.buf;
     }
-    size_t place = 0;
-    if (!run([&] { place = emr::retarget(targets.data(), count, threads); })) return nullptr;
-    return PyLong_FromSize_t(place);
+    size_t index = 0;
+    if (!run([&] { index = emr::retarget(targets.data(), count, threads); })) return nullptr;
+    return PyLong_FromSize_t(index);
 }
 
 PyObject* instruction_sets(PyObject*, PyObject*) {
-    const int count = int(fm_delta::best_instructions()) + 1;
+    const int count = int(best_instructions()) + 1;
     PyObject* names = PyTuple_New(count);
-    for (int i = 0; names && i < count; ++i) PyTuple_SetItem(names, i, PyUnicode_FromString(fm_delta::INSTRUCTIONS[i]));
+    for (int i = 0; names && i < count; ++i) PyTuple_SetItem(names, i, PyUnicode_FromString(INSTRUCTIONS[i]));
     return names;
 }
 
 PyObject* use(PyObject*, PyObject* name) {
-    for (int i = 0; i <= int(fm_delta::best_instructions()); ++i) {
-        if (!PyUnicode_Check(name) || PyUnicode_CompareWithASCIIString(name, fm_delta::INSTRUCTIONS[i]) != 0) continue;
-        return PyUnicode_FromString(fm_delta::INSTRUCTIONS[int(fm_delta::instructions().exchange(fm_delta::Instructions(i)))]);
+    for (int i = 0; i <= int(best_instructions()); ++i) {
+        if (!PyUnicode_Check(name) || PyUnicode_CompareWithASCIIString(name, INSTRUCTIONS[i]) != 0) continue;
+        return PyUnicode_FromString(INSTRUCTIONS[int(hf_ext::instructions().exchange(Instructions(i)))]);
     }
-    PyErr_SetString(PyExc_ValueError, "this processor or build has no such instruction set");
+    PyErr_SetString(PyExc_ValueError, "this processor or build has no such instruction set; instruction_sets() lists them");
     return nullptr;
 }
 
 PyMethodDef METHODS[] = {
-    {"encode", encode, METH_VARARGS, "encode(tensor, base | None, dtype, row_length, base_values, threads=1, ((rows, columns, exponent), ...)) -> body"},
-    {"decode", decode, METH_VARARGS, "decode(body, (tensor, base | None, dtype, row_length, base_values, threads=1)): fills the tensor"},
+    {"encode", encode, METH_VARARGS,
+     "encode(tensor, base | None, dtype, row_length, base_values, threads=1, ((rows, columns, exponent), ...)) -> body"},
+    {"decode", decode, METH_VARARGS,
+     "decode(body, (tensor, base | None, dtype, row_length, base_values, threads=1)): fills the tensor"},
     {"cast", cast, METH_VARARGS, "cast(source, from_dtype, target, to_dtype): fills the target, rounding to nearest even"},
-    {"subtract", subtract, METH_VARARGS, "subtract(tensor, base, dtype, row_length, change, energies): fills float32 changes and float64 sums of their squares a row"},
-    {"count_symbols", count_symbols, METH_VARARGS, "count_symbols(tensor, base | None, dtype, row_length, base_values) -> uint64 counts"},
+    {"subtract", subtract, METH_VARARGS,
+     "subtract(tensor, base, dtype, row_length, change, energies): fills float32 changes and the float64 sums of the squares "
+     "of each row"},
+    {"count_symbols", count_symbols, METH_VARARGS,
+     "count_symbols(tensor, base | None, dtype, row_length, base_values) -> uint64 counts"},
     {"default_tables", default_tables, METH_NOARGS, "default_tables() -> uint16 frequencies, 33 tables of 64 symbols"},
-    {"instruction_sets", instruction_sets, METH_NOARGS, "instruction_sets() -> names of those that this processor has, the best last"},
-    {"use", use, METH_O, "use(name) -> the name of the instruction set that was in use; the codec works with the best unless told"},
-    {"elect", elect, METH_VARARGS, "elect(dtype, base, (task, ...), elected, masks, sums, threads=1): fills the last three, see emr.h"},
+    {"instruction_sets", instruction_sets, METH_NOARGS,
+     "instruction_sets() -> names of those that this processor supports, the fastest last"},
+    {"use", use, METH_O, "use(name) -> the name of the instruction set that was in use; the fastest is used by default"},
+    {"elect", elect, METH_VARARGS,
+     "elect(dtype, base, (task, ...), elected, masks, sums, threads=1): fills the last three, see emr.h"},
     {"modulate", modulate, METH_VARARGS, "modulate(dtype, base, elected, mask | None, scale, out, threads=1): fills out"},
     {"retarget", retarget, METH_VARARGS,
-     "retarget(((dtype, base, elected, mask | None, scale, to_mask | None, to_scale, live), ...), threads=1) -> place of the first that was "
-     "not as given, or their number"},
+     "retarget(((dtype, base, elected, mask | None, scale, to_mask | None, to_scale, live), ...), threads=1) -> their number, "
+     "or the index "
+     "of the first that does not hold the values of its mask and scale"},
     {nullptr, nullptr, 0, nullptr},
 };
 
-PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_native", "The delta codec and the kernels of EMR-Merging.", 0, METHODS, nullptr, nullptr, nullptr, nullptr};
+PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_native", "The delta codec and the kernels of EMR-Merging.", 0, METHODS};
 
 }  // namespace
+}  // namespace hf_ext
 
-PyMODINIT_FUNC PyInit__native() { return PyModuleDef_Init(&MODULE); }
+PyMODINIT_FUNC PyInit__native() { return PyModuleDef_Init(&hf_ext::MODULE); }

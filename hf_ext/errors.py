@@ -17,6 +17,10 @@ class CheckpointError(HfExtError, ValueError):
     """A checkpoint cannot be used for what was asked."""
 
 
+class ExtensionError(HfExtError, ImportError):
+    """The C++ extension, which FM-Delta and EMR-Merging need, is not built or cannot be loaded."""
+
+
 class ServerError(HfExtError, ConnectionError):
     """A server that was to write texts does not answer."""
 

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-pthread", "-std=c++17"]
-CORE = [path for path in sorted((ROOT / "csrc").glob("*.cpp")) if path.name != "binding.cpp"]
+CORE = sorted((ROOT / "csrc").glob("*/*.cpp"))
 DRIVER = ["-g", "-O1", *CORE, ROOT / "tests" / "cpp" / "sanitize.cpp"]
 
 

@@ -4,7 +4,7 @@ A task vector is t = task - base. The unified vector takes, for each parameter, 
 |t| of that sign; a task's mask is where its t has that sign; its rescaler makes up for the length. The unified vector is kept
 as the weight it leads to, base + t of one task, which is exactly that task's weight: nothing is rounded.
 
-The work is done by csrc/emr.cpp; reference.py says the same in NumPy.
+csrc/emr/emr.cpp does the work; tests/reference_election.py is the same in NumPy.
 """
 
 from __future__ import annotations

@@ -1,31 +1,52 @@
-"""The C++ extension: which float types it knows, and arrays as it takes them."""
+"""The C++ extension, the float types that it handles, and arrays in the form that it takes."""
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 
+from hf_ext.errors import ExtensionError
+
+
+class MissingExtension:
+    """Stands in for the extension where it cannot be imported: raises an error when one of its functions is used."""
+
+    def __init__(self, cause: ImportError):
+        self._cause = cause
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # asked for by copy, inspect and the like
+            raise AttributeError(name)
+        raise ExtensionError(
+            f"FM-Delta and EMR-Merging need the C++ extension of hf_ext, which cannot be imported: {self._cause}. Install a "
+            "C++17 compiler (Debian: apt-get install g++; macOS: xcode-select --install), then build the extension in a "
+            "checkout of hf_ext: pip install --force-reinstall --no-deps . (to run from the checkout: "
+            "python setup.py build_ext --inplace)."
+        ) from self._cause
+
+
 try:
-    from hf_ext import _native
+    import hf_ext._native as _native
 except ImportError as error:
-    raise ImportError(
-        "The C++ extension of hf_ext is not built. Install the package with a C++17 compiler at hand (pip install .), or in a "
-        "checkout run: python setup.py build_ext --inplace"
-    ) from error
+    _native = MissingExtension(error)  # type: ignore[assignment]
 
 __all__ = ["FLOATS", "WIDTHS", "_native", "aligned", "as_numbers", "cast"]
 
-# safetensors' names of the float types: their codes in C++ (and in compressed files), and their bytes.
+#: The float types under their safetensors names, with their codes in C++ and in compressed files.
 FLOATS = {"F32": 1, "F16": 2, "BF16": 3, "F64": 4}
+#: Bytes of one value of each float type.
 WIDTHS = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
 
 
 def aligned(data: np.ndarray, dtype: str) -> np.ndarray:
-    """The same bytes where a processor reads whole values from; a file may hold them at any address."""
+    """Returns the same bytes at an address that is a multiple of the float type's width. A file may hold them anywhere."""
     return data if data.ctypes.data % WIDTHS[dtype] == 0 else data.copy()
 
 
 def cast(data: np.ndarray, dtype: str, target: str) -> np.ndarray:
-    """Floats, given as bytes, in another float type, rounded to nearest even; as they are if the types are the same."""
+    """Converts floats, given as bytes, to another float type, rounding to nearest even. If the types are equal, returns the
+    same bytes."""
     data = aligned(data, dtype)
     if dtype == target:
         return data
@@ -35,7 +56,7 @@ def cast(data: np.ndarray, dtype: str, target: str) -> np.ndarray:
 
 
 def as_numbers(data: np.ndarray, dtype: str) -> np.ndarray:
-    """Floats, given as bytes, as an array of numbers: of float32, or of float64 where they are."""
+    """Returns floats, given as bytes, as an array of float32, or of float64 for F64."""
     data = aligned(data, dtype)
     if dtype == "BF16":
         return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)

@@ -12,13 +12,14 @@
 #include <random>
 #include <vector>
 
-#include "../../csrc/codec.h"
-#include "../../csrc/emr.h"
+#include "../../csrc/common/floats.h"
+#include "../../csrc/delta/codec.h"
+#include "../../csrc/emr/emr.h"
 
 namespace {
 
 using Bytes = std::vector<uint8_t>;
-using fm_delta::Shape;
+using hf_ext::delta::Shape;
 
 std::mt19937_64 rng(20241);
 
@@ -31,8 +32,8 @@ Bytes random_bytes(size_t size) {
 }
 
 Bytes as_floats(const std::vector<double>& values, int dtype) {
-    Bytes bytes(values.size() * size_t(fm_delta::width(dtype)));
-    fm_delta::cast(4, dtype, values.data(), bytes.data(), values.size());
+    Bytes bytes(values.size() * size_t(hf_ext::width(dtype)));
+    hf_ext::cast(4, dtype, values.data(), bytes.data(), values.size());
     return bytes;
 }
 
@@ -42,7 +43,7 @@ struct Tensor {
     std::vector<int32_t> rows{}, columns{};  // of a low-rank change
     int rank = 0, exponent = 0;
 
-    std::vector<fm_delta::Factors> candidates() const {
+    std::vector<hf_ext::delta::Factors> candidates() const {
         if (rank == 0) return {};
         return {{rank, exponent, rows.data(), columns.data()}};
     }
@@ -52,7 +53,7 @@ enum Content { BITS, FINE_TUNE, WILD_FINE_TUNE, SOME_ROWS, EQUAL, LOW_RANK, CONT
 
 Tensor make(Shape shape, Content content) {
     Tensor tensor{shape, {}, {}};
-    const size_t width = size_t(fm_delta::width(shape.dtype)), rows_of = shape.row_length * width;
+    const size_t width = size_t(hf_ext::width(shape.dtype)), rows_of = shape.row_length * width;
     if (content == BITS) {
         tensor.values = random_bytes(shape.values * width);
         tensor.base = random_bytes(shape.base_values * width);
@@ -77,7 +78,9 @@ Tensor make(Shape shape, Content content) {
         after[i] = before[i] + (tensor.rank ? 0 : 0.01 * scale * normal(rng));
         const size_t rank = i < shape.base_values ? size_t(tensor.rank) : 0;
         for (size_t k = 0; k < rank; ++k)
-            after[i] += std::ldexp(double(tensor.rows[i / shape.row_length * rank + k]) * tensor.columns[k * shape.row_length + i % shape.row_length], -tensor.exponent);
+            after[i] += std::ldexp(double(tensor.rows[i / shape.row_length * rank + k]) *
+                                       tensor.columns[k * shape.row_length + i % shape.row_length],
+                                   -tensor.exponent);
     }
     tensor.values = as_floats(after, shape.dtype);
     tensor.base = as_floats(before, shape.dtype);
@@ -95,12 +98,12 @@ void decode(const Tensor& tensor, const Bytes& body, Bytes& out, int threads) {
     Bytes moved(1);
     moved.reserve(body.size() + 1);
     moved.insert(moved.end(), body.begin(), body.end());
-    fm_delta::decode(tensor.shape, moved.data() + 1, body.size(), tensor.base.data(), out.data(), threads);
+    hf_ext::delta::decode(tensor.shape, moved.data() + 1, body.size(), tensor.base.data(), out.data(), threads);
 }
 
 Bytes round_trip(const Tensor& tensor) {
-    const Bytes body = fm_delta::encode(tensor.shape, tensor.values.data(), tensor.base.data(), tensor.candidates(), 1);
-    if (body != fm_delta::encode(tensor.shape, tensor.values.data(), tensor.base.data(), tensor.candidates(), 2)) {
+    const Bytes body = hf_ext::delta::encode(tensor.shape, tensor.values.data(), tensor.base.data(), tensor.candidates(), 1);
+    if (body != hf_ext::delta::encode(tensor.shape, tensor.values.data(), tensor.base.data(), tensor.candidates(), 2)) {
         std::fprintf(stderr, "two threads make other bytes than one\n");
         std::exit(1);
     }
@@ -124,7 +127,8 @@ Bytes damage(Bytes body) {
             for (size_t i = below(area), end = std::min(body.size(), i + 1 + below(32)); i < end; ++i) body[i] = uint8_t(rng());
             break;
         case 3:
-            for (size_t i = below(area), end = std::min(body.size(), i + 1 + below(16)); i < end; ++i) body[i] = rng() % 2 ? 0xff : 0;
+            for (size_t i = below(area), end = std::min(body.size(), i + 1 + below(16)); i < end; ++i)
+                body[i] = rng() % 2 ? 0xff : 0;
             break;
         case 4: body.resize(below(body.size() + 1)); break;
         case 5: body = random_bytes(below(200)); break;
@@ -151,7 +155,7 @@ void require(bool holds, const char* what) {
 
 // Elects, and turns each task into the next; a changed value must be noticed and all left as it was.
 void merge(int dtype, size_t values, size_t count) {
-    const size_t size = values * size_t(fm_delta::width(dtype)), stride = (values + 7) / 8;
+    const size_t size = values * size_t(hf_ext::width(dtype)), stride = (values + 7) / 8;
     std::vector<double> numbers(values);
     std::vector<Bytes> tasks;
     std::vector<const void*> pointers;
@@ -164,20 +168,20 @@ void merge(int dtype, size_t values, size_t count) {
     }
     for (const Bytes& task : tasks) pointers.push_back(task.data());
     Bytes elected(size), masks(count * stride), live(size);
-    std::vector<emr::Sums> sums(count);
-    emr::elect(dtype, values, base.data(), pointers.data(), count, elected.data(), masks.data(), sums.data(), 2);
+    std::vector<hf_ext::emr::Sums> sums(count);
+    hf_ext::emr::elect(dtype, values, base.data(), pointers.data(), count, elected.data(), masks.data(), sums.data(), 2);
     for (size_t task = 0; task < count; ++task) {
         const Bytes own(masks.begin() + task * stride, masks.begin() + (task + 1) * stride), next = random_bytes(stride);
-        const emr::Modulator from{own.data(), task % 2 ? 0.75 : 1.0}, to{task ? next.data() : nullptr, 0.5};
-        emr::modulate(dtype, values, base.data(), elected.data(), from, live.data(), 2);
+        const hf_ext::emr::Modulator from{own.data(), task % 2 ? 0.75 : 1.0}, to{task ? next.data() : nullptr, 0.5};
+        hf_ext::emr::modulate(dtype, values, base.data(), elected.data(), from, live.data(), 2);
         Bytes before = live;
-        const emr::Target target{dtype, values, base.data(), elected.data(), from, to, live.data()};
-        require(emr::retarget(&target, 1, 2) == 1, "a task is not recognised");
+        const hf_ext::emr::Target target{dtype, values, base.data(), elected.data(), from, to, live.data()};
+        require(hf_ext::emr::retarget(&target, 1, 2) == 1, "a task is not recognised");
         live = before;
         if (!size) continue;
         live[below(size)] ^= 1;
         before = live;
-        require(emr::retarget(&target, 1, 2) == 0 && live == before, "a change is not noticed, or not left alone");
+        require(hf_ext::emr::retarget(&target, 1, 2) == 0 && live == before, "a change is not noticed, or not left alone");
     }
 }
 
@@ -191,13 +195,13 @@ int main() {
     size_t round_trips = 0, refused = 0, decoded = 0;
     for (int dtype = 1; dtype <= 4; ++dtype) {
         const Shape shapes[] = {
-            {dtype, 0, 1, 0},        {dtype, 1, 1, 1},         {dtype, 63, 7, 63},          {dtype, 64, 64, 64},
-            {dtype, 65, 100, 65},    {dtype, 500, 5, 500},     {dtype, 500, 5, 250},        {dtype, 503, 5, 0},
-            {dtype, 4097, 1, 4097},  {dtype, 16383, 90, 900},  {dtype, 16384, 4096, 16384}, {dtype, 20001, 200, 20001},
-            {dtype, 20001, 200, 400}, {dtype, 20001, 3, 19998}, {dtype, 20001, 30000, 0},   {dtype, 290'000, 500, 270'000},
+            {dtype, 0, 1, 0},         {dtype, 1, 1, 1},         {dtype, 63, 7, 63},          {dtype, 64, 64, 64},
+            {dtype, 65, 100, 65},     {dtype, 500, 5, 500},     {dtype, 500, 5, 250},        {dtype, 503, 5, 0},
+            {dtype, 4097, 1, 4097},   {dtype, 16383, 90, 900},  {dtype, 16384, 4096, 16384}, {dtype, 20001, 200, 20001},
+            {dtype, 20001, 200, 400}, {dtype, 20001, 3, 19998}, {dtype, 20001, 30000, 0},    {dtype, 290'000, 500, 270'000},
         };
         for (const Shape& shape : shapes) {
-            fm_delta::check(shape);
+            hf_ext::delta::check(shape);
             for (int content = 0; content < CONTENTS; ++content) {
                 if (shape.values > 100'000 && content != WILD_FINE_TUNE && content != SOME_ROWS) continue;
                 const Tensor tensor = make(shape, Content(content));
@@ -211,9 +215,9 @@ int main() {
             }
         }
         for (int to = 1; to <= 4; ++to) {
-            const Bytes source = random_bytes(100'000 * size_t(fm_delta::width(dtype)));
-            Bytes target(100'000 * size_t(fm_delta::width(to)));
-            fm_delta::cast(dtype, to, source.data(), target.data(), 100'000);
+            const Bytes source = random_bytes(100'000 * size_t(hf_ext::width(dtype)));
+            Bytes target(100'000 * size_t(hf_ext::width(to)));
+            hf_ext::cast(dtype, to, source.data(), target.data(), 100'000);
         }
     }
     std::printf("%zu round trips; of %zu damaged bodies %zu were refused\n", round_trips, refused + decoded, refused);

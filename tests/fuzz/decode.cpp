@@ -1,5 +1,6 @@
-// What libFuzzer runs (make fuzz): any bytes as a tensor's type, sizes, base and body, through the calls that hf_ext's decode_raw
-// makes. Sanitizers stop it at the first step outside a buffer or the language. What decodes must also survive a round trip.
+// What libFuzzer runs (make fuzz): any bytes as a tensor's type, sizes, base and body, through the calls that hf_ext's
+// decode_raw makes. Sanitizers stop it at the first step outside a buffer or the language. What decodes must also survive a
+// round trip.
 //
 //     offset  bytes  content (little-endian)
 //     0       1      float type, modulo 4; the next two bits: the base's; the next: one thread or two
@@ -17,7 +18,8 @@
 #include <exception>
 #include <vector>
 
-#include "../../csrc/codec.h"
+#include "../../csrc/common/floats.h"
+#include "../../csrc/delta/codec.h"
 
 namespace {
 
@@ -30,9 +32,9 @@ size_t number(const uint8_t* data) { return size_t(data[0]) | size_t(data[1]) <<
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     if (size < HEAD) return 0;
-    const fm_delta::Shape shape{1 + data[0] % 4, number(data + 1), number(data + 4), number(data + 7)};
+    const hf_ext::delta::Shape shape{1 + data[0] % 4, number(data + 1), number(data + 4), number(data + 7)};
     const int base_dtype = 1 + data[0] / 4 % 4, threads = 1 + data[0] / 16 % 2;
-    const size_t width = size_t(fm_delta::width(shape.dtype)), base_width = size_t(fm_delta::width(base_dtype));
+    const size_t width = size_t(hf_ext::width(shape.dtype)), base_width = size_t(hf_ext::width(base_dtype));
     // What Python refuses before it decodes. A row is never longer than that either.
     if (shape.base_values > (size - HEAD) / base_width) return 0;
     const size_t body_size = size - HEAD - shape.base_values * base_width;
@@ -45,15 +47,15 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     moved.reserve(1 + body_size);
     moved.insert(moved.end(), data + size - body_size, data + size);
     try {
-        fm_delta::check(shape);
-        fm_delta::cast(base_dtype, shape.dtype, source.data(), base.data(), shape.base_values);
-        fm_delta::decode(shape, moved.data() + 1, body_size, base.data(), tensor.data(), threads);
+        hf_ext::delta::check(shape);
+        hf_ext::cast(base_dtype, shape.dtype, source.data(), base.data(), shape.base_values);
+        hf_ext::delta::decode(shape, moved.data() + 1, body_size, base.data(), tensor.data(), threads);
     } catch (const std::exception&) {
         return 0;
     }
-    const std::vector<uint8_t> body = fm_delta::encode(shape, tensor.data(), base.data(), {}, threads);
+    const std::vector<uint8_t> body = hf_ext::delta::encode(shape, tensor.data(), base.data(), {}, threads);
     std::vector<uint8_t> again(tensor.size());
-    fm_delta::decode(shape, body.data(), body.size(), base.data(), again.data(), threads);
+    hf_ext::delta::decode(shape, body.data(), body.size(), base.data(), again.data(), threads);
     if (again != tensor) std::abort();
     return 0;
 }

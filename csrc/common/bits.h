@@ -1,4 +1,4 @@
-// A stream of bits, lowest first, for the side information of a tensor: row bitmap, scales, tables.
+// A stream of bits, lowest bit first, and the Rice code. The side information of a compressed tensor is such a stream.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <vector>
 
-namespace fm_delta {
+namespace hf_ext {
 
 class BitWriter {
    public:
@@ -31,9 +31,9 @@ class BitWriter {
     }
 
    private:
-    std::vector<uint8_t> bytes_;  // and room behind them
+    std::vector<uint8_t> bytes_;  // may be larger than what was written
     size_t size_ = 0;
-    uint64_t pending_ = 0;  // the bits of a byte that is not full
+    uint64_t pending_ = 0;  // bits of the last byte, which is not full
     int held_ = 0;
 };
 
@@ -50,7 +50,7 @@ class BitReader {
         return bits;
     }
 
-    // The next bits, at least PEEK of them, as if zeros followed the data.
+    // Returns at least the next PEEK bits. Behind the end of the data, all bits are 0.
     static constexpr int PEEK = 57;
     uint64_t peek() const {
         uint64_t bits = 0;
@@ -74,14 +74,14 @@ class BitReader {
     size_t position_ = 0;
 };
 
-// Rice code of signed differences from a centre: zigzag, quotient by 2^k in unary, remainder in k bits. A quotient of
-// RICE_LIMIT is followed by the value itself instead, in `width` bits.
+// Rice code of signed numbers: zigzag, then the quotient by 2^k in unary and the remainder in k bits. After a quotient of
+// RICE_LIMIT, the zigzag code itself follows in `width` bits.
 constexpr int RICE_LIMIT = 20;
 
 constexpr uint32_t zigzag(int32_t x) { return uint32_t(x) << 1 ^ uint32_t(x >> 31); }
 constexpr int32_t unzigzag(uint32_t x) { return int32_t(x >> 1 ^ (0u - (x & 1))); }
 
-// Of a number that is not 0; up to 64 for 0.
+// Returns the number of trailing zeros, 64 for 0.
 inline int trailing_zeros(uint64_t bits) {
 #ifdef __GNUC__
     return bits ? __builtin_ctzll(bits) : 64;
@@ -92,7 +92,9 @@ inline int trailing_zeros(uint64_t bits) {
 #endif
 }
 
-inline size_t rice_bits(uint32_t code, int k, int width) { return code >> k < RICE_LIMIT ? (code >> k) + 1 + k : RICE_LIMIT + width; }
+inline size_t rice_bits(uint32_t code, int k, int width) {
+    return code >> k < RICE_LIMIT ? (code >> k) + 1 + k : RICE_LIMIT + width;
+}
 
 inline void put_rice(BitWriter& out, uint32_t code, int k, int width = 16) {
     const uint32_t quotient = std::min<uint32_t>(code >> k, RICE_LIMIT);
@@ -102,12 +104,12 @@ inline void put_rice(BitWriter& out, uint32_t code, int k, int width = 16) {
     out.put(ones | remainder << (quotient + 1), int(quotient) + 1 + k);
 }
 
-// `count` numbers, each given to put(i, number).
+// Reads `count` numbers and calls put(i, number) for each.
 template <class Put>
 void get_rice(BitReader& in, int k, size_t count, int width, Put&& put) {
     const uint64_t remainder = (uint64_t(1) << k) - 1;
     for (size_t i = 0; i < count;) {
-        // As many codes as are whole in one look at the stream; the longest fits.
+        // Decodes every code that is complete in the bits of one peek. Even the longest code fits.
         uint64_t zeros = ~in.peek();
         int used = 0;
         do {
@@ -115,7 +117,8 @@ void get_rice(BitReader& in, int k, size_t count, int width, Put&& put) {
             const bool rice = quotient < RICE_LIMIT;
             const int length = rice ? quotient + 1 + k : RICE_LIMIT + width;
             if (used + length > BitReader::PEEK) break;
-            const uint64_t code = rice ? uint64_t(quotient) << k | (~(zeros >> (quotient + 1)) & remainder) : ~(zeros >> RICE_LIMIT) & ((uint64_t(1) << width) - 1);
+            const uint64_t code = rice ? uint64_t(quotient) << k | (~(zeros >> (quotient + 1)) & remainder)
+                                       : ~(zeros >> RICE_LIMIT) & ((uint64_t(1) << width) - 1);
             put(i++, unzigzag(uint32_t(code)));
             zeros >>= length;
             used += length;
@@ -124,7 +127,7 @@ void get_rice(BitReader& in, int k, size_t count, int width, Put&& put) {
     }
 }
 
-// The k that codes these best: where a geometric distribution of their mean has it, or beside.
+// Returns the best k: tries those around the best one for a geometric distribution with the same mean.
 template <class Codes>
 int best_rice(const Codes& codes, int width = 16, size_t* bits = nullptr) {
     const int most = width == 16 ? 7 : 23;
@@ -143,4 +146,4 @@ int best_rice(const Codes& codes, int width = 16, size_t* bits = nullptr) {
     return best;
 }
 
-}  // namespace fm_delta
+}  // namespace hf_ext

@@ -1,22 +1,17 @@
 #include "codec.h"
 
-#include "float_map.h"
-#include "instruction_sets.h"
+#include "../common/floats.h"
+#include "../common/instruction_sets.h"
 #include "scales.h"
 
-namespace fm_delta {
-
-int width(int dtype) {
-    int bytes = 0;
-    if (dtype < 1 || dtype > 4) return bytes;
-    with_float(dtype, [&](auto type) { bytes = sizeof(typename decltype(type)::U); });
-    return bytes;
-}
+namespace hf_ext::delta {
 
 void check(const Shape& shape) {
-    const bool whole_rows = shape.base_values == shape.values || (shape.row_length && shape.base_values % shape.row_length == 0);
+    const bool whole_rows =
+        shape.base_values == shape.values || (shape.row_length && shape.base_values % shape.row_length == 0);
     if (!width(shape.dtype)) throw std::invalid_argument("unknown float type code");
-    if (shape.row_length == 0 || shape.base_values > shape.values || !whole_rows || shape.values / shape.row_length >= UINT32_MAX)
+    if (shape.row_length == 0 || shape.base_values > shape.values || !whole_rows ||
+        shape.values / shape.row_length >= UINT32_MAX)
         throw std::invalid_argument("the sizes of the tensor contradict each other");
 }
 
@@ -31,7 +26,8 @@ void subtract(const Shape& shape, const void* tensor, const void* base, float* c
                 for (size_t i = at; i < at + count; ++i) {
                     const auto is_finite = [](U bits) { return U(bits & U(~F::SIGN)) < F::INFINITY_BITS; };
                     const float difference = float(finite_value<F>(x[i]) - finite_value<F>(b[i]));
-                    const bool finite = is_finite(x[i]) & is_finite(b[i]) & ((bits_as<uint32_t>(difference) & 0x7fffffff) < 0x7f800000);
+                    const bool finite =
+                        is_finite(x[i]) & is_finite(b[i]) & ((bits_as<uint32_t>(difference) & 0x7fffffff) < 0x7f800000);
                     change[i] = finite ? difference : 0;
                 }
                 energies[row] = double(weighted_sum(change + at, change + at, count));
@@ -40,16 +36,4 @@ void subtract(const Shape& shape, const void* tensor, const void* base, float* c
     });
 }
 
-void cast(int from, int to, const void* source, void* target, size_t values) {
-    with_float(from, [&](auto from_type) {
-        with_float(to, [&](auto to_type) {
-            using From = decltype(from_type);
-            using To = decltype(to_type);
-            const auto* in = static_cast<const typename From::U*>(source);
-            auto* out = static_cast<typename To::U*>(target);
-            for (size_t i = 0; i < values; ++i) out[i] = cast<From, To>(in[i]);
-        });
-    });
-}
-
-}  // namespace fm_delta
+}  // namespace hf_ext::delta

@@ -1,7 +1,7 @@
-// Interleaved range asymmetric numeral systems (Duda, arXiv 1311.2540): 32-bit states, 16-bit words, one state a lane.
+// Interleaved range asymmetric numeral systems (rANS; Duda, arXiv 1311.2540): 32-bit states, 16-bit words, one state per lane.
 //
-// Element i belongs to lane i mod LANES. A row of LANES elements is coded in three phases, each over all its lanes in order:
-// the symbols, the raw low bits, the extra bits of tail symbols. So a row decodes with vectors of any width up to LANES.
+// Element i belongs to lane i mod LANES. A row of LANES elements is coded in three phases: symbols, raw low bits, extra bits of
+// tail symbols. Each phase handles all lanes in order, so a row can be decoded with vectors of any width up to LANES.
 #pragma once
 
 #include <algorithm>
@@ -11,30 +11,34 @@
 #include <stdexcept>
 #include <vector>
 
-#include "instruction_sets.h"
+#include "../common/instruction_sets.h"
 #include "rans_lane.h"
 #include "rans_x86.h"
 
-namespace fm_delta {
+namespace hf_ext::delta {
 
-// Encodes backwards: what is put last is read first. `SET` are the vector instructions for rows of 64 lanes.
+// Encodes backwards: the decoder reads first what was written last. `SET` are the vector instructions for rows of 64 lanes.
 template <int LANES, Instructions SET>
 class Encoder {
    public:
-    explicit Encoder(size_t elements) : capacity_(4 * elements + MARGIN), words_(new uint16_t[capacity_]), next_(words_.get() + capacity_) {
+    explicit Encoder(size_t elements)
+        : capacity_(4 * elements + MARGIN), words_(new uint16_t[capacity_]), next_(words_.get() + capacity_) {
         std::fill(states_, states_ + LANES, STATE_LOW);
     }
 
-    // The last values are to be given first: `count` must be a multiple of LANES except in the first call. `ids` are of their
-    // symbols (see `symbol_id`), `tables` all TABLES of them.
+    // Must be called for the last values first. `count` must be a multiple of LANES except in the first call. `ids` are the
+    // values' symbols (see `symbol_id`); `tables` has TABLES entries.
     void encode(const Context* contexts, const int32_t* values, const uint8_t* ids, size_t count, const EncodeTable* tables) {
         const size_t rows = count / LANES, done = rows * LANES;
         if (done < count) encode_row(contexts + done, values + done, ids + done, int(count - done), tables);
-#ifdef FM_DELTA_X86
-        if constexpr (LANES == 64 && SET == Instructions::AVX512) return Avx512::encode(states_, next_, contexts, values, ids, rows, tables);
-        if constexpr (LANES == 64 && SET == Instructions::AVX2) return Avx2::encode(states_, next_, contexts, values, ids, rows, tables);
+#ifdef HF_EXT_X86
+        if constexpr (LANES == 64 && SET == Instructions::AVX512)
+            return Avx512::encode(states_, next_, contexts, values, ids, rows, tables);
+        if constexpr (LANES == 64 && SET == Instructions::AVX2)
+            return Avx2::encode(states_, next_, contexts, values, ids, rows, tables);
 #endif
-        for (size_t row = rows; row-- > 0;) encode_row(contexts + row * LANES, values + row * LANES, ids + row * LANES, LANES, tables);
+        for (size_t row = rows; row-- > 0;)
+            encode_row(contexts + row * LANES, values + row * LANES, ids + row * LANES, LANES, tables);
     }
 
     // Appends the states and the words in the order in which the decoder reads them.
@@ -48,9 +52,10 @@ class Encoder {
     }
 
    private:
-    static constexpr size_t MARGIN = 16;  // a vector may be written before the words
+    static constexpr size_t MARGIN = 16;  // a vector store may begin before the words
 
-    [[gnu::always_inline]] inline void encode_row(const Context* contexts, const int32_t* values, const uint8_t* ids, int lanes, const EncodeTable* tables) {
+    [[gnu::always_inline]] inline void encode_row(const Context* contexts, const int32_t* values, const uint8_t* ids, int lanes,
+                                                  const EncodeTable* tables) {
         uint32_t slots[LANES];
         uint64_t tails = 0;
         for (int lane = 0; lane < lanes; ++lane) {
@@ -61,7 +66,9 @@ class Encoder {
             tails |= uint64_t(1) << lane;
         }
         for (int lane = lanes; tails && lane-- > 0;)
-            if (tails >> lane & 1) put_tail(states_[lane], next_, tables[contexts[lane].table()], ids[lane], values[lane] >> contexts[lane].shift());
+            if (tails >> lane & 1)
+                put_tail(states_[lane], next_, tables[contexts[lane].table()], ids[lane],
+                         values[lane] >> contexts[lane].shift());
         for (int lane = lanes; lane-- > 0;) {
             const int shift = contexts[lane].shift();
             put_bits(states_[lane], next_, uint32_t(values[lane]) & LOW_MASKS[size_t(shift)], shift);
@@ -80,7 +87,8 @@ class Decoder {
    public:
     // The data must outlive the decoder.
     Decoder(const uint8_t* data, size_t bytes) {
-        if (bytes < sizeof states_ || (bytes - sizeof states_) % 2) throw std::runtime_error("an entropy-coded block has an impossible size");
+        if (bytes < sizeof states_ || (bytes - sizeof states_) % 2)
+            throw std::runtime_error("an entropy-coded block has an impossible size");
         std::memcpy(states_, data, sizeof states_);
         for (uint32_t state : states_)
             if (state < STATE_LOW) throw std::runtime_error("an entropy-coded block starts from an impossible state");
@@ -88,7 +96,7 @@ class Decoder {
         end_ = data + bytes;
     }
 
-    // `count` must be a multiple of LANES except in the last call. `tables` are all TABLES of them.
+    // `count` must be a multiple of LANES except in the last call. `tables` has TABLES entries.
     void decode(const Context* contexts, int32_t* values, size_t count, const DecodeTable* tables) {
         const size_t rows = count / LANES;
         for (size_t row = 0; row < rows;) {
@@ -107,10 +115,11 @@ class Decoder {
     }
 
    private:
-    static constexpr ptrdiff_t ROOM = 2 * 4 * LANES + 32;  // a row reads at most four words a lane, and a vector beyond them
+    static constexpr ptrdiff_t ROOM =
+        2 * 4 * LANES + 32;  // a row reads at most four words per lane, and a vector load may go beyond them
 
-    // One check a row is enough, as long as there is room for a whole row behind the words: those at the end are moved to where
-    // there is. Returns how far the next row may start.
+    // Makes one check per row enough: there must be room for a whole row behind the next word, so the last words are copied
+    // into a larger buffer. Returns the last address at which a row may start.
     const uint8_t* require_room() {
         if (end_ - next_ >= ROOM) return end_ - ROOM;
         if (next_ > end_) throw std::runtime_error("an entropy-coded block ends too early");
@@ -124,16 +133,19 @@ class Decoder {
     }
 
     size_t decode_rows(const uint8_t* limit, const Context* contexts, int32_t* values, size_t rows, const DecodeTable* tables) {
-#ifdef FM_DELTA_X86
-        if constexpr (LANES == 64 && SET == Instructions::AVX512) return Avx512::decode(states_, next_, limit, contexts, values, rows, tables);
-        if constexpr (LANES == 64 && SET == Instructions::AVX2) return Avx2::decode(states_, next_, limit, contexts, values, rows, tables);
+#ifdef HF_EXT_X86
+        if constexpr (LANES == 64 && SET == Instructions::AVX512)
+            return Avx512::decode(states_, next_, limit, contexts, values, rows, tables);
+        if constexpr (LANES == 64 && SET == Instructions::AVX2)
+            return Avx2::decode(states_, next_, limit, contexts, values, rows, tables);
 #endif
         size_t row = 0;
         for (; row < rows && next_ <= limit; ++row) decode_row(contexts + row * LANES, values + row * LANES, LANES, tables);
         return row;
     }
 
-    [[gnu::always_inline]] inline void decode_row(const Context* contexts, int32_t* values, int lanes, const DecodeTable* tables) {
+    [[gnu::always_inline]] inline void decode_row(const Context* contexts, int32_t* values, int lanes,
+                                                  const DecodeTable* tables) {
         uint32_t slots[LANES];
         const uint8_t* next = next_;
         uint32_t most = 0;
@@ -150,7 +162,8 @@ class Decoder {
             states_[lane] = refill(x >> shift, next);
         }
         for (int lane = 0; most >> 26 >= TAIL && lane < lanes; ++lane)
-            if (slots[lane] >> 26 >= TAIL) take_tail(states_[lane], next, int(slots[lane] >> 26), contexts[lane].shift(), values[lane]);
+            if (slots[lane] >> 26 >= TAIL)
+                take_tail(states_[lane], next, int(slots[lane] >> 26), contexts[lane].shift(), values[lane]);
         next_ = next;
     }
 
@@ -160,4 +173,4 @@ class Decoder {
     uint8_t last_[2 * ROOM] = {};
 };
 
-}  // namespace fm_delta
+}  // namespace hf_ext::delta

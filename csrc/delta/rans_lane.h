@@ -1,4 +1,4 @@
-// One lane of the entropy coder: its tables and its steps. See rans.h.
+// One lane of the entropy coder: tables and steps. See rans.h.
 #pragma once
 
 #include <array>
@@ -7,29 +7,30 @@
 
 #include "symbol_model.h"
 
-namespace fm_delta {
+namespace hf_ext::delta {
 
-constexpr uint32_t STATE_LOW = 1u << 16;  // every state lies in [2^16, 2^32) between steps, and starts at 2^16
+constexpr uint32_t STATE_LOW = 1u << 16;  // between steps, every state is in [2^16, 2^32); the first is 2^16
 
-// The bits below a shift. Looked up, because shifting by a variable is slow where it is not one instruction.
+// The masks of the bits below a shift. A table, because without BMI2 a shift by a variable is slow.
 constexpr std::array<uint32_t, MAX_SHIFT + 1> LOW_MASKS = [] {
     std::array<uint32_t, MAX_SHIFT + 1> masks{};
     for (uint32_t shift = 0; shift < masks.size(); ++shift) masks[shift] = (1u << shift) - 1;
     return masks;
 }();
 
-// What the decoder looks up by the low bits of a state.
+// The decoder's table, indexed by the low bits of a state.
 struct DecodeTable {
     std::array<uint32_t, PROBABILITY_SUM> slots;  // frequency | offset << 12 | id << 26
 
     explicit DecodeTable(const Frequencies& frequencies) {
         uint32_t slot = 0;
         for (uint32_t id = 0; id < SYMBOLS; ++id)
-            for (uint32_t offset = 0; offset < frequencies[id]; ++offset) slots[slot++] = uint32_t(frequencies[id]) | offset << 12 | id << 26;
+            for (uint32_t offset = 0; offset < frequencies[id]; ++offset)
+                slots[slot++] = uint32_t(frequencies[id]) | offset << 12 | id << 26;
     }
 };
 
-// What the encoder looks up by a symbol.
+// The encoder's table, indexed by symbol.
 struct EncodeTable {
     std::array<uint32_t, SYMBOLS> slots;  // frequency | start << 16
 
@@ -42,8 +43,8 @@ struct EncodeTable {
     }
 };
 
-// The state, with a word if it is low. Without a branch: which states are low is random. (A conditional expression here is
-// compiled to a jump.)
+// Appends the next word to a state that is low. It has no branch, because no processor can predict which states are low.
+// (Compilers turn a conditional expression here into a jump.)
 inline uint32_t refill(uint32_t x, const uint8_t*& next) {
     uint16_t word;
     std::memcpy(&word, next, 2);
@@ -59,7 +60,7 @@ inline uint32_t take_bits(uint32_t& x, int count, const uint8_t*& next) {
     return bits;
 }
 
-// The extra bits of a tail symbol or an escape, put into a value that has its raw bits.
+// Reads the extra bits of a tail symbol or an escape and adds them to a value that has its raw bits.
 inline void take_tail(uint32_t& x, const uint8_t*& next, int id, int shift, int32_t& value) {
     const int bits = extra_bits_of(id);
     uint32_t extra = take_bits(x, std::min(bits, 16), next);
@@ -68,7 +69,7 @@ inline void take_tail(uint32_t& x, const uint8_t*& next, int id, int shift, int3
     value = int32_t(uint32_t(value_of(id, extra)) * (mask + 1) | (uint32_t(value) & mask));
 }
 
-// Moves a word out of a state that has reached the limit. Without a branch: which states do is random.
+// Moves the low word out of a state that has reached the limit. It has no branch, for the same reason.
 inline void make_room(uint32_t& x, uint16_t*& next, uint64_t limit) {
     const uint32_t full = x >= limit;
     next[-1] = uint16_t(x);
@@ -89,7 +90,7 @@ inline void put_symbol(uint32_t& x, uint16_t*& next, uint32_t slot) {
     x = ((x / frequency) << PROBABILITY_BITS) + x % frequency + (slot >> 16);
 }
 
-// The extra bits of a symbol that has some, or that is escaped because its table has no room for it.
+// Writes the extra bits of a tail symbol, or of one that is escaped because its frequency in the table is 0.
 inline void put_tail(uint32_t& x, uint16_t*& next, const EncodeTable& table, int id, int32_t s) {
     const bool escaped = id == ESCAPE || !is_coded(table.slots[size_t(id)]);
     const uint32_t extra = escaped ? uint32_t(s) : extra_of(id, s);
@@ -97,4 +98,4 @@ inline void put_tail(uint32_t& x, uint16_t*& next, const EncodeTable& table, int
     put_bits(x, next, extra & 0xffff, escaped ? 16 : extra_bits_of(id));
 }
 
-}  // namespace fm_delta
+}  // namespace hf_ext::delta

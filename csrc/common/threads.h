@@ -1,3 +1,4 @@
+// A parallel loop.
 #pragma once
 
 #include <algorithm>
@@ -8,9 +9,9 @@
 #include <thread>
 #include <vector>
 
-namespace fm_delta {
+namespace hf_ext {
 
-// Calls task(i) for every i below count on up to `threads` threads; the first exception stops the rest and is thrown here.
+// Calls task(i) for every i below count on up to `threads` threads. The first exception stops the loop and is rethrown.
 template <class Task>
 void parallel_for(size_t count, int threads, const Task& task) {
     std::atomic<size_t> next{0};
@@ -25,15 +26,15 @@ void parallel_for(size_t count, int threads, const Task& task) {
             next = count;
         }
     };
-    std::vector<std::thread> others;
+    std::vector<std::thread> helpers;
     try {
-        for (size_t i = 1; i < std::min<size_t>(size_t(std::max(threads, 1)), count); ++i) others.emplace_back(work);
+        for (size_t i = 1; i < std::min<size_t>(size_t(std::max(threads, 1)), count); ++i) helpers.emplace_back(work);
     } catch (const std::system_error&) {
-        // The system gives no more threads: those that run do the work.
+        // The system refuses more threads: the running ones do the work.
     }
     work();
-    for (std::thread& other : others) other.join();
+    for (std::thread& helper : helpers) helper.join();
     if (error) std::rethrow_exception(error);
 }
 
-}  // namespace fm_delta
+}  // namespace hf_ext

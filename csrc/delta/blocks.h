@@ -1,5 +1,4 @@
-// How a tensor falls into parts, blocks and chunks, and what is known of each value before a bit of it is read. Encoder and
-// decoder share this.
+// Parts, blocks and chunks of a tensor, and the prediction and context of each value. Encoder and decoder share this.
 #pragma once
 
 #include <algorithm>
@@ -8,26 +7,27 @@
 #include <type_traits>
 #include <vector>
 
+#include "../common/instruction_sets.h"
 #include "codec.h"
 #include "float_map.h"
 #include "symbol_model.h"
 
-namespace fm_delta {
+namespace hf_ext::delta {
 
-constexpr size_t BLOCK = 256 * 1024;  // values of a block: 64 states cost 0.008 bits each
-constexpr size_t CHUNK = 4096;        // values handled at a time, so that they stay in the first-level cache
+constexpr size_t BLOCK = 256 * 1024;  // values in a block: its 64 states cost 0.008 bits per value
+constexpr size_t CHUNK = 4096;        // values processed together, few enough for the first-level cache
 
 enum Flags : uint8_t { UNTOUCHED_ROWS = 1, COLUMN_SCALES = 2, LOW_RANK = 4 };
-enum Kind : uint32_t { RAW = 0, NARROW = 1, INTERLEAVED = 2 };  // low two bits of a block's entry; the rest is its size
+enum Kind : uint32_t { RAW = 0, NARROW = 1, INTERLEAVED = 2 };  // low two bits of a block's entry; the others are its size
 
-// A run of rows with or without a base, seen as one sequence of values from which untouched rows are left out.
+// All coded rows with a base, or all without, seen as one sequence of values. Untouched rows are left out.
 struct Part {
     bool alone;
     size_t first_row;  // index into Plan::rows
     size_t values;
 };
 
-// Everything about a tensor that its blocks share.
+// Everything that the blocks of a tensor share.
 struct Plan {
     Shape shape;
     int plane = 0;
@@ -43,7 +43,7 @@ struct Plan {
     size_t all_rows() const { return shape.values ? (shape.values - 1) / shape.row_length + 1 : 0; }
     size_t base_rows() const { return shape.base_values ? (shape.base_values - 1) / shape.row_length + 1 : 0; }
 
-    // Fills rows and parts from a list of flags, one for every row that has a base.
+    // Fills `rows` and `parts` from a list of flags, one for each row that has a base.
     void set_rows(const std::vector<bool>& untouched) {
         for (size_t row = 0; row < all_rows(); ++row) {
             if (row == base_rows()) parts[1].first_row = rows.size();
@@ -67,7 +67,8 @@ inline Block block_at(const Plan& plan, size_t index) {
     return {&part, begin, std::min(BLOCK, part.values - begin)};
 }
 
-// Calls f(offset into the tensor, position in the range, length, row's index in plan.rows, column) for each piece of a row.
+// Splits a range of a part at the borders of rows. Calls f(offset in the tensor, position in the range, length, index in
+// plan.rows, column) for each piece.
 template <class Function>
 void for_pieces(const Plan& plan, const Part& part, size_t begin, size_t size, Function&& f) {
     const size_t length = plan.shape.row_length;
@@ -79,19 +80,8 @@ void for_pieces(const Plan& plan, const Part& part, size_t begin, size_t size, F
     }
 }
 
-// Fetches what lies `ahead` values behind these: processors do so by themselves only inside a page.
-template <class U>
-void prefetch(const U* values, size_t ahead, size_t count) {
-#ifdef __GNUC__
-    const auto* lines = reinterpret_cast<const char*>(uintptr_t(values) + sizeof(U) * ahead);
-    for (size_t at = 0; at < sizeof(U) * count; at += 64) __builtin_prefetch(lines + at, 0, 2);
-#else
-    (void)values, (void)ahead, (void)count;
-#endif
-}
-
-// What the decoder knows of a chunk before it reads a bit: for each value a prediction (ordered, or rotated where there is
-// no base) and a context.
+// For each value of a chunk, a prediction (ordered, or rotated where there is no base) and a context. The decoder knows both
+// before it reads a bit.
 template <class F>
 struct Chunk {
     typename F::U prediction[CHUNK];
@@ -124,7 +114,7 @@ struct Chunk {
         });
     }
 
-    // A float of about 2^(scale / 4), rotated.
+    // Returns a float of about 2^(scale / 4), rotated.
     static typename F::U expected_magnitude(int scale) {
         const int field = std::clamp((scale >> 2) - F::ULP_BIAS - F::MANTISSA, 0, int(F::INFINITY_BITS >> F::MANTISSA) - 1);
         using U = typename F::U;
@@ -132,7 +122,8 @@ struct Chunk {
     }
 };
 
-// Residuals wrap around; their low `plane` bytes travel apart and the rest fits 32 bits.
+// Returns a residual without its low `plane` bytes, which are stored separately. The difference wraps around; the result fits
+// 32 bits.
 template <class F>
 int32_t high_part(typename F::U mapped, typename F::U prediction, int plane) {
     if constexpr (F::WIDTH == 16) {
@@ -142,4 +133,4 @@ int32_t high_part(typename F::U mapped, typename F::U prediction, int plane) {
     }
 }
 
-}  // namespace fm_delta
+}  // namespace hf_ext::delta

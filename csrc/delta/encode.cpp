@@ -4,20 +4,20 @@
 #include <memory>
 #include <numeric>
 
+#include "../common/threads.h"
 #include "blocks.h"
 #include "low_rank.h"
 #include "rans.h"
 #include "scales.h"
-#include "threads.h"
 
-namespace fm_delta {
+namespace hf_ext::delta {
 namespace {
 
-constexpr size_t WIDE = 16384;          // from here on a block has 64 lanes, below one
-constexpr size_t FIT_VALUES = 1 << 18;  // column scales are fitted on so many values
+constexpr size_t WIDE = 16384;          // blocks of at least this size have 64 lanes, smaller ones have one
+constexpr size_t FIT_VALUES = 1 << 18;  // values on which column scales are fitted
 constexpr size_t FIT_ROWS = 64;         // with fewer rows, column scales cost more than they save
-constexpr size_t COUNT_CHUNKS = 64;     // tables are chosen on so many chunks
-constexpr size_t ROWS_AT_ONCE = 64;     // row scales are measured in such groups
+constexpr size_t COUNT_CHUNKS = 64;     // chunks on which tables are chosen
+constexpr size_t ROWS_AT_ONCE = 64;     // rows whose scales a thread measures at a time
 
 template <class F>
 class TensorEncoder {
@@ -47,20 +47,23 @@ class TensorEncoder {
         parallel_for(blocks.size(), threads_, [&](size_t i) {
             const Block block = block_at(plan_, i);
             Kind kind = block.size >= WIDE ? INTERLEAVED : NARROW;
-            with_instructions([&](auto set) { blocks[i] = kind == INTERLEAVED ? code<64, set()>(block, tables) : code<1, set()>(block, tables); });
+            with_instructions([&](auto set) {
+                blocks[i] = kind == INTERLEAVED ? code<64, set()>(block, tables) : code<1, set()>(block, tables);
+            });
             if (blocks[i].size() >= block.size * sizeof(U)) {
                 kind = RAW;
                 blocks[i].resize(block.size * sizeof(U));
-                for_pieces(plan_, *block.part, block.begin, block.size, [&](size_t offset, size_t at, size_t count, size_t, size_t) {
-                    std::memcpy(blocks[i].data() + at * sizeof(U), tensor_ + offset, count * sizeof(U));
-                });
+                for_pieces(plan_, *block.part, block.begin, block.size,
+                           [&](size_t offset, size_t at, size_t count, size_t, size_t) {
+                               std::memcpy(blocks[i].data() + at * sizeof(U), tensor_ + offset, count * sizeof(U));
+                           });
             }
             entries[i] = uint32_t(blocks[i].size() << 2 | kind);
         });
         return assemble(entries, blocks);
     }
 
-    // About how many bits `encode` makes, from a sample of the blocks.
+    // Returns about how many bits `encode` makes, estimated from a sample of the blocks.
     double cost() const {
         const size_t values = plan_.parts[0].values + plan_.parts[1].values;
         return coded_bits_ + 8.0 * double(plan_.plane) * double(values) + 8.0 * double(side().size());
@@ -70,15 +73,16 @@ class TensorEncoder {
         std::vector<uint64_t> counts(TABLES * SYMBOLS);
         const std::unique_ptr<Work> work(new Work);
         for (size_t i = 0; i < plan_.blocks(); ++i)
-            for (size_t done = 0; done < block_at(plan_, i).size; done += CHUNK) count_chunk(block_at(plan_, i), done, *work, counts);
+            for (size_t done = 0; done < block_at(plan_, i).size; done += CHUNK)
+                count_chunk(block_at(plan_, i), done, *work, counts);
         return counts;
     }
 
    private:
     bool any_untouched() const { return std::find(untouched_.begin(), untouched_.end(), true) != untouched_.end(); }
 
-    // What a scale has to explain: the square of the change and the variance of its grid, or of the value where it is alone.
-    // Bounded, because a single infinite square would make every scale of its column and row meaningless.
+    // Computes what the scales are fitted to: the squared change plus the variance of its rounding, or the squared value where
+    // there is no base. The squares are bounded, because an infinite one would spoil all scales of its row and column.
     void squares(size_t at, size_t count, Real<F>* out) const {
         constexpr Real<F> MOST = F::WIDTH == 64 ? Real<F>(1e300) : Real<F>(1e37f);
         const U* x = tensor_ + at;
@@ -93,7 +97,7 @@ class TensorEncoder {
         }
     }
 
-    // From here on the base is what the factors make of it.
+    // Replaces the base by the base moved by the factors.
     void move_base(const Factors& factors) {
         const Part& part = plan_.parts[0];
         const size_t rank = size_t(factors.rank), length = plan_.shape.row_length;
@@ -116,10 +120,11 @@ class TensorEncoder {
     void choose_scales() {
         const size_t length = plan_.shape.row_length, rows = plan_.rows.size();
         std::vector<Real<F>> weights(std::min(length, plan_.shape.values), 1), sample;
-        // Rows with a base come first; the columns are theirs unless there are hardly any. A short last row has no say.
+        // Column scales are fitted on the rows with a base, or on the others if only few have one. A short last row is ignored.
         const size_t with_base = plan_.parts[1].first_row;
         const size_t first = with_base >= FIT_ROWS ? 0 : with_base;
-        const size_t usable = (with_base >= FIT_ROWS ? with_base : rows) - first - (rows && plan_.row_values(plan_.rows.back()) < length);
+        const size_t usable =
+            (with_base >= FIT_ROWS ? with_base : rows) - first - (rows && plan_.row_values(plan_.rows.back()) < length);
         if (usable >= FIT_ROWS && usable <= rows && length > 1) {
             const size_t sampled = std::min(usable, std::max<size_t>(1, FIT_VALUES / length));
             sample.resize(sampled * length);
@@ -147,14 +152,14 @@ class TensorEncoder {
         });
     }
 
-    // As many low bytes travel verbatim as are random in all but one value of a thousand.
+    // Stores as many low bytes verbatim as are random in all but one of a thousand values.
     void choose_plane() {
         if constexpr (F::WIDTH == 16) return;
         constexpr int least = F::WIDTH == 64 ? 5 : 0, most = F::WIDTH == 64 ? 6 : 2;
         plan_.plane = most;
         const Part& part = plan_.parts[0];
         if (part.values == 0) return;
-        std::array<size_t, 64> octaves{};  // of the expected residual, in steps
+        std::array<size_t, 64> octaves{};  // counts of the expected residuals' sizes, as powers of two
         const size_t stride = std::max<size_t>(1, (plan_.parts[1].first_row * plan_.shape.row_length) >> 16);
         size_t sampled = 0;
         for (size_t i = 0; i < part.values; i += stride, ++sampled) {
@@ -171,7 +176,7 @@ class TensorEncoder {
         }
     }
 
-    // What is to be coded of a chunk: contexts and predictions, high parts and their symbols.
+    // A chunk ready for coding: contexts and predictions, high parts of the residuals, and their symbols.
     struct Work {
         Chunk<F> chunk;
         int32_t values[CHUNK];
@@ -193,7 +198,7 @@ class TensorEncoder {
         for (size_t i = 0; i < size; ++i) work.ids[i] = symbol_id(work.values[i] >> work.chunk.contexts[i].shift());
     }
 
-    // Returns how many raw bits go with the symbols.
+    // Adds up the symbols of a chunk. Returns the number of raw bits that go with them.
     size_t count_chunk(const Block& block, size_t done, Work& work, std::vector<uint64_t>& counts) const {
         size_t raw = 0;
         const size_t size = std::min(CHUNK, block.size - done);
@@ -206,7 +211,7 @@ class TensorEncoder {
         return raw;
     }
 
-    // A table of the tensor's own pays when it saves more than its description costs.
+    // Gives the tensor a table of its own where it saves more bits than its description takes.
     void choose_tables() {
         std::vector<std::pair<Block, size_t>> chunks;
         for (size_t i = 0; i < plan_.blocks(); ++i)
@@ -221,17 +226,19 @@ class TensorEncoder {
             for (size_t i = group; i < sampled; i += groups) {
                 const auto& [block, done] = chunks[chunks.size() - 1 - i * chunks.size() / sampled];
                 values[group] += std::min(CHUNK, block.size - done);
-                with_instructions([&, block = block, done = done](auto) { raw[group] += count_chunk(block, done, *work, partial[group]); });
+                with_instructions(
+                    [&, block = block, done = done](auto) { raw[group] += count_chunk(block, done, *work, partial[group]); });
             }
         });
-        const double all = double(plan_.parts[0].values + plan_.parts[1].values), share = double(std::accumulate(values.begin(), values.end(), size_t(0))) / all;
+        const double all = double(plan_.parts[0].values + plan_.parts[1].values),
+                     share = double(std::accumulate(values.begin(), values.end(), size_t(0))) / all;
         double bits = double(std::accumulate(raw.begin(), raw.end(), size_t(0)));
         for (int id = 0; id < TABLES; ++id) {
             std::array<uint64_t, SYMBOLS> counts{};
             for (const auto& part : partial)
                 for (int symbol = 0; symbol < SYMBOLS; ++symbol) counts[symbol] += part[id * SYMBOLS + symbol];
             if (std::all_of(counts.begin(), counts.end(), [](uint64_t count) { return count == 0; })) continue;
-            const Frequencies own = normalise(counts);
+            const Frequencies own = normalize(counts);
             size_t description = 0;
             best_rice(differences(own, DEFAULT_TABLES[id]), 16, &description);
             const double usual = cost(counts, DEFAULT_TABLES[id]), saved = usual - cost(counts, own);
@@ -287,17 +294,20 @@ class TensorEncoder {
     template <int PLANE>
     void put_low_bytes(const Block& block, size_t done, size_t size, const Chunk<F>& chunk, uint8_t* low) const {
         if constexpr (PLANE < int(sizeof(U))) {
-            for_pieces(plan_, *block.part, block.begin + done, size, [&](size_t offset, size_t at, size_t count, size_t, size_t) {
-                const U* __restrict x = tensor_ + offset;
-                const U* __restrict prediction = chunk.prediction + at;
-                uint8_t* __restrict bytes = low + at * PLANE;
-                const bool alone = block.part->alone;
-                for (size_t i = 0; i < count; ++i) {
-                    const U rest = U((alone ? to_rotated<F>(x[i]) : to_ordered<F>(x[i])) - prediction[i]);
-                    if constexpr (PLANE == 1) bytes[i] = uint8_t(rest);
-                    else std::memcpy(bytes + i * PLANE, &rest, PLANE);
-                }
-            });
+            for_pieces(plan_, *block.part, block.begin + done, size,
+                       [&](size_t offset, size_t at, size_t count, size_t, size_t) {
+                           const U* __restrict x = tensor_ + offset;
+                           const U* __restrict prediction = chunk.prediction + at;
+                           uint8_t* __restrict bytes = low + at * PLANE;
+                           const bool alone = block.part->alone;
+                           for (size_t i = 0; i < count; ++i) {
+                               const U rest = U((alone ? to_rotated<F>(x[i]) : to_ordered<F>(x[i])) - prediction[i]);
+                               if constexpr (PLANE == 1)
+                                   bytes[i] = uint8_t(rest);
+                               else
+                                   std::memcpy(bytes + i * PLANE, &rest, PLANE);
+                           }
+                       });
         }
     }
 
@@ -321,13 +331,16 @@ class TensorEncoder {
     std::vector<uint8_t> assemble(const std::vector<uint32_t>& entries, const std::vector<std::vector<uint8_t>>& blocks) const {
         const std::vector<uint8_t> side = this->side();
         std::vector<uint8_t> body;
-        body.reserve(14 + side.size() + 4 * entries.size() + std::accumulate(blocks.begin(), blocks.end(), size_t(0), [](size_t sum, const auto& block) { return sum + block.size(); }));
+        body.reserve(14 + side.size() + 4 * entries.size() +
+                     std::accumulate(blocks.begin(), blocks.end(), size_t(0),
+                                     [](size_t sum, const auto& block) { return sum + block.size(); }));
         const auto append = [&body](const void* data, size_t bytes) {
             const auto* begin = static_cast<const uint8_t*>(data);
             body.insert(body.end(), begin, begin + bytes);
         };
         body.push_back(uint8_t(plan_.plane));
-        body.push_back(uint8_t((any_untouched() ? UNTOUCHED_ROWS : 0) | (plan_.column_scales.empty() ? 0 : COLUMN_SCALES) | (change_.rank ? LOW_RANK : 0)));
+        body.push_back(uint8_t((any_untouched() ? UNTOUCHED_ROWS : 0) | (plan_.column_scales.empty() ? 0 : COLUMN_SCALES) |
+                               (change_.rank ? LOW_RANK : 0)));
         append(&plan_.own_tables, 8);
         const uint32_t side_bytes = uint32_t(side.size());
         append(&side_bytes, 4);
@@ -344,12 +357,13 @@ class TensorEncoder {
     std::vector<bool> untouched_;
     LowRank change_;
     std::vector<U> moved_base_;
-    double coded_bits_ = 0;  // about what the values take, without their low bytes
+    double coded_bits_ = 0;  // estimated size of the values without their low bytes
 };
 
 }  // namespace
 
-std::vector<uint8_t> encode(const Shape& shape, const void* tensor, const void* base, const std::vector<Factors>& candidates, int threads) {
+std::vector<uint8_t> encode(const Shape& shape, const void* tensor, const void* base, const std::vector<Factors>& candidates,
+                            int threads) {
     std::vector<uint8_t> body;
     with_float(shape.dtype, [&](auto type) {
         using Encoder = TensorEncoder<decltype(type)>;
@@ -365,8 +379,9 @@ std::vector<uint8_t> encode(const Shape& shape, const void* tensor, const void* 
 
 std::vector<uint64_t> count_symbols(const Shape& shape, const void* tensor, const void* base) {
     std::vector<uint64_t> counts;
-    with_float(shape.dtype, [&](auto type) { counts = TensorEncoder<decltype(type)>(shape, tensor, base, Factors{}, 1).count(); });
+    with_float(shape.dtype,
+               [&](auto type) { counts = TensorEncoder<decltype(type)>(shape, tensor, base, Factors{}, 1).count(); });
     return counts;
 }
 
-}  // namespace fm_delta
+}  // namespace hf_ext::delta

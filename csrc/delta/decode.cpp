@@ -2,13 +2,13 @@
 #include <memory>
 #include <stdexcept>
 
+#include "../common/threads.h"
 #include "blocks.h"
 #include "low_rank.h"
 #include "rans.h"
 #include "scales.h"
-#include "threads.h"
 
-namespace fm_delta {
+namespace hf_ext::delta {
 namespace {
 
 class Reader {
@@ -42,8 +42,8 @@ const std::vector<DecodeTable>& default_decode_tables() {
     return tables;
 }
 
-// The default tables with some replaced by a tensor's own, until the thread's next call. A thread keeps them: to make all of
-// them anew would take longer than to decode a small tensor.
+// Returns the default tables with some replaced by the tensor's own, valid until the thread's next call. Each thread keeps its
+// copy, because building all tables takes longer than decoding a small tensor.
 const std::vector<DecodeTable>& with_own_tables(const std::vector<std::pair<int, Frequencies>>& own) {
     thread_local std::vector<DecodeTable> tables = default_decode_tables();
     thread_local std::vector<int> replaced;
@@ -80,7 +80,9 @@ class TensorDecoder {
         Reader in(body, bytes);
         plan_.shape = shape;
         plan_.plane = in.get<uint8_t>();
-        const bool plane_fits = F::WIDTH == 16 ? plan_.plane == 0 : F::WIDTH == 32 ? plan_.plane <= 2 : plan_.plane == 5 || plan_.plane == 6;
+        const bool plane_fits = F::WIDTH == 16   ? plan_.plane == 0
+                                : F::WIDTH == 32 ? plan_.plane <= 2
+                                                 : plan_.plane == 5 || plan_.plane == 6;
         const uint8_t flags = in.get<uint8_t>();
         plan_.own_tables = in.get<uint64_t>();
         if (!plane_fits || flags > (UNTOUCHED_ROWS | COLUMN_SCALES | LOW_RANK) || plan_.own_tables >> TABLES)
@@ -102,8 +104,10 @@ class TensorDecoder {
             const Block block = block_at(plan_, i);
             const Coded& coded = blocks_[i];
             switch (coded.kind) {
-                case INTERLEAVED: return with_instructions([&](auto set) { decode_block<64, set()>(block, coded.data, coded.bytes); });
-                case NARROW: return with_instructions([&](auto set) { decode_block<1, set()>(block, coded.data, coded.bytes); });
+                case INTERLEAVED:
+                    return with_instructions([&](auto set) { decode_block<64, set()>(block, coded.data, coded.bytes); });
+                case NARROW:
+                    return with_instructions([&](auto set) { decode_block<1, set()>(block, coded.data, coded.bytes); });
                 case RAW: return copy_raw(block, coded.data, coded.bytes);
                 default: throw std::runtime_error("a block is of a kind this version does not know");
             }
@@ -157,7 +161,7 @@ class TensorDecoder {
         Decoder<LANES, SET> decoder(data + low_bytes, bytes - low_bytes);
         const std::unique_ptr<Chunk<F>> chunk(new Chunk<F>);
         const std::unique_ptr<int32_t[]> values(new int32_t[CHUNK]);
-        // A moved base lies where its values will be.
+        // The moved base is stored in the output, where its values are then decoded in place.
         const U* base = change_.rank ? tensor_ : base_;
         if (change_.rank && !block.part->alone) change_.predict<F>(plan_, *block.part, block.begin, block.size, base_, tensor_);
         for (size_t done = 0; done < block.size; done += CHUNK) {
@@ -177,24 +181,26 @@ class TensorDecoder {
     }
 
     template <int PLANE>
-    void restore(const Block& block, size_t done, size_t size, const Chunk<F>& chunk, const int32_t* values, const uint8_t* low) {
+    void restore(const Block& block, size_t done, size_t size, const Chunk<F>& chunk, const int32_t* values,
+                 const uint8_t* low) {
         if constexpr (PLANE < int(sizeof(U))) {
-            for_pieces(plan_, *block.part, block.begin + done, size, [&](size_t offset, size_t at, size_t count, size_t, size_t) {
-                // What these point at does not overlap: without a word about it the loops would not become vector code.
-                U* __restrict out = tensor_ + offset;
-                const U* __restrict prediction = chunk.prediction + at;
-                const int32_t* __restrict high = values + at;
-                const uint8_t* __restrict bytes = low + at * PLANE;
-                const auto value = [=](size_t i) {
-                    std::conditional_t<PLANE == 1, uint8_t, std::conditional_t<PLANE == 2, uint16_t, U>> rest = 0;
-                    std::memcpy(&rest, bytes + i * PLANE, PLANE);
-                    return U(prediction[i] + (U(U(high[i]) << (8 * PLANE)) | rest));
-                };
-                if (block.part->alone)
-                    for (size_t i = 0; i < count; ++i) out[i] = from_rotated<F>(value(i));
-                else
-                    for (size_t i = 0; i < count; ++i) out[i] = from_ordered<F>(value(i));
-            });
+            for_pieces(plan_, *block.part, block.begin + done, size,
+                       [&](size_t offset, size_t at, size_t count, size_t, size_t) {
+                           // The buffers don't overlap. The compiler vectorizes the loops only if it knows that.
+                           U* __restrict out = tensor_ + offset;
+                           const U* __restrict prediction = chunk.prediction + at;
+                           const int32_t* __restrict high = values + at;
+                           const uint8_t* __restrict bytes = low + at * PLANE;
+                           const auto value = [=](size_t i) {
+                               std::conditional_t<PLANE == 1, uint8_t, std::conditional_t<PLANE == 2, uint16_t, U>> rest = 0;
+                               std::memcpy(&rest, bytes + i * PLANE, PLANE);
+                               return U(prediction[i] + (U(U(high[i]) << (8 * PLANE)) | rest));
+                           };
+                           if (block.part->alone)
+                               for (size_t i = 0; i < count; ++i) out[i] = from_rotated<F>(value(i));
+                           else
+                               for (size_t i = 0; i < count; ++i) out[i] = from_ordered<F>(value(i));
+                       });
         }
     }
 
@@ -209,7 +215,8 @@ class TensorDecoder {
 }  // namespace
 
 void decode(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, void* tensor, int threads) {
-    with_float(shape.dtype, [&](auto type) { TensorDecoder<decltype(type)>(shape, body, bytes, base, tensor).decode(threads); });
+    with_float(shape.dtype,
+               [&](auto type) { TensorDecoder<decltype(type)>(shape, body, bytes, base, tensor).decode(threads); });
 }
 
-}  // namespace fm_delta
+}  // namespace hf_ext::delta

@@ -1,18 +1,18 @@
-// Rows of 64 lanes in vectors. Step by step what the Decoder in rans.h does lane by lane, and the same results.
+// Rows of 64 lanes with vector instructions. The results are those of the loops over lanes in rans.h.
 #pragma once
 
-#include "instruction_sets.h"
+#include "../common/instruction_sets.h"
 #include "rans_lane.h"
 
-#ifdef FM_DELTA_X86
-namespace fm_delta {
+#ifdef HF_EXT_X86
+namespace hf_ext::delta {
 
 struct Avx512 {
     static constexpr int LANES = 64;
-    static constexpr int GROUP = 16, GROUPS = 4;  // lanes of a vector, vectors of a row
+    static constexpr int GROUP = 16, GROUPS = 4;  // lanes per vector, vectors per row
 
-    // Each state below the limit takes a word; those words follow each other in the order of the lanes.
-    [[FM_DELTA_AVX512, gnu::always_inline]] static inline void refill(__m512i (&x)[GROUPS], const uint8_t*& next) {
+    // Appends a word to each state that is low. The words are in the order of the lanes.
+    [[HF_EXT_AVX512, gnu::always_inline]] static inline void refill(__m512i (&x)[GROUPS], const uint8_t*& next) {
         __mmask16 low[GROUPS];
         for (int g = 0; g < GROUPS; ++g) low[g] = _mm512_cmplt_epu32_mask(x[g], _mm512_set1_epi32(STATE_LOW));
         for (int g = 0; g < GROUPS; ++g) {
@@ -22,9 +22,9 @@ struct Avx512 {
         }
     }
 
-    // Decodes up to `rows` rows while `next` is not behind `limit`; returns how many.
-    [[FM_DELTA_AVX512]] static size_t decode(uint32_t* states, const uint8_t*& next, const uint8_t* limit, const Context* contexts, int32_t* values, size_t rows,
-                                             const DecodeTable* tables) {
+    // Decodes up to `rows` rows, as long as `next` is not beyond `limit`. Returns their number.
+    [[HF_EXT_AVX512]] static size_t decode(uint32_t* states, const uint8_t*& next, const uint8_t* limit,
+                                           const Context* contexts, int32_t* values, size_t rows, const DecodeTable* tables) {
         const auto* slots = reinterpret_cast<const int*>(tables->slots.data());
         const uint8_t* word = next;
         __m512i x[GROUPS];
@@ -34,9 +34,10 @@ struct Avx512 {
             __m512i context[GROUPS], slot[GROUPS];
             __mmask16 tails[GROUPS];
             for (int g = 0; g < GROUPS; ++g) {
-                // A context's low byte is its shift, its high byte the table, which has 2048 slots.
+                // The low byte of a context is the shift, the high byte the table. A table has 2048 slots.
                 context[g] = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(contexts + GROUP * g)));
-                const __m512i first = _mm512_slli_epi32(_mm512_and_si512(context[g], _mm512_set1_epi32(0xff00)), PROBABILITY_BITS - 8);
+                const __m512i first =
+                    _mm512_slli_epi32(_mm512_and_si512(context[g], _mm512_set1_epi32(0xff00)), PROBABILITY_BITS - 8);
                 const __m512i place = _mm512_and_si512(x[g], _mm512_set1_epi32(PROBABILITY_SUM - 1));
                 slot[g] = _mm512_i32gather_epi32(_mm512_or_si512(first, place), slots, 4);
                 // x = frequency * (x >> 11) + offset
@@ -47,11 +48,12 @@ struct Avx512 {
             }
             refill(x, word);
             for (int g = 0; g < GROUPS; ++g) {
-                // value = (id - 24) << shift | the low bits of x, which it then loses
+                // value = (id - 24) << shift | low bits of x; x >>= shift
                 const __m512i shift = _mm512_and_si512(context[g], _mm512_set1_epi32(0xff));
                 const __m512i s = _mm512_sub_epi32(_mm512_srli_epi32(slot[g], 26), _mm512_set1_epi32(LINEAR));
                 const __m512i high = _mm512_sllv_epi32(_mm512_set1_epi32(-1), shift);
-                _mm512_storeu_si512(values + GROUP * g, _mm512_or_si512(_mm512_sllv_epi32(s, shift), _mm512_andnot_si512(high, x[g])));
+                _mm512_storeu_si512(values + GROUP * g,
+                                    _mm512_or_si512(_mm512_sllv_epi32(s, shift), _mm512_andnot_si512(high, x[g])));
                 x[g] = _mm512_srlv_epi32(x[g], shift);
             }
             refill(x, word);
@@ -71,19 +73,21 @@ struct Avx512 {
         return row;
     }
 
-    // Each full state gives up its low word; the words of the last lanes are written first.
-    [[FM_DELTA_AVX512, gnu::always_inline]] static inline void make_room(__m512i (&x)[GROUPS], const __mmask16 (&full)[GROUPS], uint16_t*& next) {
+    // Moves the low word out of each full state, the last lane first.
+    [[HF_EXT_AVX512, gnu::always_inline]] static inline void make_room(__m512i (&x)[GROUPS], const __mmask16 (&full)[GROUPS],
+                                                                       uint16_t*& next) {
         for (int g = GROUPS; g-- > 0;) {
             const int count = __builtin_popcount(full[g]);
             next -= count;
-            _mm256_mask_storeu_epi16(next, __mmask16((1u << count) - 1), _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full[g], x[g])));
+            _mm256_mask_storeu_epi16(next, __mmask16((1u << count) - 1),
+                                     _mm512_cvtepi32_epi16(_mm512_maskz_compress_epi32(full[g], x[g])));
             x[g] = _mm512_mask_srli_epi32(x[g], full[g], x[g], 16);
         }
     }
 
-    // Encodes `rows` rows, the last first.
-    [[FM_DELTA_AVX512]] static void encode(uint32_t* states, uint16_t*& next, const Context* contexts, const int32_t* values, const uint8_t* ids, size_t rows,
-                                           const EncodeTable* tables) {
+    // Encodes `rows` rows, the last one first.
+    [[HF_EXT_AVX512]] static void encode(uint32_t* states, uint16_t*& next, const Context* contexts, const int32_t* values,
+                                         const uint8_t* ids, size_t rows, const EncodeTable* tables) {
         const auto* slots = reinterpret_cast<const int*>(tables->slots.data());
         uint16_t* word = next;
         __m512i x[GROUPS];
@@ -96,12 +100,13 @@ struct Avx512 {
             __mmask16 full[GROUPS];
             uint64_t tails = 0;
             for (int g = 0; g < GROUPS; ++g) {
-                // A context's low byte is its shift, its high byte the table, which has 64 symbols.
-                const __m512i both = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(context + GROUP * g)));
+                // The low byte of a context is the shift, the high byte the table. A table has 64 symbols.
+                const __m512i both =
+                    _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(context + GROUP * g)));
                 const __m512i symbol = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(id + GROUP * g)));
                 const __m512i first = _mm512_srli_epi32(_mm512_and_si512(both, _mm512_set1_epi32(0xff00)), 2);
                 __m512i slot = _mm512_i32gather_epi32(_mm512_or_si512(first, symbol), slots, 4);
-                // What has no room in its table is escaped.
+                // A symbol whose frequency is 0 is escaped.
                 const __mmask16 escaped = _mm512_testn_epi32_mask(slot, _mm512_set1_epi32(0xffff));
                 slot = _mm512_mask_i32gather_epi32(slot, escaped, _mm512_or_si512(first, _mm512_set1_epi32(ESCAPE)), slots, 4);
                 tails |= uint64_t(uint32_t(escaped | _mm512_cmpge_epi32_mask(symbol, _mm512_set1_epi32(TAIL)))) << (GROUP * g);
@@ -125,14 +130,16 @@ struct Avx512 {
             make_room(x, full, word);
             for (int g = 0; g < GROUPS; ++g) {
                 const __m512i high = _mm512_sllv_epi32(_mm512_set1_epi32(-1), shift[g]);
-                x[g] = _mm512_or_si512(_mm512_sllv_epi32(x[g], shift[g]), _mm512_andnot_si512(high, _mm512_loadu_si512(value + GROUP * g)));
+                x[g] = _mm512_or_si512(_mm512_sllv_epi32(x[g], shift[g]),
+                                       _mm512_andnot_si512(high, _mm512_loadu_si512(value + GROUP * g)));
                 full[g] = _mm512_cmpge_epu32_mask(_mm512_srli_epi32(x[g], 32 - PROBABILITY_BITS), frequency[g]);
             }
             // x = (x / frequency << 11) + x % frequency + start, once x is below frequency << 21
             make_room(x, full, word);
             for (int g = 0; g < GROUPS; ++g) {
-                // The quotient is below 2^21: in floats it is at most one beside.
-                __m512i quotient = _mm512_cvttps_epi32(_mm512_div_ps(_mm512_cvtepu32_ps(x[g]), _mm512_cvtepi32_ps(frequency[g])));
+                // The quotient is below 2^21, so in float it is off by at most one.
+                __m512i quotient =
+                    _mm512_cvttps_epi32(_mm512_div_ps(_mm512_cvtepu32_ps(x[g]), _mm512_cvtepi32_ps(frequency[g])));
                 __m512i rest = _mm512_sub_epi32(x[g], _mm512_mullo_epi32(quotient, frequency[g]));
                 const __mmask16 above = _mm512_movepi32_mask(rest);
                 quotient = _mm512_mask_sub_epi32(quotient, above, quotient, _mm512_set1_epi32(1));
@@ -148,8 +155,8 @@ struct Avx512 {
     }
 };
 
-// For each of 256 sets of 8 lanes, as indices of a permutation: which word each lane of the set takes, and how the lanes of the
-// set follow each other at the end of a vector.
+// Permutations for each of the 256 sets of 8 lanes. `expand` gives each lane of the set its word; `compress` moves the lanes of
+// the set to the end of the vector.
 struct Avx2Permutations {
     uint8_t expand[256][8] = {}, compress[256][8] = {};
     constexpr Avx2Permutations() {
@@ -164,21 +171,27 @@ struct Avx2Permutations {
 };
 inline constexpr Avx2Permutations AVX2_PERMUTATIONS;
 
-// As Avx512; sixteen registers do not hold a row, so that what its phases share is in memory.
+// The same as Avx512, but a row does not fit into sixteen registers: the phases pass their data through memory.
 struct Avx2 {
     static constexpr int LANES = 64, GROUP = 8, GROUPS = 8;
 
-    [[FM_DELTA_AVX2, gnu::always_inline]] static inline __m256i load(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
-    [[FM_DELTA_AVX2, gnu::always_inline]] static inline void store(void* to, __m256i x) { _mm256_storeu_si256(static_cast<__m256i*>(to), x); }
-    [[FM_DELTA_AVX2, gnu::always_inline]] static inline __m256i load_words(const void* from) {
+    [[HF_EXT_AVX2, gnu::always_inline]] static inline __m256i load(const void* from) {
+        return _mm256_loadu_si256(static_cast<const __m256i*>(from));
+    }
+    [[HF_EXT_AVX2, gnu::always_inline]] static inline void store(void* to, __m256i x) {
+        _mm256_storeu_si256(static_cast<__m256i*>(to), x);
+    }
+    [[HF_EXT_AVX2, gnu::always_inline]] static inline __m256i load_words(const void* from) {
         return _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
     }
-    [[FM_DELTA_AVX2, gnu::always_inline]] static inline __m256i permutation(const uint8_t (&indices)[8]) {
+    [[HF_EXT_AVX2, gnu::always_inline]] static inline __m256i permutation(const uint8_t (&indices)[8]) {
         return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(indices)));
     }
-    [[FM_DELTA_AVX2, gnu::always_inline]] static inline unsigned lanes_of(__m256i mask) { return unsigned(_mm256_movemask_ps(_mm256_castsi256_ps(mask))); }
+    [[HF_EXT_AVX2, gnu::always_inline]] static inline unsigned lanes_of(__m256i mask) {
+        return unsigned(_mm256_movemask_ps(_mm256_castsi256_ps(mask)));
+    }
 
-    [[FM_DELTA_AVX2, gnu::always_inline]] static inline __m256i refill(__m256i x, const uint8_t*& next) {
+    [[HF_EXT_AVX2, gnu::always_inline]] static inline __m256i refill(__m256i x, const uint8_t*& next) {
         const __m256i low = _mm256_cmpeq_epi32(_mm256_srli_epi32(x, 16), _mm256_setzero_si256());
         const unsigned lanes = lanes_of(low);
         const __m256i words = _mm256_permutevar8x32_epi32(load_words(next), permutation(AVX2_PERMUTATIONS.expand[lanes]));
@@ -186,8 +199,8 @@ struct Avx2 {
         return _mm256_blendv_epi8(x, _mm256_or_si256(_mm256_slli_epi32(x, 16), words), low);
     }
 
-    [[FM_DELTA_AVX2]] static size_t decode(uint32_t* states, const uint8_t*& next, const uint8_t* limit, const Context* contexts, int32_t* values, size_t rows,
-                                           const DecodeTable* tables) {
+    [[HF_EXT_AVX2]] static size_t decode(uint32_t* states, const uint8_t*& next, const uint8_t* limit, const Context* contexts,
+                                         int32_t* values, size_t rows, const DecodeTable* tables) {
         const auto* slots = reinterpret_cast<const int*>(tables->slots.data());
         const uint8_t* word = next;
         const __m256i in_table = _mm256_set1_epi32(PROBABILITY_SUM - 1), one = _mm256_set1_epi32(1);
@@ -197,18 +210,22 @@ struct Avx2 {
             uint64_t tails = 0;
             for (int g = 0; g < GROUPS; ++g) {
                 const __m256i x = load(states + GROUP * g), context = load_words(contexts + GROUP * g);
-                const __m256i first = _mm256_slli_epi32(_mm256_and_si256(context, _mm256_set1_epi32(0xff00)), PROBABILITY_BITS - 8);
+                const __m256i first =
+                    _mm256_slli_epi32(_mm256_and_si256(context, _mm256_set1_epi32(0xff00)), PROBABILITY_BITS - 8);
                 const __m256i slot = _mm256_i32gather_epi32(slots, _mm256_or_si256(first, _mm256_and_si256(x, in_table)), 4);
                 store(slot_of + GROUP * g, slot);
                 // x = frequency * (x >> 11) + offset
-                const __m256i frequency = _mm256_and_si256(slot, _mm256_set1_epi32(0xfff)), offset = _mm256_and_si256(_mm256_srli_epi32(slot, 12), in_table);
+                const __m256i frequency = _mm256_and_si256(slot, _mm256_set1_epi32(0xfff)),
+                              offset = _mm256_and_si256(_mm256_srli_epi32(slot, 12), in_table);
                 const __m256i product = _mm256_mullo_epi32(frequency, _mm256_srli_epi32(x, PROBABILITY_BITS));
                 store(states + GROUP * g, refill(_mm256_add_epi32(product, offset), word));
-                tails |= uint64_t(lanes_of(_mm256_cmpgt_epi32(_mm256_srli_epi32(slot, 26), _mm256_set1_epi32(TAIL - 1)))) << (GROUP * g);
+                tails |= uint64_t(lanes_of(_mm256_cmpgt_epi32(_mm256_srli_epi32(slot, 26), _mm256_set1_epi32(TAIL - 1))))
+                         << (GROUP * g);
             }
             for (int g = 0; g < GROUPS; ++g) {
-                // value = (id - 24) << shift | the low bits of x, which it then loses
-                const __m256i x = load(states + GROUP * g), shift = _mm256_and_si256(load_words(contexts + GROUP * g), _mm256_set1_epi32(0xff));
+                // value = (id - 24) << shift | low bits of x; x >>= shift
+                const __m256i x = load(states + GROUP * g),
+                              shift = _mm256_and_si256(load_words(contexts + GROUP * g), _mm256_set1_epi32(0xff));
                 const __m256i s = _mm256_sub_epi32(_mm256_srli_epi32(load(slot_of + GROUP * g), 26), _mm256_set1_epi32(LINEAR));
                 const __m256i mask = _mm256_sub_epi32(_mm256_sllv_epi32(one, shift), one);
                 store(values + GROUP * g, _mm256_or_si256(_mm256_sllv_epi32(s, shift), _mm256_and_si256(mask, x)));
@@ -223,17 +240,19 @@ struct Avx2 {
         return row;
     }
 
-    [[FM_DELTA_AVX2, gnu::always_inline]] static inline __m256i make_room(__m256i x, __m256i full, uint16_t*& next) {
+    [[HF_EXT_AVX2, gnu::always_inline]] static inline __m256i make_room(__m256i x, __m256i full, uint16_t*& next) {
         const unsigned lanes = lanes_of(full);
-        const __m256i words = _mm256_and_si256(_mm256_permutevar8x32_epi32(x, permutation(AVX2_PERMUTATIONS.compress[lanes])), _mm256_set1_epi32(0xffff));
-        // What is written before the words is written over by those that follow.
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(next - GROUP), _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+        const __m256i words = _mm256_and_si256(_mm256_permutevar8x32_epi32(x, permutation(AVX2_PERMUTATIONS.compress[lanes])),
+                                               _mm256_set1_epi32(0xffff));
+        // The store also writes before the words; later words overwrite that.
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(next - GROUP),
+                         _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
         next -= __builtin_popcount(lanes);
         return _mm256_blendv_epi8(x, _mm256_srli_epi32(x, 16), full);
     }
 
-    [[FM_DELTA_AVX2]] static void encode(uint32_t* states, uint16_t*& next, const Context* contexts, const int32_t* values, const uint8_t* ids, size_t rows,
-                                         const EncodeTable* tables) {
+    [[HF_EXT_AVX2]] static void encode(uint32_t* states, uint16_t*& next, const Context* contexts, const int32_t* values,
+                                       const uint8_t* ids, size_t rows, const EncodeTable* tables) {
         const auto* slots = reinterpret_cast<const int*>(tables->slots.data());
         uint16_t* word = next;
         const __m256i zero = _mm256_setzero_si256(), one = _mm256_set1_epi32(1), low = _mm256_set1_epi32(0xffff);
@@ -245,13 +264,15 @@ struct Avx2 {
             uint64_t tails = 0;
             for (int g = 0; g < GROUPS; ++g) {
                 const __m256i symbol = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(id + GROUP * g)));
-                const __m256i first = _mm256_srli_epi32(_mm256_and_si256(load_words(context + GROUP * g), _mm256_set1_epi32(0xff00)), 2);
+                const __m256i first =
+                    _mm256_srli_epi32(_mm256_and_si256(load_words(context + GROUP * g), _mm256_set1_epi32(0xff00)), 2);
                 __m256i slot = _mm256_i32gather_epi32(slots, _mm256_or_si256(first, symbol), 4);
-                // What has no room in its table is escaped.
+                // A symbol whose frequency is 0 is escaped.
                 const __m256i escaped = _mm256_cmpeq_epi32(_mm256_and_si256(slot, low), zero);
                 slot = _mm256_mask_i32gather_epi32(slot, slots, _mm256_or_si256(first, _mm256_set1_epi32(ESCAPE)), escaped, 4);
                 store(slot_of + GROUP * g, slot);
-                tails |= uint64_t(lanes_of(_mm256_or_si256(escaped, _mm256_cmpgt_epi32(symbol, _mm256_set1_epi32(TAIL - 1))))) << (GROUP * g);
+                tails |= uint64_t(lanes_of(_mm256_or_si256(escaped, _mm256_cmpgt_epi32(symbol, _mm256_set1_epi32(TAIL - 1)))))
+                         << (GROUP * g);
             }
             for (; tails; tails ^= uint64_t(1) << (63 - __builtin_clzll(tails))) {
                 const int lane = 63 - __builtin_clzll(tails);
@@ -259,19 +280,25 @@ struct Avx2 {
             }
             for (int g = GROUPS; g-- > 0;) {
                 // x = x << shift | the low bits of the value, once x is below 2^(32 - shift)
-                const __m256i x = load(states + GROUP * g), shift = _mm256_and_si256(load_words(context + GROUP * g), _mm256_set1_epi32(0xff));
+                const __m256i x = load(states + GROUP * g),
+                              shift = _mm256_and_si256(load_words(context + GROUP * g), _mm256_set1_epi32(0xff));
                 const __m256i over = _mm256_srlv_epi32(x, _mm256_sub_epi32(_mm256_set1_epi32(32), shift));
-                const __m256i room = make_room(x, _mm256_xor_si256(_mm256_cmpeq_epi32(over, zero), _mm256_set1_epi32(-1)), word);
+                const __m256i room =
+                    make_room(x, _mm256_xor_si256(_mm256_cmpeq_epi32(over, zero), _mm256_set1_epi32(-1)), word);
                 const __m256i mask = _mm256_sub_epi32(_mm256_sllv_epi32(one, shift), one);
-                store(states + GROUP * g, _mm256_or_si256(_mm256_sllv_epi32(room, shift), _mm256_and_si256(mask, load(value + GROUP * g))));
+                store(states + GROUP * g,
+                      _mm256_or_si256(_mm256_sllv_epi32(room, shift), _mm256_and_si256(mask, load(value + GROUP * g))));
             }
             for (int g = GROUPS; g-- > 0;) {
                 // x = (x / frequency << 11) + x % frequency + start, once x is below frequency << 21
-                const __m256i slot = load(slot_of + GROUP * g), frequency = _mm256_and_si256(slot, low), start = _mm256_srli_epi32(slot, 16);
+                const __m256i slot = load(slot_of + GROUP * g), frequency = _mm256_and_si256(slot, low),
+                              start = _mm256_srli_epi32(slot, 16);
                 const __m256i before = load(states + GROUP * g);
-                const __m256i full = _mm256_cmpgt_epi32(_mm256_add_epi32(_mm256_srli_epi32(before, 32 - PROBABILITY_BITS), one), frequency);
+                const __m256i full =
+                    _mm256_cmpgt_epi32(_mm256_add_epi32(_mm256_srli_epi32(before, 32 - PROBABILITY_BITS), one), frequency);
                 const __m256i x = make_room(before, full, word);
-                // The quotient is below 2^21: in floats, of half a state as these have signs, it is at most one beside.
+                // The quotient is below 2^21, so in float it is off by at most one. The conversion is signed: it converts half
+                // the state.
                 const __m256 halves = _mm256_cvtepi32_ps(_mm256_srli_epi32(x, 1)), whole = _mm256_add_ps(halves, halves);
                 __m256i quotient = _mm256_cvttps_epi32(_mm256_div_ps(whole, _mm256_cvtepi32_ps(frequency)));
                 __m256i rest = _mm256_sub_epi32(x, _mm256_mullo_epi32(quotient, frequency));
@@ -281,12 +308,13 @@ struct Avx2 {
                 const __m256i below = _mm256_cmpgt_epi32(_mm256_add_epi32(rest, one), frequency);
                 quotient = _mm256_sub_epi32(quotient, below);
                 rest = _mm256_sub_epi32(rest, _mm256_and_si256(below, frequency));
-                store(states + GROUP * g, _mm256_add_epi32(_mm256_slli_epi32(quotient, PROBABILITY_BITS), _mm256_add_epi32(rest, start)));
+                store(states + GROUP * g,
+                      _mm256_add_epi32(_mm256_slli_epi32(quotient, PROBABILITY_BITS), _mm256_add_epi32(rest, start)));
             }
         }
         next = word;
     }
 };
 
-}  // namespace fm_delta
+}  // namespace hf_ext::delta
 #endif

@@ -1,5 +1,5 @@
-// A base moved by a low-rank change: base + rows · columns · 2^-exponent, with integers as factors. Their product is
-// exact and each value takes one rounding of IEEE's, so that a prediction is the same on every machine.
+// Moves a base by a low-rank change: base + rows · columns · 2^-exponent. The factors are integers and their product is exact,
+// so each value takes one IEEE rounding and is the same on every machine.
 #pragma once
 
 #include <cfenv>
@@ -9,26 +9,27 @@
 #include <stdexcept>
 #include <vector>
 
-#include "bits.h"
+#include "../common/bits.h"
+#include "../common/instruction_sets.h"
 #include "blocks.h"
-#include "instruction_sets.h"
 
-namespace fm_delta {
+namespace hf_ext::delta {
 
 constexpr int MAX_RANK = 1024, MAX_EXPONENT = 100;
-constexpr double NARROW_SUMS = 0x1p24, WIDE_SUMS = 0x1p53;  // below, float and double hold every integer
+constexpr double NARROW_SUMS = 0x1p24, WIDE_SUMS = 0x1p53;  // float and double represent every integer below these
 
 class LowRank {
    public:
     int rank = 0;
     int exponent = 0;
-    std::vector<int32_t> rows, columns;  // coded rows with a base × rank, and rank × row length
+    std::vector<int32_t> rows, columns;  // (coded rows that have a base) × rank, and rank × row length
 
-    // To be called when all is filled in. Throws std::runtime_error if sums might not be exact.
+    // Must be called once the fields are filled in. Throws std::runtime_error if sums might not be exact.
     void prepare(bool doubles) {
         const double most = double(rank) * largest(rows) * largest(columns);
         wide_ = doubles || most >= NARROW_SUMS;
-        if (most >= WIDE_SUMS || rank < 1 || rank > MAX_RANK || std::abs(exponent) > MAX_EXPONENT) throw std::runtime_error("the low-rank factors are impossible");
+        if (most >= WIDE_SUMS || rank < 1 || rank > MAX_RANK || std::abs(exponent) > MAX_EXPONENT)
+            throw std::runtime_error("the low-rank factors are impossible");
         if (wide_) {
             fill(row_doubles_, column_doubles_);
         } else {
@@ -36,9 +37,10 @@ class LowRank {
         }
     }
 
-    // The moved base of a block of values that have one, at their places in `out`.
+    // Writes the moved base of a block to the same positions in `out`. The block's values must have a base.
     template <class F>
-    void predict(const Plan& plan, const Part& part, size_t begin, size_t size, const typename F::U* base, typename F::U* out) const {
+    void predict(const Plan& plan, const Part& part, size_t begin, size_t size, const typename F::U* base,
+                 typename F::U* out) const {
         const DefaultRounding rounding;
         with_instructions([&](auto set) {
             if (F::WIDTH == 64 || wide_) {
@@ -50,15 +52,19 @@ class LowRank {
     }
 
    private:
-    static constexpr size_t BAND = 1024;  // columns whose factors stay in the second-level cache
-    // Rows summed at a time, of so many columns that all sums stay in registers. (More than 16 columns: gcc takes shorter loops
-    // apart before it sees that they are vector code.)
+    static constexpr size_t BAND = 1024;  // columns whose factors fit in the second-level cache
+    // Rows and columns that are summed together, few enough to keep all sums in registers. There are more than 16 columns,
+    // because gcc unrolls shorter loops before it tries to vectorize them.
     template <class Sum, Instructions SET>
-    static constexpr size_t ROWS = SET == Instructions::AVX512 ? 4 : SET == Instructions::AVX2 && sizeof(Sum) == 4 ? 2 : 1;
+    static constexpr size_t ROWS = SET == Instructions::AVX512                     ? 4
+                                   : SET == Instructions::AVX2 && sizeof(Sum) == 4 ? 2
+                                                                                   : 1;
     template <class Sum, Instructions SET>
-    static constexpr size_t COLUMNS = SET == Instructions::AVX512 && sizeof(Sum) == 4 ? 64 : SET == Instructions::SCALAR && sizeof(Sum) == 8 ? 24 : 32;
+    static constexpr size_t COLUMNS = SET == Instructions::AVX512 && sizeof(Sum) == 4   ? 64
+                                      : SET == Instructions::SCALAR && sizeof(Sum) == 8 ? 24
+                                                                                        : 32;
 
-    // Whoever calls may flush denormals to zero or round otherwise.
+    // The caller may have set another rounding mode or flush denormals to zero.
     struct DefaultRounding {
         DefaultRounding() { std::fegetenv(&before), std::fesetenv(FE_DFL_ENV); }
         ~DefaultRounding() { std::fesetenv(&before); }
@@ -76,13 +82,13 @@ class LowRank {
         const Sum unit = Sum(std::ldexp(1.0, -exponent));
         row_factors.assign(rows.begin(), rows.end());
         column_factors.assign(columns.begin(), columns.end());
-        column_factors.resize(columns.size() + BAND);  // so that sums of whole tiles can be taken
-        for (Sum& factor : row_factors) factor *= unit;  // a power of two: the sums stay exact
+        column_factors.resize(columns.size() + BAND);    // because sums are computed for whole tiles
+        for (Sum& factor : row_factors) factor *= unit;  // by a power of two, which keeps the sums exact
     }
 
     template <class F, Instructions SET, class Sum>
-    void move(const Plan& plan, const Part& part, size_t begin, size_t size, const typename F::U* base, typename F::U* out, const std::vector<Sum>& row_factors,
-              const std::vector<Sum>& column_factors) const {
+    void move(const Plan& plan, const Part& part, size_t begin, size_t size, const typename F::U* base, typename F::U* out,
+              const std::vector<Sum>& row_factors, const std::vector<Sum>& column_factors) const {
         constexpr size_t COUNT = ROWS<Sum, SET>;
         const size_t length = plan.shape.row_length, end = begin + size;
         for (size_t band = 0; band < length; band += BAND) {
@@ -95,28 +101,34 @@ class LowRank {
                     row += COUNT;
                 } else {
                     const size_t first = std::max(begin, row * length + band), last = std::min(end, row * length + band_end);
-                    if (first < last) move_rows<F, SET, 1>(places, first - row * length, last - row * length, length, base, out, factors, column_factors.data());
+                    if (first < last)
+                        move_rows<F, SET, 1>(places, first - row * length, last - row * length, length, base, out, factors,
+                                             column_factors.data());
                     ++row;
                 }
             }
         }
     }
 
-    // Columns from `first` to `last` of some rows, which stand at `places`.
+    // Moves columns `first` to `last` of COUNT rows. `places` are the indices of these rows in the tensor.
     template <class F, Instructions SET, size_t COUNT, class Sum>
-    void move_rows(const uint32_t* places, size_t first, size_t last, size_t length, const typename F::U* base, typename F::U* out, const Sum* rows, const Sum* columns) const {
+    void move_rows(const uint32_t* places, size_t first, size_t last, size_t length, const typename F::U* base,
+                   typename F::U* out, const Sum* rows, const Sum* columns) const {
         constexpr size_t WIDTH = COLUMNS<Sum, SET>;
         for (size_t column = first; column < last; column += WIDTH) {
             Sum sums[COUNT][WIDTH];
             for (size_t i = 0; i < COUNT; ++i)
-                for (size_t j = 0; j < WIDTH; ++j) sums[i][j] = rows[i * size_t(rank)] * columns[column + j] + Sum(0);  // no negative zero
+                for (size_t j = 0; j < WIDTH; ++j)
+                    sums[i][j] = rows[i * size_t(rank)] * columns[column + j] + Sum(0);  // + 0 turns -0 into 0
             for (int k = 1; k < rank; ++k)
                 for (size_t i = 0; i < COUNT; ++i)
                     for (size_t j = 0; j < WIDTH; ++j) {
                         const Sum row = rows[i * size_t(rank) + size_t(k)], factor = columns[size_t(k) * length + column + j];
-                        // Either way exact.
-                        if constexpr (SET == Instructions::SCALAR) sums[i][j] += row * factor;
-                        else sums[i][j] = std::fma(row, factor, sums[i][j]);
+                        // Both are exact; fma is slow without an instruction for it.
+                        if constexpr (SET == Instructions::SCALAR)
+                            sums[i][j] += row * factor;
+                        else
+                            sums[i][j] = std::fma(row, factor, sums[i][j]);
                     }
             const size_t count = std::min(WIDTH, last - column);
             for (size_t i = 0; i < COUNT; ++i) {
@@ -127,7 +139,7 @@ class LowRank {
         }
     }
 
-    // The float next to base + change; NaNs and infinities stay what they are.
+    // Returns the float nearest to base + change. Leaves NaN and infinity unchanged.
     template <class F, class Sum>
     static typename F::U moved(typename F::U base, Sum change) {
         using U = typename F::U;
@@ -137,25 +149,24 @@ class LowRank {
 
     template <class F>
     static typename F::U round_to(Real<F> value) {
-        using U = typename F::U;
-        if constexpr (F::WIDTH != 16) {
-            return bits_as<U>(value);
-        } else if constexpr (std::is_same_v<F, BF16>) {
-            const uint32_t bits = bits_as<uint32_t>(value);
-            return U((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+        if constexpr (!std::is_same_v<F, F16>) {
+            return rounded<F>(value);
         } else {
-            // With its exponent moved to where a float16's lies under a float's, 13 bits are too many.
-            const uint32_t bits = bits_as<uint32_t>(value), magnitude = bits_as<uint32_t>(bits_as<float>(bits & 0x7fffffff) * 0x1p-112f);
-            return U(std::min((magnitude + 0xfff + (magnitude >> 13 & 1)) >> 13, uint32_t(F::INFINITY_BITS)) | (bits >> 16 & F::SIGN));
+            // Faster than `rounded`. Subnormals are rounded twice; the format prescribes exactly this.
+            const uint32_t bits = bits_as<uint32_t>(value),
+                           magnitude = bits_as<uint32_t>(bits_as<float>(bits & 0x7fffffff) * 0x1p-112f);
+            return uint16_t(std::min((magnitude + 0xfff + (magnitude >> 13 & 1)) >> 13, uint32_t(F::INFINITY_BITS)) |
+                            (bits >> 16 & F::SIGN));
         }
     }
 
-    bool wide_ = false;  // sums of the factors' products need double precision
+    bool wide_ = false;  // sums of products need double precision
     std::vector<float> row_floats_, column_floats_;
     std::vector<double> row_doubles_, column_doubles_;
 };
 
-// Each component is a Rice parameter and its factors, for the rows and then for the columns.
+// Writes rank and exponent, then for each component its row factors and its column factors. Each list has its own Rice
+// parameter.
 inline void put_low_rank(BitWriter& out, const LowRank& change, size_t row_count, size_t row_length) {
     out.put(uint64_t(change.rank), 16);
     out.put(uint16_t(change.exponent), 16);
@@ -176,8 +187,9 @@ inline LowRank get_low_rank(BitReader& in, size_t row_count, size_t row_length, 
     LowRank change;
     change.rank = int(in.get(16));
     change.exponent = int16_t(in.get(16));
-    // No factor takes less than a bit: a forged rank asks for no more memory than its bytes allow.
-    if (change.rank < 1 || change.rank > MAX_RANK || in.left() / (row_count + row_length) < size_t(change.rank)) throw std::runtime_error("the low-rank factors are impossible");
+    // A factor takes at least one bit. This bounds the memory that a forged rank can request.
+    if (change.rank < 1 || change.rank > MAX_RANK || in.left() / (row_count + row_length) < size_t(change.rank))
+        throw std::runtime_error("the low-rank factors are impossible");
     change.rows.resize(row_count * size_t(change.rank));
     change.columns.resize(row_length * size_t(change.rank));
     const auto get = [&in](int32_t* factors, size_t count, size_t stride) {
@@ -192,4 +204,4 @@ inline LowRank get_low_rank(BitReader& in, size_t row_count, size_t row_length, 
     return change;
 }
 
-}  // namespace fm_delta
+}  // namespace hf_ext::delta

@@ -1,4 +1,5 @@
-// The expected size of each residual: sigma of element (i, j) is 2^((rows[i] + columns[j]) / 4), as a value, not in steps.
+// The expected size of residuals: sigma of element (i, j) is 2^((rows[i] + columns[j]) / 4). It is a value, not a number of
+// steps.
 #pragma once
 
 #include <cmath>
@@ -6,17 +7,18 @@
 #include <limits>
 #include <vector>
 
-#include "bits.h"
+#include "../common/bits.h"
 
-namespace fm_delta {
+namespace hf_ext::delta {
 
-constexpr int SCALE_LIMIT = 8000;  // quarter octaves; beyond every float64
+constexpr int SCALE_LIMIT = 8000;  // in quarter octaves; beyond the range of float64
 
 inline int16_t quarter_octaves(double variance) {
-    return int16_t(std::clamp(std::lround(2 * std::log2(std::clamp(variance, 1e-300, 1e300))), -long(SCALE_LIMIT), long(SCALE_LIMIT)));
+    return int16_t(
+        std::clamp(std::lround(2 * std::log2(std::clamp(variance, 1e-300, 1e300))), -long(SCALE_LIMIT), long(SCALE_LIMIT)));
 }
 
-// In partial sums, which a compiler may keep in vectors, always added in the same order.
+// Returns the dot product. The partial sums are vectorized and always added in the same order.
 template <class Real>
 Real weighted_sum(const Real* values, const Real* weights, size_t count) {
     constexpr size_t PARTS = 32;
@@ -30,7 +32,7 @@ Real weighted_sum(const Real* values, const Real* weights, size_t count) {
     return sums[0];
 }
 
-// Maximum likelihood of columns[j] under variance(i, j) = R[i] C[j], by alternating; `squares` is rows × columns.
+// Fits variance(i, j) = R[i] C[j] to `squares` (rows × columns) by alternating maximum likelihood. Returns the scales of C.
 template <class Real>
 std::vector<int16_t> fit_columns(const std::vector<Real>& squares, size_t rows, size_t columns) {
     std::vector<Real> inverse(columns, 1), sum(columns);
@@ -54,22 +56,24 @@ inline void put_scales(BitWriter& out, const std::vector<int16_t>& scales) {
     if (scales.empty()) return;
     std::vector<int16_t> sorted = scales;
     std::nth_element(sorted.begin(), sorted.begin() + sorted.size() / 2, sorted.end());
-    const int centre = sorted[sorted.size() / 2];
+    const int center = sorted[sorted.size() / 2];
     std::vector<uint32_t> codes;
-    for (int16_t scale : scales) codes.push_back(zigzag(scale - centre));
+    for (int16_t scale : scales) codes.push_back(zigzag(scale - center));
     const int k = best_rice(codes);
-    out.put(uint16_t(centre), 16);
+    out.put(uint16_t(center), 16);
     out.put(uint64_t(k), 3);
     for (uint32_t code : codes) put_rice(out, code, k);
 }
 
 inline std::vector<int16_t> get_scales(BitReader& in, size_t count) {
     if (count == 0) return {};
-    const int centre = int16_t(in.get(16));
+    const int center = int16_t(in.get(16));
     const int k = int(in.get(3));
     std::vector<int16_t> scales(count);
-    get_rice(in, k, count, 16, [&](size_t i, int difference) { scales[i] = int16_t(std::clamp(centre + difference, -SCALE_LIMIT, SCALE_LIMIT)); });
+    get_rice(in, k, count, 16, [&](size_t i, int difference) {
+        scales[i] = int16_t(std::clamp(center + difference, -SCALE_LIMIT, SCALE_LIMIT));
+    });
     return scales;
 }
 
-}  // namespace fm_delta
+}  // namespace hf_ext::delta

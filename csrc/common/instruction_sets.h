@@ -1,0 +1,98 @@
+// Vector instructions, chosen at run time. Every set gives the same bytes.
+//
+// Every file is compiled for the oldest processor, because the linker merges templates of the standard library between files,
+// and these must run everywhere. Only functions marked AVX2 or AVX512, and what is inlined into them, use newer instructions.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#if defined(__GNUC__) && defined(__x86_64__)
+#define HF_EXT_X86
+#include <cpuid.h>
+#include <immintrin.h>
+#define HF_EXT_AVX2 gnu::target("avx2,bmi,bmi2,f16c,fma,lzcnt,popcnt")
+#ifdef __clang__  // has no such option
+#define HF_EXT_WIDTH
+#else
+#define HF_EXT_WIDTH ",prefer-vector-width=512"
+#endif
+#define HF_EXT_AVX512 gnu::target("avx2,bmi,bmi2,f16c,fma,lzcnt,popcnt,avx512f,avx512bw,avx512dq,avx512vl" HF_EXT_WIDTH)
+#endif
+
+namespace hf_ext {
+
+enum class Instructions { SCALAR, AVX2, AVX512 };
+
+constexpr const char* INSTRUCTIONS[] = {"scalar", "avx2", "avx512"};
+
+// Returns the fastest set that this processor supports.
+inline Instructions best_instructions() {
+#ifdef HF_EXT_X86
+    __builtin_cpu_init();
+    const auto all = [](auto... supported) { return (supported && ...); };
+    // Some compilers do not know the names of these two features.
+    unsigned a, b, c, d;
+    const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && c >> 29 & 1;
+    const bool lzcnt = __get_cpuid(0x80000001, &a, &b, &c, &d) && c >> 5 & 1;
+    if (!all(f16c, lzcnt, __builtin_cpu_supports("avx2"), __builtin_cpu_supports("bmi"), __builtin_cpu_supports("bmi2"),
+             __builtin_cpu_supports("fma"), __builtin_cpu_supports("popcnt")))
+        return Instructions::SCALAR;
+    if (!all(__builtin_cpu_supports("avx512f"), __builtin_cpu_supports("avx512bw"), __builtin_cpu_supports("avx512dq"),
+             __builtin_cpu_supports("avx512vl")))
+        return Instructions::AVX2;
+    return Instructions::AVX512;
+#else
+    return Instructions::SCALAR;
+#endif
+}
+
+// The set in use.
+inline std::atomic<Instructions>& instructions() {
+    static std::atomic<Instructions> chosen{best_instructions()};
+    return chosen;
+}
+
+template <Instructions SET>
+using With = std::integral_constant<Instructions, SET>;
+
+#ifdef HF_EXT_X86
+// `flatten` inlines the kernel and everything it calls, so that all of it is compiled for these instructions.
+template <class Kernel>
+[[HF_EXT_AVX2, gnu::flatten, gnu::noinline]] void run_avx2(const Kernel& kernel) {
+    kernel(With<Instructions::AVX2>{});
+}
+
+template <class Kernel>
+[[HF_EXT_AVX512, gnu::flatten, gnu::noinline]] void run_avx512(const Kernel& kernel) {
+    kernel(With<Instructions::AVX512>{});
+}
+#endif
+
+// Calls kernel(With<the set in use>), compiled for that set.
+template <class Kernel>
+void with_instructions(const Kernel& kernel) {
+#ifdef HF_EXT_X86
+    switch (instructions().load(std::memory_order_relaxed)) {
+        case Instructions::AVX512: return run_avx512(kernel);
+        case Instructions::AVX2: return run_avx2(kernel);
+        default: break;
+    }
+#endif
+    kernel(With<Instructions::SCALAR>{});
+}
+
+// Prefetches the `count` values that start `ahead` values behind a place. Processors do this by themselves only within a page.
+template <class U>
+void prefetch(const U* values, size_t ahead, size_t count) {
+#ifdef __GNUC__
+    const auto* lines = reinterpret_cast<const char*>(uintptr_t(values) + sizeof(U) * ahead);
+    for (size_t at = 0; at < sizeof(U) * count; at += 64) __builtin_prefetch(lines + at, 0, 2);
+#else
+    (void)values, (void)ahead, (void)count;
+#endif
+}
+
+}  // namespace hf_ext

@@ -1,0 +1,43 @@
+// Encodes one tensor to bytes and back. docs/fm_delta_format.md describes the bytes, which it calls the body.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace hf_ext::delta {
+
+// A tensor has `values` elements of float type `dtype` in rows of `row_length`; the last row may be shorter. The first
+// `base_values` elements (0, all, or whole rows) have a counterpart in `base`, which has the same type.
+struct Shape {
+    int dtype;
+    size_t values;
+    size_t row_length;
+    size_t base_values;
+};
+
+// Throws std::invalid_argument if the fields of the shape contradict each other.
+void check(const Shape& shape);
+
+// A low-rank change that is added to the base before the prediction: rows · columns · 2^-exponent. Rank 0 is no change.
+struct Factors {
+    int rank = 0;
+    int exponent = 0;
+    const int32_t* rows = nullptr;     // base rows × rank
+    const int32_t* columns = nullptr;  // rank × row length
+};
+
+// Returns the body, made with the candidate (or none) that is expected to give the smallest.
+std::vector<uint8_t> encode(const Shape& shape, const void* tensor, const void* base, const std::vector<Factors>& candidates,
+                            int threads);
+
+// Throws std::runtime_error if the body is not valid. Accesses no memory outside the buffers, whatever the body contains.
+void decode(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, void* tensor, int threads);
+
+// Returns how often each symbol occurs in each table: TABLES × SYMBOLS counts. The default tables are made from these.
+std::vector<uint64_t> count_symbols(const Shape& shape, const void* tensor, const void* base);
+
+// Computes tensor - base as float, or 0 where that is not finite, and the sum of the squares of each row.
+void subtract(const Shape& shape, const void* tensor, const void* base, float* change, double* energies);
+
+}  // namespace hf_ext::delta

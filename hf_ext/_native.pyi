@@ -1,0 +1,72 @@
+"""Types of the C++ extension (csrc/binding.cpp).
+
+`dtype` is the code of a float type: 1 float32, 2 float16, 3 bfloat16, 4 float64. Buffers are contiguous and hold little-endian
+values. Invalid arguments raise TypeError, damaged data raises ValueError.
+"""
+
+from typing import TypeAlias
+
+import numpy as np
+
+Buffer: TypeAlias = bytes | bytearray | memoryview | np.ndarray
+Factors: TypeAlias = tuple[Buffer, Buffer, int]  # rows (int32), columns (int32), exponent
+Target: TypeAlias = tuple[int, Buffer, Buffer, Buffer | None, float, Buffer | None, float, Buffer]
+
+# ---- FM-Delta ----
+
+def encode(
+    tensor: Buffer,
+    base: Buffer | None,
+    dtype: int,
+    row_length: int,
+    base_values: int,
+    threads: int = 1,
+    candidates: tuple[Factors, ...] = (),
+    /,
+) -> bytes:
+    """Returns the body of a compressed tensor: the smallest that any of the candidates gives, or none of them."""
+
+def decode(body: Buffer, arguments: tuple[Buffer, Buffer | None, int, int, int, int], /) -> None:
+    """Fills a tensor. `arguments` are (tensor, base, dtype, row_length, base_values, threads), as for `encode`."""
+
+def cast(source: Buffer, from_dtype: int, target: Buffer, to_dtype: int, /) -> None:
+    """Fills `target` with the values of `source`, rounded to nearest even."""
+
+def subtract(tensor: Buffer, base: Buffer, dtype: int, row_length: int, change: Buffer, energies: Buffer, /) -> None:
+    """Fills `change` (float32) with tensor - base, or 0 where that is not finite, and `energies` (float64) with the sum of the
+    squares of each row."""
+
+def count_symbols(
+    tensor: Buffer, base: Buffer | None, dtype: int, row_length: int, base_values: int, threads: int = 1, /
+) -> bytes:
+    """Returns how often each symbol occurs in each table: 33 × 64 counts (uint64)."""
+
+def default_tables() -> bytes:
+    """Returns the default frequencies: 33 tables of 64 symbols (uint16)."""
+
+# ---- EMR-Merging ----
+
+def elect(
+    dtype: int, base: Buffer, tasks: tuple[Buffer, ...], elected: Buffer, masks: Buffer, sums: Buffer, threads: int = 1, /
+) -> None:
+    """Fills `elected`, the tasks' `masks` one after another, and their `sums` (9 float64 per task); see csrc/emr/emr.h."""
+
+def modulate(
+    dtype: int, base: Buffer, elected: Buffer, mask: Buffer | None, scale: float, out: Buffer, threads: int = 1, /
+) -> None:
+    """Fills `out` with a task's tensor."""
+
+def retarget(targets: tuple[Target, ...], threads: int = 1, /) -> int:
+    """Overwrites the tensors of one task with those of another, either all of them or none.
+
+    A target is (dtype, base, elected, mask, scale, new mask, new scale, tensor). Returns the number of targets, or the index of
+    the first target whose tensor does not hold the first task's values.
+    """
+
+# ---- Instruction sets ----
+
+def instruction_sets() -> tuple[str, ...]:
+    """Returns the instruction sets that this processor supports, the fastest last."""
+
+def use(name: str, /) -> str:
+    """Selects an instruction set, for tests and benchmarks. Returns the one that was selected before."""

@@ -1,0 +1,68 @@
+"""Without a C++ compiler the package installs, and only what needs the extension asks for it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_ext
+from hf_ext.errors import ExtensionError, HfExtError
+
+ROOT = Path(__file__).parents[1]
+
+USES = """
+import importlib, pkgutil
+import torch, transformers, peft
+import hf_ext
+
+for module in pkgutil.walk_packages(hf_ext.__path__, "hf_ext."):
+    importlib.import_module(module.name)
+
+model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+adapted = peft.get_peft_model(model, hf_ext.PissaConfig(r=2, target_modules=["0"]))
+assert adapted(torch.ones(1, 16)).shape == (1, 16)
+
+from hf_ext.storage.delta.codec import encode
+for method in (lambda: encode(torch.ones(4)), lambda: hf_ext.emr.election.elect("F32", *[None] * 3)):
+    try:
+        method()
+    except hf_ext.errors.ExtensionError as error:
+        print(error)
+"""
+
+
+def build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "setup.py", "-q", "build", "--build-lib", folder / "lib", "--build-temp", folder / "temp"]
+    environment = os.environ | {"CC": "/nonexistent", "CXX": "/nonexistent"} | environment
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def test_without_a_compiler_all_but_fm_delta_and_emr_works(tmp_path: Path) -> None:
+    built = build(tmp_path)
+    assert built.returncode == 0 and "*** The C++ extension of hf_ext was not built" in built.stderr, built.stderr
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "lib"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", USES]
+    used = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    assert used.returncode == 0, used.stderr
+    errors = used.stdout.splitlines()
+    assert len(errors) == 2
+    for error in errors:
+        assert "FM-Delta and EMR-Merging need the C++ extension" in error and "No module named 'hf_ext._native'" in error
+        assert "python setup.py build_ext --inplace" in error
+
+
+def test_a_build_that_requires_the_extension_fails_without_a_compiler(tmp_path: Path) -> None:
+    built = build(tmp_path, HF_EXT_REQUIRE_EXTENSION="1")
+    assert built.returncode != 0 and "/nonexistent" in built.stderr
+
+
+def test_the_error_is_one_of_ours_and_an_import_error() -> None:
+    assert issubclass(ExtensionError, HfExtError) and issubclass(ExtensionError, ImportError)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the compiler there keeps debug information in a file of its own")
+def test_the_extension_carries_no_debug_information() -> None:
+    (path,) = Path(hf_ext.__file__).parent.glob("_native*.so")
+    assert path.stat().st_size < 4_000_000
