@@ -1,34 +1,45 @@
-"""Loading: Transformers meets payloads where it expects weights, and each is decoded when its turn comes.
+"""Loading: Transformers reads payloads where it expects weights, and each payload is decoded when its turn comes.
 
-Transformers calls a `HfQuantizer` by `quant_method` in config.json. The one here puts an operation before those that the model
-itself applies to its checkpoint (merging experts, splitting projections), so these see plain tensors.
+`quant_method` in config.json makes Transformers call a `HfQuantizer`. The one here puts an operation in front of those that the
+model itself applies to its checkpoint (merging experts, splitting projections), so that these receive plain tensors.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from copy import copy
+from copy import copy, deepcopy
 from pathlib import Path
-from typing import Any
+from re import escape
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
-from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform, dot_natural_key
+from transformers.core_model_loading import (
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_ext.errors import CheckpointError, HfExtError
+from hf_ext.integration import compat
 from hf_ext.storage.delta.source import payload_name
 from hf_ext.storage.prefetch import Prefetcher
+from hf_ext.storage.safetensors_file import RawTensor
 from hf_ext.storage.source import TensorSource
 
-ANY_NAME = "^(.+)"
+Converter = TypeVar("Converter", bound=WeightConverter)
 
 
 class DecodingConfig(QuantizationConfigMixin):
-    """What stands under `quantization_config` in the config.json of a checkpoint that is stored relative to a base model.
+    """The `quantization_config` in the config.json of a checkpoint that is stored relative to a base model.
 
     Args:
         base: folder or Hub id of the base model.
@@ -36,7 +47,7 @@ class DecodingConfig(QuantizationConfigMixin):
         dtype: torch's name of the weights' float type, for `dtype="auto"`.
     """
 
-    #: The loaded model is an ordinary one: Transformers drops the quantizer once the weights are in.
+    #: The loaded model is an ordinary one: Transformers drops the quantizer once the weights are loaded.
     dequantize = True
     quant_method: str
 
@@ -46,7 +57,7 @@ class DecodingConfig(QuantizationConfigMixin):
         self.base = base
         self.revision = revision
         self.dtype = dtype
-        for key, value in kwargs.items():  # of a later version; kept when the config is saved again
+        for key, value in kwargs.items():  # a later version's settings: kept when the config is saved again
             setattr(self, key, value)
 
 
@@ -54,45 +65,51 @@ class DecodingQuantizer(HfQuantizer):
     """Decodes a checkpoint while `from_pretrained` loads it.
 
     Attributes:
-        plain: what to say of a config that comes with a plain checkpoint.
-        advice: what to do where weights cannot be decoded while they load.
+        plain: error message for a plain checkpoint that is loaded with this config.
+        advice: what to do where weights cannot be decoded during loading.
 
     Raises from `from_pretrained`:
-        BaseModelError: the base is missing, or not the one the checkpoint was written against.
+        BaseModelError: the base is missing, or is another model than the checkpoint was written against.
         CorruptFileError: a file is damaged, missing, from another save or from a newer version.
-        CheckpointError: the weights are to be sharded while they load (tensor parallelism, ZeRO-3).
+        CheckpointError: loading would shard the weights (tensor parallelism, ZeRO-3).
     """
 
     requires_calibration = False
     quantization_config: DecodingConfig
     plain: str
     advice: str
+    source: TensorSource
+    tensors: Prefetcher[RawTensor]
 
     def __init__(self, quantization_config: DecodingConfig, **kwargs):
         super().__init__(quantization_config, **kwargs)
         if not self.pre_quantized:
             raise CheckpointError(self.plain)
-        self.tensors: Prefetcher | None = None
         self.error: HfExtError | None = None
 
     @abstractmethod
     def open(self, model: PreTrainedModel, files: list[Path]) -> TensorSource:
-        """The plain tensors that these files stand for, by the names in them."""
+        """Returns the plain tensors that these files encode, by the names in the files."""
 
     def validate_environment(self, *args, **kwargs):
         if is_deepspeed_zero3_enabled():
             raise CheckpointError(self._sharded("DeepSpeed ZeRO-3"))
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        # Asked for "auto" without a dtype in config.json, Transformers looks at the payloads' bytes.
+        # For dtype="auto" without a dtype in config.json, Transformers takes the payloads' type, uint8.
         if dtype.is_floating_point or self.quantization_config.dtype is None:
             return dtype
         return getattr(torch, self.quantization_config.dtype)
 
+    def preprocess_model(self, model, dtype: torch.dtype | None = None, **kwargs):
+        super().preprocess_model(model, dtype=dtype, **kwargs)
+        self.prefix = model.base_model_prefix
+        self.expected = _expected(model, dtype)
+
     def _process_model_before_weight_loading(self, model, checkpoint_files: list[str] | None = None, **kwargs):
         if getattr(model.config, "distributed_config", None) is not None:
             raise CheckpointError(self._sharded("Tensor parallelism"))
-        # An error in the middle of loading would reach the user as a generic one, so whatever can be checked is checked here.
+        # Transformers replaces errors during loading by a generic one, so everything that can be checked is checked here.
         files = [Path(path) for path in checkpoint_files or [] if Path(path).suffix == ".safetensors"]
         if not files:
             raise CheckpointError(
@@ -100,33 +117,49 @@ class DecodingQuantizer(HfQuantizer):
                 "state dict."
             )
         self.source = self.open(model, files)
-        # Transformers loads in this order; decoding runs ahead of it.
+        # Decoding runs ahead of loading, in the same order.
         names = sorted(self.source.names(), key=dot_natural_key)
         sizes = {name: self.source.entry(name).nbytes for name in names}
         self.tensors = Prefetcher(self.source.read, sizes)
         return model
 
-    def update_weight_conversions(self, weight_conversions: list, model) -> list:
-        return [*weight_conversions, AnyTensor([ANY_NAME], [r"\1"], [Decode(self)], force_cpu=True)]
+    def update_weight_conversions(self, weight_conversions: list, model=None) -> list:
+        # Transformers 5.16 to 5.20 pass no model.
+        for converter in weight_conversions:
+            if isinstance(converter, WeightConverter):
+                converter.operations = [Decode(self, converter), *converter.operations]
+                converter.force_cpu = compat.converts_on_cpu()
+        kept = self._names_kept(weight_conversions)
+        others = [AnyTensor(rf"^{escape(renamed)}$", name, self) for renamed, name in kept.items()]
+        return [*weight_conversions, *others, AnyTensor("^(.+)", r"\1", self)]
 
-    def get_new_dtype(self, converter, param, dtype: torch.dtype | None) -> None:
-        """The type a tensor is to have is told to the operation that decodes it; the payload itself is not cast."""
-        decode = Decode(self, dtype, converter)
-        if isinstance(converter, WeightConverter):
-            others = [op for op in converter.operations if not isinstance(op, Decode)]
-            converter.operations = [decode, *others]
-            converter.force_cpu = True
-        else:
-            converter.quantization_operation = decode
+    def _names_kept(self, conversions: list[WeightTransform]) -> dict[str, str]:
+        """Returns the tensors to load under their own names because their new names are not in the model, by new name.
 
-    def loaded(self, target: str, names: dict[str, list[str]], converter: WeightTransform) -> None:
+        Transformers loads these without any converter, so without decoding them.
+        """
+        conversions = deepcopy(conversions)  # renaming leaves marks on them
+        renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+        return {
+            rename_source_key(name, renamings, [])[0]: name
+            for name in self.source.names()
+            if name in self.expected
+            and rename_source_key(name, renamings, converters, self.prefix, self.expected)[0] not in self.expected
+        }
+
+    def loaded(self, target: str, names: dict[str, list[str]], converter: WeightConverter) -> None:
         """Called when the tensors `names` (by the converter's source pattern) have been decoded for the parameter `target`."""
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         self.tensors.close()
         if self.error is not None:
             raise self.error
+        # Saving reverts the model's own converters, never ours.
         model._weight_conversions = [entry for entry in model._weight_conversions if not isinstance(entry, AnyTensor)]
+        for entry in model._weight_conversions:
+            if isinstance(entry, WeightConverter):
+                entry.operations = own_operations(entry)
         del model.is_quantized
         _point_offloaded_ties_at_decoded_weights(model)
         return model
@@ -138,62 +171,93 @@ class DecodingQuantizer(HfQuantizer):
     def is_trainable(self) -> bool:
         return True
 
-    def _sharded(self, what: str) -> str:
-        return f"{what} shards weights while it loads them, which these cannot be. {self.advice}"
+    def _sharded(self, technique: str) -> str:
+        return f"{technique} shards weights during loading, but encoded weights cannot be sharded. {self.advice}"
 
 
 class AnyTensor(WeightConverter):
-    """For tensors that the model's own converters leave alone: decodes on the CPU, then moves (`force_cpu`).
-
-    Transformers makes a deep copy for every tensor it loads, which costs more than many a tensor.
-    """
+    """Decodes tensors that no converter of the model takes."""
 
     __slots__ = ()
 
+    def __init__(self, source: str, target: str, quantizer: DecodingQuantizer):
+        super().__init__([source], [target], [Decode(quantizer, self)], force_cpu=compat.converts_on_cpu())
+
+    def convert(self, layer_name: str, *args, loading_info: Any = None, **kwargs) -> dict[str, Any]:
+        converted = super().convert(layer_name, *args, loading_info=loading_info, **kwargs)
+        # Up to Transformers 5.22, weights with a quantizer may have any shape.
+        (decoded,) = converted[layer_name]
+        expected = self.operations[0].quantizer.expected[layer_name]
+        if decoded.shape == expected.shape:
+            return converted
+        loading_info.missing_keys.discard(layer_name)
+        loading_info.mismatched_keys.add((layer_name, decoded.shape, expected.shape))
+        return {}
+
     def __deepcopy__(self, memo) -> AnyTensor:
-        other = copy(self)
-        other.collected_tensors, other.layer_targets = defaultdict(list), defaultdict(set)
-        return other
+        # Transformers makes a deep copy for every tensor it loads, which can cost more than loading it.
+        return unused(self)
 
 
 class Decode(ConversionOps):
-    """Payloads to tensors of type `dtype`. A failure is kept for the end of loading, where it can be raised as it is."""
+    """Decodes payloads to the type that the parameter has. A failure is kept until loading ends, where it can be raised as it is."""
 
-    def __init__(
-        self, quantizer: DecodingQuantizer, dtype: torch.dtype | None = None, converter: WeightTransform | None = None
-    ):
+    def __init__(self, quantizer: DecodingQuantizer, converter: WeightConverter):
         self.quantizer = quantizer
-        self.dtype = dtype
         self.converter = converter
 
     def __deepcopy__(self, memo) -> Decode:
-        return Decode(self.quantizer, self.dtype, self.converter)
+        return self
 
     def convert(self, input_dict: dict[str, Any], full_layer_name: str, **kwargs) -> dict[str, list[torch.Tensor]]:
         names: dict[str, list[str]] = {}
         decoded: dict[str, list[torch.Tensor]] = {}
+        dtype = self.quantizer.expected[full_layer_name].dtype
         for pattern, tensors in input_dict.items():
             tensors = tensors if isinstance(tensors, list) else [tensors]
             names[pattern] = [payload_name(tensor) for tensor in tensors]
-            decoded[full_layer_name if pattern == ANY_NAME else pattern] = [
-                self._decode(tensor, name) for tensor, name in zip(tensors, names[pattern])
+            decoded[full_layer_name if isinstance(self.converter, AnyTensor) else pattern] = [
+                self._decode(tensor, name, dtype) for tensor, name in zip(tensors, names[pattern])
             ]
         self.quantizer.loaded(full_layer_name, names, self.converter)
         return decoded
 
-    def _decode(self, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
+    def _decode(self, tensor: torch.Tensor, name: str | None, dtype: torch.dtype) -> torch.Tensor:
         if name is not None:
             try:
                 tensor = self.quantizer.tensors.result(name).to_torch().to(tensor.device)
             except HfExtError as error:
                 self.quantizer.error = self.quantizer.error or error
                 return torch.empty(self.quantizer.source.entry(name).shape)
-        return tensor.to(dtype=self.dtype)
+        return tensor.to(dtype=dtype)
+
+
+def own_operations(converter: WeightConverter) -> list[ConversionOps]:
+    """Returns a converter's operations without ours."""
+    return [operation for operation in converter.operations if not isinstance(operation, Decode)]
+
+
+def unused(converter: Converter) -> Converter:
+    """Returns a shallow copy of a converter that has not collected any tensors."""
+    converter = copy(converter)
+    converter.collected_tensors, converter.layer_targets = defaultdict(list), defaultdict(set)
+    return converter
+
+
+def _expected(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Returns each parameter and buffer on the meta device, in the type that it is loaded in: some models keep float32."""
+    expected = {name: tensor.detach().to("meta") for name, tensor in model.state_dict().items()}
+    if plan := model._get_dtype_plan(dtype):
+        patterns, glob_of_group, _ = build_glob_alternation(list(plan))
+        for name in expected:
+            if match := patterns.search(name):
+                expected[name] = expected[name].to(plan[glob_of_group[match.lastgroup]])
+    return expected
 
 
 def _point_offloaded_ties_at_decoded_weights(model: PreTrainedModel) -> None:
-    """Transformers looks up an offloaded weight that is tied to another in the checkpoint's own file, where a payload stands
-    instead of it; the other one's place is among the decoded weights."""
+    """Lets an offloaded weight that is tied to another share its decoded copy on disk. Transformers reads such a weight from the
+    checkpoint's own file, which holds the payload."""
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     index = next((hook.weights_map.dataset.index for hook in hooks if getattr(hook, "weights_map", None) is not None), {})
     for target, source in model.all_tied_weights_keys.items():

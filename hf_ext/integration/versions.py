@@ -1,47 +1,90 @@
-"""Whether this package works with those that are installed. It is asked before any of them is imported, so that another version
-is told by its name, and not by whatever fails first in it."""
+"""Checks the installed versions before any other library is imported, so that an unsupported one is named in one clear error."""
 
 from __future__ import annotations
 
 import shlex
+import warnings
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+TESTED = "tested up to "  # in the comment of a line of requirements.txt
 
+
+@cache
 def check() -> None:
-    """Compares what is installed with requirements.txt. A package that is missing is left to whoever imports it.
+    """Compares the installed packages with requirements.txt, once per process. A missing package is not an error here: storage
+    needs neither Transformers nor PEFT.
 
     Raises:
-        ImportError: a package is outside the range.
+        ImportError: a package is too old.
     """
-    lines = Path(__file__).parents[1].joinpath("requirements.txt").read_text(encoding="utf-8").splitlines()
-    other = {}
-    for line in lines:
-        if not line.startswith("#"):
-            need = Requirement(line)
-            found = _installed(need.name)
-            if found and not need.specifier.contains(_release(found), prereleases=True):
-                other[line] = found
-    if other:
-        told = " and ".join(f"{line} (found {found})" for line, found in other.items())
-        raise ImportError(f"hf_ext needs {told}: pip install {shlex.join(other)}")
+    too_old, untested = {}, []
+    for line in Path(__file__).parents[1].joinpath("requirements.txt").read_text(encoding="utf-8").splitlines():
+        need, _, comment = line.partition("#")
+        if not need:
+            continue
+        requirement = Requirement(need)
+        version = installed(requirement.name)
+        if version is None:
+            continue
+        if _is_older(version, requirement):
+            too_old[need.strip()] = version
+        elif comment.strip().startswith(TESTED) and _is_newer(version, comment.strip().removeprefix(TESTED)):
+            untested.append(f"{requirement.name} {version} ({comment.strip()})")
+    if too_old:
+        raise ImportError(_upgrade("hf_ext", too_old))
+    if untested:
+        warnings.warn(f"hf_ext has not been tested with {', '.join(untested)}.", UserWarning, stacklevel=2)
 
 
-def _release(version: str) -> str:
-    """What a version is a build of, or is to become: vendors ship 2.11.0a0+nv26.3, whose sources are nearly those of 2.11."""
-    try:
-        return Version(version).base_version
-    except InvalidVersion:
-        return version
+def require(feature: str, *needs: str) -> None:
+    """Checks the versions that one feature needs, where it needs newer ones than the package as a whole.
+
+    Raises:
+        ImportError: a package is missing or too old.
+    """
+    lacking = {}
+    for need in needs:
+        requirement = Requirement(need)
+        version = installed(requirement.name)
+        if version is None or _is_older(version, requirement):
+            lacking[need] = version
+    if lacking:
+        raise ImportError(_upgrade(feature, lacking))
 
 
-def _installed(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """Returns the installed version of a package; None if it is missing."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
+def _is_older(version: str, requirement: Requirement) -> bool:
+    release = _release(version)
+    lower = SpecifierSet(",".join(str(spec) for spec in requirement.specifier if spec.operator == ">="))
+    return release is not None and not lower.contains(release, prereleases=True)
+
+
+def _is_newer(version: str, tested: str) -> bool:
+    release = _release(version)
+    return release is not None and release > Version(tested)
+
+
+def _release(version: str) -> Version | None:
+    """Returns the release that a build belongs to: NVIDIA's 2.11.0a0+nv26.3 has nearly the sources of 2.11.0."""
+    try:
+        return Version(Version(version).base_version)
+    except InvalidVersion:  # a fork's own scheme: nothing to compare
+        return None
+
+
+def _upgrade(feature: str, needs: dict[str, str | None]) -> str:
+    listed = " and ".join(f"{need} (found {version or 'none'})" for need, version in needs.items())
+    return f"{feature} requires {listed}: pip install {shlex.join(needs)}"

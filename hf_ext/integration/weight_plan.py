@@ -1,4 +1,4 @@
-"""How `from_pretrained` makes a model of a checkpoint, to be done again with other tensors."""
+"""The mapping from a checkpoint's tensors to a model's parameters, as `from_pretrained` applies it, to apply it to other tensors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from hf_ext.integration.quantizer import AnyTensor, Decode
+from hf_ext.integration.quantizer import AnyTensor, own_operations, unused
 from hf_ext.storage.safetensors_file import Entry
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `from_pretrained` made one parameter (or several) of: the tensors of the checkpoint by the converter's pattern, and
-    the converter, if it did more than rename."""
+    """The origin of one parameter (or several): the tensors of the checkpoint by the converter's pattern, and the converter, if
+    it did more than rename."""
 
     target: str
     names: dict[str, list[str]]
@@ -36,36 +36,34 @@ class Loaded:
     def of(cls, target: str, names: dict[str, list[str]], converter: WeightTransform | None) -> Loaded:
         if isinstance(converter, AnyTensor) or not isinstance(converter, WeightConverter):
             return cls(target, names, None)
-        operations = [operation for operation in converter.operations if not isinstance(operation, Decode)]
-        return cls(
-            target,
-            names,
-            converter.copy(list(converter.source_patterns), list(converter.target_patterns), operations=operations),
-        )
+        operations = own_operations(converter)
+        converter = unused(converter)
+        converter.operations = operations
+        return cls(target, names, converter)
 
     def all_names(self) -> list[str]:
         return [name for names in self.names.values() for name in names]
 
     def convert(self, model: PreTrainedModel, tensor: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What the parameters are, given the tensors by name."""
+        """Returns the parameters, given a function from names to tensors."""
         if self.converter is None:
             return {self.target: tensor(self.all_names()[0])}
         converter = deepcopy(self.converter)
         for pattern, names in self.names.items():
             converter.collected_tensors[pattern] = [partial(tensor, name) for name in names]
-        found = converter.convert(self.target, model=model, config=model.config)
-        return {target: value[0] if isinstance(value, list) else value for target, value in found.items()}
+        converted = converter.convert(self.target, model=model, config=model.config)
+        return {target: value[0] if isinstance(value, list) else value for target, value in converted.items()}
 
     def targets(self, model: PreTrainedModel, entry: Callable[[str], Entry]) -> set[str]:
-        """The names of the parameters."""
+        """Returns the names of the parameters."""
         if self.converter is None:
             return {self.target}
         return set(self.convert(model, lambda name: torch.empty(entry(name).shape, device="meta")))
 
 
 def plan_of(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[Loaded], list[str]]:
-    """What `from_pretrained` would make the model's parameters of, had a checkpoint tensors of these names, and the names that
-    it would leave aside."""
+    """Returns the origin of the model's parameters in a checkpoint with tensors of these names, and the names that
+    `from_pretrained` would ignore."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -73,14 +71,14 @@ def plan_of(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[Loaded],
     prefix, state = model.base_model_prefix, model.state_dict()
     sources: dict[str, dict[str, list[str]]] = {}
     used: dict[str, WeightConverter | None] = {}
-    others = []
+    ignored = []
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
         if target not in state:
-            others.append(name)
+            ignored.append(name)
             continue
         sources.setdefault(target, defaultdict(list))[pattern or name].append(name)
-        used.setdefault(target, converter_of.get(pattern))
-    return [Loaded.of(target, dict(found), used[target]) for target, found in sources.items()], others
+        used.setdefault(target, converter_of.get(pattern) if pattern else None)
+    return [Loaded.of(target, dict(tensors), used[target]) for target, tensors in sources.items()], ignored

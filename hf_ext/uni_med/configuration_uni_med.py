@@ -5,7 +5,6 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.configuration_utils import SubConfigSpec
 
 from hf_ext.uni_med.connector import Kind, Resampling, RouterInput, Routing
 
@@ -38,10 +37,7 @@ class UniMedConfig(PreTrainedConfig):
     """
 
     model_type = "uni_med"
-    sub_configs_defaults = {
-        "vision_config": SubConfigSpec(config_class=AutoConfig, model_type="blip_2_vision_model"),
-        "text_config": SubConfigSpec(config_class=AutoConfig, model_type="llama"),
-    }
+    sub_configs = {"vision_config": AutoConfig, "text_config": AutoConfig}
     keys_to_ignore_at_inference = ["past_key_values", "image_hidden_states", "router_weights"]
 
     vision_config: dict | PreTrainedConfig | None = None
@@ -59,6 +55,8 @@ class UniMedConfig(PreTrainedConfig):
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs: Any):
+        self.vision_config = _part(self.vision_config, "blip_2_vision_model")
+        self.text_config = _part(self.text_config, "llama")
         super().__post_init__(**kwargs)
         self.tasks = list(self.tasks)
         if self.resampling_rate < 1 or self.num_experts < 1:
@@ -98,3 +96,8 @@ class UniMedConfig(PreTrainedConfig):
     @property
     def connector_input_size(self) -> int:
         return self.vision_size * (self.resampling_rate if self.resampling == "projection" else 1)
+
+
+def _part(config: dict | PreTrainedConfig | None, model_type: str) -> PreTrainedConfig:
+    """Builds the configuration of a part, of this type unless it names another."""
+    return config if isinstance(config, PreTrainedConfig) else AutoConfig.for_model(**{"model_type": model_type} | (config or {}))
