@@ -127,6 +127,77 @@ def test_many_models_are_compressed_and_one_that_fails_is_told_by_the_exit_code(
         assert "'--workers'" in mistaken(capsys, "compress-all", "models", "--out", "out", f"--workers={workers}")
 
 
+@pytest.fixture
+def mixed(folder):
+    """A folder with two models, two adapters, a GGUF file, old PyTorch weights and notes."""
+    models = folder / "models"
+    for seed, name in enumerate(("a", "b")):
+        write_folder(models / name, fine_tune(weights(), seed))
+    files = (
+        "lora/adapter_config.json",
+        "lora-2/adapter_config.json",
+        "gguf/q4.gguf",
+        "old/pytorch_model.bin",
+        "notes/notes.md",
+    )
+    for name in files:
+        (models / name).parent.mkdir()
+        (models / name).write_text("{}")
+    return models
+
+
+def test_a_folder_without_safetensors_weights_is_told_by_what_it_holds(folder, mixed, capsys):
+    options = ("--base", folder / "base", "--out", folder / "out")
+    for name, told in (("lora", "holds a PEFT adapter"), ("gguf", "holds GGUF weights"), ("old", "holds PyTorch files")):
+        for command in ("compress", "compress-all"):
+            code, out, err = run(capsys, command, mixed / name, *options)
+            assert code == 1 and f"{name} {told}" in out + err
+        assert f"{name} {told}" in fails(capsys, "find-base", mixed / name)
+    (mixed / "no/lora").mkdir(parents=True)
+    (mixed / "no/lora/adapter_config.json").write_text("{}")
+    assert "no/lora holds a PEFT adapter" in fails(capsys, "compress-all", mixed / "no", "--out", folder / "none")
+
+
+def test_many_models_are_reported_with_the_folders_that_are_skipped(folder, mixed, capsys):
+    for _ in range(2):  # also when all is done
+        code, out, _ = run(capsys, "compress-all", mixed, "--base", folder / "base", "--out", folder / "out")
+        assert code == 0 and "2 of 2 models done" in out and "Skipped 4 other folders." in out
+        assert re.findall(r"^(\S+) .* skipped$", out, re.MULTILINE) == ["gguf", "lora", "lora-2", "old"]
+        assert out.count("PEFT adapter") == 1 and "\n\nlora, lora-2: holds a PEFT adapter" in out
+    made = json.loads((folder / "out/compress_all.json").read_text())["models"]
+    assert [bool(model["skipped"]) for model in made] == [False, False, True, True, True, True]
+
+
+def test_the_same_reason_is_printed_once_for_many_models(folder, mixed, capsys):
+    stranger = write_folder(folder / "stranger", weights(seed=9))
+    code, out, _ = run(capsys, "compress-all", mixed, "--candidates", stranger, folder / "small", "--out", folder / "out")
+    assert code == 1 and out.count("Give the base by name") == 1 and "\n\na, b: None of 2 candidates fits FOLDER" in out
+    code, out, _ = run(capsys, "compress-all", mixed, "--candidates", stranger, folder / "base", "--out", folder / "out")
+    assert code == 0 and out.count(str(folder / "base")) == 2
+
+
+def test_a_base_is_chosen_among_candidates(folder, capsys):
+    stranger = write_folder(folder / "stranger", weights(seed=9))
+    candidates = ("--candidates", stranger, folder / "base")
+    code, out, _ = run(capsys, "compress", folder / "tuned", *candidates, "--out", folder / "out")
+    assert code == 0 and out.startswith(f"The base of {folder / 'tuned'} is {folder / 'base'}.\n")
+
+
+def recorded_base(folder) -> str:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]["base"]
+
+
+def test_the_hub_id_of_a_local_base_is_recorded(folder, capsys):
+    options = ("--base", folder / "base", "--base-id", "org/base")
+    assert run(capsys, "compress", folder / "tuned", *options, "--out", folder / "out")[0] == 0
+    assert recorded_base(folder / "out") == "org/base"
+    assert run(capsys, "verify", folder / "out", "--base", folder / "base")[0] == 0
+    assert run(capsys, "compress-all", folder / "tuned", *options[:2], "--out", folder / "all")[0] == 0
+    assert recorded_base(folder / "all/tuned") == str(folder / "base")
+    assert run(capsys, "compress-all", folder / "tuned", *options, "--out", folder / "all")[0] == 0
+    assert recorded_base(folder / "all/tuned") == "org/base"
+
+
 def test_a_source_is_deleted_after_it_was_verified(folder, capsys):
     src = folder / "tuned"
     before = contents(src)
@@ -247,14 +318,14 @@ def test_what_goes_wrong_is_one_line(folder, capsys):
     assert "neither a folder nor a Hub repository" in fails(
         capsys, "compress", src, "--base", "no/such/base", "--out", folder / "out"
     )
-    assert "is compressed already" in fails(capsys, "compress", small, "--base", base, "--out", folder / "out")
+    assert "are compressed already" in fails(capsys, "compress", small, "--base", base, "--out", folder / "out")
     assert "cannot be overwritten" in fails(capsys, "compress", src, "--base", base, "--out", src)
     assert "is not a folder" in fails(capsys, "compress", folder / "none", "--base", base, "--out", folder / "out")
     for out in (src / "config.json", src / "config.json/below"):
         assert f"{src / 'config.json'} is a file; give a folder" in fails(capsys, "compress", src, "--base", base, "--out", out)
     run_folder = write_folder(folder / "run/checkpoint-5", fine_tune(weights())).parent
     for command in ("inspect", "verify"):
-        assert f"give one of them, such as {run_folder / 'checkpoint-5'}" in fails(capsys, command, run_folder)
+        assert f"Give one of them, such as {run_folder / 'checkpoint-5'}" in fails(capsys, command, run_folder)
     assert "is not compressed" in fails(capsys, "verify", src)
     assert "is another model or revision" in fails(capsys, "verify", small, "--base", other)
     assert "is another model or revision" in fails(capsys, "decompress", small, "--base", other, "--out", folder / "out")

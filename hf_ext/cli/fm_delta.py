@@ -138,10 +138,11 @@ def compress_all(
 ) -> Result:
     check_base(base, revision, candidates, base_id)
     from hf_ext import fm_delta
-    from hf_ext.storage.layout import all_weights
+    from hf_ext.storage.layout import all_weights, weights_instead
 
     only = Path(folder[0])
-    sources = only if len(folder) == 1 and not (only.is_dir() and all_weights(only)) else folder
+    is_model = only.is_dir() and (all_weights(only) or weights_instead(only))
+    sources = only if len(folder) == 1 and not is_model else folder
     with dask_cluster(scheduler) if scheduler else contextlib.nullcontext() as executor:
         report = fm_delta.compress_all(
             sources,
