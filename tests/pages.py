@@ -52,7 +52,7 @@ from hf_ext import emr as merging
 from hf_ext.trans_lora import load_model
 from hf_ext.trans_lora.prompts import membership_question
 from hf_ext.uni_med import UniMedCollator
-from hf_ext_cli.main import main as hf_ext
+from hf_ext.cli.main import main as hf_ext
 
 ROOT = Path(__file__).parent.parent
 SHARED = tempfile.TemporaryDirectory()  # what is made once for several pages; gone with the process

@@ -18,7 +18,7 @@ from local_hub import LocalHub
 from pages import MAKERS, ROOT, blocks, commands
 
 import hf_ext
-from hf_ext_cli.main import parser
+from hf_ext.cli.main import parser
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
@@ -125,7 +125,7 @@ def check_command(words: list[str], strict: bool) -> None:
     elif program in ("python", "accelerate"):
         if rest == ["launch"]:
             return
-        if rest[:3] == ["launch", "-m", "hf_ext_cli"]:
+        if rest[:3] == ["launch", "-m", "hf_ext"]:
             return check_command(["hf-ext", *rest[3:]], strict)
         [script] = [ROOT / word for word in rest if word.endswith(".py")]
         assert script.is_file(), words

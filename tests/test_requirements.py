@@ -65,7 +65,7 @@ def test_builds_of_a_version_in_the_range_are_in_the_range(tmp_path, monkeypatch
 
 def test_the_command_tells_it_in_one_line(tmp_path):
     install(tmp_path, "peft", "0.17.0")
-    line = [sys.executable, "-m", "hf_ext_cli", "verify", "nothing"]
+    line = [sys.executable, "-m", "hf_ext", "verify", "nothing"]
     path = os.pathsep.join([str(tmp_path), *sys.path])
     result = subprocess.run(line, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (1, "", 1)

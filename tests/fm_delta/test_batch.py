@@ -20,7 +20,7 @@ from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.fm_delta import batch
 from hf_ext.fm_delta.batch import RECORD
 from hf_ext.storage.prefetch import CORES, Prefetcher, at_most_cores, cores
-from hf_ext_cli.main import main
+from hf_ext.cli.main import main
 
 NAMES = ("one", "three", "two")
 

@@ -23,7 +23,7 @@ from hf_ext.trans_lora import Completion, read_inputs, train_discriminator
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import ModelGenerator
 from hf_ext.trans_lora.synthesis import Prompts
-from hf_ext_cli.main import main
+from hf_ext.cli.main import main
 
 
 def transfer(folder, source="gpt2", target="llama", peft_config=None, teaching=None, **options) -> TransLoraTrainer:
@@ -567,7 +567,7 @@ ASKED = ("--prompt_template", "{input}", "--teacher_prompt_template", "{input}",
 
 def command(*arguments) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-m", "hf_ext_cli", *map(str, arguments)]
+    line = [sys.executable, "-m", "hf_ext", *map(str, arguments)]
     return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=240)
 
 
