@@ -189,8 +189,10 @@ def test_a_server_answers_each_request_as_the_task_that_it_names(folder, expecte
 
 
 def test_a_server_refuses_a_task_that_is_not_there(folder, server):
-    with pytest.raises(urllib.error.HTTPError):
+    with pytest.raises(urllib.error.HTTPError) as refused:
         ask(server, folder / "merged", generation_config=json.dumps({"task": "three"}))
+    assert refused.value.code == 400
+    assert json.load(refused.value)["detail"].startswith("There is no task 'three' in ")
 
 
 def test_a_pipeline_takes_a_peft_model(folder, expected):
