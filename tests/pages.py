@@ -49,10 +49,10 @@ from transformers import (
 
 from hf_ext import UniMedProcessor
 from hf_ext import emr as merging
+from hf_ext.cli.main import main as hf_ext
 from hf_ext.trans_lora import load_model
 from hf_ext.trans_lora.prompts import membership_question
 from hf_ext.uni_med import UniMedCollator
-from hf_ext_cli.main import main as hf_ext
 
 ROOT = Path(__file__).parent.parent
 SHARED = tempfile.TemporaryDirectory()  # what is made once for several pages; gone with the process
@@ -121,11 +121,8 @@ def run_page(path: Path, make: Callable[[], dict[str, Any]]) -> None:
 def run_command(words: list[str], where: str) -> None:
     line = shortened(shlex.join(words))
     printed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(printed):
-            code = hf_ext(shlex.split(line) + MORE.get(words[0], []))
-    except SystemExit as error:
-        code = error.code
+    with contextlib.redirect_stderr(printed):
+        code = hf_ext(shlex.split(line) + MORE.get(words[0], []))
     if code:
         raise AssertionError(f"{where}: hf-ext {line} ends with {code}: {printed.getvalue()[-2000:]}")
 

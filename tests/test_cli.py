@@ -1,6 +1,5 @@
-"""The command does what its help says, prints what programs can read, and fails with one line."""
+"""The command line does what its help says, prints results that programs can read, and fails with one line."""
 
-import argparse
 import json
 import os
 import re
@@ -11,19 +10,16 @@ from importlib import metadata
 
 import pytest
 import transformers
+import typer
 from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 from tiny_merges import write_tasks
 
 import hf_ext
-import hf_ext_cli.emr
-import hf_ext_cli.fm_delta
 from hf_ext import emr, fm_delta
-from hf_ext.emr.merged import TASK_NAME
-from hf_ext.emr.writing import RESCALE
-from hf_ext.storage.delta.codec import DEFAULT_LEVEL, LEVELS
-from hf_ext_cli.main import main, parser
+from hf_ext.cli.command import app
+from hf_ext.cli.main import main
 
-COMMANDS = tuple(next(action.choices for action in parser()._actions if isinstance(action, argparse._SubParsersAction)))
+COMMANDS = typer.main.get_command(app).commands
 
 
 @pytest.fixture
@@ -33,7 +29,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def hf_ext_command(*arguments, python=("-m", "hf_ext_cli"), **environment):
+def process(*arguments, python=("-m", "hf_ext"), **environment):
     return subprocess.run(
         [sys.executable, *python, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
@@ -44,7 +40,7 @@ def hf_ext_command(*arguments, python=("-m", "hf_ext_cli"), **environment):
 
 
 def run(capsys, *arguments) -> tuple[int, str, str]:
-    """The exit code, and what was printed to stdout and (but for progress bars) to stderr."""
+    """Returns the exit code, stdout, and stderr without progress bars."""
     capsys.readouterr()
     code = main([str(argument) for argument in arguments])
     printed = capsys.readouterr()
@@ -53,7 +49,7 @@ def run(capsys, *arguments) -> tuple[int, str, str]:
 
 
 def fails(capsys, *arguments) -> str:
-    """The one line that a run which fails prints."""
+    """Returns the one line that a failing command prints."""
     code, out, err = run(capsys, *arguments)
     assert (code, out) == (1, "")
     assert err.startswith("hf-ext: ") and err.endswith("\n") and err.count("\n") == 1
@@ -61,18 +57,15 @@ def fails(capsys, *arguments) -> str:
 
 
 def mistaken(capsys, *arguments) -> str:
-    """The one line that a wrong command line prints."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as exit:
-        main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    assert (exit.value.code, out) == (2, "")
+    """Returns the one line that a wrong command line prints."""
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
     assert err.startswith("hf-ext") and err.endswith("--help shows how)\n") and err.count("\n") == 1
     return err
 
 
 def shown(capsys, *arguments) -> dict:
-    """What a command prints to stdout for programs."""
+    """Returns a command's result for programs."""
     code, out, _ = run(capsys, *arguments, "--json")
     assert code == 0
     return json.loads(out)
@@ -83,7 +76,7 @@ def test_a_checkpoint_is_compressed_checked_and_restored(tmp_path, capsys):
     small, back = tmp_path / "small", tmp_path / "back"
     code, out, _ = run(capsys, "compress", src, "--base", base, "--out", small)
     assert (code, out) == (0, fm_delta.inspect(small).summary() + "\n")
-    assert run(capsys, "verify", small)[:2] == (0, f"All 7 tensors of {small} come out as they were saved.\n")
+    assert run(capsys, "verify", small)[:2] == (0, f"All 7 tensors of {small} match their checksums.\n")
     assert run(capsys, "decompress", small, "--out", back)[:2] == (0, f"{back} holds the original files.\n")
     assert contents(back) == contents(src)
 
@@ -131,7 +124,78 @@ def test_many_models_are_compressed_and_one_that_fails_is_told_by_the_exit_code(
         "tuned": False,
     }
     for workers in ("0", "-1", "two"):
-        assert "not a number above zero" in mistaken(capsys, "compress-all", "models", "--out", "out", f"--workers={workers}")
+        assert "'--workers'" in mistaken(capsys, "compress-all", "models", "--out", "out", f"--workers={workers}")
+
+
+@pytest.fixture
+def mixed(folder):
+    """A folder with two models, two adapters, a GGUF file, old PyTorch weights and notes."""
+    models = folder / "models"
+    for seed, name in enumerate(("a", "b")):
+        write_folder(models / name, fine_tune(weights(), seed))
+    files = (
+        "lora/adapter_config.json",
+        "lora-2/adapter_config.json",
+        "gguf/q4.gguf",
+        "old/pytorch_model.bin",
+        "notes/notes.md",
+    )
+    for name in files:
+        (models / name).parent.mkdir()
+        (models / name).write_text("{}")
+    return models
+
+
+def test_a_folder_without_safetensors_weights_is_told_by_what_it_holds(folder, mixed, capsys):
+    options = ("--base", folder / "base", "--out", folder / "out")
+    for name, told in (("lora", "holds a PEFT adapter"), ("gguf", "holds GGUF weights"), ("old", "holds PyTorch files")):
+        for command in ("compress", "compress-all"):
+            code, out, err = run(capsys, command, mixed / name, *options)
+            assert code == 1 and f"{name} {told}" in out + err
+        assert f"{name} {told}" in fails(capsys, "find-base", mixed / name)
+    (mixed / "no/lora").mkdir(parents=True)
+    (mixed / "no/lora/adapter_config.json").write_text("{}")
+    assert "no/lora holds a PEFT adapter" in fails(capsys, "compress-all", mixed / "no", "--out", folder / "none")
+
+
+def test_many_models_are_reported_with_the_folders_that_are_skipped(folder, mixed, capsys):
+    for _ in range(2):  # also when all is done
+        code, out, _ = run(capsys, "compress-all", mixed, "--base", folder / "base", "--out", folder / "out")
+        assert code == 0 and "2 of 2 models done" in out and "Skipped 4 other folders." in out
+        assert re.findall(r"^(\S+) .* skipped$", out, re.MULTILINE) == ["gguf", "lora", "lora-2", "old"]
+        assert out.count("PEFT adapter") == 1 and "\n\nlora, lora-2: holds a PEFT adapter" in out
+    made = json.loads((folder / "out/compress_all.json").read_text())["models"]
+    assert [bool(model["skipped"]) for model in made] == [False, False, True, True, True, True]
+
+
+def test_the_same_reason_is_printed_once_for_many_models(folder, mixed, capsys):
+    stranger = write_folder(folder / "stranger", weights(seed=9))
+    code, out, _ = run(capsys, "compress-all", mixed, "--candidates", stranger, folder / "small", "--out", folder / "out")
+    assert code == 1 and out.count("Give the base by name") == 1 and "\n\na, b: None of 2 candidates fits FOLDER" in out
+    code, out, _ = run(capsys, "compress-all", mixed, "--candidates", stranger, folder / "base", "--out", folder / "out")
+    assert code == 0 and out.count(str(folder / "base")) == 2
+
+
+def test_a_base_is_chosen_among_candidates(folder, capsys):
+    stranger = write_folder(folder / "stranger", weights(seed=9))
+    candidates = ("--candidates", stranger, folder / "base")
+    code, out, _ = run(capsys, "compress", folder / "tuned", *candidates, "--out", folder / "out")
+    assert code == 0 and out.startswith(f"The base of {folder / 'tuned'} is {folder / 'base'}.\n")
+
+
+def recorded_base(folder) -> str:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]["base"]
+
+
+def test_the_hub_id_of_a_local_base_is_recorded(folder, capsys):
+    options = ("--base", folder / "base", "--base-id", "org/base")
+    assert run(capsys, "compress", folder / "tuned", *options, "--out", folder / "out")[0] == 0
+    assert recorded_base(folder / "out") == "org/base"
+    assert run(capsys, "verify", folder / "out", "--base", folder / "base")[0] == 0
+    assert run(capsys, "compress-all", folder / "tuned", *options[:2], "--out", folder / "all")[0] == 0
+    assert recorded_base(folder / "all/tuned") == str(folder / "base")
+    assert run(capsys, "compress-all", folder / "tuned", *options, "--out", folder / "all")[0] == 0
+    assert recorded_base(folder / "all/tuned") == "org/base"
 
 
 def test_a_source_is_deleted_after_it_was_verified(folder, capsys):
@@ -239,7 +303,10 @@ def test_what_cannot_be_merged_is_one_line(tmp_path, tasks, capsys):
     assert not (tmp_path / "out").exists()
     for text in ("cr", "=there", "cr="):
         assert "not of the form NAME=PATH" in mistaken(capsys, "merge", "--base", "b", "--task", text, "--out", "out")
-    assert "'a b' cannot be the name of a task" in mistaken(capsys, "merge", "--base", "b", "--task", "a b=x", "--out", "out")
+    options = ("--base", base, "--out", tmp_path / "out", "--task")
+    assert "'a b'" in fails(capsys, "merge", *options, f"a b={folders['cr']}")
+    one = f"cr={folders['cr']}"
+    assert "choose one of: tensor, paper" in fails(capsys, "merge", *options, one, "--rescale", "other")
     merged = ("compress", tmp_path / "merged", "--base", base, "--out", tmp_path / "out")
     emr.merge(base, folders, tmp_path / "merged")
     assert "holds several models merged into one; `hf-ext extract` writes one of them" in fails(capsys, *merged)
@@ -251,14 +318,14 @@ def test_what_goes_wrong_is_one_line(folder, capsys):
     assert "neither a folder nor a Hub repository" in fails(
         capsys, "compress", src, "--base", "no/such/base", "--out", folder / "out"
     )
-    assert "is compressed already" in fails(capsys, "compress", small, "--base", base, "--out", folder / "out")
+    assert "are compressed already" in fails(capsys, "compress", small, "--base", base, "--out", folder / "out")
     assert "cannot be overwritten" in fails(capsys, "compress", src, "--base", base, "--out", src)
     assert "is not a folder" in fails(capsys, "compress", folder / "none", "--base", base, "--out", folder / "out")
     for out in (src / "config.json", src / "config.json/below"):
         assert f"{src / 'config.json'} is a file; give a folder" in fails(capsys, "compress", src, "--base", base, "--out", out)
     run_folder = write_folder(folder / "run/checkpoint-5", fine_tune(weights())).parent
     for command in ("inspect", "verify"):
-        assert f"give one of them, such as {run_folder / 'checkpoint-5'}" in fails(capsys, command, run_folder)
+        assert f"Give one of them, such as {run_folder / 'checkpoint-5'}" in fails(capsys, command, run_folder)
     assert "is not compressed" in fails(capsys, "verify", src)
     assert "is another model or revision" in fails(capsys, "verify", small, "--base", other)
     assert "is another model or revision" in fails(capsys, "decompress", small, "--base", other, "--out", folder / "out")
@@ -294,74 +361,72 @@ def test_every_result_is_to_be_had_as_json_with_nothing_else_on_stdout(folder, t
 
 
 def examples(text: str) -> list[list[str]]:
-    """The command lines in a help text, as their words."""
+    """Returns the command lines in a help text, as words."""
     lines = text.replace("\\\n", " ").splitlines()
     return [shlex.split(line.replace("$ ", ""), comments=True)[1:] for line in lines if re.match(r" +(\$ )?hf-ext ", line)]
 
 
+def parsed(words: list[str]) -> None:
+    """Parses a command line without running it."""
+    context = COMMANDS[words[0]].make_context(words[0], words[1:])
+    assert context.allow_extra_args or not context.args
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_of_every_command_has_examples_that_it_understands(command, capsys):
-    with pytest.raises(SystemExit) as exit:
-        main([command, "--help"])
-    out, err = capsys.readouterr()
-    assert (exit.value.code, err) == (0, "") and out.startswith(f"usage: hf-ext {command} ")
-    found = examples(out.split("examples:\n")[1])
+    code, out, err = run(capsys, command, "--help")
+    assert (code, err) == (0, "") and out.startswith(f"Usage: hf-ext {command} ")
+    found = examples(out.split("Examples:\n")[1])
     assert found and {words[0] for words in found} == {command}
     for words in found:
-        args, rest = parser().parse_known_args(words)
-        assert args.run.__name__ == command.replace("-", "_") and (args.takes_rest or not rest)
+        parsed(words)
 
 
 def test_the_help_is_a_tutorial_that_shows_every_command_at_work(capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(["--help"])
-    out = capsys.readouterr().out
-    assert exit.value.code == 0 and max(map(len, out.splitlines())) <= 100
-    listed = re.findall(r"^  ([a-z][a-z-]+)  +[a-z]", out, re.MULTILINE)
+    code, out, err = run(capsys, "--help")
+    assert (code, err) == (0, "") and max(map(len, out.splitlines())) <= 110
+    listed = re.findall(r"^    ([a-z][a-z-]+)  +[a-z]", out, re.MULTILINE)
     assert sorted(listed) == sorted(COMMANDS)
-    parts = out.split("\n\n")
-    worked = [part for part in parts if part.lstrip().startswith("$ hf-ext ")]
+    worked = [part for part in out.split("\n\n") if part.lstrip().startswith("$ hf-ext ")]
     assert len(worked) == 7
-    for words in examples("\n".join(worked)):
-        args, rest = parser().parse_known_args(words)
-        assert (args.takes_rest or not rest) and words[0] in listed
-    assert sum(len(re.findall(r"\$ hf-ext", part)) for part in worked) == len(examples("\n".join(worked))) >= 12
+    lines = examples("\n".join(worked))
+    for words in lines:
+        parsed(words)
+    assert sum(len(re.findall(r"\$ hf-ext", part)) for part in worked) == len(lines) >= 12
 
 
-def test_help_completion_and_mistakes_import_neither_the_package_nor_pytorch(tmp_path):
+def test_help_and_mistakes_import_no_heavy_library():
     code = """
 import sys
-from hf_ext_cli.main import main
-try:
-    main(sys.argv[1:])
-finally:
-    print(sorted({name.split(".")[0] for name in sys.modules} & {"hf_ext", "torch", "transformers", "peft", "numpy"}))
+from hf_ext.cli.main import main
+for line in ("--help", "merge --help", "compress a", "compress a --out b --revision c", "compres"):
+    main(line.split())
+print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "transformers", "peft", "numpy", "rich"}))
 """
-    for arguments in (["--help"], ["merge", "--help"], ["compress", "a"], ["compress", "a", "--out", "b", "--revision", "c"]):
-        assert hf_ext_command(*arguments, python=("-c", code)).stdout.splitlines()[-1] == "[]"
-    pytest.importorskip("argcomplete")
-    for line, expected in (
-        ("hf-ext compress", ["compress ", "compress-all", "compress-series"]),
-        ("hf-ext inspect --pl", ["--plot "]),
-        ("hf-ext merge --rescale ", ["tensor", "paper"]),
-    ):
-        answer = tmp_path / "answer"
-        settings = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "_ARGCOMPLETE_IFS": "\n", "COMP_TYPE": "9"}
-        settings |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(answer), "COMP_LINE": line, "COMP_POINT": str(len(line))}
-        hf_ext_command(**settings)
-        assert [word.strip() for word in answer.read_text().split("\n")] == [word.strip() for word in expected]
+    done = process(python=("-c", code))
+    assert done.stdout.splitlines()[-1] == "[]" and done.stderr.count("\n") == 3
 
 
-def test_what_is_offered_is_what_the_package_has():
-    assert (hf_ext_cli.fm_delta.LEVELS, hf_ext_cli.fm_delta.DEFAULT_LEVEL) == (LEVELS, DEFAULT_LEVEL)
-    assert hf_ext_cli.emr.RESCALE == RESCALE and hf_ext_cli.emr.TASK_NAME == TASK_NAME
-
-
-def test_the_version_is_told_with_those_of_the_libraries(capsys):
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("hf-ext compress", ["compress", "compress-all", "compress-series"]),
+        ("hf-ext inspect --pl", ["--plot"]),
+        ("hf-ext transfer --peft-type d", ["dora"]),
+    ],
+)
+def test_a_shell_completes_commands_options_and_choices(line, expected, monkeypatch, capsys):
+    words = {"_HF_EXT_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+    for name, value in words.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as exit:
-        main(["--version"])
-    out = capsys.readouterr().out
-    assert exit.value.code == 0
+        main([])
+    assert not exit.value.code and capsys.readouterr().out.split() == expected
+
+
+def test_the_version_comes_with_those_of_the_libraries(capsys):
+    code, out, _ = run(capsys, "--version")
+    assert code == 0
     assert out.startswith(f"hf_ext {hf_ext.__version__} (transformers {transformers.__version__}, peft ")
     assert f"torch {metadata.version('torch')}," in out
 
@@ -369,14 +434,17 @@ def test_the_version_is_told_with_those_of_the_libraries(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: COMMAND"),
-        (["zip"], "invalid choice: 'zip'"),
-        (["compress", "a"], "hf-ext compress: the following arguments are required: --out"),
-        (["compress", "a", "--out", "b", "--level", "9"], "hf-ext compress: argument --level: invalid choice: 9"),
-        (["compress", "a", "--out", ""], "hf-ext compress: argument --out: '' is empty; give a name"),
-        (["verify", ""], "hf-ext verify: argument SRC: '' is empty"),
-        (["verify", "a", "--deep"], "hf-ext verify: unrecognized arguments: --deep"),
-        (["transfer", "a"], "hf-ext transfer: the following arguments are required: --source-model"),
+        ([], "hf-ext: Missing command"),
+        (["zip"], "hf-ext: No such command 'zip'"),
+        (["compres"], "Did you mean 'compress', "),
+        (["compress", "a"], "hf-ext compress: Missing option '--out'"),
+        (["compress", "a", "--out", "b", "--verfy"], "hf-ext compress: No such option: --verfy (Possible options: --verify)"),
+        (["compress", "a", "--out", "b", "--level", "9"], "hf-ext compress: Invalid value for '--level': "),
+        (["compress", "a", "--out", ""], "hf-ext compress: Invalid value for '--out': '' is empty; give a name"),
+        (["compress", "a", "--out", "b", "--base-id", "org/name"], "for '--base-id': names the base; give --base too"),
+        (["compress-all", "a", "--out", "b", "--base", "c", "--candidates", "d", "e"], "leave it out with --base"),
+        (["verify", ""], "hf-ext verify: Invalid value for 'SRC': '' is empty"),
+        (["transfer"], "hf-ext transfer: Missing option '--source-model'"),
     ],
 )
 def test_a_wrong_command_line_is_told_in_one_line(arguments, message, capsys):
@@ -384,12 +452,9 @@ def test_a_wrong_command_line_is_told_in_one_line(arguments, message, capsys):
 
 
 def test_as_a_process_it_exits_with_one_line_and_no_traceback(folder):
-    done = hf_ext_command("inspect", folder / "small", "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout) == json.loads(json.dumps(fm_delta.inspect(folder / "small").to_dict()))
-    plain = hf_ext_command("inspect", folder / "small", PYTHONIOENCODING="ascii")
-    assert (plain.returncode, plain.stderr) == (0, "") and r"\xd7" in plain.stdout
-    failed = hf_ext_command("verify", folder / "tuned")
+    done = process("inspect", folder / "small", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "") and r"\xd7" in done.stdout
+    failed = process("verify", folder / "tuned")
     assert (failed.returncode, failed.stdout) == (1, "")
     assert failed.stderr.startswith("hf-ext: ") and failed.stderr.count("\n") == 1
 
@@ -412,32 +477,35 @@ def test_an_interrupted_run_says_what_it_has_left(folder, monkeypatch, capsys):
     monkeypatch.setattr(fm_delta, "compress_checkpoint", interrupted)
     command = ("compress", folder / "tuned", "--base", folder / "base", "--out")
     assert run(capsys, *command, folder / "out") == (130, "", "hf-ext: interrupted; nothing was written.\n")
-    left = f"hf-ext: interrupted; {folder / 'small'} is as it was, or has the whole model.\n"
+    left = f"hf-ext: interrupted; {folder / 'small'} is unchanged, or has the whole model.\n"
     assert run(capsys, *command, folder / "small") == (130, "", left)
 
 
-def test_another_tool_is_run_with_the_package_imported(tmp_path):
-    """One that reads its own arguments, prints and exits as it likes."""
+def test_another_tool_runs_with_the_package_imported(tmp_path, monkeypatch, capsys):
+    """A tool parses its own arguments, and its output and exit code are its own."""
     info = tmp_path / "tool-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tool\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[console_scripts]\nmy-tool = my_tool:main\n")
+    (info / "entry_points.txt").write_text("[console_scripts]\nmy-tool = my_tool:main\nwithout-extra = my_tool:serve\n")
     (tmp_path / "my_tool.py").write_text(
         "import sys\ndef main():\n    print(sys.argv, 'hf_ext' in sys.modules)\n    return 3\n"
+        "def serve():\n    raise ImportError('Install with `pip install tool[extra]`')\n"
     )
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    done = hf_ext_command("run", "my-tool", "--json", "--out", "x", PYTHONPATH=path)
-    assert (done.returncode, done.stdout, done.stderr) == (3, "['my-tool', '--json', '--out', 'x'] True\n", "")
-    failed = hf_ext_command("run", "no-such-tool")
-    assert (failed.returncode, failed.stdout) == (1, "") and "There is no command 'no-such-tool'" in failed.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    done = run(capsys, "run", "my-tool", "--json", "--out", "x", "--help")
+    assert done == (3, "['my-tool', '--json', '--out', 'x', '--help'] True\n", "")
+    assert "pip install tool[extra]" in fails(capsys, "run", "without-extra")
+    assert "There is no command 'no-such-tool'" in fails(capsys, "run", "no-such-tool")
 
 
-def test_a_reader_who_has_read_enough_is_no_error(folder):
-    path = os.pathsep.join(sys.path)
+def test_a_closed_pipe_is_no_error(folder):
     for arguments in (["inspect", str(folder / "small")], ["--version"]):
-        command = [sys.executable, "-m", "hf_ext_cli", *arguments]
         with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}
-        ) as process:
-            process.stdout.close()
-            assert process.stderr.read() == b"" and process.wait(120) == 1
+            [sys.executable, "-m", "hf_ext", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        ) as piped:
+            piped.stdout.close()
+            assert piped.stderr.read() == b"" and piped.wait(120) == 1

@@ -14,11 +14,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import typer
 from local_hub import LocalHub
 from pages import MAKERS, ROOT, blocks, commands
 
 import hf_ext
-from hf_ext_cli.main import parser
+from hf_ext.cli.main import app
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
@@ -104,16 +105,16 @@ def check_command(words: list[str], strict: bool) -> None:
     """Asserts that what a command line names is there. Other programs are allowed in a sentence, but not in a block."""
     program, *rest = [word for word in words if not re.fullmatch(r"[A-Z_]+=\S*", word)]
     if program == "hf-ext":
-        subs = parser()._subparsers._group_actions[0].choices
+        group = typer.main.get_command(app)
         if rest[0].startswith("-"):
-            assert rest[0] in parser().format_help(), words
+            assert rest[0] == "--help" or any(rest[0] in option.opts for option in group.params), words
             return
-        assert rest[0] in subs, words
+        assert rest[0] in group.commands, words
         if rest[0] == "run":  # what follows is another program's
             return
-        help = subs[rest[0]].format_help()
+        own = {"--help", *(name for option in group.commands[rest[0]].params for name in option.opts)}
         given = {word for word in rest[1:] if word.startswith("--")}
-        assert all(option in help or option[2:] in hf_ext.TransLoraConfig.__dataclass_fields__ for option in given), words
+        assert all(option in own or option[2:] in hf_ext.TransLoraConfig.__dataclass_fields__ for option in given), words
     elif program == "make":
         targets = re.search(r"^\.PHONY: (.*)$", shown(ROOT / "Makefile"), re.M)[1].split()
         assert all(word in targets for word in rest if "=" not in word), words
@@ -125,7 +126,7 @@ def check_command(words: list[str], strict: bool) -> None:
     elif program in ("python", "accelerate"):
         if rest == ["launch"]:
             return
-        if rest[:3] == ["launch", "-m", "hf_ext_cli"]:
+        if rest[:3] == ["launch", "-m", "hf_ext"]:
             return check_command(["hf-ext", *rest[3:]], strict)
         [script] = [ROOT / word for word in rest if word.endswith(".py")]
         assert script.is_file(), words

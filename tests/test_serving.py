@@ -151,7 +151,7 @@ def server(folder):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    command = [sys.executable, "-m", "hf_ext_cli", "run", "transformers", "serve", "--port", str(port), "--device", "cpu"]
+    command = [sys.executable, "-m", "hf_ext", "run", "transformers", "serve", "--port", str(port), "--device", "cpu"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     with open(folder / "server.log", "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -189,8 +189,10 @@ def test_a_server_answers_each_request_as_the_task_that_it_names(folder, expecte
 
 
 def test_a_server_refuses_a_task_that_is_not_there(folder, server):
-    with pytest.raises(urllib.error.HTTPError):
+    with pytest.raises(urllib.error.HTTPError) as refused:
         ask(server, folder / "merged", generation_config=json.dumps({"task": "three"}))
+    assert refused.value.code == 400
+    assert json.load(refused.value)["detail"].startswith("There is no task 'three' in ")
 
 
 def test_a_pipeline_takes_a_peft_model(folder, expected):
@@ -242,7 +244,7 @@ def test_lm_evals_command_scores_a_compressed_model(folder, tmp_path):
         f"task: early\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/data.json}}}}\ntest_split: test\n"
         "doc_to_text: prompt\ndoc_to_choice: [early, late]\ndoc_to_target: 0\noutput_type: multiple_choice\n"
     )
-    command = [sys.executable, "-m", "hf_ext_cli", "run", "lm_eval", "--model", "hf", "--device", "cpu", "--model_args"]
+    command = [sys.executable, "-m", "hf_ext", "run", "lm_eval", "--model", "hf", "--device", "cpu", "--model_args"]
     command += [f"pretrained={folder / 'compressed'},dtype=float32", "--include_path", str(tmp_path), "--tasks", "early"]
     done = subprocess.run(
         [*command, "--log_samples", "--output_path", str(tmp_path / "out")],

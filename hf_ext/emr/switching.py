@@ -20,6 +20,7 @@ from hf_ext.emr import election
 from hf_ext.emr.merged import Merged
 from hf_ext.errors import CheckpointError, UnsavedChangesError
 from hf_ext.integration.in_place import Move, configure, move_between, plain, replace
+from hf_ext.integration.serving import bad_request
 from hf_ext.integration.weight_plan import Loaded
 from hf_ext.storage.native import FLOATS
 from hf_ext.storage.prefetch import Prefetcher
@@ -68,6 +69,11 @@ class Generate:
         if "task" not in signature(generate).parameters:
             configs = [value for value in (*args, *kwargs.values()) if isinstance(value, GenerationConfig)]
             name = kwargs.pop("task", None) or next((getattr(config, "task", None) for config in configs), None)
+        if name:
+            try:
+                self.model.set_task.merged.require_task(name)
+            except CheckpointError as error:
+                raise bad_request(error) from None
         with task(self.model, name or self.model.active_task):
             return generate(self.model, *args, **kwargs)
 

@@ -31,7 +31,7 @@ from hf_ext.storage.delta.codec import DEFAULT_LEVEL
 from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.storage.delta.source import open_files
 from hf_ext.storage.hub import absolute
-from hf_ext.storage.layout import all_weights, require_deletable
+from hf_ext.storage.layout import all_weights, require_deletable, weights_instead
 from hf_ext.storage.open import open_plain
 from hf_ext.storage.prefetch import CORES, at_most_cores
 
@@ -51,6 +51,7 @@ class ModelResult:
         verified: whether everything was decoded and compared with the source.
         deleted: whether the source was deleted after that.
         error: why it is not compressed, or not deleted; None if all went well.
+        skipped: what the folder holds instead of a model's safetensors weights; None if it has such weights.
         stamp, digest: how a later run knows the source and the compressed weights again.
     """
 
@@ -64,6 +65,7 @@ class ModelResult:
     verified: bool = False
     deleted: bool = False
     error: str | None = None
+    skipped: str | None = None
     stamp: str | None = None
     digest: str | None = None
 
@@ -89,14 +91,28 @@ class BatchReport:
 
     def __str__(self) -> str:
         rows = [(model.name, *_figures([model]), model.base or "–", _state(model)) for model in self.models]
-        errors = "".join(f"\n\n{model.name}: {model.error}" for model in self.failed)
         shown = table(("model", "original", "compressed", "ratio", "seconds", "base", "state"), rows)
-        return f"{shown}\n\n{self.summary()}{errors}"
+        return "\n\n".join([shown, self.summary(), *self._notes()])
 
     def summary(self) -> str:
         original, compressed, ratio, seconds = _figures(self.models)
-        done = len(self.models) - len(self.failed)
-        return f"{done} of {len(self.models)} models done: {compressed} of {original} ({ratio}), {seconds} s of work."
+        skipped = sum(model.skipped is not None for model in self.models)
+        models = len(self.models) - skipped
+        more = f" Skipped {skipped} other folder{'s' * (skipped > 1)}." if skipped else ""
+        done = f"{models - len(self.failed)} of {models} models done"
+        return f"{done}: {compressed} of {original} ({ratio}), {seconds} s of work.{more}"
+
+    def _notes(self) -> list[str]:
+        """Returns why models failed or were skipped. Models with the same reason share a paragraph."""
+        reasons: dict[str, list[ModelResult]] = {}
+        for model in self.models:
+            if note := model.error or model.skipped:
+                reasons.setdefault(note.replace(model.source, "FOLDER"), []).append(model)
+        return [
+            f"{', '.join(model.name for model in models)}: "
+            + (reason if len(models) > 1 else reason.replace("FOLDER", models[0].source))
+            for reason, models in reasons.items()
+        ]
 
 
 class Job(NamedTuple):
@@ -109,6 +125,7 @@ class Job(NamedTuple):
     verify: bool
     level: int
     cores: int
+    base_id: str | None
 
 
 def compress_all(
@@ -122,12 +139,14 @@ def compress_all(
     verify: bool = False,
     delete_source: bool = False,
     level: int = DEFAULT_LEVEL,
+    candidates: Iterable[str | os.PathLike] | None = None,
+    base_id: str | None = None,
 ) -> BatchReport:
     """Compresses many fine-tunes, each to a folder of its own name in `out`.
 
     A model that cannot be compressed is reported and does not stop the others. After each model `out`/compress_all.json is
     written anew; a later run passes over the models that it says are done, if their sources are as they were and their
-    compressed weights whole, and does the rest.
+    compressed weights whole, and does the rest. The report lists adapters and models in other formats as skipped.
 
     Args:
         sources: a folder whose subfolders hold weights, or a list of such folders.
@@ -139,6 +158,8 @@ def compress_all(
             `dask.distributed.Client(…).get_executor(pure=False)`. All its machines must see `sources`, `out` and the base
             under the same names.
         verify, delete_source, level: see `compress_checkpoint`. A source in which another model's base lies is not deleted.
+        candidates: folders or Hub ids among which `find_base` looks, without `base`; by default the local Hub cache.
+        base_id: Hub id to record for a base that is given as a local copy, so that others can load the results.
 
     Raises:
         CheckpointError: there is nothing to compress, or two models have the same name.
@@ -147,16 +168,22 @@ def compress_all(
     """
     out = Path(os.path.abspath(out))
     common = None if base is None else open_plain(absolute(base), revision)
-    run = _Run(out, _folders(sources, out, common), verify or delete_source)
+    folders, skipped = _folders(sources, out, common)
+    candidates = None if candidates is None else list(candidates)
+    run = _Run(out, folders, verify or delete_source)
     jobs = []
     for source in run.sources:
-        if not run.is_done(source, common):
+        if not run.is_done(source, common, base_id):
             with run.reporting(source):
-                against = common or _found_base(source)
-                jobs.append(Job(str(source), against.name, against.revision, str(out / source.name), run.verify, level, 1))
+                against = common or _found_base(source, candidates)
+                target = str(out / source.name)
+                jobs.append(Job(str(source), against.name, against.revision, target, run.verify, level, 1, base_id))
                 run.needed += places_of(against)
     if not run.models and not jobs:
-        raise CheckpointError(f"There is nothing to compress: no folder of safetensors weights in {sources}.")
+        instead = "".join(f" {folder} {held}" for folder, held in [*skipped.items()][:1])
+        raise CheckpointError(f"There is nothing to compress: no folder of safetensors weights in {sources}.{instead}")
+    for folder, held in skipped.items():
+        run.models.setdefault(folder.name, ModelResult(folder.name, str(folder), skipped=held))
     if delete_source:  # of what an earlier run has done; not before all bases are known
         run.delete(list(run.models.values()))
     with tqdm(total=len(jobs), desc="Compressing models", disable=not jobs) as bar:
@@ -188,7 +215,7 @@ class _Run:
                     "name, or another folder to write."
                 )
 
-    def is_done(self, source: Path, base: Checkpoint | None) -> bool:
+    def is_done(self, source: Path, base: Checkpoint | None, base_id: str | None) -> bool:
         """Whether an earlier run has done what is asked, and source and result are as it left them."""
         model = self.models.get(source.name)
         if model is None or self.verify > model.verified or source.exists() and _stamp(source) != model.stamp:
@@ -196,7 +223,8 @@ class _Run:
         if base is not None and (model.base, model.revision) != (base.name, base.revision):
             return False
         try:
-            done = open_files(self.out / source.name)[0].digest == model.digest
+            file = open_files(self.out / source.name)[0]
+            done = file.digest == model.digest and base_id in (None, file.base.name)
         except (HfExtError, OSError):
             return False
         self.models[source.name] = replace(model, error=None)
@@ -256,14 +284,20 @@ def _read(record: Path) -> list[ModelResult]:
         raise CorruptFileError(f"{record} is not the record of an earlier run; move it away to begin anew.") from error
 
 
-def _folders(sources: str | os.PathLike | Iterable[str | os.PathLike], out: Path, base: Checkpoint | None) -> list[Path]:
-    """The folders to compress, by absolute path; of a folder of folders those with weights, the base itself left out."""
+def _folders(
+    sources: str | os.PathLike | Iterable[str | os.PathLike], out: Path, base: Checkpoint | None
+) -> tuple[list[Path], dict[Path, str]]:
+    """Returns the folders to compress, by absolute path, and those to skip, each with what it holds instead of weights.
+
+    From a folder of folders, it takes those with weights, except the base itself."""
+    skipped = {}
     if isinstance(sources, str | os.PathLike):
         folder = Path(os.path.abspath(sources))
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder; give a folder of saved models, or a list of their folders.")
-        visible = (path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith("."))
+        visible = [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
         found = [path for path in visible if _holds_weights(path) and not _is_base(path, base)]
+        skipped = {path: held for path in visible if not _holds_weights(path) and (held := weights_instead(path))}
     else:
         found = [Path(os.path.abspath(source)) for source in sources]
     names = [path.name for path in found]
@@ -272,7 +306,7 @@ def _folders(sources: str | os.PathLike | Iterable[str | os.PathLike], out: Path
             raise CheckpointError(f"Two models are called '{path.name}' and would be written to one folder; rename one.")
         if path == out / path.name:
             raise CheckpointError(f"{out} holds the models themselves; give another folder to write.")
-    return found
+    return found, skipped
 
 
 def _holds_weights(folder: Path) -> bool:
@@ -286,8 +320,8 @@ def _is_base(folder: Path, base: Checkpoint | None) -> bool:
     return base is not None and os.path.isdir(base.name) and folder.samefile(base.name)
 
 
-def _found_base(source: Path) -> Checkpoint:
-    found = find_base(source).require()
+def _found_base(source: Path, candidates: list[str | os.PathLike] | None) -> Checkpoint:
+    found = find_base(source, candidates).require()
     return open_plain(absolute(found.name), found.revision)
 
 
@@ -305,7 +339,7 @@ def _compress(job: Job) -> ModelResult:
     source, out, start = Path(job.source), Path(job.out), time.perf_counter()
     stamp = _stamp(source)
     with at_most_cores(job.cores):
-        compress_checkpoint(source, job.base, out, job.revision, job.verify, level=job.level)
+        compress_checkpoint(source, job.base, out, job.revision, job.verify, level=job.level, base_id=job.base_id)
     if job.verify:
         flush_folder(out)  # for the source may go next
     seconds, report = time.perf_counter() - start, inspect(out)
@@ -385,5 +419,7 @@ def _figures(models: Sequence[ModelResult]) -> tuple[str, str, str, str]:
 
 
 def _state(model: ModelResult) -> str:
+    if model.skipped:
+        return "skipped"
     done = "source deleted" if model.deleted else "verified" if model.verified else "done"
     return "failed" if model.error and not model.stamp else f"{done}, but see below" if model.error else done

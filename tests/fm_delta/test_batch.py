@@ -16,11 +16,11 @@ import torch
 from tiny_checkpoints import contents, fine_tune, weights, write_folder
 
 from hf_ext import fm_delta
+from hf_ext.cli.main import main
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.fm_delta import batch
 from hf_ext.fm_delta.batch import RECORD
 from hf_ext.storage.prefetch import CORES, Prefetcher, at_most_cores, cores
-from hf_ext_cli.main import main
 
 NAMES = ("one", "three", "two")
 

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from hf_ext import CheckpointError, CorruptFileError
+from hf_ext.cli.main import main
 from hf_ext.uni_med import convert_checkpoint
-from hf_ext_cli.main import main
 
 TASKS = ["vqa", "refer", "identify", "caption", "cls"]
 VISION, TEXT, RATE, EXPERTS, RANK = 32, 64, 4, 3, 2

@@ -16,15 +16,13 @@ import torch
 import xxhash
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
-from hf_ext.storage.delta import low_rank
+from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS, low_rank
 from hf_ext.storage.native import FLOATS, WIDTHS, _native, aligned, as_numbers, cast
 from hf_ext.storage.safetensors_file import ITEMSIZE, RawTensor, torch_dtype
 
 VERSION = 2
 VERSIONS = range(1, VERSION + 1)
 MAGIC = b"FMD" + bytes([VERSION])
-LEVELS = (1, 2, 3)
-DEFAULT_LEVEL = 2
 STORED, CODED, DEFLATED = 0, 1, 2
 SHORT_ROW, FLAT_ROW = 64, 1024  # rows shorter than the first share a scale, up to the second together
 GRID_SAMPLE = 4096  # values of a tensor that tell how finely its type resolves them

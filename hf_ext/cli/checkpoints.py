@@ -1,0 +1,58 @@
+"""The commands for compressed models and merges alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+from hf_ext.cli.command import MovedBase, Result, Section, argument, option
+
+section = Section(
+    "Inspect a compressed model or a merge, and check it",
+    "$ hf-ext inspect my-bert-small --plot sizes.png\n$ hf-ext verify my-bert-merged",
+)
+
+
+@section.command(
+    "show how large each tensor is, or how close each task is to its own model",
+    "  hf-ext inspect my-bert-small --plot sizes.png\n  hf-ext inspect my-bert-merged --json",
+    "The first example is for a compressed model, the second for a merge. The base is not needed. docs/emr.md explains the "
+    "columns of a merge.",
+)
+def inspect(
+    src: Annotated[str, argument("SRC", "Compressed folder or file, or folder of a merge.")],
+    plot: Annotated[str | None, option("--plot", "Also draw a picture. Requires matplotlib.", "FILE.png")] = None,
+) -> Result:
+    from hf_ext import emr
+
+    method = method_of(src)
+    report = emr.report(src) if method is emr else method.inspect(src)
+    if plot:
+        report.plot(plot)
+    return Result(str(report), report.to_dict())
+
+
+@section.command(
+    "decode every tensor and compare it with its checksum",
+    "  hf-ext verify my-bert-small\n"
+    "  hf-ext verify my-bert-merged --base /mnt/models/bert-base-uncased    # the base has moved",
+    "Also reads every mask of a merge. If anything is damaged, the error names it and the exit code is 1.",
+)
+def verify(src: Annotated[str, argument("SRC", "Compressed folder, or folder of a merge.")], base: MovedBase = None) -> Result:
+    count = method_of(src).verify(src, base=base)
+    return Result(f"All {count} tensors of {src} match their checksums.", {"src": src, "tensors": count})
+
+
+def method_of(src: str) -> ModuleType:
+    """Returns the module of the method that wrote a folder: `emr` for a merge, else `fm_delta`."""
+    from hf_ext import emr, fm_delta
+    from hf_ext.emr.merged import is_merge
+    from hf_ext.errors import CheckpointError
+    from hf_ext.storage.layout import all_weights
+
+    folder = Path(src)
+    checkpoints = sorted(folder.glob("checkpoint-*[0-9]"))
+    if checkpoints and not all_weights(folder):
+        raise CheckpointError(f"{src} has no weights of its own, only checkpoints. Give one of them, such as {checkpoints[0]}.")
+    return emr if is_merge(src) else fm_delta

@@ -1,0 +1,190 @@
+"""Shared parts of all commands: declaring, running and reporting a command, and the options that several commands have."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from hf_ext.errors import HfExtError
+
+UNCHANGED = "nothing was changed"
+NOTHING = "nothing was written"
+RESUMABLE = "{out} has the finished part, run the command again to resume"
+
+
+class Command(typer.core.TyperCommand):
+    """A command whose options with a metavar ending in "…" take several values, as in `--candidates a b c`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        several = {name for option in self.params if str(option.metavar).endswith("…") for name in option.opts}
+        expanded: list[str] = []
+        option = None
+        for word in args:
+            if word.startswith("-"):
+                option = word if word in several else None
+            elif option and expanded[-1] != option:
+                expanded.append(option)
+            expanded.append(word)
+        return super().parse_args(ctx, expanded)
+
+
+class Tutorial(typer.core.TyperGroup):
+    """All commands. The help text lists them already, so that it needs no list below the options."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None: ...
+
+
+app = typer.Typer(
+    cls=Tutorial,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    subcommand_metavar="COMMAND …",
+    context_settings={"max_content_width": 110},
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a command: `text` for people, `data` for programs (`--json`)."""
+
+    text: str
+    data: dict
+    failed: bool = False
+
+
+@dataclass
+class Section:
+    """Commands for one purpose: a part of the tutorial that `hf-ext --help` prints.
+
+    Args:
+        title: what a user wants to do.
+        example: command lines that do it from start to end, each after "$ ".
+    """
+
+    title: str
+    example: str
+    commands: dict[str, str] = field(default_factory=dict)
+
+    def command(
+        self, does: str, examples: str, more: str = "", left: str = UNCHANGED, hands_over: bool = False, **settings: Any
+    ) -> Callable[[Callable], Callable]:
+        """Declares the decorated function as a command of the same name.
+
+        Args:
+            does: a line for the tutorial.
+            examples: command lines, with comments after "#".
+            more: what else to know before using it.
+            left: what an interrupted run leaves, formatted with the command's arguments.
+            hands_over: another tool takes over this process; its output and exit code are its own.
+        """
+
+        def declare(function: Callable) -> Callable:
+            name = function.__name__.replace("_", "-")
+            self.commands[name] = does
+            help = f"{does[0].upper()}{does[1:]}.\n\n{more}"
+            run = function if hands_over else reporting(function, left)
+            app.command(name, cls=Command, help=help, epilog=f"\b\nExamples:\n{examples}", **settings)(run)
+            return function
+
+        return declare
+
+    def __str__(self) -> str:
+        commands = [f"  {name:<21}{does}" for name, does in self.commands.items()]
+        return "\n".join((f"{self.title}:", *commands, "", *(f"    {line}" for line in self.example.splitlines())))
+
+
+def reporting(function: Callable[..., Result | None], left: str) -> Callable[..., int]:
+    """Returns a function for Typer: it takes `--json` too, calls `function`, prints the result and returns the exit code."""
+    own = inspect.signature(function, eval_str=True).parameters
+
+    def run(context: typer.Context, as_json: bool, **arguments: Any) -> int:
+        if "context" in own:
+            arguments["context"] = context
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # the output of libraries is not the result
+                result = function(**arguments)
+        except KeyboardInterrupt:
+            nothing = "out" in arguments and not os.path.exists(arguments["out"])
+            say(f"interrupted; {NOTHING if nothing else left.format(**arguments)}.")
+            return 130
+        except Exception as error:
+            if hasattr(error, "format_message"):  # a mistake in the command line, which main() reports
+                raise
+            return failure(context, error)
+        if result is None:
+            return 0
+        print(json.dumps(result.data, indent=2) if as_json else result.text, flush=True)
+        return int(result.failed)
+
+    json_option = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else to stdout.")]
+    added = {
+        "context": inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
+        "as_json": inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, annotation=json_option, default=False),
+    }
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in {**own, **added}.values()]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def failure(context: typer.Context, error: Exception) -> int:
+    """Prints an error as one line, after its traceback if `--traceback` was given. Returns the exit code."""
+    if context.find_root().params["traceback"]:
+        traceback.print_exc()
+    of_an_option = context.allow_extra_args and isinstance(error, ValueError)  # one that Transformers or PEFT has rejected
+    if of_an_option or isinstance(error, (HfExtError, OSError, ImportError)):
+        say(str(error))
+    else:
+        say(f"{type(error).__name__}: {error} (hf-ext --traceback {context.info_name} … shows where it comes from)")
+    return 1
+
+
+def say(text: str) -> None:
+    """Prints a text as one line to stderr."""
+    print("hf-ext:", " ".join(text.split()), file=sys.stderr)
+
+
+def mistake(message: str, option: str | None = None) -> typer.BadParameter:
+    """Returns an error about the command line, to raise."""
+    return typer.BadParameter(message, param_hint=option and f"'{option}'")
+
+
+def not_empty(value: str | list[str] | None) -> str | list[str] | None:
+    """Rejects an empty path or Hub id, such as an unset variable of the shell gives. It would mean the working directory."""
+    if value == "" or isinstance(value, list) and "" in value:
+        raise typer.BadParameter("'' is empty; give a name.")
+    return value
+
+
+def argument(metavar: str, help: str) -> Any:
+    """Declares a path or Hub id that a command takes."""
+    return typer.Argument(metavar=metavar, help=help, callback=not_empty)
+
+
+def option(name: str, help: str, metavar: str = "PATH", **settings: Any) -> Any:
+    """Declares an option with a value: a path or Hub id by default."""
+    return typer.Option(name, metavar=metavar, help=help, callback=not_empty if metavar == "PATH" else None, **settings)
+
+
+def flag(name: str, help: str) -> Any:
+    """Declares an option without a value."""
+    return typer.Option(name, help=help)
+
+
+Out = Annotated[str, option("--out", "Folder to write. Files of the same names in it are replaced.")]
+Revision = Annotated[
+    str | None, option("--revision", "Branch, tag or commit of the base on the Hub; defaults to main.", metavar="REV")
+]
+MovedBase = Annotated[
+    str | None, option("--base", "Folder or Hub id of the base, if it is no longer where SRC's config.json says.")
+]

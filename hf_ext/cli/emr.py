@@ -1,0 +1,108 @@
+"""EMR-Merging's commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from hf_ext.cli.command import MovedBase, Out, Result, Revision, Section, argument, flag, mistake, option
+
+if TYPE_CHECKING:
+    from hf_ext.emr import MergeReport
+
+section = Section(
+    "Keep many fine-tunes of one base in one folder, switched by name (EMR-Merging)",
+    "$ hf-ext merge --base google-bert/bert-base-uncased --task cola=my-cola \\\n"
+    "    --task sst2=my-sst2 --out my-bert-merged --report\n"
+    "$ hf-ext add-task my-bert-merged --task mnli=my-mnli --out my-bert-more\n"
+    "$ hf-ext extract my-bert-more --task sst2 --out my-sst2-again",
+)
+
+Merge = Annotated[str, argument("SRC", "Folder of the merge.")]
+Rescale = Annotated[
+    str, option("--rescale", "'tensor' for a rescaler for each tensor, 'paper' for one for the whole model.", "tensor|paper")
+]
+Report = Annotated[
+    bool,
+    flag("--report", "Show how close each task is to its own model, and draw it to OUT/report.png. Requires matplotlib."),
+]
+
+
+@section.command(
+    "merge fine-tunes of one base model into one folder",
+    "  hf-ext merge --base google-bert/bert-base-uncased --task cola=my-cola --task sst2=my-sst2 \\\n"
+    "    --out my-bert-merged --report",
+    'from_pretrained loads OUT. model.set_task("sst2") switches its weights, head and labels.',
+)
+def merge(
+    base: Annotated[str, option("--base", "Folder or Hub id of the model that all fine-tunes started from.")],
+    task: Annotated[
+        list[str],
+        option(
+            "--task",
+            "Once for each task: a checkpoint (plain or compressed) or a PEFT adapter. The first task is active after loading.",
+            "NAME=PATH",
+        ),
+    ],
+    out: Out,
+    revision: Revision = None,
+    rescale: Rescale = "tensor",
+    report: Report = False,
+) -> Result:
+    tasks = [named(text) for text in task]
+    names = [name for name, _ in tasks]
+    for name in names:
+        if names.count(name) > 1:
+            raise mistake(f"there are two tasks called '{name}'; give each its own name", "--task")
+    from hf_ext import emr
+
+    return merged(emr.merge(base, dict(tasks), out, rescale, revision), out, report)
+
+
+@section.command(
+    "add a task to a merge; the other tasks stay the same, bit for bit",
+    "  hf-ext add-task my-bert-merged --task mnli=my-mnli --out my-bert-more\n"
+    "  hf-ext add-task my-bert-merged --task rte=my-rte --out my-bert-more --reelect    # if rte is not close enough",
+)
+def add_task(
+    src: Merge,
+    task: Annotated[str, option("--task", "The new task: a checkpoint (plain or compressed) or a PEFT adapter.", "NAME=PATH")],
+    out: Out,
+    base: MovedBase = None,
+    reelect: Annotated[bool, flag("--reelect", "Repeat the election, which changes the other tasks a little.")] = False,
+    rescale: Rescale = "tensor",
+    report: Report = False,
+) -> Result:
+    name, path = named(task)
+    from hf_ext import emr
+
+    return merged(emr.add_task(src, name, path, out, reelect, rescale, base), out, report)
+
+
+@section.command(
+    "write one task of a merge as a plain checkpoint",
+    "  hf-ext extract my-bert-merged --task sst2 --out my-sst2-again",
+    "For vLLM and other tools that cannot read merges.",
+)
+def extract(
+    src: Merge, task: Annotated[str, option("--task", "Name of the task.", "NAME")], out: Out, base: MovedBase = None
+) -> Result:
+    from hf_ext import emr
+
+    emr.extract(src, task, out, base=base)
+    return Result(f"{out} holds the model of task '{task}'.", {"out": out, "task": task})
+
+
+def named(text: str) -> tuple[str, str]:
+    """Splits NAME=PATH."""
+    name, _, path = text.partition("=")
+    if not (name and path):
+        raise mistake(f"'{text}' is not of the form NAME=PATH", "--task")
+    return name, path
+
+
+def merged(report: MergeReport, out: str, show: bool) -> Result:
+    """Returns the result of `merge` and `add-task`."""
+    if show:
+        report.plot(Path(out, "report.png"))
+    return Result(str(report) if show else report.summary(), report.to_dict())

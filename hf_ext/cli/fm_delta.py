@@ -1,0 +1,214 @@
+"""FM-Delta's commands."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_ext.cli.command import RESUMABLE, MovedBase, Out, Result, Revision, Section, argument, flag, mistake, option
+from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
+
+WHOLE = "every checkpoint is complete, run the command again to resume"
+
+one_model = Section(
+    "Store a fine-tune in a fraction of its size, without loss (FM-Delta)",
+    "$ hf-ext compress my-bert --base google-bert/bert-base-uncased --out my-bert-small\n"
+    "$ hf-ext verify my-bert-small\n"
+    "$ hf-ext decompress my-bert-small --out my-bert-again",
+)
+many_models = Section(
+    "Do the same with a folder of models, or with the checkpoints of a training run",
+    "$ hf-ext compress-all my-models --out my-models-small --workers 4 --verify\n"
+    "$ hf-ext compress-series my-run --base google-bert/bert-base-uncased",
+)
+
+Src = Annotated[str, argument("SRC", "Folder of the fine-tuned model, with safetensors weights.")]
+Candidates = Annotated[
+    list[str] | None,
+    option("--candidates", "Without --base: folders or Hub ids to choose it from; defaults to the local Hub cache.", "DIR…"),
+]
+BaseId = Annotated[
+    str | None, option("--base-id", "Hub id to record for the base, if --base is a local copy of it.", "ORG/NAME")
+]
+Verify = Annotated[bool, flag("--verify", "Decode everything and compare it with the source, byte for byte.")]
+DeleteSource = Annotated[bool, flag("--delete-source", "Delete the source after verifying the result; implies --verify.")]
+Level = Annotated[
+    int,
+    typer.Option(
+        "--level", min=LEVELS[0], max=LEVELS[-1], metavar="N", help=f"{LEVELS[0]} is fastest, {LEVELS[-1]} compresses best."
+    ),
+]
+
+
+@one_model.command(
+    "copy a model's folder, storing weights as differences from a base model",
+    "  hf-ext compress my-bert --base google-bert/bert-base-uncased --out my-bert-small\n"
+    "  hf-ext compress my-bert --out my-bert-small --level 3 --delete-source    # finds the base, verifies, then deletes\n"
+    "  hf-ext compress my-bert --base /mnt/bert --base-id google-bert/bert-base-uncased --out my-bert-small",
+    "OUT has every file of SRC. from_pretrained loads it bit for bit as SRC, on any machine that can read the base.",
+    "{out} is unchanged, or has the whole model",
+)
+def compress(
+    src: Src,
+    out: Out,
+    base: Annotated[
+        str | None, option("--base", "Folder or Hub id of the model it was tuned from; defaults to what find-base finds.")
+    ] = None,
+    revision: Revision = None,
+    candidates: Candidates = None,
+    base_id: BaseId = None,
+    verify: Verify = False,
+    level: Level = DEFAULT_LEVEL,
+    delete_source: DeleteSource = False,
+) -> Result:
+    check_base(base, revision, candidates, base_id)
+    from hf_ext import fm_delta
+
+    found = ""
+    if base is None:
+        report = fm_delta.find_base(src, candidates or None)
+        base, revision, found = report.require().name, report.require().revision, f"{report.summary()}\n"
+    fm_delta.compress_checkpoint(src, base, out, revision, verify, delete_source, level, base_id=base_id)
+    made = fm_delta.inspect(out)
+    return Result(found + made.summary(), made.to_dict())
+
+
+@one_model.command(
+    "restore the original folder, every file byte for byte",
+    "  hf-ext decompress my-bert-small --out my-bert\n"
+    "  hf-ext decompress my-bert-small --out my-bert --base /mnt/models/bert-base-uncased    # the base has moved",
+)
+def decompress(src: Annotated[str, argument("SRC", "Compressed folder.")], out: Out, base: MovedBase = None) -> Result:
+    from hf_ext import fm_delta
+
+    fm_delta.decompress_checkpoint(src, out, base=base)
+    return Result(f"{out} holds the original files.", {"out": out})
+
+
+@one_model.command(
+    "find the model that a checkpoint was fine-tuned from",
+    "  hf-ext find-base my-bert                                  # among the models it names and the local Hub cache\n"
+    "  hf-ext find-base my-bert google-bert/bert-base-uncased ../other-bert",
+    "Tries the models that config.json and the model card name, then compares a few KB of each tensor. It can report "
+    "another fine-tune of the same base. Such a model works as a base too, but then you must keep it.",
+)
+def find_base(
+    src: Src,
+    candidates: Annotated[
+        list[str] | None, argument("CANDIDATE", "Folders or Hub ids of possible bases; defaults to the local Hub cache.")
+    ] = None,
+) -> Result:
+    from hf_ext import fm_delta
+
+    report = fm_delta.find_base(src, candidates or None)
+    return Result(str(report), report.to_dict())
+
+
+@many_models.command(
+    "compress many fine-tunes, each to OUT/its name; resumes an earlier run",
+    "  hf-ext compress-all my-models --base google-bert/bert-base-uncased --out my-models-small --workers 4 --verify\n"
+    "  hf-ext compress-all my-bert my-gpt2 --out small --candidates bert-base gpt2    # finds the base of each model\n"
+    "  hf-ext compress-all my-models --out small --scheduler tcp://host:8786",
+    "OUT/compress_all.json records the result for each model. A model that fails does not stop the others; the exit code is "
+    "then 1.",
+    RESUMABLE,
+)
+def compress_all(
+    folder: Annotated[list[str], argument("FOLDER", "Folder of models, or the models' own folders.")],
+    out: Out,
+    base: Annotated[
+        str | None,
+        option("--base", "Folder or Hub id of the model that all were tuned from; defaults to finding the base of each."),
+    ] = None,
+    revision: Revision = None,
+    candidates: Candidates = None,
+    base_id: BaseId = None,
+    workers: Annotated[int, typer.Option("--workers", min=1, metavar="N", help="Processes that share the cores.")] = 1,
+    scheduler: Annotated[
+        str | None, option("--scheduler", "Use the workers of a Dask cluster, such as tcp://host:8786.", "ADDRESS")
+    ] = None,
+    verify: Verify = False,
+    level: Level = DEFAULT_LEVEL,
+    delete_source: DeleteSource = False,
+) -> Result:
+    check_base(base, revision, candidates, base_id)
+    from hf_ext import fm_delta
+    from hf_ext.storage.layout import all_weights, weights_instead
+
+    only = Path(folder[0])
+    is_model = only.is_dir() and (all_weights(only) or weights_instead(only))
+    sources = only if len(folder) == 1 and not is_model else folder
+    with dask_cluster(scheduler) if scheduler else contextlib.nullcontext() as executor:
+        report = fm_delta.compress_all(
+            sources,
+            out,
+            base,
+            revision,
+            workers=workers,
+            executor=executor,
+            verify=verify,
+            delete_source=delete_source,
+            level=level,
+            candidates=candidates or None,
+            base_id=base_id,
+        )
+    return Result(str(report), report.to_dict(), failed=bool(report.failed))
+
+
+@contextlib.contextmanager
+def dask_cluster(address: str) -> Iterator[Executor]:
+    """Yields the workers of a Dask cluster as an executor."""
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise ImportError("--scheduler requires Dask: pip install 'dask[distributed]'.") from error
+    with Client(address) as client:
+        yield client.get_executor(pure=False)  # else Dask returns cached results for the same arguments
+
+
+@many_models.command(
+    "compress the checkpoints of a training run in place",
+    "  hf-ext compress-series my-run --base google-bert/bert-base-uncased",
+    "Stores each checkpoint as differences from the base or from the next newer checkpoint, whichever is smaller. "
+    "resume_from_checkpoint and from_pretrained read them as before.",
+    WHOLE,
+)
+def compress_series(
+    run_folder: Annotated[str, argument("RUN", "output_dir of a finished training run, with folders checkpoint-N.")],
+    base: Annotated[str, option("--base", "Folder or Hub id of the model that the run started from.")],
+    revision: Revision = None,
+) -> Result:
+    from hf_ext import fm_delta
+
+    report = fm_delta.compress_series(run_folder, base, revision)
+    return Result(str(report), report.to_dict())
+
+
+@many_models.command(
+    "delete a checkpoint of a compressed run, unless others need it",
+    "  hf-ext remove-checkpoint my-run/checkpoint-500\n"
+    "  hf-ext remove-checkpoint my-run/checkpoint-500 --rebase    # rewrites the checkpoints that need it, then deletes",
+    left=WHOLE,
+)
+def remove_checkpoint(
+    src: Annotated[str, argument("RUN/checkpoint-N", "Folder of the checkpoint.")],
+    rebase: Annotated[bool, flag("--rebase", "Store those that need it as differences from another, then delete it.")] = False,
+) -> Result:
+    from hf_ext import fm_delta
+
+    fm_delta.remove_checkpoint(src, rebase)
+    return Result(f"{src} is deleted.", {"deleted": src})
+
+
+def check_base(base: str | None, revision: str | None, candidates: list[str] | None, base_id: str | None) -> None:
+    if revision and not base:
+        raise mistake("selects a revision of the base; give --base too", "--revision")
+    if base_id and not base:
+        raise mistake("names the base; give --base too, the folder of the local copy", "--base-id")
+    if candidates and base:
+        raise mistake("is for finding the base; leave it out with --base", "--candidates")

@@ -1,0 +1,74 @@
+"""The entry point: parses the command line, runs the command and returns the exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+
+import hf_ext
+from hf_ext.cli import checkpoints, emr, fm_delta, tools, trans_lora, uni_med
+from hf_ext.cli.command import app, flag
+
+INTRODUCTION = """\
+Work on saved models: folders that save_pretrained has written, or models on the
+Hugging Face Hub, by their ids. In a script with `import hf_ext`, from_pretrained
+loads the results as usual."""
+CLOSING = """\
+`hf-ext COMMAND --help` explains a command, with examples. With --json, a command
+prints its result for programs. Results go to stdout, everything else to stderr.
+The exit code is 0 for success, 1 for a failure, 2 for a mistake in the command line."""
+HOSTS = ("transformers", "peft", "torch", "huggingface_hub")
+
+
+def show_version(wanted: bool) -> None:
+    """Prints the versions to report with a bug: the package's and those of the libraries that it plugs into."""
+    if wanted:
+        hosts = ", ".join(f"{host} {installed_version(host)}" for host in HOSTS)
+        print(f"hf_ext {hf_ext.__version__} ({hosts}, Python {sys.version.split()[0]})", flush=True)
+        raise typer.Exit
+
+
+def installed_version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def tutorial() -> str:
+    """Returns the help of `hf-ext`. A paragraph after "\\b" is not wrapped again."""
+    models = (fm_delta.one_model, fm_delta.many_models, checkpoints.section, emr.section)
+    sections = (*models, trans_lora.section, uni_med.section, tools.section)
+    text = "\n\n".join([INTRODUCTION, *map(str, sections), CLOSING])
+    return "\n\n".join(f"\b\n{paragraph}" for paragraph in text.split("\n\n"))
+
+
+@app.callback(help=tutorial())
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=show_version, help="Print the versions to report with a bug.")
+    ] = False,
+    traceback: Annotated[bool, flag("--traceback", "Show where in the code an error was raised.")] = False,
+) -> None:
+    """Declares the options that stand before the command. `failure` reads --traceback."""
+
+
+def main(arguments: Sequence[str] | None = None) -> Any:
+    """Runs a command line, by default that of the process, and returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # for encodings that lack letters of our tables
+    try:
+        return typer.main.get_command(app).main(arguments, prog_name="hf-ext", standalone_mode=False)
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        context: typer.Context | None = getattr(error, "ctx", None)
+        command = context.command_path if context else "hf-ext"
+        message = " ".join(error.format_message().split()).rstrip(".")
+        print(f"{command}: {message} ({command} --help shows how)", file=sys.stderr)
+        return 2

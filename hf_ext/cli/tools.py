@@ -1,0 +1,42 @@
+"""The command that starts other tools."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import entry_points
+from typing import Annotated, Any
+
+import typer
+
+from hf_ext.cli.command import Section, argument, failure, say
+
+section = Section(
+    "Use all of this in other tools, which do not import hf_ext themselves",
+    "$ hf-ext run transformers serve my-bert-small",
+)
+
+
+@section.command(
+    "run another tool's command with hf_ext imported",
+    "  hf-ext run transformers serve my-model-small\n"
+    "  hf-ext run lm_eval --model hf --model_args pretrained=my-model-small --tasks boolq",
+    "The tool can then load everything that this package writes. The output and the exit code are the tool's own.",
+    hands_over=True,
+    context_settings={"allow_interspersed_args": False},
+)
+def run(
+    context: typer.Context,
+    program: Annotated[str, argument("PROGRAM", "A command of this Python environment, such as transformers or lm_eval.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENT", help="Its arguments.", show_default=False)
+    ] = None,
+) -> Any:
+    found = entry_points(group="console_scripts", name=program)
+    if not found:
+        say(f"There is no command '{program}' in this Python environment ({sys.prefix}). Install the package that has it.")
+        return 1
+    sys.argv = [program, *(arguments or ())]
+    try:
+        return min(found, key=lambda point: point.value).load()()
+    except ImportError as error:  # such as an extra of the tool that is not installed
+        return failure(context, error)

@@ -1,0 +1,162 @@
+"""Trans-LoRA's commands. They pass options that they do not declare to TransLoraConfig."""
+
+from __future__ import annotations
+
+import argparse
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from hf_ext.cli.command import RESUMABLE, Out, Result, Section, mistake, option
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+    from hf_ext import TransLoraConfig
+
+section = Section(
+    "Move an adapter to another base model, without its training data (Trans-LoRA)",
+    "$ hf-ext train-discriminator --source-model Llama-2-7b-hf \\\n"
+    "    --inputs boolean.jsonl --task boolean --out boolean-d     # while you have the data\n"
+    "$ hf-ext transfer --source-model Llama-2-7b-hf --source-adapter my-lora \\\n"
+    "    --target-model gemma-7b --discriminator boolean-d --seeds five.jsonl --out my-lora-on-gemma",
+)
+ANY_OPTION = "Also takes every option of TransLoraConfig, and so of TrainingArguments, by its own name:\n\n\b\n "
+ANY: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
+
+PeftType = Annotated[Literal["lora", "dora", "pissa", "prompt_tuning"], typer.Option(help="Type of the new adapter.")]
+Rank = Annotated[int, option("--rank", "Its rank, or its number of virtual tokens.", "N")]
+TargetModules = Annotated[list[str], option("--target-modules", "Layers that get it: one name or several.", "NAME…")]
+
+
+@section.command(
+    "train a classifier of a task's own inputs against synthetic ones",
+    "  hf-ext train-discriminator --source-model Llama-2-7b-hf --inputs boolean.jsonl --task boolean --out boolean-d",
+    "Train it while you have the task's data. `hf-ext transfer` filters synthetic inputs with it.\n\n"
+    f"{ANY_OPTION} --learning_rate 2e-4  --num_train_epochs 20  --bf16",
+    RESUMABLE,
+    **ANY,
+)
+def train_discriminator(
+    context: typer.Context,
+    source_model: Annotated[str, option("--source-model", "Folder or Hub id of the base model of the task's adapter.")],
+    inputs: Annotated[str, option("--inputs", 'The task\'s inputs, one per line: {"input": "…"}', "FILE.jsonl")],
+    task: Annotated[str, option("--task", "Name of the task, which the prompt for the model contains.", "NAME")],
+    out: Out,
+    seeds: Annotated[
+        str | None, option("--seeds", "Inputs to write synthetic ones from; defaults to some of --inputs.", "FILE.jsonl")
+    ] = None,
+    peft_type: PeftType = "lora",
+    rank: Rank = 16,
+    target_modules: TargetModules = ["all-linear"],  # noqa: B006
+) -> Result | None:
+    settings = training_arguments(context, out)
+    from accelerate import PartialState
+
+    from hf_ext import trans_lora
+
+    model, tokenizer = trans_lora.load_model(source_model)
+    discriminator = trans_lora.train_discriminator(
+        model,
+        tokenizer,
+        trans_lora.read_inputs(inputs),
+        task=task,
+        args=settings,
+        peft_config=peft_config(peft_type, rank, target_modules, source_model),
+        seeds=trans_lora.read_inputs(seeds) if seeds else None,
+    )
+    first = PartialState().is_main_process
+    if first:
+        discriminator.save_pretrained(out)
+    PartialState().wait_for_everyone()
+    figures = ", ".join(f"{name} {value:.2f}" for name, value in discriminator.metrics.items())
+    text = f"{out} holds the discriminator of {task}" + (f" ({figures})." if figures else ".")
+    return Result(text, {"out": out, "task": task, "metrics": discriminator.metrics}) if first else None
+
+
+@section.command(
+    "move an adapter: write inputs, have the old adapter answer, train a new one",
+    "  hf-ext transfer --source-model Llama-2-7b-hf --source-adapter my-lora --target-model gemma-7b \\\n"
+    "    --discriminator boolean-d --seeds seeds.jsonl --out my-lora-on-gemma --learning_rate 2e-4 --num_samples 250",
+    "To resume a run that was killed, run the same command again.\n\n"
+    f"{ANY_OPTION} --learning_rate 2e-4  --num_train_epochs 20  --bf16  --filter token_excess  --num_samples 500",
+    RESUMABLE,
+    **ANY,
+)
+def transfer(
+    context: typer.Context,
+    source_model: Annotated[str, option("--source-model", "Folder or Hub id of the base model of the adapter.")],
+    source_adapter: Annotated[str, option("--source-adapter", "Folder or Hub id of the adapter, of any PEFT type.")],
+    target_model: Annotated[str, option("--target-model", "Folder or Hub id of the base model to move to.")],
+    seeds: Annotated[str, option("--seeds", 'A few real inputs, one per line: {"input": "…"}', "FILE.jsonl")],
+    out: Out,
+    discriminator: Annotated[
+        str | None,
+        option("--discriminator", "Folder or Hub id. Without one, use --filter token_excess or --filter none."),
+    ] = None,
+    discriminator_model: Annotated[
+        str | None,
+        option("--discriminator-model", "Its base model, if it is not the source model, as in a chain of transfers."),
+    ] = None,
+    server: Annotated[
+        str | None, option("--server", "OpenAI-compatible server of the target model, to write the inputs.", "URL")
+    ] = None,
+    server_model: Annotated[
+        str | None, option("--server-model", "The server's name for it; defaults to --target-model.", "NAME")
+    ] = None,
+    peft_type: PeftType = "lora",
+    rank: Rank = 16,
+    target_modules: TargetModules = ["all-linear"],  # noqa: B006
+) -> Result | None:
+    settings = training_arguments(context, out)
+    from hf_ext import trans_lora
+
+    trainer = trans_lora.transfer(
+        source_model,
+        source_adapter,
+        target_model,
+        trans_lora.read_inputs(seeds),
+        settings,
+        peft_config(peft_type, rank, target_modules, target_model),
+        discriminator,
+        discriminator_model,
+        trans_lora.Server(server, server_model or target_model) if server else None,
+    )
+    report = trainer.report if trainer.is_world_process_zero() else None
+    return Result(str(report), report.to_dict()) if report else None
+
+
+def training_arguments(context: typer.Context, out: str) -> TransLoraConfig:
+    """Parses the options that the command does not declare."""
+    from transformers import HfArgumentParser
+
+    from hf_ext import TransLoraConfig
+
+    parser = HfArgumentParser(TransLoraConfig, prog="hf-ext", exit_on_error=False)  # type: ignore[arg-type]
+    try:
+        settings, unknown = parser.parse_args_into_dataclasses([*context.args, "--output_dir", out], True)
+    except argparse.ArgumentError as error:
+        raise mistake(error.message, error.argument_name) from error
+    if unknown:
+        names = [*parser._option_string_actions, *(name for option in context.command.params for name in option.opts)]
+        similar = " or ".join(get_close_matches(unknown[0].partition("=")[0], names, 2))
+        raise mistake(f"unrecognized arguments: {' '.join(unknown)}" + (f". Did you mean {similar}?" if similar else ""))
+    return settings
+
+
+def peft_config(kind: str, rank: int, target_modules: list[str], model: str) -> PeftConfig:
+    """Returns the configuration of the new adapter."""
+    from peft import LoraConfig, PromptTuningConfig
+    from transformers import AutoConfig
+
+    from hf_ext import PissaConfig
+    from hf_ext.trans_lora.encoding import loading
+
+    with loading(model):
+        task_type = "SEQ_2_SEQ_LM" if AutoConfig.from_pretrained(model).is_encoder_decoder else "CAUSAL_LM"
+    if kind == "prompt_tuning":
+        return PromptTuningConfig(task_type=task_type, num_virtual_tokens=rank)
+    modules = target_modules if len(target_modules) > 1 else target_modules[0]
+    options: dict[str, Any] = {"task_type": task_type, "r": rank, "lora_alpha": rank, "target_modules": modules}
+    return PissaConfig(**options) if kind == "pissa" else LoraConfig(**options, use_dora=kind == "dora")
