@@ -47,6 +47,8 @@ FORCE:
 
 style: $(VENV)/dev
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
 
 docs: $(VENV)/docs
 	$(BIN)/python docs/reference.py build/docs
