@@ -17,8 +17,8 @@ class CheckpointError(HfExtError, ValueError):
     """A checkpoint cannot be used for what was asked."""
 
 
-class ExtensionError(HfExtError, ImportError):
-    """The C++ extension, which FM-Delta and EMR-Merging need, is not built or cannot be loaded."""
+class MissingDependencyError(HfExtError, ImportError):
+    """A method needs the C++ extension, which is not built, or a package that is not installed."""
 
 
 class ServerError(HfExtError, ConnectionError):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hf_ext
-from hf_ext.errors import ExtensionError, HfExtError
+from hf_ext.errors import HfExtError, MissingDependencyError
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,7 +28,7 @@ from hf_ext.storage.delta.codec import encode
 for method in (lambda: encode(torch.ones(4)), lambda: hf_ext.emr.election.elect("F32", *[None] * 3)):
     try:
         method()
-    except hf_ext.errors.ExtensionError as error:
+    except hf_ext.errors.MissingDependencyError as error:
         print(error)
 """
 
@@ -59,7 +59,7 @@ def test_a_build_that_requires_the_extension_fails_without_a_compiler(tmp_path: 
 
 
 def test_the_error_is_one_of_ours_and_an_import_error() -> None:
-    assert issubclass(ExtensionError, HfExtError) and issubclass(ExtensionError, ImportError)
+    assert issubclass(MissingDependencyError, HfExtError) and issubclass(MissingDependencyError, ImportError)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the compiler there keeps debug information in a file of its own")

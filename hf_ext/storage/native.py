@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from hf_ext.errors import ExtensionError
+from hf_ext.errors import MissingDependencyError
 
 
 class MissingExtension:
@@ -18,7 +18,7 @@ class MissingExtension:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):  # asked for by copy, inspect and the like
             raise AttributeError(name)
-        raise ExtensionError(
+        raise MissingDependencyError(
             f"FM-Delta and EMR-Merging need the C++ extension of hf_ext, which cannot be imported: {self._cause}. Install a "
             "C++17 compiler (Debian: apt-get install g++; macOS: xcode-select --install), then build the extension in a "
             "checkout of hf_ext: pip install --force-reinstall --no-deps . (to run from the checkout: "

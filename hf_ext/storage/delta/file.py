@@ -1,7 +1,6 @@
-"""A compressed safetensors file: payloads under the tensors' own names, and a header that can restore the original's.
+"""A compressed safetensors file: payloads under the tensors' own names, and a record that restores the original header.
 
-docs/fm_delta_format.md describes the bytes. The file is a valid safetensors file; what makes it one of ours stands in its
-metadata.
+docs/fm_delta_format.md describes the bytes. The file is a valid safetensors file; the record is in its metadata.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ import numpy as np
 import xxhash
 
 from hf_ext.errors import CorruptFileError
-from hf_ext.storage.delta.codec import STORED, VERSION, VERSIONS, Header, payload_shape, read_header
-from hf_ext.storage.safetensors_file import Entry, SafetensorsFile, TensorFile, parse_header
+from hf_ext.storage.delta.codec import STORED, VERSION, Header, payload_shape, read_header
+from hf_ext.storage.safetensors_file import Entry, SafetensorsFile, TensorFile, parse_header, write_header
 
-KEY, CHECKSUM_KEY = "fm_delta", "fm_delta_checksum"  # in a file's metadata
-MAX_HEADER = 100_000_000  # the safetensors library reads no longer header than this
-PAYLOAD_HEADER = 1 << 18  # no payload's header is longer: 255 dimensions and names of 65,535 bytes
+KEY, CHECKSUM_KEY = "fm_delta", "fm_delta_checksum"  # keys of the metadata
+MAX_HEADER = 100_000_000  # bytes; the safetensors library reads no longer header
+PAYLOAD_HEADER = 1 << 18  # limit of a payload's header: 255 dimensions and two names of 65,535 bytes
 
 
 @dataclass(frozen=True)
 class BaseInfo:
-    """Which base a file was compressed against: folder or Hub id, commit on the Hub, `Checkpoint.fingerprint`."""
+    """The base of a compressed file: folder or Hub id, commit on the Hub, `TensorSource.fingerprint`."""
 
     name: str
     revision: str | None
@@ -40,10 +39,10 @@ class BaseInfo:
 
 
 class CompressedFile:
-    """A file written by this module, with everything but the payloads checked.
+    """A compressed file. Opening it checks everything but the payloads.
 
     Raises:
-        CorruptFileError: the file is damaged, is not compressed, or comes from a newer version.
+        CorruptFileError: the file is damaged, is not compressed, or has another format version.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -52,7 +51,7 @@ class CompressedFile:
         record = self.file.metadata.get(KEY)
         if record is None:
             raise CorruptFileError(
-                f"{self.path} is not compressed by FM-Delta (a plain checkpoint needs no such step), or its header is damaged."
+                f"{self.path} is not compressed by FM-Delta (a plain checkpoint needs no decompression), or its header is damaged."
             )
         try:
             fields = json.loads(record)
@@ -61,47 +60,50 @@ class CompressedFile:
         version = fields.get("version") if isinstance(fields, dict) else None
         if isinstance(version, int) and version > VERSION:
             raise CorruptFileError(
-                f"{self.path} has format version {version}, this hf_ext reads up to {VERSION}: update hf_ext."
+                f"{self.path} has format version {version}, this hf_ext reads version {VERSION}: update hf_ext."
             )
         checksum = _header_checksum(record, self.file.entries.items())
-        if version not in VERSIONS or self.file.metadata.get(CHECKSUM_KEY) != checksum:
-            raise CorruptFileError(f"The header of {self.path} is damaged: it does not have the checksum it was written with.")
+        if version != VERSION or self.file.metadata.get(CHECKSUM_KEY) != checksum:
+            raise CorruptFileError(f"The header of {self.path} is damaged: checksum mismatch. Download or save the file again.")
         try:
             self.digest: str = fields["digest"]
-            self.fingerprint: str | None = fields.get("fingerprint")
+            self.fingerprint: str = fields["fingerprint"]
             self.base = BaseInfo(**fields["base"])
             self.original_header = _unpack_header(fields["header"])
             self.original_metadata, self.original = parse_header(self.original_header)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
             raise CorruptFileError(f"The header of {self.path} is damaged: {type(error).__name__} {error}.") from error
         if self.original_metadata != {key: text for key, text in self.file.metadata.items() if key not in (KEY, CHECKSUM_KEY)}:
-            raise CorruptFileError(f"The header of {self.path} is damaged: its metadata is not the original file's.")
+            raise CorruptFileError(f"The header of {self.path} is damaged: its metadata differ from the original file's.")
         if self.original.keys() != self.file.entries.keys() or not _is_contiguous(self.original.values()):
-            raise CorruptFileError(f"The header of {self.path} is damaged: its tensors are not the original file's.")
+            raise CorruptFileError(f"The header of {self.path} is damaged: its tensors differ from the original file's.")
 
     def payload(self, name: str) -> np.ndarray:
+        """Returns the payload of a tensor, unchecked."""
         return self.file[name].data
 
     def size(self, name: str) -> int:
-        """Bytes of the tensor in the original file."""
-        return self.original[name].end - self.original[name].begin
+        """Returns the bytes of a tensor in the original file."""
+        return self.original[name].nbytes
 
     @cached_property
     def headers(self) -> dict[str, Header]:
-        """The headers of all tensors; every payload is checked against its checksum."""
+        """The headers of all payloads, each checked against its checksum."""
         headers = {}
         for name, entry in self.file.entries.items():
             payload = self.payload(name)
             header = headers[name] = read_header(payload, name)
             size = payload.size - header.body if header.mode == STORED else header.size
-            written = Entry("U8", payload_shape(len(header.shape), payload.size), entry.begin, entry.end)
-            if entry != written or self.original[name][:2] != (header.dtype, header.shape) or self.size(name) != size:
-                raise CorruptFileError(f"Tensor '{name}' in {self.path} is not the one the file was written with.")
+            expected = Entry("U8", payload_shape(len(header.shape), payload.size), entry.begin, entry.end)
+            if entry != expected or self.original[name][:2] != (header.dtype, header.shape) or self.size(name) != size:
+                raise CorruptFileError(
+                    f"Tensor '{name}' in {self.path} is not the one the file was written with: its type, shape or size differs."
+                )
         return headers
 
 
 def digest_of(headers: Iterable[Header]) -> str:
-    """A hash of the names and contents of all tensors of a checkpoint, over all its shards."""
+    """Returns a hash of the names and contents of all tensors of a checkpoint, over all its shards."""
     digest = xxhash.xxh3_128()
     for name, checksum in sorted((header.name, header.checksum) for header in headers):
         digest.update(f"{name}\0{checksum}\0".encode())
@@ -109,19 +111,29 @@ def digest_of(headers: Iterable[Header]) -> str:
 
 
 def check_shards(files: Sequence[CompressedFile]) -> None:
-    """Raises CorruptFileError unless these files are all the shards of one save."""
-    found = digest_of(header for file in files for header in file.headers.values())
+    """Checks that these files are all the shards of one save.
+
+    Raises:
+        CorruptFileError: a file belongs to another save, or shards are missing.
+    """
+    digest = digest_of(header for file in files for header in file.headers.values())
     for file in files:
-        if file.digest != found or file.base != files[0].base:
+        if file.digest != digest or file.base != files[0].base:
             raise CorruptFileError(
                 f"{file.path} belongs to another save than the files beside it, or some are missing: the folder was not "
-                "written to the end. Save or download the checkpoint again."
+                "written completely. Save or download the checkpoint again."
             )
 
 
 class CompressedWriter:
-    """Writes one compressed file payload by payload. The header, which needs all sizes, gets its room first and its content
-    in `finish`."""
+    """Writes a compressed file payload by payload. It first reserves space for the header, and writes it in `finish`, when all
+    sizes are known.
+
+    Args:
+        path: of the new file.
+        original: the file that is compressed; only its header is used.
+        base: what the file records as its base.
+    """
 
     def __init__(self, path: Path, original: TensorFile, base: BaseInfo):
         self.original = original
@@ -129,13 +141,14 @@ class CompressedWriter:
         self._base = base
         self._entries: dict[str, Entry] = {}
         self._end = 0
-        most = sum(entry.end - entry.begin + PAYLOAD_HEADER for entry in original.entries.values())
+        most = sum(entry.nbytes + PAYLOAD_HEADER for entry in original.entries.values())
         widest = dict.fromkeys(original.entries, Entry("U8", (most, most), most, most))
         self._room = len(self._header(widest, "0" * 32, "0" * 32))
         self._file = open(path, "wb")
         self._file.write(bytes(8 + self._room))
 
     def add(self, name: str, payload: bytes) -> None:
+        """Appends a tensor's payload."""
         header = read_header(payload, name)
         self.headers.append(header)
         self._entries[name] = Entry("U8", payload_shape(len(header.shape), len(payload)), self._end, self._end + len(payload))
@@ -143,6 +156,7 @@ class CompressedWriter:
         self._file.write(payload)
 
     def finish(self, digest: str, fingerprint: str) -> None:
+        """Writes the header and closes the file."""
         header = self._header(self._entries, digest, fingerprint).ljust(self._room)
         self._file.seek(0)
         self._file.write(len(header).to_bytes(8, "little") + header)
@@ -155,13 +169,8 @@ class CompressedWriter:
         packed = base64.b85encode(zlib.compress(self.original.header_bytes, 9)).decode()
         fields = {"version": VERSION, "digest": digest, "fingerprint": fingerprint, "base": asdict(self._base)}
         record = json.dumps(fields | {"header": packed})
-        metadata = self.original.metadata | {KEY: record, CHECKSUM_KEY: _header_checksum(record, entries.items())}
-        header = {"__metadata__": metadata} | {
-            name: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (entry.begin, entry.end)}
-            for name, entry in entries.items()
-        }
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        return text.ljust(-(-len(text) // 8) * 8)
+        checksum = _header_checksum(record, entries.items())
+        return write_header({**self.original.metadata, KEY: record, CHECKSUM_KEY: checksum}, entries)
 
 
 def _header_checksum(record: str, entries: Iterable[tuple[str, Entry]]) -> str:
