@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from huggingface_hub import ModelCard
 from peft import LoraConfig
 
@@ -11,14 +9,10 @@ from hf_ext.display import markdown_table
 from hf_ext.integration.model_cards import adapter_card
 from hf_ext.pissa.reports import PissaReport
 
-if TYPE_CHECKING:
-    from hf_ext.pissa.config import PissaConfig
-
-
 NAMES = {"pissa": "a PiSSA adapter", "qpissa": "a QPiSSA adapter", "lora": "a LoRA"}
 
 
-def pissa_card(config: PissaConfig, report: PissaReport, trained_class: str | None = None) -> ModelCard:
+def pissa_card(config: LoraConfig, report: PissaReport, trained_class: str | None = None) -> ModelCard:
     """The card of an adapter of a model of this class as it is saved; `report` has no layers where it is not known what it
     started from."""
     kind = "qpissa" if config.peft_type == "QPISSA" else "pissa"

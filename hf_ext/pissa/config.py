@@ -14,12 +14,12 @@ from peft import LoraConfig, PeftType
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from torch import nn
 from transformers.pytorch_utils import Conv1D
-from transformers.utils.logging import tqdm
 
 from hf_ext.integration.model_cards import write_card
+from hf_ext.pissa.adapters import refuse_combination
 from hf_ext.pissa.card import pissa_card
-from hf_ext.pissa.layer import PRINCIPAL, PissaEmbedding, PissaLinear, refuse
-from hf_ext.pissa.reports import LayerReport, PissaReport
+from hf_ext.pissa.layer import PRINCIPAL, PissaEmbedding, PissaLinear, refuse, starts_of
+from hf_ext.pissa.reports import PissaReport
 
 # Options of LoRA that do not go with an adapter that starts as part of the weight, and their neutral values.
 NEUTRAL = {
@@ -69,17 +69,10 @@ class PissaConfig(LoraConfig):
     )
     niter: int = field(default=3, metadata={"help": "Rounds of subspace iteration of the randomized decomposition."})
     seed: int = field(default=0, metadata={"help": "Seed of the randomized decomposition."})
-    in_use: bool = field(default=False, repr=False, metadata={"help": "Set once an adapter has been made of it."})
 
     def __post_init__(self):
+        refuse_combination()
         super().__post_init__()
-        if self.in_use:
-            # PEFT's add_weighted_adapter makes such a copy, then combines A and B as if the adapter were a LoRA.
-            raise ValueError(
-                "This is a copy of the configuration of an adapter in PiSSA's training form. Such adapters cannot be combined "
-                "by weights: save them, and combine the LoRAs that PeftModel.from_pretrained loads. For a new adapter, write "
-                f"a new {type(self).__name__}."
-            )
         self.lora_alpha = self.r if self.lora_alpha is None else self.lora_alpha
         wrong = sorted(name for name, value in NEUTRAL.items() if getattr(self, name, value) != value)
         if wrong:
@@ -104,12 +97,9 @@ class PissaConfig(LoraConfig):
         self._register_custom_module(
             {nn.Linear: PissaLinear, Conv1D: PissaLinear, nn.Embedding: PissaEmbedding, nn.Module: refuse}
         )
-        self.bar: tqdm | None = None
-        self.started: dict[str, LayerReport] = {}  # by layer, once an adapter has been made of it
 
     def to_dict(self) -> dict:
-        options = super().to_dict() | {"init_lora_weights": bool(self.init_lora_weights)}
-        return {key: value for key, value in options.items() if key != "in_use"}
+        return super().to_dict() | {"init_lora_weights": bool(self.init_lora_weights)}
 
     def to_lora_config(self) -> LoraConfig:
         """The LoRA of twice the rank, at the same scaling, as which the adapter is saved."""
@@ -136,7 +126,7 @@ class PissaConfig(LoraConfig):
         # PEFT and Transformers save the adapter itself before its configuration.
         if any(Path(folder, name).exists() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
             trained_class = (auto_mapping or self.auto_mapping or {}).get("base_model_class")
-            write_card(Path(folder), pissa_card(self, PissaReport(list(self.started.values())), trained_class))
+            write_card(Path(folder), pissa_card(self, PissaReport(starts_of(self)), trained_class))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> PissaConfig:

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from hf_ext.display import table
 from hf_ext.errors import HfExtError
 from hf_ext.integration.model_cards import write_card
+from hf_ext.pissa.adapters import active_adapter
 from hf_ext.pissa.card import conversion_card
 from hf_ext.pissa.config import PissaConfig
 from hf_ext.pissa.decomposition import initial_factors, principal_components, truncate
@@ -66,12 +67,13 @@ class LoraConversion:
 
 @torch.no_grad()
 def convert_to_lora(
-    model: PeftModel, rank: int | None = None, adapter_name: str = "default", onto: Onto = "original"
+    model: PeftModel, rank: int | None = None, adapter_name: str | None = None, onto: Onto = "original"
 ) -> LoraConversion:
     """The best LoRA of a rank for an adapter in a model: of PiSSA, of QPiSSA, or a LoRA of a larger rank.
 
     Args:
         rank: of the LoRA; 2r at most, and the default, which loses nothing of a PiSSA adapter.
+        adapter_name: defaults to the active adapter.
         onto: for QPiSSA, the base that the LoRA is for: the one in full precision ("original"), or the one that was quantised
             without an adapter ("quantized", as `load_in_4bit` gives it), where the LoRA also has to make up for the difference
             of the two residuals and every rank loses something. Both read the base's original weights.
@@ -80,6 +82,7 @@ def convert_to_lora(
         HfExtError: there is no such adapter in the model, or it is no LoRA.
         BaseModelError: the original weights are needed and cannot be found.
     """
+    adapter_name = adapter_name or active_adapter(model)
     layers = {
         name: module
         for name, module in model.named_modules()

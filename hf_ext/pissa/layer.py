@@ -4,53 +4,63 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import Any
+from itertools import count
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
+from peft import LoraConfig
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, LoraVariant
 from torch import nn
 from torch.nn import functional
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations.peft import PeftAdapterMixin
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import tqdm
 
-from hf_ext.errors import BaseModelError
+from hf_ext.errors import BaseModelError, HfExtError
+from hf_ext.integration.compat import config_and_name_of_layer, variables_of_caller
+from hf_ext.pissa.adapters import is_pissa, refuse_combination
 from hf_ext.pissa.decomposition import energy, initial_factors, is_of, principal_components
 from hf_ext.pissa.reports import LayerReport
 
-#: `init_lora_weights` of an adapter to be decomposed. PEFT's own layers know no such start, and say so in an error.
+if TYPE_CHECKING:
+    from hf_ext.pissa.config import PissaConfig
+
+#: `init_lora_weights` of an adapter whose weights PiSSA decomposes. PEFT's own layers do not know it and name it in an error.
 PRINCIPAL = "principal components (see hf_ext.pissa.accept_pissa)"
+#: Every layer that is alive, in the order of creation. Model cards find the layers of an adapter here.
+LAYERS: WeakValueDictionary[int, PissaLayer] = WeakValueDictionary()
+_numbers = count()
 
 
 class PissaVariant(LoraVariant):
-    """How an adapter of PiSSA takes part in a layer, in PEFT's terms; `module` is a `PissaLayer`."""
+    """A PiSSA adapter's part in a layer, in PEFT's terms; `module` is a `PissaLayer`."""
 
     @staticmethod
-    def init(module: PissaLayer, adapter_name: str, config: Any, **kwargs: Any) -> None:
+    def init(module: PissaLayer, adapter_name: str, **kwargs: Any) -> None:
+        config = module.configs[adapter_name]
         if module.merged:
-            raise ValueError("The model has merged adapters; call unmerge_adapter() before adding one of PiSSA.")
+            raise ValueError("The model has merged adapters. Call unmerge_adapter() before you add a PiSSA adapter.")
         A, B = module.factors(adapter_name)
         rank, shape = module.r[adapter_name], (module.out_features, module.in_features)
         if rank > min(shape):
             raise ValueError(
-                f"r={rank} is more than the {min(shape)} principal components that {kwargs.get('target_name') or 'a layer'} "
-                f"({shape[0]} × {shape[1]}) has. Give a smaller r, or a rank_pattern for this layer."
+                f"r={rank} is more than the {min(shape)} principal components that {module.name or 'a layer'} "
+                f"({shape[0]} × {shape[1]}) has. Set a smaller r, or a rank_pattern for this layer."
             )
-        if config.init_lora_weights and A.device.type != "meta":
+        decomposes = bool(config.init_lora_weights) and A.device.type != "meta"
+        if decomposes:
             if is_deepspeed_zero3_enabled():
-                raise ValueError("PiSSA cannot decompose weights that DeepSpeed ZeRO-3 has cut up; use ZeRO-2.")
-            if config.bar is None:
-                config.bar = tqdm(desc="Principal components", unit=" layers")
+                raise ValueError("PiSSA cannot decompose weights that DeepSpeed ZeRO-3 has partitioned. Use ZeRO-2.")
             with torch.no_grad():
                 for parameter, start in zip((A, B), module.start(adapter_name, config)):
                     parameter.copy_(start)
-            config.bar.update()
-        config.in_use = True
+            PissaLayer.count_decomposition()
         module.initial_A[adapter_name] = A.detach().clone()
         module.initial_B[adapter_name] = B.detach().clone()
-        module.started[adapter_name] = (config.started, kwargs.get("target_name", ""))
-        if config.init_lora_weights and A.device.type != "meta":
+        if decomposes:
             module.note_start(adapter_name)
 
     @staticmethod
@@ -71,39 +81,84 @@ class PissaVariant(LoraVariant):
 
 
 class PissaLayer(LoraLayer):
-    """What the layers share: A₀ and B₀, kept beside A and B, and a state dict in which both stand as one LoRA of rank 2r.
+    """The base of the PiSSA layers: keeps A₀ and B₀ beside A and B. In the state dict, all four stand as one LoRA of rank 2r.
 
     So whatever saves or loads through state dicts (PEFT, Trainer, Accelerate) reads and writes [A; A₀] and [B, −B₀].
-    Plain LoRA adapters live in these layers as in PEFT's own.
+    Plain LoRA adapters work in these layers as in PEFT's own.
+
+    Attributes:
+        name: the layer's name in the model.
+        configs: the configuration of each adapter, of any kind.
+        initial_A, initial_B: A₀ and B₀ of each PiSSA adapter.
+        started: the report on the start of each PiSSA adapter, where it is known.
     """
 
-    other_param_names = (*LoraLayer.other_param_names, "initial_A", "initial_B", "started")
+    other_param_names = (*LoraLayer.other_param_names, "lora_variant", "configs", "initial_A", "initial_B", "started")
+    name: str
+    configs: dict[str, LoraConfig]
+    initial_A: BufferDict
+    initial_B: BufferDict
+    started: dict[str, LayerReport]
+    _bar: ClassVar[Any] = None  # over the layers of the adapter that PEFT is adding
+    _adapter_to_update: str | None = None
 
     def prepare(self) -> None:
-        """Makes room for A₀ and B₀, and for where to note what they are (`PissaConfig.started`, and under which name)."""
-        if "initial_A" not in self._modules:
+        """Adds the attributes that PEFT's layers do not have."""
+        if not hasattr(self, "configs"):
+            self.name, self.configs, self.started = "", {}, {}
             self.initial_A, self.initial_B = BufferDict(), BufferDict()
-            self.started: dict[str, tuple[dict[str, LayerReport], str]] = {}
+            LAYERS[next(_numbers)] = self
 
-    def update_layer(self, *args: Any, config: Any, **kwargs: Any) -> None:
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        LAYERS[next(_numbers)] = self  # a copy of a layer
+
+    def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         self.prepare()
-        super().update_layer(*args, config=config, **kwargs)
-        self._config = config
+        refuse_combination()
+        config, name = config_and_name_of_layer(kwargs)
+        if is_pissa(config) and variables_of_caller(PeftAdapterMixin.load_adapter) is not None:
+            raise HfExtError(
+                f"model.load_adapter of Transformers cannot load an adapter of {type(config).__name__}. Use PeftModel: "
+                "PeftModel.from_pretrained(model, folder)."
+            )
+        self.configs[adapter_name], self.name = config, name or self.name
+        self._adapter_to_update = adapter_name
+        try:
+            super().update_layer(adapter_name, *args, **kwargs)
+        except BaseException:
+            self.configs.pop(adapter_name, None)
+            PissaLayer.close_bar()
+            raise
+        finally:
+            self._adapter_to_update = None
 
     def set_adapter(self, *args: Any, **kwargs: Any) -> None:
         super().set_adapter(*args, **kwargs)
-        # PEFT calls this in each layer's update_layer, and in all layers once they are all there.
-        config = self.__dict__.pop("_config", None)
-        if getattr(config, "bar", None) is not None:
-            config.bar.close()
-            config.bar = None
+        # PEFT calls this in update_layer of each layer, and in all layers once every layer has its adapter.
+        if self._adapter_to_update is None:
+            PissaLayer.close_bar()
+
+    @staticmethod
+    def count_decomposition() -> None:
+        """Advances the progress bar over the layers of the adapter that PEFT is adding."""
+        if PissaLayer._bar is None:
+            PissaLayer._bar = tqdm(desc="Principal components", unit=" layers")
+        PissaLayer._bar.update()
+
+    @staticmethod
+    def close_bar() -> None:
+        if PissaLayer._bar is not None:
+            PissaLayer._bar.close()
+            PissaLayer._bar = None
 
     def reset_lora_parameters(self, adapter_name: str, init_lora_weights: bool | str) -> None:
-        if init_lora_weights != PRINCIPAL:  # which `PissaVariant.init` sees to
+        if init_lora_weights != PRINCIPAL:  # `PissaVariant.init` handles that one
             super().reset_lora_parameters(adapter_name, init_lora_weights)
 
-    def resolve_lora_variant(self, *, config: Any, **kwargs: Any) -> LoraVariant | None:
-        return PissaVariant() if hasattr(config, "svd") else super().resolve_lora_variant(config=config, **kwargs)
+    def resolve_lora_variant(self, **kwargs: Any) -> LoraVariant | None:
+        config = self.configs.get(self._adapter_to_update or "")
+        return PissaVariant() if is_pissa(config) else super().resolve_lora_variant(**kwargs)
 
     def pissa_adapters(self) -> list[str]:
         return [name for name, variant in self.lora_variant.items() if isinstance(variant, PissaVariant)]
@@ -124,7 +179,7 @@ class PissaLayer(LoraLayer):
             ValueError: it is not stored as floats.
         """
 
-    def start(self, adapter: str, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def start(self, adapter: str, config: PissaConfig) -> tuple[torch.Tensor, torch.Tensor]:
         """A and B from the weight's principal components."""
         niter = None if config.svd == "exact" else config.niter
         components = principal_components(self.matrix(), self.r[adapter], niter, seed=config.seed)
@@ -155,9 +210,8 @@ class PissaLayer(LoraLayer):
         return LayerReport(name, self.r[adapter], share.item(), None, None)
 
     def note_start(self, adapter: str) -> None:
-        """Tells the adapter's configuration what it started from."""
-        noted, name = self.started[adapter]
-        noted[name] = self.report(adapter, name)
+        """Records the report on the adapter's start, for the model card."""
+        self.started[adapter] = self.report(adapter, self.name)
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         delta = super().get_delta_weight(adapter)
@@ -212,10 +266,13 @@ class PissaLayer(LoraLayer):
 class PissaLinear(PissaLayer, Linear):
     """For `torch.nn.Linear`, and Transformers' `Conv1D`, whose weight is stored as (n, m)."""
 
-    def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any, **kwargs: Any):
+    def __init__(self, base_layer: nn.Module, adapter_name: str, **kwargs: Any):
         inner = base_layer.get_base_layer() if hasattr(base_layer, "get_base_layer") else base_layer
+        config, _ = config_and_name_of_layer(kwargs)
         config.fan_in_fan_out = isinstance(inner, Conv1D)
-        super().__init__(base_layer, adapter_name, config=config, is_target_conv_1d_layer=config.fan_in_fan_out, **kwargs)
+        if "fan_in_fan_out" in kwargs:  # PEFT 0.18 passes each option
+            kwargs["fan_in_fan_out"] = config.fan_in_fan_out
+        super().__init__(base_layer, adapter_name, is_target_conv_1d_layer=config.fan_in_fan_out, **kwargs)
 
     def keys(self, adapter: str) -> tuple[str, str]:
         return f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
@@ -279,6 +336,16 @@ class PissaEmbedding(PissaLayer, Embedding):
                 "Embeddings under PiSSA cannot mix adapters in a batch. Save the adapter and load it again: a LoRA can."
             )
         return super()._mixed_batch_forward(x, *args, adapter_names=adapter_names, **kwargs)
+
+
+def starts_of(config: LoraConfig) -> list[LayerReport]:
+    """Returns the reports on the start of the adapter with this very configuration, layer by layer."""
+    found = {}
+    for layer in list(LAYERS.values()):
+        for adapter, report in layer.started.items():
+            if layer.configs[adapter] is config:
+                found[report.layer] = report
+    return list(found.values())
 
 
 def another_base(layer: object) -> BaseModelError:

@@ -7,13 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from peft import PeftModel
 from peft.tuners.lora.model import LoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import get_logger
 
-from hf_ext.errors import BaseModelError
+from hf_ext.errors import BaseModelError, HfExtError
+from hf_ext.integration.compat import config_and_name_of_layer, saves_only_lora_tensors
 from hf_ext.pissa.config import QPissaConfig
 from hf_ext.pissa.decomposition import energy
 from hf_ext.pissa.layer import PissaLinear
@@ -60,6 +62,26 @@ class QPissaLinear(PissaLinear):
             base.put(found, scaling, base.plain_error(weight))
         self._check_shared(rank, scaling)
         return base.A[:rank], base.B[:, :rank]
+
+    def rebuild(self, state_dict: dict[str, torch.Tensor], prefix: str) -> None:
+        """Makes the residual of the adapter in a state dict, unless the layer has one.
+
+        Takes a stored residual out of the state dict.
+        """
+        base, residual = self.base_layer, f"{prefix}{RESIDUAL[1:]}"
+        for adapter in self.pissa_adapters():
+            A, B = (state_dict.get(prefix + key) for key in self.keys(adapter))
+            if A is None or B is None or len(A) != 2 * self.r[adapter]:
+                continue
+            stored = [key for key in state_dict if key.startswith(residual) and key != f"{residual}bias"]
+            parts = {key.removeprefix(residual): state_dict.pop(key) for key in stored}
+            if base.B is None:
+                quantized = _stored_residual(parts, base.weight.device) if parts else None
+                base.rebuild(-B.chunk(2, dim=1)[1], A.chunk(2)[1].clone(), self.start_scaling(adapter), quantized)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        self.rebuild(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _check_shared(self, rank: int, scaling: float) -> None:
         base = self.base_layer
@@ -133,6 +155,11 @@ class QPissaModel(LoraModel):
         super()._prepare_model(config, model)
         if not config.init_lora_weights:
             return
+        if saves_only_lora_tensors() and (config.save_residual or config.bias != "none"):
+            raise HfExtError(
+                f"save_residual={config.save_residual}, bias={config.bias!r}: this version of PEFT cannot save residuals and "
+                "biases with a QPiSSA adapter. Install peft>=0.21, or set save_residual=False and bias='none'."
+            )
         if others := [other for other in self.peft_config.values() if other is not config]:
             # The layers are QPiSSA's already, so they say nothing of the model.
             for name in ("quant_type", "double_quant", "full_precision_modules"):
@@ -149,7 +176,7 @@ class QPissaModel(LoraModel):
         ]
 
     def _create_new_module(self, config: QPissaConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
-        name = kwargs["target_name"]
+        _, name = config_and_name_of_layer(kwargs | {"config": config})
         bnb = bitsandbytes()
         if not isinstance(target, (nn.Linear, Conv1D, bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
             raise ValueError(
@@ -206,21 +233,21 @@ class QPissaModel(LoraModel):
 
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, QPissaLinear)}
-        with progress("Rebuilding residual", len(layers)) as bar:
-            for name, module in layers.items():
-                # In a model that adapters were injected into, names lack PEFT's prefix, which those in the file have.
-                prefix = name if f"{name}.lora_A.weight" in state_dict else f"base_model.model.{name}"
-                residual = prefix + RESIDUAL
-                stored = [key for key in state_dict if key.startswith(residual) and not key.endswith(".bias")]
-                parts = {key.removeprefix(residual): state_dict.pop(key) for key in stored}
-                A, B = state_dict.get(f"{prefix}.lora_A.weight"), state_dict.get(f"{prefix}.lora_B.weight")
-                base = module.base_layer
-                if A is not None and B is not None and base.B is None:
-                    quantized = _stored_residual(parts, base.weight.device) if parts else None
-                    base.rebuild(-B.chunk(2, dim=1)[1], A.chunk(2)[1].clone(), module.start_scaling(adapter_name), quantized)
-                bar.update()
-        return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        # PEFT passes the keys of the residual on as they are in the file. Only the names in a `PeftModel` have its prefix.
+        state = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        if isinstance(model, PeftModel):
+            return state
+        return {key.removeprefix("base_model.model.") if RESIDUAL in key else key: state[key] for key in state}
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        layers = {name: module for name, module in self.named_modules() if isinstance(module, QPissaLinear)}
+        layers = {name: module for name, module in layers.items() if module.base_layer.B is None}
+        if layers:  # each rebuilds its residual anyway, but without a progress bar
+            with progress("Rebuilding residual", len(layers)) as bar:
+                for name, module in layers.items():
+                    module.rebuild(state_dict, f"{prefix}{name}.")
+                    bar.update()
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 def _stored_residual(stored: dict[str, torch.Tensor], device: torch.device) -> nn.Parameter:

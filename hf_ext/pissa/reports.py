@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_ext.display import new_figure, save_figure, table
 from hf_ext.errors import HfExtError
+from hf_ext.pissa.adapters import active_adapter
 
 
 @dataclass(frozen=True)
@@ -91,18 +92,20 @@ def _percent(share: float | None, digits: int) -> str:
     return "–" if share is None else f"{100 * share:.{digits}f} %"
 
 
-def report(model: nn.Module, adapter_name: str = "default") -> PissaReport:
-    """What an adapter of PiSSA or QPiSSA started from.
+def report(model: nn.Module, adapter_name: str | None = None) -> PissaReport:
+    """Reports what a PiSSA or QPiSSA adapter started from.
 
     Args:
-        model: with the adapter in PiSSA's training form. Of a QPiSSA adapter that was loaded, the base's original weights are
-            read again, tensor by tensor.
+        model: a model with the adapter in PiSSA's training form. For a QPiSSA adapter that was loaded, this reads the base's
+            original weights again, tensor by tensor.
+        adapter_name: defaults to the active adapter.
 
     Raises:
         HfExtError: there is no such adapter.
         BaseModelError: the original weights are needed and cannot be found.
     """
     modules = {name: module for name, module in model.named_modules() if hasattr(module, "pissa_adapters")}
+    adapter_name = adapter_name or active_adapter(model)
     if any(module.merged for module in modules.values()):
         raise HfExtError("The model has merged adapters; call unmerge_adapter() before reporting.")
     layers = [

@@ -203,7 +203,9 @@ class ResidualLinear(nn.Module):
         self._set(B.to(device), A.to(device), scaling, quantized)
 
     def _set(self, B: torch.Tensor, A: torch.Tensor, scaling: float, quantized: nn.Parameter) -> None:
-        self.B, self.A, self.scaling, self.rank = B.float(), A.float(), scaling, len(A)
+        # In the layout of the adapter's own factors, so that both make the same product to the last bit.
+        self.B, self.A = B.float().contiguous(), A.float().contiguous()
+        self.scaling, self.rank = scaling, len(A)
         before, self.layer = self.layer, self._layer(self.quantization, quantized)
         if before is not self.layer:
             before.weight = nn.Parameter(quantized.new_empty(0, dtype=torch.float32), requires_grad=False)  # see `_layer`

@@ -45,6 +45,15 @@ def test_the_lora_is_the_best_of_its_rank_and_misses_what_it_says(tmp_path, buil
         assert difference(logits(loaded), logits(model)) < 2e-6
 
 
+def test_the_active_adapter_is_converted():
+    model = trained(llama(), PissaConfig(**OPTIONS))
+    model.add_adapter("other", PissaConfig(**OPTIONS | {"r": 2}))
+    assert {layer.rank for layer in pissa.convert_to_lora(model).layers} == {8}
+    model.set_adapter("other")
+    assert {layer.rank for layer in pissa.convert_to_lora(model).layers} == {4}
+    assert {layer.rank for layer in pissa.convert_to_lora(model, adapter_name="default").layers} == {8}
+
+
 def test_everything_else_of_the_adapter_comes_along(tmp_path):
     model = trained(bert(), PissaConfig(r=4, target_modules=["query", "word_embeddings"], task_type="SEQ_CLS"))
     pissa.convert_to_lora(model, 8).save_pretrained(tmp_path)

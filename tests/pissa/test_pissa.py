@@ -272,12 +272,35 @@ def test_weights_of_another_kind_are_not_taken_for_floats():
         get_peft_model(nn.Sequential(layer), config(r=2, target_modules=["0"]))
 
 
-def test_combining_by_weights_is_an_error_in_the_training_form():
-    model = trained(llama(), config())
-    model.add_adapter("other", config(seed=1))
-    with pytest.raises(ValueError, match="cannot be combined"):
-        model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "both", "linear")
-    assert set(model.peft_config) == {"default", "other"}
+COMBINATIONS = ["cat", "linear", "svd"] + [
+    kind + end for kind in ("ties", "dare_linear", "dare_ties", "magnitude_prune") for end in ("", "_svd")
+]
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("targets", [["v_proj"], ["q_proj", "v_proj", "down_proj"]], ids=["fewer layers", "more layers"])
+def test_combining_by_weights_is_an_error_in_the_training_form(combination, targets):
+    model = trained(llama(), config(target_modules=["q_proj", "v_proj"]))
+    model.add_adapter("plain", LoraConfig(r=4, target_modules=targets))
+    model.add_adapter("second", config(target_modules=["q_proj", "v_proj"], seed=1))
+    expected, names = logits(model), list(model.state_dict())
+    orders = [["default", "plain"], ["plain", "default"], ["default", "second"], ["plain", "plain", "second"], ["second"]]
+    for adapters in orders:
+        with pytest.raises(ValueError, match="training form, which add_weighted_adapter cannot combine. Save them"):
+            model.add_weighted_adapter(adapters, [0.5] * len(adapters), "both", combination, density=0.5)
+        assert list(model.peft_config) == ["default", "plain", "second"]
+        assert list(model.state_dict()) == names and torch.equal(logits(model), expected)
+
+
+def test_plain_adapters_beside_pissa_are_combined_by_weights():
+    options = {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False}
+    model = trained(llama(), config(target_modules=["q_proj", "v_proj"]))
+    model.add_adapter("one", LoraConfig(**options))
+    model.add_adapter("two", LoraConfig(**options))
+    model.add_weighted_adapter(["one", "two"], [0.5, 2.0], "both", "cat")
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    found, (one, two) = layer.get_delta_weight("both"), map(layer.get_delta_weight, ("one", "two"))
+    assert difference(found, 0.5 * one + 2.0 * two) < 1e-5
 
 
 def test_an_adapter_put_in_by_hotswap_is_an_error(tmp_path):
@@ -331,6 +354,16 @@ def test_a_scaled_adapter_is_scaled_in_its_change_alone():
         layer.scale_layer(0.5)
     assert all(difference(layer.get_delta_weight("default"), 0.5 * change[name]) < 1e-6 for name, layer in layers.items())
     model.load_state_dict(state)
+
+
+def test_a_configuration_holds_what_the_user_set_and_nothing_else():
+    options = config()
+    before = copy.deepcopy(vars(options))
+    model = trained(llama(), options)
+    changed = {name for name, value in vars(options).items() if value != before.get(name)}
+    assert vars(options).keys() == before.keys()
+    assert changed <= {"target_modules", "base_model_name_or_path", "revision", "auto_mapping"}  # which PEFT fills in
+    assert len(pissa.report(model).layers) == 14
 
 
 def test_a_configuration_serves_several_models():

@@ -50,6 +50,20 @@ def test_it_is_a_table_a_dictionary_and_a_picture(tmp_path, kind):
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_report_is_on_the_active_adapter():
+    model = get_peft_model(llama(), PissaConfig(**OPTIONS), adapter_name="first")
+    model.add_adapter("second", PissaConfig(**OPTIONS | {"r": 2}))
+    assert {layer.rank for layer in pissa.report(model).layers} == {4}
+    model.set_adapter("second")
+    assert {layer.rank for layer in pissa.report(model).layers} == {2}
+    assert {layer.rank for layer in pissa.report(model, "first").layers} == {4}
+    model.base_model.set_adapter(["first", "second"])
+    with pytest.raises(HfExtError, match="Several adapters of the model are active: first, second"):
+        pissa.report(model)
+    with pytest.raises(HfExtError, match="no active LoRA or PiSSA adapter"):
+        pissa.report(llama())
+
+
 def test_a_model_without_the_training_form_is_an_error(tmp_path):
     trained(llama(), PissaConfig(**OPTIONS)).save_pretrained(tmp_path)
     with pytest.raises(HfExtError, match="loads as a LoRA"):

@@ -16,12 +16,14 @@ from torch import nn
 from transformers import AutoModelForSeq2SeqLM
 from transformers.pytorch_utils import Conv1D
 
-from hf_ext import BaseModelError, HfExtError, QPissaConfig, fm_delta, pissa
+from hf_ext import BaseModelError, HfExtError, PissaConfig, QPissaConfig, fm_delta, pissa
 from hf_ext.pissa.layer import PissaLinear
 from hf_ext.pissa.model import QPissaLinear
 from hf_ext.pissa.quantization import dequantize
 
 FORMATS = {"nf4": NF4, "fp4 in floats": FP4_IN_FLOATS, "int8": INT8, "full precision": None}
+# Where sums are taken in another order. In 8 bits that may move an activation to the next of its 127 steps.
+TOLERANCE = {False: 2e-6, True: 1e-2}
 every_format = pytest.mark.parametrize("quantization", FORMATS.values(), ids=FORMATS)
 pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt", "ignore:.*fan_in_fan_out")
 
@@ -119,13 +121,13 @@ def test_the_saved_residual_is_what_it_costs(tmp_path, llama_base):
 
 
 @every_format
-def test_disabling_gives_the_start_of_training_exactly(base, quantization):
+def test_disabling_gives_the_start_of_training(base, quantization):
     model = get_peft_model(load(base, quantization), config())
     start = logits(model)
     model = trained(load(base, quantization), config())
     assert difference(logits(model), start) > 1e-3
     with model.disable_adapter():
-        assert torch.equal(logits(model), start)
+        assert difference(logits(model), start) < TOLERANCE[quantization == INT8]
 
 
 @every_format
@@ -149,12 +151,13 @@ def test_merging_is_exact_and_merged_weights_are_quantised_with_a_known_error(ba
     model = trained(load(base, quantization), config())
     expected = logits(model)
     residuals = weights(model)
+    dense = {name: weight + model.get_submodule(name).get_delta_weight("default") for name, weight in residuals.items()}
     model.merge_adapter(safe_merge=True)
-    assert difference(logits(model), expected) < 2e-6
+    assert all(difference(weight, dense[name]) < 1e-6 for name, weight in weights(model).items())
+    assert difference(logits(model), expected) < TOLERANCE[quantization == INT8]
     model.unmerge_adapter()
-    assert torch.equal(logits(model), expected)
     assert all(torch.equal(residuals[name], weight) for name, weight in weights(model).items())
-    dense = {name: weight + model.get_submodule(name).get_delta_weight("default") for name, weight in weights(model).items()}
+    assert torch.equal(logits(model), expected)
     merged = model.merge_and_unload()
     for name, weight in dense.items():
         layer = merged.get_submodule(name.removeprefix("base_model.model."))
@@ -193,6 +196,19 @@ def test_it_loads_through_every_door(tmp_path, llama_base, low_cpu_mem_usage):
     again = PeftModel.from_pretrained(load(llama_base, NF4), tmp_path / "adapter", low_cpu_mem_usage=low_cpu_mem_usage)
     assert torch.equal(logits(again), expected)
     assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")), expected)
+
+
+@pytest.mark.parametrize("kind", [PissaConfig, QPissaConfig])
+def test_transformers_own_loading_is_an_error_that_names_another_way(tmp_path, llama_base, kind):
+    options = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    trained(load(llama_base), kind(**options)).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(HfExtError, match=f"cannot load an adapter of {kind.__name__}. Use PeftModel"):
+        load(llama_base).load_adapter(tmp_path / "adapter", peft_config=kind.from_pretrained(tmp_path / "adapter"))
+    if kind is QPissaConfig:
+        with pytest.raises(HfExtError, match="Use PeftModel"):
+            load(llama_base).load_adapter(str(tmp_path / "adapter"))
+        with pytest.raises(HfExtError, match="Use PeftModel"):
+            load(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("quantization", [NF4, FP4_IN_FLOATS, INT8], ids=["nf4", "fp4", "int8"])
