@@ -29,10 +29,11 @@ def folder(tmp_path):
     return tmp_path
 
 
-def process(*arguments, python=("-m", "hf_ext"), **environment):
+def process(*arguments, python=("-m", "hf_ext"), cwd=None, **environment):
     return subprocess.run(
         [sys.executable, *python, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=120,
@@ -318,7 +319,7 @@ def test_what_goes_wrong_is_one_line(folder, capsys):
     assert "neither a folder nor a Hub repository" in fails(
         capsys, "compress", src, "--base", "no/such/base", "--out", folder / "out"
     )
-    assert "are compressed already" in fails(capsys, "compress", small, "--base", base, "--out", folder / "out")
+    assert "is compressed already" in fails(capsys, "compress", small, "--base", base, "--out", folder / "out")
     assert "cannot be overwritten" in fails(capsys, "compress", src, "--base", base, "--out", src)
     assert "is not a folder" in fails(capsys, "compress", folder / "none", "--base", base, "--out", folder / "out")
     for out in (src / "config.json", src / "config.json/below"):
@@ -457,6 +458,23 @@ def test_as_a_process_it_exits_with_one_line_and_no_traceback(folder):
     failed = process("verify", folder / "tuned")
     assert (failed.returncode, failed.stdout) == (1, "")
     assert failed.stderr.startswith("hf-ext: ") and failed.stderr.count("\n") == 1
+
+
+def test_commands_for_compressed_models_need_neither_transformers_nor_peft(folder):
+    code = """
+import sys
+sys.modules |= {"transformers": None, "peft": None, "accelerate": None}  # as if they were not installed
+from hf_ext.cli.main import main
+lines = (
+    "compress tuned --base base --out new --verify", "verify new", "inspect new", "find-base tuned base",
+    "decompress new --out back", "compress-all tuned --candidates base --out all", "merge --base base --task a=tuned --out x",
+)
+print([main(line.split()) for line in lines])
+"""
+    done = process(python=("-c", code), cwd=folder)
+    assert done.stdout.splitlines()[-1] == "[0, 0, 0, 0, 0, 0, 1]"
+    assert done.stderr.splitlines()[-1].endswith("Install it: pip install transformers")
+    assert contents(folder / "back") == contents(folder / "tuned")
 
 
 def test_a_fault_of_the_code_is_one_line_too_and_a_traceback_is_to_be_had(folder, monkeypatch, capsys):

@@ -141,6 +141,9 @@ def failure(context: typer.Context, error: Exception) -> int:
     """Prints an error as one line, after its traceback if `--traceback` was given. Returns the exit code."""
     if context.find_root().params["traceback"]:
         traceback.print_exc()
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        say(f"{error}. Install it: pip install {error.name.partition('.')[0]}")
+        return 1
     of_an_option = context.allow_extra_args and isinstance(error, ValueError)  # one that Transformers or PEFT has rejected
     if of_an_option or isinstance(error, (HfExtError, OSError, ImportError)):
         say(str(error))
