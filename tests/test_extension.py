@@ -13,19 +13,23 @@ from hf_ext.errors import HfExtError, MissingDependencyError
 ROOT = Path(__file__).parents[1]
 
 USES = """
-import importlib, pkgutil
-import torch, transformers, peft
+import importlib, pkgutil, sys
+# An editable install would find the checkout's extension.
+sys.meta_path[:] = [finder for finder in sys.meta_path if not getattr(finder, "__module__", "").startswith("__editable__")]
+import numpy, torch, transformers, peft
 import hf_ext
 
 for module in pkgutil.walk_packages(hf_ext.__path__, "hf_ext."):
-    importlib.import_module(module.name)
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
 
 model = torch.nn.Sequential(torch.nn.Linear(16, 16))
 adapted = peft.get_peft_model(model, hf_ext.PissaConfig(r=2, target_modules=["0"]))
 assert adapted(torch.ones(1, 16)).shape == (1, 16)
 
 from hf_ext.storage.delta.codec import encode
-for method in (lambda: encode(torch.ones(4)), lambda: hf_ext.emr.election.elect("F32", *[None] * 3)):
+weight = numpy.zeros(8, numpy.uint8)
+for method in (lambda: encode(torch.ones(4)), lambda: hf_ext.emr.election.elect("F32", weight, [weight], weight)):
     try:
         method()
     except hf_ext.errors.MissingDependencyError as error:

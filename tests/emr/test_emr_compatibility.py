@@ -1,30 +1,29 @@
-"""Merges that were written once and must always give the same weights."""
+"""Merges of every format version give the weights they gave when they were written."""
 
 from __future__ import annotations
 
-import hashlib
+import json
 from pathlib import Path
 
 import pytest
+from golden_checkpoints import MERGES, merge_tensors, sha256, write_folder
 
 from hf_ext import emr
+from hf_ext.emr.modulators import VERSION
 
-GOLDEN = Path(__file__).parent / "golden"
-
-# SHA-256 of the weights of each task: float32 and bfloat16, untouched rows, longer and shorter vocabularies, heads of their
-# own, an integer.
-WEIGHTS = {
-    "v1": {
-        "plain": "14bb40bb9b8ddd82263a836648a270d3febcac90b061215e225240df64ebe7af",
-        "longer": "597712aba7eb5c42109c813c7957e2bc84b2a79eeb36135feaf5e5cdde2fc8cf",
-        "shorter": "2648e27ff99ae4861a744cc838e388ab427d6bc729d737ff9d4f9fa8da020b4b",
-        "alone": "b5d8b9d70a504c2679c8d252409f2fe39b7af0c4f0b0b9a0a073f579b2596094",
-    }
-}
+WEIGHTS = {path.parent: json.loads(path.read_text()) for path in sorted(MERGES.glob("v*/weights.json"))}
 
 
-@pytest.mark.parametrize("version, task", [(version, task) for version in WEIGHTS for task in WEIGHTS[version]])
-def test_merges_of_every_version_give_the_weights_they_gave(version: str, task: str, tmp_path: Path) -> None:
-    emr.extract(GOLDEN / version, task, tmp_path / "out")
-    weights = (tmp_path / "out" / "model.safetensors").read_bytes()
-    assert hashlib.sha256(weights).hexdigest() == WEIGHTS[version][task]
+@pytest.mark.parametrize(
+    ("folder", "task"),
+    [(folder, task) for folder in WEIGHTS for task in WEIGHTS[folder]],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_merges_of_every_version_give_the_weights_they_gave(folder: Path, task: str, tmp_path: Path) -> None:
+    base = write_folder(tmp_path / "base", merge_tensors(int(folder.name[1:]))[0])
+    emr.extract(folder, task, tmp_path / "out", base=base)
+    assert sha256(tmp_path / "out" / "model.safetensors") == WEIGHTS[folder][task]
+
+
+def test_there_is_a_merge_of_every_version() -> None:
+    assert [folder.name for folder in WEIGHTS] == [f"v{version}" for version in range(1, VERSION + 1)]

@@ -1,51 +1,46 @@
-"""Files that were written once and must always load."""
+"""Compressed files of every format version decode to what they were made from."""
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
 import reference_codec as reference
 import xxhash
-from golden_checkpoints import GOLDEN, write_base
+from golden_checkpoints import DELTAS, sha256, tensors, write_folder
 
 from hf_ext import fm_delta
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.delta.codec import CODED, row_length
-from hf_ext.storage.delta.file import VERSION, CompressedFile
+from hf_ext.storage.delta.codec import CODED, VERSION, row_length
+from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.storage.native import FLOATS
 
-# v1 has its own base beside it: every float type, untouched rows, a resized embedding, a base of another type, a new head,
-# integers, NaN and infinities. The others are made by golden_checkpoints.py.
-FOLDERS = sorted(path.parent for path in GOLDEN.glob("v*/model.safetensors"))
+FOLDERS = sorted(path.parent for path in DELTAS.glob("v*/model.safetensors"))
 
 every_version = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 
 
 @pytest.fixture
 def base(folder: Path, tmp_path: Path) -> Path:
-    version, _, generated = folder.name.partition("-")
-    return write_base(tmp_path / "base", int(version[1:])) if generated else GOLDEN / "base"
+    return write_folder(tmp_path / "base", tensors(int(folder.name[1:]))[0])
 
 
 @every_version
 def test_files_of_every_version_decompress_to_what_they_were(folder: Path, base: Path, tmp_path: Path) -> None:
     fm_delta.decompress_checkpoint(folder, tmp_path / "out", base=base)
-    restored = (tmp_path / "out" / "model.safetensors").read_bytes()
-    assert hashlib.sha256(restored).hexdigest() == (folder / "original.sha256").read_text().strip()
+    assert sha256(tmp_path / "out" / "model.safetensors") == (folder / "original.sha256").read_text().strip()
 
 
 @every_version
 def test_the_reference_decodes_files_of_every_version(folder: Path, base: Path) -> None:
-    file, tensors = CompressedFile(folder / "model.safetensors"), Checkpoint(base)
+    file, checkpoint = CompressedFile(folder / "model.safetensors"), Checkpoint(base)
     coded = {name: header for name, header in file.headers.items() if header.mode == CODED}
     assert {header.dtype for header in coded.values()} == set(FLOATS)
     for name, header in coded.items():
         prediction = None
         if header.base_values:
             kind = reference.TYPES[FLOATS[header.base_dtype]]
-            bits = tensors[header.base_name].data.view(kind.unsigned)[: header.base_values]
+            bits = checkpoint.read(header.base_name).data.view(kind.unsigned)[: header.base_values]
             same = header.base_dtype == header.dtype  # else a NaN would lose its payload
             prediction = bits if same else reference.cast(bits, FLOATS[header.base_dtype], FLOATS[header.dtype])
         sizes = header.values, row_length(header.shape), header.base_values
@@ -55,4 +50,4 @@ def test_the_reference_decodes_files_of_every_version(folder: Path, base: Path) 
 
 
 def test_there_are_files_of_every_version() -> None:
-    assert {f"v{version}-generated" for version in range(1, VERSION + 1)} <= {folder.name for folder in FOLDERS}
+    assert [folder.name for folder in FOLDERS] == [f"v{version}" for version in range(1, VERSION + 1)]

@@ -433,9 +433,9 @@ def test_a_payload_that_is_forged_by_chance_is_refused():
 
 def test_a_payload_of_a_later_version_says_so():
     payload = payloads()[0]
-    with pytest.raises(CorruptFileError, match="format version 3, this hf_ext reads up to version 2: update hf_ext"):
-        read_header(b"FMD\x03" + payload[4:])
-    for other in (b"", b"FMD", b"FMD\x02", bytes(100), b"GGUF" + payload[4:]):
+    with pytest.raises(CorruptFileError, match="format version 2, this hf_ext reads version 1: update hf_ext"):
+        read_header(b"FMD\x02" + payload[4:])
+    for other in (b"", b"FMD", b"FMD\x01", bytes(100), b"GGUF" + payload[4:]):
         with pytest.raises(CorruptFileError, match="not compressed by FM-Delta, or the file is damaged"):
             read_header(other)
 
@@ -465,35 +465,35 @@ def test_the_forger_of_these_tests_makes_files_that_are_read(compressed):
     assert assert_right_or_refused(compressed)
 
 
-@pytest.mark.parametrize("version", [3, 10**9])
+@pytest.mark.parametrize("version", [2, 10**9])
 def test_a_file_of_a_later_version_says_so(compressed, version):
     path = compressed / "small/model.safetensors"
     for record in ({"version": version}, json.dumps({"version": version, "all else": "may differ"})):
         forge_file(path, record)
         for read in READERS:
-            with pytest.raises(
-                CorruptFileError, match=f"has format version {version}, this hf_ext reads up to 2: update hf_ext"
-            ):
+            with pytest.raises(CorruptFileError, match=f"has format version {version}, this hf_ext reads version 1: update"):
                 read(compressed / "small")
     path.write_bytes(path.read_bytes().replace(b"may differ", b"may DIFFER"))  # and so may the checksum
     with pytest.raises(CorruptFileError, match="update hf_ext"):
         fm_delta.verify(compressed / "small")
 
 
+BASE_RECORD = {"name": "bert", "revision": None, "fingerprint": ""}
 RECORDS = {
     "no JSON": "{",
     "a list": "[]",
     "a number": "5",
     "deep": "[" * 50_000,
     "empty": "{}",
-    "no base": json.dumps({"version": 1, "digest": "", "header": packed(b"{}")}),
+    "no base": json.dumps({"version": 1, "digest": "", "fingerprint": "", "header": packed(b"{}")}),
+    "no fingerprint": json.dumps({"version": 1, "digest": "", "base": BASE_RECORD, "header": packed(b"{}")}),
     "version of another type": {"version": "later"},
     "version that never was": {"version": 0},
     "digest of another type": {"digest": 5},
     "digest of another save": {"digest": "0" * 32},
     "base of another type": {"base": "bert"},
     "base without fingerprint": {"base": {"name": "bert", "revision": None}},
-    "base with more": {"base": {"name": "bert", "revision": None, "fingerprint": "", "more": 1}},
+    "base with more": {"base": BASE_RECORD | {"more": 1}},
     "header of another type": {"header": 5},
     "header that is not base85": {"header": '"'},
     "header that is not deflate": {"header": base64.b85encode(b"not deflate").decode()},

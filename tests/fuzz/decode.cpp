@@ -24,7 +24,7 @@
 namespace {
 
 constexpr size_t HEAD = 10;
-constexpr size_t MAX_EXPANSION = 64;  // as in hf_ext/fm_delta/codec.py
+constexpr size_t MAX_EXPANSION = 64;  // as in hf_ext/storage/delta/codec.py
 
 size_t number(const uint8_t* data) { return size_t(data[0]) | size_t(data[1]) << 8 | size_t(data[2]) << 16; }
 

@@ -1,9 +1,9 @@
-"""Make tests/fuzz/seeds, from which `make fuzz` starts: pieces of a real fine-tune, as tests/fuzz/decode.cpp reads them.
+"""Makes tests/fuzz/seeds, where `make fuzz` starts: pieces of a real fine-tune, in the layout of tests/fuzz/decode.cpp.
 
     PYTHONPATH=. python tests/fuzz/seeds.py --base BASE --fine-tune FINE_TUNE
 
-The two are checkpoint folders of all-MiniLM-L6-v2 and a fine-tune of it (benchmarks/fine_tunes.py). To be run again when the
-format of compressed tensors changes; the seeds of older versions stay.
+BASE and FINE_TUNE are checkpoint folders of all-MiniLM-L6-v2 and of a fine-tune of it (see benchmarks/fine_tunes.py). Run it
+again when the format of compressed tensors changes.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from hf_ext.storage.delta.codec import VERSION, row_length
+from hf_ext.storage.delta.codec import row_length
 from hf_ext.storage.delta.low_rank import Factors
 from hf_ext.storage.native import FLOATS, WIDTHS, _native, cast
 from hf_ext.storage.safetensors_file import RawTensor
@@ -30,7 +30,7 @@ MATRIX, EMBEDDING, VECTOR = (
 def seed(
     tensor: RawTensor, base: RawTensor | None, rows: int | None = None, threads: int = 1, changes: tuple[Factors, ...] = ()
 ) -> bytes:
-    """A tensor's type, sizes, base and body. `rows`: how many of its rows the base predicts, None for all."""
+    """Returns a tensor's type, sizes, base and body. The base predicts the first `rows` rows; None for all."""
     length, values = row_length(tensor.shape), tensor.data.size // WIDTHS[tensor.dtype]
     base_values = 0 if base is None else values if rows is None else rows * length
     source = b"" if base is None else base.data.tobytes()[: base_values * WIDTHS[base.dtype]]
@@ -78,10 +78,8 @@ def main():
     base, tuned = (load_file(folder / "model.safetensors") for folder in (args.base, args.fine_tune))
     tuned = {name.removeprefix("bert."): tensor for name, tensor in tuned.items()}
     SEEDS.mkdir(exist_ok=True)
-    known = {path.read_bytes() for path in SEEDS.iterdir()}
     for name, content in seeds(base, tuned):
-        if content not in known:
-            (SEEDS / f"v{VERSION}-{name}").write_bytes(content)
+        (SEEDS / name).write_bytes(content)
 
 
 if __name__ == "__main__":

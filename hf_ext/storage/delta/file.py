@@ -51,7 +51,7 @@ class CompressedFile:
         record = self.file.metadata.get(KEY)
         if record is None:
             raise CorruptFileError(
-                f"{self.path} is not compressed by FM-Delta (a plain checkpoint needs no decompression), or its header is damaged."
+                f"{self.path} is not compressed by FM-Delta, or its header is damaged. Plain checkpoints need no decompression."
             )
         try:
             fields = json.loads(record)
