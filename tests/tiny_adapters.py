@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import peft
+import pytest
 import torch
+from packaging.version import Version
 from peft import PeftConfig, PeftModel, get_peft_model
 from tiny_models import VOCABULARY, inputs
 from torch import nn
@@ -21,6 +24,15 @@ from transformers import (
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 FP4_IN_FLOATS = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": torch.float32}
 INT8 = {"load_in_8bit": True}
+
+
+def needs_peft(version: str, reason: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(Version(peft.__version__) < Version(version), reason=f"needs peft>={version}: {reason}")
+
+
+TRANSFORMERS_ADAPTERS = needs_peft("0.19.1", "Transformers' own adapter methods refuse older versions")
+SAVED_BIASES = needs_peft("0.21", "older versions do not save the biases that bias= trains")
+SAVED_RESIDUALS = needs_peft("0.21", "older versions save only A and B of an adapter type that they do not know")
 
 
 def load(folder: Path, quantization: dict | None = None) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""Model cards of adapters of PiSSA and QPiSSA, and of LoRAs made of them."""
+"""Model cards of PiSSA and QPiSSA adapters, and of LoRAs that `convert_to_lora` makes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ NAMES = {"pissa": "a PiSSA adapter", "qpissa": "a QPiSSA adapter", "lora": "a Lo
 
 
 def pissa_card(config: LoraConfig, report: PissaReport, trained_class: str | None = None) -> ModelCard:
-    """The card of an adapter of a model of this class as it is saved; `report` has no layers where it is not known what it
-    started from."""
+    """Returns the card of a saved adapter.
+
+    Args:
+        report: what the adapter started from; without layers if that is not known.
+        trained_class: class of the model that was trained.
+    """
     kind = "qpissa" if config.peft_type == "QPISSA" else "pissa"
     known = {"summary": report.summary(), "figures": markdown_table(*report.table())} if report.layers else {}
     tags = [kind] if kind == "qpissa" else [kind, "lora"]
@@ -22,7 +26,7 @@ def pissa_card(config: LoraConfig, report: PissaReport, trained_class: str | Non
 
 
 def conversion_card(config: LoraConfig, origin: str, errors: str) -> ModelCard:
-    """The card of the LoRA that `convert_to_lora` made of an adapter of this kind."""
+    """Returns the card of a LoRA that `convert_to_lora` made of an adapter of the kind `origin`."""
     figures = {"origin": NAMES[origin], "config": config, "errors": errors}
     trained = (config.auto_mapping or {}).get("base_model_class")
     return adapter_card("lora", config.base_model_name_or_path, config.task_type, {origin, "lora"}, trained, **figures)

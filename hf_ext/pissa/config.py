@@ -1,4 +1,4 @@
-"""What a user sets: `PissaConfig` and `QPissaConfig`, which take LoRA's options."""
+"""The configurations: `PissaConfig` and `QPissaConfig`, which take LoRA's options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import warnings
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from peft import LoraConfig, PeftType
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
@@ -19,9 +19,10 @@ from hf_ext.integration.model_cards import write_card
 from hf_ext.pissa.adapters import refuse_combination
 from hf_ext.pissa.card import pissa_card
 from hf_ext.pissa.layer import PRINCIPAL, PissaEmbedding, PissaLinear, refuse, starts_of
+from hf_ext.pissa.quantization import QuantType
 from hf_ext.pissa.reports import PissaReport
 
-# Options of LoRA that do not go with an adapter that starts as part of the weight, and their neutral values.
+# LoRA options that PiSSA does not support, with the values that leave them off.
 NEUTRAL = {
     "use_dora": False,
     "lora_bias": False,
@@ -40,32 +41,36 @@ NEUTRAL = {
 
 @dataclass
 class PissaConfig(LoraConfig):
-    """LoRA that starts from the principal singular components of the weights (PiSSA, arXiv 2404.02948).
+    """A LoRA that starts from the principal singular components of the weights (PiSSA, arXiv 2404.02948).
 
-    The layer computes W x + s (B A − B₀ A₀) x, with B₀ A₀ s the r principal components of W and B, A starting there. It trains
-    exactly as the paper's form (W − s B₀ A₀) x + s B A x does, and leaves W as it is. Saved, the adapter is a plain LoRA of
-    rank 2r, [B, −B₀] [A; A₀], for any program that loads LoRA; `PeftModel.from_pretrained(base, folder,
-    config=PissaConfig.from_pretrained(folder), is_trainable=True)` goes on training it as PiSSA.
+    The layer computes W x + s (B A − B₀ A₀) x. s B₀ A₀ are the r principal components of W, and B and A start from B₀ and A₀.
+    This has the gradients of the paper's form (W − s B₀ A₀) x + s B A x, and leaves W as it is.
 
-    All options of `LoraConfig` that go with it may be given. They differ in these:
+    The saved adapter is a plain LoRA of rank 2r, [B, −B₀] [A; A₀], for any program that loads LoRA. To resume training, load it
+    with `PeftModel.from_pretrained(base, folder, config=PissaConfig.from_pretrained(folder), is_trainable=True)`.
+
+    It takes the options of `LoraConfig` that PiSSA supports. These are new or have another meaning:
 
     Args:
-        r: how many components; at most as many as the smallest target has.
-        lora_alpha: r unless given, as in the paper.
-        lora_dropout: better 0, as in the paper. It acts on the adapter's change, BA − B₀A₀.
-        init_lora_weights: False skips the decomposition, for an adapter that is to be loaded.
+        r: number of components, at most as many as the smallest target has.
+        lora_alpha: defaults to r, as in the paper.
+        lora_dropout: acts on the adapter's change, BA − B₀A₀. The paper uses 0.
+        init_lora_weights: False skips the decomposition, for an adapter whose weights are loaded afterwards.
         svd: "randomized", or "exact" for a full decomposition of every weight.
-        niter: rounds of the randomised decomposition.
-        seed: of the randomised decomposition.
+        niter: rounds of the randomized decomposition.
+        seed: seed of the randomized decomposition.
 
     Raises:
-        ValueError: an option of LoRA that does not go with PiSSA.
+        ValueError: PiSSA does not support an option or its value.
     """
+
+    if TYPE_CHECKING:
+        init_lora_weights: bool | str
 
     lora_alpha: float | None = field(default=None, metadata={"help": "The scaling is lora_alpha / r. Default: r."})
     svd: Literal["randomized", "exact"] = field(
         default="randomized",
-        metadata={"help": "How the principal components are found."},
+        metadata={"help": "Algorithm that computes the principal components."},
     )
     niter: int = field(default=3, metadata={"help": "Rounds of subspace iteration of the randomized decomposition."})
     seed: int = field(default=0, metadata={"help": "Seed of the randomized decomposition."})
@@ -74,24 +79,24 @@ class PissaConfig(LoraConfig):
         refuse_combination()
         super().__post_init__()
         self.lora_alpha = self.r if self.lora_alpha is None else self.lora_alpha
-        wrong = sorted(name for name, value in NEUTRAL.items() if getattr(self, name, value) != value)
-        if wrong:
-            raise ValueError(f"{type(self).__name__} does not go with {', '.join(wrong)}; leave that out.")
+        unsupported = sorted(name for name, value in NEUTRAL.items() if getattr(self, name, value) != value)
+        if unsupported:
+            raise ValueError(f"{type(self).__name__} does not support {', '.join(unsupported)}. Leave the option out.")
         if self.init_lora_weights is True:
             self.init_lora_weights = PRINCIPAL
         if self.init_lora_weights not in (PRINCIPAL, False):
             raise ValueError(
-                f"init_lora_weights={self.init_lora_weights!r}: {type(self).__name__} starts from principal components; "
-                "choose how with svd and niter."
+                f"init_lora_weights={self.init_lora_weights!r} is not supported: {type(self).__name__} starts from principal "
+                "components. Set svd and niter instead."
             )
         if min(self.lora_alpha, *self.alpha_pattern.values(), 1) <= 0:
-            raise ValueError("lora_alpha must be positive: the principal components are divided by the scaling.")
+            raise ValueError("lora_alpha must be positive: PiSSA divides the principal components by the scaling.")
         if self.svd not in ("randomized", "exact"):
-            raise ValueError(f"svd={self.svd!r}; it is 'randomized' or 'exact'.")
+            raise ValueError(f"svd={self.svd!r} is not supported. Use 'randomized' or 'exact'.")
         if self.lora_dropout:
             warnings.warn(
                 f"lora_dropout={self.lora_dropout}: PiSSA's adapter holds the principal directions of the weights, and dropout "
-                "discards some of them at every step. The paper trains with 0.",
+                "discards some of them at every step. The paper uses 0.",
                 stacklevel=3,
             )
         self._register_custom_module(
@@ -102,9 +107,10 @@ class PissaConfig(LoraConfig):
         return super().to_dict() | {"init_lora_weights": bool(self.init_lora_weights)}
 
     def to_lora_config(self) -> LoraConfig:
-        """The LoRA of twice the rank, at the same scaling, as which the adapter is saved."""
+        """Returns the configuration of the saved adapter: a LoRA of twice the rank, at the same scaling."""
         options = {item.name: getattr(self, item.name) for item in fields(LoraConfig) if item.init}
         factor = _alpha_factor(self.use_rslora)
+        assert self.lora_alpha is not None  # __post_init__ sets it
         options |= {
             "r": 2 * self.r,
             "lora_alpha": factor * self.lora_alpha,
@@ -118,32 +124,32 @@ class PissaConfig(LoraConfig):
         return config
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> None:
-        """Writes the configuration of the LoRA as which the adapter is saved (`to_lora_config`), and the adapter's card."""
+        """Writes the configuration of `to_lora_config` and the adapter's card."""
         self.to_lora_config().save_pretrained(save_directory, **kwargs)
         self._write_card(save_directory, kwargs.get("auto_mapping_dict"))
 
     def _write_card(self, folder: str | os.PathLike, auto_mapping: dict[str, str] | None) -> None:
-        # PEFT and Transformers save the adapter itself before its configuration.
+        # PEFT and Transformers save the adapter's weights before its configuration.
         if any(Path(folder, name).exists() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
             trained_class = (auto_mapping or self.auto_mapping or {}).get("base_model_class")
             write_card(Path(folder), pissa_card(self, PissaReport(starts_of(self)), trained_class))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> PissaConfig:
-        """The configuration of an adapter that was trained as PiSSA, to go on with it.
+        """Reads the configuration of a saved PiSSA adapter, to resume its training.
 
         Raises:
-            ValueError: it cannot have been, as its rank is odd or it is of another kind.
+            ValueError: the adapter is not one of PiSSA, as its rank is odd or its type is not LORA.
         """
         lora = LoraConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
         if type(lora) is not LoraConfig:
             raise ValueError(
-                f"{pretrained_model_name_or_path} holds an adapter of type {lora.peft_type.value}; load it without config=."
+                f"{pretrained_model_name_or_path} holds an adapter of type {lora.peft_type.value}. Load it without config=."
             )
         ranks = [lora.r, *lora.rank_pattern.values()]
         if any(rank % 2 for rank in ranks):
             raise ValueError(
-                f"{pretrained_model_name_or_path} holds a LoRA of rank {lora.r}; one saved by PiSSA has an even rank. "
+                f"{pretrained_model_name_or_path} holds a LoRA of rank {lora.r}, but PiSSA saves LoRAs of an even rank. "
                 "Load it with PeftModel.from_pretrained, without config=."
             )
         factor = _alpha_factor(lora.use_rslora)
@@ -159,60 +165,64 @@ class PissaConfig(LoraConfig):
 
 
 def _alpha_factor(use_rslora: bool) -> float:
-    """By how much lora_alpha grows as the rank doubles: the scaling is alpha / r, or alpha / √r with rsLoRA."""
+    """Returns the factor of lora_alpha when the rank doubles. The scaling is alpha / r, with rsLoRA alpha / √r."""
     return math.sqrt(2) if use_rslora else 2
 
 
 def _shortest(number: float) -> float:
-    """Takes back the rounding that a factor of √2 left."""
+    """Removes the rounding error that a factor of √2 leaves."""
     return float(f"{number:.12g}")
 
 
 @dataclass
 class QPissaConfig(PissaConfig):
-    """PiSSA on a base of 4 (or 8) bits whose quantisation error the adapter's start takes up (QPiSSA, arXiv 2404.02948).
+    """PiSSA on a base in 4 or 8 bits, where the adapter's start makes up for quantization error (QPiSSA, arXiv 2404.02948).
 
-    The layers' weight becomes quantised(W − s B₀ A₀), with W read tensor by tensor from the base's checkpoint when the model
-    is already quantised; layers in full precision are quantised here. The model to start from,
-    quantised(W − s B₀ A₀) + s B₀ A₀, is nearer to W than quantised(W), and is what `disable_adapter` gives; `unload` gives back
-    the base as it was. What is saved rebuilds the same residual from the base's weights on the same kind of device.
+    The layers' weight becomes quantized(W − s B₀ A₀). If the model is quantized, QPiSSA reads W tensor by tensor from the base's
+    checkpoint. If it is in full precision, QPiSSA quantizes it.
+
+    Training starts from quantized(W − s B₀ A₀) + s B₀ A₀, which is nearer to W than quantized(W). `disable_adapter` gives this
+    start, up to rounding. `unload` restores the base bit for bit. A saved adapter rebuilds the same residual from the base's
+    weights on the same kind of device.
 
     Args:
-        iterations: turns of decomposition and quantisation (T of the paper's algorithm 1).
-        save_residual: save the quantised residual too (half a byte a weight): then it loads on every device, bit for bit.
-        full_precision_modules: names of layers that stay in full precision, under plain PiSSA: those that a quantised model
-            leaves out of quantisation, and those that Transformers keeps in float32. Filled in by the package.
-        full_precision_model: folder or Hub id of the base's original weights, where they are not those of the model's name.
-        quant_type, double_quant: of the residual: "nf4", "fp4" or "int8", and whether the scales of 4 bits are quantised too.
-            On a model that is quantised already they become what it uses.
+        iterations: iterations of decomposition and quantization (T of the paper's algorithm 1).
+        save_residual: save the quantized residual too (half a byte per weight). Such an adapter loads on every device, bit for
+            bit. Saving it requires peft>=0.21.
+        full_precision_modules: names of layers that stay in full precision and train with plain PiSSA. These are layers that
+            a quantized model leaves out of quantization, and layers that Transformers keeps in float32. The package sets it.
+        full_precision_model: folder or Hub id of the base's original weights. Defaults to the model's own name.
+        quant_type: "nf4", "fp4" or "int8", for the residual. On a quantized model the package sets it to the model's type.
+        double_quant: quantize the scales of 4-bit weights too. On a quantized model the package sets it to the model's value.
+        bias: as in LoRA. Values other than "none" require peft>=0.21.
     """
 
-    iterations: int = field(default=5, metadata={"help": "Turns of decomposition and quantisation."})
-    save_residual: bool = field(default=False, metadata={"help": "Save the quantised residual with the adapter."})
+    iterations: int = field(default=5, metadata={"help": "Iterations of decomposition and quantization."})
+    save_residual: bool = field(default=False, metadata={"help": "Save the quantized residual with the adapter."})
     full_precision_modules: list[str] = field(
-        default_factory=list, metadata={"help": "Targets that are not quantised. Filled in by the package."}
+        default_factory=list, metadata={"help": "Targets that are not quantized. The package sets it."}
     )
     full_precision_model: str | None = field(
         default=None, metadata={"help": "Folder or Hub id of the base's original weights. Default: the model's own name."}
     )
-    quant_type: Literal["nf4", "fp4", "int8"] = field(
-        default="nf4", metadata={"help": "Of the residual. A model that is quantised already decides."}
+    quant_type: QuantType = field(
+        default="nf4", metadata={"help": "Type of the residual. A quantized model's own type takes precedence."}
     )
     double_quant: bool = field(
-        default=True, metadata={"help": "Quantise the scales too. A model that is quantised already decides."}
+        default=True, metadata={"help": "Quantize the scales too. A quantized model's own value takes precedence."}
     )
 
     def __post_init__(self):
         super().__post_init__()
         self.peft_type = PeftType("QPISSA")
         if self.iterations < 1:
-            raise ValueError(f"iterations={self.iterations}; QPiSSA needs at least one.")
+            raise ValueError(f"iterations={self.iterations} is not supported: QPiSSA requires at least 1.")
         if self.quant_type not in ("nf4", "fp4", "int8"):
-            raise ValueError(f"quant_type={self.quant_type!r}; it is 'nf4', 'fp4' or 'int8'.")
+            raise ValueError(f"quant_type={self.quant_type!r} is not supported. Use 'nf4', 'fp4' or 'int8'.")
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> None:
         saved = copy.copy(self)
-        saved.init_lora_weights = False  # a saved adapter is loaded, not decomposed again
+        saved.init_lora_weights = False  # loading it skips the decomposition
         LoraConfig.save_pretrained(saved, save_directory, **kwargs)
         self._write_card(save_directory, kwargs.get("auto_mapping_dict"))
 

@@ -1,4 +1,4 @@
-"""Any LoRA, PiSSA or QPiSSA adapter as a plain LoRA of a rank of one's choice, with the error that the rank makes."""
+"""Conversion of a LoRA, PiSSA or QPiSSA adapter into a plain LoRA of any rank, with the error that the rank makes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ Onto = Literal["original", "quantized"]
 
 @dataclass(frozen=True)
 class LayerConversion:
-    """What a LoRA of `rank` misses of one layer: the Frobenius norm of the difference of the weights, relative to that of the
-    adapter's change (PiSSA, LoRA) or to that of the weight (QPiSSA, where the base's quantisation error counts too)."""
+    """The error of a LoRA of `rank` in one layer.
+
+    It is the Frobenius norm of the difference of the weights, relative to that of the adapter's change (PiSSA, LoRA) or of the
+    weight (QPiSSA, where the error includes the base's quantization error).
+    """
 
     layer: str
     rank: int
@@ -41,8 +44,11 @@ class LayerConversion:
 
 @dataclass(frozen=True)
 class LoraConversion:
-    """A LoRA, ready to be saved; `str()` of it is a table of what it misses, layer by layer. `kind` is what it was: "pissa",
-    "qpissa", or "lora"."""
+    """A converted LoRA, ready to be saved. `str()` of it is a table of the error in each layer.
+
+    Attributes:
+        kind: what the adapter was: "pissa", "qpissa" or "lora".
+    """
 
     config: LoraConfig
     state_dict: dict[str, torch.Tensor]
@@ -50,7 +56,7 @@ class LoraConversion:
     kind: str = "pissa"
 
     def __str__(self) -> str:
-        rows = [(layer.layer, str(layer.rank), f"{100 * layer.error:.2f} %") for layer in self.layers]
+        rows: list[tuple[str, ...]] = [(layer.layer, str(layer.rank), f"{100 * layer.error:.2f} %") for layer in self.layers]
         return f"{table(('layer', 'rank', 'error'), rows)}\n\n{self.summary()}"
 
     def summary(self) -> str:
@@ -58,7 +64,7 @@ class LoraConversion:
         return f"{len(errors)} layers, error {sum(errors) / len(errors):.2f} % in the mean, at most {max(errors):.2f} %"
 
     def save_pretrained(self, save_directory: str | os.PathLike) -> None:
-        """Writes adapter_config.json and adapter_model.safetensors, both or neither, and a model card."""
+        """Writes adapter_config.json, adapter_model.safetensors and a model card, all of them or none."""
         with staged_folder(save_directory) as stage:
             save_file(self.state_dict, stage / "adapter_model.safetensors", metadata={"format": "pt"})
             self.config.save_pretrained(stage)
@@ -69,18 +75,18 @@ class LoraConversion:
 def convert_to_lora(
     model: PeftModel, rank: int | None = None, adapter_name: str | None = None, onto: Onto = "original"
 ) -> LoraConversion:
-    """The best LoRA of a rank for an adapter in a model: of PiSSA, of QPiSSA, or a LoRA of a larger rank.
+    """Converts an adapter of a model (PiSSA, QPiSSA, or a LoRA of a larger rank) into the best LoRA of a rank.
 
     Args:
-        rank: of the LoRA; 2r at most, and the default, which loses nothing of a PiSSA adapter.
+        rank: rank of the LoRA, at most 2r. Defaults to 2r, which loses nothing of a PiSSA adapter.
         adapter_name: defaults to the active adapter.
-        onto: for QPiSSA, the base that the LoRA is for: the one in full precision ("original"), or the one that was quantised
-            without an adapter ("quantized", as `load_in_4bit` gives it), where the LoRA also has to make up for the difference
-            of the two residuals and every rank loses something. Both read the base's original weights.
+        onto: for QPiSSA, the base of the LoRA: "original" for the base in full precision, "quantized" for the base as
+            `load_in_4bit` quantizes it. With "quantized" the LoRA also makes up for the difference of the two quantized
+            weights, and every rank loses something. Both read the base's original weights.
 
     Raises:
-        HfExtError: there is no such adapter in the model, or it is no LoRA.
-        BaseModelError: the original weights are needed and cannot be found.
+        HfExtError: the model has no such adapter, or it is not a LoRA.
+        BaseModelError: the base's original weights are required and cannot be read.
     """
     adapter_name = adapter_name or active_adapter(model)
     layers = {
@@ -102,14 +108,14 @@ def convert_to_lora(
     ):
         raise HfExtError(
             f"The adapter '{adapter_name}' is neither of PiSSA or QPiSSA nor a plain LoRA (type {config.peft_type.value}, "
-            f"init_lora_weights={start!r}); only those can be converted."
+            f"init_lora_weights={start!r}). Other adapters cannot be converted."
         )
     if onto not in ("original", "quantized"):
-        raise HfExtError(f"onto={onto!r}; it is 'original' or 'quantized'.")
+        raise HfExtError(f"onto={onto!r} is not supported. Use 'original' or 'quantized'.")
     if any(module.merged for module in layers.values()):
-        raise HfExtError("The model has merged adapters; call unmerge_adapter() before converting one.")
+        raise HfExtError("The model has merged adapters. Call unmerge_adapter() before you convert one.")
     if rank is not None and rank < 1:
-        raise HfExtError(f"rank={rank}; a LoRA has at least rank 1.")
+        raise HfExtError(f"rank={rank} is not supported: a LoRA has at least rank 1.")
     state = get_peft_model_state_dict(model, adapter_name=adapter_name)
     state = {key.replace(f"{RESIDUAL}bias", ".base_layer.bias"): tensor for key, tensor in state.items()}
     state = {key: tensor for key, tensor in state.items() if RESIDUAL not in key}
@@ -118,7 +124,7 @@ def convert_to_lora(
         for name, module in layers.items():
             a, b = (key for part in "AB" for key in state if key.startswith(f"{name}.lora_") and f"_{part}" in key[len(name) :])
             if state[a].dim() != 2:
-                raise HfExtError(f"{name} is a convolution; only adapters of linear layers and embeddings can be converted.")
+                raise HfExtError(f"{name} is a convolution. Only adapters of linear layers and embeddings can be converted.")
             A, B = state[a], state[b] * module.scaling[adapter_name]
             if isinstance(module, QPissaLinear):
                 B, A, error = _quantized(module, B, A, rank, onto)
@@ -134,14 +140,14 @@ def convert_to_lora(
             bar.update()
     kind = "qpissa" if config.peft_type == "QPISSA" else "pissa" if isinstance(config, PissaConfig) else "lora"
     lora = _config(config, records)
-    if lora.task_type is None:  # as PEFT does when it saves
+    if lora.task_type is None:  # PEFT does the same when it saves
         base = type(model.get_base_model() if isinstance(model, PeftModel) else model)
         lora.auto_mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
     return LoraConversion(lora, state, records, kind)
 
 
 def _quantized(module: QPissaLinear, B: torch.Tensor, A: torch.Tensor, rank: int | None, onto: Onto):
-    """Factors for one layer of QPiSSA, and the relative error of the weight that they make."""
+    """Returns the factors for a QPiSSA layer and the relative error of the weight that they make."""
     base = module.base_layer
     trained = base.dequantized() + B.float() @ A.float()
     weight = base.original_weight()
@@ -159,12 +165,12 @@ def _quantized(module: QPissaLinear, B: torch.Tensor, A: torch.Tensor, rank: int
 
 
 def _config(config: LoraConfig, layers: list[LayerConversion]) -> LoraConfig:
-    """A LoRA at scaling 1, with the ranks of the layers."""
+    """Returns the configuration of a LoRA with the ranks of these layers and a scaling of 1."""
     ranks = [layer.rank for layer in layers]
     rank = max(set(ranks), key=ranks.count)
     lora = config.to_lora_config() if isinstance(config, PissaConfig) else LoraConfig(**config.to_dict())
     lora.r = lora.lora_alpha = rank
-    # A key without the anchor would also match layers that merely end in it.
+    # A key without the anchor would also match layers whose names end in it.
     lora.rank_pattern = {f"^{layer.layer}": layer.rank for layer in layers if layer.rank != rank}
     lora.alpha_pattern = dict(lora.rank_pattern)
     lora.use_rslora, lora.init_lora_weights, lora.inference_mode = False, True, True

@@ -1,4 +1,4 @@
-"""The principal singular components of weights, exactly and by randomised subspace iteration."""
+"""Principal singular components of weights, computed exactly or by randomized subspace iteration."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-OVERSAMPLING = 8  # directions that the iteration carries along, beyond one and a quarter times the rank
-# By how much Bᵀ W may differ from what it is for principal components of W. Quantisation in turns brings up to a third, a
-# fine-tune of the base a few hundredths; another weight gives 1.
+OVERSAMPLING = 8  # directions of the iteration beyond one and a quarter times the rank
+# Relative difference that Bᵀ W may have to its value for principal components of W. QPiSSA's iterations make up to a third,
+# a fine-tune of the base a few hundredths, another weight 1.
 SAME_WEIGHT = 0.5
 
 
@@ -17,9 +17,9 @@ class Components(NamedTuple):
 
     Attributes:
         U: (…, m, r), orthonormal columns.
-        S: (…, r), falling.
+        S: (…, r), in descending order.
         Vh: (…, r, n), orthonormal rows.
-        basis: (…, min(m, n), k), the subspace that they were found in, from which a similar matrix's are found sooner.
+        basis: (…, min(m, n), k), the subspace of the iteration. The iteration of a similar matrix is shorter if it starts here.
     """
 
     U: torch.Tensor
@@ -35,28 +35,28 @@ def principal_components(
     seed: int = 0,
     basis: torch.Tensor | None = None,
 ) -> Components:
-    """The `rank` largest singular components of one matrix, or of each of a batch, where the weight lies.
+    """Computes the `rank` largest singular components of a matrix or a batch of matrices, on the weight's device.
 
-    Randomised subspace iteration (Halko, Martinsson, Tropp 2011, algorithms 4.4 and 5.1): each round multiplies a block of
-    somewhat more than rank directions by W Wᵀ and orthonormalises it. The block lives on the matrix's smaller side, and the
-    last step decomposes its small Gram matrix instead of a long matrix.
+    This is randomized subspace iteration (Halko, Martinsson, Tropp 2011, algorithms 4.4 and 5.1). Each round multiplies a block
+    of somewhat more than `rank` directions by W Wᵀ and orthonormalizes the block. The block belongs to the matrix's smaller
+    side, and the last step decomposes the block's small Gram matrix instead of a long matrix.
 
     Args:
         weight: (…, m, n), float32 or float64.
         rank: r, at most min(m, n).
-        niter: rounds; None for the exact decomposition (LAPACK's).
-        seed: of the first directions. The same weight, seed and device give the same components.
-        basis: that of a similar matrix of this shape, to start from instead of random directions.
+        niter: number of rounds; None for LAPACK's exact decomposition.
+        seed: seed of the random directions. The same weight, seed and device give the same components.
+        basis: basis of a similar matrix of this shape, to start from instead of random directions.
 
     Raises:
-        ValueError: the matrix has no `rank` components.
+        ValueError: the matrix has fewer than `rank` components.
     """
     smaller = min(weight.shape[-2:])
     if not 0 < rank <= smaller:
         raise ValueError(f"A matrix of {weight.shape[-2]} × {weight.shape[-1]} has {smaller} components, not {rank}.")
     if weight.shape[-2] > weight.shape[-1]:
-        found = principal_components(weight.mT, rank, niter, seed, basis)
-        return Components(found.Vh.mT, found.S, found.U.mT, found.basis)
+        transposed = principal_components(weight.mT, rank, niter, seed, basis)
+        return Components(transposed.Vh.mT, transposed.S, transposed.U.mT, transposed.basis)
     width = min(rank + rank // 4 + OVERSAMPLING, smaller)
     if niter is None or width == smaller:
         U, S, Vh = torch.linalg.svd(weight, full_matrices=False)
@@ -65,13 +65,13 @@ def principal_components(
         generator = torch.Generator(weight.device).manual_seed(seed)
         shape = (*weight.shape[:-1], width)
         basis = torch.randn(shape, generator=generator, device=weight.device, dtype=weight.dtype)
-        niter = max(niter, 1)  # random directions have nothing of the weight yet
+        niter = max(niter, 1)  # random directions do not depend on the weight
     for turn in range(niter):
         # (basisᵀ W)ᵀ is Wᵀ basis, but reads W row by row.
         basis = weight @ ((_conditioned(basis) if turn else basis).mT @ weight).mT
     basis = torch.linalg.qr(basis).Q
     projected = basis.mT @ weight
-    # The squares of singular values lose half of the digits, which float64 has to spare.
+    # Squaring the singular values loses half of the digits. float64 has enough of them.
     squares, rotation = torch.linalg.eigh(_gram(projected.mT))
     S = squares[..., -rank:].flip(-1).clamp_min(0).sqrt().to(weight.dtype)
     rotation = rotation[..., -rank:].flip(-1).to(weight.dtype)
@@ -85,7 +85,7 @@ def _gram(block: torch.Tensor) -> torch.Tensor:
 
 
 def _conditioned(block: torch.Tensor) -> torch.Tensor:
-    """Nearly orthonormal columns that span the same: by Cholesky, faster than QR, which takes over where that cannot."""
+    """Returns nearly orthonormal columns of the same span: by Cholesky, or by the slower QR if Cholesky fails."""
     factor, failed = torch.linalg.cholesky_ex(_gram(block))
     if failed.any():
         return torch.linalg.qr(block).Q
@@ -93,7 +93,7 @@ def _conditioned(block: torch.Tensor) -> torch.Tensor:
 
 
 def initial_factors(components: Components, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """PiSSA's adapter before training (arXiv 2404.02948, eq. 2 and 3): scaling · B A is the components' matrix.
+    """Computes PiSSA's adapter before training (arXiv 2404.02948, eq. 2 and 3). scaling · B A is the matrix of the components.
 
     Returns:
         B = U (S / scaling)^½, (…, m, r), and A = (S / scaling)^½ Vh, (…, r, n).
@@ -103,21 +103,23 @@ def initial_factors(components: Components, scaling: float) -> tuple[torch.Tenso
 
 
 def energy(B: torch.Tensor, A: torch.Tensor, scaling: float) -> torch.Tensor:
-    """‖scaling · B A‖², Frobenius, without forming the product."""
+    """Computes ‖scaling · B A‖² (Frobenius) without forming the product."""
     return scaling**2 * ((B.mT @ B) * (A @ A.mT)).sum()
 
 
 def is_of(B: torch.Tensor, A: torch.Tensor, scaling: float, weight: torch.Tensor) -> bool:
-    """Whether factors as `initial_factors` gives them are of this weight: then Bᵀ W = scaling · diag(|A's rows|²) A, up to
-    SAME_WEIGHT in Frobenius norm."""
-    found = B.mT.to(weight.dtype) @ weight
+    """Tells whether factors of `initial_factors` belong to this weight.
+
+    Then Bᵀ W = scaling · diag(|A's rows|²) A, up to a relative difference of SAME_WEIGHT in Frobenius norm.
+    """
+    projected = B.mT.to(weight.dtype) @ weight
     A = A.to(weight.dtype)
     expected = scaling * A.square().sum(-1, keepdim=True) * A
-    return bool(torch.linalg.norm(found - expected) <= SAME_WEIGHT * torch.linalg.norm(expected))
+    return bool(torch.linalg.norm(projected - expected) <= SAME_WEIGHT * torch.linalg.norm(expected))
 
 
 def truncate(B: torch.Tensor, A: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The best approximation of the product B A (m × p, p × n) by one of a smaller rank, without forming the product.
+    """Computes the best approximation of the product B A (m × p, p × n) by a smaller rank, without forming the product.
 
     Returns:
         The factors, m × rank and rank × n, and all p singular values of the product (float64).

@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, LoraVariant
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn import functional
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -165,45 +166,45 @@ class PissaLayer(LoraLayer):
 
     @abstractmethod
     def keys(self, adapter: str) -> tuple[str, str]:
-        """The names of A and B in the layer's state dict."""
+        """Returns the names of A and B in the layer's state dict."""
 
     @abstractmethod
     def factors(self, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:
-        """A, (r, n), and B, (m, r)."""
+        """Returns A, (r, n), and B, (m, r)."""
 
     @abstractmethod
     def matrix(self) -> torch.Tensor:
-        """The weight as the (m, n) matrix that s B A is a part of, float32.
+        """Returns the weight as the (m, n) matrix that PiSSA decomposes, float32.
 
         Raises:
-            ValueError: it is not stored as floats.
+            ValueError: the weight does not consist of floats.
         """
 
     def start(self, adapter: str, config: PissaConfig) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B from the weight's principal components."""
+        """Computes A and B from the weight's principal components."""
         niter = None if config.svd == "exact" else config.niter
         components = principal_components(self.matrix(), self.r[adapter], niter, seed=config.seed)
         B, A = initial_factors(components, self.start_scaling(adapter))
         return A, B
 
     def initial(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """A₀ and B₀, in the type of A and B."""
+        """Returns A₀ and B₀ in the dtype of A and B."""
         A, A0 = self.factors(adapter)[0], self.initial_A[adapter]
         if A.shape != A0.shape:
             raise ValueError(
-                f"A of the adapter '{adapter}' was replaced by one of another shape ({tuple(A.shape)}, at the start "
-                f"{tuple(A0.shape)}). Load adapters in PiSSA's training form by load_adapter, not by hotswapping."
+                f"A of the adapter '{adapter}' has the shape {tuple(A.shape)} instead of {tuple(A0.shape)}. PiSSA's training "
+                "form does not support hotswapping. Use PeftModel.load_adapter."
             )
         return A0.to(A.dtype), self.initial_B[adapter].to(A.dtype)
 
     def start_scaling(self, adapter: str) -> float:
-        """The scaling that A₀ and B₀ are for, whatever it was set to since."""
+        """Returns the scaling at the start of training, which A₀ and B₀ belong to."""
         rank = self.r[adapter]
         return self.lora_alpha[adapter] / (math.sqrt(rank) if self.use_rslora[adapter] else rank)
 
     @torch.no_grad()
     def report(self, adapter: str, name: str) -> LayerReport:
-        """What an adapter started from here; `name` is the layer's."""
+        """Reports what an adapter started from in this layer; `name` is the layer's name."""
         A, B = self.initial(adapter)
         part = energy(B.float(), A.float(), self.start_scaling(adapter))
         share = part / torch.linalg.norm(self.matrix()).square().clamp_min(torch.finfo(part.dtype).tiny)
@@ -223,11 +224,11 @@ class PissaLayer(LoraLayer):
 
     @abstractmethod
     def is_transposed(self) -> bool:
-        """Whether the weight is stored as (n, m)."""
+        """Tells whether the weight is stored as (n, m)."""
 
     @abstractmethod
     def change(self, adapter: str, x: torch.Tensor) -> torch.Tensor:
-        """s (B A − B₀ A₀) x; exactly zero before training."""
+        """Computes s (B A − B₀ A₀) x, which is exactly zero before training."""
 
     def state_dict(self, *args: Any, destination: dict | None = None, prefix: str = "", keep_vars: bool = False) -> dict:
         state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -247,10 +248,10 @@ class PissaLayer(LoraLayer):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def set_initial(self, adapter: str, A0: torch.Tensor, B0: torch.Tensor) -> None:
-        """Takes over A₀ and B₀ of a saved adapter.
+        """Sets A₀ and B₀ of a saved adapter.
 
         Raises:
-            BaseModelError: they are not of this layer's weight.
+            BaseModelError: they are not principal components of this layer's weight.
         """
         weight = self.get_base_layer().weight
         if weight.device.type != "meta" and not is_of(
@@ -264,10 +265,10 @@ class PissaLayer(LoraLayer):
 
 
 class PissaLinear(PissaLayer, Linear):
-    """For `torch.nn.Linear`, and Transformers' `Conv1D`, whose weight is stored as (n, m)."""
+    """The layer for `torch.nn.Linear` and for Transformers' `Conv1D`, whose weight is stored as (n, m)."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, **kwargs: Any):
-        inner = base_layer.get_base_layer() if hasattr(base_layer, "get_base_layer") else base_layer
+        inner = base_layer.get_base_layer() if isinstance(base_layer, BaseTunerLayer) else base_layer
         config, _ = config_and_name_of_layer(kwargs)
         config.fan_in_fan_out = isinstance(inner, Conv1D)
         if "fan_in_fan_out" in kwargs:  # PEFT 0.18 passes each option
@@ -285,10 +286,10 @@ class PissaLinear(PissaLayer, Linear):
 
     def matrix(self) -> torch.Tensor:
         weight = self.get_base_layer().weight
-        # bitsandbytes may pack its codes into a float type, so the type of the numbers says nothing.
+        # bitsandbytes may pack its codes into a float dtype.
         if type(weight).__name__ in ("Params4bit", "Int8Params"):
             raise ValueError(
-                f"The weight of {self.get_base_layer()} is quantised: PiSSA cannot start from it. Use QPissaConfig."
+                f"The weight of {self.get_base_layer()} is quantized: PiSSA cannot start from it. Use QPissaConfig."
             )
         if not weight.is_floating_point() or weight.shape != self._matrix_shape():
             raise ValueError(f"The weight of {self.get_base_layer()} is not a matrix of floats: PiSSA cannot start from it.")
@@ -302,14 +303,13 @@ class PissaLinear(PissaLayer, Linear):
     def change(self, adapter: str, x: torch.Tensor) -> torch.Tensor:
         x, scaling = self.lora_dropout[adapter](x), self.scaling[adapter]
         A0, B0 = self.initial(adapter)
-        # Scaled and negated where it is small; the difference of two equal products is exactly zero all the same.
-        return self.lora_B[adapter](self.lora_A[adapter](x) * scaling) + functional.linear(
-            functional.linear(x, A0) * scaling, -B0
-        )
+        # The small tensors are scaled and negated. The difference of two equal products is still exactly zero.
+        A, B = self.lora_A[adapter], self.lora_B[adapter]
+        return B(A(x) * scaling) + functional.linear(functional.linear(x, A0) * scaling, -B0)
 
 
 class PissaEmbedding(PissaLayer, Embedding):
-    """For `torch.nn.Embedding`: its weight, (entries, width), is the transposed of the matrix that B A is a part of."""
+    """The layer for `torch.nn.Embedding`. PiSSA decomposes the transpose of its weight (entries, width)."""
 
     def keys(self, adapter: str) -> tuple[str, str]:
         return f"lora_embedding_A.{adapter}", f"lora_embedding_B.{adapter}"
@@ -324,7 +324,7 @@ class PissaEmbedding(PissaLayer, Embedding):
         return self.get_base_layer().weight.detach().float().T
 
     def change(self, adapter: str, x: torch.Tensor) -> torch.Tensor:
-        """s (B A − B₀ A₀) of the entries x."""
+        """Computes s (B A − B₀ A₀) of the entries x."""
         now, before = (self._embed(x, A.T) @ B.T for A, B in (self.factors(adapter), self.initial(adapter)))
         change = (now - before) * self.scaling[adapter]
         scale = self._get_embed_scale()
@@ -333,7 +333,7 @@ class PissaEmbedding(PissaLayer, Embedding):
     def _mixed_batch_forward(self, x: torch.Tensor, *args: Any, adapter_names: list[str], **kwargs: Any) -> torch.Tensor:
         if any(name in self.pissa_adapters() for name in adapter_names):
             raise ValueError(
-                "Embeddings under PiSSA cannot mix adapters in a batch. Save the adapter and load it again: a LoRA can."
+                "Embeddings with PiSSA adapters cannot mix adapters in a batch. Save the adapter and load it as a LoRA."
             )
         return super()._mixed_batch_forward(x, *args, adapter_names=adapter_names, **kwargs)
 
@@ -349,6 +349,7 @@ def starts_of(config: LoraConfig) -> list[LayerReport]:
 
 
 def another_base(layer: object) -> BaseModelError:
+    """Returns the error for an adapter whose start is not in the weight of a layer."""
     return BaseModelError(
         f"The adapter's principal components are not those of the weight of {layer}: it was trained on another base, or not "
         "by PiSSA. Load it on the base that its adapter_config.json names."
@@ -356,29 +357,30 @@ def another_base(layer: object) -> BaseModelError:
 
 
 def refuse(target: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """In the place of a layer, for targets that have no matrix.
+    """Stands in the place of a layer class, for targets that have no matrix.
 
     Raises:
         ValueError: always.
     """
+    _, name = config_and_name_of_layer(kwargs)
     if parameter := kwargs.get("parameter_name"):
         raise ValueError(
-            f"PiSSA has no adapter for the parameter {parameter} of {type(target).__name__} ({kwargs.get('target_name')}). "
+            f"PiSSA has no adapter for the parameter {parameter} of {type(target).__name__} ({name}). "
             'Name the linear layers in target_modules, instead of "all-linear" or target_parameters.'
         )
     raise ValueError(
-        f"PiSSA has no adapter for {type(target).__name__} ({kwargs.get('target_name')}): it takes Linear, Conv1D and "
+        f"PiSSA has no adapter for {type(target).__name__} ({name}), only for Linear, Conv1D and "
         "Embedding layers. Leave it out of target_modules, or name it in exclude_modules."
     )
 
 
 def accept_pissa(model: nn.Module) -> None:
-    """Lets a model that already has LoRA adapters take ones of PiSSA too: this package's layers take over those of PEFT.
+    """Prepares a model that already has LoRA adapters for PiSSA adapters: replaces PEFT's layers by this package's.
 
-    Layers that PiSSA has no form for (quantised, convolutions) stay as they are, and refuse an adapter of PiSSA.
+    Layers that PiSSA does not support (quantized layers, convolutions) stay as they are and refuse a PiSSA adapter.
 
     Args:
-        model: a `PeftModel`, or a model with adapters injected.
+        model: a `PeftModel`, or a model with injected adapters.
     """
     for name, module in list(model.named_modules()):
         for theirs, ours in ((Linear, PissaLinear), (Embedding, PissaEmbedding)):

@@ -1,4 +1,4 @@
-"""QPiSSA as a PEFT tuner: its layers' base is a `ResidualLinear`, its adapters are PiSSA's."""
+"""QPiSSA as a PEFT tuner: PiSSA adapters on layers whose base is a `ResidualLinear`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from hf_ext.integration.compat import config_and_name_of_layer, saves_only_lora_
 from hf_ext.pissa.config import QPissaConfig
 from hf_ext.pissa.decomposition import energy
 from hf_ext.pissa.layer import PissaLinear
-from hf_ext.pissa.quantization import Quantization, bitsandbytes, dequantize, quantized_residual
+from hf_ext.pissa.quantization import Quantization, QuantizedWeight, bitsandbytes, dequantize, quantized_residual
 from hf_ext.pissa.reports import LayerReport
 from hf_ext.pissa.residual import OriginalModel, OriginalWeight, ResidualLinear
 from hf_ext.storage.prefetch import progress
 
 logger = get_logger(__name__)
 
-RESIDUAL = ".base_layer.layer."  # in names of the state dict: the quantised weight, its scales, and the bias
+RESIDUAL = ".base_layer.layer."  # part of the keys of the quantized weight, its scales and the bias in a state dict
 
 
 class QPissaLinear(PissaLinear):
-    """An adapter of PiSSA on a `ResidualLinear`. Merging is exact: the base takes the adapter's factors, not their product."""
+    """A `ResidualLinear` with PiSSA adapters. Merging is exact: the base takes the adapter's factors, not their product."""
 
     base_layer: ResidualLinear
 
@@ -40,7 +40,7 @@ class QPissaLinear(PissaLinear):
         alone = alone and self.base_layer.B is not None and self.scaling[active[0]] == self.base_layer.scaling
         if not alone or self.disable_adapters or self.merged or kwargs.get("adapter_names"):
             return super().forward(x, *args, **kwargs)
-        # The base's s B₀ A₀ x and the adapter's − s B₀ A₀ x cancel, so neither is worked out.
+        # The base's s B₀ A₀ x and the adapter's − s B₀ A₀ x cancel, so this computes neither.
         result = self.base_layer.layer(x)
         A, B = self.lora_A[active[0]], self.lora_B[active[0]]
         return (result + self.scaling[active[0]] * B(A(self._cast_input_dtype(x, A.weight.dtype)))).to(result.dtype)
@@ -49,7 +49,7 @@ class QPissaLinear(PissaLinear):
         base, rank, scaling = self.base_layer, self.r[adapter], self.start_scaling(adapter)
         if base.B is None:
             weight = base.full_precision()
-            found = quantized_residual(
+            decomposition = quantized_residual(
                 weight,
                 rank,
                 base.quantization,
@@ -59,14 +59,15 @@ class QPissaLinear(PissaLinear):
                 config.seed,
                 self.factors(adapter)[0].dtype,
             )
-            base.put(found, scaling, base.plain_error(weight))
+            base.put(decomposition, scaling, base.plain_error(weight))
         self._check_shared(rank, scaling)
-        return base.A[:rank], base.B[:, :rank]
+        A, B = base.factors()
+        return A[:rank], B[:, :rank]
 
     def rebuild(self, state_dict: dict[str, torch.Tensor], prefix: str) -> None:
-        """Makes the residual of the adapter in a state dict, unless the layer has one.
+        """Sets the residual that the adapter in a state dict was trained on, unless the layer has one.
 
-        Takes a stored residual out of the state dict.
+        This removes a stored residual from the state dict.
         """
         base, residual = self.base_layer, f"{prefix}{RESIDUAL[1:]}"
         for adapter in self.pissa_adapters():
@@ -96,13 +97,13 @@ class QPissaLinear(PissaLinear):
         self._check_shared(len(A0), self.start_scaling(adapter))
         device = base.weight.device
         A0, B0 = A0.to(device), B0.to(device)
-        start = base.A[: base.rank].to(A0.dtype), base.B[:, : base.rank].to(B0.dtype)
-        if not (torch.equal(A0, start[0]) and torch.equal(B0, start[1])):
+        A, B = base.factors()
+        if not (torch.equal(A0, A[: base.rank].to(A0.dtype)) and torch.equal(B0, B[:, : base.rank].to(B0.dtype))):
             raise BaseModelError(
                 f"The adapter was trained on another residual of {base.original.layer} than this one. Load it on a fresh base."
             )
         self.initial_A[adapter], self.initial_B[adapter] = A0, B0
-        if base.statistics is not None:  # else it takes the original weight to know
+        if base.statistics is not None:  # without them the report needs the original weight
             self.note_start(adapter)
 
     @torch.no_grad()
@@ -125,7 +126,7 @@ class QPissaLinear(PissaLinear):
                 (A, B), (A0, B0) = self.factors(adapter), self.initial(adapter)
                 factors = torch.cat([B, -B0], dim=1).detach(), torch.cat([A, A0]).detach()
                 if safe_merge and not all(torch.isfinite(factor).all() for factor in factors):
-                    raise ValueError(f"NaNs detected in the adapter {adapter}: it seems to be broken.")
+                    raise ValueError(f"The adapter '{adapter}' has NaN or infinite weights and was not merged.")
                 self.base_layer.merge(factors[0] * (self.scaling[adapter] / self.base_layer.scaling), factors[1])
                 self.merged_adapters.append(adapter)
 
@@ -161,18 +162,20 @@ class QPissaModel(LoraModel):
                 "biases with a QPiSSA adapter. Install peft>=0.21, or set save_residual=False and bias='none'."
             )
         if others := [other for other in self.peft_config.values() if other is not config]:
-            # The layers are QPiSSA's already, so they say nothing of the model.
+            # The layers are QPiSSA's already and do not show how the model is quantized.
             for name in ("quant_type", "double_quant", "full_precision_modules"):
                 setattr(config, name, getattr(others[0], name))
             return
         linear = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
         formats = {name: Quantization.of(module) for name, module in linear.items()}
-        found = next(filter(None, formats.values()), None)
-        if found is not None:
-            config.quant_type, config.double_quant = found.quant_type, found.double
+        present = next(filter(None, formats.values()), None)
+        if present is not None:
+            config.quant_type, config.double_quant = present.quant_type, present.double
         kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
         config.full_precision_modules = [
-            name for name, of in formats.items() if of is None and (found is not None or kept & set(name.split(".")))
+            name
+            for name, quantization in formats.items()
+            if quantization is None and (present is not None or kept & set(name.split(".")))
         ]
 
     def _create_new_module(self, config: QPissaConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
@@ -180,28 +183,30 @@ class QPissaModel(LoraModel):
         bnb = bitsandbytes()
         if not isinstance(target, (nn.Linear, Conv1D, bnb.nn.Linear4bit, bnb.nn.Linear8bitLt)):
             raise ValueError(
-                f"QPiSSA has no adapter for {type(target).__name__} ({name}), only for linear layers; leave it out of "
+                f"QPiSSA has no adapter for {type(target).__name__} ({name}), only for linear layers. Leave it out of "
                 "target_modules."
             )
         if name in config.full_precision_modules:
             if Quantization.of(target) is not None:
                 raise ValueError(
-                    f"{name} is quantised, but was not when the adapter was trained. Load the base with it in "
-                    "BitsAndBytesConfig(llm_int8_skip_modules=[…]), or in full precision."
+                    f"{name} is quantized, but was not when the adapter was trained. Load the base in full precision, or with "
+                    f"BitsAndBytesConfig(llm_int8_skip_modules=['{name}', …])."
                 )
             return PissaLinear(target, adapter_name, config=config, **kwargs)
         transposed = isinstance(target, Conv1D) or issubclass(getattr(target, "source_cls", nn.Linear), Conv1D)
         shape = tuple(target.weight.shape[::-1]) if isinstance(target, Conv1D) else (target.out_features, target.in_features)
         original = OriginalWeight(self._original_model(config), name, shape, transposed)
         before = Quantization.of(target)
-        wanted = Quantization(config.quant_type, config.double_quant, dtype=getattr(self.model, "dtype", torch.float32))
-        quantization = replace(before, double=wanted.double) if before and before.quant_type == wanted.quant_type else wanted
+        requested = Quantization(config.quant_type, config.double_quant, dtype=getattr(self.model, "dtype", torch.float32))
+        quantization = requested
+        if before is not None and before.quant_type == requested.quant_type:
+            quantization = replace(before, double=requested.double)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Unsupported layer type")  # PEFT does not know a ResidualLinear
             return QPissaLinear(ResidualLinear(target, original, quantization), adapter_name, config=config, **kwargs)
 
     def _original_model(self, config: QPissaConfig) -> OriginalModel:
-        """One for all layers, so that its files are opened once."""
+        """Returns the original model, one for all layers, so that they share its open files."""
         if "original_model" not in self.__dict__:
             name, revision = config.full_precision_model, None
             if name is None:
@@ -216,8 +221,8 @@ class QPissaModel(LoraModel):
         errors = [100 * layer.merge_error for layer in layers if layer.base_layer.before is not None]
         if errors:
             logger.warning(
-                f"The merged weights were quantised again, which changes them by {sum(errors) / len(errors):.1f} % in the "
-                f"mean, at most {max(errors):.1f} %. merge_adapter() merges without an error."
+                f"merge_and_unload quantized the merged weights again, which changes them by {sum(errors) / len(errors):.1f} % "
+                f"in the mean and {max(errors):.1f} % at most. merge_adapter() merges without an error."
             )
         return merged
 
@@ -226,14 +231,14 @@ class QPissaModel(LoraModel):
         state = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
         layers = tuple(name + RESIDUAL for name, module in model.named_modules() if isinstance(module, QPissaLinear))
         for key, value in state_dict.items():
-            wanted = config.bias == "lora_only" if key.endswith(".bias") else config.save_residual
-            if wanted and key.startswith(layers):
+            is_saved = config.bias == "lora_only" if key.endswith(".bias") else config.save_residual
+            if is_saved and key.startswith(layers):
                 state[key] = value
         return state
 
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
-        # PEFT passes the keys of the residual on as they are in the file. Only the names in a `PeftModel` have its prefix.
+        # The keys of the residual are still those of the file, which have the prefix of a `PeftModel`.
         state = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         if isinstance(model, PeftModel):
             return state
@@ -242,7 +247,7 @@ class QPissaModel(LoraModel):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         layers = {name: module for name, module in self.named_modules() if isinstance(module, QPissaLinear)}
         layers = {name: module for name, module in layers.items() if module.base_layer.B is None}
-        if layers:  # each rebuilds its residual anyway, but without a progress bar
+        if layers:  # they would rebuild their residuals without this, but with no progress bar
             with progress("Rebuilding residual", len(layers)) as bar:
                 for name, module in layers.items():
                     module.rebuild(state_dict, f"{prefix}{name}.")
@@ -250,8 +255,8 @@ class QPissaModel(LoraModel):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _stored_residual(stored: dict[str, torch.Tensor], device: torch.device) -> nn.Parameter:
-    """bitsandbytes' parameter of what its layer's state dict holds."""
+def _stored_residual(stored: dict[str, torch.Tensor], device: torch.device) -> QuantizedWeight:
+    """Returns bitsandbytes' parameter of the tensors that its layer's state dict holds."""
     bnb = bitsandbytes()
     weight = stored.pop("weight")
     if "SCB" in stored:

@@ -1,20 +1,22 @@
-"""Weights in bitsandbytes' formats, and QPiSSA: adapter and quantised residual found in turns."""
+"""Weights in bitsandbytes' formats, and QPiSSA's alternation between the adapter and the quantized residual."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from hf_ext.errors import HfExtError
 from hf_ext.pissa.decomposition import energy, initial_factors, principal_components
 
-if TYPE_CHECKING:
-    from torch import nn
+# bitsandbytes has no types where it is not installed.
+QuantizedWeight: TypeAlias = Any  # Params4bit or Int8Params
+LinearLayer: TypeAlias = Any  # Linear4bit or Linear8bitLt, PyTorch's Linear or Transformers' Conv1D
+QuantType: TypeAlias = Literal["nf4", "fp4", "int8"]
 
-ROWS = 1024  # of a weight that are worked on in float64 at a time
-WARM_ITERATIONS = 1  # rounds of subspace iteration once a basis of the step before is there
+ROWS = 1024  # rows of a weight that are in float64 at a time
+WARM_ITERATIONS = 1  # rounds of subspace iteration that start from the basis of the step before
 
 
 @dataclass(frozen=True)
@@ -23,13 +25,13 @@ class Quantization:
 
     Attributes:
         quant_type: "nf4" or "fp4" (blockwise, 4 bits), or "int8" (by row).
-        double: whether the blocks' scales are quantised too.
-        storage: type in which the 4-bit codes are packed.
-        blocksize: weights that share a scale.
-        dtype: of the dequantised weight.
+        double: whether the blocks' scales are quantized too.
+        storage: dtype in which the 4-bit codes are packed.
+        blocksize: number of weights that share a scale.
+        dtype: dtype of the dequantized weight.
     """
 
-    quant_type: str = "nf4"
+    quant_type: QuantType = "nf4"
     double: bool = True
     storage: torch.dtype = torch.uint8
     blocksize: int = 64
@@ -40,8 +42,8 @@ class Quantization:
         return 8 if self.quant_type == "int8" else 4
 
     @classmethod
-    def of(cls, layer: nn.Module) -> Quantization | None:
-        """That of a layer, whose weight stays as it is; None for one that bitsandbytes did not quantise."""
+    def of(cls, layer: LinearLayer) -> Quantization | None:
+        """Returns the quantization of a layer's weight, or None if bitsandbytes did not quantize it."""
         kind = type(layer.weight).__name__
         if kind == "Int8Params":
             return cls("int8", double=False, dtype=torch.float16)
@@ -53,8 +55,8 @@ class Quantization:
             return cls(weight.quant_type, state.original_nested, storage, state.blocksize, state.original_dtype)
         return cls(weight.quant_type, state.nested, weight.dtype, state.blocksize, state.dtype)
 
-    def quantize(self, weight: torch.Tensor) -> nn.Parameter:
-        """A weight (out_features, in_features) of any float type, as bitsandbytes' parameter on the same device."""
+    def quantize(self, weight: torch.Tensor) -> QuantizedWeight:
+        """Quantizes a weight (out_features, in_features) of any float type. The result is on the same device."""
         bnb = bitsandbytes()
         if self.bits == 8:
             # In float16, as bitsandbytes' kernels read it.
@@ -71,16 +73,22 @@ class Quantization:
         return parameter
 
 
-def bitsandbytes():
+def bitsandbytes() -> Any:
+    """Imports bitsandbytes.
+
+    Raises:
+        HfExtError: it is not installed.
+    """
     try:
         import bitsandbytes
     except ImportError as error:
-        raise HfExtError("Quantised layers need bitsandbytes: pip install bitsandbytes") from error
+        raise HfExtError("Quantized layers require bitsandbytes: pip install bitsandbytes") from error
     return bitsandbytes
 
 
-def unpacked(layer: nn.Module) -> nn.Parameter:
-    """The layer's 4-bit weight in its portable layout, from which bitsandbytes departs for inference on some CPUs."""
+def unpacked(layer: LinearLayer) -> QuantizedWeight:
+    """Brings the layer's 4-bit weight into its portable layout and returns it. For inference on some CPUs, bitsandbytes changes
+    the layout."""
     weight = layer.weight
     if getattr(weight.quant_state, "packing_format_for_cpu", False):
         inverse = bitsandbytes().functional._convert_weight_packed_for_cpu_inverse
@@ -88,11 +96,11 @@ def unpacked(layer: nn.Module) -> nn.Parameter:
     return weight
 
 
-def dequantize(parameter: nn.Parameter, state: object = None) -> torch.Tensor:
-    """The weight that a parameter of `Quantization.quantize` stands for, (out_features, in_features), float32.
+def dequantize(parameter: QuantizedWeight, state: Any = None) -> torch.Tensor:
+    """Dequantizes a parameter of `Quantization.quantize` to (out_features, in_features), float32.
 
     Args:
-        state: of the layer, for 8-bit weights, whose scales move there in the first forward pass.
+        state: `state` of the layer, to which the first forward pass moves the scales of an 8-bit weight.
     """
     if type(parameter).__name__ == "Int8Params":
         scales = parameter.SCB if parameter.SCB is not None else state.SCB
@@ -101,7 +109,7 @@ def dequantize(parameter: nn.Parameter, state: object = None) -> torch.Tensor:
 
 
 def residual(weight: torch.Tensor, B: torch.Tensor, A: torch.Tensor, scaling: float) -> torch.Tensor:
-    """W − scaling · B A, float32. Worked out in float64, so that it does not depend on how a product is cut among threads."""
+    """Returns W − scaling · B A, float32. It is computed in float64: the number of threads does not change the result."""
     return torch.cat(
         [
             (rows.double() - scaling * (left.double() @ A.double())).float()
@@ -111,18 +119,18 @@ def residual(weight: torch.Tensor, B: torch.Tensor, A: torch.Tensor, scaling: fl
 
 
 class QuantizedResidual(NamedTuple):
-    """W ≈ dequantised(quantized) + scaling · B A.
+    """A weight as W ≈ dequantized(quantized) + scaling · B A.
 
     Attributes:
         B, A: the adapter at the start of training, (m, r) and (r, n).
-        quantized: bitsandbytes' parameter of W − scaling · B A.
-        error: Frobenius norm of what is missing from W, relative to W's.
+        quantized: W − scaling · B A as bitsandbytes' parameter.
+        error: Frobenius norm of the difference to W, relative to W's norm.
         energy: the adapter's share of W's squared Frobenius norm.
     """
 
     B: torch.Tensor
     A: torch.Tensor
-    quantized: nn.Parameter
+    quantized: QuantizedWeight
     error: float
     energy: float
 
@@ -137,24 +145,25 @@ def quantized_residual(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> QuantizedResidual:
-    """QPiSSA (arXiv 2404.02948, algorithm 1): the principal components of what quantisation leaves, and the quantised rest.
+    """Decomposes a weight by QPiSSA (arXiv 2404.02948, algorithm 1) into an adapter and a quantized residual.
 
-    The first decomposition takes twice the rounds, as all others start from its subspace, for which one round is enough.
+    The first decomposition takes twice the rounds. All others start from its subspace, and one round is enough for them.
 
     Args:
         weight: (m, n), float32.
-        iterations: T of the paper; 1 is plain QPiSSA.
-        niter: of the first decomposition; None for exact decompositions throughout.
-        dtype: of the adapter; the residual is taken against the factors as this type holds them.
+        iterations: T in the paper; 1 is plain QPiSSA.
+        niter: half the rounds of the first decomposition; None decomposes exactly in each iteration.
+        dtype: dtype of the adapter. The residual is the difference to the factors in this dtype.
     """
     total = torch.linalg.norm(weight)
-    rest, basis = weight, None
+    rest = weight
+    basis: torch.Tensor | None = None
     for iteration in range(iterations):
         rounds = None if niter is None else WARM_ITERATIONS if iteration else 2 * niter
         components = principal_components(rest, rank, rounds, seed=seed, basis=basis)
         basis = components.basis
         B, A = (factor.to(dtype) for factor in initial_factors(components, scaling))
-        # Only the last one is made again when the adapter is loaded.
+        # Loading an adapter computes only the last residual again.
         exact = iteration == iterations - 1
         left = residual(weight, B, A, scaling) if exact else torch.addmm(weight, B.float(), A.float(), alpha=-scaling)
         quantized = quantization.quantize(left)

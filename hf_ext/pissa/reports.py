@@ -1,4 +1,4 @@
-"""How much of each layer an adapter starts from, and what quantisation costs it: as numbers, as a table, as a picture."""
+"""Reports on the start of an adapter: its share of each layer and the quantization error, as numbers, table and picture."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class LayerReport:
     Attributes:
         rank: r.
         energy: share of the weight's squared Frobenius norm that the adapter holds.
-        error, plain_error: Frobenius norm of what is missing from the weight, relative to the weight's, in the quantised
-            residual with the adapter, and in the quantised weight alone; None in full precision, which misses nothing.
+        error: Frobenius norm of the weight's quantization error with the adapter, relative to the weight's norm. None in full
+            precision.
+        plain_error: the same without an adapter.
     """
 
     layer: str
@@ -32,26 +33,29 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class PissaReport:
-    """An adapter, layer by layer; `str()` of it is a table."""
+    """The layers of an adapter at the start of training. `str()` of it is a table."""
 
     layers: list[LayerReport]
 
     @property
     def quantized(self) -> list[LayerReport]:
-        """The layers whose weights are."""
+        """The layers with quantized weights."""
         return [layer for layer in self.layers if layer.error is not None]
 
     def to_dict(self) -> dict:
         return asdict(self)
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Header and rows."""
-        rows = [(layer.layer, str(layer.rank), _percent(layer.energy, 1)) for layer in self.layers]
-        header = ("layer", "rank", "energy")
+        """Returns header and rows."""
+        columns = {
+            "layer": [layer.layer for layer in self.layers],
+            "rank": [str(layer.rank) for layer in self.layers],
+            "energy": [_percent(layer.energy, 1) for layer in self.layers],
+        }
         if self.quantized:
-            errors = [(_percent(layer.error, 2), _percent(layer.plain_error, 2)) for layer in self.layers]
-            header, rows = (*header, "error", "error without adapter"), [row + error for row, error in zip(rows, errors)]
-        return header, rows
+            columns["error"] = [_percent(layer.error, 2) for layer in self.layers]
+            columns["error without adapter"] = [_percent(layer.plain_error, 2) for layer in self.layers]
+        return tuple(columns), list(zip(*columns.values()))
 
     def __str__(self) -> str:
         return f"{table(*self.table())}\n\n{self.summary()}"
@@ -59,13 +63,14 @@ class PissaReport:
     def summary(self) -> str:
         count = len(self.layers)
         text = f"{count} layers, {100 * sum(layer.energy for layer in self.layers) / count:.1f} % of the energy in the adapter"
-        if not self.quantized:
+        ratios = [layer.error / layer.plain_error for layer in self.layers if layer.error is not None and layer.plain_error]
+        if not ratios:
             return text
-        kept = sum(layer.error / layer.plain_error for layer in self.quantized) / len(self.quantized)
-        return f"{text}, {100 * (1 - kept):.1f} % less quantisation error than without it (means over layers)"
+        kept = sum(ratios) / len(ratios)
+        return f"{text}, {100 * (1 - kept):.1f} % less quantization error than without it (means over layers)"
 
     def plot(self, path: str | os.PathLike) -> None:
-        """Draws the figures of each layer to an image file.
+        """Draws the figures of each layer into an image file.
 
         Raises:
             HfExtError: matplotlib is not installed, or the file cannot be written.
@@ -79,7 +84,7 @@ class PissaReport:
             errors = [(100 * (layer.error or 0), 100 * (layer.plain_error or 0)) for layer in self.layers]
             panels[1].barh(names, [plain for _, plain in errors], color="#dddddd", label="without adapter")
             panels[1].barh(names, [error for error, _ in errors], color="#ee6677", label="with it")
-            panels[1].set_title("quantisation error, % of the weight", fontsize="small")
+            panels[1].set_title("quantization error, % of the weight", fontsize="small")
             panels[1].legend(fontsize="x-small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
         for axes in panels:
             axes.spines[["top", "right"]].set_visible(False)

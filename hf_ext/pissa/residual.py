@@ -1,4 +1,4 @@
-"""A linear layer of a quantised residual and a frozen low-rank part: what QPiSSA puts in the place of a layer."""
+"""The layer that QPiSSA puts in the place of a linear layer: a quantized residual and a frozen low-rank part."""
 
 from __future__ import annotations
 
@@ -15,19 +15,29 @@ from transformers.pytorch_utils import Conv1D
 from hf_ext.errors import BaseModelError, HfExtError
 from hf_ext.pissa.decomposition import is_of
 from hf_ext.pissa.layer import another_base
-from hf_ext.pissa.quantization import Quantization, QuantizedResidual, bitsandbytes, dequantize, residual, unpacked
+from hf_ext.pissa.quantization import (
+    LinearLayer,
+    Quantization,
+    QuantizedResidual,
+    QuantizedWeight,
+    bitsandbytes,
+    dequantize,
+    residual,
+    unpacked,
+)
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.safetensors_file import torch_dtype
 from hf_ext.storage.source import TensorSource
 
-OTHER_CODES = 0.01  # share of a quantised weight's codes that may differ from those of the original's, by another device
+# Share of a quantized weight's codes that may differ from the original weight's, as another device rounds in another way.
+OTHER_CODES = 0.01
 
 
 class OriginalModel:
-    """Where the full-precision weights of a quantised model are to be found.
+    """The model whose checkpoint has the full-precision weights of a quantized model.
 
     Args:
-        name: folder or Hub id; empty if the model has none.
+        name: folder or Hub id; empty if unknown.
         revision: commit on the Hub.
     """
 
@@ -40,17 +50,17 @@ class OriginalModel:
         return open_checkpoint(self.name, self.revision)
 
     def __getstate__(self) -> dict:
-        return {"name": self.name, "revision": self.revision}  # copies open the files themselves
+        return {"name": self.name, "revision": self.revision}  # a copy opens the files again
 
 
 @dataclass(frozen=True)
 class OriginalWeight:
-    """One weight of it.
+    """One weight of an original model.
 
     Attributes:
         layer: the module's name in the model.
         shape: (out_features, in_features).
-        transposed: whether it is stored as (in_features, out_features), as Conv1D does.
+        transposed: the checkpoint has it as (in_features, out_features), as Conv1D does.
     """
 
     model: OriginalModel
@@ -59,27 +69,27 @@ class OriginalWeight:
     transposed: bool
 
     def read(self, device: torch.device) -> torch.Tensor:
-        """The weight, (out_features, in_features), float32. Nothing else of the checkpoint is read.
+        """Reads the weight, (out_features, in_features), float32, and nothing else of the checkpoint.
 
         Raises:
-            BaseModelError: there is none of that name, shape and kind.
+            BaseModelError: the checkpoint has no float weight of that name and shape.
         """
         advice = "Name a folder or Hub id that holds the base's original weights: QPissaConfig(full_precision_model=…)."
         if not self.model.name:
-            raise BaseModelError(f"The original weight of the quantised layer {self.layer} is nowhere to be found. {advice}")
+            raise BaseModelError(f"The original weight of the quantized layer {self.layer} is nowhere to be found. {advice}")
         try:
             checkpoint = self.model.checkpoint
         except HfExtError as error:
-            raise BaseModelError(f"The original weights of the quantised layers cannot be read: {error} {advice}") from error
+            raise BaseModelError(f"The original weights of the quantized layers cannot be read: {error} {advice}") from error
         name = checkpoint.twin_of(f"{self.layer}.weight")
         if name is None:
-            raise BaseModelError(f"{checkpoint} holds no weight for the quantised layer {self.layer}. {advice}")
+            raise BaseModelError(f"{checkpoint} holds no weight for the quantized layer {self.layer}. {advice}")
         entry = checkpoint.entry(name)
         shape = self.shape[::-1] if self.transposed else self.shape
         if tuple(entry.shape) != shape or not torch_dtype(entry.dtype).is_floating_point:
             raise BaseModelError(
                 f"'{name}' in {checkpoint} is of type {entry.dtype} and shape {tuple(entry.shape)}, not floats of {shape}: it "
-                f"is itself quantised, or of another model. {advice}"
+                f"is itself quantized, or of another model. {advice}"
             )
         raw = checkpoint.read(name)
         weight = replace(raw, data=raw.data.copy()).to_torch().to(device).float()
@@ -88,7 +98,7 @@ class OriginalWeight:
 
 
 class Statistics(NamedTuple):
-    """What `LayerReport` says of a layer."""
+    """The figures of a layer in its `LayerReport`."""
 
     energy: float
     error: float
@@ -100,36 +110,37 @@ def _digest(weight: torch.Tensor) -> int:
 
 
 class ResidualLinear(nn.Module):
-    """quantised(W − s B₀ A₀) x + s B₀ A₀ x (+ bias): the model that QPiSSA's training starts from.
+    """Computes quantized(W − s B₀ A₀) x + s B₀ A₀ x (+ bias), from which QPiSSA's training starts.
 
-    Made from a layer, whose bias it keeps; until `put` or `rebuild` it is that layer.
+    It wraps a layer and keeps its bias. Until `put` or `rebuild` it computes what the wrapped layer does.
 
     Args:
         layer: Linear or Conv1D in full precision, or bitsandbytes' Linear4bit or Linear8bitLt.
-        original: where its full-precision weight is, for layers that are quantised already.
-        quantization: of the residual.
+        original: the full-precision weight, for a layer that is quantized.
+        quantization: quantization of the residual.
     """
 
-    def __init__(self, layer: nn.Module, original: OriginalWeight, quantization: Quantization):
+    # A₀ and B₀, and behind them the factors of merged adapters.
+    A: torch.Tensor | None
+    B: torch.Tensor | None
+
+    def __init__(self, layer: LinearLayer, original: OriginalWeight, quantization: Quantization):
         super().__init__()
-        self.layer = layer
+        self.layer: LinearLayer = layer
         self.original = original
         self.quantization = quantization
         self.before = Quantization.of(layer)  # None in full precision
-        self.dtype_before = layer.weight.dtype
-        self.digest: int | None = None  # of a weight that was in memory in full precision
+        self.dtype_before: torch.dtype = layer.weight.dtype
+        self.digest: int | None = None  # of a full-precision weight that was in memory
         self.scaling = 1.0
         self.rank = 0
-        # A₀ and B₀; behind them the factors of what is merged.
-        self.A: torch.Tensor | None
-        self.B: torch.Tensor | None
         self.register_buffer("A", None, persistent=False)
         self.register_buffer("B", None, persistent=False)
         self.statistics: Statistics | None = None
         self.out_features, self.in_features = original.shape
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> QuantizedWeight:
         return self.layer.weight
 
     @property
@@ -138,16 +149,16 @@ class ResidualLinear(nn.Module):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The type in which PEFT makes adapters on the layer."""
+        """The dtype in which PEFT makes adapters on the layer."""
         if self.before is None:
             return self.dtype_before
         return getattr(self.layer, "compute_dtype", None) or self.before.dtype
 
     def full_precision(self) -> torch.Tensor:
-        """W, (out_features, in_features), float32.
+        """Returns W, (out_features, in_features), float32.
 
         Raises:
-            BaseModelError: the checkpoint lacks it, or holds another than the one the layer was quantised from.
+            BaseModelError: the checkpoint lacks W, or the layer was not quantized from the checkpoint's W.
         """
         if self.before is None:
             weight = self.layer.weight.detach().float()
@@ -161,39 +172,39 @@ class ResidualLinear(nn.Module):
         if other:
             raise BaseModelError(
                 f"The weight of {self.original.layer} in '{self.original.model.name}' is not the one that the layer was "
-                "quantised from. Name the model that was: QPissaConfig(full_precision_model=…)."
+                "quantized from. Name the model that was: QPissaConfig(full_precision_model=…)."
             )
         return weight
 
     def original_weight(self) -> torch.Tensor:
-        """W as it stands in the checkpoint, (out_features, in_features), float32.
+        """Reads W from the checkpoint, (out_features, in_features), float32.
 
         Raises:
-            BaseModelError: it cannot be read, or is another than the one that the model had in memory.
+            BaseModelError: W cannot be read, or the model had another W in memory.
         """
         weight = self.original.read(self.layer.weight.device)
         if self.digest is not None and _digest(weight.to(self.dtype_before).float()) != self.digest:
             raise BaseModelError(
                 f"The weight of {self.original.layer} in '{self.original.model.name}' is not the one that the model had when "
-                "QPiSSA quantised it, and that one is nowhere else."
+                "QPiSSA quantized it. That weight was only in memory: save the model before you quantize it."
             )
         return weight
 
-    def put(self, found: QuantizedResidual, scaling: float, plain_error: float) -> None:
-        """Takes a decomposition of the layer's weight into its place."""
-        self.statistics = Statistics(found.energy, found.error, plain_error)
-        self._set(found.B, found.A, scaling, found.quantized)
+    def put(self, decomposition: QuantizedResidual, scaling: float, plain_error: float) -> None:
+        """Replaces the layer's weight by its decomposition."""
+        self.statistics = Statistics(decomposition.energy, decomposition.error, plain_error)
+        self._set(decomposition.B, decomposition.A, scaling, decomposition.quantized)
 
     def plain_error(self, weight: torch.Tensor) -> float:
-        """Frobenius norm of what quantising takes from W without an adapter, relative to W's; before `put` of W."""
+        """Returns the Frobenius norm of W's quantization error without an adapter, relative to W's. Call it before `put`."""
         if self.before == self.quantization:
             plain = dequantize(self.layer.weight, getattr(self.layer, "state", None))
         else:
             plain = dequantize(self.quantization.quantize(weight))
         return (torch.linalg.norm(weight - plain) / torch.linalg.norm(weight)).item()
 
-    def rebuild(self, B: torch.Tensor, A: torch.Tensor, scaling: float, quantized: nn.Parameter | None = None) -> None:
-        """The residual of a saved adapter: given, or made again from the full-precision weight and the adapter's start."""
+    def rebuild(self, B: torch.Tensor, A: torch.Tensor, scaling: float, quantized: QuantizedWeight = None) -> None:
+        """Sets the residual of a saved adapter: `quantized`, or else computed from W and the adapter's start."""
         device = self.layer.weight.device
         if quantized is None:
             weight, B, A = self.full_precision(), B.to(device), A.to(device)
@@ -202,7 +213,7 @@ class ResidualLinear(nn.Module):
             quantized = self.quantization.quantize(residual(weight, B, A, scaling))
         self._set(B.to(device), A.to(device), scaling, quantized)
 
-    def _set(self, B: torch.Tensor, A: torch.Tensor, scaling: float, quantized: nn.Parameter) -> None:
+    def _set(self, B: torch.Tensor, A: torch.Tensor, scaling: float, quantized: QuantizedWeight) -> None:
         # In the layout of the adapter's own factors, so that both make the same product to the last bit.
         self.B, self.A = B.float().contiguous(), A.float().contiguous()
         self.scaling, self.rank = scaling, len(A)
@@ -212,12 +223,12 @@ class ResidualLinear(nn.Module):
         # bitsandbytes' layout for inference on some CPUs rounds the scales, and so would what is saved afterwards.
         self.layer.support_avx512bf16_for_cpu = False
 
-    def _layer(self, quantization: Quantization, quantized: nn.Parameter) -> nn.Module:
-        """bitsandbytes' layer with a weight, and the bias that this one has."""
+    def _layer(self, quantization: Quantization, quantized: QuantizedWeight) -> LinearLayer:
+        """Returns bitsandbytes' layer with this weight and the bias of the present layer."""
         nn8bit = quantization.bits == 8
         bnb = bitsandbytes()
         if not nn8bit and Quantization.of(self.layer) == quantization:
-            # In place, as PEFT holds on to the layers that it replaces until it has replaced all.
+            # In place: PEFT keeps the layers that it replaces until it has replaced all of them.
             weight = unpacked(self.layer)
             weight.data.copy_(quantized.data)
             weight.quant_state = self.layer.quant_state = quantized.quant_state
@@ -238,22 +249,28 @@ class ResidualLinear(nn.Module):
 
     @torch.no_grad()
     def dequantized(self) -> torch.Tensor:
-        """The dense weight that the layer stands for, with what is merged into it; (out_features, in_features), float32.
+        """Returns the dense weight with all merged adapters, (out_features, in_features), float32.
 
         Raises:
             HfExtError: the adapter's weights have not been loaded yet.
         """
-        self._require_residual()
+        A, B = self.factors()
         weight = dequantize(self.layer.weight, getattr(self.layer, "state", None))
-        return weight + self.scaling * (self.B.float() @ self.A.float())
+        return weight + self.scaling * (B.float() @ A.float())
 
-    def _require_residual(self) -> None:
-        if self.B is None:
-            raise HfExtError(f"{self.original.layer} has no quantised residual yet: load the adapter's weights first.")
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns A and B.
+
+        Raises:
+            HfExtError: the adapter's weights have not been loaded yet.
+        """
+        if self.A is None or self.B is None:
+            raise HfExtError(f"{self.original.layer} has no quantized residual yet: load the adapter's weights first.")
+        return self.A, self.B
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result = self.layer(x)
-        if self.B is None:
+        if self.A is None or self.B is None:
             return result
         low_rank = functional.linear(functional.linear(x.to(self.A.dtype), self.A), self.B)
         return (result + self.scaling * low_rank).to(x.dtype)
@@ -264,15 +281,16 @@ class ResidualLinear(nn.Module):
         Raises:
             HfExtError: the adapter's weights have not been loaded yet.
         """
-        self._require_residual()
-        self.B, self.A = torch.cat([self.B, B.to(self.B)], dim=1), torch.cat([self.A, A.to(self.A)])
+        before = self.factors()
+        self.A, self.B = torch.cat([before[0], A.to(before[0])]), torch.cat([before[1], B.to(before[1])], dim=1)
 
     def unmerge(self, rank: int) -> None:
-        """Takes the last `rank` merged rows and columns away again."""
-        self.B, self.A = self.B[:, :-rank].contiguous(), self.A[:-rank].contiguous()
+        """Removes the last `rank` merged rows of A and columns of B."""
+        A, B = self.factors()
+        self.A, self.B = A[:-rank].contiguous(), B[:, :-rank].contiguous()
 
-    def plain(self) -> tuple[nn.Module, float]:
-        """The layer as one weight, quantised if it was before QPiSSA, and the relative error that quantising makes."""
+    def plain(self) -> tuple[LinearLayer, float]:
+        """Returns a layer with one weight, quantized if it was before QPiSSA, and the relative error of quantizing."""
         weight = self.dequantized()
         if self.before is None:
             return self._dense(weight), 0.0
@@ -280,11 +298,11 @@ class ResidualLinear(nn.Module):
         error = torch.linalg.norm(dequantize(quantized) - weight) / torch.linalg.norm(weight)
         return self._layer(self.quantization, quantized), error.item()
 
-    def restored(self) -> nn.Module:
-        """The layer as it was before QPiSSA.
+    def restored(self) -> LinearLayer:
+        """Returns the layer as it was before QPiSSA.
 
         Raises:
-            BaseModelError: its full-precision weight cannot be found again.
+            BaseModelError: its full-precision weight cannot be read.
         """
         if self.B is None:
             return self.layer
@@ -294,6 +312,7 @@ class ResidualLinear(nn.Module):
         return self._dense(weight)
 
     def _dense(self, weight: torch.Tensor) -> nn.Module:
+        layer: LinearLayer
         with torch.device("meta"):
             if self.original.transposed:
                 layer, weight = Conv1D(self.out_features, self.in_features), weight.T.contiguous()

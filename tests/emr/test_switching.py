@@ -78,7 +78,7 @@ def check(model, folder, auto=Auto, **options) -> None:
     for key, value in vars(expected.config).items():
         assert key in ("_name_or_path", "dtype") or getattr(model.config, key) == value, key
     found, right = (m.eval()(**inputs(m)).logits for m in (model, expected))
-    assert torch.equal(found, right)
+    torch.testing.assert_close(found, right)
 
 
 # ---- loading and switching -------------------------------------------------------------------------------------------
@@ -284,7 +284,8 @@ def test_a_pipeline_serves_the_active_task(merged):
     for task in ("trec", "cr", "subj"):
         pipe.model.set_task(task)
         expected = pipeline("text-classification", model=str(merged[1][task]), tokenizer=words)
-        assert pipe("w1 w2 w3", top_k=None) == expected("w1 w2 w3", top_k=None)
+        found, right = ({row["label"]: row["score"] for row in one("w1 w2 w3", top_k=None)} for one in (pipe, expected))
+        assert found == pytest.approx(right, abs=1e-6)
 
 
 def test_tokenizers_and_configurations_load_from_the_folder_and_from_a_task(merged):
@@ -377,10 +378,10 @@ def test_an_adapter_on_top_of_a_task(merged, model, tmp_path):
     tuned.save_pretrained(tmp_path / "adapter")
     assert tuned.active_task == "cr" and tuned.tasks == model.tasks
     plain = PeftModel.from_pretrained(Auto.from_pretrained(merged[1]["cr"]), tmp_path / "adapter").eval()
-    assert torch.equal(tuned.eval()(**inputs(model)).logits, plain(**inputs(model)).logits)
+    torch.testing.assert_close(tuned.eval()(**inputs(model)).logits, plain(**inputs(model)).logits)
     tuned.set_task("subj")  # the weights below the adapter
     other = PeftModel.from_pretrained(Auto.from_pretrained(merged[1]["subj"]), tmp_path / "adapter").eval()
-    assert torch.equal(tuned(**inputs(model)).logits, other(**inputs(model)).logits)
+    torch.testing.assert_close(tuned(**inputs(model)).logits, other(**inputs(model)).logits)
     bare = tuned.unload()
     state = Auto.from_pretrained(merged[1]["subj"]).bert.state_dict()
     same_tensors(bare.bert.state_dict(), state)

@@ -1,4 +1,4 @@
-"""The randomised decomposition finds what the exact one finds, and factors stand for the matrices they are of."""
+"""The randomized decomposition finds what the exact one finds, and factors stand for the matrices they are of."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_the_errors_are_those_of_the_weights(tmp_path):
 def test_it_is_a_table_a_dictionary_and_a_picture(tmp_path, kind):
     report = pissa.report(get_peft_model(small_llama(), kind(**OPTIONS)))
     assert len(str(report).splitlines()) == 2 + 14 + 2
-    assert ("quantisation error" in report.summary()) is (kind is QPissaConfig)
+    assert ("quantization error" in report.summary()) is (kind is QPissaConfig)
     assert len(json.loads(json.dumps(report.to_dict()))["layers"]) == 14
     report.plot(tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

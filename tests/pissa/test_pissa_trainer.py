@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from stop_after import StopAfter
-from tiny_adapters import NF4, difference, load, logits, small_llama
+from tiny_adapters import NF4, SAVED_RESIDUALS, difference, load, logits, small_llama
 from tiny_models import VOCABULARY
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -20,9 +20,15 @@ KINDS = {
     "pissa": (PissaConfig, OPTIONS, None),
     "pissa rslora": (PissaConfig, OPTIONS | {"use_rslora": True, "lora_alpha": 3}, None),
     "qpissa": (QPissaConfig, OPTIONS, NF4),
-    "qpissa on full precision": (QPissaConfig, OPTIONS | {"save_residual": True}, None),
 }
-every_kind = pytest.mark.parametrize(("kind", "options", "quantization"), KINDS.values(), ids=KINDS)
+RESIDUAL = (QPissaConfig, OPTIONS | {"save_residual": True}, None)
+every_kind = pytest.mark.parametrize(
+    ("kind", "options", "quantization"),
+    [
+        *(pytest.param(*kind, id=name) for name, kind in KINDS.items()),
+        pytest.param(*RESIDUAL, id="qpissa on full precision", marks=SAVED_RESIDUALS),
+    ],
+)
 
 
 @pytest.fixture

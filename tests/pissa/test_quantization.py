@@ -1,4 +1,4 @@
-"""QPiSSA on single weights, with bitsandbytes' own kernels: quantisation errors fall as the paper says."""
+"""QPiSSA on single weights, with bitsandbytes' own kernels: quantization errors fall as the paper says."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_layers_format_is_told_from_its_weight(quantization):
 
 
 @every_format
-def test_the_quantised_weight_is_bitsandbytes_own(quantization):
+def test_the_quantized_weight_is_bitsandbytes_own(quantization):
     matrix = weight()
     layer = (
         bnb.nn.Linear8bitLt(128, 96, bias=False, has_fp16_weights=False)
@@ -71,7 +71,7 @@ def test_the_quantised_weight_is_bitsandbytes_own(quantization):
 
 @every_format
 @pytest.mark.parametrize("iterations", [1, 5])
-def test_less_is_missing_than_from_the_quantised_weight_alone(quantization, iterations):
+def test_less_is_missing_than_from_the_quantized_weight_alone(quantization, iterations):
     matrix = weight()
     found = quantized_residual(matrix, 12, quantization, iterations, scaling=2.0)
     error, plain = nuclear(missing(matrix, found, 2.0)), nuclear(matrix - dequantize(quantization.quantize(matrix)))

@@ -28,7 +28,7 @@ made = train_discriminator(
 made.push_to_hub("user/discriminator", private=True)
 made.save_pretrained("saved", push_to_hub=True, repo_id="user/saved")
 loaded = Discriminator.from_pretrained("user/discriminator")
-assert loaded.score(SEEDS) == made.score(SEEDS) and loaded.task == "pick"
+assert all(abs(a - b) < 1e-5 for a, b in zip(loaded.score(SEEDS), made.score(SEEDS))) and loaded.task == "pick"
 
 adapter, _ = teacher("gpt2")
 adapter.push_to_hub("user/adapter")
