@@ -1,6 +1,6 @@
-"""A second decoder of compressed tensors, plain and slow: what the C++ codec is tested against.
+"""A second decoder of compressed tensors, simple and slow, for tests of the C++ codec.
 
-It is written from docs/fm_delta_format.md, whose words it uses, and shares no code with the codec but the default tables.
+It follows docs/fm_delta_format.md and uses the same terms. It shares nothing with the codec but the default tables.
 """
 
 import struct
@@ -60,14 +60,14 @@ class Bits:
         self.position = 0
 
     def take(self, count: int) -> int:
-        """The next bits as a number, the first of them its lowest."""
+        """Returns the next bits as a number; the first is the lowest."""
         require(self.position + count <= len(self.bits), "the side information ends too early")
         taken = self.bits[self.position : self.position + count]
         self.position += count
         return sum(bit << i for i, bit in enumerate(taken))
 
     def rice(self, k: int, width: int = 16) -> int:
-        """A signed number: zigzag, then the quotient by 2^k in unary and the rest in k bits, or 20 ones and all of it."""
+        """Reads a signed number: zigzag, then quotient by 2^k in unary and rest in k bits, or 20 ones and the code itself."""
         quotient = 0
         while quotient < 20 and self.take(1):
             quotient += 1
@@ -75,22 +75,22 @@ class Bits:
         return -(code + 1) // 2 if code % 2 else code // 2
 
     def scales(self, count: int) -> np.ndarray:
-        """A list of scales in quarter octaves: a centre, k, and each one's difference from the centre."""
+        """Reads a list of scales in quarter octaves: a center, k, and the difference of each scale from the center."""
         if count == 0:
             return np.zeros(0, np.int64)
-        centre, k = self.take(16), self.take(3)
-        centre -= (centre >> 15) << 16
-        return np.clip(np.array([centre + self.rice(k) for _ in range(count)]), -8000, 8000)
+        center, k = self.take(16), self.take(3)
+        center -= (center >> 15) << 16
+        return np.clip(np.array([center + self.rice(k) for _ in range(count)]), -8000, 8000)
 
     def table(self, default: np.ndarray) -> np.ndarray:
-        """A table of the tensor's own: k, and the differences of 63 frequencies from the default ones."""
+        """Reads a table of the tensor's own: k, and the differences of 63 frequencies from the default ones."""
         k = self.take(3)
         table = np.array([frequency + self.rice(k) for frequency in default[:63].tolist()] + [0])
         require(table.min() >= 0 and table.sum() == 1 << TABLE_BITS, "a table's frequencies are impossible")
         return table
 
     def factors(self, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray, int, bool]:
-        """A low-rank change: factors of the rows and of the columns, the exponent, and whether its sums are wide."""
+        """Reads a low-rank change: row factors, column factors, the exponent, and whether the sums are wide."""
         rank, exponent = self.take(16), self.take(16)
         exponent -= (exponent >> 15) << 16
         possible = 1 <= rank <= 1024 and abs(exponent) <= 100
@@ -113,7 +113,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def to_ordered(bits: np.ndarray, kind: FloatType) -> np.ndarray:
-    """Floats as integers in the order of their values: negative ones inverted, the others with the top bit set."""
+    """Returns floats as integers in the order of their values: negative ones inverted, the others with the top bit set."""
     sign = bits.dtype.type(1 << (kind.width - 1))
     return np.where(bits & sign, ~bits, bits | sign)
 
@@ -124,7 +124,7 @@ def from_ordered(ordered: np.ndarray, kind: FloatType) -> np.ndarray:
 
 
 def to_rotated(bits: np.ndarray, kind: FloatType) -> np.ndarray:
-    """Floats as integers with the sign in the lowest bit."""
+    """Returns floats as integers with the sign in the lowest bit."""
     one, top = bits.dtype.type(1), bits.dtype.type(kind.width - 1)
     return bits << one | bits >> top
 
@@ -135,14 +135,14 @@ def from_rotated(rotated: np.ndarray, kind: FloatType) -> np.ndarray:
 
 
 def numbers_of(bits: np.ndarray, kind: FloatType) -> np.ndarray:
-    """The values of floats, as float64; 0 for NaN and infinities."""
+    """Returns the values of floats as float64; 0 for NaN and infinity."""
     numbers = (bits.astype("<u4") << np.uint32(16)).view("<f4") if kind.numpy is None else bits.view(kind.numpy)
     with np.errstate(invalid="ignore"):
         return np.where(np.isfinite(numbers), numbers, 0).astype("<f8")
 
 
 def round_to(numbers: np.ndarray, kind: FloatType) -> np.ndarray:
-    """Floats next to numbers (float64): through float32 where the type is no wider."""
+    """Rounds numbers (float64) to floats, by way of float32 unless the type is float64."""
     with np.errstate(all="ignore"):
         if kind.width == 64:
             return numbers.view("<u8")
@@ -157,7 +157,7 @@ def round_to(numbers: np.ndarray, kind: FloatType) -> np.ndarray:
 
 
 def move(bits: np.ndarray, change: np.ndarray, wide: bool, kind: FloatType) -> np.ndarray:
-    """Each float plus its change, in float32 or, if `wide`, float64, rounded to the type; NaNs and infinities as they are."""
+    """Adds changes to floats, in float32 or, if `wide`, in float64, and rounds the sums to the type. Keeps NaN and infinity."""
     magnitude = bits & bits.dtype.type((1 << (kind.width - 1)) - 1)
     precision = "<f8" if wide else "<f4"
     with np.errstate(all="ignore"):
@@ -166,13 +166,13 @@ def move(bits: np.ndarray, change: np.ndarray, wide: bool, kind: FloatType) -> n
 
 
 def expected_magnitude(scale: np.ndarray, kind: FloatType) -> np.ndarray:
-    """About 2^(scale / 4): whole octaves in the exponent field, quarters in the two top bits of the mantissa."""
+    """Returns floats of about 2^(scale / 4): octaves in the exponent field, quarters in the two top bits of the mantissa."""
     field = np.clip((scale // 4) + kind.exponent_bias, 0, (1 << kind.exponent) - 2)
     return (field << kind.mantissa | (scale % 4) << (kind.mantissa - 2)).astype(kind.unsigned)
 
 
 def contexts(c: np.ndarray, mantissa: int) -> tuple[np.ndarray, np.ndarray]:
-    """How many low bits of a residual of about 2^(c / 4) are cut off, and the table that its symbol is coded with."""
+    """Returns the number of raw low bits of residuals of about 2^(c / 4), and the tables of their symbols."""
     near_value = 4 * (mantissa - 2)
     shift = np.clip((c - 8) // 4, 0, min(mantissa - 2, 16))
     small, cut, near = np.maximum(c + 8, 0), 16 + c % 4, np.minimum(20 + (c - near_value) // 2, 31)
@@ -180,7 +180,7 @@ def contexts(c: np.ndarray, mantissa: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Lanes:
-    """The states of an entropy-coded block, one a lane, and the words that refill them."""
+    """The states of an entropy-coded block, one per lane, and the words that refill them."""
 
     def __init__(self, data: bytes, lanes: int) -> None:
         require(len(data) >= 4 * lanes and len(data) % 2 == 0, "an entropy-coded block has an impossible size")
@@ -189,7 +189,7 @@ class Lanes:
         require(bool((self.states >= 1 << 16).all()), "an entropy-coded block starts from an impossible state")
 
     def replace(self, lanes: np.ndarray, states: np.ndarray) -> None:
-        """New states for some lanes; each one below 2^16 is refilled with the next word, in the order of the lanes."""
+        """Sets the states of some lanes. A state below 2^16 takes the next word; the lanes go in order."""
         low = states < 1 << 16
         require(low.sum() <= len(self.words), "an entropy-coded block ends too early")
         words, self.words = np.split(self.words, [low.sum()])
@@ -197,14 +197,14 @@ class Lanes:
         self.states[lanes] = states
 
     def take_bits(self, lanes: np.ndarray, count: np.ndarray | int) -> np.ndarray:
-        """The low bits of the states of some lanes."""
+        """Takes the low bits of the states of some lanes."""
         states = self.states[lanes]
         self.replace(lanes, states >> count)
         return states & ((1 << count) - 1)
 
 
 def decode_numbers(data: bytes, width: int, shift: np.ndarray, table: np.ndarray, tables: np.ndarray) -> np.ndarray:
-    """The numbers of a block: in rounds of all lanes, first their symbols, then the raw bits, then the extra bits."""
+    """Decodes the numbers of a block in rounds of all lanes: first symbols, then raw bits, then extra bits."""
     symbol_at = np.stack([np.repeat(np.arange(SYMBOLS), frequencies) for frequencies in tables])
     starts = np.cumsum(tables, axis=1) - tables
     coder = Lanes(data, width)
@@ -236,7 +236,7 @@ def decode_numbers(data: bytes, width: int, shift: np.ndarray, table: np.ndarray
 def decode_body(
     body: bytes, base_bits: np.ndarray | None, dtype_code: int, values: int, row_length: int, base_values: int
 ) -> np.ndarray:
-    """The tensor's values as unsigned integers. ValueError if the body is not one that an encoder makes."""
+    """Returns the tensor's values as unsigned integers. Raises ValueError if the body is not valid."""
     kind = TYPES[dtype_code]
     base = np.asarray([] if base_bits is None else base_bits, kind.unsigned).ravel()[:base_values]
     row_count, base_rows = -(-values // row_length), -(-base_values // row_length)
@@ -306,7 +306,7 @@ def decode_body(
 
 
 def cast(bits: np.ndarray, from_code: int, to_code: int) -> np.ndarray:
-    """Floats rounded to the nearest of another type, ties to even. A NaN keeps its sign and nothing else."""
+    """Rounds floats to another type, to nearest, ties to even. A NaN keeps only its sign."""
     source, target = TYPES[from_code], TYPES[to_code]
     bits = np.asarray(bits, source.unsigned)
     negative = (bits >> source.unsigned.type(source.width - 1)).astype(bool)

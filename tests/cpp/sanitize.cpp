@@ -176,7 +176,7 @@ void merge(int dtype, size_t values, size_t count) {
         hf_ext::emr::modulate(dtype, values, base.data(), elected.data(), from, live.data(), 2);
         Bytes before = live;
         const hf_ext::emr::Target target{dtype, values, base.data(), elected.data(), from, to, live.data()};
-        require(hf_ext::emr::retarget(&target, 1, 2) == 1, "a task is not recognised");
+        require(hf_ext::emr::retarget(&target, 1, 2) == 1, "a task is not recognized");
         live = before;
         if (!size) continue;
         live[below(size)] ^= 1;

@@ -264,3 +264,26 @@ def test_buffers_of_the_wrong_size_are_refused(call):
 def test_read_only_buffers_are_not_written():
     with pytest.raises((TypeError, BufferError)):
         _native.modulate(1, bytes(8), bytes(8), None, 1.0, bytes(8))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_all_instruction_sets_make_the_same(dtype):
+    generator = torch.Generator().manual_seed(5)
+    base, tasks = fine_tunes(dtype, 3, 40_003)
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-7, -6e-8, 65504.0], dtype=torch.float64).to(base.dtype)
+    for tensor in (base, *tasks):
+        tensor[torch.randint(40_003, (500,), generator=generator)] = special[torch.randint(8, (500,), generator=generator)]
+    results = []
+    for instructions in _native.instruction_sets():
+        before = _native.use(instructions)
+        try:
+            elected, _, masks, sums = elect(dtype, base, tasks)
+            live = modulate(dtype, base, elected, masks[0], 0.8)
+            first = raw(live).tobytes()
+            switch = (FLOATS[dtype], raw(base), raw(elected), masks[0], 0.8, masks[1], 1.3, raw(live))
+            assert _native.retarget((switch,)) == 1
+            assert raw(live).tobytes() == raw(modulate(dtype, base, elected, masks[1], 1.3)).tobytes()
+        finally:
+            _native.use(before)
+        results.append((raw(elected).tobytes(), masks.tobytes(), sums.tobytes(), first, raw(live).tobytes()))
+    assert len(set(results)) == 1

@@ -322,7 +322,7 @@ def test_a_payload_never_has_as_many_dimensions_as_its_tensor(ndim):
     assert len(shape) != ndim and math.prod(shape) == 77
 
 
-def test_a_payload_is_recognised_among_tensors():
+def test_a_payload_is_recognized_among_tensors():
     payload = torch.frombuffer(bytearray(encode(torch.randn(50))), dtype=torch.uint8)
     for shape in ((-1,), (1, -1)):
         assert is_payload(payload.reshape(shape)) and is_payload(payload.numpy().reshape(shape))
