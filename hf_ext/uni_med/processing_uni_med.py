@@ -151,7 +151,7 @@ class UniMedProcessor(ProcessorMixin):
         if None in image_tasks and set(image_tasks) != {None}:
             raise ValueError("Some samples with images have a task and others none; give each one, with task=.")
 
-        options = self._merge_kwargs(tokenizer_init_kwargs=self.tokenizer.init_kwargs, **kwargs)
+        options = self._merge_kwargs(self.valid_processor_kwargs, tokenizer_init_kwargs=self.tokenizer.init_kwargs, **kwargs)
         tensors = options["text_kwargs"].pop("return_tensors", None)
         data = self._tokens(prompts, replies, **options["text_kwargs"])
         flat = [_rgb(image, f"Sample {i}") for i, row in enumerate(pictures) for image in row]  # after the cheaper checks
