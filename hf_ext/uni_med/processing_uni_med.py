@@ -9,8 +9,11 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from tokenizers import AddedToken
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, BatchFeature, ProcessorMixin
+from transformers import AutoConfig, AutoTokenizer, BatchFeature, ProcessorMixin
 from transformers.image_utils import load_image
+
+# Up to 5.17, the name at the top of Transformers needs torchvision.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from hf_ext.uni_med.boxes import Box, format_box, parse_boxes
 from hf_ext.uni_med.configuration_uni_med import QA, TASKS
