@@ -150,3 +150,5 @@ def _add_blip2_vision() -> None:
     from transformers import AutoModel, Blip2VisionConfig, Blip2VisionModel
 
     AutoModel.register(Blip2VisionConfig, Blip2VisionModel, exist_ok=True)
+    # Up to Transformers 5.18, `register` ignores configurations of Transformers' own.
+    AutoModel._model_mapping._extra_content.setdefault(Blip2VisionConfig, Blip2VisionModel)

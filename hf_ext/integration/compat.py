@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 @cache
 def converts_on_cpu() -> bool:
-    """Tells if a `WeightConverter` may set `force_cpu`. Transformers 5.16 leaves such a weight on the CPU; 5.17 and later move it
-    to the device that `device_map` says."""
+    """Returns true if a `WeightConverter` may set `force_cpu`.
+
+    Transformers 5.16 leaves such a weight on the CPU; 5.17 and later move it to the device that `device_map` says."""
     return Version(versions.installed("transformers") or "0") >= Version("5.17")
 
 

@@ -200,7 +200,7 @@ class AnyTensor(WeightConverter):
 
 
 class Decode(ConversionOps):
-    """Decodes payloads to the type that the parameter has. A failure is kept until loading ends, where it can be raised as it is."""
+    """Decodes payloads to the type of the parameter. Keeps an error until loading ends, where it can be raised as it is."""
 
     def __init__(self, quantizer: DecodingQuantizer, converter: WeightConverter):
         self.quantizer = quantizer
@@ -256,8 +256,9 @@ def _expected(model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, to
 
 
 def _point_offloaded_ties_at_decoded_weights(model: PreTrainedModel) -> None:
-    """Lets an offloaded weight that is tied to another share its decoded copy on disk. Transformers reads such a weight from the
-    checkpoint's own file, which holds the payload."""
+    """Lets an offloaded weight share the decoded copy on disk of the weight that it is tied to.
+
+    Transformers reads such a weight from the checkpoint's own file, which holds the payload."""
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     index = next((hook.weights_map.dataset.index for hook in hooks if getattr(hook, "weights_map", None) is not None), {})
     for target, source in model.all_tied_weights_keys.items():

@@ -1,4 +1,4 @@
-"""Checks the installed versions before any other library is imported, so that an unsupported one is named in one clear error."""
+"""Checks the installed versions before any other library is imported, so that one clear error names an unsupported one."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from hf_ext.errors import HfExtError
+from hf_ext.integration.modes import evaluating
 
 CHANGES_BASE = {"pissa", "olora", "corda", "loftq"}  # PEFT's own starts that subtract themselves from the base's weights
 
@@ -26,7 +27,7 @@ def bare(model: nn.Module) -> nn.Module:
 def base_sample(model: nn.Module) -> list[float]:
     """What the model without its adapters says to a fixed row of tokens, by which it is known again in whatever type it is
     loaded: 64 logits, less their mean."""
-    with base_of(model) as base, evaluation(base):
+    with base_of(model) as base, evaluating(base):
         size = base.get_input_embeddings().weight.shape[0]
         tokens = torch.linspace(0, size - 1, 16).long().to(base.device)[None]
         begun = {"decoder_input_ids": tokens[:, :4]} if base.config.is_encoder_decoder else {}
@@ -107,17 +108,6 @@ def _set_trainable(model: nn.Module, trainable: set[nn.Parameter]) -> None:
     for parameter in model.parameters():
         if parameter.is_floating_point():  # quantised ones never are
             parameter.requires_grad_(parameter in trainable)
-
-
-@contextmanager
-def evaluation(model: nn.Module) -> Iterator[None]:
-    """The model without dropout, as long as the block lasts."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
 
-from hf_ext.trans_lora.adapters import evaluation
+from hf_ext.integration.modes import evaluating
 
 
 @torch.inference_mode()
@@ -21,7 +21,7 @@ def embed(texts: Sequence[str], model: nn.Module, tokenizer: PreTrainedTokenizer
     encoder = model.get_encoder() if model.config.is_encoder_decoder else model
     means = [torch.empty(0, model.config.get_text_config().hidden_size)]
     longest = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or 512)
-    with evaluation(model):
+    with evaluating(model):
         for start in range(0, len(texts), batch_size):
             part = list(texts[start : start + batch_size])
             rows = tokenizer(

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_ext.errors import HfExtError, ServerError
-from hf_ext.trans_lora.adapters import evaluation
+from hf_ext.integration.modes import evaluating
 from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.encoding import Encoder
 
@@ -85,7 +85,7 @@ class ModelGenerator:
         how = how | ONE_EACH | {"max_new_tokens": max_new_tokens, "pad_token_id": self.encoder.tokenizer.pad_token_id}
         how["eos_token_id"] = ends = self._ends()
         written: list[Completion | None] = [None] * len(rows)
-        with evaluation(self.model), _seeded(seed, self.model.device), torch.no_grad():
+        with evaluating(self.model), _seeded(seed, self.model.device), torch.no_grad():
             for batch in self._batches(rows):
                 for i, tokens in zip(batch, self._write([rows[i] for i in batch], how, stop, seed), strict=True):
                     written[i] = self._completion(tokens, ends, stop)

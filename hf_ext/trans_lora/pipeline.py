@@ -23,6 +23,8 @@ from hf_ext.trans_lora.encoding import load_tokenizer, loading
 from hf_ext.trans_lora.generation import Generator
 from hf_ext.trans_lora.trainer import TransLoraTrainer
 
+ADVICE = "Give the model that its adapter_config.json names."
+
 
 def transfer(
     source_model: str,
@@ -53,14 +55,7 @@ def transfer(
         raise HfExtError(f"{source_adapter} is no adapter: {error}") from error
     source, source_tokenizer = load_model(source_model)
     target, target_tokenizer = load_model(target_model)
-    try:
-        teacher = PeftModel.from_pretrained(source, source_adapter)
-    except (RuntimeError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()
-        raise HfExtError(
-            f"The adapter {source_adapter} does not fit the source model {source_model}: {' '.join(reason[:3])} Give the "
-            "model that its adapter_config.json names."
-        ) from error
+    teacher = _with_adapter(source, source_adapter, source_model)
     found = None
     if discriminator is not None:
         own, tokenizer = (teacher, source_tokenizer) if discriminator_model is None else load_model(discriminator_model)
@@ -79,6 +74,29 @@ def transfer(
     trainer.train(args.resume_from_checkpoint)
     trainer.save_model()
     return trainer
+
+
+def _with_adapter(model: PreTrainedModel, adapter: str, name: str) -> PeftModel:
+    """Puts a saved adapter on the model called `name`.
+
+    Raises:
+        HfExtError: the adapter was trained on another model.
+    """
+    try:
+        adapted = PeftModel.from_pretrained(model, adapter)
+        # PEFT ignores layers that only the adapter or only the model has, and reports them here alone.
+        result = adapted.load_adapter(adapter, adapted.active_adapter)
+    except (RuntimeError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).strip().splitlines()[:3])
+        raise HfExtError(f"{_misfit(adapter, name)}: {reason} {ADVICE}") from error
+    differences = (("which the model lacks", result.unexpected_keys), ("which the adapter lacks", result.missing_keys))
+    if parts := [f"{len(keys)} weights {side}, such as '{keys[0]}'" for side, keys in differences if keys]:
+        raise HfExtError(f"{_misfit(adapter, name)}: {' and '.join(parts)}. {ADVICE}")
+    return adapted
+
+
+def _misfit(adapter: str, name: str) -> str:
+    return f"The adapter {adapter} does not fit the source model {name}"
 
 
 def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from hf_ext.trans_lora.adapters import evaluation
+from hf_ext.integration.modes import evaluating
 from hf_ext.trans_lora.encoding import Encoder
 
 
@@ -23,7 +23,7 @@ def answer_log_probs(
     """
     order = sorted(range(len(samples)), key=lambda i: len(samples[i]["input_ids"]))  # so that little is padded
     found: list[torch.Tensor] = [torch.empty(0)] * len(samples)
-    with evaluation(model):
+    with evaluating(model):
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
             batch = {name: part.to(model.device) for name, part in encoder.batch([samples[i] for i in rows]).items()}

@@ -20,7 +20,8 @@ from transformers.utils.logging import tqdm
 
 from hf_ext.errors import HfExtError
 from hf_ext.integration.model_cards import write_card
-from hf_ext.trans_lora.adapters import adapter_digest, bare, base_of, evaluation, on_device
+from hf_ext.integration.modes import evaluating
+from hf_ext.trans_lora.adapters import adapter_digest, bare, base_of, on_device
 from hf_ext.trans_lora.card import transfer_card
 from hf_ext.trans_lora.config import TransLoraConfig, synthesis_settings, training_settings
 from hf_ext.trans_lora.discriminator import Discriminator, require_discriminator
@@ -218,7 +219,7 @@ class TransLoraTrainer(Trainer):
             teacher = self.teacher.model
             if teacher.device != labels.device:
                 teacher.to(labels.device)
-            with torch.no_grad(), evaluation(teacher):
+            with torch.no_grad(), evaluating(teacher):
                 taught = teacher(**inputs).logits
             student, at = aligned(outputs["logits"], labels, self.encoder.encoder_decoder)
             taught, _ = aligned(taught.to(student.device), labels, self.encoder.encoder_decoder)

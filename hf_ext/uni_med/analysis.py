@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils.logging import tqdm
 
 from hf_ext.display import new_figure, save_figure, table
-from hf_ext.uni_med.evaluation import evaluating
+from hf_ext.integration.modes import evaluating
 
 Batches = Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
 

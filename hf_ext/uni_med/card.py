@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from huggingface_hub import ModelCard
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_ext.integration.model_cards import hub_id, metadata_of, model_card, name_in_text
 from hf_ext.uni_med.configuration_uni_med import QA
 
-if TYPE_CHECKING:
-    from hf_ext.uni_med.modeling_uni_med import UniMedForConditionalGeneration
 
-
-def uni_med_card(model: UniMedForConditionalGeneration) -> ModelCard:
-    """The card of a model as it stands."""
+def uni_med_card(model: PreTrainedModel) -> ModelCard:
+    """Returns the card of a Uni-Med model in its current state."""
     config, parts = model.config, (model.config.vision_config, model.config.text_config)
     sizes = [sum(parameter.numel() for parameter in model.connector.parameters())]
     sizes += [part.num_parameters() for part in (model.vision_tower, model.language_model)]
@@ -43,7 +38,7 @@ def uni_med_card(model: UniMedForConditionalGeneration) -> ModelCard:
     )
 
 
-def _bases(model: UniMedForConditionalGeneration) -> list[str]:
+def _bases(model: PreTrainedModel) -> list[str]:
     """What it was loaded from; or what it was made of, which its parts say, or the card of the folder it was loaded from."""
     if hub_id(model.name_or_path):
         return [model.name_or_path]

@@ -100,4 +100,6 @@ class UniMedConfig(PreTrainedConfig):
 
 def _part(config: dict | PreTrainedConfig | None, model_type: str) -> PreTrainedConfig:
     """Builds the configuration of a part, of this type unless it names another."""
-    return config if isinstance(config, PreTrainedConfig) else AutoConfig.for_model(**{"model_type": model_type} | (config or {}))
+    if isinstance(config, PreTrainedConfig):
+        return config
+    return AutoConfig.for_model(**{"model_type": model_type} | (config or {}))

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from hf_ext.display import table
 from hf_ext.errors import HfExtError
+from hf_ext.integration.modes import evaluating
 from hf_ext.uni_med.boxes import box_iou, parse_boxes
 from hf_ext.uni_med.processing_uni_med import UniMedProcessor
 
@@ -85,17 +84,6 @@ class Evaluation:
             for metric, value in found.items()
         ]
         return table(("data", "metric", "value", "samples"), rows)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout, and afterwards as it was."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 @torch.inference_mode()

@@ -9,8 +9,11 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from tokenizers import AddedToken
-from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, BatchFeature, ProcessorMixin
+from transformers import AutoConfig, AutoTokenizer, BatchFeature, ProcessorMixin
 from transformers.image_utils import load_image
+
+# Up to 5.17, the name at the top of Transformers needs torchvision.
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from hf_ext.uni_med.boxes import Box, format_box, parse_boxes
 from hf_ext.uni_med.configuration_uni_med import QA, TASKS
@@ -151,7 +154,7 @@ class UniMedProcessor(ProcessorMixin):
         if None in image_tasks and set(image_tasks) != {None}:
             raise ValueError("Some samples with images have a task and others none; give each one, with task=.")
 
-        options = self._merge_kwargs(tokenizer_init_kwargs=self.tokenizer.init_kwargs, **kwargs)
+        options = self._merge_kwargs(self.valid_processor_kwargs, tokenizer_init_kwargs=self.tokenizer.init_kwargs, **kwargs)
         tensors = options["text_kwargs"].pop("return_tensors", None)
         data = self._tokens(prompts, replies, **options["text_kwargs"])
         flat = [_rgb(image, f"Sample {i}") for i, row in enumerate(pictures) for image in row]  # after the cheaper checks

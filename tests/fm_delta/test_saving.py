@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hosts import host
 from peft import LoraConfig
 from safetensors.torch import load_file
 from tiny_models import MODELS, assert_same_weights, bert, llama, perturb, same_bits, t5
@@ -134,6 +135,7 @@ def test_a_state_dict_given_to_the_save_is_what_is_compressed(tmp_path, model, p
     assert_same_weights(LlamaForCausalLM.from_pretrained(tmp_path / "small"), other)
 
 
+@host("accelerate>=1.15")
 def test_a_model_offloaded_to_disk_saves_compressed(tmp_path, base, model):
     model.save_pretrained(tmp_path / "small")
     loaded = AutoModelForCausalLM.from_pretrained(
@@ -327,6 +329,7 @@ def test_a_base_that_has_nothing_in_common_is_warned_about(tmp_path, caplog):
     assert_same_weights(BertModel.from_pretrained(tmp_path / "small"), plain_of(tuned))
 
 
+@host("peft>=0.19.1")
 def test_a_model_with_an_adapter_saves_the_adapter_alone(tmp_path, model):
     torch.manual_seed(0)
     model.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))

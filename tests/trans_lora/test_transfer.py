@@ -15,12 +15,12 @@ from tiny_adapters import moved
 from tiny_models import same_bits
 from tiny_transfers import SEEDS, accuracy, answer, inputs, is_input, lora, pretrained, settings, teacher
 from torch.nn import functional
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from valid_cards import valid_card
 
-from hf_ext import HfExtError, PissaConfig, QPissaConfig, TransLoraTrainer
+from hf_ext import HfExtError, PissaConfig, QPissaConfig, TransLoraConfig, TransLoraTrainer
 from hf_ext.cli.main import main
-from hf_ext.trans_lora import Completion, read_inputs, train_discriminator
+from hf_ext.trans_lora import Completion, read_inputs, train_discriminator, transfer
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import ModelGenerator
 from hf_ext.trans_lora.synthesis import Prompts
@@ -631,3 +631,18 @@ def test_the_command_line_says_what_is_wrong_in_one_line(folders, tmp_path, caps
     for options, message in mistakes:
         assert main([str(part) for part in (*given, *options)]) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("layers", "lacking"), [(6, "the model"), (1, "the adapter")])
+def test_an_adapter_of_another_base_is_refused(folders, tmp_path, layers, lacking):
+    config = AutoConfig.from_pretrained(folders / "gpt2", n_layer=layers)
+    other = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(r=2, target_modules=["c_attn"]))
+    other.save_pretrained(tmp_path / "adapter")
+    arguments = TransLoraConfig(output_dir=str(tmp_path / "out"), filter="none")
+    with pytest.raises(HfExtError) as error:
+        transfer(
+            str(folders / "gpt2"), str(tmp_path / "adapter"), str(folders / "llama"), SEEDS, arguments, LoraConfig(r=2)
+        )
+    start = f"The adapter {tmp_path / 'adapter'} does not fit the source model {folders / 'gpt2'}: "
+    assert str(error.value).startswith(start) and f" weights which {lacking} lacks, such as 'base_model." in str(error.value)
+    assert str(error.value).endswith("Give the model that its adapter_config.json names.")
