@@ -621,7 +621,7 @@ def test_the_command_line_says_what_is_wrong_in_one_line(folders, tmp_path, caps
     ]
     mistakes = [
         (("--filter", "none", "--no_such_option", "1"), "unrecognized arguments: --no_such_option 1"),
-        (("--filter", "none", "--num_sample", "1"), "Did you mean --num_samples"),
+        (("--filter", "none", "--lerning_rate", "1"), "Did you mean --learning_rate"),
         (("--filter", "none", "--learning_rate", "much"), "learning_rate"),
     ]
     for options, message in cases:
