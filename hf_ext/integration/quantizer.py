@@ -29,7 +29,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_ext.errors import CheckpointError, HfExtError
-from hf_ext.integration import compat
+from hf_ext.integration import compat, versions
 from hf_ext.storage.delta.source import payload_name
 from hf_ext.storage.prefetch import Prefetcher
 from hf_ext.storage.safetensors_file import RawTensor
@@ -92,6 +92,7 @@ class DecodingQuantizer(HfQuantizer):
         """Returns the plain tensors that these files encode, by the names in the files."""
 
     def validate_environment(self, *args, **kwargs):
+        versions.require("Loading this checkpoint", "transformers>=5.16.1", advice=self.advice)
         if is_deepspeed_zero3_enabled():
             raise CheckpointError(self._sharded("DeepSpeed ZeRO-3"))
 

@@ -42,8 +42,11 @@ def check() -> None:
         warnings.warn(f"hf_ext has not been tested with {', '.join(untested)}.", UserWarning, stacklevel=2)
 
 
-def require(feature: str, *needs: str) -> None:
+def require(feature: str, *needs: str, advice: str = "") -> None:
     """Checks the versions that one feature needs, where it needs newer ones than the package as a whole.
+
+    Args:
+        advice: another way to the goal, for the error.
 
     Raises:
         ImportError: a package is missing or too old.
@@ -55,7 +58,7 @@ def require(feature: str, *needs: str) -> None:
         if version is None or _is_older(version, requirement):
             lacking[need] = version
     if lacking:
-        raise ImportError(_upgrade(feature, lacking))
+        raise ImportError(f"{_upgrade(feature, lacking)}{'. Or: ' if advice else ''}{advice}")
 
 
 def installed(package: str) -> str | None:
