@@ -25,6 +25,7 @@ def register() -> None:
     sys.meta_path.insert(0, watcher)
     watcher.after([MODELS], _add_quantizers)
     watcher.after(["peft", MODELS], _add_peft_types)
+    watcher.after(["transformers.trainer"], _add_callback)
     watcher.after([f"{AUTO}.configuration_auto"], _add_config)
     watcher.after([f"{AUTO}.modeling_auto", MODELS], _add_model)
     watcher.after([f"{AUTO}.processing_auto", MODELS], _add_processor)
@@ -117,6 +118,15 @@ def _add_peft_types() -> None:
         type.__setattr__(PeftType, name, member)
     if PeftType(name) not in PEFT_TYPE_TO_TUNER_MAPPING:
         register_peft_method(name="qpissa", config_cls=QPissaConfig, model_cls=QPissaModel, prefix="lora_")
+
+
+def _add_callback() -> None:
+    from transformers import trainer
+
+    from hf_ext.fm_delta.training import ResumeCompressed
+
+    if ResumeCompressed not in trainer.DEFAULT_CALLBACKS:
+        trainer.DEFAULT_CALLBACKS.append(ResumeCompressed)
 
 
 def _add_config() -> None:

@@ -27,6 +27,7 @@ from hf_ext.storage.atomic import write_json
 from hf_ext.storage.delta.source import open_delta
 from hf_ext.storage.layout import CONFIG, INDEX, read_config, select_weights, storage_settings
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
+from hf_ext.storage.open import OF_TASK
 from hf_ext.storage.plain_writer import shards_of, write_files
 from hf_ext.storage.prefetch import threads_for
 from hf_ext.storage.safetensors_file import Entry, RawTensor
@@ -233,7 +234,7 @@ class TaskSource(TensorSource):
     """The tensors of one task of a merge, each computed when it is asked for."""
 
     def __init__(self, merged: Merged, task: str):
-        self.name = f"{merged.folder}#{task}"
+        self.name = f"{merged.folder}{OF_TASK}{task}"
         self._merged, self._task = merged, task
 
     def names(self) -> list[str]:

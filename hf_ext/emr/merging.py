@@ -206,7 +206,10 @@ def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> Sourc
     if (folder / ADAPTER_CONFIG).exists() and not all_weights(folder):
         from hf_ext.integration.adapter_source import AdapterSource  # PEFT takes its time to import
 
-        adapter = AdapterSource(folder, base)
+        try:
+            adapter = AdapterSource(folder, base)
+        except CheckpointError as error:
+            raise CheckpointError(f"Task '{name}': {error}") from error
         return Source(adapter, adapter.config.to_dict(), assets)
     settings = read_config(folder / CONFIG)
     if not settings:

@@ -15,7 +15,9 @@ from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
 from hf_ext.integration.model_cards import outdated, write_card
 from hf_ext.integration.save_hooks import Saving
-from hf_ext.storage.atomic import staged_folder
+from hf_ext.storage.atomic import staged_folder, write_json
+from hf_ext.storage.layout import ADAPTER_CONFIG, read_config
+from hf_ext.storage.open import OF_TASK
 
 logger = get_logger(__name__)
 
@@ -25,21 +27,30 @@ class MergedSaving(Saving):
 
     def save(self, folder: Path, **kwargs: Any) -> list[str]:
         switch: SetTask = self.model.set_task
+        task = self.model.active_task
         changed = "the state dict given" if kwargs.get("state_dict") is not None else switch.changed()
         adapter = getattr(self.model, "_hf_peft_config_loaded", False)
         if changed and not adapter and folder.is_dir() and folder.samefile(switch.merged.folder):
             raise CheckpointError(
-                f"The weights are not those of task '{self.model.active_task}' any more, and {folder} is the folder of the "
+                f"The weights are not those of task '{task}' any more, and {folder} is the folder of the "
                 "merge: to save one model there would destroy the others. Save it to another folder."
             )
         if adapter or changed:
-            if changed:
+            if adapter:
                 logger.warning(
-                    f"The weights are not those of task '{self.model.active_task}' any more ({changed}): {folder} becomes a "
+                    f"{folder} becomes the folder of an adapter; weights of the model itself are not saved. The adapter is one "
+                    f"of task '{task}' of the merge {switch.merged.folder}. To load it without the merge, write that task "
+                    f"(hf-ext extract {switch.merged.folder} --task {task} --out PLAIN) and load the adapter onto it."
+                )
+            else:
+                logger.warning(
+                    f"The weights are not those of task '{task}' any more ({changed}): {folder} becomes a "
                     "plain checkpoint of this one model. To put it into the merge, call hf_ext.emr.add_task."
                 )
             with staged_folder(folder, outdated(folder)) as stage:
                 self.plain_save(stage, **kwargs)
+                if adapter and task != self.model.tasks[0]:  # the task that the merge's own name loads
+                    _record_task(stage / ADAPTER_CONFIG, task)
                 return [path.relative_to(stage).as_posix() for path in sorted(stage.rglob("*")) if path.is_file()]
         files = switch.merged.all_files()
         again = Merged(switch.merged.folder, switch.merged.base.name, switch.merged.base.revision)
@@ -56,3 +67,10 @@ class MergedSaving(Saving):
                 shutil.copyfile(switch.merged.folder / path, stage / path)
             write_card(stage, merge_card(stage, report(stage), models_of(switch.merged.folder)), folder)
         return [path.as_posix() for path in files]
+
+
+def _record_task(path: Path, task: str) -> None:
+    """Adds the task to the base that an adapter's config names, so that nothing loads another task in its place."""
+    if path.exists():
+        config = read_config(path)
+        write_json(path, config | {"base_model_name_or_path": f"{config['base_model_name_or_path']}{OF_TASK}{task}"})

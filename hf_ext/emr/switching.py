@@ -258,9 +258,7 @@ class SetTask:
     def _move(self, old: str, new: str) -> Move:
         """What changes from one task to another beside the weights."""
         if (old, new) not in self._moves:
-            configs, settings = (
-                (read(old), read(new)) for read in (self.merged.task_config, self.merged.generation_config)
-            )
+            configs, settings = ((read(old), read(new)) for read in (self.merged.task_config, self.merged.generation_config))
             self._moves[old, new] = move_between(self.model, configs, settings)
         return self._moves[old, new]
 

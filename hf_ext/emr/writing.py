@@ -24,7 +24,7 @@ from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.prefetch import threads_for
 from hf_ext.storage.safetensors_file import RawTensor, float_name
-from hf_ext.storage.source import TensorSource
+from hf_ext.storage.source import TensorSource, layer_of
 
 CHUNK = 1 << 20  # values of each task worked on at a time
 RESCALE = ("tensor", "paper")
@@ -56,6 +56,8 @@ class MergeWriter:
         self.base, self.sources, self.out = base, sources, out
         self._words = _vocabulary(base_config)
         _require_one_architecture(base_config, sources)
+        for task, source in sources.items():
+            _require_same_layers(task, source.tensors, base)
         self.holders: dict[str, str] = {}  # tensor -> the first task that has it
         self.voters: dict[str, list[str]] = {}  # tensor -> the tasks that take part in its election
         for task, source in sources.items():
@@ -116,10 +118,11 @@ class MergeWriter:
             return False
         shape, found = self.base.entry(twin).shape, entry.shape
         if shape != found:
-            if len(shape) != len(found) or shape[1:] != found[1:]:
+            in_layer = layer_of(name) is not None and found[:1] != (_labels(self.sources[task].config),)
+            if len(shape) != len(found) or shape[1:] != found[1:] or in_layer:
                 raise CheckpointError(
                     f"Tensor '{name}' of task '{task}' is {list(found)}, but {list(shape)} in the base {self.base}: these are "
-                    "models of different sizes."
+                    "models of different sizes. Give the base that all tasks were fine-tuned from."
                 )
             # As many rows as there are words: resized embeddings. Any other number of rows makes it a head for other labels.
             if shape[0] != self._words or found[0] != _vocabulary(self.sources[task].config):
@@ -238,8 +241,7 @@ class AdditionWriter(MergeWriter):
     def __init__(self, standing: Merged, base_config: dict, name: str, source: Source, out: Path):
         self.standing, self.added = standing, name
         sources = {
-            task: Source(standing.source(task), standing.task_config(task), standing.assets(task))
-            for task in standing.tasks
+            task: Source(standing.source(task), standing.task_config(task), standing.assets(task)) for task in standing.tasks
         }
         super().__init__(standing.base, base_config, sources | {name: source}, out)
 
@@ -288,6 +290,11 @@ def _vocabulary(config: dict) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def _labels(config: dict) -> int:
+    """Returns the number of labels of a classifier with this config.json."""
+    return len(config.get("id2label") or (0, 1))
+
+
 def _same_files(first: Mapping[str, Path], second: Mapping[str, Path]) -> bool:
     return first.keys() == second.keys() and all(first[name].read_bytes() == second[name].read_bytes() for name in first)
 
@@ -308,6 +315,28 @@ def _require_one_architecture(base_config: dict, sources: Mapping[str, Source]) 
                 f"Task '{task}' has architectures {found}, task '{reference}' {expected}: one model cannot switch between "
                 "them. Merge checkpoints of one class."
             )
+
+
+def _require_same_layers(task: str, tensors: TensorSource, base: TensorSource) -> None:
+    """Raises CheckpointError if the task lacks a layer of the base or has a layer more, in a stack of layers that both have."""
+    pairs = []
+    for name in tensors.names():
+        layer, twin = layer_of(name), base.twin_of(name)
+        base_layer = layer_of(twin) if twin else None
+        if layer and base_layer and layer[1] == base_layer[1]:  # names of a base with one layer fit every layer by their ends
+            pairs.append((layer, base_layer))
+    for names, common, owner, other in (
+        (tensors.names(), {layer for layer, _ in pairs}, f"task '{task}' ({tensors})", f"the base {base}"),
+        (base.names(), {layer for _, layer in pairs}, f"the base {base}", f"task '{task}' ({tensors})"),
+    ):
+        stacks = {stack for stack, _ in common}
+        for name in names:
+            layer = layer_of(name)
+            if layer and layer[0] in stacks and layer not in common:
+                raise CheckpointError(
+                    f"Tensor '{name}' of {owner} is in a layer that {other} does not have: these are models of different "
+                    "sizes. Give the base that all tasks were fine-tuned from."
+                )
 
 
 def _require_fine_tune(task: str, source: Source, base: TensorSource, sums: Mapping[str, np.ndarray]) -> None:

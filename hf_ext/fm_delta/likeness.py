@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.safetensors_file import Entry, RawTensor
-from hf_ext.storage.source import TensorSource
+from hf_ext.storage.source import TensorSource, layer_of
 
 RUNS, LENGTH = 16, 64  # of a tensor 16 runs of 64 values are read, evenly spread: at most 8 KB
 MANTISSA = {"F32": 23, "F16": 10, "BF16": 7, "F64": 52}  # bits below the exponent
@@ -48,7 +47,7 @@ def likeness(src: TensorSource, other: TensorSource, least: float = 0.0) -> Like
             share, length = compare(src.read(name), other.read(twin), common[name])
             agreeing += share * common[name]
             bits += length * common[name]
-    same_layers = all(src.entry(name).shape == other.entry(twin).shape for name, twin in twins.items() if _layer(name))
+    same_layers = all(src.entry(name).shape == other.entry(twin).shape for name, twin in twins.items() if layer_of(name))
     same_layers &= _as_high(names, twins) and _as_high(other.names(), twins.values())
     return Likeness(shared / max(total, 1), agreeing / max(shared, 1), bits / max(total, 1), same_layers)
 
@@ -90,7 +89,7 @@ def _comparable(src: TensorSource, name: str, other: TensorSource, twin: str) ->
     """Whether these are the same parameter. Of resized embeddings the rows that both have are compared; a lone layer is the
     twin of no other layer, though its names end alike."""
     entry, prior = src.entry(name), other.entry(twin)
-    layers = [layer and layer[1] for layer in (_layer(name), _layer(twin))]
+    layers = [layer and layer[1] for layer in (layer_of(name), layer_of(twin))]
     alike = len(entry.shape) == len(prior.shape) and entry.shape[1:] == prior.shape[1:]
     return alike and prior.dtype in FLOATS and layers[0] == layers[1]
 
@@ -99,14 +98,8 @@ def _count(entry: Entry) -> int:
     return math.prod(entry.shape)
 
 
-def _layer(name: str) -> tuple[str, str] | None:
-    """The stack that a parameter belongs to and its layer's number there; None of one outside of any."""
-    match = re.match(r"(.*?)\b(\d+)\.", name)
-    return (match[1], match[2]) if match else None
-
-
 def _as_high(names: Iterable[str], common: Iterable[str]) -> bool:
     """Whether of each stack that has names in `common` all layers do. A stack that has none is a new head or tower."""
-    found = {layer for name in common if (layer := _layer(name))}
+    found = {layer for name in common if (layer := layer_of(name))}
     stacks = {stack for stack, _ in found}
-    return all(layer in found for name in names if (layer := _layer(name)) and layer[0] in stacks)
+    return all(layer in found for name in names if (layer := layer_of(name)) and layer[0] in stacks)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
@@ -91,6 +92,26 @@ class CompressCheckpoints(TrainerCallback):
             logger.warning(f"The checkpoints in {run} are not all compressed: {error}")
 
 
+class ResumeCompressed(TrainerCallback):
+    """Lets a Trainer resume a run whose checkpoints are compressed. `import hf_ext` adds it to the default callbacks of Trainer.
+
+    It acts only where the `output_dir` holds compressed checkpoints: from the creation of the Trainer to the end of the training,
+    the model then reads compressed weights in `load_state_dict`.
+    """
+
+    def __init__(self) -> None:
+        self._hook: RemovableHandle | None = None
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs: Any):
+        run = Path(args.output_dir or ".").absolute()
+        if isinstance(model, torch.nn.Module) and any(map(_seems_compressed, run.glob("checkpoint-*"))):
+            self._hook = model.register_load_state_dict_pre_hook(DecodeStateDict(run))
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        if self._hook is not None:
+            self._hook.remove()
+
+
 class DecodeStateDict:
     """A `load_state_dict` pre-hook: replaces payloads by the tensors they stand for. It is a plain object, so that copies and
     pickles of the model carry it along.
@@ -128,6 +149,14 @@ class DecodeStateDict:
             f"The weights to be loaded are compressed, and of no checkpoint in {self.run}. Run `hf-ext decompress` on their "
             "folder first."
         )
+
+
+def _seems_compressed(folder: Path) -> bool:
+    """Returns whether a folder holds compressed weights; a folder that cannot be read counts as not compressed."""
+    try:
+        return is_compressed(folder)
+    except (HfExtError, OSError):
+        return False
 
 
 def on_one(args: TrainingArguments, work: Callable[[], Any]) -> None:

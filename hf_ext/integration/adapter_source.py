@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import transformers
 from peft import PeftConfig, PeftModel, TaskType
+from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import load_peft_weights
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
@@ -65,6 +66,7 @@ class AdapterSource(TensorSource):
             self._model = PeftModel.from_pretrained(skeleton, folder, low_cpu_mem_usage=True, torch_device="cpu")
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"The adapter {folder} does not fit the base {base}: {error}") from error
+        _require_all_tensors(self._model, folder, base)
         self._layers: dict[str, BaseTunerLayer] = {}  # name of a weight -> the layer that makes it
         self._given: dict[str, torch.Tensor] = {}  # what the adapter holds whole
         inside = skeleton.state_dict()
@@ -130,6 +132,22 @@ class AdapterSource(TensorSource):
         with torch.no_grad():
             layer.merge(adapter_names=["default"])
         return RawTensor.from_torch(getattr(layer.get_base_layer(), parameter))
+
+
+def _require_all_tensors(model: PeftModel, folder: Path, base: TensorSource) -> None:
+    """Raises CheckpointError unless the adapter's file has exactly the tensors that an adapter of this base has.
+
+    PEFT loads the tensors that fit and skips the others: those of a layer that the base does not have, for instance.
+    """
+    loaded = model.load_adapter(str(folder), "default", torch_device="cpu")
+    # With bias="all", PEFT saves some tensors twice; it never does so with those of its layers.
+    prefix = PEFT_TYPE_TO_PREFIX_MAPPING.get(model.peft_config["default"].peft_type, "")
+    for names, reason in ((loaded.unexpected_keys, "only the adapter has"), (loaded.missing_keys, "the adapter does not have")):
+        if names := sorted(name for name in names if prefix in name):
+            name = names[0].replace(".default.", ".")
+            raise CheckpointError(
+                f"The adapter {folder} does not fit the base {base}: {reason} '{name}'. Give the base that it was trained on."
+            )
 
 
 def _plain(path: str) -> str:

@@ -12,6 +12,8 @@ from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, DeltaCheckpoin
 from hf_ext.storage.hub import HUB, Hub
 from hf_ext.storage.layout import all_weights
 
+OF_TASK = "#"  # in a name: between a merge and one of its tasks
+
 
 def open_checkpoint(name: str | os.PathLike, revision: str | None = None, hub: Hub = HUB) -> Checkpoint | DeltaCheckpoint:
     """Opens a checkpoint, plain or compressed.
@@ -45,5 +47,7 @@ def open_plain(name: str | os.PathLike, revision: str | None = None) -> Checkpoi
 
 
 def holds_several_models(folder: str | os.PathLike) -> bool:
-    """Returns whether the files of a local folder hold several models merged into one."""
+    """Returns whether the files of a local folder hold several models merged into one, or a name ends in that of a task."""
+    if OF_TASK in os.fspath(folder) and not os.path.exists(folder):
+        return True
     return os.path.isdir(folder) and bool(all_weights(Path(folder))) and Checkpoint(folder).has_metadata(PARTS_OF)

@@ -102,6 +102,12 @@ def fingerprint_of(samples: Mapping[str, bytes]) -> str:
     return digest.hexdigest()
 
 
+def layer_of(name: str) -> tuple[str, str] | None:
+    """Returns the stack of layers that a parameter belongs to and the layer's number there; None if it is in no layer."""
+    match = re.match(r"(.*?)\b(\d+)\.", name)
+    return (match[1], match[2]) if match else None
+
+
 def _endings(name: str) -> Iterator[str]:
     parts = re.sub(r"\.beta$", ".bias", re.sub(r"\.gamma$", ".weight", name)).split(".")
     # The last part alone ("weight") would match too much.

@@ -10,12 +10,19 @@ import numpy as np
 import pytest
 import reference_election as reference
 import torch
-from peft import IA3Config, LNTuningConfig, LoraConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    AutoPeftModelForSequenceClassification,
+    IA3Config,
+    LNTuningConfig,
+    LoraConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from safetensors.torch import save_file
 from tiny_checkpoints import contents, fine_tune, weights, write_folder
 from tiny_merges import classifier, same_tensors, tensors_of, write_tasks
 from tiny_models import MODELS, bert, llama, perturb, tokenizer
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from hf_ext import BaseModelError, CheckpointError, emr, fm_delta
@@ -321,6 +328,35 @@ def test_adapters_that_cannot_be_told_from_their_files_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("active", ["trec", "cr"])
+def test_an_adapter_added_to_a_task_is_saved_alone_and_knows_its_task(tmp_path, folders, caplog, active):
+    base, tasks = folders
+    emr.merge(base, tasks, tmp_path / "merged")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    model.set_task(active)
+    torch.manual_seed(0)
+    model.add_adapter(LoraConfig(r=2, target_modules=["query"], init_lora_weights=False))
+    logging.get_logger().addHandler(caplog.handler)
+    model.save_pretrained(tmp_path / "adapter")
+    assert "weights of the model itself are not saved" in caplog.text and "plain checkpoint" not in caplog.text
+    assert f"--task {active} " in caplog.text
+    assert not list((tmp_path / "adapter").glob("model*"))
+    recorded = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert recorded == str(tmp_path / "merged") + ("" if active == "trec" else "#cr")
+    if active == "cr":  # which loading the merge by name does not give
+        with pytest.raises(OSError, match="merged#cr"):
+            AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match="an adapter of a task of the merge"):
+        emr.merge(base, {"a": tmp_path / "adapter"}, tmp_path / "out")
+    # As the warning says:
+    emr.extract(tmp_path / "merged", active, tmp_path / "plain")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "plain")
+    loaded.load_adapter(tmp_path / "adapter")
+    words = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        assert torch.equal(loaded(words).logits, model.eval()(words).logits)
+
+
 def test_an_adapter_of_a_causal_model_with_tied_embeddings(tmp_path):
     model = llama(tied=True)
     model.save_pretrained(tmp_path / "base")
@@ -376,6 +412,43 @@ def test_models_of_other_sizes(tmp_path, nothing_written):
     write_folder(tmp_path / "wide", wide)
     with pytest.raises(CheckpointError, match=r"of task 'wide' is \[96, 32\], but \[96, 16\] in the base"):
         emr.merge(tmp_path / "base", {"wide": tmp_path / "wide"}, nothing_written)
+
+
+def test_models_with_other_numbers_of_layers(tmp_path, nothing_written):
+    """Whichever has more layers, the task or the base, down to a base of one layer."""
+    tensors = {f"layers.{i}.up.weight": torch.randn(8, 4) for i in range(3)}
+
+    def first(layers: int) -> dict:
+        return {name: tensors[name] for name in list(tensors)[:layers]} | {"norm.weight": torch.ones(4)}
+
+    for layers in (1, 2, 3):
+        write_folder(tmp_path / f"of-{layers}", first(layers))
+    for base, task, name in (("of-2", "of-3", "layers.2.up"), ("of-3", "of-2", "layers.2.up"), ("of-1", "of-2", "layers.1.up")):
+        with pytest.raises(CheckpointError, match=f"'{name}.weight' of .* is in a layer that .* does not have") as error:
+            emr.merge(tmp_path / base, {"tuned": tmp_path / task}, nothing_written)
+        assert "task 'tuned'" in str(error.value) and f"base '{tmp_path / base}'" in str(error.value)
+
+
+def test_layers_of_another_width(tmp_path, nothing_written):
+    """Fewer heads of keys and values leave the other dimensions of all tensors as they are."""
+    base, narrow = llama(), llama()
+    base.save_pretrained(tmp_path / "base")
+    narrow = type(narrow)(LlamaConfig.from_dict(narrow.config.to_dict() | {"num_key_value_heads": 1}))
+    narrow.save_pretrained(tmp_path / "narrow")
+    with pytest.raises(CheckpointError, match=r"k_proj.weight' of task 'narrow' is \[16, 64\], but \[32, 64\] in the base"):
+        emr.merge(tmp_path / "base", {"narrow": tmp_path / "narrow"}, nothing_written)
+
+
+@pytest.mark.parametrize("base_layers, layers", [(2, 3), (3, 2)])
+def test_an_adapter_of_a_base_with_other_layers(tmp_path, nothing_written, base_layers, layers):
+    for count in (base_layers, layers):
+        model = LlamaForCausalLM(LlamaConfig.from_dict(llama().config.to_dict() | {"num_hidden_layers": count}))
+        model.save_pretrained(tmp_path / f"of-{count}")
+    tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    tuned.save_pretrained(tmp_path / "adapter")
+    reason = r"layers\.2\.self_attn\.q_proj\.lora_A"
+    with pytest.raises(CheckpointError, match=f"Task 'a': .*does not fit the base '{tmp_path}/of-{base_layers}'.*{reason}"):
+        emr.merge(tmp_path / f"of-{base_layers}", {"a": tmp_path / "adapter"}, nothing_written)
 
 
 def test_models_of_another_kind(tmp_path, folders, nothing_written):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,24 @@ def test_what_a_resumed_training_saves_over_is_needed_by_none(tmp_path, base, th
         models = [model_of(path) for path in (checkpoint, tmp_path / "plain" / checkpoint.name)]
         same = all(map(torch.equal, *(model.state_dict().values() for model in models)))
         assert same == (step not in (6, 8))
+
+
+def test_a_run_compressed_afterwards_resumes_with_plain_import(tmp_path, base, through):
+    """`compress-series` has compressed it; nothing but `import hf_ext` is in the script that goes on."""
+    train(model_of(base), tmp_path / "out", callbacks=[StopAfter(8)], **OPTIONS)
+    fm_delta.compress_series(tmp_path / "out", base)
+    assert all(map(is_compressed, checkpoints(tmp_path / "out").values()))
+    script = f"""
+import hf_ext
+from pathlib import Path
+from tiny_training import train
+from transformers import AutoModelForSequenceClassification
+
+model = AutoModelForSequenceClassification.from_pretrained({str(base)!r})
+train(model, Path({str(tmp_path / "out")!r}), resume=True, **{OPTIONS!r}).save_model({str(tmp_path / "end")!r})
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert_same_weights(model_of(tmp_path / "end"), through.model)
 
 
 def test_a_training_that_starts_anew_leaves_the_older_checkpoints_readable(tmp_path, base, through):

@@ -106,10 +106,16 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path, base):
     assert all(is_compressed(tmp_path / "out" / name) for name in kept)
 
 
-def test_a_model_that_is_not_enabled_does_not_resume_from_a_compressed_checkpoint_silently(tmp_path, base):
+def test_a_model_that_is_not_enabled_resumes_from_a_compressed_checkpoint(tmp_path, base):
+    through = train(model_of(base, enabled=False), tmp_path / "plain")
     train(model_of(base), tmp_path / "out", callbacks=[StopAfter(2)])
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        train(model_of(base, enabled=False), tmp_path / "out", resume=True)
+    assert is_compressed(tmp_path / "out/checkpoint-2")
+    (tmp_path / "out/checkpoint-1").mkdir()
+    (tmp_path / "out/checkpoint-1/model.safetensors").write_text("cut off")
+    resumed = train(model_of(base, enabled=False), tmp_path / "out", resume=str(tmp_path / "out/checkpoint-2"))
+    assert_same_weights(resumed.model, through.model)
+    assert not is_compressed(tmp_path / "out/checkpoint-6")
+    assert not resumed.model._load_state_dict_pre_hooks
 
 
 def test_adapters_train_save_and_resume_on_top_of_a_compressed_model(tmp_path, base):
