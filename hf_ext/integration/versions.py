@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 import warnings
 from functools import cache
 from importlib import metadata
@@ -37,7 +38,10 @@ def check() -> None:
         elif comment.strip().startswith(TESTED) and _is_newer(version, comment.strip().removeprefix(TESTED)):
             untested.append(f"{requirement.name} {version} ({comment.strip()})")
     if too_old:
-        raise ImportError(_upgrade("hf_ext", too_old))
+        message = _upgrade("hf_ext", too_old)
+        if "hf-ext" in [Path(word).stem for word in sys.orig_argv[:2]] or sys.orig_argv[1:3] == ["-m", "hf_ext"]:
+            sys.exit(f"hf-ext: {message}")  # the command line, which cannot start: one line instead of a traceback
+        raise ImportError(message)
     if untested:
         warnings.warn(f"hf_ext has not been tested with {', '.join(untested)}.", UserWarning, stacklevel=2)
 
