@@ -20,7 +20,8 @@ from valid_cards import valid_card
 
 from hf_ext import HfExtError, PissaConfig, QPissaConfig, TransLoraConfig, TransLoraTrainer
 from hf_ext.cli.main import main
-from hf_ext.trans_lora import Completion, read_inputs, train_discriminator, transfer
+from hf_ext.trans_lora import Completion, read_inputs, train_discriminator
+from hf_ext.trans_lora import transfer as transfer_by_name
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import ModelGenerator
 from hf_ext.trans_lora.synthesis import Prompts
@@ -640,7 +641,7 @@ def test_an_adapter_of_another_base_is_refused(folders, tmp_path, layers, lackin
     other.save_pretrained(tmp_path / "adapter")
     arguments = TransLoraConfig(output_dir=str(tmp_path / "out"), filter="none")
     with pytest.raises(HfExtError) as error:
-        transfer(
+        transfer_by_name(
             str(folders / "gpt2"), str(tmp_path / "adapter"), str(folders / "llama"), SEEDS, arguments, LoraConfig(r=2)
         )
     start = f"The adapter {tmp_path / 'adapter'} does not fit the source model {folders / 'gpt2'}: "
