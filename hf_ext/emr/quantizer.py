@@ -32,6 +32,8 @@ class EMRQuantizer(DecodingQuantizer):
     advice = "Write the task as a plain checkpoint first: `hf-ext extract`."
 
     def __init__(self, quantization_config: EMRConfig, **kwargs):
+        if quantization_config.requested is not None:
+            raise CheckpointError(f"A merge cannot be quantized while it loads. {self.advice}")
         super().__init__(quantization_config, **kwargs)
         self.plan: list[Loaded] = []
 

@@ -19,7 +19,7 @@ from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.atomic import write_json
 from hf_ext.storage.delta.source import PARTS_OF
 from hf_ext.storage.delta.writer import write_delta
-from hf_ext.storage.layout import CONFIG
+from hf_ext.storage.layout import CONFIG, HINT
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.prefetch import threads_for
@@ -104,7 +104,7 @@ class MergeWriter:
         for name, path in first.assets.items():
             shutil.copyfile(path, self.out / name)
         dtype = float_name(tensors[name][0] for name in sorted(tensors))
-        settings = {"quant_method": METHOD, "base": recorded.name, "revision": recorded.revision, "dtype": dtype}
+        settings = {"quant_method": METHOD, "hint": HINT, "base": recorded.name, "revision": recorded.revision, "dtype": dtype}
         write_json(self.out / CONFIG, first.config | {"quantization_config": settings | {"tasks": list(self.sources)}})
 
     def new_tasks(self) -> list[str]:
