@@ -140,7 +140,7 @@ class DecodeStateDict:
 
     def _holder(self, payloads: dict[str, np.ndarray]) -> Path:
         """The checkpoint that these payloads stand in."""
-        for folder in filter(is_compressed, checkpoints(self.run)):
+        for folder in filter(_seems_compressed, checkpoints(self.run)):
             files = [CompressedFile(path) for path in all_weights(folder)]
             stored = {name: file.payload(name) for file in files for name in file.original}
             if all(name in stored and np.array_equal(stored[name], data) for name, data in payloads.items()):

@@ -335,7 +335,7 @@ def test_an_adapter_added_to_a_task_is_saved_alone_and_knows_its_task(tmp_path, 
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
     model.set_task(active)
     torch.manual_seed(0)
-    model.add_adapter(LoraConfig(r=2, target_modules=["query"], init_lora_weights=False))
+    model.add_adapter(LoraConfig(r=2, target_modules=["query"], init_lora_weights=False, task_type="SEQ_CLS"))
     logging.get_logger().addHandler(caplog.handler)
     model.save_pretrained(tmp_path / "adapter")
     assert "weights of the model itself are not saved" in caplog.text and "plain checkpoint" not in caplog.text

@@ -447,16 +447,6 @@ def test_qpissa_starts_on_a_compressed_base_as_on_the_plain_one(folder_of):
     assert_same_weights(*starts)
 
 
-def test_a_head_of_another_size_is_initialised_on_a_quantized_model_too(folder_of):
-    pytest.importorskip("bitsandbytes")
-    models = []
-    for form in ("tuned", "small"):
-        torch.manual_seed(0)
-        options = {"num_labels": 7, "ignore_mismatched_sizes": True}
-        models.append(quantized(AutoModelForSequenceClassification, folder_of("bert") / form, "nf4", **options))
-    assert_same_weights(*models)
-
-
 def test_a_damaged_payload_is_found_when_the_weights_are_quantized(folder):
     pytest.importorskip("bitsandbytes")
     path = folder / "small/model.safetensors"
