@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -209,6 +210,29 @@ def test_an_adapter_names_the_base_by_its_id(llama, tmp_path):
     data, text = valid_card(tmp_path / "one", "pissa")
     assert (data.base_model, data["base_model_relation"]) == ("user/tiny-llama", "adapter")
     assert "base_model:adapter:user/tiny-llama" in data.tags and 'from_pretrained("user/tiny-llama")' in text
+
+
+@pytest.mark.parametrize("place", ["config.json", "card", "cache"])
+def test_the_hub_id_of_a_local_base_comes_from_its_own_files(tuned, tmp_path, monkeypatch, place):
+    base = tmp_path / ("hub/models--user--tiny/snapshots/0123456789" if place == "cache" else "base")
+    shutil.copytree(tuned / "base", base)
+    if place == "config.json":
+        config = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps(config | {"_name_or_path": "user/tiny"}))
+    elif place == "card":
+        licensed(base, base_model="user/tiny")
+    monkeypatch.chdir(base.parent)
+    fm_delta.compress_checkpoint(tuned / "tuned", base.name, tmp_path / "small")
+    fm_delta.compress_checkpoint(tuned / "tuned", base, tmp_path / "again")
+    for folder in ("small", "again"):
+        data = valid_card(tmp_path / folder, "fm_delta")[0]
+        assert (data.base_model, data["base_model_relation"]) == ("user/tiny", "finetune")
+
+
+@pytest.mark.parametrize("text", ['{"_name_or_path": "base"}', '{"_name_or_path": "./a/b"}', '{"_name_or_path": 3}', "[", "{}"])
+def test_a_local_base_without_a_hub_id_is_not_named_in_the_metadata(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    assert cards.origin_of(tmp_path) is None and cards.origin_of("user/tiny") == "user/tiny"
 
 
 def test_a_converted_lora_says_what_it_misses(llama, tmp_path):

@@ -47,7 +47,7 @@ def verify(src: Annotated[str, argument("SRC", "Compressed folder, or folder of 
 def method_of(src: str) -> ModuleType:
     """Returns the module of the method that wrote a folder: `emr` for a merge, else `fm_delta`."""
     from hf_ext import emr, fm_delta
-    from hf_ext.emr.merged import is_merge
+    from hf_ext.emr.folder import is_merge
     from hf_ext.errors import CheckpointError
     from hf_ext.storage.layout import all_weights
 

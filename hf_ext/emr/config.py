@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_ext.emr.merged import METHOD
+from hf_ext.emr.folder import METHOD
 from hf_ext.integration.quantizer import DecodingConfig
 
 

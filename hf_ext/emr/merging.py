@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
 from hf_ext.emr.card import merge_card, models_of
-from hf_ext.emr.merged import TASK_NAME, Merged, assets_of, extract_task, files_of, older_files, task_files, task_folder
+from hf_ext.emr.checks import TaskInput
+from hf_ext.emr.folder import TASK_NAME, MergeFolder, assets_of, extract_task, files_of, older_files, task_files, task_folder
 from hf_ext.emr.modulators import ASSETS
 from hf_ext.emr.reports import MergeReport, TaskReport
-from hf_ext.emr.writing import AdditionWriter, MergeWriter, Source
+from hf_ext.emr.writing import AdditionWriter, MergeWriter
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration.in_place import difference
 from hf_ext.integration.model_cards import CARD, outdated, write_card
@@ -72,7 +73,7 @@ def merge(
                 require_another_folder(written, Path(folder), base)
     with TemporaryDirectory() as scratch, staged_folder(out, older_files(Path(out))) as stage:
         sources = {name: open_task(name, task, checkpoint, Path(scratch) / name) for name, task in tasks.items()}
-        _require_one_structure(sources)
+        _require_one_structure({name: source.config for name, source in sources.items()})
         MergeWriter(checkpoint, _config_of(checkpoint), sources, stage).write(rescale, max_shard_size)
         write_card(stage, merge_card(stage, report(stage), tasks.values()), Path(out))
     return _checked(report(out))
@@ -108,14 +109,14 @@ def add_task(
     Raises:
         CheckpointError: the merge has a task of that name, or its election does not suit the new one.
     """
-    merged = Merged(_folder_of(src, "The merge"), base)
+    merged = MergeFolder(_folder_of(src, "The merge"), base)
     _require_name(name)
     if name in merged.tasks:
         raise CheckpointError(f"{src} has a task '{name}' already; give the new one another name.")
     require_another_folder(Path(out), merged.folder, merged.base.name)
     with TemporaryDirectory() as scratch, staged_folder(out, older_files(Path(out))) as stage:
         source = open_task(name, task, merged.base, Path(scratch) / name)
-        _require_one_structure({task: Source(None, merged.task_config(task), {}) for task in merged.tasks} | {name: source})
+        _require_one_structure({task: merged.task_config(task) for task in merged.tasks} | {name: source.config})
         addition = AdditionWriter(merged, _config_of(merged.base), name, source, stage)
         (MergeWriter(merged.base, _config_of(merged.base), addition.sources, stage) if reelect else addition).write(
             rescale, max_shard_size
@@ -146,7 +147,7 @@ def extract(
             raise CheckpointError(f"This {type(merged).__name__} was not loaded from a merge.")
         source = merged.set_task.merged
     else:
-        source = Merged(_folder_of(merged, "The merge"), base)
+        source = MergeFolder(_folder_of(merged, "The merge"), base)
     source.require_task(task)
     require_another_folder(Path(out), source.folder, source.base.name)
     with staged_folder(out, outdated(Path(out))) as stage:
@@ -159,7 +160,7 @@ def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int
     Raises:
         CorruptFileError, BaseModelError: naming the first that is not as it was written.
     """
-    merged = Merged(_folder_of(src, "The merge"), base)
+    merged = MergeFolder(_folder_of(src, "The merge"), base)
     count = sum(file.verify() for file in merged.files.values())
     for task, file in merged.files.items():
         merged.task_config(task)
@@ -187,7 +188,7 @@ def report(src: str | os.PathLike) -> MergeReport:
     return MergeReport(tasks, sum(path.stat().st_size for path in own))
 
 
-def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> Source:
+def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskInput:
     """What a task is given as, as a checkpoint. Models in memory are saved into `scratch` first."""
     if hasattr(task, "peft_config") and hasattr(task, "get_base_model"):  # a PeftModel
         if not hasattr(task, "merge_and_unload"):
@@ -210,7 +211,7 @@ def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> Sourc
             adapter = AdapterSource(folder, base)
         except CheckpointError as error:
             raise CheckpointError(f"Task '{name}': {error}") from error
-        return Source(adapter, adapter.config.to_dict(), assets)
+        return TaskInput(adapter, adapter.config.to_dict(), assets)
     settings = read_config(folder / CONFIG)
     if not settings:
         raise CheckpointError(f"Task '{name}': {folder} has no config.json.")
@@ -218,7 +219,7 @@ def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> Sourc
     quantized = settings.pop("quantization_config", None)
     if quantized and isinstance(tensors, Checkpoint):
         raise CheckpointError(f"Task '{name}': {folder} is quantized; only float weights can be merged.")
-    return Source(tensors, settings, assets)
+    return TaskInput(tensors, settings, assets)
 
 
 def _require_name(name: str) -> None:
@@ -241,20 +242,20 @@ def _folder_of(name: str | os.PathLike, what: str) -> Path:
         ) from error
 
 
-def _require_one_structure(sources: Mapping[str, Source]) -> None:
-    """Raises CheckpointError unless the configurations of all tasks make the same model but for vocabulary, labels and what
-    does not matter to a trained one: one model is to switch between them."""
-    reference, *others = sources
-    expected = sources[reference].config
+def _require_one_structure(configs: Mapping[str, dict]) -> None:
+    """Raises CheckpointError unless a model can switch between these config.json files, by task.
+
+    Vocabulary, labels, and settings of training and generation may differ.
+    """
+    reference, *others = configs
     for task in others:
-        found = sources[task].config
-        if found.get("model_type") != expected.get("model_type"):
+        if configs[task].get("model_type") != configs[reference].get("model_type"):
             continue  # MergeWriter raises for that
-        if differs := difference(expected, found):
-            key, wanted, value = differs
+        if differs := difference(configs[reference], configs[task]):
+            key, expected, value = differs
             raise CheckpointError(
-                f"Task '{task}' has {key} {value!r} in its config.json, task '{reference}' {wanted!r}: one model cannot switch "
-                "between them."
+                f"Task '{task}' has {key} {value!r} in its config.json, task '{reference}' {expected!r}: one model cannot "
+                "switch between them. Merge checkpoints of one class and structure."
             )
 
 

@@ -1,8 +1,7 @@
-"""One task's part of a merge in a file: masks and rescalers, and the tensors that are its own. docs/emr_format.md has the
-bytes.
+"""The file of one task of a merge: its masks, rescalers and own tensors. docs/emr_format.md describes the bytes.
 
-It is a safetensors file. Masks are deflated (zlib), which keeps equal bytes together: rows that a task did not touch, or
-touched alone, cost next to nothing. Everything is checked against checksums before it is used.
+It is a safetensors file. Masks are deflated (zlib), so rows that no task or only one task changed take almost no space. All
+contents have checksums, which are checked before use.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ VERSION = 1
 KEY, CHECKSUM_KEY = "emr_task", "emr_checksum"
 ASSETS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 NO_ASSETS = ("config.json", "adapter_config.json", "trainer_state.json", "all_results.json", "eval_results.json")
-MASK, OWN, ROWS = "mask/", "own/", "rows/"  # what an entry of the file is, before the tensor's name
+MASK, OWN, ROWS = "mask/", "own/", "rows/"  # the kinds of entries: each name is one of these and the tensor's name
 
 
 def is_asset(name: str) -> bool:
-    """Whether a file of a model's folder goes with it besides config.json and weights: tokenizer, generation settings, code."""
+    """Returns whether a file belongs to a model besides config.json and weights: tokenizer, generation settings, code."""
     return name.endswith(ASSETS) and name not in NO_ASSETS and not name.endswith(".index.json")
 
 
 @dataclass(frozen=True)
 class Modulated:
-    """How a task's tensor is made of the elected one.
+    """The rule that makes a task's tensor from the elected one.
 
     Attributes:
         scale: λ of this tensor.
-        rows: how many first rows are made of the elected tensor, where the task's has another number of rows; further
-            rows of the task stand in its file.
+        rows: if the task's tensor has another number of rows, the number of first rows that come from the elected tensor.
+            Further rows are in the task's file.
     """
 
     scale: float
@@ -54,17 +53,17 @@ class Modulated:
 
 @dataclass
 class TaskRecord:
-    """What the header of a task's file says.
+    """The contents of the header of a task's file.
 
     Attributes:
-        task: its name.
+        task: the task's name.
         elected: digest of the elected weights that the masks belong to.
-        modulated: the tensors that are made of elected ones.
-        shared: the tensors that stand among the elected weights as they are.
-        files: names of the files besides config.json and the weights that belong to the task's checkpoint.
+        modulated: the tensors that are made from elected ones.
+        shared: the tensors that are stored unchanged among the elected weights.
+        files: names of the checkpoint's files besides config.json and the weights.
         config: XXH3-64 of the task's config.json.
-        report: figures for people, see report.py.
-        checksums: XXH3-64 of the bytes of every entry of the file.
+        report: figures for people, see reports.py.
+        checksums: XXH3-64 of the bytes of each entry of the file.
     """
 
     task: str
@@ -78,7 +77,7 @@ class TaskRecord:
 
 
 class TaskWriter:
-    """Collects a task's entries on disk, in whatever order they come, then writes the file in the order of their names."""
+    """Collects a task's entries on disk in any order, then writes the file in the order of their names."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -88,22 +87,23 @@ class TaskWriter:
         self._lock = threading.Lock()
 
     def add_mask(self, name: str, mask: np.ndarray) -> None:
-        if mask.any():  # bits of a mask are coin flips within a row, so only runs and byte frequencies are worth looking for
+        """Adds the mask of a tensor, unless no bit is set. May be called from any thread."""
+        if mask.any():  # the bits within a row are random, so only runs and byte frequencies can be compressed
             deflate = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_RLE)
             data = deflate.compress(mask) + deflate.flush()
             self.add(MASK + name, RawTensor("U8", (len(data),), np.frombuffer(data, np.uint8)))
 
     def add(self, key: str, tensor: RawTensor) -> None:
-        """Takes an entry under its full name in the file; from any thread."""
+        """Adds an entry under its full name in the file. May be called from any thread."""
         with self._lock:
             begin = self._parts.seek(0, os.SEEK_END)
             self._parts.write(tensor.data)
             self._entries[key] = Entry(tensor.dtype, tensor.shape, begin, begin + tensor.data.size)
 
     def finish(self, record: TaskRecord) -> None:
-        """Writes the file; `record.checksums` is filled in."""
+        """Writes the file and fills in `record.checksums`."""
         placed, end = {}, 0
-        # Wide elements first, so that all are aligned.
+        # Wide types first, so that all data are aligned.
         order = sorted(self._entries, key=lambda key: (-itemsize(self._entries[key].dtype), key))
         for key in order:
             entry = self._entries[key]
@@ -136,43 +136,43 @@ class TaskWriter:
 
 
 class TaskFile:
-    """A task's file, its header checked; each entry is checked when it is read.
+    """A task's file. Checks the header when it is opened, and each entry when it is read.
 
     Raises:
-        CorruptFileError: it is damaged, or from a newer version.
+        CorruptFileError: the file is damaged, or from a newer version.
     """
 
     def __init__(self, path: Path):
         self.path = path
         if not path.is_file():
-            raise CorruptFileError(f"{path} is missing: the folder is not whole. Merge or download it again.")
+            raise CorruptFileError(f"{path} is missing: the folder is incomplete. Merge or download it again.")
         self._file = SafetensorsFile(path)
         text = self._file.metadata.get(KEY, "")
         try:
             fields = json.loads(text)
             version = fields.pop("version")
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-            raise CorruptFileError(f"{path} is not a file of modulators, or its header is damaged.") from error
+            raise CorruptFileError(f"{path} is not the file of a merge's task, or its header is damaged.") from error
         if isinstance(version, int) and version > VERSION:
             raise CorruptFileError(f"{path} has format version {version}, this hf_ext reads up to {VERSION}: update hf_ext.")
         if version != VERSION or self._file.metadata.get(CHECKSUM_KEY) != _checksum_of(text, self._file.entries):
-            raise CorruptFileError(f"The header of {path} is damaged: it does not have the checksum it was written with.")
+            raise CorruptFileError(f"The header of {path} is damaged: checksum mismatch. Merge or download it again.")
         try:
             self.record = _record_of(fields)
         except (TypeError, ValueError, AttributeError) as error:
-            raise CorruptFileError(f"The header of {path} says what cannot be: {error}") from error
+            raise CorruptFileError(f"The header of {path} contains invalid values: {error}.") from error
         own = [key.removeprefix(OWN) for key in self._file.entries if key.startswith(OWN)]
         self._names = dict.fromkeys(sorted([*self.record.modulated, *self.record.shared, *own]))
 
     def names(self) -> list[str]:
-        """All tensors of the task's checkpoint."""
+        """Returns the names of all tensors of the task's checkpoint."""
         return list(self._names)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
     def mask(self, name: str, values: int) -> np.ndarray | None:
-        """The mask of an elected tensor of so many values; None if it has no bits set."""
+        """Returns the mask of an elected tensor with this number of values; None if no bit is set."""
         if MASK + name not in self._file.entries:
             return None
         data, size = self._read(MASK + name).data, mask_bytes(values)
@@ -183,11 +183,13 @@ class TaskFile:
         except zlib.error:
             whole = False
         if not whole:
-            raise CorruptFileError(f"The mask of '{name}' in {self.path} does not fit its tensor: the file is damaged.")
+            raise CorruptFileError(
+                f"The mask of '{name}' in {self.path} does not fit its tensor: the file is damaged. Merge or download it again."
+            )
         return np.frombuffer(mask, np.uint8)
 
     def own(self, name: str) -> RawTensor | None:
-        """A tensor that stands in this file whole."""
+        """Returns a tensor that is stored in this file; None if it is not."""
         return self._read(OWN + name) if OWN + name in self._file.entries else None
 
     def own_entry(self, name: str) -> Entry | None:
@@ -197,15 +199,15 @@ class TaskFile:
         return self._file.entries.get(ROWS + name)
 
     def rows(self, name: str) -> RawTensor | None:
-        """The rows of a tensor beyond those that the elected one has."""
+        """Returns the rows of a tensor that exceed those of the elected one; None if there are none."""
         return self._read(ROWS + name) if ROWS + name in self._file.entries else None
 
     def masks_size(self) -> int:
-        """Bytes that all masks take in the file."""
+        """Returns the bytes of all masks in the file."""
         return sum(entry.nbytes for key, entry in self._file.entries.items() if key.startswith(MASK))
 
     def verify(self) -> int:
-        """Checks every entry of the file; returns how many there are."""
+        """Checks all entries of the file and returns their number."""
         for key in self._file.entries:
             self._read(key)
         return len(self._file.entries)
@@ -217,12 +219,12 @@ class TaskFile:
     def _read(self, key: str) -> RawTensor:
         tensor = self._file[key]
         if xxhash.xxh3_64_hexdigest(tensor.data) != self.record.checksums.get(key):
-            raise CorruptFileError(f"'{key}' in {self.path} is damaged: its bytes do not have the checksum of their writing.")
+            raise CorruptFileError(f"'{key}' in {self.path} is damaged: checksum mismatch. Merge or download it again.")
         return tensor
 
 
 def copy_task(source: TaskFile, target: Path, **changes: Any) -> None:
-    """Writes a task's file again with some fields of its record changed."""
+    """Copies a task's file, with these fields of its record changed."""
     writer = TaskWriter(target)
     try:
         source.copy_entries(writer)
@@ -232,18 +234,18 @@ def copy_task(source: TaskFile, target: Path, **changes: Any) -> None:
 
 
 def _record_of(fields: dict[str, Any]) -> TaskRecord:
-    """The record that a header holds. A header with the right checksum may still be forged."""
+    """Returns the record in a header, checked: a header with a matching checksum may still be forged."""
     record = TaskRecord(**fields)
     record.modulated = {name: Modulated(**values) for name, values in record.modulated.items()}
     for name, modulated in record.modulated.items():
         scale, rows = modulated.scale, modulated.rows
-        sensible = type(scale) in (int, float) and 0 <= scale < math.inf
-        if not sensible or not (rows is None or type(rows) is int and rows >= 0):
+        is_scale = type(scale) in (int, float) and 0 <= scale < math.inf
+        if not is_scale or not (rows is None or type(rows) is int and rows >= 0):
             raise ValueError(f"scale {scale!r} and rows {rows!r} of '{name}'")
     texts = [record.task, record.elected, record.config, *record.shared, *record.files]
     texts += [*record.checksums, *record.checksums.values()]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError("something else where a name should be")
+        raise ValueError("a name that is no text")
     for name in record.files:
         if not re.fullmatch(r"[\w-][\w.+-]*", name) or not is_asset(name):
             raise ValueError(f"a file called '{name}'")

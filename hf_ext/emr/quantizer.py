@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
 from hf_ext.emr.config import EMRConfig
-from hf_ext.emr.merged import Merged, task_folder
+from hf_ext.emr.folder import MergeFolder, task_folder
 from hf_ext.emr.modulators import FILE
 from hf_ext.emr.saving import MergedSaving
 from hf_ext.emr.switching import Generate, SetTask
@@ -32,12 +32,14 @@ class EMRQuantizer(DecodingQuantizer):
     advice = "Write the task as a plain checkpoint first: `hf-ext extract`."
 
     def __init__(self, quantization_config: EMRConfig, **kwargs):
+        if quantization_config.requested is not None:
+            raise CheckpointError(f"A merge cannot be quantized while it loads. {self.advice}")
         super().__init__(quantization_config, **kwargs)
         self.plan: list[Loaded] = []
 
     def open(self, model: PreTrainedModel, files: list[Path]) -> TensorSource:
         settings = self.quantization_config
-        self.merged = Merged(_whole_folder(files[0].parent, settings.tasks), settings.base, settings.revision)
+        self.merged = MergeFolder(_whole_folder(files[0].parent, settings.tasks), settings.base, settings.revision)
         return _FirstTask(self.merged)
 
     def loaded(self, target: str, names: dict[str, list[str]], converter: WeightTransform) -> None:
@@ -58,7 +60,7 @@ class EMRQuantizer(DecodingQuantizer):
 class _FirstTask(TensorSource):
     """The first task's tensors, and those that it lacks from the first task that has them."""
 
-    def __init__(self, merged: Merged):
+    def __init__(self, merged: MergeFolder):
         self.name = str(merged.folder)
         self.merged = merged
         self.holder = {name: task for task in reversed(merged.tasks) for name in merged.files[task].names()}

@@ -9,7 +9,7 @@ from typing import Any
 from transformers.utils.logging import get_logger
 
 from hf_ext.emr.card import merge_card, models_of
-from hf_ext.emr.merged import Merged, older_files
+from hf_ext.emr.folder import MergeFolder, older_files
 from hf_ext.emr.merging import report
 from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
@@ -53,7 +53,7 @@ class MergedSaving(Saving):
                     _record_task(stage / ADAPTER_CONFIG, task)
                 return [path.relative_to(stage).as_posix() for path in sorted(stage.rglob("*")) if path.is_file()]
         files = switch.merged.all_files()
-        again = Merged(switch.merged.folder, switch.merged.base.name, switch.merged.base.revision)
+        again = MergeFolder(switch.merged.folder, switch.merged.base.name, switch.merged.base.revision)
         if again.fingerprint != switch.merged.fingerprint:
             raise CheckpointError(f"{again.folder} holds another merge by now than the one that was loaded from it.")
         if edited := switch.edited():

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.logging import get_logger
 
 from hf_ext.emr import election
-from hf_ext.emr.merged import Merged
+from hf_ext.emr.folder import MergeFolder
 from hf_ext.errors import CheckpointError, UnsavedChangesError
 from hf_ext.integration.in_place import Move, configure, move_between, plain, replace
 from hf_ext.integration.serving import bad_request
@@ -94,7 +94,7 @@ class SetTask:
         UnsavedChangesError: weights were changed, by training for instance.
     """
 
-    def __init__(self, model: PreTrainedModel, merged: Merged, plan: list[Loaded]):
+    def __init__(self, model: PreTrainedModel, merged: MergeFolder, plan: list[Loaded]):
         self.model, self.merged, self.plan = model, merged, plan
         self._elected: dict[str, RawTensor] = {}
         self._prior: dict[str, np.ndarray] = {}

@@ -1,25 +1,25 @@
-"""Checkpoints into a merge, tensor by tensor."""
+"""Writes the folder of a merge, tensor by tensor."""
 
 from __future__ import annotations
 
 import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
 from hf_ext.emr import election
-from hf_ext.emr.merged import METHOD, Merged, task_folder
+from hf_ext.emr.checks import TaskInput, labels, require_fine_tune, require_one_architecture, require_same_layers, vocabulary
+from hf_ext.emr.folder import METHOD, MergeFolder, task_folder
 from hf_ext.emr.modulators import FILE, OWN, ROWS, Modulated, TaskRecord, TaskWriter, copy_task
 from hf_ext.emr.reports import figures_of
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.atomic import write_json
 from hf_ext.storage.delta.source import PARTS_OF
 from hf_ext.storage.delta.writer import write_delta
-from hf_ext.storage.layout import CONFIG
+from hf_ext.storage.layout import CONFIG, HINT
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.prefetch import threads_for
@@ -30,21 +30,12 @@ CHUNK = 1 << 20  # values of each task worked on at a time
 RESCALE = ("tensor", "paper")
 
 
-@dataclass(frozen=True)
-class Source:
-    """A task's checkpoint to merge: its tensors, its config.json, and its other files by name."""
-
-    tensors: TensorSource
-    config: dict
-    assets: Mapping[str, Path]
-
-
 class MergeWriter:
-    """One merge under way. Memory: a few million values of each task, and one tensor.
+    """Elects the weights of a merge and writes its folder. Memory: one tensor and a million values of each task.
 
     Args:
-        base: the model that all tasks were tuned from, and its config.json.
-        sources: the tasks.
+        base, base_config: the model that all tasks were fine-tuned from, and its config.json.
+        sources: the tasks, by name.
         out: folder to write.
 
     Raises:
@@ -52,12 +43,12 @@ class MergeWriter:
         BaseModelError: they are not fine-tunes of this base.
     """
 
-    def __init__(self, base: TensorSource, base_config: dict, sources: Mapping[str, Source], out: Path):
+    def __init__(self, base: TensorSource, base_config: dict, sources: Mapping[str, TaskInput], out: Path):
         self.base, self.sources, self.out = base, sources, out
-        self._words = _vocabulary(base_config)
-        _require_one_architecture(base_config, sources)
+        self._words = vocabulary(base_config)
+        require_one_architecture(base_config, sources)
         for task, source in sources.items():
-            _require_same_layers(task, source.tensors, base)
+            require_same_layers(task, source.tensors, base)
         self.holders: dict[str, str] = {}  # tensor -> the first task that has it
         self.voters: dict[str, list[str]] = {}  # tensor -> the tasks that take part in its election
         for task, source in sources.items():
@@ -69,7 +60,7 @@ class MergeWriter:
             if not any(task in self.voters[name] for name in source.tensors.names()):
                 raise BaseModelError(
                     f"No tensor of task '{task}' ({source.tensors}) has a counterpart of its shape in the base {base}: it is "
-                    "no fine-tune of it."
+                    "no fine-tune of this base. Give the base that it was fine-tuned from."
                 )
         self.writers = {task: TaskWriter(out / task_folder(task) / FILE) for task in self.new_tasks()}
         self.sums: dict[str, dict[str, np.ndarray]] = {task: {} for task in self.writers}
@@ -83,7 +74,7 @@ class MergeWriter:
         """
         try:
             if rescale not in RESCALE:
-                raise CheckpointError(f"There is no way to rescale called {rescale!r}; choose one of: {', '.join(RESCALE)}.")
+                raise CheckpointError(f"rescale={rescale!r} is not supported; choose one of: {', '.join(RESCALE)}.")
             tensors = {name: self._stored(name) for name in self.holders}
             files = shards_of(tensors, self.tensor, self.out, max_shard_size, {PARTS_OF: METHOD})
             recorded, [digest] = write_delta([files], self.base, self.out)
@@ -104,34 +95,35 @@ class MergeWriter:
         for name, path in first.assets.items():
             shutil.copyfile(path, self.out / name)
         dtype = float_name(tensors[name][0] for name in sorted(tensors))
-        settings = {"quant_method": METHOD, "base": recorded.name, "revision": recorded.revision, "dtype": dtype}
+        settings = {"quant_method": METHOD, "hint": HINT, "base": recorded.name, "revision": recorded.revision, "dtype": dtype}
         write_json(self.out / CONFIG, first.config | {"quantization_config": settings | {"tasks": list(self.sources)}})
 
     def new_tasks(self) -> list[str]:
-        """The tasks whose masks come of this merge."""
+        """Returns the tasks whose masks this merge computes."""
         return list(self.sources)
 
     def votes(self, task: str, name: str) -> bool:
-        """Whether a task's tensor takes part in the election. If not it is the task's own: a head, or no float."""
+        """Returns whether a task's tensor takes part in the election. If not, it is stored as the task's own: a head, for
+        instance, or integers."""
         twin, entry = self.base.twin_of(name), self.sources[task].tensors.entry(name)
         if twin is None or entry.dtype not in FLOATS or self.base.entry(twin).dtype not in FLOATS or not math.prod(entry.shape):
             return False
         shape, found = self.base.entry(twin).shape, entry.shape
         if shape != found:
-            in_layer = layer_of(name) is not None and found[:1] != (_labels(self.sources[task].config),)
+            in_layer = layer_of(name) is not None and found[:1] != (labels(self.sources[task].config),)
             if len(shape) != len(found) or shape[1:] != found[1:] or in_layer:
                 raise CheckpointError(
                     f"Tensor '{name}' of task '{task}' is {list(found)}, but {list(shape)} in the base {self.base}: these are "
                     "models of different sizes. Give the base that all tasks were fine-tuned from."
                 )
-            # As many rows as there are words: resized embeddings. Any other number of rows makes it a head for other labels.
-            if shape[0] != self._words or found[0] != _vocabulary(self.sources[task].config):
+            # With as many rows as words, it is a resized embedding. Otherwise it is a head for other labels.
+            if shape[0] != self._words or found[0] != vocabulary(self.sources[task].config):
                 return False
         if others := self.voters[name]:
             dtype = self.sources[others[0]].tensors.entry(name).dtype
             if dtype != entry.dtype:
                 raise CheckpointError(
-                    f"Tensor '{name}' is {entry.dtype} in task '{task}' and {dtype} in '{others[0]}': save them in one type."
+                    f"Tensor '{name}' is {entry.dtype} in task '{task}' and {dtype} in '{others[0]}'. Save all in one type."
                 )
         return True
 
@@ -139,20 +131,20 @@ class MergeWriter:
         return bool(self.voters[name])
 
     def start(self, name: str, dtype: str, base: RawTensor) -> np.ndarray:
-        """The bytes into which a tensor is elected."""
+        """Returns the bytes that the elected tensor is written into."""
         return np.empty(math.prod(base.shape) * WIDTHS[dtype], np.uint8)
 
     def elect(
         self, dtype: str, prior: np.ndarray, tasks: list[np.ndarray], elected: np.ndarray, threads: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Elects some values; the masks and the sums of `tasks`."""
+        """Elects some values, and returns the masks and the sums of `tasks`."""
         return election.elect(dtype, prior, tasks, elected, threads)
 
     def copy_modulators(self, task: str, digest: str) -> None:
-        """Brings along the file of a task that is not new."""
+        """Copies the file of a task that is not new."""
 
     def tensor(self, name: str) -> RawTensor:
-        """The tensor to store: the elected one, after its masks have gone to the tasks' writers, or the first holder's."""
+        """Returns the tensor to store: the elected one (and gives its masks to the writers) or that of its first holder."""
         dtype, shape = self._stored(name)
         if not self.is_elected(name):
             return self.sources[self.holders[name]].tensors.read(name)
@@ -180,25 +172,25 @@ class MergeWriter:
         for task, mask, total in zip(voters, masks, sums):
             if total["not_finite"]:
                 raise CheckpointError(
-                    f"Tensor '{name}' of task '{task}' has {int(total['not_finite'])} values that are infinite or not a number "
-                    "and not those of the base; such a model cannot be merged."
+                    f"Tensor '{name}' of task '{task}' has {int(total['not_finite'])} values that are infinite or not a "
+                    "number, unlike in the base. Such a model cannot be merged."
                 )
             self.writers[task].add_mask(name, mask)
             self.sums[task][name] = total
         return RawTensor(dtype, shape, elected)
 
     def _stored(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Type and shape of a tensor among the elected weights: the base's shape, or the first holder's if not elected."""
+        """Returns dtype and shape of a stored tensor: the base's shape if it is elected, else that of its first holder."""
         entry = self.sources[(self.voters[name] or [self.holders[name]])[0]].tensors.entry(name)
         return entry.dtype, self.base.entry(self.base.twin_of(name)).shape if self.is_elected(name) else entry.shape
 
     def record(self, task: str, digest: str, rescale: str) -> TaskRecord:
-        """Everything about a task but its masks; its own tensors go to its writer."""
+        """Returns the record of a task. Gives the task's own tensors to its writer."""
         source, sums = self.sources[task], self.sums[task]
         config = xxhash.xxh3_64_hexdigest((self.out / task_folder(task) / CONFIG).read_bytes())
         record = TaskRecord(task, digest, files=list(source.assets), config=config)
         totals = {field: math.fsum(float(tensor[field]) for tensor in sums.values()) for field in election.SUMS.names}
-        _require_fine_tune(task, source, self.base, sums)
+        require_fine_tune(task, source, self.base, sums)
         for name in sorted(source.tensors.names()):
             if name in sums:
                 scale = election.rescaler(sums[name] if rescale == "tensor" else totals)
@@ -212,7 +204,8 @@ class MergeWriter:
         return record
 
     def _resized(self, task: str, name: str) -> int | None:
-        """How many rows a task's tensor shares with the elected one, if not all; further ones go to the task's writer."""
+        """Returns how many rows a task's tensor shares with the elected one; None if both have the same number. Gives further
+        rows to the task's writer."""
         tensors, rows = self.sources[task].tensors, (self._stored(name)[1] or (1,))[0]
         dtype, shape = tensors.entry(name)[:2]
         if not shape or shape[0] == rows:
@@ -223,7 +216,7 @@ class MergeWriter:
         return min(shape[0], rows)
 
     def _is_held(self, task: str, name: str) -> bool:
-        """Whether a tensor that is not elected is the one that stands among the elected weights."""
+        """Returns whether the stored tensor of this name, which is not elected, equals the task's."""
         if self.holders[name] == task:
             return True
         held, mine = (self.sources[owner].tensors.read(name) for owner in (self.holders[name], task))
@@ -231,17 +224,19 @@ class MergeWriter:
 
 
 class AdditionWriter(MergeWriter):
-    """One more task for a merge whose election stands.
+    """Adds a task to a merge without changing the elected weights.
 
     Args:
         standing: the merge.
+        base_config: the base's config.json.
         name, source: the new task.
+        out: folder to write.
     """
 
-    def __init__(self, standing: Merged, base_config: dict, name: str, source: Source, out: Path):
+    def __init__(self, standing: MergeFolder, base_config: dict, name: str, source: TaskInput, out: Path):
         self.standing, self.added = standing, name
         sources = {
-            task: Source(standing.source(task), standing.task_config(task), standing.assets(task)) for task in standing.tasks
+            task: TaskInput(standing.source(task), standing.task_config(task), standing.assets(task)) for task in standing.tasks
         }
         super().__init__(standing.base, base_config, sources | {name: source}, out)
 
@@ -267,9 +262,9 @@ class AdditionWriter(MergeWriter):
         record = super().record(task, digest, rescale)
         if record.report["relative"] >= 1:
             raise CheckpointError(
-                f"The election of {', '.join(self.standing.tasks)} does not suit task '{task}': it would end up farther from "
-                f"its own model than the base is (cosine {record.report['cosine']:.3f}). Elect anew (reelect=True, --reelect), "
-                "or better, merge the original checkpoints again with this one."
+                f"The election of {', '.join(self.standing.tasks)} does not suit task '{task}': its weights would be farther "
+                f"from its own model than the base's (cosine {record.report['cosine']:.3f}). Elect again (reelect=True, "
+                "--reelect) or, for better results, merge all original checkpoints."
             )
         return record
 
@@ -279,73 +274,9 @@ class AdditionWriter(MergeWriter):
 
 
 def _padded(data: np.ndarray, prior: np.ndarray, dtype: str) -> np.ndarray:
-    """A task's weights, followed by the base's where the task has fewer."""
+    """Returns a task's weights, followed by the base's where the task has fewer."""
     return cast(data, dtype, dtype) if data.size == prior.size else np.concatenate([data, prior[data.size :]])
-
-
-def _vocabulary(config: dict) -> int | None:
-    """The number of words that a config.json speaks of, of the text model if there are several."""
-    text = config.get("text_config")
-    size = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
-    return size if isinstance(size, int) else None
-
-
-def _labels(config: dict) -> int:
-    """Returns the number of labels of a classifier with this config.json."""
-    return len(config.get("id2label") or (0, 1))
 
 
 def _same_files(first: Mapping[str, Path], second: Mapping[str, Path]) -> bool:
     return first.keys() == second.keys() and all(first[name].read_bytes() == second[name].read_bytes() for name in first)
-
-
-def _require_one_architecture(base_config: dict, sources: Mapping[str, Source]) -> None:
-    """All tasks must be of one class, of which one model is to switch between them; the base may have another head."""
-    reference = next(iter(sources))
-    for task, source in sources.items():
-        kinds = {base_config.get("model_type"), source.config.get("model_type")} - {None}
-        if len(kinds) > 1:
-            raise CheckpointError(
-                f"Task '{task}' is a {source.config['model_type']} model, the base is {base_config['model_type']}. Merge "
-                "fine-tunes of one base, and give that base."
-            )
-        found, expected = source.config.get("architectures"), sources[reference].config.get("architectures")
-        if found and expected and found != expected:
-            raise CheckpointError(
-                f"Task '{task}' has architectures {found}, task '{reference}' {expected}: one model cannot switch between "
-                "them. Merge checkpoints of one class."
-            )
-
-
-def _require_same_layers(task: str, tensors: TensorSource, base: TensorSource) -> None:
-    """Raises CheckpointError if the task lacks a layer of the base or has a layer more, in a stack of layers that both have."""
-    pairs = []
-    for name in tensors.names():
-        layer, twin = layer_of(name), base.twin_of(name)
-        base_layer = layer_of(twin) if twin else None
-        if layer and base_layer and layer[1] == base_layer[1]:  # names of a base with one layer fit every layer by their ends
-            pairs.append((layer, base_layer))
-    for names, common, owner, other in (
-        (tensors.names(), {layer for layer, _ in pairs}, f"task '{task}' ({tensors})", f"the base {base}"),
-        (base.names(), {layer for _, layer in pairs}, f"the base {base}", f"task '{task}' ({tensors})"),
-    ):
-        stacks = {stack for stack, _ in common}
-        for name in names:
-            layer = layer_of(name)
-            if layer and layer[0] in stacks and layer not in common:
-                raise CheckpointError(
-                    f"Tensor '{name}' of {owner} is in a layer that {other} does not have: these are models of different "
-                    "sizes. Give the base that all tasks were fine-tuned from."
-                )
-
-
-def _require_fine_tune(task: str, source: Source, base: TensorSource, sums: Mapping[str, np.ndarray]) -> None:
-    """Raises BaseModelError if the task vector is as large as the base's weights: that of a stranger is larger still. Norms and
-    biases do not count where there are matrices, as they are much alike in all models."""
-    matrices = [name for name in sums if len(source.tensors.entry(name).shape) > 1] or list(sums)
-    moved, weights = (math.fsum(float(sums[name][field]) for name in matrices) for field in ("task_squares", "base_squares"))
-    if moved >= weights > 0:
-        raise BaseModelError(
-            f"The weights of task '{task}' ({source.tensors}) differ from those of the base {base} by "
-            f"{math.sqrt(moved / weights):.2f} times the base's own length: it is no fine-tune of this base."
-        )

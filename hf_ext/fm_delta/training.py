@@ -93,10 +93,10 @@ class CompressCheckpoints(TrainerCallback):
 
 
 class ResumeCompressed(TrainerCallback):
-    """Lets a Trainer resume a run whose checkpoints are compressed. `import hf_ext` adds it to the default callbacks of Trainer.
+    """Lets a Trainer resume from compressed checkpoints. `import hf_ext` adds it to the default callbacks of Trainer.
 
-    It acts only where the `output_dir` holds compressed checkpoints: from the creation of the Trainer to the end of the training,
-    the model then reads compressed weights in `load_state_dict`.
+    It acts only if the `output_dir` holds compressed checkpoints. The model then reads compressed weights in `load_state_dict`
+    until the training ends.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class DecodeStateDict:
 
     def _holder(self, payloads: dict[str, np.ndarray]) -> Path:
         """The checkpoint that these payloads stand in."""
-        for folder in filter(is_compressed, checkpoints(self.run)):
+        for folder in filter(_seems_compressed, checkpoints(self.run)):
             files = [CompressedFile(path) for path in all_weights(folder)]
             stored = {name: file.payload(name) for file in files for name in file.original}
             if all(name in stored and np.array_equal(stored[name], data) for name, data in payloads.items()):

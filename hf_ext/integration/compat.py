@@ -53,6 +53,17 @@ def config_and_name_of_layer(options: Mapping[str, Any]) -> tuple[LoraConfig, st
     return options["config"], options.get("target_name", "")
 
 
+def requested_quantization() -> Any:
+    """Returns the `quantization_config=` of the `from_pretrained` that reads a config.json at this moment.
+
+    Transformers refuses a class other than that of the config.json, and has no way to combine the two.
+    """
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    variables = variables_of_caller(AutoHfQuantizer.merge_quantization_configs)
+    return None if variables is None else variables.get("quantization_config_from_args")
+
+
 def saves_only_lora_tensors() -> bool:
     """Tells whether PEFT saves only A and B of adapter types that it does not know, as versions before 0.21 do."""
     from peft.tuners.tuners_utils import BaseTuner

@@ -21,7 +21,10 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError, Revisi
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
+from hf_ext.errors import CorruptFileError
 from hf_ext.storage.atomic import write_atomically
+from hf_ext.storage.hub import snapshot_of
+from hf_ext.storage.layout import CONFIG, read_config
 
 CARD = "README.md"
 MARK = re.compile(r"<!-- hf_ext (?P<kind>\w+) (?P<checksum>[0-9a-f]{16}): [^<>]*-->")
@@ -64,7 +67,7 @@ def model_card(
         licensed_by: whose cards say the licence, if not the bases'.
         figures: what the template shows.
     """
-    ids = list(dict.fromkeys(found for base in bases if (found := hub_id(base))))
+    ids = list(dict.fromkeys(origin for base in bases if (origin := origin_of(base))))
     data = ModelCardData(
         base_model=ids[0] if len(ids) == 1 else ids or None,
         base_model_relation=relation if ids else None,
@@ -180,6 +183,22 @@ def hub_id(name: str | os.PathLike | None) -> str | None:
     except HFValidationError:
         return None
     return name
+
+
+def origin_of(name: str | os.PathLike | None) -> str | None:
+    """Returns the Hub id of a model. For a folder, that is the repository it was downloaded from, else the model that its
+    config.json (`_name_or_path`) or its card (`base_model`) names; None if there is none."""
+    if not name or not os.path.isdir(name):
+        return hub_id(name)
+    if snapshot := snapshot_of(Path(name).absolute()):
+        return snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
+    try:
+        loaded_from = read_config(Path(name, CONFIG)).get("_name_or_path")
+    except CorruptFileError:
+        loaded_from = None
+    named = [loaded_from, (metadata_of(name) or {}).get("base_model")]
+    # A name without an organization may just as well be that of a folder.
+    return next((origin for origin in named if isinstance(origin, str) and "/" in origin and hub_id(origin)), None)
 
 
 def name_in_text(name: str | os.PathLike) -> str:

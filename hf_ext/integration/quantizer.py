@@ -25,7 +25,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_ext.errors import CheckpointError, HfExtError
@@ -34,6 +36,8 @@ from hf_ext.storage.delta.source import payload_name
 from hf_ext.storage.prefetch import Prefetcher
 from hf_ext.storage.safetensors_file import RawTensor
 from hf_ext.storage.source import TensorSource
+
+logger = logging.get_logger(__name__)
 
 Converter = TypeVar("Converter", bound=WeightConverter)
 
@@ -50,6 +54,8 @@ class DecodingConfig(QuantizationConfigMixin):
     #: The loaded model is an ordinary one: Transformers drops the quantizer once the weights are loaded.
     dequantize = True
     quant_method: str
+    #: The `quantization_config` that `from_pretrained` was called with.
+    requested: Any = None
 
     def __init__(self, base: str, revision: str | None = None, dtype: str | None = None, **kwargs):
         kwargs.pop("quant_method", None)
@@ -59,6 +65,18 @@ class DecodingConfig(QuantizationConfigMixin):
         self.dtype = dtype
         for key, value in kwargs.items():  # a later version's settings: kept when the config is saved again
             setattr(self, key, value)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs):
+        """Reads the entry of a config.json. `from_pretrained(…, quantization_config=…)` then quantizes the decoded weights."""
+        config = super().from_dict(config_dict, return_unused_kwargs, **kwargs)
+        requested = compat.requested_quantization()
+        if requested is not None and not isinstance(requested, DecodingConfig):
+            # Transformers compares the names of the two classes, and warns that it ignores the requested config.
+            name = type(requested).__name__
+            config.__class__ = type(name, (cls,), {"requested": requested})
+            logger.warning_once(f"The weights are decoded, then quantized as this {name} says: it is not ignored.")
+        return config
 
 
 class DecodingQuantizer(HfQuantizer):
@@ -86,6 +104,11 @@ class DecodingQuantizer(HfQuantizer):
         if not self.pre_quantized:
             raise CheckpointError(self.plain)
         self.error: HfExtError | None = None
+        self.then: HfQuantizer | None = None
+        if quantization_config.requested is not None:
+            self.then = AutoHfQuantizer.from_config(quantization_config.requested, pre_quantized=False)
+            for method in ("update_device_map", "adjust_max_memory", "param_element_size", "param_needs_quantization"):
+                setattr(self, method, getattr(self.then, method))
 
     @abstractmethod
     def open(self, model: PreTrainedModel, files: list[Path]) -> TensorSource:
@@ -95,17 +118,21 @@ class DecodingQuantizer(HfQuantizer):
         versions.require("Loading this checkpoint", "transformers>=5.16.1", advice=self.advice)
         if is_deepspeed_zero3_enabled():
             raise CheckpointError(self._sharded("DeepSpeed ZeRO-3"))
+        if self.then is not None:
+            self.then.validate_environment(*args, **kwargs)
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # For dtype="auto" without a dtype in config.json, Transformers takes the payloads' type, uint8.
-        if dtype.is_floating_point or self.quantization_config.dtype is None:
-            return dtype
-        return getattr(torch, self.quantization_config.dtype)
+        if not dtype.is_floating_point and self.quantization_config.dtype is not None:
+            dtype = getattr(torch, self.quantization_config.dtype)
+        return dtype if self.then is None else self.then.update_dtype(dtype)
 
     def preprocess_model(self, model, dtype: torch.dtype | None = None, **kwargs):
-        super().preprocess_model(model, dtype=dtype, **kwargs)
         self.prefix = model.base_model_prefix
         self.expected = _expected(model, dtype)
+        super().preprocess_model(model, dtype=dtype, **kwargs)
+        if self.then is not None:
+            self.then.preprocess_model(model, dtype=dtype, **kwargs)
 
     def _process_model_before_weight_loading(self, model, checkpoint_files: list[str] | None = None, **kwargs):
         if getattr(model.config, "distributed_config", None) is not None:
@@ -129,7 +156,8 @@ class DecodingQuantizer(HfQuantizer):
         for converter in weight_conversions:
             if isinstance(converter, WeightConverter):
                 converter.operations = [Decode(self, converter), *converter.operations]
-                converter.force_cpu = compat.converts_on_cpu()
+                converter.force_cpu = self.works_on_cpu
+                converter.quantization_operation = Quantize(self)
         kept = self._names_kept(weight_conversions)
         others = [AnyTensor(rf"^{escape(renamed)}$", name, self) for renamed, name in kept.items()]
         return [*weight_conversions, *others, AnyTensor("^(.+)", r"\1", self)]
@@ -149,6 +177,24 @@ class DecodingQuantizer(HfQuantizer):
             and rename_source_key(name, renamings, converters, self.prefix, self.expected)[0] not in self.expected
         }
 
+    @property
+    def works_on_cpu(self) -> bool:
+        """Returns true if weights move to their device after all operations. Quantization runs on that device."""
+        return compat.converts_on_cpu() and self.then is None
+
+    def quantize(self, tensors: dict[str, Any], model: PreTrainedModel, **kwargs) -> dict[str, Any]:
+        """Quantizes decoded parameters, by their names in the model, where the requested quantization concerns them."""
+        if self.then is None:
+            return tensors
+        quantized: dict[str, Any] = {}
+        for name, tensor in tensors.items():
+            if self.then.param_needs_quantization(model, name):
+                operation = self.then.get_quantize_ops()
+                quantized |= operation.convert({name: tensor}, **kwargs | {"model": model, "full_layer_name": name})
+            else:
+                quantized[name] = tensor
+        return quantized
+
     def loaded(self, target: str, names: dict[str, list[str]], converter: WeightConverter) -> None:
         """Called when the tensors `names` (by the converter's source pattern) have been decoded for the parameter `target`."""
 
@@ -161,7 +207,12 @@ class DecodingQuantizer(HfQuantizer):
         for entry in model._weight_conversions:
             if isinstance(entry, WeightConverter):
                 entry.operations = own_operations(entry)
+                entry.quantization_operation = None
         del model.is_quantized
+        if self.then is not None:
+            model.hf_quantizer, model.is_quantized = self.then, True
+            model.quantization_method = self.then.quantization_config.quant_method
+            self.then.postprocess_model(model, **kwargs)
         _point_offloaded_ties_at_decoded_weights(model)
         return model
 
@@ -182,15 +233,16 @@ class AnyTensor(WeightConverter):
     __slots__ = ()
 
     def __init__(self, source: str, target: str, quantizer: DecodingQuantizer):
-        super().__init__([source], [target], [Decode(quantizer, self)], force_cpu=compat.converts_on_cpu())
+        super().__init__([source], [target], [Decode(quantizer, self)], force_cpu=quantizer.works_on_cpu)
 
     def convert(self, layer_name: str, *args, loading_info: Any = None, **kwargs) -> dict[str, Any]:
         converted = super().convert(layer_name, *args, loading_info=loading_info, **kwargs)
         # Up to Transformers 5.22, weights with a quantizer may have any shape.
         (decoded,) = converted[layer_name]
-        expected = self.operations[0].quantizer.expected[layer_name]
+        quantizer = self.operations[0].quantizer
+        expected = quantizer.expected[layer_name]
         if decoded.shape == expected.shape:
-            return converted
+            return quantizer.quantize(converted, **kwargs)
         loading_info.missing_keys.discard(layer_name)
         loading_info.mismatched_keys.add((layer_name, decoded.shape, expected.shape))
         return {}
@@ -232,6 +284,19 @@ class Decode(ConversionOps):
                 self.quantizer.error = self.quantizer.error or error
                 return torch.empty(self.quantizer.source.entry(name).shape)
         return tensor.to(dtype=dtype)
+
+
+class Quantize(ConversionOps):
+    """Quantizes what a converter of the model has made of decoded tensors."""
+
+    def __init__(self, quantizer: DecodingQuantizer):
+        self.quantizer = quantizer
+
+    def __deepcopy__(self, memo) -> Quantize:
+        return self
+
+    def convert(self, input_dict: dict[str, Any], **kwargs) -> dict[str, Any]:
+        return self.quantizer.quantize(input_dict, **kwargs)
 
 
 def own_operations(converter: WeightConverter) -> list[ConversionOps]:

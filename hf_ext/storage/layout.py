@@ -14,6 +14,11 @@ CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(\.[\w-]+)?(-\d{5}-of-\d{5})?\.safetensors")
+#: Stands where someone without this package looks when a checkpoint does not load.
+HINT = (
+    "The weights are stored as differences from the base model. To load them, run `pip install hf_ext`, and `import hf_ext` "
+    "before from_pretrained. Without this entry they cannot be loaded."
+)
 STAGE = ".hf_ext-partial"  # one fixed name, so that the next save clears what a killed process left
 
 

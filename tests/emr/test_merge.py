@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from tiny_checkpoints import contents, fine_tune, weights, write_folder
 from tiny_merges import classifier, same_tensors, tensors_of, write_tasks
 from tiny_models import MODELS, bert, llama, perturb, tokenizer
-from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from hf_ext import BaseModelError, CheckpointError, emr, fm_delta
@@ -335,7 +335,7 @@ def test_an_adapter_added_to_a_task_is_saved_alone_and_knows_its_task(tmp_path, 
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
     model.set_task(active)
     torch.manual_seed(0)
-    model.add_adapter(LoraConfig(r=2, target_modules=["query"], init_lora_weights=False))
+    model.add_adapter(LoraConfig(r=2, target_modules=["query"], init_lora_weights=False, task_type="SEQ_CLS"))
     logging.get_logger().addHandler(caplog.handler)
     model.save_pretrained(tmp_path / "adapter")
     assert "weights of the model itself are not saved" in caplog.text and "plain checkpoint" not in caplog.text
@@ -523,6 +523,15 @@ def test_quantized_merged_and_compressed_folders_are_refused_where_they_make_no_
     with pytest.raises(CheckpointError, match="cannot be overwritten"):
         emr.merge(base, tasks, tasks["cr"])
     assert not (tmp_path / "twice").exists() and not (tmp_path / "plain").exists()
+
+
+def test_a_merge_is_not_quantized_while_it_loads(tmp_path, folders):
+    pytest.importorskip("bitsandbytes")
+    emr.merge(*folders, tmp_path / "merged")
+    with pytest.raises(CheckpointError, match="cannot be quantized while it loads.*hf-ext extract"):
+        AutoModelForSequenceClassification.from_pretrained(
+            tmp_path / "merged", quantization_config=BitsAndBytesConfig(load_in_4bit=True)
+        )
 
 
 def test_a_task_that_is_no_model(folders, nothing_written):

@@ -17,7 +17,7 @@ from hf_ext.storage import prefetch as work_ahead
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.codec import read_header
 from hf_ext.storage.delta.file import CHECKSUM_KEY, KEY, CompressedFile, check_shards
-from hf_ext.storage.layout import add_settings, remove_settings
+from hf_ext.storage.layout import HINT, add_settings, remove_settings
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile, safetensors_dtype
 
 
@@ -146,7 +146,7 @@ def test_config_json_comes_back_however_it_is_laid_out(tmp_path, config):
     src = write_folder(tmp_path / "tuned", fine_tune(weights()), config)
     small = round_trip(tmp_path, src, base)
     if config is not None:
-        settings = {"quant_method": "fm_delta", "base": str(base), "revision": None, "dtype": "float32"}
+        settings = {"quant_method": "fm_delta", "hint": HINT, "base": str(base), "revision": None, "dtype": "float32"}
         assert json.loads((small / "config.json").read_text()) == {"quantization_config": settings} | json.loads(config)
 
 

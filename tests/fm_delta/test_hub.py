@@ -12,6 +12,8 @@ import pytest
 from local_hub import LocalHub
 from tiny_models import bert, perturb
 
+from hf_ext.storage.layout import HINT
+
 MODELS = """
 import json, os, sys
 from pathlib import Path
@@ -123,7 +125,10 @@ def test_both_ways_to_push_upload_compressed_files_and_the_commit_of_the_base(cl
     record = json.loads(metadata(files["model.safetensors"])["fm_delta"])
     assert (record["base"]["name"], record["base"]["revision"]) == ("user/base", commits["base"])
     settings = json.loads(files["config.json"])["quantization_config"]
-    assert settings == {"quant_method": "fm_delta", "base": "user/base", "revision": commits["base"], "dtype": "float32"}
+    expected = {"quant_method": "fm_delta", "base": "user/base", "revision": commits["base"], "dtype": "float32"}
+    assert settings == expected | {"hint": HINT} and "pip install hf_ext" in HINT
+    assert record["hint"] == HINT
+    assert "pip install hf_ext" in files["README.md"].decode()
     assert client.hub.repos[repo].at("main").files["model.safetensors"].lfs
 
 

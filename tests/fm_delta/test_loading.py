@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from hosts import host
-from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     MODELS,
@@ -42,7 +42,7 @@ from transformers import (
     pipeline,
 )
 
-from hf_ext import BaseModelError, CheckpointError, CorruptFileError, fm_delta
+from hf_ext import BaseModelError, CheckpointError, CorruptFileError, QPissaConfig, fm_delta
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -390,6 +390,73 @@ def test_an_adapter_finds_its_compressed_base_model(folder_of, tmp_path, name):
         assert_same_weights(small, plain)
 
 
+# ---- quantized while it loads ------------------------------------------------------------------------------------------
+
+QUANTIZATIONS = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4-twice": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "fp4": {"load_in_4bit": True},
+    "int8": {"load_in_8bit": True},
+}
+
+
+def quantized(auto, folder: Path, kind: str, **options):
+    return auto.from_pretrained(folder, quantization_config=BitsAndBytesConfig(**QUANTIZATIONS[kind]), **options)
+
+
+@pytest.mark.parametrize(
+    "name, kind, options",
+    [
+        ("llama", "nf4", {}),
+        ("llama", "nf4-twice", {"dtype": torch.bfloat16}),
+        ("llama_bf16", "int8", {"dtype": "auto", "device_map": "auto"}),
+        ("llama_tied", "fp4", {}),
+        ("gpt2", "nf4", {}),
+        ("mixtral", "nf4", {}),
+    ],
+)
+def test_bitsandbytes_quantizes_the_decoded_weights(folder_of, tmp_path, name, kind, options):
+    pytest.importorskip("bitsandbytes")
+    plain, small = (quantized(AutoModelForCausalLM, folder_of(name) / form, kind, **options) for form in ("tuned", "small"))
+    assert_same_weights(small, plain)
+    assert small.hf_quantizer.quantization_config.to_dict() == plain.hf_quantizer.quantization_config.to_dict()
+    assert small.config.to_dict() | {"_name_or_path": ""} == plain.config.to_dict() | {"_name_or_path": ""}
+    for attribute in ("is_quantized", "quantization_method", "is_loaded_in_4bit", "is_loaded_in_8bit"):
+        assert getattr(small, attribute, None) == getattr(plain, attribute, None)
+    small.save_pretrained(tmp_path / "again")
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), plain)
+
+
+def test_qlora_trains_on_a_compressed_base_like_on_the_plain_one(folder_of):
+    pytest.importorskip("bitsandbytes")
+    losses = []
+    for form in ("tuned", "small"):
+        model = quantized(AutoModelForCausalLM, folder_of("llama") / form, "nf4")
+        torch.manual_seed(0)
+        adapted = get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+        losses.append([train_step(adapted) for _ in range(2)])
+    assert losses[0] == losses[1]
+
+
+def test_qpissa_starts_on_a_compressed_base_as_on_the_plain_one(folder_of):
+    pytest.importorskip("bitsandbytes")
+    starts = []
+    for form in ("tuned", "small"):
+        model = quantized(AutoModelForCausalLM, folder_of("llama") / form, "nf4")
+        starts.append(get_peft_model(model, QPissaConfig(r=4, target_modules=["q_proj", "v_proj"])))
+    assert_same_weights(*starts)
+
+
+def test_a_damaged_payload_is_found_when_the_weights_are_quantized(folder):
+    pytest.importorskip("bitsandbytes")
+    path = folder / "small/model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[int(0.6 * len(data))] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptFileError):
+        quantized(AutoModelForCausalLM, folder / "small", "nf4")
+
+
 # ---- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -495,13 +562,6 @@ def test_a_compressed_checkpoint_is_not_loaded_from_a_state_dict(folder):
     config = AutoConfig.from_pretrained(folder / "small")
     with pytest.raises(CheckpointError, match="safetensors"):
         LlamaForCausalLM.from_pretrained(None, config=config, state_dict=load_file(folder / "small/model.safetensors"))
-
-
-@pytest.mark.parametrize("kind", ["load_in_4bit", "load_in_8bit"])
-def test_quantizing_a_compressed_checkpoint_while_it_loads_is_refused(folder, kind):
-    pytest.importorskip("bitsandbytes")
-    with pytest.raises(ValueError, match="FMDeltaConfig"):
-        AutoModelForCausalLM.from_pretrained(folder / "small", quantization_config=BitsAndBytesConfig(**{kind: True}))
 
 
 def test_the_config_is_no_way_to_load_a_plain_checkpoint(folder):

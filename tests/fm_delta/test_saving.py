@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, fm_delta
+from hf_ext.storage.layout import HINT
 
 STAGE = ".hf_ext-partial"
 
@@ -78,7 +79,7 @@ def test_what_every_model_saves_is_smaller_loads_bit_equal_and_decompresses_to_t
 def test_config_json_tells_how_to_load_and_is_otherwise_the_plain_one(tmp_path, base, model):
     model.save_pretrained(tmp_path / "small")
     config = json.loads((tmp_path / "small/config.json").read_text())
-    settings = {"quant_method": "fm_delta", "base": str(base), "revision": None, "dtype": "float32"}
+    settings = {"quant_method": "fm_delta", "hint": HINT, "base": str(base), "revision": None, "dtype": "float32"}
     assert config.pop("quantization_config") == settings
     fm_delta.disable(model).save_pretrained(tmp_path / "plain")
     assert config == json.loads((tmp_path / "plain/config.json").read_text())

@@ -19,6 +19,7 @@ import xxhash
 
 from hf_ext.errors import CorruptFileError
 from hf_ext.storage.delta.codec import STORED, VERSION, Header, payload_shape, read_header
+from hf_ext.storage.layout import HINT
 from hf_ext.storage.safetensors_file import Entry, SafetensorsFile, TensorFile, parse_header, write_header
 
 KEY, CHECKSUM_KEY = "fm_delta", "fm_delta_checksum"  # keys of the metadata
@@ -167,8 +168,8 @@ class CompressedWriter:
 
     def _header(self, entries: dict[str, Entry], digest: str, fingerprint: str) -> bytes:
         packed = base64.b85encode(zlib.compress(self.original.header_bytes, 9)).decode()
-        fields = {"version": VERSION, "digest": digest, "fingerprint": fingerprint, "base": asdict(self._base)}
-        record = json.dumps(fields | {"header": packed})
+        fields = {"hint": HINT, "version": VERSION, "digest": digest, "fingerprint": fingerprint}
+        record = json.dumps(fields | {"base": asdict(self._base), "header": packed})
         checksum = _header_checksum(record, entries.items())
         return write_header({**self.original.metadata, KEY: record, CHECKSUM_KEY: checksum}, entries)
 

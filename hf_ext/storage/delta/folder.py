@@ -26,6 +26,7 @@ from hf_ext.storage.delta.source import (
 from hf_ext.storage.delta.writer import write_delta
 from hf_ext.storage.layout import (
     CONFIG,
+    HINT,
     add_settings,
     all_weights,
     no_weights,
@@ -187,8 +188,8 @@ def write_model(
     entries = next(file.entries for shards in sets for file in shards if file.path == selected)
     info = write_delta(sets, base, out, name, level).base
     dtype = float_name(entries[key].dtype for key in sorted(entries))
-    entry = {"quant_method": METHOD, "base": info.name, "revision": info.revision, "dtype": dtype} | (settings or {})
-    rewrite(out / CONFIG, lambda text: add_settings(text, entry))
+    entry = {"quant_method": METHOD, "hint": HINT, "base": info.name, "revision": info.revision, "dtype": dtype}
+    rewrite(out / CONFIG, lambda text: add_settings(text, entry | (settings or {})))
 
 
 def plain_files(src: Path) -> list[list[SafetensorsFile]]:

@@ -1,10 +1,10 @@
-"""A merge as a folder, read as the checkpoint of any of its tasks.
+"""The folder of a merge, and the checkpoint of each of its tasks.
 
-config.json, other files        the first task's, config.json with a `quantization_config` of the method `emr`
-model.safetensors (or shards)   the elected weights, as differences from the base
-task-TASK/config.json           the task's own
-task-TASK/modulators.safetensors
-task-TASK/…                     its other files, where they are not those of the first task
+config.json, other files           of the first task; config.json has a `quantization_config` of the method `emr`
+model.safetensors (or shards)      the elected weights, as differences from the base
+task-TASK/config.json              of the task
+task-TASK/modulators.safetensors   masks, rescalers and the task's own tensors
+task-TASK/…                        its other files, unless they equal those of the first task
 """
 
 from __future__ import annotations
@@ -39,45 +39,49 @@ TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def task_folder(task: str) -> str:
-    """Where a task's own files stand in a merge. One level down: `push_to_hub` uploads no deeper ones."""
+    """Returns the folder of a task's own files, relative to the merge. `push_to_hub` uploads no deeper folders."""
     return f"task-{task}"
 
 
 def assets_of(folder: Path) -> dict[str, Path]:
-    """The files that belong to a model besides config.json and its weights: tokenizer, generation settings, code."""
+    """Returns the files of a model besides config.json and weights, by name: tokenizer, generation settings, code."""
     return {path.name: path for path in sorted(folder.iterdir()) if path.is_file() and is_asset(path.name)}
 
 
 def is_merge(folder: str | os.PathLike) -> bool:
-    """Whether the config.json of a folder says that it holds a merge."""
+    """Returns whether a folder holds a merge, according to its config.json."""
     return storage_settings(Path(folder)).get("quant_method") == METHOD
 
 
 def task_files(folder: Path) -> dict[str, TaskFile]:
-    """The files of all tasks of a merge, in the order of config.json.
+    """Opens the files of all tasks of a merge, in the order of config.json.
 
     Raises:
         CheckpointError: the folder holds no merge.
         CorruptFileError: a file is damaged, missing, or from a newer version.
     """
     if not is_merge(folder):
-        raise CheckpointError(f"{folder} holds no merge (its config.json says nothing of the method {METHOD!r}).")
+        raise CheckpointError(
+            f"{folder} holds no merge: its config.json does not have the quant_method {METHOD!r}. Give the folder of a merge."
+        )
     tasks = storage_settings(folder).get("tasks")
     if (
         not isinstance(tasks, list)
         or not tasks
         or not all(isinstance(task, str) and TASK_NAME.fullmatch(task) for task in tasks)
     ):
-        raise CorruptFileError(f"{folder / CONFIG} lists no tasks: it is damaged.")
+        raise CorruptFileError(f"{folder / CONFIG} is damaged: it lists no tasks. Merge or download it again.")
     files = {task: TaskFile(folder / task_folder(task) / FILE) for task in tasks}
     for task, file in files.items():
         if file.record.task != task:
-            raise CorruptFileError(f"{file.path} is of task '{file.record.task}': the folder's files are mixed up.")
+            raise CorruptFileError(
+                f"{file.path} belongs to task '{file.record.task}', not '{task}'. Merge or download it again."
+            )
     return files
 
 
 def files_of(folder: Path, tasks: Mapping[str, TaskFile]) -> list[Path]:
-    """Every file of a merge's folder that belongs to the merge, relative to the folder."""
+    """Returns the files of a folder that belong to its merge, relative to the folder."""
     paths = [folder / INDEX, folder / CONFIG, *select_weights(folder)]
     for task, file in tasks.items():
         own = folder / task_folder(task)
@@ -86,25 +90,25 @@ def files_of(folder: Path, tasks: Mapping[str, TaskFile]) -> list[Path]:
 
 
 def older_files(folder: Path) -> list[Path]:
-    """The files of the merge that a folder holds already, if it holds one."""
+    """Returns the files of the merge that a folder already holds; an empty list if it holds none."""
     try:
         return files_of(folder, task_files(folder))
     except (HfExtError, OSError):
         return []
 
 
-class Merged:
-    """A merge, opened: the weights of any of its tasks, tensor by tensor.
+class MergeFolder:
+    """The opened folder of a merge. Computes the tensors of its tasks one by one.
 
     Args:
-        folder: of the merge.
+        folder: the merge's folder.
         base: folder or Hub id of the base, if it is no longer where config.json says.
-        revision: of that base.
+        revision: commit of that base.
 
     Raises:
         CheckpointError: the folder holds no merge.
         CorruptFileError: a file is damaged, missing, from another merge or from a newer version.
-        BaseModelError: the base is missing, or is not the one that was merged against.
+        BaseModelError: the base is missing, or differs from the one that was merged against.
     """
 
     def __init__(self, folder: str | os.PathLike, base: str | os.PathLike | None = None, revision: str | None = None):
@@ -116,13 +120,13 @@ class Merged:
         for file in self.files.values():
             if file.record.elected != self.elected.digest:
                 raise CorruptFileError(
-                    f"{file.path} belongs to another merge than the weights beside it: the folder was not written to the end. "
+                    f"{file.path} belongs to another merge than the weights beside it: the folder was not written completely. "
                     "Merge or download it again."
                 )
             self._require_tensors(file)
 
     def _require_tensors(self, file: TaskFile) -> None:
-        """Raises CorruptFileError unless everything that a task's tensors are made of is there."""
+        """Raises CorruptFileError unless the elected weights and the base have all tensors that a task is made from."""
         for name in [*file.record.shared, *file.record.modulated]:
             twin = self.base.twin_of(name)
             if (
@@ -134,18 +138,21 @@ class Merged:
                     or not {self.base.entry(twin).dtype, self.elected.entry(name).dtype} <= FLOATS.keys()
                 )
             ):
-                raise CorruptFileError(f"{file.path} speaks of '{name}', which cannot be made of what is there: it is damaged.")
+                raise CorruptFileError(
+                    f"{file.path} is damaged: its tensor '{name}' does not fit the elected weights and the base. Merge or "
+                    "download it again."
+                )
 
     def __reduce__(self) -> tuple:
-        # Mapped files cannot be pickled, but opened again.
-        return Merged, (self.folder, self.base.name, self.base.revision)
+        # Mapped files cannot be pickled; the copy opens them again.
+        return MergeFolder, (self.folder, self.base.name, self.base.revision)
 
-    def __deepcopy__(self, memo) -> Merged:
+    def __deepcopy__(self, memo) -> MergeFolder:
         return self
 
     @property
     def fingerprint(self) -> tuple:
-        """What tells one merge from another."""
+        """Identifies the merge: the checksums of all its tensors."""
         return self.elected.digest, *((task, file.record.checksums) for task, file in self.files.items())
 
     def require_task(self, task: str) -> None:
@@ -153,13 +160,13 @@ class Merged:
             raise CheckpointError(f"There is no task {task!r} in {self.folder}; its tasks are {', '.join(self.tasks)}.")
 
     def task_config(self, task: str) -> dict:
-        """The config.json of a task's own model."""
+        """Returns the config.json of a task's own model."""
         self.require_task(task)
         path = self.folder / task_folder(task) / CONFIG
         if not path.exists():
-            raise CorruptFileError(f"{path} is missing: the folder is not whole. Merge or download it again.")
+            raise CorruptFileError(f"{path} is missing: the folder is incomplete. Merge or download it again.")
         if xxhash.xxh3_64_hexdigest(path.read_bytes()) != self.files[task].record.config:
-            raise CorruptFileError(f"{path} is not as it was written. Merge or download it again.")
+            raise CorruptFileError(f"{path} is damaged: checksum mismatch. Merge or download it again.")
         return read_config(path)
 
     def generation_config(self, task: str) -> dict:
@@ -167,26 +174,26 @@ class Merged:
         return read_config(path) if path else {}
 
     def assets(self, task: str) -> dict[str, Path]:
-        """The files of a task's checkpoint besides config.json and its weights."""
+        """Returns the files of a task's checkpoint besides config.json and weights, by name."""
         own, shared = self.folder / task_folder(task), self.folder
         paths = {name: own / name if (own / name).exists() else shared / name for name in self.files[task].record.files}
         return {name: path for name, path in paths.items() if path.exists()}
 
     def all_files(self) -> list[Path]:
-        """Every file of the folder that belongs to the merge, relative to it."""
+        """Returns the files of the folder that belong to the merge, relative to the folder."""
         return files_of(self.folder, self.files)
 
     def is_elected(self, name: str) -> bool:
-        """Whether a stored tensor was elected, or is some tasks' own."""
+        """Returns whether a stored tensor was elected; if not, it belongs to the tasks that have it."""
         return any(name in file.record.modulated for file in self.files.values())
 
     def prior(self, name: str) -> np.ndarray:
-        """The base's bytes of an elected tensor, in the tensor's type."""
+        """Returns the base's bytes of an elected tensor, cast to the tensor's type."""
         base = self.base.read(self.base.twin_of(name))
         return cast(base.data, base.dtype, self.elected.entry(name).dtype)
 
     def entry(self, task: str, name: str) -> Entry:
-        """Type and shape of a task's tensor."""
+        """Returns dtype and shape of a task's tensor."""
         file = self.files[task]
         entry = file.own_entry(name) or self.elected.entry(name)
         modulated = file.record.modulated.get(name)
@@ -197,43 +204,42 @@ class Merged:
         return Entry(entry.dtype, shape, 0, math.prod(shape) * WIDTHS[entry.dtype])
 
     def modulator(self, task: str, name: str) -> tuple[np.ndarray | None, float]:
-        """Mask and rescaler by which the elected tensor becomes the task's."""
+        """Returns the mask and the rescaler that make the task's tensor from the elected one."""
         modulated = self.files[task].record.modulated[name]
         return self.files[task].mask(name, math.prod(self.elected.entry(name).shape)), modulated.scale
 
     def tensor(self, task: str, name: str, elected: RawTensor | None = None) -> RawTensor:
-        """A tensor of a task's model, in memory of its own.
+        """Returns a tensor of a task's model, in memory of its own.
 
         Args:
-            elected: the elected tensor, if it is at hand; it stays as it is.
+            elected: the elected tensor, if it was read before. It is not changed.
         """
         file = self.files[task]
         if (own := file.own(name)) is not None:
             return replace(own, data=own.data.copy())
         if name not in file.record.modulated:
             return self.elected.read(name)
-        spared = elected is not None
-        elected = elected if spared else self.elected.read(name)
-        out = np.empty_like(elected.data) if spared else elected.data
+        source = elected or self.elected.read(name)
+        out = source.data if elected is None else np.empty_like(source.data)
         threads = threads_for(out.size)
-        election.modulate(elected.dtype, self.prior(name), elected.data, *self.modulator(task, name), out, threads)
+        election.modulate(source.dtype, self.prior(name), source.data, *self.modulator(task, name), out, threads)
         entry = self.entry(task, name)
-        if entry.shape != elected.shape:
+        if entry.shape != source.shape:
             row = math.prod(entry.shape[1:]) * WIDTHS[entry.dtype]
             more = file.rows(name)
             out = np.concatenate([out[: file.record.modulated[name].rows * row], *([more.data] if more else [])])
         return RawTensor(entry.dtype, entry.shape, out)
 
     def source(self, task: str) -> TaskSource:
-        """A task's model as a checkpoint."""
+        """Returns the tensors of a task's model."""
         self.require_task(task)
         return TaskSource(self, task)
 
 
 class TaskSource(TensorSource):
-    """The tensors of one task of a merge, each computed when it is asked for."""
+    """The tensors of one task of a merge. Computes each tensor when it is read."""
 
-    def __init__(self, merged: Merged, task: str):
+    def __init__(self, merged: MergeFolder, task: str):
         self.name = f"{merged.folder}{OF_TASK}{task}"
         self._merged, self._task = merged, task
 
@@ -247,8 +253,8 @@ class TaskSource(TensorSource):
         return self._merged.tensor(self._task, name)
 
 
-def extract_task(merged: Merged, task: str, out: Path, max_shard_size: int | str) -> None:
-    """Writes one task of a merge into the folder `out` as a plain checkpoint."""
+def extract_task(merged: MergeFolder, task: str, out: Path, max_shard_size: int | str) -> None:
+    """Writes a task of a merge into the folder `out`, as a plain checkpoint."""
     tensors = merged.source(task)
     entries = {name: tensors.entry(name)[:2] for name in tensors.names()}
     write_files(shards_of(entries, tensors.read, out, max_shard_size), out, f"Extracting {task}:")
