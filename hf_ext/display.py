@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hf_ext.errors import HfExtError
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Columns under a header, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(header, *rows)]
     numeric = [bool(rows) and all(re.match(r"[\d–]", row[i]) for row in rows) for i in range(len(header))]
@@ -25,7 +26,7 @@ def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(lines)
 
 
-def markdown_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def markdown_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """The same for a model card."""
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join(f"| {' | '.join(cell.strip() for cell in row)} |" for row in lines)

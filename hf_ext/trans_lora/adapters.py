@@ -11,6 +11,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_ext.errors import HfExtError
 from hf_ext.integration.modes import evaluating
@@ -18,13 +19,13 @@ from hf_ext.integration.modes import evaluating
 CHANGES_BASE = {"pissa", "olora", "corda", "loftq"}  # PEFT's own starts that subtract themselves from the base's weights
 
 
-def bare(model: nn.Module) -> nn.Module:
+def bare(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
     """The model that adapters are around of, or in."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 @torch.no_grad()
-def base_sample(model: nn.Module) -> list[float]:
+def base_sample(model: PreTrainedModel | PeftModel) -> list[float]:
     """What the model without its adapters says to a fixed row of tokens, by which it is known again in whatever type it is
     loaded: 64 logits, less their mean."""
     with base_of(model) as base, evaluating(base):
@@ -36,7 +37,7 @@ def base_sample(model: nn.Module) -> list[float]:
     return (logits - logits.mean()).tolist()
 
 
-def adapter_digest(model: nn.Module) -> str:
+def adapter_digest(model: PreTrainedModel | PeftModel) -> str:
     """A checksum of all that is adapter in a model, or, of one without, of what it says (`base_sample`)."""
     digest = xxhash.xxh3_64()
     if not isinstance(model, PeftModel):
@@ -50,7 +51,7 @@ def adapter_digest(model: nn.Module) -> str:
 
 
 @contextmanager
-def base_of(model: nn.Module) -> Iterator[nn.Module]:
+def base_of(model: PreTrainedModel | PeftModel) -> Iterator[PreTrainedModel]:
     """The model without its adapters, as long as the block lasts.
 
     Raises:
@@ -111,7 +112,7 @@ def _set_trainable(model: nn.Module, trainable: set[nn.Parameter]) -> None:
 
 
 @contextmanager
-def on_device(model: nn.Module, device: torch.device) -> Iterator[None]:
+def on_device(model: PreTrainedModel | PeftModel, device: torch.device) -> Iterator[None]:
     """The model on a device, as long as the block lasts; one that was spread or quantised stays where it is."""
     home = model.device
     fixed = home == device or getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 FILTERS = ("discriminator", "token_excess", "none")
 
 
-def _setting(default: object, help: str) -> object:
+def _setting(default: Any, help: str) -> Any:
     kind = {"default_factory": default} if callable(default) else {"default": default}
     return field(metadata={"help": help}, **kind)
 
@@ -105,8 +105,10 @@ class TransLoraConfig(TrainingArguments):
 
 def synthesis_settings(args: TransLoraConfig) -> dict[str, Any]:
     """What the inputs that are written depend on."""
-    names = ("num_shots", "num_items", "temperature", "top_p", "generation_kwargs")
-    names += ("near_duplicate_threshold", "max_input_length")
+    names = (
+        *("num_shots", "num_items", "temperature", "top_p", "generation_kwargs"),
+        *("near_duplicate_threshold", "max_input_length"),
+    )
     return {name: getattr(args, name) for name in names}
 
 

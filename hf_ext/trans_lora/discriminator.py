@@ -17,10 +17,10 @@ import torch
 import xxhash
 from huggingface_hub import CommitInfo, HfApi
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
-from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
     set_seed,
@@ -125,7 +125,7 @@ class Discriminator:
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | os.PathLike,
-        model: nn.Module | None = None,
+        model: PreTrainedModel | PeftModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
     ) -> Discriminator:
@@ -190,7 +190,7 @@ def require_discriminator(given: object, args: TransLoraConfig) -> None:
 
 
 def train_discriminator(
-    model: nn.Module,
+    model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     real_inputs: Sequence[str],
     *,
@@ -271,7 +271,7 @@ def train_discriminator(
     return found
 
 
-def _encoder(tokenizer: PreTrainedTokenizerBase, model: nn.Module) -> Encoder:
+def _encoder(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | PeftModel) -> Encoder:
     """Asks as a chat, or by the question alone."""
     return Encoder(tokenizer, model, None if tokenizer.chat_template else "{input}", "The discriminator's")
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from peft import PeftModel
 from torch import nn
-from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_ext.integration.modes import evaluating
 
 
 @torch.inference_mode()
-def embed(texts: Sequence[str], model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: int = 32) -> torch.Tensor:
+def embed(
+    texts: Sequence[str], model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, batch_size: int = 32
+) -> torch.Tensor:
     """The mean over a text's tokens of what the last layer makes of them, at unit length: (texts, width), float32.
 
     Args:
@@ -34,6 +37,6 @@ def embed(texts: Sequence[str], model: nn.Module, tokenizer: PreTrainedTokenizer
     return nn.functional.normalize(torch.cat(means), dim=-1)
 
 
-def load_encoder(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+def load_encoder(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A sentence encoder from a folder or the Hub, with its tokenizer."""
     return AutoModel.from_pretrained(name), AutoTokenizer.from_pretrained(name)

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_ext.errors import HfExtError
 
@@ -27,7 +26,13 @@ class Encoder:
         HfExtError: the tokenizer has no token for padding or for the end of a text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: nn.Module, template: str | None = None, whose: str = "the"):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        model: PreTrainedModel | PeftModel,
+        template: str | None = None,
+        whose: str = "the",
+    ):
         self.tokenizer = tokenizer
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
         self.limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # T5 and its kin have none

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from peft import PeftModel
-from torch import nn
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from hf_ext.errors import HfExtError, ServerError
 from hf_ext.integration.modes import evaluating
@@ -22,8 +21,8 @@ from hf_ext.trans_lora.encoding import Encoder
 
 # Whatever a model's generation_config.json says: the likeliest token each time, and one text for each prompt (of both lengths
 # min_new_tokens is what counts).
-GREEDY = {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-ONE_EACH = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "min_new_tokens": 0}
+GREEDY: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+ONE_EACH: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "min_new_tokens": 0}
 
 
 @dataclass(frozen=True)
@@ -62,16 +61,17 @@ class ModelGenerator:
         options: more arguments of `generate` for sampling.
     """
 
-    model: nn.Module
+    model: PreTrainedModel | PeftModel
     encoder: Encoder
     batch_size: int
     continuous: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, encoder: Encoder, args: TransLoraConfig) -> ModelGenerator:
+    def of(cls, model: PreTrainedModel | PeftModel, encoder: Encoder, args: TransLoraConfig) -> ModelGenerator:
         """Set as a transfer is."""
-        return cls(model, encoder, args.generation_batch_size, args.continuous_batching, args.generation_kwargs or {})
+        options = cast("dict[str, Any]", args.generation_kwargs or {})  # TrainingArguments has parsed JSON
+        return cls(model, encoder, args.generation_batch_size, args.continuous_batching, options)
 
     def __call__(
         self, prompts: Sequence[str], max_new_tokens: int, seed: int | None = None, **sampling: Any
@@ -81,15 +81,15 @@ class ModelGenerator:
         for row in rows:
             self.encoder.require_room(len(row) + room, f"A prompt with {room} tokens to write")
         stop = sampling.pop("stop", None)
-        how = GREEDY if seed is None else {"do_sample": True, "top_k": 0} | sampling | self.options
+        how: dict[str, Any] = GREEDY if seed is None else {"do_sample": True, "top_k": 0} | sampling | self.options
         how = how | ONE_EACH | {"max_new_tokens": max_new_tokens, "pad_token_id": self.encoder.tokenizer.pad_token_id}
         how["eos_token_id"] = ends = self._ends()
-        written: list[Completion | None] = [None] * len(rows)
+        written: dict[int, Completion] = {}
         with evaluating(self.model), _seeded(seed, self.model.device), torch.no_grad():
             for batch in self._batches(rows):
                 for i, tokens in zip(batch, self._write([rows[i] for i in batch], how, stop, seed), strict=True):
                     written[i] = self._completion(tokens, ends, stop)
-        return written
+        return [written[i] for i in range(len(rows))]
 
     def _batches(self, rows: list[list[int]]) -> list[list[int]]:
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
@@ -197,7 +197,7 @@ class Server:
                 ) from error
 
 
-def _prompt_learning(model: nn.Module) -> bool:
+def _prompt_learning(model: PreTrainedModel | PeftModel) -> bool:
     return isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
 
 

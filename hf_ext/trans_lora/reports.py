@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils.logging import get_logger
@@ -145,7 +146,7 @@ class TransferReport:
         save_figure(figure, path)
 
 
-def describe(texts: Mapping[str, Sequence[str]], embeddings: Mapping[str, torch.Tensor]) -> dict[str, object]:
+def describe(texts: Mapping[str, Sequence[str]], embeddings: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The part of a report that the texts alone say.
 
     Args:

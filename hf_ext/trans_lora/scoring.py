@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from peft import PeftModel
+from transformers import PreTrainedModel
 
 from hf_ext.integration.modes import evaluating
 from hf_ext.trans_lora.encoding import Encoder
@@ -13,7 +14,7 @@ from hf_ext.trans_lora.encoding import Encoder
 
 @torch.inference_mode()
 def answer_log_probs(
-    model: nn.Module, encoder: Encoder, samples: Sequence[dict[str, list[int]]], batch_size: int
+    model: PreTrainedModel | PeftModel, encoder: Encoder, samples: Sequence[dict[str, list[int]]], batch_size: int
 ) -> list[torch.Tensor]:
     """log p of each token of each answer, given its prompt and the tokens before.
 

@@ -36,22 +36,23 @@ def claim(folder: Path, part: str, settings: dict[str, Any], files: Sequence[str
         own = json.loads(json.dumps(settings, default=_plain))
         found = record.get(part)
         begun = [name for pattern in files for name in folder.glob(pattern)]
-        if begun and not anew and found is None:
-            return f"{folder} holds {begun[0].name} of another run. Take another output_dir, or delete it."
-        if begun and not anew and found != own:
-            different = ", ".join(key for key in own | found if found.get(key) != own.get(key))
-            also = " or give resume_from_checkpoint=False" if part == "training" else ""
-            return f"{folder} holds a run with another {different}. Take another output_dir,{also} or delete it."
+        if begun and not anew:
+            if found is None:
+                return f"{folder} holds {begun[0].name} of another run. Take another output_dir, or delete it."
+            if found != own:
+                different = ", ".join(key for key in own | found if found.get(key) != own.get(key))
+                also = " or give resume_from_checkpoint=False" if part == "training" else ""
+                return f"{folder} holds a run with another {different}. Take another output_dir,{also} or delete it."
         if found != own:
             text = json.dumps(record | {part: own}, indent=1, ensure_ascii=False)
             write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
         return None
 
-    message = [None]
+    refusal: list[str | None] = [None]
     if PartialState().is_main_process:
         folder.mkdir(parents=True, exist_ok=True)
-        message = [check()]
-    if message := broadcast_object_list(message)[0]:
+        refusal = [check()]
+    if message := broadcast_object_list(refusal)[0]:
         raise HfExtError(message)
 
 

@@ -199,9 +199,9 @@ def _sift(
 
 def keep_best(candidates: list[Candidate], count: int, path: Path) -> list[Candidate]:
     """Of the candidates that the filter scored, keeps those with the highest scores, in the file too."""
-    scored = [i for i, candidate in enumerate(candidates) if candidate.score is not None]
-    best = set(sorted(scored, key=lambda i: (-candidates[i].score, i))[:count])
-    for i in scored:
+    scores = {i: candidate.score for i, candidate in enumerate(candidates) if candidate.score is not None}
+    best = set(sorted(scores, key=lambda i: (-scores[i], i))[:count])
+    for i in scores:
         candidates[i] = replace(candidates[i], kept=i in best, reason=None if i in best else RANK)
     _write_candidates(candidates, path)
     return candidates

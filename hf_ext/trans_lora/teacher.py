@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_ext.errors import HfExtError
 from hf_ext.trans_lora.adapters import adapter_digest, bare, base_of, on_device
@@ -25,14 +25,19 @@ class Teacher:
         encoder: how the model is asked; None with a server.
     """
 
-    def __init__(self, source: nn.Module | Generator, tokenizer: PreTrainedTokenizerBase, args: TransLoraConfig):
-        self.model = source if isinstance(source, nn.Module) else None
+    def __init__(
+        self, source: PreTrainedModel | PeftModel | Generator, tokenizer: PreTrainedTokenizerBase, args: TransLoraConfig
+    ):
+        self.model: PreTrainedModel | PeftModel | None = None
+        self.encoder: Encoder | None = None
+        self.generator: Generator
         self.tokenizer, self.args = tokenizer, args
-        if self.model is None:
-            self.encoder, self.generator = None, source
-        else:
+        if isinstance(source, nn.Module):
+            self.model = source
             self.encoder = Encoder(tokenizer, source, args.teacher_prompt_template, "The teacher's")
             self.generator = ModelGenerator(source, self.encoder, args.generation_batch_size)
+        else:
+            self.generator = source
 
     @property
     def name(self) -> str:
@@ -61,10 +66,11 @@ class Teacher:
 
         The tokens are those that the teacher wrote: the same text cut into others would say less of it.
         """
+        assert self.model is not None and self.encoder is not None  # require_for refuses a server
         said = self.completions(inputs)
-        whole = [i for i, one in enumerate(said) if label(one)]
+        whole = {i: one.tokens for i, one in enumerate(said) if label(one) and one.tokens is not None}
         asked = self.encoder.tokens([self.encoder.prompt(inputs[i]) for i in whole])
-        samples = self.encoder.joined(asked, [said[i].tokens for i in whole])
+        samples = self.encoder.joined(asked, list(whole.values()))
         taught = answer_log_probs(self.model, self.encoder, samples, self.args.generation_batch_size)
         with base_of(self.model) as base:
             untaught = answer_log_probs(base, self.encoder, samples, self.args.generation_batch_size)
@@ -85,7 +91,7 @@ def label(said: Completion) -> str | None:
     return said.text.strip() or None if said.ended else None
 
 
-def name_of(model: nn.Module | Generator) -> str:
+def name_of(model: PreTrainedModel | PeftModel | Generator) -> str:
     if not isinstance(model, nn.Module):
         return getattr(model, "model", type(model).__name__)
     return bare(model).name_or_path or type(bare(model)).__name__

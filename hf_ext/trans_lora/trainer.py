@@ -14,7 +14,7 @@ import torch
 from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, PreTrainedTokenizerBase, Trainer, set_seed
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 from transformers.trainer_utils import TrainOutput
 from transformers.utils.logging import tqdm
 
@@ -66,13 +66,15 @@ class TransLoraTrainer(Trainer):
         HfExtError: the models, tokenizers, seeds or files of output_dir do not go together.
     """
 
+    eval_dataset: Any  # as Trainer takes it
+
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel | PeftModel,
         args: TransLoraConfig,
         *,
         processing_class: PreTrainedTokenizerBase,
-        teacher: nn.Module | Generator,
+        teacher: PreTrainedModel | PeftModel | Generator,
         teacher_processing_class: PreTrainedTokenizerBase | None = None,
         seeds: Sequence[str] = (),
         discriminator: Discriminator | str | os.PathLike | None = None,
@@ -95,7 +97,7 @@ class TransLoraTrainer(Trainer):
             raise HfExtError("There is nothing to evaluate on with held_out_share=0; raise it, or give an eval_dataset.")
         if args.embedding_model:
             AutoConfig.from_pretrained(args.embedding_model)  # so that it is not missed only at the end
-        if self.teacher.model is not None and bare(teacher) is bare(model):
+        if self.teacher.model is not None and bare(self.teacher.model) is bare(model):
             raise HfExtError("The teacher and the target are one model; load the target once more.")
         self.discriminator = self._discriminator(discriminator)
         if inputs is None:
@@ -217,6 +219,7 @@ class TransLoraTrainer(Trainer):
         loss, outputs = super().compute_loss(model, dict(inputs), True, num_items_in_batch)
         if weight:
             teacher = self.teacher.model
+            assert teacher is not None  # _check_logits refuses a server
             if teacher.device != labels.device:
                 teacher.to(labels.device)
             with torch.no_grad(), evaluating(teacher):
@@ -236,6 +239,7 @@ class TransLoraTrainer(Trainer):
     # -------------------------------------------------------------------------------------------------------- its judges
 
     def _judge(self, inputs: Sequence[str]) -> list[tuple[float | None, bool, str | None]]:
+        assert self.discriminator is not None  # require_discriminator
         scores = self.discriminator.score(inputs, self.args.generation_batch_size, self.args.device)
         return [(score, score > 0.5, None) for score in scores]
 
@@ -250,6 +254,7 @@ class TransLoraTrainer(Trainer):
         if self.teacher.encoder is not None:
             readers.append((self.teacher.encoder, text, self.args.max_label_length))
         if self.args.filter == "discriminator":
+            assert self.discriminator is not None  # require_discriminator
             readers.append((self.discriminator.encoder, membership_question(text, self.discriminator.task), 8))
         fits = all(encoder.fits(encoder.prompt(asked), room) for encoder, asked, room in readers)
         return fits and (self.well_formed is None or self.well_formed(text))
@@ -284,8 +289,10 @@ class TransLoraTrainer(Trainer):
             HfExtError: it belongs to another.
         """
         folder = Path(self.args.output_dir)
-        names = ("num_samples", "filter", "keep_share", "max_label_length", "held_out_share", "seed")
-        names += ("prompt_template", "teacher_prompt_template")
+        names = (
+            *("num_samples", "filter", "keep_share", "max_label_length", "held_out_share", "seed"),
+            *("prompt_template", "teacher_prompt_template"),
+        )
         judge = self.discriminator and {"task": self.discriminator.task, "checksum": adapter_digest(self.discriminator.model)}
         settings = {
             "kind": "transfer",
@@ -342,15 +349,15 @@ class TransLoraTrainer(Trainer):
         """Saves the adapter and the tokenizer as a Trainer does, with a model card that has the report."""
         super().save_model(output_dir, _internal_call)
         if self.report is not None and self.args.should_save and not _internal_call:
-            self._write_card(Path(output_dir or self.args.output_dir))
+            self._write_card(self.report, Path(output_dir or self.args.output_dir))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """The card that `push_to_hub` pushes: with the report, if there is one."""
         if self.report is None:
             super().create_model_card(*args, **kwargs)
         elif self.is_world_process_zero():
-            self._write_card(Path(self.args.output_dir))
+            self._write_card(self.report, Path(self.args.output_dir))
 
-    def _write_card(self, folder: Path) -> None:
+    def _write_card(self, report: TransferReport, folder: Path) -> None:
         config = self.accelerator.unwrap_model(self.model).active_peft_config
-        write_card(folder, transfer_card(self.report, config.task_type, folder))
+        write_card(folder, transfer_card(report, config.task_type, folder))
