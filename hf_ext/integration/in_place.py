@@ -137,7 +137,7 @@ def _entries(config: dict, prefix: str = "") -> dict[str, object]:
     """The entries of a config.json, with the defaults of its class, by their path."""
     if not prefix and config.get("model_type") in CONFIG_MAPPING:
         config = CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config)).to_dict()
-    flat = {}
+    flat: dict[str, object] = {}
     for key, value in config.items():
         path = f"{prefix}{key}"
         flat |= _entries(value, f"{path}.") if isinstance(value, dict) else {path: value}

@@ -216,7 +216,8 @@ class Decode(ConversionOps):
         dtype = self.quantizer.expected[full_layer_name].dtype
         for pattern, tensors in input_dict.items():
             tensors = tensors if isinstance(tensors, list) else [tensors]
-            names[pattern] = [payload_name(tensor) for tensor in tensors]
+            # `loaded` uses the names only where every tensor is a payload, so that none is None.
+            names[pattern] = [payload_name(tensor) for tensor in tensors]  # type: ignore[misc]
             decoded[full_layer_name if isinstance(self.converter, AnyTensor) else pattern] = [
                 self._decode(tensor, name, dtype) for tensor, name in zip(tensors, names[pattern])
             ]
@@ -260,8 +261,8 @@ def _point_offloaded_ties_at_decoded_weights(model: PreTrainedModel) -> None:
     """Lets an offloaded weight share the decoded copy on disk of the weight that it is tied to.
 
     Transformers reads such a weight from the checkpoint's own file, which holds the payload."""
-    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
-    index = next((hook.weights_map.dataset.index for hook in hooks if getattr(hook, "weights_map", None) is not None), {})
+    maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())
+    index: dict[str, Any] = next((weights.dataset.index for weights in maps if weights is not None), {})
     for target, source in model.all_tied_weights_keys.items():
         if source in index:
             index[target] = index[source]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import warnings
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -88,6 +89,6 @@ def _release(version: str) -> Version | None:
         return None
 
 
-def _upgrade(feature: str, needs: dict[str, str | None]) -> str:
+def _upgrade(feature: str, needs: Mapping[str, str | None]) -> str:
     listed = " and ".join(f"{need} (found {version or 'none'})" for need, version in needs.items())
     return f"{feature} requires {listed}: pip install {shlex.join(needs)}"

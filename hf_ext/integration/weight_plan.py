@@ -1,4 +1,4 @@
-"""The mapping from a checkpoint's tensors to a model's parameters that `from_pretrained` applies, for use with other tensors."""
+"""The mapping from a checkpoint's tensors to a model's parameters that `from_pretrained` applies, for other tensors."""
 
 from __future__ import annotations
 

@@ -178,8 +178,8 @@ def _shortest(number: float) -> float:
 class QPissaConfig(PissaConfig):
     """PiSSA on a base in 4 or 8 bits, where the adapter's start makes up for quantization error (QPiSSA, arXiv 2404.02948).
 
-    The layers' weight becomes quantized(W − s B₀ A₀). If the model is quantized, QPiSSA reads W tensor by tensor from the base's
-    checkpoint. If it is in full precision, QPiSSA quantizes it.
+    The layers' weight becomes quantized(W − s B₀ A₀). If the model is quantized, QPiSSA reads W tensor by tensor from the
+    base's checkpoint. If it is in full precision, QPiSSA quantizes it.
 
     Training starts from quantized(W − s B₀ A₀) + s B₀ A₀, which is nearer to W than quantized(W). `disable_adapter` gives this
     start, up to rounding. `unload` restores the base bit for bit. A saved adapter rebuilds the same residual from the base's

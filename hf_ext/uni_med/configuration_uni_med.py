@@ -56,7 +56,7 @@ class UniMedConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any):
         self.vision_config = _part(self.vision_config, "blip_2_vision_model")
-        self.text_config = _part(self.text_config, "llama")
+        self.text_config = text_config = _part(self.text_config, "llama")
         super().__post_init__(**kwargs)
         self.tasks = list(self.tasks)
         if self.resampling_rate < 1 or self.num_experts < 1:
@@ -78,15 +78,16 @@ class UniMedConfig(PreTrainedConfig):
             if self.router == "sparse":
                 if not 1 <= self.num_experts_per_tok <= self.num_experts:
                     raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} is not within 1…{self.num_experts}.")
-                if any(size % 8 for size in (self.connector_input_size, self.text_config.hidden_size)):
+                if any(size % 8 for size in (self.connector_input_size, text_config.hidden_size)):
                     raise ValueError(
                         "The sparse router's grouped matrix products need sizes that are multiples of 8; the connector's input "
-                        f"has {self.connector_input_size} and the language model {self.text_config.hidden_size}."
+                        f"has {self.connector_input_size} and the language model {text_config.hidden_size}."
                     )
 
     @property
     def vision_size(self) -> int:
         """Size of the vision tower's tokens."""
+        assert isinstance(self.vision_config, PreTrainedConfig)  # __post_init__ builds it
         sizes = getattr(self.vision_config, "hidden_sizes", None)  # towers in stages have one for each
         size = sizes[-1] if sizes else getattr(self.vision_config, "hidden_size", None)
         if size is None:

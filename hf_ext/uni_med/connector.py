@@ -84,8 +84,10 @@ class Router(nn.Module):
             task: (images, task_size), the task token of each image.
         """
         if self.task_weight is None:
+            assert self.token_weight is not None  # a router has at least one input
             hidden = F.linear(tokens, self.token_weight, self.bias)
         else:
+            assert task is not None
             hidden = F.linear(task, self.task_weight, self.bias)[:, None]
             if self.token_weight is not None:
                 hidden = F.linear(tokens, self.token_weight).add_(hidden)  # in place, as it is large
@@ -113,7 +115,7 @@ class Experts(nn.Module):
             (self.up, self.up_bias, 0 if self.up is None else self.up.shape[2]),
             (self.down, self.down_bias, self.down.shape[1]),
         ):
-            if weight is not None:
+            if weight is not None and bias is not None:
                 nn.init.uniform_(weight, -(inputs**-0.5), inputs**-0.5)  # as nn.Linear
                 nn.init.uniform_(bias, -(inputs**-0.5), inputs**-0.5)
 
@@ -128,11 +130,12 @@ class Experts(nn.Module):
         """
         experts, units, _ = self.down.shape
         if chosen is not None:
+            assert weights is not None
             # What PyTorch's grouped products cannot do is done by all experts.
             if tokens.dtype != torch.float64 and (tokens.dtype == torch.bfloat16 or not torch.compiler.is_compiling()):
                 return self._grouped(tokens, weights, chosen)
             weights = weights.new_zeros(len(tokens), experts).scatter(1, chosen, weights)
-        if self.up is None:
+        if self.up is None or self.up_bias is None:
             hidden = tokens[:, None]
         else:
             hidden = F.gelu(F.linear(tokens, self.up.flatten(0, 1), self.up_bias.flatten())).unflatten(1, (experts, units))
@@ -148,7 +151,7 @@ class Experts(nn.Module):
         experts = chosen.flatten()[order]
         ends = torch.bincount(experts, minlength=len(self.down)).cumsum(0).to(torch.int32)
         hidden = tokens[order // k]
-        if self.up is not None:
+        if self.up is not None and self.up_bias is not None:
             hidden = F.gelu(F.grouped_mm(hidden, self.up.transpose(1, 2), offs=ends) + self.up_bias[experts])
         weights = weights.flatten()[order, None]
         out = F.grouped_mm(hidden * weights, self.down, offs=ends) + weights * self.down_bias[experts]
@@ -227,7 +230,7 @@ class Connector(nn.Module):
             return self.experts(tokens).unflatten(0, (images, count)), None
         shape = (images, count, self.num_experts)
         if self.router is None:
-            weights = self._fixed(images, tasks, x).expand(shape)
+            weights = self._fixed(images, self.num_experts, tasks, x).expand(shape)
         else:
             logits = self.router(x, None if self.task_tokens is None else self.task_tokens[tasks]).expand(shape)
             if self.routing == "sparse":
@@ -239,8 +242,9 @@ class Connector(nn.Module):
             weights = F.logsigmoid(logits.float()).softmax(-1).to(x.dtype)
         return self.experts(tokens, weights.flatten(0, 1)).unflatten(0, (images, count)), weights
 
-    def _fixed(self, images: int, tasks: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    def _fixed(self, images: int, experts: int, tasks: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
         """Weights that are not learned, (images, 1, experts)."""
         if self.routing == "constant":
-            return like.new_full((images, 1, self.num_experts), 1 / self.num_experts)
-        return F.one_hot(tasks, self.num_experts)[:, None].to(like.dtype)
+            return like.new_full((images, 1, experts), 1 / experts)
+        assert tasks is not None  # forward raises without them
+        return F.one_hot(tasks, experts)[:, None].to(like.dtype)

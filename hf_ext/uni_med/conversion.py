@@ -260,10 +260,12 @@ def _check_layer(
 
 def _stacked(layers: Mapping[tuple, torch.Tensor], count: int, layer: int, kind: str) -> torch.Tensor:
     """One tensor of all experts."""
-    found = [layers.get((expert, layer, kind)) for expert in range(count)]
-    for expert, tensor in enumerate(found):
+    found: list[torch.Tensor] = []
+    for expert in range(count):
+        tensor = layers.get((expert, layer, kind))
         if tensor is None:
             raise CheckpointError(f"The checkpoint lacks llm_proj.{expert}.{layer}.{kind}.")
+        found.append(tensor)
         if tensor.shape != found[0].shape:
             shapes = tuple(tensor.shape), tuple(found[0].shape)
             raise CheckpointError(f"llm_proj.{expert}.{layer}.{kind} has shape {shapes[0]}, and that of expert 0 {shapes[1]}.")

@@ -228,7 +228,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
     def _grid(self, tokens: torch.Tensor, size: torch.Size) -> tuple[torch.Tensor, tuple[int, int]]:
         """The tower's tokens of patches, row by row, without those that come before them, such as a class token."""
         if tokens.dim() == 4:  # (images, size, height, width)
-            return tokens.flatten(2).transpose(1, 2), tuple(tokens.shape[2:])
+            return tokens.flatten(2).transpose(1, 2), (tokens.shape[2], tokens.shape[3])
         count = tokens.shape[1]
         if patch := getattr(self.config.vision_config, "patch_size", None):
             height, width = (patch, patch) if isinstance(patch, int) else patch
@@ -249,7 +249,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         mm_encoder_outputs: dict[str, UniMedImageFeatures] | None = None,
@@ -281,7 +281,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
             if images is not None:
                 raise ValueError("Give either pixel_values or mm_encoder_outputs.")
             images = self.get_image_features(pixel_values, image_tasks, interpolate_pos_encoding, return_dict=True)
-        if inputs_embeds is None:
+        if input_ids is not None:
             started = past_key_values is not None and past_key_values.get_seq_length() > 0
             inputs_embeds = self._embeddings(input_ids, None if images is None else images.pooler_output, started)
         elif images is not None:

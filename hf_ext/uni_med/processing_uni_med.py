@@ -264,7 +264,8 @@ class UniMedProcessor(ProcessorMixin):
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width
 
 
 def _flat(images: Any) -> list[Any]:
