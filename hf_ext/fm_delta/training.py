@@ -93,10 +93,10 @@ class CompressCheckpoints(TrainerCallback):
 
 
 class ResumeCompressed(TrainerCallback):
-    """Lets a Trainer resume a run whose checkpoints are compressed. `import hf_ext` adds it to the default callbacks of Trainer.
+    """Lets a Trainer resume a run whose checkpoints are compressed. `import hf_ext` adds it to Trainer's default callbacks.
 
-    It acts only where the `output_dir` holds compressed checkpoints: from the creation of the Trainer to the end of the training,
-    the model then reads compressed weights in `load_state_dict`.
+    It acts only where the `output_dir` holds compressed checkpoints: from the creation of the Trainer to the end of the
+    training, the model then reads compressed weights in `load_state_dict`.
     """
 
     def __init__(self) -> None:
