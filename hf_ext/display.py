@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Columns under a header, numbers to the right."""
+    """Returns a table as text, with columns of numbers aligned right."""
     widths = [max(map(len, column)) for column in zip(header, *rows)]
     numeric = [bool(rows) and all(re.match(r"[\d–]", row[i]) for row in rows) for i in range(len(header))]
     lines = [
@@ -27,13 +27,13 @@ def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 
 def markdown_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """The same for a model card."""
+    """Returns a table in Markdown."""
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join(f"| {' | '.join(cell.strip() for cell in row)} |" for row in lines)
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty picture of so many inches.
+    """Returns an empty picture of this size in inches.
 
     Raises:
         HfExtError: matplotlib is not installed.
@@ -41,12 +41,12 @@ def new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise HfExtError("Drawing needs matplotlib: pip install matplotlib.") from error
+        raise HfExtError("Drawing requires matplotlib: pip install matplotlib.") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def save_figure(figure: Figure, path: str | os.PathLike) -> None:
-    """Writes a picture to a file of the kind that its name says.
+    """Writes a picture to a file; the suffix of its name selects the format.
 
     Raises:
         HfExtError: the file cannot be written.
@@ -54,4 +54,4 @@ def save_figure(figure: Figure, path: str | os.PathLike) -> None:
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
-        raise HfExtError(f"The picture {path} cannot be written: {error}") from error
+        raise HfExtError(f"The picture {path} could not be written: {error}") from error

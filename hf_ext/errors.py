@@ -1,20 +1,20 @@
-"""What goes wrong, by kind. Every message names the file or tensor, what was found and what to do next."""
+"""The errors of this package. Each message names the file or tensor, what was found, and what to do next."""
 
 
 class HfExtError(Exception):
-    """Base of all errors that this package raises on purpose."""
+    """The base class of all errors that this package raises."""
 
 
 class CorruptFileError(HfExtError, ValueError):
-    """A file does not hold what its writer wrote, or was made by a newer version."""
+    """A file is damaged, or was written by a newer version."""
 
 
 class BaseModelError(HfExtError, ValueError):
-    """The base model of a compressed checkpoint is missing or is another one."""
+    """The base model of a checkpoint is missing, or is another model."""
 
 
 class CheckpointError(HfExtError, ValueError):
-    """A checkpoint cannot be used for what was asked."""
+    """A checkpoint cannot be used for the requested operation."""
 
 
 class MissingDependencyError(HfExtError, ImportError):
@@ -22,15 +22,15 @@ class MissingDependencyError(HfExtError, ImportError):
 
 
 class ServerError(HfExtError, ConnectionError):
-    """A server that was to write texts does not answer."""
+    """A server that generates texts does not answer."""
 
 
 class UnsavedChangesError(HfExtError, RuntimeError):
-    """The weights of a model are not those of its active task any more, and switching would lose them."""
+    """The weights of a model were changed since its active task was loaded; switching would lose the changes."""
 
     def __init__(self, task: str, parameter: str):
         super().__init__(
-            f"'{parameter}' is not as task '{task}' has it: the model was changed since. Save it first (save_pretrained writes "
-            "it as a plain checkpoint), then switch with set_task(…, discard_changes=True)."
+            f"'{parameter}' was changed since task '{task}' was loaded. Save the model first (save_pretrained writes a plain "
+            "checkpoint), then switch with set_task(…, discard_changes=True)."
         )
         self.parameter = parameter

@@ -1,4 +1,4 @@
-"""The model card of a merge, with how close each task is to its own model."""
+"""The model card of a merge."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from hf_ext.storage.layout import CONFIG, read_config
 
 
 def merge_card(folder: Path, report: MergeReport, models: Iterable[object] = ()) -> ModelCard:
-    """The card of the merge in a folder.
+    """Returns the card of the merge in a folder.
 
     Args:
-        models: what was merged; of these, those with an id on the Hub are named.
+        report: of the merge.
+        models: the models that were merged. The card names those with a Hub id.
     """
     config = read_config(folder / CONFIG)
     base, revision = (config["quantization_config"].get(key) for key in ("base", "revision"))
@@ -40,6 +41,6 @@ def merge_card(folder: Path, report: MergeReport, models: Iterable[object] = ())
 
 
 def models_of(folder: Path) -> list[str]:
-    """What the card of a merge says of which models it was made of."""
-    found = (metadata_of(folder) or {}).get("base_model") or []
-    return found if isinstance(found, list) else [found]
+    """Returns the models that a merge was made from, according to its card."""
+    bases = (metadata_of(folder) or {}).get("base_model") or []
+    return bases if isinstance(bases, list) else [bases]

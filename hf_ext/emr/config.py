@@ -1,4 +1,4 @@
-"""What stands under `quantization_config` in the config.json of a merge."""
+"""The `quantization_config` in the config.json of a merge."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from hf_ext.integration.quantizer import DecodingConfig
 
 
 class EMRConfig(DecodingConfig):
-    """Tells `from_pretrained` that the folder holds several fine-tunes of one base model (EMR-Merging).
+    """The configuration by which `from_pretrained` recognizes a merge of several fine-tunes (EMR-Merging).
 
     Args:
         base, revision, dtype: as for `DecodingConfig`.
-        tasks: the names of all tasks; the first is the one that loads.
+        tasks: the names of all tasks. The first one loads.
     """
 
     quant_method = METHOD

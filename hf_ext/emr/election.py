@@ -1,10 +1,10 @@
-"""EMR-Merging's arithmetic (arXiv 2405.17461, section 3): elect, mask, rescale. Arrays of bytes in, arrays of bytes out.
+"""The arithmetic of EMR-Merging (arXiv 2405.17461, section 3): elect, mask, rescale. Takes and returns arrays of bytes.
 
 A task vector is t = task - base. The unified vector takes, for each parameter, the sign of the sum of all t and the largest
-|t| of that sign; a task's mask is where its t has that sign; its rescaler makes up for the length. The unified vector is kept
-as the weight it leads to, base + t of one task, which is exactly that task's weight: nothing is rounded.
+|t| of that sign. A task's mask marks where its t has that sign, and its rescaler restores the length. The unified vector is
+stored as a weight: base + t of one task, which is exactly that task's weight. Nothing is rounded.
 
-csrc/emr/emr.cpp does the work; tests/reference_election.py is the same in NumPy.
+csrc/emr/emr.cpp implements it; tests/reference_election.py does the same in NumPy.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from hf_ext.storage.native import FLOATS, WIDTHS, _native, cast
 
-#: What `elect` sums up over the elements of each task's tensor, with u the unified vector under the task's mask: how many t
-#: and how many u are not 0, |t|, |u|, t², u², t·u, the base's squares, and how many weights are infinite or NaN.
+#: The sums of `elect` over the elements of each task's tensor, with u the unified vector under the task's mask: the numbers of
+#: t and of u that are not 0, |t|, |u|, t², u², t·u, the base's squares, and the number of weights that are infinite or NaN.
 SUMS = np.dtype(
     [
         (name, "<f8")
@@ -30,7 +30,7 @@ SUMS = np.dtype(
 
 
 def mask_bytes(values: int) -> int:
-    """Bytes of the mask of so many values: a bit each, that of value i being bit i % 8 of byte i // 8."""
+    """Returns the bytes of a mask of this number of values. The bit of value i is bit i % 8 of byte i // 8."""
     return (values + 7) // 8
 
 
@@ -39,13 +39,13 @@ def elect(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Elects each weight among those of the tasks (section 3.2 of the paper).
 
-    A sum of 0 elects the negative sign; of several equal |t| the first task's weight is taken.
+    A sum of 0 elects the negative sign. Among equal |t|, the first task's weight is elected.
 
     Args:
         dtype: safetensors' name of a float type.
-        base, tasks: bytes of as many values of that type each; at least one task.
+        base, tasks: bytes of the same number of values of that type; at least one task.
         elected: receives the elected weights.
-        threads: to work with; the result does not depend on it.
+        threads: number of threads; the result does not depend on it.
 
     Returns:
         The tasks' masks, uint8 of shape [tasks, mask_bytes(values)], and their sums, SUMS of shape [tasks].
@@ -57,13 +57,13 @@ def elect(
 
 
 def adopt(dtype: str, base: np.ndarray, elected: np.ndarray, task: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Lets one more task use an election that stands: where no task has moved, its own weight is elected.
+    """Adds a task to an earlier election. Where no task had moved, the new task's weight is elected.
 
     Args:
-        elected: of the tasks before; receives the new task's weights where it is as the base.
+        elected: weights of the earlier election; receives the new task's weights where it equals the base.
 
     Returns:
-        As `elect`, for the new task alone: its mask, uint8 of shape [mask_bytes(values)], and its sums.
+        Mask and sums of the new task, as `elect` returns them: the mask is uint8 of shape [mask_bytes(values)].
     """
     words = f"<u{WIDTHS[dtype]}"
     free = elected.view(words) == base.view(words)
@@ -84,16 +84,16 @@ def adopt(dtype: str, base: np.ndarray, elected: np.ndarray, task: np.ndarray) -
 
 
 def rescaler(sums: np.ndarray) -> float:
-    """λ = Σ|t| / Σ|u| (section 3.3): one task's, over whatever its sums cover. 0 where the mask is empty."""
+    """Returns a task's λ = Σ|t| / Σ|u| (section 3.3) over the elements that its sums cover; 0 for an empty mask."""
     return float(sums["task_l1"] / sums["unified_l1"]) if sums["unified_l1"] else 0.0
 
 
 def modulate(
     dtype: str, base: np.ndarray, elected: np.ndarray, mask: np.ndarray | None, scale: float, out: np.ndarray, threads: int = 1
 ) -> None:
-    """Gives a task's weights: base + scale · (elected - base) where its mask is set, else the base (section 3.3).
+    """Computes a task's weights: base + scale · (elected - base) where its mask is set, else the base (section 3.3).
 
-    Computed in float32 (float64 for that type) and rounded to nearest even; a scale of 1 gives the elected weight itself.
+    The arithmetic is in float32 (float64 for that type), rounded to nearest even. A scale of 1 gives the elected weight itself.
 
     Args:
         mask: `mask_bytes` long; None has no bits set.
@@ -103,8 +103,15 @@ def modulate(
 
 
 class Target(NamedTuple):
-    """A tensor in use that is to become another task's: its float type's code, the base's and the elected bytes, the mask (or
-    None) and the scale of either task, and the bytes to overwrite."""
+    """A tensor in memory that changes from one task's to another's.
+
+    Attributes:
+        dtype: code of its float type.
+        base, elected: bytes of the base's and of the elected tensor.
+        mask, scale: of the task that it belongs to; the mask may be None.
+        to_mask, to_scale: of the task that it changes to.
+        live: the bytes to overwrite.
+    """
 
     dtype: int
     base: np.ndarray
@@ -120,13 +127,12 @@ def retarget(targets: Sequence[Target], threads: int = 1) -> int | None:
     """Overwrites the weights of one task by those of another, all or none.
 
     Returns:
-        The place of a target that does not hold the first task's weights to the last bit, after which all are as they were;
-        None if there is none.
+        None on success. Otherwise the index of a target that differs from the first task's weights; then no target is changed.
     """
     place = _native.retarget(tuple(targets), threads)
     return None if place == len(targets) else place
 
 
 def overwrite(target: Target, threads: int = 1) -> None:
-    """Gives a target the second task's weights, whatever it holds."""
+    """Overwrites a target with the second task's weights, without checking what it holds."""
     _native.modulate(target.dtype, target.base, target.elected, target.to_mask, target.to_scale, target.live, threads)

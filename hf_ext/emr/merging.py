@@ -1,4 +1,4 @@
-"""Merging: whatever a task is given as (folder, Hub id, model, adapter) becomes a checkpoint, and these become one folder."""
+"""Merging: the functions `merge`, `add_task`, `extract`, `verify` and `report`."""
 
 from __future__ import annotations
 
@@ -43,27 +43,26 @@ def merge(
     revision: str | None = None,
     max_shard_size: int | str = "50GB",
 ) -> MergeReport:
-    """Merges fine-tunes of one base model into one folder, from which each can be had again almost as it was (EMR-Merging,
-    arXiv 2405.17461). `from_pretrained` loads the first task; `model.set_task` switches.
+    """Merges fine-tunes of one base model into one folder that restores each of them approximately (EMR-Merging, arXiv
+    2405.17461). `from_pretrained` loads the first task; `model.set_task` switches.
 
     Args:
-        base: folder or Hub id of the model that all were tuned from.
-        tasks: by name, each the folder or Hub id of a checkpoint (plain or compressed) or of a PEFT adapter, or a model in
-            memory.
-        out: folder to write. On failure it is left as it was.
-        rescale: "tensor" for a rescaler λ of each tensor, "paper" for one of the whole model.
-        revision: of the base on the Hub; the commit it leads to is recorded.
+        base: folder or Hub id of the model that all tasks were fine-tuned from.
+        tasks: by name, the folder or Hub id of a checkpoint (plain or compressed) or of a PEFT adapter, or a model in memory.
+        out: folder to write. On failure it stays as it was.
+        rescale: "tensor" for one rescaler λ per tensor, "paper" for one per model.
+        revision: branch, tag or commit of the base on the Hub; the commit it leads to is recorded.
         max_shard_size: as in `save_pretrained`.
 
     Returns:
-        How close each task is to its own model.
+        A report of how close each task is to its own model.
 
     Raises:
-        CheckpointError: the tasks cannot be merged with each other, or a name is of no use.
-        BaseModelError: the base cannot be read, or a task was not tuned from it.
+        CheckpointError: the tasks cannot be merged with each other, or the name of one is invalid.
+        BaseModelError: the base cannot be read, or a task was not fine-tuned from it.
     """
     if not tasks:
-        raise CheckpointError("There are no tasks to merge.")
+        raise CheckpointError("There are no tasks to merge; give at least one.")
     for name in tasks:
         _require_name(name)
     checkpoint = open_plain(base, revision)
@@ -91,28 +90,27 @@ def add_task(
 ) -> MergeReport:
     """Adds a task to a merge.
 
-    The election stands: the other tasks stay as they are to the last bit. The new task gets its own weights where no other
-    moved, and elsewhere what the others have elected, as far as it agrees. Where that is too little, the error says so; a
-    re-election then takes the tasks as the merge has them, which changes each of them a little. (Merging the original
-    checkpoints again is better still.)
+    The other tasks keep all their bits. The new task keeps its own weights where no other task moved; elsewhere it takes the
+    elected weights that agree with its own. If that is too little, an error says so. A re-election uses the tasks as the merge
+    has them, which changes each of them slightly. Merging the original checkpoints again gives better results.
 
     Args:
         src: folder or Hub id of the merge.
-        name: of the new task.
+        name: name of the new task.
         task: as in `merge`.
-        out: folder to write.
-        reelect: elect anew.
-        rescale: as in `merge`, for the new task, or for all in a re-election.
+        out: folder to write. On failure it stays as it was.
+        reelect: elect all weights again.
+        rescale: as in `merge`, for the new task, or for all tasks in a re-election.
         base: folder or Hub id of the base, if it is no longer where config.json says.
         max_shard_size: as in `save_pretrained`.
 
     Raises:
-        CheckpointError: the merge has a task of that name, or its election does not suit the new one.
+        CheckpointError: the merge has a task of that name, or its election does not suit the new task.
     """
     merged = MergeFolder(_folder_of(src, "The merge"), base)
     _require_name(name)
     if name in merged.tasks:
-        raise CheckpointError(f"{src} has a task '{name}' already; give the new one another name.")
+        raise CheckpointError(f"{src} has a task '{name}' already; give the new task another name.")
     require_another_folder(Path(out), merged.folder, merged.base.name)
     with TemporaryDirectory() as scratch, staged_folder(out, older_files(Path(out))) as stage:
         source = open_task(name, task, merged.base, Path(scratch) / name)
@@ -132,19 +130,18 @@ def extract(
     base: str | os.PathLike | None = None,
     max_shard_size: int | str = "50GB",
 ) -> None:
-    """Writes one task of a merge as a plain checkpoint: the weights that `set_task` gives, the task's configuration and its
-    other files.
+    """Writes a task of a merge as a plain checkpoint: the weights that `set_task` gives, configuration and other files.
 
     Args:
         merged: folder or Hub id of the merge, or a model loaded from one.
-        task: which.
-        out: folder to write. On failure it is left as it was.
+        task: name of the task.
+        out: folder to write. On failure it stays as it was.
         base: folder or Hub id of the base, if it is no longer where config.json says.
         max_shard_size: as in `save_pretrained`.
     """
     if isinstance(merged, PreTrainedModel):
         if not hasattr(merged, "set_task"):
-            raise CheckpointError(f"This {type(merged).__name__} was not loaded from a merge.")
+            raise CheckpointError(f"This {type(merged).__name__} was not loaded from a merge; give the folder of one.")
         source = merged.set_task.merged
     else:
         source = MergeFolder(_folder_of(merged, "The merge"), base)
@@ -155,10 +152,17 @@ def extract(
 
 
 def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int:
-    """Reads and checks everything that a merge holds; returns how many tensors and masks that is.
+    """Reads a whole merge and compares it with its checksums.
+
+    Args:
+        src: folder or Hub id of the merge.
+        base: folder or Hub id of the base, if it is no longer where config.json says.
+
+    Returns:
+        The number of tensors and masks.
 
     Raises:
-        CorruptFileError, BaseModelError: naming the first that is not as it was written.
+        CorruptFileError, BaseModelError: names the first tensor or mask that is damaged.
     """
     merged = MergeFolder(_folder_of(src, "The merge"), base)
     count = sum(file.verify() for file in merged.files.values())
@@ -174,7 +178,7 @@ def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int
 
 
 def report(src: str | os.PathLike) -> MergeReport:
-    """How close each task of a merge is to its own model, as measured when it was merged. The base is not needed."""
+    """Returns how close each task of a merge is to its own model, as measured during merging. Does not need the base."""
     folder = _folder_of(src, "The merge")
     files = task_files(folder)
     try:
@@ -189,13 +193,13 @@ def report(src: str | os.PathLike) -> MergeReport:
 
 
 def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskInput:
-    """What a task is given as, as a checkpoint. Models in memory are saved into `scratch` first."""
+    """Opens the checkpoint of a task that is given as a folder, a Hub id or a model. Saves a model into `scratch` first."""
     if hasattr(task, "peft_config") and hasattr(task, "get_base_model"):  # a PeftModel
         if not hasattr(task, "merge_and_unload"):
-            raise CheckpointError(f"Task '{name}': this adapter makes no weights that could be merged.")
+            raise CheckpointError(f"Task '{name}': this adapter cannot be merged into weights.")
         task = deepcopy(task).merge_and_unload()
     if getattr(task, "_hf_peft_config_loaded", False):
-        raise CheckpointError(f"Task '{name}' has adapters inside; give a PeftModel, or the folder of the adapter.")
+        raise CheckpointError(f"Task '{name}' is a model with adapters inside; give a PeftModel, or the folder of the adapter.")
     if isinstance(task, PreTrainedModel):
         type(task).save_pretrained(task, scratch)
         folder = scratch
@@ -224,11 +228,11 @@ def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskI
 
 def _require_name(name: str) -> None:
     if not isinstance(name, str) or not TASK_NAME.fullmatch(name):
-        raise CheckpointError(f"{name!r} cannot be the name of a task: use letters, digits, '.', '_' and '-'.")
+        raise CheckpointError(f"{name!r} cannot be the name of a task; use letters, digits, '.', '_' and '-'.")
 
 
 def _folder_of(name: str | os.PathLike, what: str) -> Path:
-    """A folder as it is; what a Hub id leads to, downloaded."""
+    """Returns a local folder, or the folder that a Hub repository is downloaded into."""
     name = os.fspath(name)
     if os.path.isdir(name):
         return Path(name)
@@ -263,14 +267,14 @@ def _checked(report: MergeReport) -> MergeReport:
     for task in report.tasks:
         if task.relative >= 1:
             logger.warning(
-                f"Task '{task.task}' has ended up farther from its own model than the base is (cosine {task.cosine:.3f}): the "
-                "others leave it too little. Merge it with fewer or more similar tasks."
+                f"The weights of task '{task.task}' are farther from its own model than the base's (cosine {task.cosine:.3f}): "
+                "it conflicts with the other tasks. Merge it with fewer or more similar tasks."
             )
     return report
 
 
 def _config_of(base: TensorSource) -> dict:
-    """The base's config.json; nothing if it has none."""
+    """Returns the base's config.json; an empty dict if it has none."""
     folder = base.paths[0].parent
     if not os.path.isdir(base.name) and not (folder / CONFIG).exists():
         with contextlib.suppress(OSError, ValueError):

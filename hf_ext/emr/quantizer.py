@@ -1,4 +1,4 @@
-"""Loading: what Transformers calls for a checkpoint whose config.json says `emr`."""
+"""Loading a merge with `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from hf_ext.storage.source import TensorSource
 
 
 class EMRQuantizer(DecodingQuantizer):
-    """Loads the first task of a merge; the model can then switch to the others."""
+    """Loads the first task of a merge, and adds the methods that switch to the others."""
 
     quantization_config: EMRConfig
-    plain = "This checkpoint is no merge of several tasks: load it without an EMRConfig."
+    plain = "This checkpoint is not a merge. Load it without an EMRConfig."
     advice = "Write the task as a plain checkpoint first: `hf-ext extract`."
 
     def __init__(self, quantization_config: EMRConfig, **kwargs):
@@ -58,7 +58,7 @@ class EMRQuantizer(DecodingQuantizer):
 
 
 class _FirstTask(TensorSource):
-    """The first task's tensors, and those that it lacks from the first task that has them."""
+    """The first task's tensors. Each tensor that it lacks comes from the first task that has it."""
 
     def __init__(self, merged: MergeFolder):
         self.name = str(merged.folder)
@@ -76,7 +76,7 @@ class _FirstTask(TensorSource):
 
 
 def _whole_folder(folder: Path, tasks: list[str] | None) -> Path:
-    """The folder itself; of a snapshot in the Hub's cache, after what Transformers did not download has been."""
+    """Returns the folder. In the Hub's cache, downloads the files of the tasks first, which Transformers did not download."""
     wanted = [folder / task_folder(str(task)) / name for task in tasks or [] for name in (FILE, CONFIG)]
     snapshot = snapshot_of(folder)
     if snapshot is not None and not all(path.exists() for path in wanted):
@@ -86,7 +86,7 @@ def _whole_folder(folder: Path, tasks: list[str] | None) -> Path:
             snapshot_download(repository, revision=snapshot.name, cache_dir=snapshot.parents[2])
         except OSError as error:
             failure, reason = error, f": {first_line(error).rstrip('.')}"
-        if not all(path.exists() for path in wanted):  # huggingface_hub 2 takes what it may have for all there is
+        if not all(path.exists() for path in wanted):  # huggingface_hub 2 may return an incomplete snapshot
             raise CheckpointError(
                 f"The tasks of the merge {repository} could not be downloaded{reason}. If it is private, sign in "
                 "with `hf auth login` or set HF_TOKEN: Transformers uses its token= only for what it downloads itself."

@@ -1,4 +1,4 @@
-"""How close each task of a merge is to its own model: as numbers, as a table, as a picture."""
+"""The report of a merge: how close each task is to its own model, as numbers, a table and a picture."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from hf_ext.emr.modulators import TaskRecord
 
 @dataclass(frozen=True)
 class TaskReport:
-    """One task beside its single model, over all elected parameters (the paper's figure 4).
+    """A task compared with its single model, over all elected parameters (the paper's figure 4).
 
     Attributes:
-        parameters: how many take part in the election.
+        parameters: number of parameters in the election.
         scale, least_scale, largest_scale: λ over the whole model, and the range of the λ in use.
         density: share of parameters under the task's mask.
-        conflicts: share of those it moved where the elected sign is the other one.
-        distance: L2 distance of the task's weights from the single model's; `relative` is it by the length of the task vector.
-        cosine: of the task vector and the one that the merge gives.
-        mask_bits: bits that the masks take in the file, by parameter.
+        conflicts: share of the parameters that the task moved whose elected sign is the opposite one.
+        distance: L2 distance between the task's weights and the single model's; `relative` divides it by the length of the task
+            vector.
+        cosine: of the single model's task vector and the merge's.
+        mask_bits: size of the masks in the file, in bits per parameter.
     """
 
     task: str
@@ -55,8 +56,12 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class MergeReport:
-    """A merge, task by task; `str()` of it is a table. `bytes` are those of the merge's own files, not of its model
-    card nor of pictures."""
+    """The report of a merge, with an entry for each task. `str()` gives a table.
+
+    Attributes:
+        tasks: in the order of the merge.
+        bytes: size of the merge's files, without model card and pictures.
+    """
 
     tasks: list[TaskReport]
     bytes: int
@@ -113,7 +118,7 @@ class MergeReport:
 
 
 def figures_of(record: TaskRecord, sums: Mapping[str, np.ndarray], values: Mapping[str, int]) -> dict[str, float]:
-    """A task's figures, from what the election summed up of each of its tensors (SUMS) and their numbers of values."""
+    """Returns a task's figures, from the sums of each of its tensors (SUMS) and their numbers of values."""
 
     def total(field: str) -> float:
         return math.fsum(float(tensor[field]) for tensor in sums.values())

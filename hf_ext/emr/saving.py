@@ -1,4 +1,4 @@
-"""Saving: what stands in for `save_pretrained` on a model that was loaded from a merge."""
+"""The `save_pretrained` of a model that was loaded from a merge."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ logger = get_logger(__name__)
 
 
 class MergedSaving(Saving):
-    """Writes the merge again, all tasks of it; once weights have changed, the model as it stands, as a plain checkpoint."""
+    """Writes the whole merge again. If weights were changed, writes the model as it is, as a plain checkpoint.
+
+    If the model has an adapter, Transformers writes the adapter alone.
+    """
 
     def save(self, folder: Path, **kwargs: Any) -> list[str]:
         switch: SetTask = self.model.set_task
@@ -32,8 +35,8 @@ class MergedSaving(Saving):
         adapter = getattr(self.model, "_hf_peft_config_loaded", False)
         if changed and not adapter and folder.is_dir() and folder.samefile(switch.merged.folder):
             raise CheckpointError(
-                f"The weights are not those of task '{task}' any more, and {folder} is the folder of the "
-                "merge: to save one model there would destroy the others. Save it to another folder."
+                f"The weights were changed since task '{task}' was loaded, and {folder} is the folder of the merge: saving one "
+                "model there would destroy the other tasks. Save it to another folder."
             )
         if adapter or changed:
             if adapter:
@@ -44,8 +47,8 @@ class MergedSaving(Saving):
                 )
             else:
                 logger.warning(
-                    f"The weights are not those of task '{task}' any more ({changed}): {folder} becomes a "
-                    "plain checkpoint of this one model. To put it into the merge, call hf_ext.emr.add_task."
+                    f"The weights were changed since task '{task}' was loaded ({changed}): {folder} becomes a plain checkpoint "
+                    "of this one model. To add it to the merge, call hf_ext.emr.add_task."
                 )
             with staged_folder(folder, outdated(folder)) as stage:
                 self.plain_save(stage, **kwargs)
@@ -55,11 +58,11 @@ class MergedSaving(Saving):
         files = switch.merged.all_files()
         again = MergeFolder(switch.merged.folder, switch.merged.base.name, switch.merged.base.revision)
         if again.fingerprint != switch.merged.fingerprint:
-            raise CheckpointError(f"{again.folder} holds another merge by now than the one that was loaded from it.")
+            raise CheckpointError(f"{again.folder} holds another merge than when the model was loaded. Load the model again.")
         if edited := switch.edited():
             logger.warning(
-                f"{', '.join(edited)} of the configuration were changed. A merge is saved with the configuration that each "
-                "task was merged with; to keep changes, extract the task (hf_ext.emr.extract) and save it alone."
+                f"Changes of {', '.join(edited)} in the configuration are not saved: each task of a merge keeps its own "
+                "configuration. To save the changes, extract the task (hf_ext.emr.extract) and save it alone."
             )
         with staged_folder(folder, older_files(folder)) as stage:
             for path in files:

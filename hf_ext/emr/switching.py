@@ -1,4 +1,4 @@
-"""A loaded merge: a model that is one task's at a time and becomes another's in place."""
+"""Switching the task of a loaded merge, in place. The model has the weights of one task at a time."""
 
 from __future__ import annotations
 
@@ -33,29 +33,30 @@ SET_BY_RUNNING = ("architectures", "dtype", "problem_type", "transformers_versio
 
 @contextlib.contextmanager
 def task(model: PreTrainedModel, name: str) -> Iterator[PreTrainedModel]:
-    """Makes a loaded merge the model of task `name` for the length of a `with` block. One block runs at a time, as the tasks
-    share their weights."""
-    with model.set_task.lock:  # other threads wait
+    """Switches a loaded merge to the task `name` for a `with` block, then back.
+
+    Only one block runs at a time: other threads wait, as the tasks share the memory of the weights.
+    """
+    with model.set_task.lock:
         before = model.active_task
         model.set_task(name)
         try:
             yield model
         except BaseException:
-            with contextlib.suppress(UnsavedChangesError):  # the block's own error says more
+            with contextlib.suppress(UnsavedChangesError):  # the error of the block matters more
                 model.set_task(before)
             raise
         model.set_task(before)
 
 
 class Generate:
-    """`model.generate(…, task=name)`: writes as the model of a task, then makes the model what it was.
+    """`model.generate(…, task=name)`: generates with a task's model, then switches back.
 
-    A task may also stand in the `generation_config`, which is the place that servers pass on from a request. One call writes at
-    a time, as the tasks share their weights. Where `generate` has a `task` of its own (Whisper's), that is what it means: there
-    use `set_task`.
+    The `generation_config` may also have a `task`; servers fill it in from a request. Only one call runs at a time, as the
+    tasks share the memory of the weights. If the model's own `generate` has a parameter `task` (Whisper's has), use `set_task`.
 
     Args:
-        task: one of `model.tasks`; the active one if there is none.
+        task: one of `model.tasks`; defaults to the active task.
 
     Raises:
         CheckpointError, UnsavedChangesError: as `set_task`.
@@ -79,11 +80,11 @@ class Generate:
 
 
 class SetTask:
-    """`model.set_task(name)`: makes the model that of another task, in place.
+    """`model.set_task(name)`: switches the model to another task, in place.
 
-    Weights are overwritten where they are; parameters of another shape (heads, resized embeddings) are replaced, and the
-    configuration follows. The first switch decodes the elected weights and keeps them, later ones take about the time of
-    copying the weights. Where weights are not as the active task has them, nothing is changed.
+    It overwrites the weights in memory, replaces parameters of another shape (heads, resized embeddings), and updates the
+    configuration. The first switch decodes the elected weights and keeps them; later switches take about as long as copying the
+    weights. If the weights differ from those of the active task, it raises and changes nothing.
 
     Args:
         name: one of `model.tasks`.
@@ -109,7 +110,7 @@ class SetTask:
         self._kept = self._checksums(live)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What can be read again need not travel in pickles and copies.
+        # Pickles and copies read these again.
         return self.__dict__ | {"lock": None, "_elected": {}, "_prior": {}, "_modulators": {}, "_moves": {}, "_memory": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -127,8 +128,7 @@ class SetTask:
             self._kept = self._checksums(self._live())
 
     def changed(self) -> str | None:
-        """The name of a parameter that is not as the active task has it, or as it was when that became active; None if all
-        are."""
+        """Returns the name of a parameter that was changed since the active task became active; None if there is none."""
         try:
             with self.lock, torch.inference_mode(False), torch.no_grad():
                 self._rewrite(self.model.active_task, False)
@@ -140,19 +140,19 @@ class SetTask:
         return next((name for name in (*sorted(added), *kept) if name in added or kept[name] != self._kept.get(name)), None)
 
     def edited(self) -> list[str]:
-        """What of the configuration is not as the active task has it, but for what running a model changes by itself."""
+        """Returns the settings of the configuration that a user changed since the active task became active."""
         text = self.merged.task_config(self.model.active_task)
         stored = type(self.model.config).from_dict(deepcopy(text))
         keys = [key for key in text if key not in SET_BY_RUNNING]
         return [key for key in keys if getattr(self.model.config, key, None) != getattr(stored, key, None)]
 
     def _checksums(self, live: dict[str, torch.Tensor]) -> dict[str, str]:
-        """Of all that the model was loaded with and the active task has no tensors for: a new head, for instance."""
+        """Returns checksums of the parameters that the active task has no tensors for, such as a new head."""
         names = self._known & live.keys() - self._covered(self.model.active_task)
         return {name: _checksum(live[name]) for name in sorted(names) if not live[name].is_meta}
 
     def _covered(self, task: str) -> set[str]:
-        """The parameters that are made of a task's tensors, and those that are tied to them."""
+        """Returns the parameters that are made from a task's tensors, and those that are tied to them."""
         if task not in self._targets:
             file, covered = self.merged.files[task], set()
             for loaded in self.plan:
@@ -163,7 +163,7 @@ class SetTask:
         return self._targets[task]
 
     def _rewrite(self, name: str, discard: bool) -> None:
-        """All or nothing: what must be replaced is made and checked first, what is overwritten in place is so at once."""
+        """Changes all weights or none: makes and checks the new parameters first, then overwrites the others at once."""
         active, live = self.model.active_task, self._live()
         self._prepare(active, name)
         in_place, new = {}, {}
@@ -198,7 +198,7 @@ class SetTask:
                 replace(self.model, live[target], tensor)
 
     def _live(self) -> dict[str, torch.Tensor]:
-        """Parameters, and buffers that are saved, under the names they had when the model was loaded."""
+        """Returns parameters and persistent buffers by the names they had when the model was loaded."""
         return {
             f"{plain(path)}.{key}".removeprefix("."): tensor
             for path, module in self.model.named_modules()
@@ -208,7 +208,7 @@ class SetTask:
         }
 
     def _prepare(self, *tasks: str) -> None:
-        """Reads what switching needs, once."""
+        """Reads the tensors and masks that switching needs, once."""
         elected = self.merged.elected
         if not self._elected:
             modulated = {name for file in self.merged.files.values() for name in file.record.modulated}
@@ -222,7 +222,7 @@ class SetTask:
                 self._modulators[task] = dict(Prefetcher(read, {name: self._prior[name].size // 8 for name in names}))
 
     def _is_in_place(self, loaded: Loaded, weight: torch.Tensor, *tasks: str) -> bool:
-        """Whether a parameter's own memory can be turned from one task's into the other's."""
+        """Returns whether a parameter can change from one task to another in its own memory."""
         names = loaded.all_names()
         if loaded.converter or len(names) != 1 or weight.device.type != "cpu" or not weight.is_contiguous():
             return False
@@ -234,15 +234,15 @@ class SetTask:
 
     def _target(self, loaded: Loaded, weight: torch.Tensor, active: str, name: str) -> election.Target:
         (source,) = loaded.all_names()
-        found, memory = self._memory.get(loaded.target, (0, None))
-        if found != weight.data_ptr():
+        address, memory = self._memory.get(loaded.target, (0, None))
+        if memory is None or address != weight.data_ptr():
             memory = weight.detach().reshape(-1).view(torch.uint8).numpy()
             self._memory[loaded.target] = weight.data_ptr(), memory
         elected, old, new = self._elected[source], self._modulators[active][source], self._modulators[name][source]
         return election.Target(FLOATS[elected.dtype], self._prior[source], elected.data, *old, *new, memory)
 
     def _tensors(self, task: str, loaded: Loaded) -> dict[str, torch.Tensor]:
-        """What the parameters of `loaded` are for a task; nothing if the task has no such tensors."""
+        """Returns the parameters of `loaded` for a task; an empty dict if the task has no such tensors."""
         missing = [name for name in loaded.all_names() if name not in self.merged.files[task]]
         if missing:
             if loaded.target not in self._warned:
@@ -256,7 +256,7 @@ class SetTask:
         return loaded.convert(self.model, tensor)
 
     def _move(self, old: str, new: str) -> Move:
-        """What changes from one task to another beside the weights."""
+        """Returns the changes from one task to another besides the weights."""
         if (old, new) not in self._moves:
             configs, settings = ((read(old), read(new)) for read in (self.merged.task_config, self.merged.generation_config))
             self._moves[old, new] = move_between(self.model, configs, settings)
@@ -268,7 +268,7 @@ def _checksum(tensor: torch.Tensor) -> str:
 
 
 def _same(weight: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a weight of the model is, bit for bit, what a tensor becomes in its type and on its device."""
+    """Returns whether a weight equals a tensor bit for bit, after the tensor is moved to the weight's type and device."""
     tensor = tensor.to(dtype=weight.dtype, device=weight.device)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
     return weight.shape == tensor.shape and torch.equal(weight.detach().contiguous().view(bits), tensor.contiguous().view(bits))

@@ -1,4 +1,4 @@
-"""Many fine-tunes compressed in one run that goes on where it was stopped, in several processes or on several machines."""
+"""Compressing many fine-tunes in a run that can be resumed, in several processes or on several machines."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import os
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -35,24 +33,24 @@ from hf_ext.storage.layout import all_weights, require_deletable, weights_instea
 from hf_ext.storage.open import open_plain
 from hf_ext.storage.prefetch import CORES, at_most_cores
 
-RECORD = "compress_all.json"  # in the folder of the compressed models: the report, and what the next run need not do again
+RECORD = "compress_all.json"  # in the folder of the compressed models: the report, by which the next run resumes
 
 
 @dataclass(frozen=True)
 class ModelResult:
-    """What became of one model.
+    """The result for one model.
 
     Attributes:
-        name: of its folder, and of the compressed one.
-        source: its folder.
-        base, revision: what it is stored against; None if that was not found.
-        original_bytes, compressed_bytes: of its files of weights.
-        seconds: that it took, verification included.
-        verified: whether everything was decoded and compared with the source.
+        name: name of its folder, and of the compressed folder.
+        source: path of its folder.
+        base, revision: the base that it is stored against; None if none was found.
+        original_bytes, compressed_bytes: sizes of its files of weights.
+        seconds: time that it took, verification included.
+        verified: whether all tensors were decoded and compared with the source.
         deleted: whether the source was deleted after that.
-        error: why it is not compressed, or not deleted; None if all went well.
+        error: why it was not compressed, or not deleted; None on success.
         skipped: what the folder holds instead of a model's safetensors weights; None if it has such weights.
-        stamp, digest: how a later run knows the source and the compressed weights again.
+        stamp, digest: identify the source and the compressed weights in a later run.
     """
 
     name: str
@@ -77,7 +75,7 @@ class ModelResult:
 
 @dataclass(frozen=True)
 class BatchReport:
-    """What became of all models; `str()` of it is a table."""
+    """The results for all models. `str()` gives a table."""
 
     out: str
     models: list[ModelResult]
@@ -116,7 +114,7 @@ class BatchReport:
 
 
 class Job(NamedTuple):
-    """One model to compress, in terms that another machine with the same disks understands."""
+    """One model to compress. All paths are absolute, so that another machine with the same disks can do it."""
 
     source: str
     base: str
@@ -144,19 +142,19 @@ def compress_all(
 ) -> BatchReport:
     """Compresses many fine-tunes, each to a folder of its own name in `out`.
 
-    A model that cannot be compressed is reported and does not stop the others. After each model `out`/compress_all.json is
-    written anew; a later run passes over the models that it says are done, if their sources are as they were and their
-    compressed weights whole, and does the rest. The report lists adapters and models in other formats as skipped.
+    A model that cannot be compressed is reported and does not stop the others. Each result is saved to `out`/compress_all.json.
+    A later run skips the models that are done, unless their source has changed or their compressed weights are damaged. The
+    report lists adapters and models in other formats as skipped.
 
     Args:
         sources: a folder whose subfolders hold weights, or a list of such folders.
         out: folder to write.
-        base: folder or Hub id of the model that all were tuned from; by default `find_base` finds each model's own.
-        revision: of the base on the Hub.
-        workers: processes that share the cores; one model at a time by default, on all cores. Each holds a few tensors.
-        executor: runs the models instead, each on one core: any of `concurrent.futures`' kind, such as
+        base: folder or Hub id of the model that all were fine-tuned from; by default `find_base` finds each model's own.
+        revision: branch, tag or commit of the base on the Hub.
+        workers: models to compress at a time, each in a process with its share of the cores and a few tensors in memory.
+        executor: compresses the models instead, each on one core: any executor like those of `concurrent.futures`, such as
             `dask.distributed.Client(…).get_executor(pure=False)`. All its machines must see `sources`, `out` and the base
-            under the same names.
+            under the same paths.
         verify, delete_source, level: see `compress_checkpoint`. A source in which another model's base lies is not deleted.
         candidates: folders or Hub ids among which `find_base` looks, without `base`; by default the local Hub cache.
         base_id: Hub id to record for a base that is given as a local copy, so that others can load the results.
@@ -164,7 +162,7 @@ def compress_all(
     Raises:
         CheckpointError: there is nothing to compress, or two models have the same name.
         BaseModelError: `base` cannot be read.
-        CorruptFileError: `out`/compress_all.json is none.
+        CorruptFileError: `out`/compress_all.json is not the record of a run.
     """
     out = Path(os.path.abspath(out))
     common = None if base is None else open_plain(absolute(base), revision)
@@ -184,7 +182,7 @@ def compress_all(
         raise CheckpointError(f"There is nothing to compress: no folder of safetensors weights in {sources}.{instead}")
     for folder, held in skipped.items():
         run.models.setdefault(folder.name, ModelResult(folder.name, str(folder), skipped=held))
-    if delete_source:  # of what an earlier run has done; not before all bases are known
+    if delete_source:  # the sources of an earlier run; all bases must be known before
         run.delete(list(run.models.values()))
     with tqdm(total=len(jobs), desc="Compressing models", disable=not jobs) as bar:
         for job, future in _results(jobs, workers, executor):
@@ -199,24 +197,24 @@ def compress_all(
 
 
 class _Run:
-    """What is known of each model, in memory and in the file of the record."""
+    """The results of a run, in memory and in its record."""
 
     def __init__(self, out: Path, sources: list[Path], verify: bool):
         self.out, self.sources, self.verify = out, sources, verify
         self.record = out / RECORD
         self.models = {model.name: model for model in _read(self.record) if model.stamp}
-        # What must not be deleted: the bases of all models.
+        # The bases of all models, which must not be deleted.
         self.needed: list[str | Path] = [model.base for model in self.models.values() if os.path.isdir(model.base)]
         for source in sources:
             model = self.models.get(source.name)
             if model and (model.source != str(source) or model.deleted and source.exists()):
                 raise CheckpointError(
-                    f"{out / source.name} holds another model, which was compressed from {model.source}; give {source} another "
-                    "name, or another folder to write."
+                    f"{out / source.name} holds another model, compressed from {model.source}. Rename {source}, or give "
+                    "another folder to write."
                 )
 
     def is_done(self, source: Path, base: Checkpoint | None, base_id: str | None) -> bool:
-        """Whether an earlier run has done what is asked, and source and result are as it left them."""
+        """Returns whether an earlier run compressed this model as requested, and source and result have not changed."""
         model = self.models.get(source.name)
         if model is None or self.verify > model.verified or source.exists() and _stamp(source) != model.stamp:
             return False
@@ -232,7 +230,7 @@ class _Run:
 
     @contextlib.contextmanager
     def reporting(self, source: Path) -> Iterator[None]:
-        """What goes wrong with one model in the block becomes its result; what was known of it before goes."""
+        """Turns an error in the block into the result of the model, in place of its earlier result."""
         self.models.pop(source.name, None)
         try:
             yield
@@ -246,7 +244,7 @@ class _Run:
         self.save()
 
     def delete(self, models: list[ModelResult]) -> None:
-        """Deletes the sources of what is verified, or says why not. What a kill left of a deletion goes too."""
+        """Deletes the sources of verified models, or records why not. Completes a deletion that a kill interrupted."""
         for model in models:
             source = Path(model.source)
             others = [other for other in self.sources if other != source and other.exists()]
@@ -256,7 +254,7 @@ class _Run:
                 if source.exists():
                     require_deletable(source, self.out, [*self.needed, *others])
                     if _stamp(source) != model.stamp:
-                        raise CheckpointError(f"{source} has changed since it was compressed; run again.")
+                        raise CheckpointError(f"{source} has changed since it was compressed; run the command again.")
                 delete_folder(source)
                 self.add(replace(model, deleted=True, error=None))
             except CheckpointError as error:
@@ -281,7 +279,7 @@ def _read(record: Path) -> list[ModelResult]:
         models = json.loads(record.read_text(encoding="utf-8"))["models"]
         return [ModelResult(**{key: value for key, value in model.items() if key != "ratio"}) for model in models]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptFileError(f"{record} is not the record of an earlier run; move it away to begin anew.") from error
+        raise CorruptFileError(f"{record} is not the record of an earlier run; move it away to start again.") from error
 
 
 def _folders(
@@ -296,23 +294,23 @@ def _folders(
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder; give a folder of saved models, or a list of their folders.")
         visible = [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
-        found = [path for path in visible if _holds_weights(path) and not _is_base(path, base)]
+        folders = [path for path in visible if _holds_weights(path) and not _is_base(path, base)]
         skipped = {path: held for path in visible if not _holds_weights(path) and (held := weights_instead(path))}
     else:
-        found = [Path(os.path.abspath(source)) for source in sources]
-    names = [path.name for path in found]
-    for path in found:
+        folders = [Path(os.path.abspath(source)) for source in sources]
+    names = [path.name for path in folders]
+    for path in folders:
         if names.count(path.name) > 1:
             raise CheckpointError(f"Two models are called '{path.name}' and would be written to one folder; rename one.")
         if path == out / path.name:
             raise CheckpointError(f"{out} holds the models themselves; give another folder to write.")
-    return found, skipped
+    return folders, skipped
 
 
 def _holds_weights(folder: Path) -> bool:
     try:
         return bool(all_weights(folder))
-    except HfExtError:  # which is to be reported with this model
+    except HfExtError:  # reported with this model later
         return True
 
 
@@ -321,12 +319,12 @@ def _is_base(folder: Path, base: Checkpoint | None) -> bool:
 
 
 def _found_base(source: Path, candidates: list[str | os.PathLike] | None) -> Checkpoint:
-    found = find_base(source, candidates).require()
-    return open_plain(absolute(found.name), found.revision)
+    base = find_base(source, candidates).require()
+    return open_plain(absolute(base.name), base.revision)
 
 
 def _stamp(source: Path) -> str:
-    """Changes when a file of a folder is written."""
+    """Returns a hash of a folder's files, their sizes and times: it changes when a file is written."""
     digest = xxhash.xxh3_128()
     for path in sorted(path for path in source.rglob("*") if path.is_file()):
         stat = path.stat()
@@ -335,13 +333,13 @@ def _stamp(source: Path) -> str:
 
 
 def _compress(job: Job) -> ModelResult:
-    """Runs in a worker."""
+    """Compresses a model; runs in a worker."""
     source, out, start = Path(job.source), Path(job.out), time.perf_counter()
     stamp = _stamp(source)
     with at_most_cores(job.cores):
         compress_checkpoint(source, job.base, out, job.revision, job.verify, level=job.level, base_id=job.base_id)
     if job.verify:
-        flush_folder(out)  # for the source may go next
+        flush_folder(out)  # the source may be deleted next
     seconds, report = time.perf_counter() - start, inspect(out)
     return ModelResult(
         source.name,
@@ -358,48 +356,28 @@ def _compress(job: Job) -> ModelResult:
 
 
 def _results(jobs: Sequence[Job], workers: int, executor: Executor | None) -> Iterator[tuple[Job, Future[ModelResult]]]:
-    """Each job as it ends."""
-    if executor is None and workers > 1:
-        yield from _in_processes([job._replace(cores=max(CORES // workers, 1)) for job in jobs], workers)
-    elif executor is None:
-        with ThreadPoolExecutor(1) as here:
-            for job in jobs:
-                future = here.submit(_compress, job._replace(cores=CORES))
-                wait([future])
-                yield job, future
-    else:
-        futures = {executor.submit(_compress, job): job for job in jobs}
+    """Yields jobs with their results, each as soon as it is done."""
+    own, cores = None, 1
+    if executor is None:
+        executor, cores = (own := ThreadPoolExecutor(workers)), max(CORES // workers, 1)
+    work = _compress if own is None or workers == 1 else _compress_in_process
+    try:
+        futures = {executor.submit(work, job._replace(cores=cores)): job for job in jobs}
         for future in as_completed(futures):
             yield futures[future], future
+    finally:
+        if own is not None:
+            own.shutdown(cancel_futures=True)
 
 
-def _in_processes(jobs: Iterable[Job], workers: int) -> Iterator[tuple[Job, Future[ModelResult]]]:
-    """A process that dies, for want of memory say, takes its pool along; what ran then is run again, one at a time, so that
-    only the model that killed it fails."""
-    pending = deque(jobs)
-    while pending:
-        running: dict[Future[ModelResult], Job] = {}
-        with contextlib.suppress(BrokenProcessPool), _pool(min(workers, len(pending))) as pool:
-            while pending or running:
-                while pending and len(running) < workers:
-                    future = pool.submit(_compress, pending[0])
-                    running[future] = pending.popleft()
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    if isinstance(future.exception(), BrokenProcessPool):
-                        raise future.exception()
-                    yield running.pop(future), future
-        if workers > 1:
-            yield from _in_processes(running.values(), 1)
-        else:
-            yield from ((job, future) for future, job in running.items())
-
-
-def _pool(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker)
+def _compress_in_process(job: Job) -> ModelResult:
+    """Runs in a process of its own. If that dies, for lack of memory for instance, only this job fails."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start_worker) as pool:
+        return pool.submit(_compress, job).result()
 
 
 def _start_worker() -> None:
-    """An interrupt is the parent's to handle, and a worker does not outlive it: the next run would write to the same folder."""
+    """Leaves interrupts to the parent process, and ends with it: the next run would write to the same folder."""
 
     def follow() -> None:
         multiprocessing.parent_process().join()
@@ -413,7 +391,7 @@ def _start_worker() -> None:
 def _figures(models: Sequence[ModelResult]) -> tuple[str, str, str, str]:
     original, compressed = sum(model.original_bytes for model in models), sum(model.compressed_bytes for model in models)
     seconds = f"{sum(model.seconds for model in models):.1f}"
-    if not original:  # none of them got so far
+    if not original:  # all failed before
         return "–", "–", "–", seconds
     return f"{original / 1e6:.2f} MB", f"{compressed / 1e6:.2f} MB", f"{100 * compressed / max(original, 1):.1f} %", seconds
 

@@ -1,4 +1,4 @@
-"""Hot swap: a model in memory becomes another fine-tune of its base, in place, and only what is compressed need be fetched."""
+"""Hot swap: replaces the weights of a model in memory, in place, by those of another fine-tune of its base."""
 
 from __future__ import annotations
 
@@ -40,30 +40,29 @@ def switch(
     cache_dir: str | os.PathLike | None = None,
     local_files_only: bool = False,
 ) -> PreTrainedModel:
-    """Makes a loaded model another fine-tune of its base, in place.
+    """Switches a loaded model to another fine-tune of its base, in place.
 
-    Weights are overwritten where they lie, each in the type and on the device that it has; those of another shape (heads,
-    resized embeddings) are replaced, and labels, configuration and generation settings follow. Beside the model, a few tensors
-    at a time are in memory; of the Hub only the compressed checkpoint is asked for, if the base was downloaded before. What the
-    weights were, trained or not, is lost, and so are their gradients.
+    Overwrites the weights in memory; each keeps its type and device. Replaces parameters of another shape (heads, resized
+    embeddings), and updates labels, configuration and generation settings. Memory: the model and a few tensors. If the
+    base is in the cache, only the compressed checkpoint is downloaded. The previous weights and their gradients are lost.
 
-    Whatever can be checked is checked before the first weight changes: that all files are there and whole, that the base is the
-    recorded one, that each tensor has its place and shape. Only a base that has changed where its fingerprint does not
-    look, or a lack of memory, is found later; the error then says that the model is neither the one nor the other.
+    Before the first weight changes, it checks that all files are complete, that the base is the recorded one, and that each
+    tensor has a parameter of its shape. Two failures can occur later: a lack of memory, and a base that was changed where its
+    fingerprint takes no samples. The error then says that the model is now a mix of both checkpoints.
 
     Args:
-        model: of the same class and structure as `other`, loaded in any way; labels and vocabulary may differ.
+        model: of the same class and structure as `other`, loaded in any way. Labels and vocabulary may differ.
         other: folder or Hub id of a checkpoint compressed by FM-Delta, or of a plain one (the base itself, for instance).
-        revision: of it on the Hub.
+        revision: branch, tag or commit of `other` on the Hub.
         token, cache_dir, local_files_only: as in `from_pretrained`, for the base too.
 
     Returns:
         The same model.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is of another model, or the model cannot be written in place: it is
+        CheckpointError: `other` does not exist or is of another model, or `model` cannot be overwritten in place: it is
             quantized, offloaded or sharded, has adapters inside, or is a merge of several tasks.
-        BaseModelError: the base of `other` is missing or is not the one it was written against.
+        BaseModelError: the base of `other` is missing or differs from the recorded one.
         CorruptFileError: `other` is damaged.
     """
     weights = _writable(model)
@@ -83,8 +82,8 @@ def switch(
                 replace(model, weights[target], model.state_dict(keep_vars=True)[origin])
     except BaseException as error:
         state = (
-            f"The model is neither the one nor the other: of {len(plan)} weights {done} or a few more are those of {source} "
-            "already. Switch it once more, or back, before it is used."
+            f"The model is now a mix of both checkpoints: at least {done} of its {len(plan)} weights are those of {source}. "
+            "Switch it again, to either checkpoint, before you use it."
         )
         if isinstance(error, HfExtError):
             raise type(error)(f"{error} {state}") from error
@@ -100,18 +99,18 @@ def switch(
 
 
 def _writable(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The parameters of a model and its buffers that are saved, by name; all can be written in place."""
+    """Returns a model's parameters and persistent buffers by name, after checking that they can be overwritten in place."""
     if not isinstance(model, PreTrainedModel):
         raise CheckpointError(
-            f"switch takes a Transformers PreTrainedModel, not a {type(model).__name__}. Of a PeftModel, unload() the adapters."
+            f"switch takes a Transformers PreTrainedModel, not a {type(model).__name__}. For a PeftModel, call unload()."
         )
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
         raise CheckpointError("This model is quantized; only plain weights can be switched. Load the other model instead.")
     if hasattr(model, "set_task"):
-        raise CheckpointError("This model is a merge of several tasks: switch between them by model.set_task(name).")
+        raise CheckpointError("This model is a merge of several tasks. Switch between them with model.set_task(name).")
     if any(hasattr(module, "base_layer") or hasattr(module, "original_module") for module in model.modules()):
         raise CheckpointError(
-            "This model has adapters inside, which were trained on the weights it has: take them out first (unload() or "
+            "This model has adapters inside, which were trained on its weights. Remove them first (unload() or "
             "merge_and_unload() of the PeftModel)."
         )
     weights = model.state_dict(keep_vars=True)
@@ -119,16 +118,16 @@ def _writable(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         if weight.is_meta:
             raise CheckpointError(f"'{name}' is offloaded, so the model cannot be switched. Load it without offloading.")
         if type(weight) not in (torch.nn.Parameter, torch.Tensor) or is_deepspeed_zero3_enabled():
-            raise CheckpointError(f"'{name}' is sharded or packed ({type(weight).__name__}): load the other model instead.")
+            raise CheckpointError(f"'{name}' is sharded or packed ({type(weight).__name__}). Load the other model instead.")
     return weights
 
 
 def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[TensorSource, str | None, dict, dict | None]:
-    """The tensors of a checkpoint, its commit on the Hub, its configuration, and its generation settings, if it has any."""
+    """Returns the tensors of a checkpoint, its commit on the Hub, its configuration, and its generation settings if any."""
     name = os.fspath(other)
     try:
         if not is_local(name):
-            with reaching(name, revision):  # the commit that the configuration comes from is that of all that follows
+            with reaching(name, revision):  # all files come from the commit of this one
                 revision = hub.download(name, CONFIG, revision).parent.name
         where = Checkpoint(name, revision, hub)
     except BaseModelError as error:
@@ -146,12 +145,12 @@ def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[Ten
     method = (text.pop("quantization_config", None) or {}).get("quant_method", METHOD)
     source = open_checkpoint(name, revision, hub)
     if method != METHOD:
-        raise CheckpointError(f"{source} is quantized ({method}); only plain weights can be switched to.")
+        raise CheckpointError(f"{source} is quantized ({method}). Give a checkpoint of plain or compressed weights.")
     return source, where.revision, text, read_config(folder / GENERATION) or None
 
 
 def _move(model: PreTrainedModel, source: TensorSource, text: dict, settings: dict | None) -> Move:
-    """What changes beside the weights, after making sure that it can."""
+    """Returns the changes besides the weights, after checking that they are possible."""
     own = model.config.to_dict()
     kinds = own.get("model_type"), text.get("model_type")
     found = type(model.config).from_dict(dict(text)).to_dict() | {"dtype": own.get("dtype")}
@@ -159,8 +158,8 @@ def _move(model: PreTrainedModel, source: TensorSource, text: dict, settings: di
     if differs:
         key, here, there = differs
         raise CheckpointError(
-            f"{source} has {key} {there!r} in its config.json, the model {here!r}: one cannot become the other. Load it with "
-            "from_pretrained."
+            f"{source} has {key} {there!r} in its config.json, the model {here!r}: one cannot become the other. Load the "
+            "checkpoint with from_pretrained."
         )
     before = model.generation_config.to_dict() if model.can_generate() else None
     return move_between(model, (own, found), (before, settings))
@@ -169,29 +168,31 @@ def _move(model: PreTrainedModel, source: TensorSource, text: dict, settings: di
 def _plan(
     model: PreTrainedModel, weights: dict[str, torch.Tensor], source: TensorSource, shapes: dict[str, torch.Size] | None
 ) -> list[Loaded]:
-    """What the model's weights will be made of, after making sure that each has its tensors, of its shape."""
-    plan, others = plan_of(model, source.names())
-    if others:
-        logger.warning(f"{source} has tensors that {type(model).__name__} has not, left aside: {', '.join(others[:5])}.")
-    found: dict[str, Loaded] = {}
+    """Returns the sources of the model's weights, after checking that each weight has tensors that make its shape."""
+    plan, unused = plan_of(model, source.names())
+    if unused:
+        logger.warning(f"{type(model).__name__} has no place for these tensors of {source}: {', '.join(unused[:5])}.")
+    loaded_of: dict[str, Loaded] = {}
     for loaded in plan:
         for target, shape in _shapes(model, source, loaded).items():
             expected = (weights if shapes is None else shapes)[target]
             expected = expected if isinstance(expected, torch.Size) else expected.shape
             if shape != expected:
                 raise CheckpointError(
-                    f"{source} has '{target}' of shape {list(shape)}, this model {list(expected)}: one cannot become the other."
+                    f"{source} has '{target}' of shape {list(shape)}, this model {list(expected)}: one cannot become the "
+                    "other. Load the checkpoint with from_pretrained."
                 )
-            found[target] = loaded
-    _require_all(model, weights, source, found)
+            loaded_of[target] = loaded
+    _require_all(model, weights, source, loaded_of)
     return plan
 
 
 def _require_all(
-    model: PreTrainedModel, weights: dict[str, torch.Tensor], source: TensorSource, found: dict[str, Loaded]
+    model: PreTrainedModel, weights: dict[str, torch.Tensor], source: TensorSource, loaded_of: dict[str, Loaded]
 ) -> None:
-    """Raises CheckpointError unless there is something for each weight, and the same for names of one."""
-    covered = found.keys() | {one for pair in model.all_tied_weights_keys.items() for one in pair if found.keys() & set(pair)}
+    """Raises CheckpointError unless the source has a tensor for each weight, and equal tensors for the names of one weight."""
+    ties = model.all_tied_weights_keys.items()
+    covered = loaded_of.keys() | {name for tie in ties if loaded_of.keys() & set(tie) for name in tie}
     names_of: dict[Any, list[str]] = {}
     for name, weight in weights.items():
         names_of.setdefault((weight.data_ptr(), weight.shape) if weight.numel() else name, []).append(name)
@@ -199,15 +200,15 @@ def _require_all(
         if not covered & set(names):
             raise CheckpointError(
                 f"{source} has no tensor for '{names[0]}' of this {type(model).__name__}: it is a checkpoint of another class, "
-                "or not a whole one."
+                "or incomplete."
             )
-        given = [name for name in names if name in found]
+        given = [name for name in names if name in loaded_of]
         for name in given[1:]:
-            first, second = (source.read(found[each].all_names()[0]).data for each in (given[0], name))
+            first, second = (source.read(loaded_of[key].all_names()[0]).data for key in (given[0], name))
             if not np.array_equal(first, second):
                 raise CheckpointError(
-                    f"{source} has '{given[0]}' and '{name}' as two tensors, which are one in this model: load it with "
-                    "from_pretrained."
+                    f"{source} has two different tensors '{given[0]}' and '{name}', which are one weight in this model. "
+                    "Load the checkpoint with from_pretrained."
                 )
 
 
@@ -223,7 +224,7 @@ def _size(source: TensorSource, loaded: Loaded) -> int:
 
 
 def _write(model: PreTrainedModel, weights: dict[str, torch.Tensor], source: TensorSource, loaded: Loaded) -> None:
-    """Decodes what belongs to one weight (or several) and puts it where it belongs; at once there, if it can be."""
+    """Decodes the tensors of a weight, or of several, and overwrites the weights: if possible, it decodes into their memory."""
     names = loaded.all_names()
     memory = None if loaded.converter else _memory(weights[loaded.target], source.entry(names[0]))
     with torch.inference_mode(False), torch.no_grad():
@@ -237,7 +238,7 @@ def _write(model: PreTrainedModel, weights: dict[str, torch.Tensor], source: Ten
 
 
 def _memory(weight: torch.Tensor, entry: Entry) -> np.ndarray | None:
-    """The bytes of a weight, if they are to be those of a tensor as it is."""
+    """Returns the bytes of a weight if a tensor can be decoded into them; None otherwise."""
     same = safetensors_dtype(weight.dtype) == entry.dtype and tuple(weight.shape) == tuple(entry.shape)
     if not same or weight.device.type != "cpu" or not weight.is_contiguous() or weight.is_inference():
         return None
@@ -246,14 +247,16 @@ def _memory(weight: torch.Tensor, entry: Entry) -> np.ndarray | None:
 
 def _tensor(source: TensorSource, name: str) -> torch.Tensor:
     raw = source.read(name)
-    if not raw.data.flags.writeable:  # a view of a plain file, which torch warns of
+    if not raw.data.flags.writeable:  # a view of a plain file; torch warns about it
         raw = RawTensor(raw.dtype, raw.shape, raw.data.copy())
     return raw.to_torch()
 
 
 def _copies(model: PreTrainedModel, weights: dict[str, torch.Tensor], plan: list[Loaded]) -> Iterator[tuple[str, str]]:
-    """Weights that have no tensors of their own, and the written ones that they are by the model's ties but not in memory
-    (parts of it on several devices, for instance)."""
+    """Yields weights that have no tensors of their own, each with the written weight that it must equal.
+
+    The model ties these two, but they are not one in memory: parts of a model on several devices, for instance.
+    """
     written = {loaded.target for loaded in plan}
     ties = list(model.all_tied_weights_keys.items())
     for target, origin in [*((origin, target) for target, origin in ties), *ties]:

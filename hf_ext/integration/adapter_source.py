@@ -1,4 +1,4 @@
-"""A PEFT adapter as the checkpoint that it makes of its base, layer by layer: no model is built in memory."""
+"""A PEFT adapter merged into its base, layer by layer, without building the model in memory."""
 
 from __future__ import annotations
 
@@ -33,15 +33,17 @@ WRAPPERS = (".base_layer", ".original_module", ".modules_to_save.default")
 
 
 class AdapterSource(TensorSource):
-    """The weights that an adapter makes: base weights with LoRA, DoRA, (IA)³ or whatever else PEFT can merge merged into them,
-    and the modules that were trained whole. The configuration is the base's, with as many labels and words as these have.
+    """The weights of a base with an adapter merged into them: LoRA, DoRA, (IA)³ and all others that PEFT can merge.
+
+    Modules that were trained whole replace those of the base. `config` is the base's, with the adapter's numbers of labels
+    and words.
 
     Args:
         folder: of the adapter, as PEFT saves it.
-        base: the model it was trained on.
+        base: the model that it was trained on.
 
     Raises:
-        CheckpointError: the adapter makes no weights (prompt tuning), or does not fit the base.
+        CheckpointError: the adapter cannot be merged (prompt tuning), or does not fit the base.
     """
 
     def __init__(self, folder: Path, base: TensorSource):
@@ -50,12 +52,12 @@ class AdapterSource(TensorSource):
         trained_on = settings.base_model_name_or_path
         if trained_on and holds_several_models(trained_on):
             raise CheckpointError(
-                f"{folder} is an adapter of a task of the merge {trained_on}, not of the base: merge it into that task's model "
+                f"{folder} is an adapter of a task of the merge {trained_on}, not of the base. Merge it into that task's model "
                 "(merge_and_unload), save the model, and give that folder."
             )
         if settings.is_prompt_learning:
             raise CheckpointError(
-                f"{folder} is a {settings.peft_type.value} adapter: it makes no weights that could be merged."
+                f"{folder} is a {settings.peft_type.value} adapter, which cannot be merged into weights."
             )
         self.config = _config_of(settings, base, load_peft_weights(str(folder), device="cpu"))
         skeleton = _skeleton(settings, self.config)
@@ -68,7 +70,7 @@ class AdapterSource(TensorSource):
             raise CheckpointError(f"The adapter {folder} does not fit the base {base}: {error}") from error
         _require_all_tensors(self._model, folder, base)
         self._layers: dict[str, BaseTunerLayer] = {}  # name of a weight -> the layer that makes it
-        self._given: dict[str, torch.Tensor] = {}  # what the adapter holds whole
+        self._given: dict[str, torch.Tensor] = {}  # tensors that the adapter holds whole
         inside = skeleton.state_dict()
         prefixes = [path + "." for path, module in skeleton.named_modules() if isinstance(module, BaseTunerLayer)]
         names = set()
@@ -81,7 +83,7 @@ class AdapterSource(TensorSource):
             names.add(name)
             if whole and name in {*tied, *skeleton.all_tied_weights_keys.values()}:
                 raise CheckpointError(
-                    f"The adapter {folder} has trained '{name}' whole, which is tied to another weight in the base. Merge it "
+                    f"The adapter {folder} trained the whole '{name}', which is tied to another weight in the base. Merge it "
                     "(merge_and_unload), save the model, and give that folder."
                 )
             if not _is_nothing(tensor):
@@ -95,16 +97,16 @@ class AdapterSource(TensorSource):
         converted = any(isinstance(entry, WeightConverter) for entry in get_model_conversion_mapping(skeleton))
         if orphans and not converted:
             raise CheckpointError(
-                f"Neither the adapter {folder} nor the base {base} has '{min(orphans)}': a {type(skeleton).__name__} cannot be "
-                "made of them. Save the adapter with modules_to_save for what was trained whole, or merge it "
-                "(merge_and_unload) and save the model."
+                f"Neither the adapter {folder} nor the base {base} has '{min(orphans)}', which a {type(skeleton).__name__} "
+                "requires. Save the adapter with this module in modules_to_save, or merge it (merge_and_unload) and save the "
+                "model."
             )
         if stray := sorted(orphans & self._layers.keys()):
             raise CheckpointError(
                 f"The adapter {folder} changes '{stray[0]}', which has no counterpart in the files of the base {base}. Merge "
                 "it with merge_and_unload, save the model, and give that folder."
             )
-        if orphans:  # parameters that Transformers makes of others while it loads them: these keep the base's names
+        if orphans:  # Transformers makes these from other tensors during loading, which keep the base's names
             used = set(self._twins.values())
             self._twins |= {name: name for name in base.names() if name not in used}
 
@@ -151,14 +153,14 @@ def _require_all_tensors(model: PeftModel, folder: Path, base: TensorSource) -> 
 
 
 def _plain(path: str) -> str:
-    """The name that a parameter has without PEFT."""
+    """Returns the name that a parameter has without PEFT."""
     for wrapper in WRAPPERS:
         path = path.replace(wrapper, "")
     return path
 
 
 def _skeleton(settings: PeftConfig, config: PretrainedConfig) -> PreTrainedModel:
-    """The model that the adapter was trained on, without weights."""
+    """Returns the model that the adapter was trained on, without weights."""
     name = AUTO_CLASSES.get(settings.task_type) or (settings.auto_mapping or {}).get("base_model_class")
     name = name or (config.architectures or ["AutoModel"])[0]
     kind = getattr(transformers, name, None)
@@ -172,8 +174,10 @@ def _skeleton(settings: PeftConfig, config: PretrainedConfig) -> PreTrainedModel
 
 
 def _fill_with_nothing(model: PreTrainedModel) -> None:
-    """Puts tensors of all the right shapes, which share one zero in memory, into a model on the meta device: PEFT moves
-    adapters to the device of the base's weights, and there they are to be worked with."""
+    """Replaces the tensors of a model on the meta device by tensors of the same shapes that share one zero in memory.
+
+    PEFT moves adapters to the device of the base's weights, where this class computes with them.
+    """
     for module in model.modules():
         for slots in (module._parameters, module._buffers):
             for key, tensor in slots.items():
@@ -183,11 +187,12 @@ def _fill_with_nothing(model: PreTrainedModel) -> None:
 
 
 def _is_nothing(tensor: torch.Tensor) -> bool:
+    """Returns whether `_fill_with_nothing` made this tensor."""
     return not any(tensor.stride()) and tensor.numel() > 0
 
 
 def _config_of(settings: PeftConfig, base: TensorSource, tensors: dict[str, torch.Tensor]) -> PretrainedConfig:
-    """The base's configuration, with as many words and labels as the adapter's own modules have."""
+    """Returns the base's configuration, with the numbers of words and labels of the adapter's own modules."""
     config = AutoConfig.from_pretrained(base.name, revision=base.revision)
     shapes = {name: tuple(tensor.shape) for name, tensor in _skeleton(settings, config).state_dict().items()}
     for key, tensor in tensors.items():

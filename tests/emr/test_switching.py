@@ -301,7 +301,7 @@ def test_changed_weights_are_not_lost_by_switching(merged, model):
     with torch.no_grad():
         model.bert.encoder.layer[1].output.dense.weight[3, 4] += 1
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(UnsavedChangesError, match=r"'bert.encoder.layer.1.output.dense.weight' is not as task 'cr' has it"):
+    with pytest.raises(UnsavedChangesError, match=r"'bert.encoder.layer.1.output.dense.weight' was changed since task 'cr' was loaded"):
         model.set_task("trec")
     assert model.active_task == "cr"
     same_tensors(model.state_dict(), before)
@@ -456,7 +456,7 @@ def test_saving_an_edited_configuration_says_that_it_is_not_saved(merged, model,
     assert not caplog.records
     model.config.id2label = {i: f"name {i}" for i in range(6)}
     model.save_pretrained(tmp_path / "again")
-    assert "id2label of the configuration were changed" in caplog.text
+    assert "Changes of id2label in the configuration are not saved" in caplog.text
     assert contents(tmp_path / "again") == contents(merged[0])
 
 
@@ -591,7 +591,7 @@ def test_files_of_two_merges_are_not_mixed(broken, tmp_path):
         Auto.from_pretrained(broken)
     first = broken / "task-cr" / "modulators.safetensors"
     (broken / "task-subj" / "modulators.safetensors").write_bytes(first.read_bytes())
-    with pytest.raises(CorruptFileError, match="is of task 'cr'"):
+    with pytest.raises(CorruptFileError, match="belongs to task 'cr', not"):
         Auto.from_pretrained(broken)
 
 
@@ -623,11 +623,11 @@ def test_a_task_without_its_config_is_refused(broken, text):
     path = broken / "task-subj" / "config.json"
     path.unlink() if text is None else path.write_text(text)
     for read in (emr.verify, lambda folder: emr.extract(folder, "subj", folder.parent / "out")):
-        with pytest.raises(CorruptFileError, match="is missing|is not as it was written"):
+        with pytest.raises(CorruptFileError, match="is missing|checksum mismatch"):
             read(broken)
     model = Auto.from_pretrained(broken)
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(CorruptFileError, match="is missing|is not as it was written"):
+    with pytest.raises(CorruptFileError, match="is missing|checksum mismatch"):
         model.set_task("subj")
     assert model.active_task == "cr"
     same_tensors(model.state_dict(), before)
@@ -638,7 +638,7 @@ def test_another_merge_in_the_place_of_the_loaded_one_is_not_saved_as_it(broken,
     model = Auto.from_pretrained(broken)
     base, tasks = write_tasks(tmp_path / "more", {"cr": 4})
     emr.merge(base, tasks, broken)
-    with pytest.raises(CheckpointError, match="another merge by now"):
+    with pytest.raises(CheckpointError, match="another merge than when"):
         model.save_pretrained(tmp_path / "copy")
 
 

@@ -166,7 +166,7 @@ def test_what_cannot_be_begun_is_one_error(folder):
         compress(folder, base=folder / "none")
     assert not (folder / "out").exists()
     compress(folder)
-    with pytest.raises(CheckpointError, match=f"holds another model, which was compressed from {one}"):
+    with pytest.raises(CheckpointError, match=f"holds another model, compressed from {one}"):
         fm_delta.compress_all([again], folder / "out", folder / "base")
 
 

@@ -463,7 +463,7 @@ def test_a_base_changed_in_secret_is_found_half_way_and_said_so_and_another_swit
     base[name].view(-1)[3000] += 1  # where the fingerprint takes no sample
     save_file(base, folder / "base/model.safetensors", metadata={"format": "pt"})
     before = model.config.to_dict()
-    with pytest.raises(BaseModelError, match=f"(?s){name}.*The model is neither the one nor the other.*Switch it once more"):
+    with pytest.raises(BaseModelError, match=f"(?s){name}.*The model is now a mix of both checkpoints.*Switch it again"):
         fm_delta.switch(model, folder / "second")
     assert model.config.to_dict() == before
     fm_delta.switch(model, folder / "second-plain")
