@@ -270,9 +270,12 @@ def test_read_only_buffers_are_not_written():
 def test_all_instruction_sets_make_the_same(dtype):
     generator = torch.Generator().manual_seed(5)
     base, tasks = fine_tunes(dtype, 3, 40_003)
-    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-7, -6e-8, 65504.0], dtype=torch.float64).to(base.dtype)
+    small = torch.tensor([0.0, -0.0, 1e-7, -6e-8, 3e-5, 1e-40, -2e-320], dtype=torch.float64).to(base.dtype)
+    strange = torch.tensor([math.inf, -math.inf, math.nan], dtype=base.dtype)
     for tensor in (base, *tasks):
-        tensor[torch.randint(40_003, (500,), generator=generator)] = special[torch.randint(8, (500,), generator=generator)]
+        places = torch.randint(40_003, (500,), generator=generator)
+        tensor[places] = small[torch.randint(len(small), (500,), generator=generator)]
+        tensor[::997] = strange[torch.arange(0, 40_003, 997) % 3]  # in the base and in all tasks; a merge refuses others
     results = []
     for instructions in _native.instruction_sets():
         before = _native.use(instructions)
