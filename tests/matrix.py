@@ -1,0 +1,58 @@
+"""Prints what runs with which versions, as a Markdown table, from the reports that `make test-matrix` leaves in a folder.
+
+python tests/matrix.py build/matrix
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from xml.etree import ElementTree
+
+# Modules of tests by what they test, as pytest's reports name them; the first pattern that matches counts.
+FEATURES = {
+    "storage and the command line": r"tests\.(storage|test_(checkpoint|cli|local_hub|hub_artifacts))|tests\.fm_delta\.test_"
+    r"(codec|folders|files|corruption|compatibility|fuzz|instruction_sets|low_rank|verification|batch|report|likeness|base_search)",
+    "FM-Delta": r"tests\.fm_delta",
+    "EMR": r"tests\.emr",
+    "QPiSSA": r"tests\.pissa\.test_(qpissa|quantization)",
+    "PiSSA": r"tests\.pissa",
+    "Trans-LoRA": r"tests\.trans_lora",
+    "Uni-Med": r"tests\.uni_med",
+    "everything else": r"tests\.",
+}
+
+
+def outcomes(report: Path) -> dict[str, Counter]:
+    """Counts the outcomes in a JUnit report, by feature. A module that cannot be imported counts as "absent"."""
+    found: dict[str, Counter] = defaultdict(Counter)
+    for case in ElementTree.parse(report).iter("testcase"):
+        module = case.get("classname") or case.get("name") or ""
+        feature = next(feature for feature, pattern in FEATURES.items() if re.match(pattern, module))
+        results = {child.tag for child in case}
+        if "error" in results and not case.get("classname"):
+            outcome = "absent"
+        else:
+            outcome = "failed" if results & {"error", "failure"} else "skipped" if "skipped" in results else "passed"
+        found[feature][outcome] += 1
+    return found
+
+
+def cell(counts: Counter) -> str:
+    passed, failed = counts["passed"], counts["failed"]
+    if not passed + failed:
+        return "–"
+    return f"yes ({passed})" if not failed else f"{passed} of {passed + failed}"
+
+
+def main(folder: Path) -> None:
+    columns = {path.stem: outcomes(path) for path in sorted(folder.glob("*.xml"))}
+    print(f"| | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
+    for feature in FEATURES:
+        print(f"| {feature} | {' | '.join(cell(column[feature]) for column in columns.values())} |")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
