@@ -331,7 +331,7 @@ def test_the_file_records_its_base_and_its_original_header(tmp_path):
     )
     assert file.original_header == SafetensorsFile(src / "model.safetensors").header_bytes
     assert file.fingerprint == Checkpoint(src).fingerprint
-    assert json.loads(file.file.metadata[KEY]).keys() == {"version", "digest", "fingerprint", "base", "header"}
+    assert json.loads(file.file.metadata[KEY]).keys() == {"hint", "version", "digest", "fingerprint", "base", "header"}
 
 
 def test_digest_and_fingerprint_are_those_of_the_documentation(tmp_path):
