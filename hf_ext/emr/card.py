@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 
 from hf_ext.display import markdown_table
 from hf_ext.emr.reports import COLUMNS, MergeReport
-from hf_ext.integration.model_cards import class_of, licence, metadata_of, model_card, name_in_text, task_of
+from hf_ext.integration.model_cards import class_of, license_of, metadata_of, model_card, name_in_text, task_of
 from hf_ext.storage.layout import CONFIG, read_config
 
 
@@ -23,14 +23,14 @@ def merge_card(folder: Path, report: MergeReport, models: Iterable[object] = ())
     """
     config = read_config(folder / CONFIG)
     base, revision = (config["quantization_config"].get(key) for key in ("base", "revision"))
-    models = [os.fspath(model) for model in models if isinstance(model, str | os.PathLike)]
+    names = [os.fspath(model) for model in models if isinstance(model, str | os.PathLike)]
     return model_card(
         "emr",
-        [base, *models],
+        [base, *names],
         "merge",
         tags=["emr-merging", "merge"],
         task=task_of(config),
-        licensed_by=[base, *(model for model in models if licence([model]))],
+        licensed_by=[base, *(name for name in names if license_of([name]))],
         base=name_in_text(base),
         revision=revision,
         model_class=class_of(config),

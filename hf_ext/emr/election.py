@@ -9,7 +9,7 @@ csrc/emr/emr.cpp implements it; tests/reference_election.py does the same in Num
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -83,7 +83,7 @@ def adopt(dtype: str, base: np.ndarray, elected: np.ndarray, task: np.ndarray) -
     return np.packbits(agrees, bitorder="little"), sums
 
 
-def rescaler(sums: np.ndarray) -> float:
+def rescaler(sums: np.ndarray | Mapping[str, float]) -> float:
     """Returns a task's λ = Σ|t| / Σ|u| (section 3.3) over the elements that its sums cover; 0 for an empty mask."""
     return float(sums["task_l1"] / sums["unified_l1"]) if sums["unified_l1"] else 0.0
 

@@ -189,7 +189,9 @@ class MergeFolder:
 
     def prior(self, name: str) -> np.ndarray:
         """Returns the base's bytes of an elected tensor, cast to the tensor's type."""
-        base = self.base.read(self.base.twin_of(name))
+        twin = self.base.twin_of(name)
+        assert twin is not None  # checked when the folder was opened
+        base = self.base.read(twin)
         return cast(base.data, base.dtype, self.elected.entry(name).dtype)
 
     def entry(self, task: str, name: str) -> Entry:
@@ -226,8 +228,8 @@ class MergeFolder:
         entry = self.entry(task, name)
         if entry.shape != source.shape:
             row = math.prod(entry.shape[1:]) * WIDTHS[entry.dtype]
-            more = file.rows(name)
-            out = np.concatenate([out[: file.record.modulated[name].rows * row], *([more.data] if more else [])])
+            kept, more = file.record.modulated[name].rows or 0, file.rows(name)
+            out = np.concatenate([out[: kept * row], *([more.data] if more else [])])
         return RawTensor(entry.dtype, entry.shape, out)
 
     def source(self, task: str) -> TaskSource:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from huggingface_hub import hf_hub_download, snapshot_download
 from transformers import PreTrainedModel
@@ -30,9 +31,12 @@ from hf_ext.storage.open import open_checkpoint, open_plain
 from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.source import TensorSource
 
+if TYPE_CHECKING:
+    from peft import PeftModel
+
 logger = get_logger(__name__)
 
-Task = str | os.PathLike | PreTrainedModel  # or a PeftModel
+Task: TypeAlias = "str | os.PathLike | PreTrainedModel | PeftModel"
 
 
 def merge(
@@ -181,10 +185,11 @@ def report(src: str | os.PathLike) -> MergeReport:
     """Returns how close each task of a merge is to its own model, as measured during merging. Does not need the base."""
     folder = _folder_of(src, "The merge")
     files = task_files(folder)
+    records: dict[str, dict[str, Any]] = {task: file.record.report for task, file in files.items()}
     try:
         tasks = [
-            TaskReport(task, **file.record.report, mask_bits=8 * file.masks_size() / max(file.record.report["parameters"], 1))
-            for task, file in files.items()
+            TaskReport(**figures, task=task, mask_bits=8 * files[task].masks_size() / max(figures["parameters"], 1))
+            for task, figures in records.items()
         ]
     except (TypeError, KeyError) as error:
         raise CorruptFileError(f"The report in {folder} is damaged: {error}.") from error
@@ -195,9 +200,10 @@ def report(src: str | os.PathLike) -> MergeReport:
 def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskInput:
     """Opens the checkpoint of a task that is given as a folder, a Hub id or a model. Saves a model into `scratch` first."""
     if hasattr(task, "peft_config") and hasattr(task, "get_base_model"):  # a PeftModel
-        if not hasattr(task, "merge_and_unload"):
+        copied: Any = deepcopy(task)
+        if not hasattr(copied, "merge_and_unload"):
             raise CheckpointError(f"Task '{name}': this adapter cannot be merged into weights.")
-        task = deepcopy(task).merge_and_unload()
+        task = copied.merge_and_unload()
     if getattr(task, "_hf_peft_config_loaded", False):
         raise CheckpointError(f"Task '{name}' is a model with adapters inside; give a PeftModel, or the folder of the adapter.")
     if isinstance(task, PreTrainedModel):

@@ -12,10 +12,10 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -108,30 +108,28 @@ class TaskWriter:
         for key in order:
             entry = self._entries[key]
             placed[key] = entry._replace(begin=end, end=(end := end + entry.nbytes))
-            record.checksums[key] = self._checksum(entry)
+            digest = xxhash.xxh3_64()
+            self._copy(self._entries[key], digest.update)
+            record.checksums[key] = digest.hexdigest()
         text = json.dumps({"version": VERSION} | asdict(record))
         with open(self.path, "wb") as file:
             header = write_header({KEY: text, CHECKSUM_KEY: _checksum_of(text, placed)}, placed)
             file.write(len(header).to_bytes(8, "little") + header)
             for key in order:
-                self._copy(self._entries[key], file)
+                self._copy(self._entries[key], file.write)
         self.close()
 
     def close(self) -> None:
         self._parts.close()
         self.path.with_suffix(".parts").unlink(missing_ok=True)
 
-    def _checksum(self, entry: Entry) -> str:
-        digest = xxhash.xxh3_64()
-        self._copy(entry, digest)
-        return digest.hexdigest()
-
-    def _copy(self, entry: Entry, target: BinaryIO | xxhash.xxh3_64) -> None:
+    def _copy(self, entry: Entry, write: Callable[[bytes], object]) -> None:
+        """Passes the bytes of an entry to `write`, in pieces."""
         self._parts.seek(entry.begin)
-        left, put = entry.nbytes, getattr(target, "write", None) or target.update
+        left = entry.nbytes
         while left:
             data = self._parts.read(min(left, 1 << 22))
-            put(data)
+            write(data)
             left -= len(data)
 
 
@@ -236,7 +234,7 @@ def copy_task(source: TaskFile, target: Path, **changes: Any) -> None:
 def _record_of(fields: dict[str, Any]) -> TaskRecord:
     """Returns the record in a header, checked: a header with a matching checksum may still be forged."""
     record = TaskRecord(**fields)
-    record.modulated = {name: Modulated(**values) for name, values in record.modulated.items()}
+    record.modulated = {name: Modulated(**values) for name, values in fields.get("modulated", {}).items()}
     for name, modulated in record.modulated.items():
         scale, rows = modulated.scale, modulated.rows
         is_scale = type(scale) in (int, float) and 0 <= scale < math.inf

@@ -166,7 +166,8 @@ class SetTask:
         """Changes all weights or none: makes and checks the new parameters first, then overwrites the others at once."""
         active, live = self.model.active_task, self._live()
         self._prepare(active, name)
-        in_place, new = {}, {}
+        in_place: dict[str, election.Target] = {}
+        new: dict[str, torch.Tensor] = {}
         for loaded in self.plan:
             weight = live.get(loaded.target)
             if weight is not None and weight.is_meta:
@@ -188,8 +189,8 @@ class SetTask:
         self._memory = {target: self._memory[target] for target in in_place}
         threads = torch.get_num_threads()
         if discard:
-            for target in in_place.values():
-                election.overwrite(target, threads)
+            for overwritten in in_place.values():
+                election.overwrite(overwritten, threads)
         elif (place := election.retarget(list(in_place.values()), threads)) is not None:
             raise UnsavedChangesError(active, list(in_place)[place])
         torch.autograd.graph.increment_version([live[target] for target in in_place])

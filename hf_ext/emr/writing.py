@@ -28,6 +28,7 @@ from hf_ext.storage.source import TensorSource, layer_of
 
 CHUNK = 1 << 20  # values of each task worked on at a time
 RESCALE = ("tensor", "paper")
+SUM_NAMES = election.SUMS.names or ()
 
 
 class MergeWriter:
@@ -128,7 +129,14 @@ class MergeWriter:
         return True
 
     def is_elected(self, name: str) -> bool:
+        """Returns whether any task takes part in the election of a tensor."""
         return bool(self.voters[name])
+
+    def _twin(self, name: str) -> str:
+        """Returns the base's name of an elected tensor."""
+        twin = self.base.twin_of(name)
+        assert twin is not None  # or no task would have a vote
+        return twin
 
     def start(self, name: str, dtype: str, base: RawTensor) -> np.ndarray:
         """Returns the bytes that the elected tensor is written into."""
@@ -148,7 +156,7 @@ class MergeWriter:
         dtype, shape = self._stored(name)
         if not self.is_elected(name):
             return self.sources[self.holders[name]].tensors.read(name)
-        twin, width = self.base.twin_of(name), WIDTHS[dtype]
+        twin, width = self._twin(name), WIDTHS[dtype]
         base = self.base.read(twin)
         voters = [task for task in self.voters[name] if task in self.writers]
         checkpoints = [self.sources[task].tensors for task in voters]
@@ -164,7 +172,7 @@ class MergeWriter:
             parts = [_padded(tensor.data[begin * width : end * width], prior, dtype) for tensor in tensors]
             found, added = self.elect(dtype, prior, parts, elected[begin * width : end * width], threads)
             masks[:, begin // 8 : election.mask_bytes(end)] = found
-            for field in election.SUMS.names:
+            for field in SUM_NAMES:
                 sums[field] += added[field]
             self.base.release(twin, begin * base_width, end * base_width)
             for checkpoint in checkpoints:
@@ -176,20 +184,20 @@ class MergeWriter:
                     "number, unlike in the base. Such a model cannot be merged."
                 )
             self.writers[task].add_mask(name, mask)
-            self.sums[task][name] = total
+            self.sums[task][name] = np.asarray(total)
         return RawTensor(dtype, shape, elected)
 
     def _stored(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Returns dtype and shape of a stored tensor: the base's shape if it is elected, else that of its first holder."""
         entry = self.sources[(self.voters[name] or [self.holders[name]])[0]].tensors.entry(name)
-        return entry.dtype, self.base.entry(self.base.twin_of(name)).shape if self.is_elected(name) else entry.shape
+        return entry.dtype, self.base.entry(self._twin(name)).shape if self.is_elected(name) else entry.shape
 
     def record(self, task: str, digest: str, rescale: str) -> TaskRecord:
         """Returns the record of a task. Gives the task's own tensors to its writer."""
         source, sums = self.sources[task], self.sums[task]
         config = xxhash.xxh3_64_hexdigest((self.out / task_folder(task) / CONFIG).read_bytes())
         record = TaskRecord(task, digest, files=list(source.assets), config=config)
-        totals = {field: math.fsum(float(tensor[field]) for tensor in sums.values()) for field in election.SUMS.names}
+        totals = {field: math.fsum(float(tensor[field]) for tensor in sums.values()) for field in SUM_NAMES}
         require_fine_tune(task, source, self.base, sums)
         for name in sorted(source.tensors.names()):
             if name in sums:

@@ -1,4 +1,4 @@
-"""Which model a checkpoint was fine-tuned from: what it says itself, and else what its weights are nearest to."""
+"""The search for the base of a checkpoint: first among the models that its files name, then by comparing weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Candidate:
         name: folder or Hub id.
         revision: commit on the Hub; None for a folder.
         verdict: "sure", "likely", "no", or "unreadable".
-        why: the reason for the verdict, in words.
+        why: the reason for the verdict.
         bits, agreement, shared: see `Likeness`; None if it is unreadable.
     """
 
@@ -51,27 +51,27 @@ class Candidate:
 
 @dataclass(frozen=True)
 class BaseReport:
-    """What `find_base` has found; `str()` of it is a table. The candidates stand in order, the best first."""
+    """The result of `find_base`, with the best candidate first. `str()` gives a table."""
 
     src: str
     candidates: list[Candidate]
 
     @property
     def verdict(self) -> str:
-        """ "sure", "likely", or "none" if no candidate fits."""
+        """The verdict on the best candidate: "sure" or "likely"; "none" if no candidate fits."""
         best = self.candidates[0].verdict if self.candidates else "none"
         return best if best in ("sure", "likely") else "none"
 
     @property
     def best(self) -> Candidate | None:
-        """The candidate that fits best; None if none does."""
+        """The best candidate; None if no candidate fits."""
         return None if self.verdict == "none" else self.candidates[0]
 
     def require(self) -> Candidate:
-        """The base, where there is no doubt.
+        """Returns the base if the verdict is "sure".
 
         Raises:
-            BaseModelError: there is.
+            BaseModelError: the verdict is another.
         """
         if self.verdict != "sure":
             why = f" ({self.candidates[0].why})" if self.candidates else ""
@@ -113,15 +113,13 @@ class BaseReport:
 def find_base(src: str | os.PathLike, candidates: Iterable[str | os.PathLike] | None = None) -> BaseReport:
     """Finds the model that a checkpoint was fine-tuned from.
 
-    What its config.json (`_name_or_path`) and its model card (`base_model`) name is tried first, and nothing else if it fits.
-    Each is compared with `src` by a few KB of each tensor. "sure" needs layers of the same number and shapes, the same
-    `model_type`, and weights that agree; which of several that fit the weights were tuned from last is told by the bits a
-    parameter would take.
+    First compares the models that its config.json (`_name_or_path`) and its model card (`base_model`) name, and stops if one
+    fits. A comparison reads a few KB of each tensor. The verdict "sure" requires the same number and shapes of layers, the same
+    `model_type`, and weights that agree. Several that fit are sorted by the estimated bits per parameter.
 
     Args:
         src: folder with safetensors weights.
-        candidates: folders or Hub ids. By default all models in the local Hub cache; nothing is downloaded for these, only
-            for what `src` itself names.
+        candidates: folders or Hub ids; by default all models in the local Hub cache. Downloads only models that `src` names.
 
     Raises:
         CheckpointError: `src` has no plain safetensors weights.
@@ -132,7 +130,7 @@ def find_base(src: str | os.PathLike, candidates: Iterable[str | os.PathLike] | 
     try:
         source = open_plain(src)
     except BaseModelError as error:
-        raise CheckpointError(f"The base of {src} cannot be looked for: {error}") from error
+        raise CheckpointError(f"The base of {src} cannot be searched for: {error}") from error
     source.read_sparsely()
     found = [_examine(source, name, None, name, f"named in {where}") for name, where in _declared(src)]
     if all(candidate.verdict != "sure" for candidate in found):
@@ -148,7 +146,7 @@ def find_base(src: str | os.PathLike, candidates: Iterable[str | os.PathLike] | 
 
 
 def _declared(src: Path) -> Iterator[tuple[str, str]]:
-    """What a checkpoint's own files name as its base, each with the file's name."""
+    """Yields the bases that a checkpoint's own files name, each with the name of the file."""
     named = [(read_config(src / CONFIG).get("_name_or_path"), CONFIG)]
     bases = (metadata_of(src) or {}).get("base_model")
     named += [(base, CARD) for base in (bases if isinstance(bases, list) else [bases])]
@@ -160,7 +158,7 @@ def _declared(src: Path) -> Iterator[tuple[str, str]]:
 
 
 def _cached() -> Iterator[tuple[str, str | None, str]]:
-    """Every model of the local Hub cache that has all its safetensors weights: id, commit, and the folder it is in."""
+    """Yields the models in the local Hub cache that have all their safetensors weights: id, commit and folder."""
     try:
         cache = scan_cache_dir()
     except CacheNotFound:
@@ -183,7 +181,7 @@ def _is_same(src: Path, place: str) -> bool:
 
 
 def _examine(source: Checkpoint, name: str, revision: str | None, place: str, note: str = "") -> Candidate:
-    """One candidate, compared; `place` is what to open: the folder of a model in the cache, or else the name."""
+    """Compares a candidate with `source`. `place` is the folder of a model in the cache, or else the name."""
     try:
         other = open_plain(place)
         other.read_sparsely()
@@ -197,7 +195,7 @@ def _examine(source: Checkpoint, name: str, revision: str | None, place: str, no
 
 
 def _judge(found: Likeness, kind: str | None, other: str | None) -> tuple[str, str]:
-    """The verdict and why, of checkpoints of these `model_type`s."""
+    """Returns the verdict and its reason, for checkpoints of these `model_type`s."""
     if found.shared < LIKELY_SHARE:
         return "no", "most tensors have other names or shapes"
     if found.agreement < LIKELY_AGREEMENT:
@@ -205,9 +203,9 @@ def _judge(found: Likeness, kind: str | None, other: str | None) -> tuple[str, s
     if kind != other and None not in (kind, other):
         return "likely", f"the weights agree, but it is of type {other}, not {kind}"
     if not found.same_layers:
-        return "likely", "the weights agree, but its layers are others in number or shape"
+        return "likely", "the weights agree, but its layers differ in number or shape"
     if found.shared < SURE_SHARE:
-        return "likely", "the weights agree, but much has no counterpart"
+        return "likely", "the weights agree, but many tensors have no counterpart"
     if found.agreement < SURE_AGREEMENT:
         return "likely", "the weights agree in part"
     return "sure", "the weights agree"

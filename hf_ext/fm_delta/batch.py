@@ -204,7 +204,8 @@ class _Run:
         self.record = out / RECORD
         self.models = {model.name: model for model in _read(self.record) if model.stamp}
         # The bases of all models, which must not be deleted.
-        self.needed: list[str | Path] = [model.base for model in self.models.values() if os.path.isdir(model.base)]
+        bases = [model.base for model in self.models.values() if model.base]
+        self.needed: list[str | Path] = [base for base in bases if os.path.isdir(base)]
         for source in sources:
             model = self.models.get(source.name)
             if model and (model.source != str(source) or model.deleted and source.exists()):
@@ -380,7 +381,8 @@ def _start_worker() -> None:
     """Leaves interrupts to the parent process, and ends with it: the next run would write to the same folder."""
 
     def follow() -> None:
-        multiprocessing.parent_process().join()
+        if parent := multiprocessing.parent_process():
+            parent.join()
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()

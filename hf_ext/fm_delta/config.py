@@ -1,10 +1,10 @@
-"""What stands under `quantization_config` in the config.json of a compressed checkpoint."""
+"""The `quantization_config` in the config.json of a compressed checkpoint."""
 
 from hf_ext.integration.quantizer import DecodingConfig
 from hf_ext.storage.delta.folder import METHOD
 
 
 class FMDeltaConfig(DecodingConfig):
-    """Tells `from_pretrained` that the weights are differences from a base model. It takes what `DecodingConfig` takes."""
+    """The configuration by which `from_pretrained` recognizes compressed weights. See `DecodingConfig` for its arguments."""
 
     quant_method = METHOD

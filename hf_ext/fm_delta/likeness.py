@@ -1,4 +1,4 @@
-"""How near one checkpoint is to another, from a few values of each tensor."""
+"""An estimate of how well one checkpoint predicts another, from samples of each tensor."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.safetensors_file import Entry, RawTensor
 from hf_ext.storage.source import TensorSource, layer_of
 
-RUNS, LENGTH = 16, 64  # of a tensor 16 runs of 64 values are read, evenly spread: at most 8 KB
+RUNS, LENGTH = 16, 64  # from each tensor, 16 evenly spread runs of 64 values are read: at most 8 KB
 MANTISSA = {"F32": 23, "F16": 10, "BF16": 7, "F64": 52}  # bits below the exponent
 
 
 @dataclass(frozen=True)
 class Likeness:
-    """How well one checkpoint predicts another, the source; tensors that hold no floats do not count.
+    """An estimate of how well a checkpoint predicts another, the source. Counts only tensors of floats.
 
     Attributes:
-        shared: share of the source's parameters that the other has too, by name and shape.
-        agreement: share of those with the same sign and exponent in both; about 0.1 where the weights have nothing in common.
-        bits: estimate of what a parameter of the source takes as a difference; one that is not shared takes its full width.
-        same_layers: whether the stacks of layers that both have are equally high and wide.
+        shared: share of the source's parameters that the other checkpoint has too, by name and shape.
+        agreement: share of those that have the same sign and exponent in both; about 0.1 for unrelated weights.
+        bits: estimated bits per parameter of the source when stored as a difference; parameters that are not shared take their
+            full width.
+        same_layers: whether the stacks of layers that both have are equal in number and shape of layers.
     """
 
     shared: float
@@ -34,13 +35,13 @@ class Likeness:
 
 
 def likeness(src: TensorSource, other: TensorSource, least: float = 0.0) -> Likeness:
-    """Compares two checkpoints. Where less than the share `least` is shared nothing is read, and `agreement` is 0."""
+    """Compares two checkpoints. If they share less than `least`, reads no tensors, and `agreement` is 0."""
     names = [name for name in src.names() if src.entry(name).dtype in FLOATS]
     twins = {name: twin for name in names if (twin := other.twin_of(name)) and _comparable(src, name, other, twin)}
     total = sum(_count(src.entry(name)) for name in names)
     common = {name: min(_count(src.entry(name)), _count(other.entry(twin))) for name, twin in twins.items()}
     shared = sum(common.values())
-    bits = sum(8 * WIDTHS[src.entry(name).dtype] * (_count(src.entry(name)) - common.get(name, 0)) for name in names)
+    bits: float = sum(8 * WIDTHS[src.entry(name).dtype] * (_count(src.entry(name)) - common.get(name, 0)) for name in names)
     agreeing = 0.0
     if shared and shared >= least * total:
         for name, twin in twins.items():
@@ -53,7 +54,7 @@ def likeness(src: TensorSource, other: TensorSource, least: float = 0.0) -> Like
 
 
 def compare(tensor: RawTensor, prior: RawTensor, count: int) -> tuple[float, float]:
-    """Two tensors of floats by samples of their first `count` values, `prior` cast to the type of `tensor`.
+    """Compares two tensors of floats by samples of their first `count` values, with `prior` cast to the type of `tensor`.
 
     Returns:
         The share of values with the same sign and exponent, and the mean length in bits of the signed distance between them,
@@ -70,24 +71,26 @@ def compare(tensor: RawTensor, prior: RawTensor, count: int) -> tuple[float, flo
 
 
 def _sample(tensor: RawTensor, count: int) -> np.ndarray:
-    """The bytes of a tensor's first `count` values, or of evenly spread runs of them, where no more are read than these."""
+    """Returns the bytes of a tensor's first `count` values, or of evenly spread runs of them if there are many."""
     width = WIDTHS[tensor.dtype]
     values = tensor.data[: count * width].reshape(count, width)
     if count > RUNS * LENGTH:
         starts = np.linspace(0, count - LENGTH, RUNS).astype(np.int64)
         values = np.concatenate([values[start : start + LENGTH] for start in starts])
-    return values.copy().reshape(-1)  # the codec's cast reads whole values, which a file may hold at any address
+    return values.copy().reshape(-1)  # aligned, as the codec's cast requires
 
 
 def _ordered(values: np.ndarray) -> np.ndarray:
-    """The bits of floats as unsigned integers of the same order."""
+    """Returns the bits of floats as unsigned integers that sort in the same order."""
     sign = values.dtype.type(1 << (8 * values.itemsize - 1))
     return np.where(values & sign, ~values, values | sign)
 
 
 def _comparable(src: TensorSource, name: str, other: TensorSource, twin: str) -> bool:
-    """Whether these are the same parameter. Of resized embeddings the rows that both have are compared; a lone layer is the
-    twin of no other layer, though its names end alike."""
+    """Returns whether two tensors are the same parameter, perhaps with another number of rows (resized embeddings).
+
+    The names in a model of one layer have endings that fit every layer, so the numbers of the layers must be equal.
+    """
     entry, prior = src.entry(name), other.entry(twin)
     layers = [layer and layer[1] for layer in (layer_of(name), layer_of(twin))]
     alike = len(entry.shape) == len(prior.shape) and entry.shape[1:] == prior.shape[1:]
@@ -99,7 +102,7 @@ def _count(entry: Entry) -> int:
 
 
 def _as_high(names: Iterable[str], common: Iterable[str]) -> bool:
-    """Whether of each stack that has names in `common` all layers do. A stack that has none is a new head or tower."""
-    found = {layer for name in common if (layer := layer_of(name))}
-    stacks = {stack for stack, _ in found}
-    return all(layer in found for name in names if (layer := layer_of(name)) and layer[0] in stacks)
+    """Returns whether each stack with names in `common` has names of all its layers there. Other stacks are new heads."""
+    layers = {layer for name in common if (layer := layer_of(name))}
+    stacks = {stack for stack, _ in layers}
+    return all(layer in layers for name in names if (layer := layer_of(name)) and layer[0] in stacks)

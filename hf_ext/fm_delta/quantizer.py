@@ -1,4 +1,4 @@
-"""Loading: what Transformers calls for a checkpoint whose config.json says `fm_delta`."""
+"""Loading a compressed checkpoint with `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hf_ext.storage.delta.source import DeltaCheckpoint, open_delta
 
 
 class FMDeltaQuantizer(DecodingQuantizer):
-    """Decodes a compressed checkpoint while `from_pretrained` loads it; nothing of it stays on the model."""
+    """Decodes a compressed checkpoint while `from_pretrained` loads it. The loaded model is an ordinary one."""
 
     quantization_config: FMDeltaConfig
     plain = (
-        "FM-Delta is no way to load a plain checkpoint: to compress it, call hf_ext.fm_delta.enable(model, base) and "
-        "save the model."
+        "This checkpoint is plain: load it without an FMDeltaConfig. To compress it, call hf_ext.fm_delta.enable(model, base) "
+        "and save the model."
     )
     advice = "Run `hf-ext decompress` on the checkpoint first."
 

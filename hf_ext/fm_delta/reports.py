@@ -1,4 +1,4 @@
-"""What a compressed checkpoint consists of, as numbers, as a table, as a picture."""
+"""The report of a compressed checkpoint: the sizes of its tensors as numbers, a table and a picture."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ KINDS = {
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One tensor: `how` is "delta" (predicted by the base), "resized" (its first rows are), "alone" (coded without a base)
-    or "stored"; sizes in bytes."""
+    """One tensor; sizes are in bytes.
+
+    `how` is "delta" (predicted by the base), "resized" (its first rows are predicted), "alone" (coded without the base), or
+    "stored".
+    """
 
     name: str
     kind: str
@@ -41,7 +44,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """A compressed checkpoint; `str()` of it is a table. Bytes count whole files, headers included."""
+    """The report of a compressed checkpoint. `str()` gives a table. Sizes are those of whole files, headers included."""
 
     base: str
     revision: str | None
@@ -120,7 +123,7 @@ class CheckpointReport:
 
 
 def inspect(src: str | os.PathLike) -> CheckpointReport:
-    """Reads how a compressed folder (or file) is made up, without decoding and without its base.
+    """Returns the report of a compressed folder (or file), without decoding it and without its base.
 
     Raises:
         CorruptFileError: a file is not compressed, damaged or from a newer version.
@@ -162,7 +165,7 @@ def _kind(name: str) -> str:
 
 
 def _layer(name: str) -> str:
-    """The first number in a name, or what stands before the parameter's own name (and `dense`) where there is none."""
+    """Returns the first number in a name. Without a number, returns the module's name, apart from `dense`."""
     if number := re.search(r"\.(\d+)\.", name):
         return number[1]
     return "embedding" if _kind(name) == "embedding" else re.sub(r"(?<=.)(\.dense)?\.\w+$", "", name).split(".")[-1]

@@ -1,4 +1,4 @@
-"""Saving: a model that has been enabled writes compressed checkpoints through the calls people already make."""
+"""Saving compressed checkpoints with `save_pretrained`, `push_to_hub` and Trainer."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ logger = logging.get_logger(__name__)
 
 
 def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None = None) -> PreTrainedModel:
-    """Makes every save of this model compressed: `save_pretrained`, `push_to_hub`, and what Trainer saves.
+    """Makes a model save compressed checkpoints: in `save_pretrained`, in `push_to_hub`, and in Trainer.
 
-    Only this object changes (three attributes of the instance); `disable` undoes it. The model also learns to read compressed
-    weights in `load_state_dict`, which is how Trainer resumes and loads its best model.
+    Changes only this object (three attributes of the instance); `disable` undoes it. The model's `load_state_dict` then reads
+    compressed weights too, so that Trainer can resume and load its best model.
 
     Args:
         model: any PreTrainedModel that is not quantized.
-        base: folder or Hub id of the model it is fine-tuned from. Others can only load what you push if they can reach it.
-        revision: of the base on the Hub; the commit it leads to is recorded.
+        base: folder or Hub id of the model that it is fine-tuned from. Whoever loads a pushed checkpoint needs access to it.
+        revision: branch, tag or commit of the base on the Hub; the commit it leads to is recorded.
 
     Returns:
         The same model.
@@ -47,7 +47,7 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
     """
     if not isinstance(model, PreTrainedModel):
         raise CheckpointError(
-            f"enable takes a Transformers PreTrainedModel, not a {type(model).__name__}. For a PEFT model, pass its base_model."
+            f"enable takes a Transformers PreTrainedModel, not a {type(model).__name__}. For PEFT, pass get_base_model()."
         )
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
         raise CheckpointError("This model is quantized; only plain weights can be compressed.")
@@ -56,9 +56,9 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
     checkpoint = open_checkpoint(absolute(base), revision)
     names = model.state_dict().keys()
     if not any(checkpoint.twin_of(name) for name in names):
-        logger.warning(f"No tensor of {checkpoint} has a name that {type(model).__name__} knows: nothing will be saved by it.")
+        logger.warning(f"No tensor name of {checkpoint} matches {type(model).__name__}; is this the right base?")
     saving = CompressedSaving(model, checkpoint)
-    # All are plain objects on the instance, so that copies and pickles of the model carry them along.
+    # Plain objects on the instance, so that copies and pickles of the model keep them.
     model.save_pretrained = saving
     model.push_to_hub = PushToHub(model)
     model._fm_delta_hook = model.register_load_state_dict_pre_hook(saving.decode_state_dict)
@@ -66,7 +66,7 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes a model save plainly again; does nothing to one that was never enabled. Returns the same model."""
+    """Makes an enabled model save plain checkpoints again. Returns the same model."""
     if isinstance(model.__dict__.get("save_pretrained"), CompressedSaving):
         del model.save_pretrained
         model.__dict__.pop("push_to_hub", None)
@@ -75,7 +75,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class CompressedSaving(Saving):
-    """Lets the class's own method save, then compresses what it wrote."""
+    """Saves with the method of the model's class, then compresses the weights."""
 
     def __init__(self, model: PreTrainedModel, base: TensorSource):
         super().__init__(model)
@@ -88,7 +88,7 @@ class CompressedSaving(Saving):
         base = open_checkpoint(self.base, self.revision)
         if os.path.isdir(base.name) and folder.exists() and folder.samefile(base.name):
             raise CheckpointError(
-                f"{folder} is the folder of the base model; saving there would destroy what the save refers to."
+                f"{folder} is the folder of the base model, which the saved checkpoint needs. Save to another folder."
             )
         with staged_folder(folder) as stage:
             plain = stage / "plain"
@@ -101,22 +101,22 @@ class CompressedSaving(Saving):
             for path in written:
                 if path not in weights:
                     path.rename(stage / path.name)
-            if weights:  # with a PEFT adapter on the model only the adapter was saved
+            if weights:  # of a model with a PEFT adapter, Transformers saves only the adapter
                 write_with_card(plain_files(plain), base, stage, target=folder)
             for path in weights:
                 path.unlink()
             plain.rmdir()
         return names
 
-    def push(self, folder: Path, names: list[str], **options: Any) -> CommitInfo:
+    def push(self, folder: Path, names: list[str], *args: Any, **options: Any) -> CommitInfo:
         if os.path.isdir(self.base):
             logger.warning(
-                f"The base {self.base} is a local folder: others cannot load what is pushed. Enable with a Hub id instead."
+                f"The base {self.base} is a local folder: others cannot load the pushed checkpoint. Enable with a Hub id."
             )
-        return super().push(folder, names, **options)
+        return super().push(folder, names, *args, **options)
 
     def decode_state_dict(self, module: torch.nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:
-        """A `load_state_dict` pre-hook: replaces payloads by the tensors they stand for."""
+        """Replaces payloads in a state dict by the decoded tensors, as a pre-hook of `load_state_dict`."""
         base = None
         for key, value in state_dict.items():
             if not isinstance(value, torch.Tensor) or not is_payload(value):

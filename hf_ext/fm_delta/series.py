@@ -1,7 +1,7 @@
-"""The checkpoints of a training run, each stored as its difference from the base or from the next newer one.
+"""The checkpoints of a training run, each stored as its difference from the base or from the next newer checkpoint.
 
-The differences point from older to newer, as a Trainer deletes the oldest first and may save again over what it saved after
-the point it resumes from: so nothing that stays needs what goes. A checkpoint is replaced as a whole folder, by renaming.
+Older checkpoints depend on newer ones, because a Trainer deletes the oldest first. After resuming, it may also overwrite newer
+checkpoints; `secure` removes such dependencies. A checkpoint is replaced as a whole folder, by renaming.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LONGEST_CHAIN = 8  # checkpoints that are decoded to read one; each costs as muc
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """One checkpoint of a run; `base` is what it is stored against, None if it is plain. Bytes are those of the weights."""
+    """A checkpoint of a run. `base` is what it is stored against, None if it is plain; the sizes are those of the weights."""
 
     name: str
     base: str | None
@@ -45,7 +45,7 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True)
 class SeriesReport:
-    """The checkpoints of a run, oldest first; `str()` of it is a table."""
+    """The checkpoints of a run, oldest first. `str()` gives a table."""
 
     checkpoints: list[StoredCheckpoint]
 
@@ -84,15 +84,16 @@ def compress_series(
     """Compresses the weights of a run's `checkpoint-N` folders in place, each against the base or the next newer checkpoint,
     whichever makes it smaller. All other files stay as they are.
 
-    A checkpoint is decoded and checked before its plain weights go, and a kill leaves it plain or compressed; run again to go
-    on. What is compressed already stays so; checkpoints without safetensors weights (of an adapter alone) are left alone.
+    A checkpoint is decoded and checked before its plain weights are deleted. After a kill, each checkpoint is plain or
+    compressed, and the next call resumes. Skips checkpoints that are compressed already or have no safetensors weights (only an
+    adapter).
 
     Args:
         run: the `output_dir` of a Trainer, which must not be saving there.
         base: folder or Hub id of the model that the run started from.
-        revision: of the base on the Hub; the commit it leads to is recorded.
+        revision: branch, tag or commit of the base on the Hub; the commit it leads to is recorded.
         keep: names of checkpoints that stay plain.
-        until: the last step to look at.
+        until: the last step to compress.
 
     Raises:
         BaseModelError: the base, or a checkpoint that one depends on, cannot be read.
@@ -111,12 +112,12 @@ def compress_series(
 
 
 def inspect_series(run: str | os.PathLike) -> SeriesReport:
-    """Reads how the checkpoints of a run are stored, without decoding them.
+    """Returns how the checkpoints of a run are stored, without decoding them.
 
     Raises:
         CorruptFileError: the header of a file is damaged or from a newer version.
     """
-    found = []
+    stored = []
     for folder in checkpoints(Path(run)):
         paths = all_weights(folder)
         size = original = sum(path.stat().st_size for path in paths)
@@ -126,43 +127,45 @@ def inspect_series(run: str | os.PathLike) -> SeriesReport:
             original = sum(map(original_size, files))
             needed = needed_by(folder)
             base = needed.name if needed else base_of(files[0], folder)[0]
-        found.append(StoredCheckpoint(folder.name, base, original, size))
-    return SeriesReport(found)
+        stored.append(StoredCheckpoint(folder.name, base, original, size))
+    return SeriesReport(stored)
 
 
 def remove_checkpoint(folder: str | os.PathLike, rebase: bool = False) -> None:
     """Deletes a checkpoint of a run.
 
     Args:
-        folder: the `checkpoint-N`.
-        rebase: first stores the checkpoints that need this one against another.
+        folder: the folder `checkpoint-N`.
+        rebase: if other checkpoints need this one, store them against another base first.
 
     Raises:
-        CheckpointError: others need it and `rebase` is off, or it is no checkpoint.
-        BaseModelError: with `rebase`, something that those others need is missing.
+        CheckpointError: other checkpoints need it and `rebase` is off, or it is not a checkpoint.
+        BaseModelError: `rebase` is on, but a base that the other checkpoints need is missing.
     """
     folder = Path(folder).absolute()
     if not CHECKPOINT.fullmatch(folder.name) or not folder.is_dir():
-        raise CheckpointError(f"{folder} is no checkpoint of a run (a folder called checkpoint-N).")
+        raise CheckpointError(f"{folder} is not a checkpoint of a run; give a folder checkpoint-N.")
     run = folder.parent
     recover(run)
     others = [other for other in checkpoints(run) if other != folder]
     needing = [other for other in others if needed_by(other) == folder]
     if needing and not rebase:
         raise CheckpointError(
-            f"{folder} is needed to read {', '.join(other.name for other in needing)}. To delete it all the same, let these be "
-            "stored against another first: rebase=True (on the command line: --rebase)."
+            f"{folder} is needed to read {', '.join(other.name for other in needing)}. To delete it, store these "
+            "against another base first: rebase=True (on the command line: --rebase)."
         )
     for other in needing:
         store(other, root_of(other), newer_than(other, others))
     with stage_of(run) as stage:
-        folder.rename(stage / "removed")  # in one step: no half of it is ever found
+        folder.rename(stage / "removed")  # in one step, so that a kill leaves no part of it
 
 
 def secure(run: Path, step: int, best: str | None = None) -> None:
-    """Makes a run ready to be trained on from a step: stores against the base alone every checkpoint that needs one which a
-    Trainer may then overwrite, or delete first: a later one, or one that seems older by its folder's time, by which a Trainer
-    goes; and the best one, which a Trainer keeps the longest."""
+    """Prepares a run for resuming from a step: no checkpoint may need another that a Trainer overwrites or deletes before it.
+
+    Such checkpoints are later than the step, or older by the folder's time, which determines the order of deletion. The
+    best checkpoint is kept longest. All that depend on these in the wrong order are stored against the base alone.
+    """
     recover(run)
     for folder in checkpoints(run):
         needed = needed_by(folder)
@@ -174,8 +177,7 @@ def secure(run: Path, step: int, best: str | None = None) -> None:
 
 
 def store(folder: Path, root: TensorSource, newer: Path | None = None) -> None:
-    """Writes the weights of a checkpoint again, against the base `root` or the checkpoint `newer`, whichever makes them
-    smaller."""
+    """Rewrites the weights of a checkpoint against the base `root` or the checkpoint `newer`, whichever makes them smaller."""
     bases = {None: root} | ({f"../{newer.name}": open_checkpoint(newer)} if newer else {})
     sets = files_of(folder)
     with stage_of(folder.parent) as stage:
@@ -191,17 +193,17 @@ def store(folder: Path, root: TensorSource, newer: Path | None = None) -> None:
                 link(folder / CARD, out / CARD)
             write_with_card(sets, base, out, name, root=root)
         smallest = min(written, key=lambda out: sum(path.stat().st_size for path in all_weights(out)))
-        decode_all(open_files(smallest), written[smallest])  # before the plain weights go
+        decode_all(open_files(smallest), written[smallest])  # before the plain weights are deleted
         for path in other_files(folder, stage):
             if path not in (folder / CONFIG, folder / CARD):
                 link(path, smallest / path.relative_to(folder))
-        shutil.copystat(folder, smallest)  # a Trainer tells the oldest checkpoint by its folder's time
+        shutil.copystat(folder, smallest)  # a Trainer deletes checkpoints in the order of their folders' times
         folder.rename(stage / folder.name)
         smallest.rename(folder)
 
 
 def files_of(folder: Path) -> Sets:
-    """The original files of the weights, in the sets that are read together, whether they are compressed or not."""
+    """Returns the original files of the weights, compressed or not, in the sets that are read together."""
     if not is_compressed(folder):
         return plain_files(folder)
     files = open_files(folder)
@@ -211,23 +213,25 @@ def files_of(folder: Path) -> Sets:
 
 
 def checkpoints(run: Path, until: int | None = None) -> list[Path]:
-    """The checkpoints of a run with safetensors weights, oldest first, up to a step."""
+    """Returns the checkpoints of a run that have safetensors weights, up to a step, oldest first."""
     if not run.is_dir():
         return []
-    found = [path for path in run.iterdir() if CHECKPOINT.fullmatch(path.name) and path.is_dir() and all_weights(path)]
-    return sorted((path for path in found if until is None or step_of(path) <= until), key=step_of)
+    folders = [path for path in run.iterdir() if CHECKPOINT.fullmatch(path.name) and path.is_dir() and all_weights(path)]
+    return sorted((path for path in folders if until is None or step_of(path) <= until), key=step_of)
 
 
 def step_of(folder: Path) -> int:
-    return int(CHECKPOINT.fullmatch(folder.name)[1])
+    """Returns the step of a checkpoint, from its name."""
+    return int(folder.name.rpartition("-")[2])
 
 
 def is_compressed(folder: Path) -> bool:
+    """Returns whether the weights of a folder are compressed."""
     return any(KEY in SafetensorsFile(path).metadata for path in all_weights(folder)[:1])
 
 
 def needed_by(folder: Path) -> Path | None:
-    """The checkpoint beside this one that it is stored against; None if it needs none of them."""
+    """Returns the checkpoint of the same run that this one is stored against; None if there is none."""
     if not is_compressed(folder):
         return None
     name, _ = base_of(CompressedFile(all_weights(folder)[0]), folder)
@@ -236,17 +240,17 @@ def needed_by(folder: Path) -> Path | None:
 
 
 def newer_than(folder: Path, folders: list[Path]) -> Path | None:
-    """The checkpoint that this one may be stored against: the next of `folders`, unless that makes a chain too long."""
+    """Returns the next of `folders`, to store this one against; None if there is none or the chain would become too long."""
     newer = next((other for other in folders if step_of(other) > step_of(folder)), None)
     if newer is None or not in_order(folder, newer):
         return None
     needs = {other: needed_by(other) for other in folders}
 
     def chain(checkpoint: Path) -> list[Path]:
-        found = [checkpoint]
-        while (needed := needs.get(found[-1])) and needed not in found:
-            found.append(needed)
-        return found
+        links = [checkpoint]
+        while (needed := needs.get(links[-1])) and needed not in links:
+            links.append(needed)
+        return links
 
     before = max(links.index(folder) + 1 for links in map(chain, folders) if folder in links)
     after = chain(newer)
@@ -254,7 +258,7 @@ def newer_than(folder: Path, folders: list[Path]) -> Path | None:
 
 
 def in_order(older: Path, newer: Path) -> bool:
-    """Whether a Trainer deletes the older one first: it sorts by time and, where that is the same, by name."""
+    """Returns whether a Trainer deletes `older` first. It sorts by time, and by name if the times are equal."""
     return (os.path.getmtime(older), older.name) < (os.path.getmtime(newer), newer.name)
 
 
@@ -263,14 +267,14 @@ def open_root(run: Path, base: str | os.PathLike, revision: str | None = None) -
     folder = Path(os.path.realpath(base))
     if os.path.isdir(base) and CHECKPOINT.fullmatch(folder.name) and folder.parent == run.resolve():
         raise CheckpointError(
-            f"The base {base} is a checkpoint of the run itself, which may be deleted; give the model that was fine-tuned."
+            f"The base {base} is a checkpoint of the run itself, which may be deleted. Give the model that was fine-tuned."
         )
     return open_checkpoint(absolute(base), revision)
 
 
 def root_of(folder: Path) -> TensorSource:
-    """The plain base at the end of the chain of a compressed checkpoint."""
-    checkpoint = open_checkpoint(folder)
+    """Returns the plain base at the end of a compressed checkpoint's chain."""
+    checkpoint: TensorSource = open_checkpoint(folder)
     while isinstance(checkpoint, DeltaCheckpoint):
         checkpoint = checkpoint.base
     return checkpoint
@@ -278,7 +282,7 @@ def root_of(folder: Path) -> TensorSource:
 
 @contextlib.contextmanager
 def stage_of(run: Path) -> Iterator[Path]:
-    """A folder in a run to write into, that is gone afterwards."""
+    """Yields a temporary folder in a run."""
     stage = run / STAGE
     try:
         shutil.rmtree(stage, ignore_errors=True)
@@ -291,7 +295,7 @@ def stage_of(run: Path) -> Iterator[Path]:
 
 
 def recover(run: Path) -> None:
-    """Puts back a checkpoint that was on its way to be replaced when the process was killed, and clears the rest."""
+    """Restores a checkpoint whose replacement was interrupted by a kill, and removes temporary files."""
     stage = run / STAGE
     if stage.is_dir():
         for old in stage.iterdir():

@@ -1,9 +1,9 @@
-"""Training: a callback that keeps the checkpoints of a run compressed, and lets a Trainer resume from any of them."""
+"""Callbacks that keep the checkpoints of a training run compressed, and let a Trainer resume from them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +34,18 @@ class CompressCheckpoints(TrainerCallback):
     trainer = Trainer(model, args, callbacks=[fm_delta.CompressCheckpoints()], …)
     ```
 
-    While the training runs, its newest and its best checkpoint stay plain; the others are compressed as newer ones are saved,
-    and all are when it ends. `save_total_limit` works, and the model learns to read compressed weights in `load_state_dict`, so
-    `resume_from_checkpoint` takes any checkpoint of the run. Checkpoints of an adapter alone are left as they are.
+    During the training, its newest and its best checkpoint stay plain; each save compresses the others. The end of the training
+    compresses all. `save_total_limit` works, and `resume_from_checkpoint` takes any checkpoint of the run, because the model's
+    `load_state_dict` reads compressed weights. Checkpoints that hold only an adapter stay as they are.
 
     Args:
-        base: folder or Hub id of the model that is fine-tuned; by default where it was loaded from.
-        revision: of the base on the Hub; the commit it leads to is recorded.
+        base: folder or Hub id of the model that is fine-tuned; defaults to the name that it was loaded from.
+        revision: branch, tag or commit of the base on the Hub; the commit it leads to is recorded.
 
     Raises from `Trainer.train`, before the first step:
         BaseModelError: the base cannot be read.
-        CheckpointError: there is no `base` and the model does not know where it came from; or `fm_delta.enable` compresses its
-            saves already.
+        CheckpointError: there is no `base`, and the model was not loaded from a folder or the Hub; or `fm_delta.enable`
+            compresses its saves already.
     """
 
     def __init__(self, base: str | os.PathLike | None = None, revision: str | None = None):
@@ -59,13 +59,13 @@ class CompressCheckpoints(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs: Any):
         if isinstance(getattr(model, "__dict__", {}).get("save_pretrained"), CompressedSaving):
             raise CheckpointError(
-                "This model saves itself compressed already. Call fm_delta.disable(model), or do without CompressCheckpoints."
+                "fm_delta.enable compresses this model's saves already. Call fm_delta.disable(model), or omit this callback."
             )
         if hasattr(model, "peft_config") and self.base is None:
-            return  # its checkpoints hold the adapter alone
+            return  # its checkpoints hold only the adapter
         base = self.base or getattr(model, "name_or_path", None)
         if not base:
-            raise CheckpointError("The model was not loaded from anywhere: give CompressCheckpoints the base= it started from.")
+            raise CheckpointError("The model was not loaded from a folder or the Hub. Give CompressCheckpoints its base=.")
         # The working directory may change.
         self.base = absolute(base)
         if self.revision is None and self.base == getattr(model, "name_or_path", None):
@@ -77,18 +77,18 @@ class CompressCheckpoints(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         if args.should_save:
             best = state.best_model_checkpoint
-            self._compress(args, state, keep={f"checkpoint-{state.global_step}", best and Path(best).name})
+            self._compress(args, state, keep={f"checkpoint-{state.global_step}", Path(best or "").name})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         on_one(args, lambda: self._compress(args, state))
 
-    def _compress(self, args: TrainingArguments, state: TrainerState, keep: set = frozenset()) -> None:
+    def _compress(self, args: TrainingArguments, state: TrainerState, keep: Collection[str] = ()) -> None:
         run = Path(args.output_dir)
         if self.base is None or not checkpoints(run, state.global_step):
             return
         try:
             compress_series(run, self.base, self.revision, keep, state.global_step)
-        except HfExtError as error:  # no reason to lose a training: what is not compressed is plain
+        except HfExtError as error:  # the training goes on; these checkpoints stay plain
             logger.warning(f"The checkpoints in {run} are not all compressed: {error}")
 
 
@@ -113,12 +113,12 @@ class ResumeCompressed(TrainerCallback):
 
 
 class DecodeStateDict:
-    """A `load_state_dict` pre-hook: replaces payloads by the tensors they stand for. It is a plain object, so that copies and
-    pickles of the model carry it along.
+    """Replaces payloads in a state dict by the decoded tensors, as a pre-hook of `load_state_dict`.
+
+    It is a plain object, so that copies and pickles of the model keep it.
 
     Args:
-        run: where the checkpoints are. A state dict does not say which of them it was read from, but each payload has a
-            checksum of its own.
+        run: folder of the checkpoints. A state dict does not record which of them it was read from, so payloads are compared.
     """
 
     def __init__(self, run: Path):
@@ -139,15 +139,15 @@ class DecodeStateDict:
             state_dict[names[name]] = tensor.to_torch()
 
     def _holder(self, payloads: dict[str, np.ndarray]) -> Path:
-        """The checkpoint that these payloads stand in."""
+        """Returns the checkpoint that these payloads were read from."""
         for folder in filter(_seems_compressed, checkpoints(self.run)):
             files = [CompressedFile(path) for path in all_weights(folder)]
             stored = {name: file.payload(name) for file in files for name in file.original}
             if all(name in stored and np.array_equal(stored[name], data) for name, data in payloads.items()):
                 return folder
         raise CheckpointError(
-            f"The weights to be loaded are compressed, and of no checkpoint in {self.run}. Run `hf-ext decompress` on their "
-            "folder first."
+            f"The weights to load are compressed, but are not those of a checkpoint in {self.run}. Run `hf-ext decompress` on "
+            "their folder first."
         )
 
 
@@ -160,7 +160,7 @@ def _seems_compressed(folder: Path) -> bool:
 
 
 def on_one(args: TrainingArguments, work: Callable[[], Any]) -> None:
-    """Does what changes folders in one process, while the others wait."""
+    """Runs work that changes folders in one process, while the others wait."""
     PartialState().wait_for_everyone()
     try:
         if args.should_save:

@@ -1,7 +1,7 @@
-"""Model cards: the README.md of an artifact, with the metadata of the Hub and the artifact's own figures.
+"""Model cards: the README.md of an artifact, with metadata for the Hub and the artifact's own figures.
 
-A card is written from the template of its kind in model_cards/ and ends in a mark with a checksum. One that still has it is
-written anew at the next save; one that anybody has changed is theirs, and stays.
+A card is made from a template in model_cards/ and ends in a mark with a checksum. A save replaces a card whose checksum still
+matches. A card that anybody changed is a user's card, and is never overwritten.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from hf_ext.storage.layout import CONFIG, read_config
 
 CARD = "README.md"
 MARK = re.compile(r"<!-- hf_ext (?P<kind>\w+) (?P<checksum>[0-9a-f]{16}): [^<>]*-->")
-LICENCE = ("license", "license_name", "license_link")
-# What Transformers and PEFT put into cards by themselves: PEFT at every save, also into cards that it finds.
+LICENSE = ("license", "license_name", "license_link")
+# Transformers and PEFT write these into cards by themselves. PEFT does so at every save, into existing cards too.
 PEFT_METADATA = {"base_model", "library_name", "tags"}
 THEIR_LINES = re.compile(
     r"### Framework versions|- PEFT \d[\w.+]*|This is the model card of a 🤗 transformers model that has been pushed on "
     r"the Hub\. This model card has been automatically generated\."
 )
-NO_TASKS = {"text2text-generation"}  # which the Hub has given up
-ADAPTER_TASKS = {  # of PEFT: the Hub's, and the class that loads the base
+NO_TASKS = {"text2text-generation"}  # removed from the Hub
+#: PEFT's types of task: the Hub's `pipeline_tag`, and the class that loads the base.
+ADAPTER_TASKS: dict[str | None, tuple[str | None, str]] = {
     "CAUSAL_LM": ("text-generation", "AutoModelForCausalLM"),
     "SEQ_2_SEQ_LM": (None, "AutoModelForSeq2SeqLM"),
     "SEQ_CLS": ("text-classification", "AutoModelForSequenceClassification"),
@@ -56,16 +57,17 @@ def model_card(
     licensed_by: Sequence[str | os.PathLike | None] | None = None,
     **figures: Any,
 ) -> ModelCard:
-    """A card, with its mark.
+    """Returns a card with its mark.
 
     Args:
         kind: name of the template.
-        bases: folders or Hub ids of the models that this one is made of. Only ids get into the metadata, as the Hub takes no
-            others.
-        relation: to these, as the Hub has it: "finetune", "adapter", "merge" or "quantized".
+        bases: folders or Hub ids of the models that this one is made from. The metadata name those with a Hub id.
+        relation: to the bases, in the Hub's words: "finetune", "adapter", "merge" or "quantized".
+        library: name of the library that loads the artifact.
+        tags: for the metadata.
         task: the Hub's `pipeline_tag`.
-        licensed_by: whose cards say the licence, if not the bases'.
-        figures: what the template shows.
+        licensed_by: models whose cards name the license; by default the bases.
+        figures: values for the template.
     """
     ids = list(dict.fromkeys(origin for base in bases if (origin := origin_of(base))))
     data = ModelCardData(
@@ -74,25 +76,28 @@ def model_card(
         library_name=library,
         pipeline_tag=task,
         tags=sorted({*tags}),
-        **licence(bases if licensed_by is None else licensed_by),
+        **license_of(bases if licensed_by is None else licensed_by),
     )
     card = ModelCard.from_template(data, template_str=_template(kind), **figures)
     return _marked(card, kind)
 
 
 def write_card(folder: Path, card: ModelCard, target: Path | None = None) -> bool:
-    """Writes a folder's card, unless one of the user's is there; returns whether it did.
+    """Writes a folder's card unless the folder has a user's card. Returns whether it did.
 
     Args:
-        target: where the folder's files are to go, if elsewhere. If one of the user's is there, the folder is left without.
+        folder: the folder to write into.
+        card: the card.
+        target: the folder that the files of `folder` will go to, if it is another one. If it has a user's card, no card is
+            written.
     """
     if not is_free(folder / CARD):
         return False
     if target is not None and not is_free(target / CARD):
         (folder / CARD).unlink(missing_ok=True)
         return False
-    peft = card.data.library_name == "peft"  # whose card has the tags of the model, and that of the base, be it a folder
-    for place in (folder, target):  # tags of a card that nobody has filled in may be the user's all the same
+    peft = card.data.get("library_name") == "peft"  # PEFT's card has the model's tags, and one of the base, even of a folder
+    for place in (folder, target):  # the tags of an empty card may still be the user's
         if place is not None and (peft and place is folder or is_bare(place / CARD)):
             tags = _tags(metadata_of(place) or {})
             kept = [tag for tag in tags if not tag.startswith("base_model:") or peft and hub_id(tag.split(":", 2)[-1])]
@@ -102,44 +107,43 @@ def write_card(folder: Path, card: ModelCard, target: Path | None = None) -> boo
 
 
 def tag_card(folder: Path, tags: Iterable[str]) -> None:
-    """Adds tags to a folder's card, if it is one of this package's."""
+    """Adds tags to a folder's card if it is a generated one."""
     if is_ours(folder / CARD):
         card = _tagged(ModelCard.load(folder / CARD), tags)
         write_atomically(folder / CARD, card.save)
 
 
 def outdated(folder: Path) -> list[Path]:
-    """The card of a folder into which something without one is written, if it is one of this package's; relative to it."""
+    """Returns the generated card to remove when other files replace those of a folder, relative to it."""
     return [Path(CARD)] if is_ours(folder / CARD) else []
 
 
 def is_free(path: Path) -> bool:
-    """Whether nothing of the user's is lost when a card is written over: there is none, or it is one of this package's as
-    it was written, or one of Transformers' or PEFT's in which nothing was filled in."""
+    """Returns whether a card may be overwritten: there is none, or it is a generated one, or an empty one of Transformers or
+    PEFT."""
     return not os.path.lexists(path) or is_ours(path) or is_bare(path)
 
 
 def may_be_pushed(folder: Path, repo_id: str, revision: str | None = None, token: str | bool | None = None) -> bool:
-    """Whether the card of a folder may take the place of the one in a repository: unless that is the user's. One of this
-    package's gets the other's tags."""
+    """Returns whether a folder's card may replace the one in a repository, which must not be a user's. Copies its tags."""
     try:
-        there = Path(hf_hub_download(repo_id, CARD, revision=revision, token=token))
+        remote = Path(hf_hub_download(repo_id, CARD, revision=revision, token=token))
     except (EntryNotFoundError, RevisionNotFoundError):
         return True
-    if is_free(there):
-        tag_card(folder, _tags(metadata_of(there.parent) or {}))
-    return is_free(there)
+    if is_free(remote):
+        tag_card(folder, _tags(metadata_of(remote.parent) or {}))
+    return is_free(remote)
 
 
 def is_ours(path: Path, kind: str | None = None) -> bool:
-    """Whether a card is one of this package's (and of this kind), and as it was written."""
+    """Returns whether a card was generated by this package, of this kind if one is given, and not changed since."""
     metadata, text = _read(path) or ({}, "")
     mark = MARK.search(text)
     return mark is not None and mark["checksum"] == _checksum(metadata, text) and kind in (None, mark["kind"])
 
 
 def is_bare(path: Path) -> bool:
-    """Whether a card is one of Transformers' or PEFT's that nobody has filled in, but for tags; or has nothing in it at all."""
+    """Returns whether a card is an unchanged template of Transformers or PEFT, apart from tags, or has no content."""
     metadata, text = _read(path) or ({"unreadable": True}, "")
     if MARK.search(text):
         return False
@@ -151,31 +155,32 @@ def is_bare(path: Path) -> bool:
     filled.pop("tags", None)
     if metadata.get("library_name") == "peft":
         theirs = {"pipeline_tag": "text-generation", "base_model": filled.get("base_model")}
-        if f"base_model:adapter:{theirs['base_model']}" not in _tags(metadata):  # which PEFT adds when it fills in the base
+        if f"base_model:adapter:{theirs['base_model']}" not in _tags(metadata):  # PEFT adds this tag with the base
             del theirs["base_model"]
         filled = {key: value for key, value in filled.items() if (key, value) not in theirs.items()}
     return not filled and _lines(text) == _lines(ModelCard.from_template(ModelCardData()).text)
 
 
 def metadata_of(name: str | os.PathLike | None) -> dict[str, Any] | None:
-    """The metadata of a model's card; None if none is at hand, in the folder or in the cache of the Hub."""
-    path = None
+    """Returns the metadata of a model's card; None if neither the folder nor the Hub's cache has the card."""
+    path: object = None
     if name and os.path.isdir(name):
         path = Path(name, CARD)
-    elif found := hub_id(name):
-        path = try_to_load_from_cache(found, CARD)
-    read = _read(Path(path)) if isinstance(path, str | Path) else None
-    return None if read is None else read[0]
+    elif repository := hub_id(name):
+        path = try_to_load_from_cache(repository, CARD)
+    card = _read(Path(path)) if isinstance(path, str | Path) else None
+    return None if card is None else card[0]
 
 
-def licence(models: Iterable[str | os.PathLike | None]) -> dict[str, Any]:
-    """The licence that the cards of all these models name, as metadata; nothing if one is not at hand or names another."""
-    found = [{key: data[key] for key in LICENCE if data.get(key)} for data in (metadata_of(name) or {} for name in models)]
-    return found[0] if found and all(one == found[0] for one in found) else {}
+def license_of(models: Iterable[str | os.PathLike | None]) -> dict[str, Any]:
+    """Returns the license that the cards of all these models name, as metadata; an empty dict if they do not agree."""
+    cards = [metadata_of(name) or {} for name in models]
+    licenses = [{key: data[key] for key in LICENSE if data.get(key)} for data in cards]
+    return licenses[0] if licenses and all(license == licenses[0] for license in licenses) else {}
 
 
 def hub_id(name: str | os.PathLike | None) -> str | None:
-    """A name, if it can be that of a repository on the Hub; None of a folder."""
+    """Returns a name if it is valid for a repository on the Hub and no such folder exists; else None."""
     if not isinstance(name, str) or not name or os.path.exists(name):
         return None
     try:
@@ -202,12 +207,12 @@ def origin_of(name: str | os.PathLike | None) -> str | None:
 
 
 def name_in_text(name: str | os.PathLike) -> str:
-    """How a card calls a model: by its id, or by the name of its folder, without the way there."""
+    """Returns the name of a model for the text of a card: its Hub id, or its folder's name without the path."""
     return f"`{hub_id(name) or os.path.basename(os.path.normpath(name))}`"
 
 
 def task_of(config: dict[str, Any]) -> str | None:
-    """The Hub's `pipeline_tag` of a model with this config.json, by its class."""
+    """Returns the Hub's `pipeline_tag` for the class of a model with this config.json."""
     try:
         from transformers.modelcard import TASK_MAPPING
     except ImportError:  # cards are written without Transformers too
@@ -228,8 +233,14 @@ def adapter_card(
     trained_class: str | None = None,
     **figures: Any,
 ) -> ModelCard:
-    """A card of an adapter of this PEFT type of task, whose template shows the base and how to load both. Without a type, the
-    class of the model that was trained says how."""
+    """Returns the card of an adapter. Its template shows how to load the base and the adapter.
+
+    Args:
+        kind, tags, figures: as in `model_card`.
+        base: folder or Hub id of the base.
+        task_type: PEFT's type of task, which determines the class that loads the base.
+        trained_class: class of the model that was trained, used if there is no `task_type`.
+    """
     trained = {"architectures": [trained_class] if trained_class else []}
     task, base_class = ADAPTER_TASKS.get(task_type) or (task_of(trained), class_of(trained))
     text = name_in_text(base) if base else "its base"
@@ -238,7 +249,7 @@ def adapter_card(
 
 
 def class_of(config: dict[str, Any]) -> str:
-    """The class of Transformers that loads a model with this config.json."""
+    """Returns the class of Transformers that loads a model with this config.json."""
     try:
         import transformers
     except ImportError:
@@ -247,26 +258,29 @@ def class_of(config: dict[str, Any]) -> str:
 
 
 def _tagged(card: ModelCard, tags: Iterable[str]) -> ModelCard:
-    """One of this package's cards, with these tags too."""
-    card.data.tags = sorted({*_tags(card.data.to_dict()), *tags})
-    return _marked(card, MARK.search(card.text)["kind"])
+    """Returns a generated card with these tags added."""
+    card.data["tags"] = sorted({*_tags(card.data.to_dict()), *tags})
+    mark = MARK.search(card.text)
+    assert mark is not None
+    return _marked(card, mark["kind"])
 
 
 def _marked(card: ModelCard, kind: str) -> ModelCard:
+    """Returns a card with the mark of its contents at the end."""
     checksum = _checksum(card.data.to_dict(), card.text)
-    mark = f"<!-- hf_ext {kind} {checksum}: written anew at every save, until somebody changes this card -->"
+    mark = f"<!-- hf_ext {kind} {checksum}: replaced at every save until somebody changes this card -->"
     card.text = f"\n{MARK.sub('', card.text).strip()}\n\n{mark}\n"
     return card
 
 
 def _template(kind: str) -> str:
-    """Of an installed package, or of a checkout, where the templates stand at the top."""
+    """Returns a template, from the installed package or from the folder model_cards of a checkout."""
     installed = files("hf_ext").joinpath("model_cards", f"{kind}.md")
     return (installed if installed.is_file() else Path(__file__).parents[2] / "model_cards" / f"{kind}.md").read_text("utf-8")
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str] | None:
-    """Metadata and text of a card; None if there is none that can be read."""
+    """Returns metadata and text of a card; None if it cannot be read."""
     try:
         text = path.read_text("utf-8-sig")
         block = REGEX_YAML_BLOCK.search(text)
@@ -277,18 +291,19 @@ def _read(path: Path) -> tuple[dict[str, Any], str] | None:
 
 
 def _tags(metadata: dict[str, Any]) -> list[str]:
-    """Which YAML may have made a single text, or numbers."""
+    """Returns the tags of a card as texts. In YAML, they may be a single text, or numbers."""
     tags = metadata.get("tags") or []
     return [str(tag) for tag in (tags if isinstance(tags, list) else [tags]) if tag is not None]
 
 
 def _checksum(metadata: dict[str, Any], text: str) -> str:
-    """Of what is the writer's in a card: not of what PEFT changes, nor of spaces at line ends and blank lines."""
+    """Returns a checksum of a card, without the parts that PEFT changes, spaces at line ends, and blank lines."""
     own = {key: value for key, value in metadata.items() if metadata.get("library_name") != "peft" or key not in PEFT_METADATA}
     content = json.dumps([own, _lines(text)], sort_keys=True, default=str)
     return xxhash.xxh3_64_hexdigest(content.encode())
 
 
 def _lines(text: str) -> list[str]:
+    """Returns the lines of a card that are not blank, not the mark, and not written by PEFT or Transformers on their own."""
     lines = (line.rstrip() for line in text.splitlines())
     return [line for line in lines if line and not MARK.fullmatch(line) and not THEIR_LINES.fullmatch(line)]

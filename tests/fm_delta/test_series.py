@@ -279,7 +279,7 @@ def test_one_that_others_need_is_deleted_only_after_they_are_stored_anew(tmp_pat
 def test_only_checkpoints_are_deleted(tmp_path):
     run = write_run(tmp_path, (1,))
     for folder in (run, tmp_path / "base", run / "checkpoint-2", run / "checkpoint-1/config.json"):
-        with pytest.raises(CheckpointError, match="is no checkpoint of a run"):
+        with pytest.raises(CheckpointError, match="is not a checkpoint of a run"):
             fm_delta.remove_checkpoint(folder)
 
 

@@ -244,11 +244,11 @@ def test_a_base_that_cannot_serve_is_refused_before_the_first_step(tmp_path, bas
     def begin(model, *arguments, out="out"):
         train(model, tmp_path / out, callbacks=[fm_delta.CompressCheckpoints(*arguments)], **OPTIONS)
 
-    with pytest.raises(CheckpointError, match="give CompressCheckpoints the base="):
+    with pytest.raises(CheckpointError, match="Give CompressCheckpoints its base="):
         begin(bert())
     with pytest.raises(BaseModelError, match="no/such"):
         begin(bert(), "no/such")
-    with pytest.raises(CheckpointError, match="saves itself compressed already"):
+    with pytest.raises(CheckpointError, match="compresses this model's saves already"):
         begin(fm_delta.enable(model_of(base), base))
     assert not checkpoints(tmp_path / "out")
     begin(bert(), base)
@@ -260,7 +260,7 @@ def test_a_base_that_cannot_serve_is_refused_before_the_first_step(tmp_path, bas
 
 def test_weights_of_another_run_are_not_taken_for_this_ones(tmp_path, base):
     train_compressed(base, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="of no checkpoint in .*elsewhere.*hf-ext decompress"):
+    with pytest.raises(CheckpointError, match="not those of a checkpoint in .*elsewhere.*hf-ext decompress"):
         train_compressed(base, tmp_path / "elsewhere", resume=str(tmp_path / "out/checkpoint-4"))
 
 

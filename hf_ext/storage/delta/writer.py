@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Written(NamedTuple):
-    """What the compressed files record: the base, and of each set of files the digest of its tensors."""
+    """The contents of the records of compressed files: the base, and a digest of the tensors of each set of files."""
 
     base: BaseInfo
     digests: list[str]
