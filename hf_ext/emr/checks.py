@@ -33,11 +33,11 @@ def require_one_architecture(base_config: dict, sources: Mapping[str, TaskInput]
                 f"Task '{task}' is a {source.config['model_type']} model, the base is {base_config['model_type']}. Merge "
                 "fine-tunes of one base, and give that base."
             )
-        found, expected = source.config.get("architectures"), sources[reference].config.get("architectures")
-        if found and expected and found != expected:
+        architectures, expected = source.config.get("architectures"), sources[reference].config.get("architectures")
+        if architectures and expected and architectures != expected:
             raise CheckpointError(
-                f"Task '{task}' has architectures {found}, task '{reference}' {expected}: one model cannot switch between "
-                "them. Merge checkpoints of one class."
+                f"Task '{task}' has architectures {architectures}, task '{reference}' {expected}: one model cannot "
+                "switch between them. Merge checkpoints of one class."
             )
 
 

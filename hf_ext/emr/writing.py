@@ -109,22 +109,22 @@ class MergeWriter:
         twin, entry = self.base.twin_of(name), self.sources[task].tensors.entry(name)
         if twin is None or entry.dtype not in FLOATS or self.base.entry(twin).dtype not in FLOATS or not math.prod(entry.shape):
             return False
-        shape, found = self.base.entry(twin).shape, entry.shape
-        if shape != found:
-            in_layer = layer_of(name) is not None and found[:1] != (labels(self.sources[task].config),)
-            if len(shape) != len(found) or shape[1:] != found[1:] or in_layer:
+        base_shape, shape = self.base.entry(twin).shape, entry.shape
+        if base_shape != shape:
+            in_layer = layer_of(name) is not None and shape[:1] != (labels(self.sources[task].config),)
+            if len(base_shape) != len(shape) or base_shape[1:] != shape[1:] or in_layer:
                 raise CheckpointError(
-                    f"Tensor '{name}' of task '{task}' is {list(found)}, but {list(shape)} in the base {self.base}: these are "
-                    "models of different sizes. Give the base that all tasks were fine-tuned from."
+                    f"Tensor '{name}' of task '{task}' is {list(shape)}, but {list(base_shape)} in the base {self.base}: these "
+                    "are models of different sizes. Give the base that all tasks were fine-tuned from."
                 )
             # With as many rows as words, it is a resized embedding. Otherwise it is a head for other labels.
-            if shape[0] != self._words or found[0] != vocabulary(self.sources[task].config):
+            if base_shape[0] != self._words or shape[0] != vocabulary(self.sources[task].config):
                 return False
-        if others := self.voters[name]:
-            dtype = self.sources[others[0]].tensors.entry(name).dtype
+        if voters := self.voters[name]:
+            dtype = self.sources[voters[0]].tensors.entry(name).dtype
             if dtype != entry.dtype:
                 raise CheckpointError(
-                    f"Tensor '{name}' is {entry.dtype} in task '{task}' and {dtype} in '{others[0]}'. Save all in one type."
+                    f"Tensor '{name}' is {entry.dtype} in task '{task}' and {dtype} in '{voters[0]}'. Save all in one type."
                 )
         return True
 
@@ -170,8 +170,8 @@ class MergeWriter:
             end = min(begin + CHUNK, values)
             prior = cast(base.data[begin * base_width : end * base_width], base.dtype, dtype)
             parts = [_padded(tensor.data[begin * width : end * width], prior, dtype) for tensor in tensors]
-            found, added = self.elect(dtype, prior, parts, elected[begin * width : end * width], threads)
-            masks[:, begin // 8 : election.mask_bytes(end)] = found
+            chunk_masks, added = self.elect(dtype, prior, parts, elected[begin * width : end * width], threads)
+            masks[:, begin // 8 : election.mask_bytes(end)] = chunk_masks
             for field in SUM_NAMES:
                 sums[field] += added[field]
             self.base.release(twin, begin * base_width, end * base_width)

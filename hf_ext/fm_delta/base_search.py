@@ -132,17 +132,17 @@ def find_base(src: str | os.PathLike, candidates: Iterable[str | os.PathLike] | 
     except BaseModelError as error:
         raise CheckpointError(f"The base of {src} cannot be searched for: {error}") from error
     source.read_sparsely()
-    found = [_examine(source, name, None, name, f"named in {where}") for name, where in _declared(src)]
-    if all(candidate.verdict != "sure" for candidate in found):
+    examined = [_examine(source, name, None, name, f"named in {where}") for name, where in _declared(src)]
+    if all(candidate.verdict != "sure" for candidate in examined):
         places = _cached() if candidates is None else ((name := os.fspath(given), None, name) for given in candidates)
-        known = {(candidate.name, candidate.revision) for candidate in found}
-        found += [
+        known = {(candidate.name, candidate.revision) for candidate in examined}
+        examined += [
             _examine(source, *place)
             for place in dict.fromkeys(places)
             if not _is_same(src, place[2]) and (place[0], place[1]) not in known
         ]
-    found.sort(key=lambda candidate: (VERDICTS.index(candidate.verdict), candidate.bits or 0))
-    return BaseReport(str(src), found)
+    examined.sort(key=lambda candidate: (VERDICTS.index(candidate.verdict), candidate.bits or 0))
+    return BaseReport(str(src), examined)
 
 
 def _declared(src: Path) -> Iterator[tuple[str, str]]:
@@ -185,28 +185,28 @@ def _examine(source: Checkpoint, name: str, revision: str | None, place: str, no
     try:
         other = open_plain(place)
         other.read_sparsely()
-        found = likeness(source, other, LIKELY_SHARE)
+        measured = likeness(source, other, LIKELY_SHARE)
         kinds = [read_config(checkpoint.paths[0].parent / CONFIG).get("model_type") for checkpoint in (source, other)]
     except HfExtError as error:
         return Candidate(name, revision, "unreadable", str(error))
-    verdict, why = _judge(found, *kinds)
+    verdict, why = _judge(measured, *kinds)
     why = f"{note}: {why}" if note else why
-    return Candidate(name, revision or other.revision, verdict, why, found.bits, found.agreement, found.shared)
+    return Candidate(name, revision or other.revision, verdict, why, measured.bits, measured.agreement, measured.shared)
 
 
-def _judge(found: Likeness, kind: str | None, other: str | None) -> tuple[str, str]:
+def _judge(measured: Likeness, kind: str | None, other: str | None) -> tuple[str, str]:
     """Returns the verdict and its reason, for checkpoints of these `model_type`s."""
-    if found.shared < LIKELY_SHARE:
+    if measured.shared < LIKELY_SHARE:
         return "no", "most tensors have other names or shapes"
-    if found.agreement < LIKELY_AGREEMENT:
+    if measured.agreement < LIKELY_AGREEMENT:
         return "no", "same shapes, other weights"
     if kind != other and None not in (kind, other):
         return "likely", f"the weights agree, but it is of type {other}, not {kind}"
-    if not found.same_layers:
+    if not measured.same_layers:
         return "likely", "the weights agree, but its layers differ in number or shape"
-    if found.shared < SURE_SHARE:
+    if measured.shared < SURE_SHARE:
         return "likely", "the weights agree, but many tensors have no counterpart"
-    if found.agreement < SURE_AGREEMENT:
+    if measured.agreement < SURE_AGREEMENT:
         return "likely", "the weights agree in part"
     return "sure", "the weights agree"
 

@@ -153,8 +153,8 @@ def _move(model: PreTrainedModel, source: TensorSource, text: dict, settings: di
     """Returns the changes besides the weights, after checking that they are possible."""
     own = model.config.to_dict()
     kinds = own.get("model_type"), text.get("model_type")
-    found = type(model.config).from_dict(dict(text)).to_dict() | {"dtype": own.get("dtype")}
-    differs = ("model_type", *kinds) if kinds[0] != kinds[1] else difference(own, found)
+    new = type(model.config).from_dict(dict(text)).to_dict() | {"dtype": own.get("dtype")}
+    differs = ("model_type", *kinds) if kinds[0] != kinds[1] else difference(own, new)
     if differs:
         key, here, there = differs
         raise CheckpointError(
@@ -162,7 +162,7 @@ def _move(model: PreTrainedModel, source: TensorSource, text: dict, settings: di
             "checkpoint with from_pretrained."
         )
     before = model.generation_config.to_dict() if model.can_generate() else None
-    return move_between(model, (own, found), (before, settings))
+    return move_between(model, (own, new), (before, settings))
 
 
 def _plan(
