@@ -474,7 +474,7 @@ def test_saving_where_the_merge_is_does_not_destroy_it(broken):
     assert contents(broken) == before
     with torch.no_grad():
         model.classifier.bias += 1
-    with pytest.raises(CheckpointError, match="would destroy the others"):
+    with pytest.raises(CheckpointError, match="would destroy the"):
         model.save_pretrained(broken)
     assert contents(broken) == before
 
@@ -614,7 +614,7 @@ def test_modulators_of_tensors_that_are_not_there_are_refused(broken):
     ):
         copy_task(TaskFile(path), tmp := path.with_name("other.safetensors"), **change)
         tmp.replace(path)
-        with pytest.raises(CorruptFileError, match="cannot be made of what is there"):
+        with pytest.raises(CorruptFileError, match="does not fit the elected weights and the base"):
             Auto.from_pretrained(broken)
 
 
@@ -670,5 +670,5 @@ def test_a_file_of_a_later_version_says_update(broken):
 
 
 def test_the_config_is_no_way_to_load_a_plain_checkpoint(merged):
-    with pytest.raises(CheckpointError, match="no merge"):
+    with pytest.raises(CheckpointError, match="not a merge"):
         Auto.from_pretrained(merged[1]["cr"], quantization_config=EMRConfig(base="somewhere"))

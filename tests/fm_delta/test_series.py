@@ -222,15 +222,6 @@ def test_a_link_that_is_plain_again_serves_as_before(tmp_path):
     assert fm_delta.verify(run / "checkpoint-1")
 
 
-def test_links_written_before_fingerprints_were_recorded_serve_too(tmp_path):
-    golden = Path(__file__).parent / "golden"
-    shutil.copytree(golden, tmp_path / "golden")
-    edit(tmp_path / "golden/v1", base="../base")
-    fm_delta.decompress_checkpoint(tmp_path / "golden/v1", tmp_path / "plain")
-    fm_delta.compress_checkpoint(tmp_path / "plain", tmp_path / "golden/v1", tmp_path / "small")
-    assert restored(tmp_path / "small", tmp_path / "back") == contents(tmp_path / "plain")
-
-
 def test_a_chain_is_read_tensor_by_tensor(tmp_path):
     tensors = {f"layers.{i}.weight": torch.randn(256, 256, generator=torch.Generator().manual_seed(i)) for i in range(48)}
     write_folder(tmp_path / "base", tensors)
