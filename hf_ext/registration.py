@@ -23,7 +23,7 @@ def register() -> None:
         return
     watcher = _ImportWatcher()
     sys.meta_path.insert(0, watcher)
-    watcher.after([MODELS], _add_quantizers)
+    watcher.after(["transformers.quantizers.auto"], _add_quantizers)
     watcher.after(["peft", MODELS], _add_peft_types)
     watcher.after(["transformers.trainer"], _add_callback)
     watcher.after([f"{AUTO}.configuration_auto"], _add_config)
