@@ -332,7 +332,7 @@ def test_two_tensors_for_what_is_one_are_refused(tmp_path):
         tied.config.save_pretrained(tmp_path / name)
         both = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] * head}
         save_file(both, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
-    refused(model, tmp_path / "other", CheckpointError, "lm_head.weight", "one in this model")
+    refused(model, tmp_path / "other", CheckpointError, "lm_head.weight", "one weight in this model")
     fm_delta.switch(model, tmp_path / "equal")
     assert_same_weights(model, tied)
 
@@ -375,7 +375,7 @@ def test_parameters_of_one_memory_are_one(tmp_path):
     folder = write(tmp_path, llama(), first=perturb(llama(), 1))
     model = AutoModelForCausalLM.from_pretrained(folder / "first")
     model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.data)
-    refused(model, folder / "first", CheckpointError, "lm_head.weight", "one in this model")
+    refused(model, folder / "first", CheckpointError, "lm_head.weight", "one weight in this model")
 
 
 def test_generation_settings_that_cannot_be_read_are_refused(tmp_path):
