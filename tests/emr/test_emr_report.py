@@ -50,7 +50,7 @@ def test_it_is_a_table_a_dictionary_and_a_picture(merge, tmp_path):
     assert report.to_dict()["tasks"][1]["task"] == "cr"
     report.plot(tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG\r\n")
-    with pytest.raises(HfExtError, match="cannot be written"):
+    with pytest.raises(HfExtError, match="could not be written"):
         report.plot(tmp_path / "none" / "report.png")
 
 

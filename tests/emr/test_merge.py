@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import reference_election as reference
 import torch
+from hosts import host
 from peft import (
     AutoPeftModelForSequenceClassification,
     IA3Config,
@@ -307,6 +308,7 @@ def test_an_adapter_in_memory_keeps_what_else_is_in_memory(tmp_path):
         emr.merge(base, {"a": tmp_path / "adapter"}, tmp_path / "out")
 
 
+@host("peft>=0.19.1")
 def test_adapters_that_cannot_be_told_from_their_files_are_refused(tmp_path):
     base, tasks = write_tasks(tmp_path / "in", {"cr": 2, "subj": 2})
     emr.merge(base, tasks, tmp_path / "merged")
@@ -328,6 +330,7 @@ def test_adapters_that_cannot_be_told_from_their_files_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@host("peft>=0.19.1")
 @pytest.mark.parametrize("active", ["trec", "cr"])
 def test_an_adapter_added_to_a_task_is_saved_alone_and_knows_its_task(tmp_path, folders, caplog, active):
     base, tasks = folders

@@ -138,7 +138,7 @@ def test_it_draws_itself(report, tmp_path, name):
 
 
 def test_a_picture_of_no_known_type_is_refused_by_name(report, tmp_path):
-    with pytest.raises(HfExtError, match="plot.weights cannot be written"):
+    with pytest.raises(HfExtError, match="plot.weights could not be written"):
         report.plot(tmp_path / "plot.weights")
 
 
