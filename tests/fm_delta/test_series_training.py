@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import shutil
 import subprocess
@@ -140,7 +141,7 @@ from transformers import AutoModelForSequenceClassification
 model = AutoModelForSequenceClassification.from_pretrained({str(base)!r})
 train(model, Path({str(tmp_path / "out")!r}), resume=True, **{OPTIONS!r}).save_model({str(tmp_path / "end")!r})
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     assert_same_weights(model_of(tmp_path / "end"), through.model)
 
 
