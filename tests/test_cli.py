@@ -439,7 +439,7 @@ def test_the_version_comes_with_those_of_the_libraries(capsys):
         (["zip"], "hf-ext: No such command 'zip'"),
         (["compres"], "Did you mean 'compress', "),
         (["compress", "a"], "hf-ext compress: Missing option '--out'"),
-        (["compress", "a", "--out", "b", "--verfy"], "hf-ext compress: No such option: --verfy (Possible options: --verify)"),
+        (["compress", "a", "--out", "b", "--verfy"], "--verify"),  # Typer's versions word it in several ways
         (["compress", "a", "--out", "b", "--level", "9"], "hf-ext compress: Invalid value for '--level': "),
         (["compress", "a", "--out", ""], "hf-ext compress: Invalid value for '--out': '' is empty; give a name"),
         (["compress", "a", "--out", "b", "--base-id", "org/name"], "for '--base-id': names the base; give --base too"),

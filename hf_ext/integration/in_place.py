@@ -1,4 +1,4 @@
-"""A model that becomes another one of its kind in place: what may differ between the two, and what follows the weights."""
+"""Turns a model into another one of its kind in place: checks their differences, and updates what depends on the weights."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from transformers.initialization import no_init_weights
 
 from hf_ext.errors import CheckpointError
 
-# What may differ: labels, words and their numbers, names, dropout, defaults of generation and of the outputs.
+# Entries of a configuration that may differ: labels, vocabulary, names, dropout, defaults of generation and of the outputs.
 FREE = re.compile(
     r"architectures|label|problem_type|vocab_size|token_id|name|version|dtype|drop|finetuning_task|task_specific|use_cache|"
     r"checkpointing|output_(attentions|hidden|router|scores|logits)|return_dict|initializer|max_length|min_length|num_beams|temperature|top_[kp]|penalty|do_sample|suppress_tokens|auto_map"
 )
-WRAPPERS = (".base_layer", ".original_module")  # what PEFT puts between a module and its weights
+WRAPPERS = (".base_layer", ".original_module")  # PEFT puts these between a module and its weights
 LABELS = ("id2label", "label2id", "architectures", "transformers_version", "dtype", "_name_or_path")
 
 
 class Move(NamedTuple):
-    """What changes from one model to another beside the weights: the configurations (one object if they are equal); the shapes
-    of the second one's tensors, if it is built otherwise; what modules keep of their sizes (out_features, num_labels) as path,
-    attribute and new value; generation settings, if others."""
+    """The differences between two models, apart from their weights.
+
+    Attributes:
+        before, after: the configurations, one object if they are equal.
+        shapes: the shapes of the second model's tensors, if its modules have other sizes.
+        sizes: attributes of modules that hold sizes (out_features, num_labels), as path, attribute and new value.
+        generation: the second model's generation settings, if they differ.
+    """
 
     before: PretrainedConfig
     after: PretrainedConfig
@@ -34,18 +39,18 @@ class Move(NamedTuple):
 
 
 def difference(first: dict, second: dict) -> tuple[str, Any, Any] | None:
-    """The first entry by which two configurations make models that cannot become each other in place, and its two values; None
-    if there is none."""
+    """Returns the first entry that keeps two models from becoming each other in place, with its two values; None if there is
+    none."""
     first, second = _entries(first), _entries(second)
     keys = [key for key in sorted(first.keys() | second.keys()) if not FREE.search(key)]
     return next(((key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)), None)
 
 
 def move_between(model: PreTrainedModel, texts: tuple[dict, dict], settings: tuple[dict | None, dict | None]) -> Move:
-    """What changes from one configuration to another, and from one's generation settings (if it has any) to the other's.
+    """Returns the difference between two configurations and their generation settings, if they have any.
 
     Raises:
-        CheckpointError: the two make modules that cannot become each other, or the generation settings are none.
+        CheckpointError: modules of the two models cannot become each other, or the generation settings are invalid.
     """
     kind = type(model.config)
     before = after = kind.from_dict(deepcopy(texts[0]))
@@ -53,7 +58,7 @@ def move_between(model: PreTrainedModel, texts: tuple[dict, dict], settings: tup
     if texts[0] != texts[1]:
         after = kind.from_dict(deepcopy(texts[1]))
         if _structure(texts[0]) != _structure(texts[1]) or before.num_labels != after.num_labels:
-            with torch.device("meta"), no_init_weights():  # the class itself knows best
+            with torch.device("meta"), no_init_weights():  # the sizes that the class itself gives
                 models = [type(model)._from_config(config) for config in (before, after)]
             shapes = {name: tensor.shape for name, tensor in models[1].state_dict().items()}
             sizes = _sizes(*(dict(model.named_modules()) for model in models))
@@ -67,7 +72,7 @@ def move_between(model: PreTrainedModel, texts: tuple[dict, dict], settings: tup
 
 
 def configure(model: PreTrainedModel, move: Move) -> None:
-    """Lets the configuration, and what modules have read from it, follow the weights."""
+    """Updates the configuration, and the attributes that modules took from it, to those of the new weights."""
     if move.before is not move.after:
         modules = {plain(path): module for path, module in model.named_modules()} if move.sizes else {}
         for path, key, value in move.sizes:
@@ -75,7 +80,7 @@ def configure(model: PreTrainedModel, move: Move) -> None:
                 setattr(modules[path], key, value)
         configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
         for config in configs.values():
-            if type(config) is not type(move.after):  # a part's, which follows where the whole's holds it
+            if type(config) is not type(move.after):  # a part's, updated within the whole model's
                 continue
             _follow(config, move.before, move.after)
             if hasattr(config, "problem_type"):  # models set it themselves, by the labels of the first batch
@@ -85,8 +90,8 @@ def configure(model: PreTrainedModel, move: Move) -> None:
 
 
 def replace(model: PreTrainedModel, weight: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Makes a parameter or buffer of the model what a tensor is, in its type and on its device: where it lies, if the shape
-    allows."""
+    """Sets a parameter or buffer of the model to a tensor, in the type and on the device that it has. Memory is reused if the
+    shapes are equal."""
     tensor = tensor.to(dtype=weight.dtype, device=weight.device)
     if weight.shape == tensor.shape and not weight.is_inference():
         weight.copy_(tensor)
@@ -98,7 +103,7 @@ def replace(model: PreTrainedModel, weight: torch.Tensor, tensor: torch.Tensor) 
 
 
 def plain(path: str) -> str:
-    """The name that a module or a weight has without PEFT."""
+    """Returns the name that a module or a weight has without PEFT."""
     for wrapper in WRAPPERS:
         path = path.replace(wrapper, "")
     return path
@@ -109,8 +114,8 @@ def _structure(config: dict) -> dict:
 
 
 def _sizes(first: dict[str, torch.nn.Module], second: dict[str, torch.nn.Module]) -> list[tuple[str, str, Any]]:
-    """What modules of the same path keep of their sizes, where the two differ."""
-    found = []
+    """Returns the attributes that hold sizes and differ between modules of the same path."""
+    sizes = []
     for path, after in second.items():
         before = first.get(path)
         if before is None:
@@ -121,20 +126,20 @@ def _sizes(first: dict[str, torch.nn.Module], second: dict[str, torch.nn.Module]
             if type(value) in (int, float, str, bool, tuple, type(None)) and vars(before).get(key, value) != value
         }
         changed.pop("name_or_path", None)
-        other = type(before).__name__ != type(after).__name__  # parametrised ones have a class each
-        # Of these, more than the attribute was made when the module was.
+        other = type(before).__name__ != type(after).__name__  # parametrized modules have a class each
+        # The constructor derived other state from these attributes.
         deep = tuple in map(type, changed.values()) or changed and after._non_persistent_buffers_set
         if other or deep:
             what = f"a {type(before).__name__} and a {type(after).__name__}" if other else f"of other {', '.join(changed)}"
             raise CheckpointError(
                 f"'{path}' is {what} in the two models, so that one cannot become the other. Load it with from_pretrained."
             )
-        found += [(path, key, value) for key, value in changed.items()]
-    return found
+        sizes += [(path, key, value) for key, value in changed.items()]
+    return sizes
 
 
 def _entries(config: dict, prefix: str = "") -> dict[str, object]:
-    """The entries of a config.json, with the defaults of its class, by their path."""
+    """Returns the entries of a config.json, with the defaults of its class, by their path."""
     if not prefix and config.get("model_type") in CONFIG_MAPPING:
         config = CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config)).to_dict()
     flat: dict[str, object] = {}
@@ -145,7 +150,7 @@ def _entries(config: dict, prefix: str = "") -> dict[str, object]:
 
 
 def _follow(config: PretrainedConfig, before: PretrainedConfig, after: PretrainedConfig) -> None:
-    """Makes the changes from one configuration to another on a third, which may have been given other settings since."""
+    """Applies the changes between two configurations to a third, which keeps its own other settings."""
     for key in vars(before).keys() | vars(after).keys():
         old, new = getattr(before, key, None), getattr(after, key, None)
         if isinstance(new, PretrainedConfig) and isinstance(old, PretrainedConfig):

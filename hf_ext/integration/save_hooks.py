@@ -1,4 +1,4 @@
-"""Saving in another form through the calls people already make: what stands in for `save_pretrained` on one model."""
+"""Replacements for `save_pretrained` and `push_to_hub` on one model, which save it in another form."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ HUB_OPTIONS = ("repo_id", "private", "revision", "commit_message", "commit_descr
 
 
 class Saving(ABC):
-    """An instance attribute `save_pretrained` of a model, of the class method's signature. It is a plain object, so that copies
-    and pickles of the model carry it along."""
+    """Replaces `save_pretrained` of one model, with the same signature. A plain object, so that copies and pickles of the model
+    keep it."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -36,7 +36,7 @@ class Saving(ABC):
     ) -> None:
         kwargs |= {"is_main_process": is_main_process, "state_dict": state_dict}
         if not self.model.should_save_on_this_rank(is_main_process):
-            # This process only takes part in gathering the weights.
+            # This process only helps to gather the weights.
             with TemporaryDirectory() as nowhere:
                 self.plain_save(nowhere, **kwargs)
             return
@@ -50,7 +50,7 @@ class Saving(ABC):
         """Writes the folder and returns what it wrote, as paths relative to it."""
 
     def plain_save(self, folder: str | os.PathLike, **kwargs: Any) -> None:
-        """What the model's class does."""
+        """Saves the model as its class does."""
         type(self.model).save_pretrained(self.model, folder, **kwargs)
 
     def push(
@@ -65,8 +65,8 @@ class Saving(ABC):
         tags: Iterable[str] = (),
         **options: Any,
     ) -> CommitInfo:
-        """Uploads what this save has written, as `save_pretrained(push_to_hub=True)` does, after all of it is in place. A card
-        that a user wrote, there or here, stays as it is."""
+        """Uploads the files of this save, as `save_pretrained(push_to_hub=True)` does, once all exist. A user's own card,
+        on the Hub or in the folder, is never overwritten."""
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id or folder.name, private=private, exist_ok=True).repo_id
         if revision is not None and not create_pr:
@@ -88,8 +88,7 @@ class Saving(ABC):
 
 
 class PushToHub:
-    """An instance attribute `push_to_hub` of a model whose `save_pretrained` is a `Saving`, of the class method's signature.
-    That one would put another card into the place of the one that was saved."""
+    """Replaces `push_to_hub` of a model whose `save_pretrained` is a `Saving`. The class's method would replace our card."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
