@@ -1,5 +1,13 @@
 """All tests run offline; those of the Hub talk to `local_hub` from processes of their own."""
 
 import os
+from tempfile import TemporaryDirectory
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
+def pytest_configure(config) -> None:
+    if "TINY_MODELS" not in os.environ:  # workers and the processes that tests start have it from here
+        shared = TemporaryDirectory(prefix="tiny-models-")
+        os.environ["TINY_MODELS"] = shared.name
+        config.add_cleanup(shared.cleanup)

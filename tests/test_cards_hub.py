@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from huggingface_hub import ModelCard
 from local_hub import LocalHub
+from processes import python
 from valid_cards import valid_card
 
 PUSH = """
@@ -48,12 +44,9 @@ for name, model in models.items():
 @pytest.fixture(scope="module")
 def repositories(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cards")
-    root = Path(__file__).parents[1]
     with LocalHub() as hub:
         env = hub.client_env(folder / "home")
-        env["PYTHONPATH"] = os.pathsep.join([str(root / "tests"), str(root), env.get("PYTHONPATH", "")])
-        command = [sys.executable, "-c", PUSH]
-        done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=200)
+        done = python("-c", PUSH, env=env, cwd=folder)
         assert done.returncode == 0, done.stderr[-3000:]
         return hub.repos
 

@@ -17,6 +17,7 @@ import pytest
 import typer
 from local_hub import LocalHub
 from pages import MAKERS, ROOT, blocks, commands
+from processes import python
 
 import hf_ext
 from hf_ext.cli.main import app
@@ -54,13 +55,8 @@ def outcome(tmp_path_factory):
     pages = [str(page) for page in PAGES if blocks(shown(page))]
     with LocalHub() as hub:
         arguments = [folder / "results.json", *pages, *(folder / name for name in BROKEN)]
-        result = subprocess.run(
-            [sys.executable, "-W", "ignore", ROOT / "tests/pages.py", *arguments],
-            env=hub.client_env(folder / "home", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"),
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        env = hub.client_env(folder / "home", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+        result = python(ROOT / "tests/pages.py", *arguments, env=env)
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads((folder / "results.json").read_text())
 

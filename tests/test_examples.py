@@ -7,8 +7,6 @@ import math
 import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from datasets import ClassLabel, Dataset
 from local_hub import LocalHub
 from peft import PeftConfig
 from PIL import Image, ImageDraw
+from processes import python
 from tiny_models import tokenizer
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, set_seed
 
@@ -29,8 +28,7 @@ def run(script: str, folder: Path, *arguments: object, **environment: str) -> st
     """What an example prints. It runs in `folder`, in a process of its own, with one thread."""
     paths = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"HF_HUB_OFFLINE": "1"} | environment | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(EXAMPLES / script), *map(str, arguments)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = python(EXAMPLES / script, *arguments, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -4,14 +4,12 @@ download that fails leaves nothing behind, and a model in memory becomes another
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from local_hub import LocalHub
+from processes import python
 
 KINDS = ["fm_delta", "emr", "pissa", "qpissa", "discriminator", "transfer", "uni_med"]  # as in hub_artifacts
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -78,12 +76,9 @@ class Client:
 
     def run(self, code: str, *args: str, signed_in: bool = False, **extra: str) -> Any:
         env = self.hub.client_env(self.home / "home", signed_in=signed_in, **extra)
-        paths = [str(Path(__file__).parent), str(Path(__file__).parents[1]), env.get("PYTHONPATH", "")]
-        env |= {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         code = f"import json, sys\nfrom pathlib import Path\nfrom hub_artifacts import *\n{code}"
-        done = subprocess.run(
-            [sys.executable, "-c", code, *args], env=env, cwd=self.home, capture_output=True, text=True, timeout=300
-        )
+        done = python("-c", code, *args, env=env, cwd=self.home)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout.splitlines()[-1])
 

@@ -1,11 +1,10 @@
 """The local Hub is real enough when plain Transformers can push to it, load from it, fail and go offline as usual."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from local_hub import Commit, File, LocalHub, Repo
+from processes import python
 
 MODELS = """
 import json, sys, torch
@@ -56,7 +55,9 @@ for target in sys.argv[1:]:
 
 
 def run(code: str, *args: str, env: dict[str, str]) -> str:
-    return subprocess.check_output([sys.executable, "-c", code, *args], env=env, text=True, timeout=120)
+    done = python("-c", code, *args, env=env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")

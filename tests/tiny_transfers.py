@@ -10,10 +10,14 @@ import copy
 import os
 import random
 import re
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import torch
+from filelock import FileLock
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
 from transformers import (
@@ -119,17 +123,31 @@ def t5(words: PreTrainedTokenizerFast) -> PreTrainedModel:
 MODELS = {"gpt2": (gpt2, 340), "llama": (llama, 311), "t5": (t5, 340)}
 
 
+def _shared(name: str, train: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Weights that one process of a test run trains and the others read."""
+    file = Path(os.environ["TINY_MODELS"], f"{name}.safetensors")
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            save_file(train(), file)
+        return load_file(file)
+
+
 @cache
 def _pretrained(kind: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     make, vocabulary = MODELS[kind]
     torch.manual_seed(0)
     words = tokenizer(vocabulary, ends=kind == "t5")
     model = make(words)
-    texts = documents(1000)
-    if kind == "t5":  # an encoder-decoder continues: what is before goes in, what follows comes out
-        texts = [text.replace("\n6.", "\n6.\t") if "\n6." in text else "\t".join(text.rsplit(" ", 1)) for text in texts]
-    fit(model, words, texts, steps=150, learning_rate=8e-3)
-    return model, words
+
+    def train() -> dict[str, torch.Tensor]:
+        texts = documents(1000)
+        if kind == "t5":  # an encoder-decoder continues: what is before goes in, what follows comes out
+            texts = [text.replace("\n6.", "\n6.\t") if "\n6." in text else "\t".join(text.rsplit(" ", 1)) for text in texts]
+        fit(model, words, texts, steps=150, learning_rate=8e-3)
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    model.load_state_dict(_shared(kind, train), strict=False)
+    return model.eval(), words
 
 
 def pretrained(kind: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
@@ -144,8 +162,12 @@ def pretrained(kind: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
 def _taught(kind: str) -> dict[str, torch.Tensor]:
     model, words = pretrained(kind)
     model = get_peft_model(model, lora(kind))
-    fit(model, words, [f"{text}\t {answer(text)}" for text in inputs(250)], steps=200, learning_rate=5e-3)
-    return get_peft_model_state_dict(model)
+
+    def train() -> dict[str, torch.Tensor]:
+        fit(model, words, [f"{text}\t {answer(text)}" for text in inputs(250)], steps=200, learning_rate=5e-3)
+        return get_peft_model_state_dict(model)
+
+    return _shared(f"{kind}-taught", train)
 
 
 def teacher(kind: str = "gpt2") -> tuple[PeftModel, PreTrainedTokenizerFast]:

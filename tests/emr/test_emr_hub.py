@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 from local_hub import LocalHub
+from processes import python
 
 WORK = """
 import sys
@@ -81,11 +77,7 @@ assert not Path("merged").exists()
 
 def run(hub, folder, script):
     folder.mkdir()
-    paths = [str(Path(__file__).parents[1]), str(Path.cwd())]
-    environment = hub.client_env(folder / "cache") | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [sys.executable, "-c", WORK + script], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = python("-c", WORK + script, cwd=folder, env=hub.client_env(folder / "cache"))
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

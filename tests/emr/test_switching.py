@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
+from processes import python
 from tiny_checkpoints import contents
 from tiny_merges import classifier, same_tensors, tensors_of, write_tasks
 from tiny_models import MODELS, assert_same_weights, bert, inputs, llama, perturb, tokenizer
@@ -534,8 +533,7 @@ for auto in (AutoModel, AutoModelForSequenceClassification):
 
 
 def test_without_the_plugin_it_fails_loudly(merged):
-    command = [sys.executable, "-c", WITHOUT_THE_PLUGIN, merged[0]]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    result = python("-c", WITHOUT_THE_PLUGIN, merged[0])
     assert result.stdout.split() == ["RuntimeError", "RuntimeError"]
     assert "emr" in result.stderr
 

@@ -1,14 +1,12 @@
 """A checkpoint's base is found by what it says and by its weights, and is never called sure where there is doubt."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from local_hub import LocalHub
+from processes import python
 from tiny_checkpoints import CONFIG, fine_tune, pair, weights, write_folder
 
 from hf_ext import fm_delta
@@ -193,9 +191,7 @@ def test_by_default_every_model_of_the_hub_cache_is_tried_and_none_is_downloaded
     (folder / "empty/config.json").write_text(CONFIG)
     with LocalHub() as hub:
         env = hub.client_env(folder / "home", signed_in=True)
-        env["PYTHONPATH"] = os.pathsep.join(sys.path)
-        command = [sys.executable, "-c", FIND]
-        done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=120)
+        done = python("-c", FIND, env=env, cwd=folder)
     assert done.returncode == 0, done.stderr
     report, settings = json.loads(done.stdout)
     found = {candidate["name"]: candidate["verdict"] for candidate in report["candidates"]}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from local_hub import LocalHub
+from processes import python
 from tiny_models import bert, perturb
 
 from hf_ext.storage.layout import HINT
@@ -89,9 +88,7 @@ class Client:
         self, *command: str, home: Path | None = None, signed_in: bool = True, **extra: str
     ) -> subprocess.CompletedProcess:
         env = self.hub.client_env(home or self.home, signed_in=signed_in, **extra)
-        paths = [str(Path(__file__).parents[1]), str(Path.cwd()), env.get("PYTHONPATH", "")]
-        env |= {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        result = subprocess.run([sys.executable, *command], env=env, cwd=self.home, capture_output=True, text=True, timeout=120)
+        result = python(*command, env=env | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}, cwd=self.home)
         assert result.returncode == 0, result.stderr
         return result
 

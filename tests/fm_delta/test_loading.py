@@ -7,14 +7,13 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hosts import host
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from processes import python
 from safetensors.torch import load_file, save_file
 from tiny_models import (
     MODELS,
@@ -595,8 +594,6 @@ def test_without_the_plugin_every_load_fails_loudly(folder_of):
     targets = [
         f"{auto.__name__}@{folder_of(name) / 'small'}" for name, tiny in MODELS.items() for auto in (tiny.auto, AutoModel)
     ]
-    result = subprocess.run(
-        [sys.executable, "-c", WITHOUT_THE_PLUGIN, *targets], capture_output=True, text=True, timeout=120, check=True
-    )
+    result = python("-c", WITHOUT_THE_PLUGIN, *targets)
     assert result.stdout.split() == ["RuntimeError"] * len(targets)
     assert "fm_delta" in result.stderr

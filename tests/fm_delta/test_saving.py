@@ -8,14 +8,13 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hosts import host
 from peft import LoraConfig
+from processes import python
 from safetensors.torch import load_file
 from tiny_models import MODELS, assert_same_weights, bert, llama, perturb, same_bits, t5
 from transformers import (
@@ -452,11 +451,7 @@ STOPS = [
 def stopped(tmp_path_factory):
     """For each of `STOPS` a folder and in how many steps the save in it was stopped before one ran to its end."""
     roots = {case: tmp_path_factory.mktemp("stopped") for case in STOPS}
-    paths = [str(Path(__file__).parents[1]), str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", INTERRUPTED, json.dumps([(str(root), *case) for case, root in roots.items()])],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    result = python("-c", INTERRUPTED, json.dumps([(str(root), *case) for case, root in roots.items()]))
     assert result.returncode == 0, result.stderr
     return {case: (root, int(steps)) for (case, root), steps in zip(roots.items(), result.stdout.split(), strict=True)}
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from processes import python
 from stop_after import StopAfter
 from tiny_models import assert_same_weights, bert
 from tiny_training import examples, train
@@ -141,7 +139,8 @@ from transformers import AutoModelForSequenceClassification
 model = AutoModelForSequenceClassification.from_pretrained({str(base)!r})
 train(model, Path({str(tmp_path / "out")!r}), resume=True, **{OPTIONS!r}).save_model({str(tmp_path / "end")!r})
 """
-    subprocess.run([sys.executable, "-c", script], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    done = python("-c", script)
+    assert done.returncode == 0, done.stderr[-3000:]
     assert_same_weights(model_of(tmp_path / "end"), through.model)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from local_hub import LocalHub
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from processes import python
 from safetensors.torch import load_file
 from test_pissa import config, every_case
 from tiny_adapters import TRANSFORMERS_ADAPTERS, difference, load, logits, moved, small_llama, trained
@@ -153,7 +152,7 @@ tokens = torch.arange(2 * 9).reshape(2, 9) * 5 % 96
 with torch.no_grad():
     print((model(tokens).logits - torch.load(folder + "/expected.pt")).abs().max().item())
 """
-    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    result = python("-c", code, tmp_path)
     assert result.returncode == 0, result.stderr
     assert float(result.stdout) < 2e-6
     assert "Unexpected keyword" not in result.stderr
@@ -164,8 +163,7 @@ def test_a_qpissa_adapter_without_this_package_fails_and_says_which_kind_it_is(t
     options = {"r": 4, "target_modules": "all-linear"}
     trained(load(tmp_path / "base"), QPissaConfig(**options)).save_pretrained(tmp_path / "adapter")
     code = "import sys\nfrom peft import PeftConfig\nPeftConfig.from_pretrained(sys.argv[1])"
-    command = [sys.executable, "-c", code, str(tmp_path / "adapter")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    result = python("-c", code, tmp_path / "adapter")
     assert result.returncode and "QPISSA" in result.stderr
 
 
@@ -198,10 +196,7 @@ for name, config in (("pissa", hf_ext.PissaConfig), ("qpissa", hf_ext.QPissaConf
 def test_it_goes_to_the_hub_and_back(tmp_path):
     small_llama().save_pretrained(tmp_path / "base")
     with LocalHub() as hub:
-        result = subprocess.run(
-            [sys.executable, "-c", PUSH, str(tmp_path / "base")],
-            env=hub.client_env(tmp_path), capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+        result = python("-c", PUSH, tmp_path / "base", env=hub.client_env(tmp_path))
         assert result.returncode == 0, result.stderr
     assert all(float(line) < 2e-6 for line in result.stdout.split()) and len(result.stdout.split()) == 4
 

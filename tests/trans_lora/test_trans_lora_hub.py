@@ -1,12 +1,9 @@
 """A discriminator and a transferred adapter go to the Hub by the usual calls, and load from it by id."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from local_hub import LocalHub
+from processes import python
 
 PUSH = """
 import torch
@@ -52,12 +49,9 @@ assert all(torch.equal(p, same[name]) for name, p in trainer.model.named_paramet
 
 
 def test_what_is_pushed_loads_by_its_id_and_has_its_card(tmp_path):
-    root = Path(__file__).parents[2]
     with LocalHub() as hub:
         env = hub.client_env(tmp_path)
-        env["PYTHONPATH"] = os.pathsep.join([str(root / "tests"), str(root), env.get("PYTHONPATH", "")])
-        command = [sys.executable, "-c", PUSH]
-        result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        result = python("-c", PUSH, env=env, cwd=tmp_path)
         assert result.returncode == 0, result.stderr[-3000:]
         files = {repo: hub.repos[f"user/{repo}"].at("main").files for repo in ("discriminator", "saved", "moved")}
         private = hub.repos["user/discriminator"].private
@@ -76,8 +70,5 @@ def test_what_is_pushed_loads_by_its_id_and_has_its_card(tmp_path):
 def test_a_repository_that_is_not_there_is_named(tmp_path, name):
     code = f"from hf_ext.trans_lora import Discriminator\nDiscriminator.from_pretrained({name!r})"
     with LocalHub() as hub:
-        command = [sys.executable, "-c", code]
-        env = hub.client_env(tmp_path)
-        env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")])
-        result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        result = python("-c", code, env=hub.client_env(tmp_path), cwd=tmp_path)
     assert result.returncode == 1 and name in result.stderr.strip().splitlines()[-1] + result.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, PromptTuningInit, get_peft_model
+from processes import python
 from stop_after import StopAfter
 from tiny_adapters import moved
 from tiny_models import same_bits
@@ -568,8 +569,7 @@ ASKED = ("--prompt_template", "{input}", "--teacher_prompt_template", "{input}",
 
 def command(*arguments) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-m", "hf_ext", *map(str, arguments)]
-    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=240)
+    return python("-m", "hf_ext", *arguments, env=environment)
 
 
 def test_the_command_line_does_all_of_it(folders, tmp_path):
