@@ -30,7 +30,7 @@ demo: $(VENV)/demo
 	$(BIN)/python examples/run_pissa.py --seeds 0 --max_train_samples 1600
 
 test: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile $(if $(REPORT),--junitxml $(REPORT)) $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(if $(REPORT),--junitxml $(REPORT)) $(TESTS)
 
 # A column that fails is a finding of the table, not its end.
 test-matrix:
@@ -48,7 +48,7 @@ test-storage:
 	test -d .venv-storage || $(PYTHON) -m venv .venv-storage
 	.venv-storage/bin/pip install --quiet setuptools -r constraints/storage.txt --constraint constraints.txt
 	.venv-storage/bin/pip install --quiet --no-deps --no-build-isolation --editable .
-	OMP_NUM_THREADS=1 .venv-storage/bin/python -m pytest --numprocesses auto --dist loadfile --continue-on-collection-errors \
+	OMP_NUM_THREADS=1 .venv-storage/bin/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder --continue-on-collection-errors \
 		--junitxml build/matrix/storage.xml $(TESTS)
 
 build/constraints-%.txt: constraints.txt constraints/%.txt

@@ -35,7 +35,22 @@ THEIR_LINES = re.compile(
     r"### Framework versions|- PEFT \d[\w.+]*|This is the model card of a 🤗 transformers model that has been pushed on "
     r"the Hub\. This model card has been automatically generated\."
 )
-NO_TASKS = {"text2text-generation"}  # removed from the Hub
+#: The Hub's `pipeline_tag`: the tables of classes in `transformers.models.auto.modeling_auto` (`MODEL_FOR_…_MAPPING_NAMES`).
+TASKS = {
+    "text-generation": ["CAUSAL_LM"],
+    "image-classification": ["IMAGE_CLASSIFICATION"],
+    "image-segmentation": ["IMAGE_SEGMENTATION"],
+    "fill-mask": ["MASKED_LM"],
+    "object-detection": ["OBJECT_DETECTION"],
+    "question-answering": ["QUESTION_ANSWERING"],
+    "text-classification": ["SEQUENCE_CLASSIFICATION"],
+    "table-question-answering": ["TABLE_QUESTION_ANSWERING"],
+    "token-classification": ["TOKEN_CLASSIFICATION"],
+    "audio-classification": ["AUDIO_CLASSIFICATION"],
+    "automatic-speech-recognition": ["CTC", "SPEECH_SEQ_2_SEQ"],
+    "zero-shot-image-classification": ["ZERO_SHOT_IMAGE_CLASSIFICATION"],
+    "image-text-to-text": ["IMAGE_TEXT_TO_TEXT"],
+}
 #: PEFT's types of task: the Hub's `pipeline_tag`, and the class that loads the base.
 ADAPTER_TASKS: dict[str | None, tuple[str | None, str]] = {
     "CAUSAL_LM": ("text-generation", "AutoModelForCausalLM"),
@@ -214,14 +229,15 @@ def name_in_text(name: str | os.PathLike) -> str:
 def task_of(config: dict[str, Any]) -> str | None:
     """Returns the Hub's `pipeline_tag` for the class of a model with this config.json."""
     try:
-        from transformers.modelcard import TASK_MAPPING
+        from transformers.models.auto import modeling_auto  # in half the time of Transformers' own table in `modelcard`
     except ImportError:  # cards are written without Transformers too
         return None
     kinds = set(config.get("architectures") or [])
-    for task, classes in TASK_MAPPING.items():
-        names = {name for entry in classes.values() for name in (entry if isinstance(entry, tuple | list) else [entry])}
-        if kinds & names and task not in NO_TASKS:
-            return task
+    for task, tables in TASKS.items():
+        for table in tables:
+            for entry in getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").values():
+                if not kinds.isdisjoint([entry] if isinstance(entry, str) else entry):
+                    return task
     return None
 
 
@@ -254,7 +270,8 @@ def class_of(config: dict[str, Any]) -> str:
         import transformers
     except ImportError:
         return "AutoModel"
-    return next((name for name in config.get("architectures") or [] if hasattr(transformers, name)), "AutoModel")
+    known = set(dir(transformers))  # looked up by `hasattr`, the class would be imported
+    return next((name for name in config.get("architectures") or [] if name in known), "AutoModel")
 
 
 def _tagged(card: ModelCard, tags: Iterable[str]) -> ModelCard:

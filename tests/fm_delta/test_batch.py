@@ -242,7 +242,7 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kills processes as Linux does")
 def test_a_run_that_is_killed_leaves_no_worker_and_goes_on(folder):
-    for seed in range(40):
+    for seed in range(12):
         write_folder(folder / f"models/more{seed:02}", fine_tune(weights(), seed))
     before = contents(folder / "models")
     (folder / "run.py").write_text(RUN)
@@ -256,10 +256,10 @@ def test_a_run_that_is_killed_leaves_no_worker_and_goes_on(folder):
     first.communicate(timeout=60)  # its workers hold the pipe open for as long as they live
     assert first.returncode == -signal.SIGKILL
     done = [name for name in os.listdir(folder / "out") if not (folder / "models" / name).exists() and name != RECORD]
-    assert 2 < len(done) < 43
+    assert 2 < len(done) < 15
     first_written = {name: written(folder / "out" / name) for name in done}
     report = compress(folder, delete_source=True)
-    assert not report.failed and len(report.models) == 43 and all(model.deleted for model in report.models)
+    assert not report.failed and len(report.models) == 15 and all(model.deleted for model in report.models)
     assert all(written(folder / "out" / name) == first_written[name] for name in done)
     names = [model.name for model in report.models]
     assert_restored(folder, before, names)

@@ -37,10 +37,16 @@ def train_compressed(base: Path, out: Path, *callbacks: TrainerCallback, **optio
     return train(model_of(base), out, callbacks=[fm_delta.CompressCheckpoints(), *callbacks], **(OPTIONS | options))
 
 
+@pytest.fixture(scope="module")
+def uncompressed(tmp_path_factory) -> Trainer:
+    return train(bert(), tmp_path_factory.mktemp("run") / "plain", **OPTIONS)
+
+
 @pytest.fixture
-def through(base, tmp_path) -> Trainer:
-    """The training without compression, which leaves all its checkpoints in `plain`."""
-    return train(model_of(base), tmp_path / "plain", **OPTIONS)
+def through(uncompressed, tmp_path) -> Trainer:
+    """The training without compression. All its checkpoints are in `plain`."""
+    (tmp_path / "plain").symlink_to(uncompressed.args.output_dir)
+    return uncompressed
 
 
 def checkpoints(run: Path) -> dict[int, Path]:
