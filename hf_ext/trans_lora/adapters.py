@@ -107,13 +107,13 @@ def _trainable(model: nn.Module) -> set[nn.Parameter]:
 
 def _set_trainable(model: nn.Module, trainable: set[nn.Parameter]) -> None:
     for parameter in model.parameters():
-        if parameter.is_floating_point():  # quantised ones never are
+        if parameter.is_floating_point():  # quantized ones never are
             parameter.requires_grad_(parameter in trainable)
 
 
 @contextmanager
 def on_device(model: PreTrainedModel | PeftModel, device: torch.device) -> Iterator[None]:
-    """The model on a device, as long as the block lasts; one that was spread or quantised stays where it is."""
+    """The model on a device, as long as the block lasts; one that was spread or quantized stays where it is."""
     home = model.device
     fixed = home == device or getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)
     if not fixed:

@@ -1,6 +1,6 @@
 """The connector from vision tower to language model: resampling, router, experts (Uni-Med, arXiv 2409.17508, section 3.2).
 
-Parameters are held bare, not in `nn.Linear`: quantisers and adapters that look for linear layers leave the connector alone.
+Parameters are held bare, not in `nn.Linear`: quantizers and adapters that look for linear layers leave the connector alone.
 """
 
 from __future__ import annotations

@@ -340,7 +340,7 @@ def test_images_can_be_encoded_beforehand():
     assert torch.equal(model.generate(**inputs, mm_encoder_outputs={"image": images}, **GREEDY), expected)
 
 
-# Other towers, other language models, quantisation
+# Other towers, other language models, quantization
 
 
 def test_a_model_of_two_pretrained_parts(tmp_path):
@@ -469,7 +469,7 @@ def test_gpt2_as_language_model():
         assert torch.equal(model.generate(**batch(False, [row]), **GREEDY | {"max_new_tokens": 3})[0, -3:], together[i])
 
 
-def test_bitsandbytes_quantises_the_language_model_and_leaves_the_connector(tmp_path):
+def test_bitsandbytes_quantizes_the_language_model_and_leaves_the_connector(tmp_path):
     model = uni_med(small_llama().config)
     model.save_pretrained(tmp_path)
     loaded = UniMedForConditionalGeneration.from_pretrained(
