@@ -270,7 +270,7 @@ def class_of(config: dict[str, Any]) -> str:
         import transformers
     except ImportError:
         return "AutoModel"
-    known = set(dir(transformers))  # looked up by `hasattr`, the class would be imported
+    known = set(transformers.__all__)  # `hasattr` would import the class
     return next((name for name in config.get("architectures") or [] if name in known), "AutoModel")
 
 
