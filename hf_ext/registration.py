@@ -75,8 +75,11 @@ class _ImportWatcher(MetaPathFinder):
     def _run_ready(self) -> None:
         for entry in list(self._waiting):
             modules, action = entry
-            if entry in self._waiting and all(name in sys.modules for name in modules):
-                self._waiting.remove(entry)
+            if all(name in sys.modules for name in modules):
+                try:
+                    self._waiting.remove(entry)
+                except ValueError:  # an action before this one, or another thread, has run it
+                    continue
                 action()
 
 
