@@ -3,6 +3,7 @@
 import glob
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -33,8 +34,15 @@ NOT_BUILT = """
 
 class BuildExtension(build_ext):
     def build_extension(self, ext):
+        compile_all = self.compiler.compile  # one file after the other
+
+        def compile_at_once(sources, **options):
+            return [path for paths in pool.map(lambda source: compile_all([source], **options), sources) for path in paths]
+
         try:
-            super().build_extension(ext)
+            with ThreadPoolExecutor() as pool:
+                self.compiler.compile = compile_at_once
+                super().build_extension(ext)
         except Exception as error:
             if REQUIRED:
                 raise
