@@ -210,5 +210,12 @@ def check_base(base: str | None, revision: str | None, candidates: list[str] | N
         raise mistake("selects a revision of the base; give --base too", "--revision")
     if base_id and not base:
         raise mistake("names the base; give --base too, the folder of the local copy", "--base-id")
+    if base_id:
+        from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+        try:
+            validate_repo_id(base_id)
+        except HFValidationError:
+            raise mistake(f"'{base_id}' is not a Hub id such as org/name", "--base-id") from None
     if candidates and base:
         raise mistake("is for finding the base; leave it out with --base", "--candidates")

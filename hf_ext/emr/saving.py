@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,8 @@ class MergedSaving(Saving):
                 )
             with staged_folder(folder, outdated(folder)) as stage:
                 self.plain_save(stage, **kwargs)
-                if adapter and task != self.model.tasks[0]:  # the task that the merge's own name loads
-                    _record_task(stage / ADAPTER_CONFIG, task)
+                if adapter:
+                    _record_task(stage / ADAPTER_CONFIG, task, self.model.tasks)
                 return [path.relative_to(stage).as_posix() for path in sorted(stage.rglob("*")) if path.is_file()]
         files = switch.merged.all_files()
         again = MergeFolder(switch.merged.folder, switch.merged.base.name, switch.merged.base.revision)
@@ -72,8 +73,13 @@ class MergedSaving(Saving):
         return [path.as_posix() for path in files]
 
 
-def _record_task(path: Path, task: str) -> None:
-    """Adds the task to the base that an adapter's config names, so that nothing loads another task in its place."""
+def _record_task(path: Path, task: str, tasks: Sequence[str]) -> None:
+    """Makes the base that an adapter's config names that of the task which is active now, not when the adapter was added."""
     if path.exists():
         config = read_config(path)
-        write_json(path, config | {"base_model_name_or_path": f"{config['base_model_name_or_path']}{OF_TASK}{task}"})
+        base = config["base_model_name_or_path"]
+        for other in tasks:
+            base = base.removesuffix(f"{OF_TASK}{other}")
+        if task != tasks[0]:  # which the merge's own name loads
+            base += f"{OF_TASK}{task}"
+        write_json(path, config | {"base_model_name_or_path": base})

@@ -57,7 +57,10 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
     names = model.state_dict().keys()
     if not any(checkpoint.twin_of(name) for name in names):
         logger.warning(f"No tensor name of {checkpoint} matches {type(model).__name__}; is this the right base?")
+    if hasattr(model, "active_task"):
+        logger.warning(f"Of the merge, only the active task is saved then; now it is '{model.active_task}'.")
     saving = CompressedSaving(model, checkpoint)
+    saving.replaced = {name: vars(model)[name] for name in ("save_pretrained", "push_to_hub") if name in vars(model)}
     # Plain objects on the instance, so that copies and pickles of the model keep them.
     model.save_pretrained = saving
     model.push_to_hub = PushToHub(model)
@@ -67,10 +70,12 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Makes an enabled model save plain checkpoints again. Returns the same model."""
-    if isinstance(model.__dict__.get("save_pretrained"), CompressedSaving):
+    saving = model.__dict__.get("save_pretrained")
+    if isinstance(saving, CompressedSaving):
         del model.save_pretrained
         model.__dict__.pop("push_to_hub", None)
         model.__dict__.pop("_fm_delta_hook").remove()
+        model.__dict__.update(saving.replaced)
     return model
 
 
@@ -81,6 +86,7 @@ class CompressedSaving(Saving):
         super().__init__(model)
         self.base = base.name
         self.revision = base.revision
+        self.replaced: dict[str, Any] = {}  # what stood in for these methods before: a merge's own
 
     def save(self, folder: Path, **kwargs: Any) -> list[str]:
         if kwargs.get("distributed_checkpoint"):

@@ -71,8 +71,7 @@ class CompressCheckpoints(TrainerCallback):
         if self.revision is None and self.base == getattr(model, "name_or_path", None):
             self.revision = getattr(model.config, "_commit_hash", None)
         open_root(Path(args.output_dir), self.base, self.revision)
-        best = state.best_model_checkpoint
-        on_one(args, lambda: secure(Path(args.output_dir), state.global_step, best and Path(best).name))
+        secure_for(args, state)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         if args.should_save:
@@ -96,7 +95,11 @@ class ResumeCompressed(TrainerCallback):
     """Lets a Trainer resume from compressed checkpoints. `import hf_ext` adds it to the default callbacks of Trainer.
 
     It acts only if the `output_dir` holds compressed checkpoints. The model then reads compressed weights in `load_state_dict`
-    until the training ends.
+    until the training ends. Checkpoints that need another one, which the training would overwrite or delete before them, are
+    stored against the base before the first step.
+
+    Raises from `Trainer.train`, before the first step:
+        BaseModelError: the base of such a checkpoint cannot be read.
     """
 
     def __init__(self) -> None:
@@ -106,6 +109,10 @@ class ResumeCompressed(TrainerCallback):
         run = Path(args.output_dir or ".").absolute()
         if isinstance(model, torch.nn.Module) and any(map(_seems_compressed, run.glob("checkpoint-*"))):
             self._hook = model.register_load_state_dict_pre_hook(DecodeStateDict(run))
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        if self._hook is not None:
+            secure_for(args, state)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         if self._hook is not None:
@@ -157,6 +164,12 @@ def _seems_compressed(folder: Path) -> bool:
         return is_compressed(folder)
     except (HfExtError, OSError):
         return False
+
+
+def secure_for(args: TrainingArguments, state: TrainerState) -> None:
+    """Prepares the checkpoints in `output_dir` for a training that begins or resumes."""
+    best = state.best_model_checkpoint
+    on_one(args, lambda: secure(Path(args.output_dir), state.global_step, best and Path(best).name))
 
 
 def on_one(args: TrainingArguments, work: Callable[[], Any]) -> None:

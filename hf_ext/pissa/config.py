@@ -89,6 +89,8 @@ class PissaConfig(LoraConfig):
                 f"init_lora_weights={self.init_lora_weights!r} is not supported: {type(self).__name__} starts from principal "
                 "components. Set svd and niter instead."
             )
+        if self.r < 1 or self.niter < 0:
+            raise ValueError(f"r={self.r} must be 1 or more, and niter={self.niter} 0 or more.")
         if min(self.lora_alpha, *self.alpha_pattern.values(), 1) <= 0:
             raise ValueError("lora_alpha must be positive: PiSSA divides the principal components by the scaling.")
         if self.svd not in ("randomized", "exact"):

@@ -496,6 +496,17 @@ def test_one_task_can_be_compressed_on_its_own(merged, model, tmp_path):
     base = merged[0].parent / "in" / "base"
     fm_delta.enable(model, base).save_pretrained(tmp_path / "small")
     assert_same_weights(Auto.from_pretrained(tmp_path / "small"), Auto.from_pretrained(merged[1]["cr"]))
+    fm_delta.disable(model).save_pretrained(tmp_path / "again")
+    assert Auto.from_pretrained(tmp_path / "again").tasks == model.tasks
+
+
+def test_an_adapter_names_the_task_that_it_was_trained_on(merged, model, tmp_path):
+    for task, name in (("cr", f"{merged[0]}#cr"), (model.tasks[0], str(merged[0]))):
+        model.set_task(task)
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["query"]))
+        adapted.save_pretrained(tmp_path / task)
+        assert json.loads((tmp_path / task / "adapter_config.json").read_text())["base_model_name_or_path"] == name
+        adapted.unload()
 
 
 def test_a_task_is_extracted_from_a_model(merged, model, tmp_path):

@@ -150,6 +150,26 @@ train(model, Path({str(tmp_path / "out")!r}), resume=True, **{OPTIONS!r}).save_m
     assert_same_weights(model_of(tmp_path / "end"), through.model)
 
 
+@pytest.mark.parametrize("limit", [None, 2])
+def test_a_training_that_goes_on_otherwise_without_the_callback_loses_no_checkpoint(tmp_path, base, through, limit):
+    """It saves over checkpoints with other weights, and deletes some, which older ones were stored against."""
+    run, plain = tmp_path / "out", tmp_path / "plain"
+    train(model_of(base), run, callbacks=[StopAfter(8)], **OPTIONS)
+    fm_delta.compress_series(run, base)
+    assert needed_by(run / "checkpoint-2") == run / "checkpoint-4"
+    other = OPTIONS | {"per_device_train_batch_size": 2, "save_total_limit": limit}
+    train(model_of(base), run, resume=str(run / "checkpoint-4"), **other)
+    older = [step for step in sorted(checkpoints(run)) if step <= 4]
+    assert older == [2, 4] if limit is None else len(checkpoints(run)) == limit
+    for step in older:
+        folders = (run / f"checkpoint-{step}", plain / f"checkpoint-{step}")
+        assert_same_weights(*map(AutoModelForSequenceClassification.from_pretrained, folders))
+    if limit is None:
+        again = AutoModelForSequenceClassification.from_pretrained(run / "checkpoint-6").state_dict()
+        was = AutoModelForSequenceClassification.from_pretrained(plain / "checkpoint-6").state_dict()
+        assert any(not torch.equal(again[name], was[name]) for name in was)
+
+
 def test_a_training_that_starts_anew_leaves_the_older_checkpoints_readable(tmp_path, base, through):
     train_compressed(base, tmp_path / "out")
     train_compressed(base, tmp_path / "out", save_steps=3, label_smoothing_factor=0.5)

@@ -109,8 +109,10 @@ def open_files(src: Path) -> list[CompressedFile]:
         CheckpointError: there are no weights.
         CorruptFileError: a file is damaged, missing, or from another save.
     """
+    if not src.exists():
+        raise CheckpointError(f"{src} does not exist; give the folder of a compressed model.")
     paths = all_weights(src) if src.is_dir() else [src]
-    if not paths or not paths[0].exists():
+    if not paths:
         raise no_weights(src)
     files = [CompressedFile(path) for path in paths]
     if src.is_dir():
