@@ -437,9 +437,9 @@ def test_what_cannot_be_a_checkpoint_is_named(tmp_path):
     ]:
         with pytest.raises(CheckpointError, match=message):
             fm_delta.compress_checkpoint(wrong, base, tmp_path / "out")
-    for wrong in (tmp_path / "none", tmp_path / "empty"):
+    for wrong, message in ((tmp_path / "none", "does not exist"), (tmp_path / "empty", "holds no safetensors weights")):
         for function in (fm_delta.verify, fm_delta.inspect):
-            with pytest.raises(CheckpointError, match="holds no safetensors weights"):
+            with pytest.raises(CheckpointError, match=message):
                 function(wrong)
     shards = write_folder(tmp_path / "shards", weights(), shards=2)
     (shards / "model.safetensors.index.json").write_text("{}")

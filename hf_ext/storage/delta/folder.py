@@ -117,8 +117,6 @@ def decompress_folder(
         BaseModelError: the base is missing or is another model.
     """
     src, out = Path(src), Path(out)
-    if src.is_file():
-        raise CheckpointError(f"{src} is a file; give the folder of the model.")
     files = open_files(src)
     require_one_model(files, src)
     source = open_base(files, src, base)
