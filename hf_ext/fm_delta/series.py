@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hf_ext.display import table
-from hf_ext.errors import CheckpointError
+from hf_ext.errors import CheckpointError, HfExtError
 from hf_ext.fm_delta.card import came_with_compression
 from hf_ext.fm_delta.compress import write_with_card
 from hf_ext.integration.model_cards import CARD
@@ -168,7 +168,10 @@ def secure(run: Path, step: int, best: str | None = None) -> None:
     """
     recover(run)
     for folder in checkpoints(run):
-        needed = needed_by(folder)
+        try:
+            needed = needed_by(folder)
+        except HfExtError:  # a damaged checkpoint does not stop the training
+            continue
         if needed is None or not needed.exists():
             continue
         ordered = step_of(folder) < step_of(needed) <= step and in_order(folder, needed)
