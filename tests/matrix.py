@@ -46,6 +46,8 @@ def cell(counts: Counter) -> str:
     passed, failed = counts["passed"], counts["failed"]
     if not passed + failed:
         return "–"
+    if counts["absent"] and not failed:
+        return f"in part ({passed})"
     return f"yes ({passed})" if not failed else f"{passed} of {passed + failed}"
 
 
