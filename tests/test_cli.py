@@ -305,9 +305,9 @@ def test_what_cannot_be_merged_is_one_line(tmp_path, tasks, capsys):
     for text in ("cr", "=there", "cr="):
         assert "not of the form NAME=PATH" in mistaken(capsys, "merge", "--base", "b", "--task", text, "--out", "out")
     options = ("--base", base, "--out", tmp_path / "out", "--task")
-    assert "'a b'" in fails(capsys, "merge", *options, f"a b={folders['cr']}")
+    assert "'a b'" in mistaken(capsys, "merge", *options, f"a b={folders['cr']}")
     one = f"cr={folders['cr']}"
-    assert "choose one of: tensor, paper" in fails(capsys, "merge", *options, one, "--rescale", "other")
+    assert "'other' is not one of 'tensor', 'paper'" in mistaken(capsys, "merge", *options, one, "--rescale", "other")
     merged = ("compress", tmp_path / "merged", "--base", base, "--out", tmp_path / "out")
     emr.merge(base, folders, tmp_path / "merged")
     assert "holds several models merged into one; `hf-ext extract` writes one of them" in fails(capsys, *merged)

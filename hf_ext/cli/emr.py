@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from hf_ext.cli.command import MovedBase, Out, Result, Revision, Section, argument, flag, mistake, option
+from hf_ext.errors import CheckpointError
 
 if TYPE_CHECKING:
     from hf_ext.emr import MergeReport
@@ -20,7 +21,8 @@ section = Section(
 
 Merge = Annotated[str, argument("SRC", "Folder of the merge.")]
 Rescale = Annotated[
-    str, option("--rescale", "'tensor' for a rescaler for each tensor, 'paper' for one for the whole model.", "tensor|paper")
+    Literal["tensor", "paper"],
+    option("--rescale", "'tensor' for a rescaler for each tensor, 'paper' for one for the whole model.", "tensor|paper"),
 ]
 Report = Annotated[
     bool,
@@ -95,9 +97,15 @@ def extract(
 
 def named(text: str) -> tuple[str, str]:
     """Splits NAME=PATH."""
+    from hf_ext.emr.merging import require_name
+
     name, _, path = text.partition("=")
     if not (name and path):
         raise mistake(f"'{text}' is not of the form NAME=PATH", "--task")
+    try:
+        require_name(name)
+    except CheckpointError as error:
+        raise mistake(str(error), "--task") from None
     return name, path
 
 

@@ -167,7 +167,11 @@ def dask_cluster(address: str) -> Iterator[Executor]:
         from distributed import Client
     except ImportError as error:
         raise ImportError("--scheduler requires Dask: pip install 'dask[distributed]'.") from error
-    with Client(address) as client:
+    try:
+        client = Client(address)
+    except ValueError as error:
+        raise mistake(f"'{address}' is not an address: {error}", "--scheduler") from None
+    with client:
         yield client.get_executor(pure=False)  # else Dask returns cached results for the same arguments
 
 

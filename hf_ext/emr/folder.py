@@ -13,7 +13,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -236,6 +236,17 @@ class MergeFolder:
         """Returns the tensors of a task's model."""
         self.require_task(task)
         return TaskSource(self, task)
+
+
+def name_of_task(name: str, task: str, tasks: Sequence[str]) -> str:
+    """Returns MERGE#TASK, or MERGE for the first of `tasks`, which the name of the merge loads.
+
+    Args:
+        name: the name of the merge, or of one of its tasks.
+    """
+    for other in tasks:
+        name = name.removesuffix(f"{OF_TASK}{other}")
+    return name if task == tasks[0] else f"{name}{OF_TASK}{task}"
 
 
 class TaskSource(TensorSource):

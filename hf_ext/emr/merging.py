@@ -68,7 +68,7 @@ def merge(
     if not tasks:
         raise CheckpointError("There are no tasks to merge; give at least one.")
     for name in tasks:
-        _require_name(name)
+        require_name(name)
     checkpoint = open_plain(base, revision)
     for folder in [base, *tasks.values()]:
         if isinstance(folder, str | os.PathLike) and os.path.isdir(folder):
@@ -112,7 +112,7 @@ def add_task(
         CheckpointError: the merge has a task of that name, or its election does not suit the new task.
     """
     merged = MergeFolder(_folder_of(src, "The merge"), base)
-    _require_name(name)
+    require_name(name)
     if name in merged.tasks:
         raise CheckpointError(f"{src} has a task '{name}' already; give the new task another name.")
     require_another_folder(Path(out), merged.folder, merged.base.name)
@@ -232,7 +232,8 @@ def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskI
     return TaskInput(tensors, settings, assets)
 
 
-def _require_name(name: str) -> None:
+def require_name(name: str) -> None:
+    """Raises an error if a name cannot be that of a task: its folder has the same name."""
     if not isinstance(name, str) or not TASK_NAME.fullmatch(name):
         raise CheckpointError(f"{name!r} cannot be the name of a task; use letters, digits, '.', '_' and '-'.")
 

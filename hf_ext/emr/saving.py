@@ -10,7 +10,7 @@ from typing import Any
 from transformers.utils.logging import get_logger
 
 from hf_ext.emr.card import merge_card, models_of
-from hf_ext.emr.folder import MergeFolder, older_files
+from hf_ext.emr.folder import MergeFolder, name_of_task, older_files
 from hf_ext.emr.merging import report
 from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
@@ -18,7 +18,6 @@ from hf_ext.integration.model_cards import outdated, write_card
 from hf_ext.integration.save_hooks import Saving
 from hf_ext.storage.atomic import staged_folder, write_json
 from hf_ext.storage.layout import ADAPTER_CONFIG, read_config
-from hf_ext.storage.open import OF_TASK
 
 logger = get_logger(__name__)
 
@@ -77,9 +76,5 @@ def _record_task(path: Path, task: str, tasks: Sequence[str]) -> None:
     """Makes the base that an adapter's config names that of the task which is active now, not when the adapter was added."""
     if path.exists():
         config = read_config(path)
-        base = config["base_model_name_or_path"]
-        for other in tasks:
-            base = base.removesuffix(f"{OF_TASK}{other}")
-        if task != tasks[0]:  # which the merge's own name loads
-            base += f"{OF_TASK}{task}"
+        base = name_of_task(config["base_model_name_or_path"], task, tasks)
         write_json(path, config | {"base_model_name_or_path": base})

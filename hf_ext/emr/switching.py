@@ -17,13 +17,12 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.logging import get_logger
 
 from hf_ext.emr import election
-from hf_ext.emr.folder import MergeFolder
+from hf_ext.emr.folder import MergeFolder, name_of_task
 from hf_ext.errors import CheckpointError, UnsavedChangesError
 from hf_ext.integration.in_place import Move, configure, move_between, plain, replace
 from hf_ext.integration.serving import bad_request
 from hf_ext.integration.weight_plan import Loaded
 from hf_ext.storage.native import FLOATS
-from hf_ext.storage.open import OF_TASK
 from hf_ext.storage.prefetch import Prefetcher
 from hf_ext.storage.safetensors_file import RawTensor, safetensors_dtype
 
@@ -125,15 +124,10 @@ class SetTask:
             move = self._move(self.model.active_task, name)
             self._rewrite(name, discard_changes)
             configure(self.model, move)
-            self._rename(name)
+            # PEFT records this as an adapter's base, so that nothing loads the adapter onto another task.
+            self.model.name_or_path = name_of_task(self.model.name_or_path, name, self.model.tasks)
             self.model.active_task = name
             self._kept = self._checksums(self._live())
-
-    def _rename(self, task: str) -> None:
-        """Adds the task to the model's name, unless it is the first, which the merge's own name loads. PEFT records the name as
-        an adapter's base, so that nothing loads the adapter onto another task."""
-        merge = self.model.name_or_path.removesuffix(f"{OF_TASK}{self.model.active_task}")
-        self.model.name_or_path = merge if task == self.model.tasks[0] else f"{merge}{OF_TASK}{task}"
 
     def changed(self) -> str | None:
         """Returns the name of a parameter that was changed since the active task became active; None if there is none."""

@@ -38,9 +38,11 @@ def open_plain(name: str | os.PathLike, revision: str | None = None) -> Checkpoi
     """Opens a base model, whose tensors must be stored plainly.
 
     Raises:
-        BaseModelError: it cannot be read, or is compressed itself.
+        BaseModelError: it cannot be read, is compressed itself, or holds several models merged into one.
     """
     checkpoint = Checkpoint(name, revision)
+    if checkpoint.has_metadata(PARTS_OF):
+        raise BaseModelError(f"The base {checkpoint} {SEVERAL_MODELS}")
     if checkpoint.has_metadata(KEY):
         raise BaseModelError(f"The base {checkpoint} is itself compressed; decompress it first and give the plain folder.")
     return checkpoint

@@ -523,6 +523,8 @@ def test_quantized_merged_and_compressed_folders_are_refused_where_they_make_no_
     fm_delta.compress_checkpoint(tasks["cr"], base, tmp_path / "small")
     with pytest.raises(BaseModelError, match="itself compressed"):
         emr.merge(tmp_path / "small", tasks, tmp_path / "twice")
+    with pytest.raises(BaseModelError, match="hf-ext extract"):
+        emr.merge(tmp_path / "merged", tasks, tmp_path / "twice")
     with pytest.raises(CheckpointError, match="cannot be overwritten"):
         emr.merge(base, tasks, tasks["cr"])
     assert not (tmp_path / "twice").exists() and not (tmp_path / "plain").exists()

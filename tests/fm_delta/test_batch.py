@@ -274,6 +274,8 @@ def test_any_executor_spreads_the_work(folder):
 
 def test_the_workers_of_a_dask_cluster_do_it(folder, capsys):
     distributed = pytest.importorskip("distributed")
+    assert main(["compress-all", str(folder / "models"), "--out", str(folder / "out"), "--scheduler", "nowhere"]) == 2
+    assert "'nowhere' is not an address" in capsys.readouterr().err
     before = contents(folder / "models")
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
     with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, env=path) as cluster:
