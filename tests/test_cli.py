@@ -402,7 +402,7 @@ import sys
 from hf_ext.cli.main import main
 for line in ("--help", "merge --help", "compress a", "compress a --out b --revision c", "compres"):
     main(line.split())
-print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "transformers", "peft", "numpy", "rich"}))
+print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "transformers", "peft", "numpy"}))
 """
     done = process(python=("-c", code))
     assert done.stdout.splitlines()[-1] == "[]" and done.stderr.count("\n") == 3

@@ -33,10 +33,11 @@ class MergedSaving(Saving):
         task = self.model.active_task
         changed = "the state dict given" if kwargs.get("state_dict") is not None else switch.changed()
         adapter = getattr(self.model, "_hf_peft_config_loaded", False)
-        if changed and not adapter and folder.is_dir() and folder.samefile(switch.merged.folder):
+        if (adapter or changed) and folder.is_dir() and folder.samefile(switch.merged.folder):
+            saved = "an adapter" if adapter else "one model, whose weights were changed,"
             raise CheckpointError(
-                f"The weights were changed since task '{task}' was loaded, and {folder} is the folder of the merge: saving one "
-                "model there would destroy the other tasks. Save it to another folder."
+                f"{folder} is the folder of the merge: saving {saved} there would replace files of its tasks. Save it to "
+                "another folder."
             )
         if adapter or changed:
             if adapter:

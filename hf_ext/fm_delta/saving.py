@@ -59,10 +59,8 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
         logger.warning(f"No tensor name of {checkpoint} matches {type(model).__name__}; is this the right base?")
     if hasattr(model, "active_task"):
         logger.warning(f"Of the merge, only the active task is saved then; now it is '{model.active_task}'.")
-    saving = CompressedSaving(model, checkpoint)
-    saving.replaced = {name: vars(model)[name] for name in ("save_pretrained", "push_to_hub") if name in vars(model)}
     # Plain objects on the instance, so that copies and pickles of the model keep them.
-    model.save_pretrained = saving
+    saving = model.save_pretrained = CompressedSaving(model, checkpoint)
     model.push_to_hub = PushToHub(model)
     model._fm_delta_hook = model.register_load_state_dict_pre_hook(saving.decode_state_dict)
     return model
@@ -86,7 +84,8 @@ class CompressedSaving(Saving):
         super().__init__(model)
         self.base = base.name
         self.revision = base.revision
-        self.replaced: dict[str, Any] = {}  # what stood in for these methods before: a merge's own
+        # The instance's own methods that this one and PushToHub replace: those of a merge.
+        self.replaced = {name: vars(model)[name] for name in ("save_pretrained", "push_to_hub") if name in vars(model)}
 
     def save(self, folder: Path, **kwargs: Any) -> list[str]:
         if kwargs.get("distributed_checkpoint"):

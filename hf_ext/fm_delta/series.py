@@ -7,6 +7,7 @@ checkpoints; `secure` removes such dependencies. A checkpoint is replaced as a w
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -28,6 +29,8 @@ from hf_ext.storage.layout import CONFIG, STAGE, all_weights, other_files, remov
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import TensorSource
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 LONGEST_CHAIN = 8  # checkpoints that are decoded to read one; each costs as much time as the first
@@ -170,7 +173,8 @@ def secure(run: Path, step: int, best: str | None = None) -> None:
     for folder in checkpoints(run):
         try:
             needed = needed_by(folder)
-        except HfExtError:  # a damaged checkpoint does not stop the training
+        except HfExtError as error:  # a damaged checkpoint does not stop the training
+            logger.warning(f"{folder} is left as it is, and may need a checkpoint that the training replaces: {error}")
             continue
         if needed is None or not needed.exists():
             continue

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from datasets import Dataset
+from hosts import host
 from peft import LoraConfig, PeftModel, get_peft_model
 from processes import python
 from tiny_checkpoints import contents
@@ -473,7 +474,16 @@ def test_saving_where_the_merge_is_does_not_destroy_it(broken):
     assert contents(broken) == before
     with torch.no_grad():
         model.classifier.bias += 1
-    with pytest.raises(CheckpointError, match="would destroy the other tasks"):
+    with pytest.raises(CheckpointError, match="one model, whose .* would replace files of its tasks"):
+        model.save_pretrained(broken)
+    assert contents(broken) == before
+
+
+@host("peft>=0.19.1")
+def test_an_adapter_is_not_saved_where_the_merge_is(broken):
+    before, model = contents(broken), Auto.from_pretrained(broken)
+    model.add_adapter(LoraConfig(r=2, target_modules=["query"]))
+    with pytest.raises(CheckpointError, match="an adapter there would replace files of its tasks"):
         model.save_pretrained(broken)
     assert contents(broken) == before
 

@@ -297,6 +297,14 @@ def test_one_that_seems_younger_than_what_it_needs_is_stored_against_the_base(tm
     assert_all_come_back(run)
 
 
+def test_a_damaged_checkpoint_does_not_stop_a_training(tmp_path, caplog):
+    run = write_run(tmp_path, (1, 2, 3))
+    fm_delta.compress_series(run, tmp_path / "base")
+    (run / "checkpoint-1/model.safetensors").write_bytes(b"damaged")
+    secure(run, 2)
+    assert not needed_by(run / "checkpoint-2") and "checkpoint-1 is left as it is" in caplog.text
+
+
 # ---- what is refused, what is killed ---------------------------------------------------------------------------------
 
 
