@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +13,12 @@ from safetensors.torch import save_file
 from tiny_checkpoints import CONFIG, SAFETENSORS_DTYPES, contents, weights, write_folder, write_safetensors
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+from hf_ext.storage import atomic
 from hf_ext.storage.atomic import staged_folder, write_atomically
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.layout import STAGE, all_weights, read_config, select_weights
+from hf_ext.storage.layout import all_weights, read_config, select_weights
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile, safetensors_dtype
+from hf_ext.storage.tree import STAGE
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
@@ -237,7 +241,7 @@ def test_a_staged_folder_appears_when_the_block_ends(tmp_path):
     target = tmp_path / "new/out"
     with staged_folder(target) as stage:
         fill(stage, {"model.safetensors": "weights", "config.json": CONFIG, "sub/vocab.txt": "words"})
-        assert texts(target).keys() == {f"{STAGE}/{name}" for name in ("model.safetensors", "config.json", "sub/vocab.txt")}
+        assert not target.exists() and stage.parent == target.parent
     assert texts(target) == {"model.safetensors": "weights", "config.json": CONFIG, "sub/vocab.txt": "words"}
 
 
@@ -249,14 +253,85 @@ def test_a_failed_block_leaves_the_folder_as_it_was_or_absent(tmp_path):
             fill(stage, {"model.safetensors": "new", "config.json": "new"})
             raise KeyError
     assert texts(tmp_path / "old") == old
-    assert not (tmp_path / "new").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
 def test_what_a_killed_process_left_is_cleared(tmp_path):
-    fill(tmp_path / STAGE, {"model.safetensors": "half", "stale.txt": "stale"})
-    with staged_folder(tmp_path) as stage:
+    fill(tmp_path / f".out.0123abcd{STAGE}", {"model.safetensors": "half", "stale.txt": "stale"})
+    others = [tmp_path / f".{name}.0123abcd{STAGE}" for name in ("out2", "out.1")]
+    for other in others:
+        fill(other, {"model.safetensors": "of another folder"})
+    with staged_folder(tmp_path / "out") as stage:
         fill(stage, {"config.json": "new"})
-    assert texts(tmp_path) == {"config.json": "new"}
+    assert texts(tmp_path / "out") == {"config.json": "new"}
+    assert sorted(tmp_path.iterdir()) == sorted([*others, tmp_path / "out"])
+
+
+def test_other_files_of_the_folder_stay_the_same_files(tmp_path):
+    out = tmp_path / "out"
+    fill(out, {"optimizer.pt": "state", "config.json": "old", "empty/deep/file": "text"})
+    (out / "to-nowhere").symlink_to("nowhere")
+    (out / "runs").symlink_to(tmp_path)
+    out.chmod(0o750)
+    before = {path: (out / path).lstat().st_ino for path in ("optimizer.pt", "empty/deep/file", "to-nowhere", "runs")}
+    for stale in ([], [Path("optimizer.pt")]):
+        with staged_folder(out, stale) as stage:
+            fill(stage, {"config.json": "new"})
+        assert {path: (out / path).lstat().st_ino for path in before} == before
+        assert (out / "config.json").read_text() == "new" and out.stat().st_mode & 0o777 == 0o750
+        before.pop("optimizer.pt", None)  # the second save has it among those to remove
+    assert not (out / "optimizer.pt").exists()
+
+
+def test_what_others_write_meanwhile_is_kept(tmp_path, monkeypatch):
+    """As the processes of a distributed training do, which save their parts beside the model."""
+    exchange, out = atomic._exchange, tmp_path / "out"
+
+    def later(one, other):
+        fill(out, {"rng_state_1.pth": "of another process", "kept.txt": "changed"})
+        beside = out / "replaced.new"
+        beside.write_text("replaced")
+        beside.rename(out / "replaced.txt")
+        return exchange(one, other)
+
+    monkeypatch.setattr(atomic, "_exchange", later)
+    fill(out, {"config.json": "old", "kept.txt": "old", "replaced.txt": "old"})
+    with staged_folder(out) as stage:
+        fill(stage, {"config.json": "new"})
+    assert texts(out) == {
+        "config.json": "new",
+        "kept.txt": "changed",
+        "replaced.txt": "replaced",
+        "rng_state_1.pth": "of another process",
+    }
+
+
+def test_a_folder_is_written_by_one_at_a_time(tmp_path):
+    def write() -> None:
+        with staged_folder(tmp_path / "out") as stage:
+            fill(stage, {"config.json": "of another"})
+
+    with staged_folder(tmp_path / "out") as stage:
+        with pytest.raises(CheckpointError, match="Another process is writing to .*out"), ThreadPoolExecutor(1) as pool:
+            pool.submit(write).result()
+        fill(stage, {"config.json": "mine"})
+    assert texts(tmp_path) == {"out/config.json": "mine"}
+
+
+def test_where_the_process_stands_the_folder_stays_the_same(tmp_path, monkeypatch):
+    fill(tmp_path / "out", {"config.json": "old", "model-00001-of-00001.safetensors": "old"})
+    monkeypatch.chdir(tmp_path / "out")
+    with staged_folder(".") as stage:
+        fill(stage, {"config.json": "new", "model.safetensors": "new"})
+    assert texts(Path.cwd()) == {"config.json": "new", "model.safetensors": "new"} == texts(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_where_a_file_is_to_be_is_left(tmp_path):
+    fill(tmp_path / "out", {"config.json/inside": "mine", "model.safetensors": "old"})
+    with pytest.raises(CheckpointError, match="config.json is a folder"), staged_folder(tmp_path / "out") as stage:
+        fill(stage, {"config.json": "new", "model.safetensors": "new"})
+    assert texts(tmp_path / "out") == {"config.json/inside": "mine", "model.safetensors": "old"}
 
 
 SHARDS = {"model-00001-of-00002.safetensors": "1", "model-00002-of-00002.safetensors": "2"}
@@ -300,16 +375,24 @@ def test_weights_stay_where_a_save_has_none(tmp_path):
     assert texts(tmp_path) == old | {"config.json": "new", "sub/model.safetensors": "elsewhere"}
 
 
-def test_weights_move_first_and_the_config_last(tmp_path, monkeypatch):
+def test_without_an_exchange_the_old_config_goes_first_and_the_new_one_comes_last(tmp_path, monkeypatch):
+    out, moved, replace = tmp_path / "out", [], os.replace
 
-    moved = []
-    replace = os.replace
-    monkeypatch.setattr(os, "replace", lambda old, new: (moved.append(new.relative_to(tmp_path)), replace(old, new)))
+    def watched(old, new):
+        replace(old, new)
+        if new.is_relative_to(out) and new.name != atomic.JOURNAL:
+            moved.append((new.relative_to(out).as_posix(), (out / "config.json").exists()))
+
+    monkeypatch.setattr(os, "replace", watched)
+    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
     names = ["a.json", "config.json", "model.safetensors", "sub/config.json", "sub/model.safetensors", "z.txt"]
-    with staged_folder(tmp_path) as stage:
-        fill(stage, dict.fromkeys(names, ""))
-    order = [path.as_posix() for path in moved]
-    assert order[0] == "model.safetensors" and order[-1] == "config.json" and sorted(order) == names
+    fill(out, {"config.json": "old", "model.safetensors": "old", "kept.txt": "kept"})
+    with staged_folder(out) as stage:
+        fill(stage, dict.fromkeys(names, "new"))
+    order = [name for name, _ in moved]
+    assert set(names) <= set(order) and order[-1] == "config.json"
+    assert [name for name, loads in moved if loads] == ["config.json"]
+    assert texts(tmp_path) == {f"out/{name}": "new" for name in names} | {"out/kept.txt": "kept"}
 
 
 def test_a_file_where_a_folder_should_go_is_refused(tmp_path):

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import xxhash
 from huggingface_hub.utils import disable_progress_bars, tqdm
 
 from hf_ext.display import table
@@ -23,7 +22,7 @@ from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
 from hf_ext.fm_delta.base_search import find_base
 from hf_ext.fm_delta.compress import compress_checkpoint, places_of
 from hf_ext.fm_delta.reports import inspect
-from hf_ext.storage.atomic import delete_folder, flush_folder, write_atomically
+from hf_ext.storage.atomic import locked, write_atomically
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.codec import DEFAULT_LEVEL
 from hf_ext.storage.delta.file import CompressedFile
@@ -32,6 +31,7 @@ from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import all_weights, require_deletable, weights_instead
 from hf_ext.storage.open import open_plain
 from hf_ext.storage.prefetch import CORES, at_most_cores
+from hf_ext.storage.tree import delete_folder, flush_folder, stamp
 
 RECORD = "compress_all.json"  # in the folder of the compressed models: the report, by which the next run resumes
 
@@ -160,7 +160,7 @@ def compress_all(
         base_id: Hub id to record for a base that is given as a local copy, so that others can load the results.
 
     Raises:
-        CheckpointError: there is nothing to compress, or two models have the same name.
+        CheckpointError: there is nothing to compress, two models have the same name, or another process is writing to `out`.
         BaseModelError: `base` cannot be read.
         CorruptFileError: `out`/compress_all.json is not the record of a run.
     """
@@ -168,32 +168,33 @@ def compress_all(
     common = None if base is None else open_plain(absolute(base), revision)
     folders, skipped = _folders(sources, out, common)
     candidates = None if candidates is None else list(candidates)
-    run = _Run(out, folders, verify or delete_source)
-    jobs = []
-    for source in run.sources:
-        if not run.is_done(source, common, base_id):
-            with run.reporting(source):
-                against = common or _found_base(source, candidates)
-                target = str(out / source.name)
-                jobs.append(Job(str(source), against.name, against.revision, target, run.verify, level, 1, base_id))
-                run.needed += places_of(against)
-    if not run.models and not jobs:
-        instead = "".join(f" {folder} {held}" for folder, held in [*skipped.items()][:1])
-        raise CheckpointError(f"There is nothing to compress: no folder of safetensors weights in {sources}.{instead}")
-    for folder, held in skipped.items():
-        run.models.setdefault(folder.name, ModelResult(folder.name, str(folder), skipped=held))
-    if delete_source:  # the sources of an earlier run; all bases must be known before
-        run.delete(list(run.models.values()))
-    with tqdm(total=len(jobs), desc="Compressing models", disable=not jobs) as bar:
-        for job, future in _results(jobs, workers, executor):
-            with run.reporting(Path(job.source)):
-                model = future.result()
-                run.add(model)
-                if delete_source:
-                    run.delete([model])
-            bar.update()
-    run.save()
-    return run.report()
+    with locked(out):
+        run = _Run(out, folders, verify or delete_source)
+        jobs = []
+        for source in run.sources:
+            if not run.is_done(source, common, base_id):
+                with run.reporting(source):
+                    against = common or _found_base(source, candidates)
+                    target = str(out / source.name)
+                    jobs.append(Job(str(source), against.name, against.revision, target, run.verify, level, 1, base_id))
+                    run.needed += places_of(against)
+        if not run.models and not jobs:
+            instead = "".join(f" {folder} {held}" for folder, held in [*skipped.items()][:1])
+            raise CheckpointError(f"There is nothing to compress: no folder of safetensors weights in {sources}.{instead}")
+        for folder, held in skipped.items():
+            run.models.setdefault(folder.name, ModelResult(folder.name, str(folder), skipped=held))
+        if delete_source:  # the sources of an earlier run; all bases must be known before
+            run.delete(list(run.models.values()))
+        with tqdm(total=len(jobs), desc="Compressing models", disable=not jobs) as bar:
+            for job, future in _results(jobs, workers, executor):
+                with run.reporting(Path(job.source)):
+                    model = future.result()
+                    run.add(model)
+                    if delete_source:
+                        run.delete([model])
+                bar.update()
+        run.save()
+        return run.report()
 
 
 class _Run:
@@ -217,7 +218,7 @@ class _Run:
     def is_done(self, source: Path, base: Checkpoint | None, base_id: str | None) -> bool:
         """Returns whether an earlier run compressed this model as requested, and source and result have not changed."""
         model = self.models.get(source.name)
-        if model is None or self.verify > model.verified or source.exists() and _stamp(source) != model.stamp:
+        if model is None or self.verify > model.verified or source.exists() and stamp(source) != model.stamp:
             return False
         if base is not None and (model.base, model.revision) != (base.name, base.revision):
             return False
@@ -254,9 +255,7 @@ class _Run:
             try:
                 if source.exists():
                     require_deletable(source, self.out, [*self.needed, *others])
-                    if _stamp(source) != model.stamp:
-                        raise CheckpointError(f"{source} has changed since it was compressed; run the command again.")
-                delete_folder(source)
+                delete_folder(source, model.stamp)
                 self.add(replace(model, deleted=True, error=None))
             except CheckpointError as error:
                 self.add(replace(model, error=str(error)))
@@ -324,19 +323,10 @@ def _found_base(source: Path, candidates: list[str | os.PathLike] | None) -> Che
     return open_plain(absolute(base.name), base.revision)
 
 
-def _stamp(source: Path) -> str:
-    """Returns a hash of a folder's files, their sizes and times: it changes when a file is written."""
-    digest = xxhash.xxh3_128()
-    for path in sorted(path for path in source.rglob("*") if path.is_file()):
-        stat = path.stat()
-        digest.update(f"{path.relative_to(source)}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
-    return digest.hexdigest()
-
-
 def _compress(job: Job) -> ModelResult:
     """Compresses a model; runs in a worker."""
     source, out, start = Path(job.source), Path(job.out), time.perf_counter()
-    stamp = _stamp(source)
+    seen = stamp(source)
     with at_most_cores(job.cores):
         compress_checkpoint(source, job.base, out, job.revision, job.verify, level=job.level, base_id=job.base_id)
     if job.verify:
@@ -351,7 +341,7 @@ def _compress(job: Job) -> ModelResult:
         report.compressed_bytes,
         round(seconds, 3),
         job.verify,
-        stamp=stamp,
+        stamp=seen,
         digest=CompressedFile(all_weights(out)[0]).digest,
     )
 

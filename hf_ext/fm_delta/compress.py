@@ -8,13 +8,14 @@ from pathlib import Path
 
 from hf_ext.fm_delta.card import ORIGINAL, came_with_compression, compressed_card, without_free_card
 from hf_ext.integration.model_cards import CARD, is_ours, outdated, write_card
-from hf_ext.storage.atomic import delete_folder, flush_folder
+from hf_ext.storage.atomic import locked
 from hf_ext.storage.delta.codec import DEFAULT_LEVEL
 from hf_ext.storage.delta.folder import METHOD, Sets, compress_folder, decompress_folder, verify_folder, write_model
 from hf_ext.storage.delta.source import DeltaCheckpoint
 from hf_ext.storage.layout import CONFIG, require_deletable
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.source import TensorSource
+from hf_ext.storage.tree import delete_folder, finish_deletion, flush_folder, stamp
 
 verify = verify_folder
 
@@ -52,20 +53,24 @@ def compress_checkpoint(
         CorruptFileError: a file does not come out as it was; `out` and `src` stay as they were.
     """
     src, out = Path(src), Path(out)
+    if delete_source and finish_deletion(src):  # a kill interrupted the last step of an earlier call
+        return
     source = open_checkpoint(base, revision)
     if delete_source:
         require_deletable(src, out, places_of(source))
-    compress_folder(
-        src,
-        source,
-        out,
-        verify=verify or delete_source,
-        leave=without_free_card(src, out),
-        write=partial(write_with_card, name=base_id, level=level, target=out),
-    )
-    if delete_source:
-        flush_folder(out)
-        delete_folder(src)
+    with locked(out):
+        seen = stamp(src) if delete_source else None
+        compress_folder(
+            src,
+            source,
+            out,
+            verify=verify or delete_source,
+            leave=without_free_card(src, out),
+            write=partial(write_with_card, name=base_id, level=level, target=out),
+        )
+        if delete_source:
+            flush_folder(out)
+            delete_folder(src, seen)
 
 
 def write_with_card(

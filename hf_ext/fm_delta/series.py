@@ -6,12 +6,11 @@ checkpoints; `secure` removes such dependencies. A checkpoint is replaced as a w
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,15 +19,16 @@ from hf_ext.errors import CheckpointError, HfExtError
 from hf_ext.fm_delta.card import came_with_compression
 from hf_ext.fm_delta.compress import write_with_card
 from hf_ext.integration.model_cards import CARD
-from hf_ext.storage.atomic import copy, link, rewrite
+from hf_ext.storage.atomic import locked, recover, rewrite, staged_folder
 from hf_ext.storage.delta.file import KEY, CompressedFile
-from hf_ext.storage.delta.folder import Sets, decode_all, plain_files
+from hf_ext.storage.delta.folder import Sets, copy_modes, decode_all, plain_files
 from hf_ext.storage.delta.source import DeltaCheckpoint, RestoredFile, base_of, open_base, open_files, original_size
 from hf_ext.storage.hub import absolute
-from hf_ext.storage.layout import CONFIG, STAGE, all_weights, other_files, remove_settings, shard_sets
+from hf_ext.storage.layout import CONFIG, all_weights, other_files, remove_settings, shard_sets
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import TensorSource
+from hf_ext.storage.tree import OURS, copy, delete_folder, finish_deletion, link
 
 logger = logging.getLogger(__name__)
 
@@ -104,14 +104,15 @@ def compress_series(
     """
     run = Path(run)
     root = open_root(run, base, revision)
-    recover(run)
-    folders = checkpoints(run, until)
-    if not folders:
-        raise CheckpointError(f"{run} holds no checkpoint-N with safetensors weights; give the output_dir of a training.")
-    for folder in folders:
-        if folder.name not in keep and not is_compressed(folder):
-            store(folder, root, newer_than(folder, folders))
-    return inspect_series(run)
+    with locked(run):
+        recover(run)
+        folders = checkpoints(run, until)
+        if not folders:
+            raise CheckpointError(f"{run} holds no checkpoint-N with safetensors weights; give the output_dir of a training.")
+        for folder in folders:
+            if folder.name not in keep and not is_compressed(folder):
+                store(folder, root, newer_than(folder, folders))
+        return inspect_series(run)
 
 
 def inspect_series(run: str | os.PathLike) -> SeriesReport:
@@ -146,21 +147,23 @@ def remove_checkpoint(folder: str | os.PathLike, rebase: bool = False) -> None:
         BaseModelError: `rebase` is on, but a base that the other checkpoints need is missing.
     """
     folder = Path(folder).absolute()
+    if CHECKPOINT.fullmatch(folder.name) and finish_deletion(folder):  # a kill interrupted an earlier call
+        return
     if not CHECKPOINT.fullmatch(folder.name) or not folder.is_dir():
         raise CheckpointError(f"{folder} is not a checkpoint of a run; give a folder checkpoint-N.")
     run = folder.parent
-    recover(run)
-    others = [other for other in checkpoints(run) if other != folder]
-    needing = [other for other in others if needed_by(other) == folder]
-    if needing and not rebase:
-        raise CheckpointError(
-            f"{folder} is needed to read {', '.join(other.name for other in needing)}. To delete it, store these "
-            "against another base first: rebase=True (on the command line: --rebase)."
-        )
-    for other in needing:
-        store(other, root_of(other), newer_than(other, others))
-    with stage_of(run) as stage:
-        folder.rename(stage / "removed")  # in one step, so that a kill leaves no part of it
+    with locked(run):
+        recover(run)
+        others = [other for other in checkpoints(run) if other != folder]
+        needing = [other for other in others if needed_by(other) == folder]
+        if needing and not rebase:
+            raise CheckpointError(
+                f"{folder} is needed to read {', '.join(other.name for other in needing)}. To delete it, store these "
+                "against another base first: rebase=True (on the command line: --rebase)."
+            )
+        for other in needing:
+            store(other, root_of(other), newer_than(other, others))
+        delete_folder(folder)
 
 
 def secure(run: Path, step: int, best: str | None = None) -> None:
@@ -169,28 +172,29 @@ def secure(run: Path, step: int, best: str | None = None) -> None:
     Such checkpoints are later than the step, or older by the folder's time, which determines the order of deletion. The
     best checkpoint is kept longest. All that depend on these in the wrong order are stored against the base alone.
     """
-    recover(run)
-    for folder in checkpoints(run):
-        try:
-            needed = needed_by(folder)
-        except HfExtError as error:  # a damaged checkpoint does not stop the training
-            logger.warning(f"{folder} is left as it is, and may need a checkpoint that the training replaces: {error}")
-            continue
-        if needed is None or not needed.exists():
-            continue
-        ordered = step_of(folder) < step_of(needed) <= step and in_order(folder, needed)
-        if folder.name == best or not ordered:
-            store(folder, root_of(folder))
+    with locked(run):
+        recover(run)
+        for folder in checkpoints(run):
+            try:
+                needed = needed_by(folder)
+            except HfExtError as error:  # a damaged checkpoint does not stop the training
+                logger.warning(f"{folder} is left as it is, and may need a checkpoint that the training replaces: {error}")
+                continue
+            if needed is None or not needed.exists():
+                continue
+            ordered = step_of(folder) < step_of(needed) <= step and in_order(folder, needed)
+            if folder.name == best or not ordered:
+                store(folder, root_of(folder))
 
 
 def store(folder: Path, root: TensorSource, newer: Path | None = None) -> None:
     """Rewrites the weights of a checkpoint against the base `root` or the checkpoint `newer`, whichever makes them smaller."""
     bases = {None: root} | ({f"../{newer.name}": open_checkpoint(newer)} if newer else {})
-    sets = files_of(folder)
-    with stage_of(folder.parent) as stage:
+    sets, times = files_of(folder), folder.stat()
+    with staged_folder(folder) as stage:
         written: dict[Path, TensorSource] = {}
         for name, base in bases.items():
-            out = stage / f"written-{len(written)}"
+            out = stage / f"{OURS}{len(written)}"
             out.mkdir()
             written[out] = base
             if (folder / CONFIG).exists():
@@ -201,12 +205,15 @@ def store(folder: Path, root: TensorSource, newer: Path | None = None) -> None:
             write_with_card(sets, base, out, name, root=root)
         smallest = min(written, key=lambda out: sum(path.stat().st_size for path in all_weights(out)))
         decode_all(open_files(smallest), written[smallest])  # before the plain weights are deleted
+        copy_modes(folder, smallest)
+        for path in smallest.iterdir():
+            path.rename(stage / path.name)
         for path in other_files(folder, stage):
-            if path not in (folder / CONFIG, folder / CARD):
-                link(path, smallest / path.relative_to(folder))
-        shutil.copystat(folder, smallest)  # a Trainer deletes checkpoints in the order of their folders' times
-        folder.rename(stage / folder.name)
-        smallest.rename(folder)
+            if path not in (Path(CONFIG), Path(CARD)) and (folder / path).is_file():
+                link(folder / path, stage / path)
+        for out in written:
+            shutil.rmtree(out)
+    os.utime(folder, ns=(times.st_atime_ns, times.st_mtime_ns))  # a Trainer deletes checkpoints in the order of these times
 
 
 def files_of(folder: Path) -> Sets:
@@ -285,27 +292,3 @@ def root_of(folder: Path) -> TensorSource:
     while isinstance(checkpoint, DeltaCheckpoint):
         checkpoint = checkpoint.base
     return checkpoint
-
-
-@contextlib.contextmanager
-def stage_of(run: Path) -> Iterator[Path]:
-    """Yields a temporary folder in a run."""
-    stage = run / STAGE
-    try:
-        shutil.rmtree(stage, ignore_errors=True)
-        stage.mkdir()
-        yield stage
-    except OSError as error:
-        raise CheckpointError(f"A checkpoint in {run} could not be written: {error}") from error
-    finally:
-        recover(run)
-
-
-def recover(run: Path) -> None:
-    """Restores a checkpoint whose replacement was interrupted by a kill, and removes temporary files."""
-    stage = run / STAGE
-    if stage.is_dir():
-        for old in stage.iterdir():
-            if CHECKPOINT.fullmatch(old.name) and not (run / old.name).exists():
-                old.rename(run / old.name)
-        shutil.rmtree(stage, ignore_errors=True)

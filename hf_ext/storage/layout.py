@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.storage.tree import scan
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -19,7 +20,6 @@ HINT = (
     "The weights are stored as differences from the base model. To load them, run `pip install hf_ext`, and `import hf_ext` "
     "before from_pretrained. Without this entry they cannot be loaded."
 )
-STAGE = ".hf_ext-partial"  # one fixed name, so that the next save clears what a killed process left
 
 
 def select_weights(folder: Path) -> list[Path]:
@@ -143,21 +143,17 @@ def shard_sets(paths: list[Path]) -> list[list[Path]]:
 
 
 def other_files(src: Path, out: Path) -> list[Path]:
-    """Returns all files below `src` except its weights, leftovers of killed saves, and what lies in `out`."""
-    weights, out = all_weights(src) if src.is_dir() else [], out.resolve()
+    """Returns everything below `src` except its weights and what lies in `out`, relative to `src`: files, folders, links."""
+    if not src.is_dir():
+        return []
+    weights, out = all_weights(src), out.resolve()
     around = src.resolve().is_relative_to(out)
 
     def is_other(path: Path) -> bool:
-        left = STAGE in path.relative_to(src).parts or not around and path.parent.resolve().is_relative_to(out)
-        return path.is_file() and path not in weights and not left
+        places = (path.resolve(), path.parent.resolve())
+        return path not in weights and (around or not any(place.is_relative_to(out) for place in places))
 
-    # Links to folders are followed, as links to files are, unless they lead back into a folder that they stand in.
-    found: list[Path] = []
-    for folder, folders, names in os.walk(src, followlinks=True):
-        parents = {os.path.realpath(path) for path in (Path(folder), *Path(folder).absolute().parents)}
-        folders[:] = [name for name in folders if os.path.realpath(os.path.join(folder, name)) not in parents]
-        found += [Path(folder, name) for name in names]
-    return [path for path in found if is_other(path)]
+    return [path for path in scan(src) if is_other(src / path)]
 
 
 def require_another_folder(out: Path, src: Path, base: str | os.PathLike) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
 from pathlib import Path
 
+import pytest
 import torch
 from tiny_checkpoints import fine_tune, pair, weights, write_folder
 from tiny_models import bert, fine_tuned
 from transformers import AutoModel
 
-from hf_ext import fm_delta
+from hf_ext import CheckpointError, fm_delta
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -38,15 +41,54 @@ def test_shards_may_have_names_that_only_the_index_knows(tmp_path: Path) -> None
     assert files(tmp_path / "back") == files(tuned)
 
 
-def test_linked_folders_are_copied_and_circles_end(tmp_path: Path) -> None:
+def test_links_to_folders_stay_links_and_links_to_files_become_files(tmp_path: Path) -> None:
     tuned, base = pair(tmp_path)
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "pooling.json").write_text("{}")
-    (tuned / "1_Pooling").symlink_to(tmp_path / "elsewhere")
-    (tuned / "circle").symlink_to(tuned)
-    fm_delta.compress_checkpoint(tuned, base, tmp_path / "out")
-    assert (tmp_path / "out" / "1_Pooling" / "pooling.json").read_text() == "{}"
-    assert not (tmp_path / "out" / "circle").exists()
+    (tmp_path / "elsewhere" / "secret").write_text("not part of the model")
+    (tmp_path / "blob").write_text("words")
+    (tuned / "inside").mkdir()
+    for name, place in {
+        "data": "../elsewhere",
+        "near": "inside",
+        "circle": ".",
+        "nowhere": "not/there",
+        "vocab.txt": "../blob",
+    }.items():
+        (tuned / name).symlink_to(place)
+    fm_delta.compress_checkpoint(tuned, base, tmp_path / "elsewhere" / "out", verify=True)
+    out = tmp_path / "elsewhere" / "out"
+    assert {name: os.readlink(out / name) for name in ("data", "near", "circle", "nowhere")} == {
+        "data": str(tmp_path / "elsewhere"),
+        "near": "inside",
+        "circle": ".",
+        "nowhere": "not/there",
+    }
+    assert (out / "inside").is_dir() and not (out / "vocab.txt").is_symlink() and (out / "vocab.txt").read_text() == "words"
+
+
+def test_permissions_stay(tmp_path: Path) -> None:
+    tuned, base = pair(tmp_path, shards=2)
+    (tuned / "private").mkdir(mode=0o700)
+    for path in tuned.iterdir():
+        path.chmod(0o600 if path.is_file() else 0o700)
+    (tuned / "model-00002-of-00002.safetensors").chmod(0o640)
+    expected = {path.name: path.stat().st_mode for path in tuned.iterdir()}
+    fm_delta.compress_checkpoint(tuned, base, tmp_path / "small")
+    fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
+    for folder in ("small", "back"):
+        assert {name: (tmp_path / folder / name).stat().st_mode for name in expected} == expected
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_what_is_no_file_is_named(tmp_path: Path, kind: str) -> None:
+    tuned, base = pair(tmp_path)
+    if kind == "pipe":
+        os.mkfifo(tuned / "odd")
+    else:
+        socket.socket(socket.AF_UNIX).bind(str(tuned / "odd"))
+    with pytest.raises(CheckpointError, match=f"odd is a {kind}, which cannot be copied"):
+        fm_delta.compress_checkpoint(tuned, base, tmp_path / "out", delete_source=True)
+    assert (tuned / "model.safetensors").exists() and not (tmp_path / "out").exists()
 
 
 def test_a_relative_base_is_found_from_the_checkpoint_so_that_both_can_move(tmp_path: Path) -> None:

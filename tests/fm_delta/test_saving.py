@@ -28,8 +28,7 @@ from transformers import (
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, fm_delta
 from hf_ext.storage.layout import HINT
-
-STAGE = ".hf_ext-partial"
+from hf_ext.storage.tree import STAGE
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -344,11 +343,12 @@ def test_a_process_that_is_not_the_main_one_writes_nothing(tmp_path, model):
     model.save_pretrained(tmp_path / "small", is_main_process=False)
     assert not (tmp_path / "small").exists()
     model.save_pretrained(tmp_path / "small")
-    (tmp_path / "small" / STAGE).mkdir()
-    (tmp_path / "small" / STAGE / "file").write_text("of the main process, which is still at work")
-    before = contents(tmp_path / "small")
+    stage = tmp_path / f".small.0123abcd{STAGE}"
+    stage.mkdir()
+    (stage / "file").write_text("of the main process, which is still at work")
+    before = contents(tmp_path)
     model.save_pretrained(tmp_path / "small", is_main_process=False, max_shard_size="60KB")
-    assert contents(tmp_path / "small") == before
+    assert contents(tmp_path) == before
 
 
 # ---- interrupted saves -------------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def test_a_save_that_fails_leaves_the_earlier_one_as_it_was(tmp_path, base, mode
     before = contents(tmp_path / "small")
     with pytest.raises(AttributeError):  # in the middle of Transformers' own save
         model.save_pretrained(tmp_path / "small", state_dict={"lm_head.weight": [0.0]})
-    assert contents(tmp_path / "small") == before and not (tmp_path / "small" / STAGE).exists()
+    assert contents(tmp_path / "small") == before and not list(tmp_path.glob(".*"))
     shutil.move(base, tmp_path / "gone")
     for folder in ("small", "new"):
         with pytest.raises(BaseModelError, match=str(base)):
@@ -378,7 +378,7 @@ def test_a_full_disk_is_one_clear_error_and_the_earlier_save_stays(tmp_path, mod
             model.save_pretrained(tmp_path / "small")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert contents(tmp_path / "small") == before and not (tmp_path / "small" / STAGE).exists()
+    assert contents(tmp_path / "small") == before and not list(tmp_path.glob(".*"))
 
 
 # Saves a model again and again, each time in a process of its own that is stopped right before its n-th change of the folder.
@@ -388,7 +388,8 @@ import torch
 from tiny_models import llama, perturb
 from hf_ext import CheckpointError, fm_delta
 
-CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.copyfile"}
+CHANGES = {"open", "os.truncate", "shutil.copyfile", "hf_ext.exchange"}
+CHANGES |= {f"os.{name}" for name in ("mkdir", "rename", "link", "remove", "rmdir")}
 torch.set_num_threads(1)
 
 
@@ -398,11 +399,13 @@ def save_until(step, how, model, size, folder):
     def watch(event, args):
         nonlocal left
         paths = [os.fspath(path) for path in args if isinstance(path, (str, os.PathLike))]
-        if event not in CHANGES or not any(path.startswith(folder) for path in paths):
+        place, name = os.path.split(folder)
+        staged = f"{place}/.{name}."
+        if event not in CHANGES or not any(path.startswith((folder, staged)) for path in paths):
             return
         if event == "os.mkdir" and os.path.isdir(args[0]) or event == "open" and not set(args[1] or "") & set("wax+"):
             return
-        if event == "open" and not paths[0].startswith(f"{folder}/.hf_ext-partial/"):
+        if event == "open" and not paths[0].startswith(staged):
             os._exit(3)  # a file that is read by others is only ever replaced whole
         left -= 1
         if left == 0:
@@ -465,7 +468,7 @@ def test_a_save_stopped_anywhere_leaves_the_old_the_new_or_an_error_and_the_next
     outcomes, left = [], 0
     for step in range(1, steps + 1):
         folder = root / f"step{step}"
-        left += step < steps and (folder / STAGE).exists()
+        left += step < steps and any(root.glob(f".{folder.name}.*{STAGE}"))
         try:
             loaded = AutoModelForCausalLM.from_pretrained(folder)
         except Exception as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_ext import BaseModelError, CheckpointError, fm_delta
 from hf_ext.fm_delta.series import is_compressed, needed_by
+from hf_ext.storage.atomic import locked
 
 OPTIONS = {"max_steps": 12, "learning_rate": 1e-4}
 
@@ -292,13 +295,14 @@ def test_weights_of_another_run_are_not_taken_for_this_ones(tmp_path, base):
 
 def test_a_training_does_not_die_of_what_cannot_be_compressed(tmp_path, base, through, caplog):
     class Lock(TrainerCallback):
-        """Puts something in the way of what is to be written."""
+        """Holds the run's lock from another thread, as another process would."""
 
         def on_train_begin(self, args, state, control, **kwargs):
-            Path(args.output_dir).mkdir(exist_ok=True)
-            Path(args.output_dir, ".hf_ext-partial").write_text("in the way")
+            pool.submit(holds.enter_context, locked(args.output_dir)).result()
 
-    trainer = train_compressed(base, tmp_path / "out", Lock())
+    with ThreadPoolExecutor(1) as pool, ExitStack() as holds:
+        trainer = train_compressed(base, tmp_path / "out", Lock())
+        pool.submit(holds.close).result()
     assert_same_weights(trainer.model, through.model)
     assert "are not all compressed" in caplog.text
     assert not any(map(is_compressed, checkpoints(tmp_path / "out").values()))

@@ -5,13 +5,13 @@ import signal
 import sys
 
 import pytest
-from test_recovery import as_nobody, dying_at, everybodys_folder  # noqa: F401, a fixture
+from kills import dying_at
+from test_recovery import as_nobody, everybodys_folder  # noqa: F401, a fixture
 from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 
 from hf_ext import fm_delta
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.fm_delta import compress
-from hf_ext.storage.layout import STAGE
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kills and limits processes as Linux does")
 
@@ -138,5 +138,5 @@ def test_a_kill_at_any_step_leaves_the_source_whole_or_the_result(folders, tmp_p
 def test_a_checkpoint_may_lie_in_the_folder_that_it_is_compressed_into(folders):
     src, base, _ = folders
     fm_delta.compress_checkpoint(src, base, src.parent, verify=True)
-    assert (src.parent / "vocab.txt").read_text() == "words" and not (src.parent / STAGE).exists()
+    assert (src.parent / "vocab.txt").read_text() == "words" and not list(src.parent.glob(".*"))
     assert fm_delta.verify(src.parent) == 7

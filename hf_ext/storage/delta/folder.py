@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import os
+import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from hf_ext.errors import CheckpointError, CorruptFileError
-from hf_ext.storage.atomic import copy, rewrite, staged_folder
+from hf_ext.storage.atomic import rewrite, staged_folder
 from hf_ext.storage.delta.codec import DEFAULT_LEVEL
 from hf_ext.storage.delta.file import KEY, CompressedFile
 from hf_ext.storage.delta.source import (
@@ -42,6 +43,7 @@ from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import progress
 from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile, float_name
 from hf_ext.storage.source import TensorSource
+from hf_ext.storage.tree import copy_entries
 
 METHOD = "fm_delta"  # `quant_method` in config.json
 
@@ -88,10 +90,10 @@ def compress_folder(
     require_another_folder(out, src, source.name)
     write = write or partial(write_model, name=base_id, level=level)
     with staged_folder(out) as stage:
-        others = [path for path in other_files(src, out) if path.relative_to(src) not in leave]
-        for path in others:
-            copy(path, stage / path.relative_to(src))
+        others = [path for path in other_files(src, out) if path not in leave]
+        copy_entries(src, others, stage)
         write(plain_files(src), source, stage)
+        copy_modes(src, stage)
         if verify:
             compare_with_source(src, stage, others, source)
 
@@ -122,12 +124,17 @@ def decompress_folder(
     source = open_base(files, src, base)
     require_another_folder(out, src, source.name)
     with staged_folder(out, stale) as stage:
-        for path in other_files(src, out):
-            if path.relative_to(src) not in leave:
-                copy(path, stage / path.relative_to(src))
+        copy_entries(src, [path for path in other_files(src, out) if path not in leave], stage)
         read_config(stage / CONFIG)  # raises if it is damaged
         rewrite(stage / CONFIG, remove_settings)
         write_files([RestoredFile(file, source) for file in files], stage, "Decompressing")
+        copy_modes(src if src.is_dir() else src.parent, stage)
+
+
+def copy_modes(src: Path, out: Path) -> None:
+    """Gives weights the permissions of the files that they were made from."""
+    for path in all_weights(out):
+        shutil.copymode(src / path.name, path)
 
 
 def verify_folder(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int:
@@ -229,11 +236,11 @@ def compare_with_source(src: Path, out: Path, others: Iterable[Path], base: Tens
             )
 
     for path in others:
-        copied = out / path.relative_to(src)
-        if copied == out / CONFIG:
-            require(remove_settings(copied.read_bytes().decode()).encode() == path.read_bytes(), CONFIG)
-        else:
-            require(filecmp.cmp(path, copied, shallow=False), str(path.relative_to(src)))
+        source, copied = src / path, out / path
+        if path == Path(CONFIG):
+            require(remove_settings(copied.read_bytes().decode()).encode() == source.read_bytes(), CONFIG)
+        elif not copied.is_dir() and not copied.is_symlink():
+            require(filecmp.cmp(source, copied, shallow=False), str(path))
     originals = [SafetensorsFile(path) for path in all_weights(src)]
     with progress("Verifying", sum(len(file.entries) for file in originals)) as bar:
         for original in originals:

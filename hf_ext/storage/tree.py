@@ -1,0 +1,159 @@
+"""Lists, copies and deletes everything below a folder. Links to folders are not followed, and nothing is left out silently."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+import xxhash
+
+from hf_ext.errors import CheckpointError
+
+OURS = ".hf_ext-"  # in the names of temporary files and folders of this package
+STAGE = f"{OURS}partial"
+HELD, GRAVE = f"{OURS}held", f"{OURS}deleted"  # names of a folder while it is checked, and while it is deleted
+
+
+def scan(folder: Path) -> dict[Path, os.stat_result]:
+    """Returns the status of everything below a folder, by relative path: files, folders, links (their own) and all others.
+    Leaves out temporary files of this package.
+
+    Raises:
+        CheckpointError: a folder cannot be listed, or changes while it is.
+    """
+
+    def stop(error: OSError) -> None:
+        raise error
+
+    entries = {}
+    try:
+        for path, folders, names in os.walk(folder, onerror=stop):
+            folders[:] = [name for name in folders if OURS not in name]
+            for name in (*folders, *names):
+                if OURS not in name:
+                    entry = Path(path, name)
+                    entries[entry.relative_to(folder)] = entry.lstat()
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or folder} could not be listed: {error.strerror}.") from error
+    return entries
+
+
+def stamp(folder: Path) -> str:
+    """Returns a hash of everything below a folder, by names, modes, sizes and times. It changes when a file is written."""
+    digest = xxhash.xxh3_128()
+    for path, entry in sorted(scan(folder).items()):
+        written = (entry.st_size, entry.st_mtime_ns) if not stat.S_ISDIR(entry.st_mode) else ()
+        digest.update(repr((path.as_posix(), entry.st_mode, *written)).encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def copy_entries(src: Path, paths: Iterable[Path], out: Path) -> None:
+    """Copies files, folders and links, given relative to `src`, with their times and modes. The contents of a folder are paths
+    of their own.
+
+    A link to a file becomes a copy of the file. Other links stay links: to folders, and to nothing.
+
+    Raises:
+        CheckpointError: a path is a device, a socket or a pipe.
+    """
+    folders = []
+    for path in sorted(paths):
+        source, target = src / path, out / path
+        mode = source.lstat().st_mode
+        if stat.S_ISDIR(mode):
+            target.mkdir(parents=True, exist_ok=True)
+            folders.append(path)
+        elif source.is_symlink() and not source.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(_place_of_link(source, src))
+        elif source.is_file():
+            copy(source, target)
+        else:
+            kind = "socket" if stat.S_ISSOCK(mode) else "pipe" if stat.S_ISFIFO(mode) else "device"
+            raise CheckpointError(f"{source} is a {kind}, which cannot be copied. Move it out of {src}.")
+    for path in reversed(folders):
+        shutil.copystat(src / path, out / path)
+
+
+def _place_of_link(link: Path, src: Path) -> str:
+    """Returns what the copy of a link must contain: an absolute path if the link leads out of `src`."""
+    place = os.readlink(link)
+    leads_to = Path(os.path.normpath(link.parent.absolute() / place))
+    return place if leads_to.is_relative_to(src.absolute()) else os.fspath(leads_to)
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copies a file with its times and mode, and creates the folder it goes to."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(source, target)
+
+
+def link(source: Path, target: Path) -> None:
+    """Makes a hard link to a file, or a copy on file systems without links."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        copy(source, target)
+
+
+def flush_folder(folder: Path) -> None:
+    """Waits until the files of a folder are on the disk, so that they survive a loss of power."""
+    if os.name != "posix":  # elsewhere a folder cannot be opened
+        return
+    entries = scan(folder).items()
+    inside = [folder / path for path, entry in entries if stat.S_ISREG(entry.st_mode) or stat.S_ISDIR(entry.st_mode)]
+    for path in (*inside, folder, folder.absolute().parent):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot do it for folders
+                raise
+        finally:
+            os.close(handle)
+
+
+def delete_folder(folder: Path, seen: str | None = None) -> None:
+    """Deletes a folder in one step as seen by others: it is renamed first. A second call completes what a kill interrupted.
+
+    Args:
+        seen: its `stamp` when it was read.
+
+    Raises:
+        CheckpointError: it could not be deleted, or is not as it was seen; it stays then.
+    """
+    folder = folder.resolve()
+    held, grave = (folder.with_name(f".{folder.name}{suffix}") for suffix in (HELD, GRAVE))
+    try:
+        if not finish_deletion(folder) and folder.exists():
+            os.rename(folder, held)  # nothing is written by its name any more
+            try:
+                if seen is not None and stamp(held) != seen:
+                    raise CheckpointError(
+                        f"{folder} is not deleted: files in it were written or removed while it was read. Run the command "
+                        "again."
+                    )
+            except BaseException:
+                os.rename(held, folder)
+                raise
+            os.rename(held, grave)
+            shutil.rmtree(grave)
+    except OSError as error:
+        raise CheckpointError(f"{folder} could not be deleted: {error}") from error
+
+
+def finish_deletion(folder: Path) -> bool:
+    """Completes the deletion of a folder that a kill interrupted, or restores the folder if it was not checked yet. Returns
+    whether a folder was deleted, and there is none of that name now."""
+    held, grave = (folder.with_name(f".{folder.name}{suffix}") for suffix in (HELD, GRAVE))
+    if held.exists() and not folder.exists():
+        os.rename(held, folder)
+    if not grave.exists():
+        return False
+    shutil.rmtree(grave)
+    return not folder.exists()

@@ -1,0 +1,271 @@
+"""Whatever writes or deletes a folder: killed anywhere, or run twice at once, it leaves the old, the new, or a clear error."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import stat
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kills import dying_at
+from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
+from tiny_merges import write_tasks
+
+from hf_ext import CheckpointError, emr, fm_delta
+from hf_ext.storage import atomic
+from hf_ext.storage.delta import folder as delta_folder
+from hf_ext.storage.tree import OURS, delete_folder, flush_folder, scan, stamp
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kills processes as Linux does")
+
+
+# ---- killed ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    return write_tasks(tmp_path_factory.mktemp("tasks"), {"trec": 6, "cr": 2})
+
+
+@pytest.fixture(scope="module")
+def commands(tasks, tmp_path_factory) -> dict[str, tuple[Callable[[Path], object], Path]]:
+    """For each command what it does with `out`, and the result of another call of it, the old content."""
+    place = tmp_path_factory.mktemp("commands")
+    base, folders = tasks
+    reference = write_folder(place / "base", weights())
+    for seed, shards in ((1, 1), (2, 2)):
+        tuned = write_folder(place / f"tuned{seed}", fine_tune(weights(), seed=seed), shards=shards)
+        fm_delta.compress_checkpoint(tuned, reference, place / f"small{seed}")
+    for name in folders:
+        emr.merge(base, {name: folders[name]}, place / f"merged-{name}")
+    emr.merge(base, folders, place / "merged")
+    works: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
+        "decompress": (
+            lambda out: fm_delta.decompress_checkpoint(place / "small2", out),
+            lambda out: fm_delta.decompress_checkpoint(place / "small1", out),
+        ),
+        "extract": (
+            lambda out: emr.extract(place / "merged", "cr", out, max_shard_size="60KB"),
+            lambda out: emr.extract(place / "merged", "trec", out),
+        ),
+        "merge": (
+            lambda out: emr.merge(base, {"cr": folders["cr"]}, out, max_shard_size="60KB"),
+            lambda out: emr.merge(base, folders, out),
+        ),
+        "add-task": (
+            lambda out: emr.add_task(place / "merged-trec", "cr", folders["cr"], out, reelect=True),
+            lambda out: emr.merge(base, {"trec": folders["trec"]}, out),
+        ),
+    }
+    made = {}
+    for name, (work, before) in works.items():
+        before(place / f"old-{name}")
+        made[name] = work, place / f"old-{name}"
+    return made
+
+
+@pytest.mark.parametrize("exchanges", [True, False], ids=["one step", "file by file"])
+@pytest.mark.parametrize("name", ["decompress", "extract", "merge", "add-task"])
+def test_a_kill_at_any_step_leaves_the_old_folder_the_new_one_or_one_that_does_not_load(
+    commands, tmp_path, monkeypatch, name, exchanges
+):
+    if not exchanges:
+        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+    work, old = commands[name]
+    work(tmp_path / "expected")
+    shutil.copytree(old, tmp_path / "then")
+    work(tmp_path / "then")
+    before, after = contents(old), contents(tmp_path / "then")
+    assert contents(tmp_path / "expected").items() <= after.items()
+    out, seen = tmp_path / "out", set()
+    for step in range(1, 1000):
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(old, out)
+        code, answer = dying_at(step, out, lambda: work(out))
+        files = {name: digest for name, digest in contents(out).items() if OURS not in name}
+        if code == 0:
+            assert not answer.startswith(("CheckpointError", "OSError")) and files == after
+            break
+        assert code == -signal.SIGKILL
+        seen.add("old" if files == before else "new" if files == after else "neither")
+        assert files in (before, after) or "config.json" not in files
+        if files not in (before, after) and step % 3 == 0:
+            work(out)
+            assert contents(out) == after
+    assert step > 10 and seen >= {"old", "new"} and ("neither" in seen) != exchanges
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "out", "then"]
+
+
+# ---- twice at once ---------------------------------------------------------------------------------------------------
+
+
+def both(first: Callable[[], object], second: Callable[[], object], delay: float) -> list[str]:
+    """Runs two pieces of work in two processes, one a little later; returns the name of the error of each, or "done"."""
+    answers = []
+    for work, wait in ((first, 0.0), (second, delay)):
+        receiver, sender = os.pipe()
+        child = os.fork()
+        if child == 0:
+            time.sleep(wait)
+            try:
+                work()
+                answer = "done"
+            except BaseException as error:
+                answer = f"{type(error).__name__}: {error}"
+            os.write(sender, answer.encode())
+            os._exit(0)
+        os.close(sender)
+        answers.append((child, receiver))
+    results = []
+    for child, receiver in answers:
+        with os.fdopen(receiver) as pipe:
+            results.append(pipe.read())
+        os.waitpid(child, 0)
+    return results
+
+
+ROUNDS = 200
+
+
+@pytest.mark.parametrize("command", ["compress", "compress-all", "remove-checkpoint"])
+def test_two_runs_at_once_never_lose_a_model(tmp_path, command):
+    chance = random.Random(0)
+    write_folder(tmp_path / "base", weights())
+    start = tmp_path / "start"
+    for step in (1, 2):
+        write_folder(start / f"checkpoint-{step}", fine_tune(weights(), seed=step))
+    plain = {step: contents(start / f"checkpoint-{step}") for step in (1, 2)}
+    if command == "remove-checkpoint":
+        fm_delta.compress_series(start, tmp_path / "base")
+    run, small, outcomes = tmp_path / "run", tmp_path / "small", set()
+    base, newest = tmp_path / "base", run / "checkpoint-2"
+    work: dict[str, Callable[[], object]] = {
+        "compress": lambda: fm_delta.compress_checkpoint(newest, base, small / "checkpoint-2", delete_source=True),
+        "compress-all": lambda: fm_delta.compress_all([newest], small, base, delete_source=True),
+        "remove-checkpoint": lambda: fm_delta.remove_checkpoint(newest, rebase=True),
+    }
+    for _ in range(ROUNDS):
+        for folder in (run, small):
+            shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(start, run)
+        answers = both(work[command], work[command], chance.uniform(0, 0.06))
+        outcomes |= {answer.partition(":")[0] for answer in answers}
+        assert "done" in answers
+        assert all(answer == "done" or "Error" in answer.partition(":")[0] for answer in answers)
+        if command == "remove-checkpoint":
+            assert not newest.exists() and restored(run / "checkpoint-1", tmp_path) == plain[1]
+        else:
+            assert newest.exists() and contents(newest) == plain[2] or restored(small / "checkpoint-2", tmp_path) == plain[2]
+            assert not newest.exists() or any(answer != "done" for answer in answers)
+        assert not list(run.rglob(".*")) and not list(small.rglob(".*"))
+    assert "done" in outcomes and outcomes & {"CheckpointError", "BaseModelError"}
+
+
+def restored(folder: Path, place: Path) -> dict[str, str]:
+    shutil.rmtree(place / "back", ignore_errors=True)
+    fm_delta.decompress_checkpoint(folder, place / "back")
+    return contents(place / "back")
+
+
+# ---- only what was read is deleted -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["a new file", "a newer save", "a file removed", "a new folder"])
+def test_a_source_that_changes_meanwhile_is_kept(tmp_path, monkeypatch, change):
+    src, base = pair(tmp_path)
+    (src / "notes.txt").write_text("notes")
+
+    def verify_and_change(*arguments):
+        compare(*arguments)
+        if change == "a new file":
+            (src / "optimizer.pt").write_text("state")
+        elif change == "a newer save":
+            shutil.copyfile(base / "model.safetensors", src / "model.safetensors")
+        elif change == "a file removed":
+            (src / "notes.txt").unlink()
+        else:
+            (src / "checkpoint-1").mkdir()
+
+    compare = delta_folder.compare_with_source
+    monkeypatch.setattr(delta_folder, "compare_with_source", verify_and_change)
+    with pytest.raises(CheckpointError, match="is not deleted: files in it were written or removed"):
+        fm_delta.compress_checkpoint(src, base, tmp_path / "out", delete_source=True)
+    assert (src / "model.safetensors").exists() and fm_delta.verify(tmp_path / "out") == len(weights())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out", "tuned"]
+
+
+def test_a_folder_that_cannot_be_listed_stops_a_deletion(tmp_path, monkeypatch):
+    src, base = pair(tmp_path)
+    (src / "secret").mkdir()
+    (src / "secret" / "file").write_text("mine")
+    scandir = os.scandir
+
+    def refuses(path):
+        if os.fspath(path).endswith("secret"):
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuses)
+    with pytest.raises(CheckpointError, match="secret could not be listed: Permission denied"):
+        fm_delta.compress_checkpoint(src, base, tmp_path / "out", delete_source=True)
+    monkeypatch.undo()
+    assert (src / "secret" / "file").read_text() == "mine" and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("state", ["held", "deleted"])
+def test_a_deletion_that_was_killed_is_undone_or_completed_by_the_next_call(tmp_path, state):
+    src, base = pair(tmp_path)
+    fm_delta.compress_checkpoint(src, base, tmp_path / "out", verify=True)
+    src.rename(src.with_name(f".{src.name}.hf_ext-{state}"))
+    if state == "deleted":
+        next(path for path in tmp_path.glob("*/model.safetensors") if "deleted" in str(path)).unlink()
+    fm_delta.compress_checkpoint(src, base, tmp_path / "out", delete_source=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "out"]
+    assert fm_delta.verify(tmp_path / "out") == len(weights())
+
+
+def test_a_stamp_changes_with_everything_that_a_deletion_would_lose(tmp_path):
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "file").write_text("text")
+    stamps = [stamp(folder)]
+    os.utime(folder / "sub" / "file", ns=(1, 1))
+    stamps.append(stamp(folder))
+    (folder / "empty").mkdir()
+    stamps.append(stamp(folder))
+    (folder / "link").symlink_to("sub")
+    stamps.append(stamp(folder))
+    (folder / "sub" / "file").chmod(stat.S_IRUSR)
+    stamps.append(stamp(folder))
+    assert len(set(stamps)) == 5 and stamp(folder) == stamps[-1]
+    assert {path.as_posix() for path in scan(folder)} == {"sub", "sub/file", "empty", "link"}
+    with pytest.raises(CheckpointError, match="is not deleted"):
+        delete_folder(folder, stamps[0])
+    assert stamp(folder) == stamps[-1]
+    delete_folder(folder, stamps[-1])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_that_cannot_flush_folders_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("text")
+    fsync, flushed = os.fsync, []
+
+    def only_files(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        flushed.append(handle)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    flush_folder(tmp_path)
+    assert len(flushed) == 1
+    monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output"):
+        flush_folder(tmp_path)
