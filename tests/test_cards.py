@@ -496,6 +496,17 @@ def test_figures_and_names_do_not_become_markup_or_metadata(tmp_path):
     assert f"# Discriminator of {name}" in (tmp_path / "README.md").read_text() and cards.is_ours(tmp_path / "README.md")
 
 
+def test_metadata_that_stand_for_gigabytes_are_not_read(tmp_path):
+    """By aliases of aliases, which safe loaders resolve."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
+    text = "---\n" + "\n".join(lines) + "\nlicense: mit\n---\n# Mine\n"
+    (tmp_path / "README.md").write_text(text)
+    assert cards.metadata_of(tmp_path) is None and not cards.is_free(tmp_path / "README.md")
+    (tmp_path / "README.md").write_text(f"---\nlicense: mit\nnotes: {'x' * cards.MAX_METADATA}\n---\n# Mine\n")
+    assert cards.metadata_of(tmp_path) is None
+
+
 # ---- templates ---------------------------------------------------------------------------------------------------------
 
 

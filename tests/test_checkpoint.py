@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -222,6 +223,25 @@ def test_a_parameter_finds_its_twin_under_another_prefix_or_an_old_name(tmp_path
     ]
     checkpoint = Checkpoint(write_folder(tmp_path, {name: torch.zeros(1) for name in names}))
     assert checkpoint.twin_of(name) == twin
+
+
+def test_a_name_of_many_parts_costs_no_memory(tmp_path):
+    name = ".".join("x" * 30_000)
+    checkpoint = Checkpoint(write_folder(tmp_path, {name: torch.zeros(1), "model.layer.weight": torch.zeros(1)}))
+    tracemalloc.start()
+    assert checkpoint.twin_of("layer.weight") == "model.layer.weight" and checkpoint.twin_of(f"a.{name}") is None
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
+    folder = write_folder(tmp_path / "model", weights())
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises((BaseModelError, CorruptFileError), match=f"{name} is not a file"):
+        Checkpoint(folder) if name == "model.safetensors" else read_config(folder / name)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

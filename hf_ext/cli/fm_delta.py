@@ -165,13 +165,14 @@ def dask_cluster(address: str) -> Iterator[Executor]:
     """Yields the workers of a Dask cluster as an executor."""
     try:
         from distributed import Client
+        from distributed.comm import get_address_host_port
     except ImportError as error:
         raise ImportError("--scheduler requires Dask: pip install 'dask[distributed]'.") from error
     try:
-        client = Client(address)
+        get_address_host_port(address)
     except ValueError as error:
         raise mistake(f"'{address}' is not an address: {error}", "--scheduler") from None
-    with client:
+    with Client(address) as client:
         yield client.get_executor(pure=False)  # else Dask returns cached results for the same arguments
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import partial
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -50,6 +52,8 @@ def switch(
     tensor has a parameter of its shape. Two failures can occur later: a lack of memory, and a base that was changed where its
     fingerprint takes no samples. The error then says that the model is now a mix of both checkpoints.
 
+    One thread at a time switches a model; others wait.
+
     Args:
         model: of the same class and structure as `other`, loaded in any way. Labels and vocabulary may differ.
         other: folder or Hub id of a checkpoint compressed by FM-Delta, or of a plain one (the base itself, for instance).
@@ -65,8 +69,13 @@ def switch(
         BaseModelError: the base of `other` is missing or differs from the recorded one.
         CorruptFileError: `other` is damaged.
     """
+    with _lock_of(model):
+        return _switch(model, other, revision, Hub(token, cache_dir, local_files_only))
+
+
+def _switch(model: PreTrainedModel, other: str | os.PathLike, revision: str | None, hub: Hub) -> PreTrainedModel:
     weights = _writable(model)
-    source, commit, text, settings = _open(other, revision, Hub(token, cache_dir, local_files_only))
+    source, commit, text, settings = _open(other, revision, hub)
     move = _move(model, source, text, settings)
     plan = _plan(model, weights, source, move.shapes)
     sizes = {str(i): _size(source, loaded) for i, loaded in enumerate(plan)}
@@ -96,6 +105,16 @@ def switch(
             module.name_or_path = module.config._name_or_path = os.fspath(other)
     model.config._commit_hash = commit
     return model
+
+
+_locks: WeakKeyDictionary[torch.nn.Module, Lock] = WeakKeyDictionary()
+_locks_lock = Lock()
+
+
+def _lock_of(model: torch.nn.Module) -> Lock:
+    """Returns the lock of a model, so that one thread at a time overwrites it."""
+    with _locks_lock:
+        return _locks.setdefault(model, Lock())
 
 
 def _writable(model: PreTrainedModel) -> dict[str, torch.Tensor]:

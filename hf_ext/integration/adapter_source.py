@@ -48,8 +48,15 @@ class AdapterSource(TensorSource):
 
     def __init__(self, folder: Path, base: TensorSource):
         self.name, self.base = str(folder), base
-        settings = PeftConfig.from_pretrained(folder)
-        trained_on = settings.base_model_name_or_path
+        try:
+            settings = PeftConfig.from_pretrained(folder)
+            trained_on, auto_mapping = settings.base_model_name_or_path, settings.auto_mapping
+            if not isinstance(trained_on, str | None) or not isinstance(auto_mapping, dict | None):
+                raise TypeError("base_model_name_or_path or auto_mapping is of another type")
+        except Exception as error:  # a stranger's file may hold anything
+            raise CheckpointError(
+                f"{folder} has no adapter_config.json that PEFT can read: {type(error).__name__}: {error}"
+            ) from error
         if trained_on and holds_several_models(trained_on):
             raise CheckpointError(
                 f"{folder} is an adapter of a task of the merge {trained_on}, not of the base. Merge it into that task's model "
@@ -66,7 +73,7 @@ class AdapterSource(TensorSource):
         tied = set(skeleton.all_tied_weights_keys)
         try:
             self._model = PeftModel.from_pretrained(skeleton, folder, low_cpu_mem_usage=True, torch_device="cpu")
-        except (RuntimeError, ValueError, KeyError) as error:
+        except Exception as error:  # of settings of wrong types, too
             raise CheckpointError(f"The adapter {folder} does not fit the base {base}: {error}") from error
         _require_all_tensors(self._model, folder, base)
         self._layers: dict[str, BaseTunerLayer] = {}  # name of a weight -> the layer that makes it
@@ -163,14 +170,15 @@ def _skeleton(settings: PeftConfig, config: PretrainedConfig) -> PreTrainedModel
     """Returns the model that the adapter was trained on, without weights."""
     name = AUTO_CLASSES.get(settings.task_type) or (settings.auto_mapping or {}).get("base_model_class")
     name = name or (config.architectures or ["AutoModel"])[0]
-    kind = getattr(transformers, name, None)
-    if kind is None:
+    kind = getattr(transformers, str(name), None)
+    auto = name in AUTO_CLASSES.values()
+    if not auto and not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         raise CheckpointError(
-            f"The adapter was trained on a {name}, which Transformers does not have. Merge it (merge_and_unload), save the "
-            "model, and give that folder."
+            f"The adapter was trained on a {name}, which is no model class of Transformers. Merge it (merge_and_unload), save "
+            "the model, and give that folder."
         )
     with torch.device("meta"):
-        return kind.from_config(config) if name in AUTO_CLASSES.values() or kind is transformers.AutoModel else kind(config)
+        return kind.from_config(config) if auto else kind(config)  # type: ignore[union-attr, misc]
 
 
 def _fill_with_nothing(model: PreTrainedModel) -> None:

@@ -28,6 +28,7 @@ from hf_ext.storage.layout import CONFIG, read_config
 
 CARD = "README.md"
 MARK = re.compile(r"<!-- hf_ext (?P<kind>\w+) (?P<checksum>[0-9a-f]{16}): [^<>]*-->")
+MAX_METADATA = 1_000_000  # characters; those of large cards have about 100,000
 LICENSE = ("license", "license_name", "license_link")
 # Transformers and PEFT write these into cards by themselves. PEFT does so at every save, into existing cards too.
 PEFT_METADATA = {"base_model", "library_name", "tags"}
@@ -296,12 +297,23 @@ def _template(kind: str) -> str:
     return (installed if installed.is_file() else Path(__file__).parents[2] / "model_cards" / f"{kind}.md").read_text("utf-8")
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads YAML without aliases, by which a few lines can stand for gigabytes."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not supported")
+        return super().compose_node(parent, index)
+
+
 def _read(path: Path) -> tuple[dict[str, Any], str] | None:
     """Returns metadata and text of a card; None if it cannot be read."""
     try:
         text = path.read_text("utf-8-sig")
         block = REGEX_YAML_BLOCK.search(text)
-        metadata = (yaml.safe_load(block[2]) if block else None) or {}
+        if block and len(block[2]) > MAX_METADATA:
+            return None
+        metadata = (yaml.load(block[2], _Loader) if block else None) or {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
     return (metadata, text[block.end() if block else 0 :]) if isinstance(metadata, dict) else None

@@ -89,6 +89,8 @@ def read_config(path: Path) -> dict:
     """
     if not path.exists():
         return {}
+    if not path.is_file():
+        raise CorruptFileError(f"{path} is not a file.")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -101,6 +101,8 @@ class SafetensorsFile:
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
+        if self.path.exists() and not self.path.is_file():
+            raise CorruptFileError(f"{self.path} is not a file.")  # reading a pipe would wait forever
         try:
             with safe_open(self.path, framework="np"):
                 pass

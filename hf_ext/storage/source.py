@@ -14,6 +14,7 @@ import xxhash
 from hf_ext.storage.safetensors_file import Entry, RawTensor
 
 FINGERPRINT_SAMPLE = 1024  # bytes read at each of three places of a tensor
+MAX_PARTS = 64  # of a name, between its dots; longer names have no other endings, because these take quadratic memory
 
 
 class TensorSource(ABC):
@@ -110,6 +111,8 @@ def layer_of(name: str) -> tuple[str, str] | None:
 
 def _endings(name: str) -> Iterator[str]:
     parts = re.sub(r"\.beta$", ".bias", re.sub(r"\.gamma$", ".weight", name)).split(".")
+    if len(parts) > MAX_PARTS:
+        parts = [".".join(parts)]
     # The last part alone ("weight") would match too much.
     for start in range(max(len(parts) - 1, 1)):
         yield ".".join(parts[start:])

@@ -26,7 +26,7 @@ from tiny_models import MODELS, bert, llama, perturb, tokenizer
 from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from hf_ext import BaseModelError, CheckpointError, emr, fm_delta
+from hf_ext import BaseModelError, CheckpointError, HfExtError, emr, fm_delta
 
 
 @pytest.fixture(scope="module")
@@ -327,6 +327,39 @@ def test_adapters_that_cannot_be_told_from_their_files_are_refused(tmp_path):
     inside.add_adapter(LoraConfig(r=2, target_modules=["query"]))
     with pytest.raises(CheckpointError, match="with adapters inside"):
         emr.merge(base, {"a": inside}, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"task_type": None, "auto_mapping": {"base_model_class": "pipeline", "parent_library": "transformers"}},
+        {"task_type": None, "auto_mapping": {"base_model_class": ["BertModel"], "parent_library": "transformers"}},
+        {"task_type": None, "auto_mapping": "BertModel"},
+        {"task_type": "NO_SUCH_TASK"},
+        {"peft_type": "NO_SUCH_TYPE"},
+        {"peft_type": None},
+        {"r": "many"},
+        {"r": -1},
+        {"r": 0},
+        {"lora_alpha": None},
+        {"target_modules": 5},
+        {"target_modules": ["no such module"]},
+        {"target_modules": None},
+        {"modules_to_save": 5},
+        {"rank_pattern": [1]},
+        {"base_model_name_or_path": 5},
+    ],
+    ids=str,
+)
+def test_an_adapter_with_forged_settings_is_one_clear_error(tmp_path, folders, changes):
+    base, tasks = folders
+    model = AutoModelForSequenceClassification.from_pretrained(tasks["cr"])
+    get_peft_model(model, LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")).save_pretrained(tmp_path / "adapter")
+    settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(settings | changes))
+    with pytest.raises(HfExtError):
+        emr.merge(base, {"a": tmp_path / "adapter"}, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from operator import attrgetter
 from pathlib import Path
@@ -271,6 +272,18 @@ def test_no_second_model_is_in_memory(tmp_path):
     size, switching, loading = map(int, done.stdout.split())
     assert size > 40e6 and loading > 0.9 * size
     assert switching < 0.4 * size
+
+
+def test_threads_switch_one_after_the_other(tmp_path):
+    folder = two(tmp_path, bert())
+    model = AutoModelForSequenceClassification.from_pretrained(folder / "first")
+    ends = {name: AutoModelForSequenceClassification.from_pretrained(folder / name) for name in ("first", "second")}
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(20):
+            for done in [pool.submit(fm_delta.switch, model, folder / name) for name in ends]:
+                done.result()
+            last = Path(model.name_or_path).name
+            assert_same_weights(model, ends[last])
 
 
 # ---- refused, before anything has changed ------------------------------------------------------------------------------

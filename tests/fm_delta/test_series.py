@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from hf_ext import BaseModelError, CheckpointError, fm_delta
 from hf_ext.fm_delta.series import LONGEST_CHAIN, is_compressed, needed_by, secure
+from hf_ext.storage.delta.source import MAX_CHAIN
 from hf_ext.storage.open import open_checkpoint
 
 
@@ -200,6 +201,19 @@ def test_a_damaged_link_is_noticed_before_anything_is_decoded(tmp_path):
     (run / "checkpoint-3/model.safetensors").write_bytes(data)
     with pytest.raises(ValueError, match="checkpoint-3|damaged"):
         open_checkpoint(run / "checkpoint-1")
+
+
+def test_a_chain_without_end_is_refused(tmp_path):
+    steps = range(MAX_CHAIN + 4)
+    base = write_folder(tmp_path / "0", {"weight": torch.zeros(8)})
+    for step in steps[1:]:
+        write_folder(tmp_path / "tuned", {"weight": torch.full((8,), float(step))})
+        if step == MAX_CHAIN + 3:
+            with pytest.raises(BaseModelError, match=f"needs more than {MAX_CHAIN} other checkpoints"):
+                fm_delta.compress_checkpoint(tmp_path / "tuned", base, tmp_path / str(step))
+        else:
+            fm_delta.compress_checkpoint(tmp_path / "tuned", base, tmp_path / str(step), level=1)
+            base = tmp_path / str(step)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])

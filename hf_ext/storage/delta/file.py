@@ -9,7 +9,7 @@ import base64
 import json
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,13 +17,14 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from hf_ext.errors import CorruptFileError
+from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.storage.delta.codec import STORED, VERSION, Header, payload_shape, read_header
 from hf_ext.storage.layout import HINT
 from hf_ext.storage.safetensors_file import Entry, SafetensorsFile, TensorFile, parse_header, write_header
 
 KEY, CHECKSUM_KEY = "fm_delta", "fm_delta_checksum"  # keys of the metadata
 MAX_HEADER = 100_000_000  # bytes; the safetensors library reads no longer header
+HEADER_GROWTH, HEADER_START = 16, 1 << 20  # limit of the original header: so many times the compressed file's, and this more
 PAYLOAD_HEADER = 1 << 18  # limit of a payload's header: 255 dimensions and two names of 65,535 bytes
 
 
@@ -70,11 +71,11 @@ class CompressedFile:
             self.digest: str = fields["digest"]
             self.fingerprint: str = fields["fingerprint"]
             self.base = BaseInfo(**fields["base"])
-            self.original_header = _unpack_header(fields["header"])
+            self.original_header = _unpack_header(fields["header"], len(self.file.header_bytes))
             self.original_metadata, self.original = parse_header(self.original_header)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
             raise CorruptFileError(f"The header of {self.path} is damaged: {type(error).__name__} {error}.") from error
-        if self.original_metadata != {key: text for key, text in self.file.metadata.items() if key not in (KEY, CHECKSUM_KEY)}:
+        if not isinstance(self.original_metadata, dict) or _others(self.original_metadata) != _others(self.file.metadata):
             raise CorruptFileError(f"The header of {self.path} is damaged: its metadata differ from the original file's.")
         if self.original.keys() != self.file.entries.keys() or not _is_contiguous(self.original.values()):
             raise CorruptFileError(f"The header of {self.path} is damaged: its tensors differ from the original file's.")
@@ -145,6 +146,11 @@ class CompressedWriter:
         most = sum(entry.nbytes + PAYLOAD_HEADER for entry in original.entries.values())
         widest = dict.fromkeys(original.entries, Entry("U8", (most, most), most, most))
         self._room = len(self._header(widest, "0" * 32, "0" * 32))
+        if len(original.header_bytes) > HEADER_GROWTH * self._room + HEADER_START:
+            raise CheckpointError(
+                f"The header of {original.path} has {len(original.header_bytes)} bytes, far more than its tensors need. Load "
+                "and save the model again."
+            )
         self._file = open(path, "wb")
         self._file.write(bytes(8 + self._room))
 
@@ -181,12 +187,19 @@ def _header_checksum(record: str, entries: Iterable[tuple[str, Entry]]) -> str:
     return digest.hexdigest()
 
 
-def _unpack_header(packed: str) -> bytes:
+def _unpack_header(packed: str, size: int) -> bytes:
+    """Returns the original header, which must fit the compressed file's own header of `size` bytes: both name all tensors."""
+    limit = min(HEADER_GROWTH * size + HEADER_START, MAX_HEADER)
     unpacker = zlib.decompressobj()
-    header = unpacker.decompress(base64.b85decode(packed), MAX_HEADER)
+    header = unpacker.decompress(base64.b85decode(packed), limit)
     if not unpacker.eof:
-        raise ValueError(f"the original header has no end within {MAX_HEADER} bytes")
+        raise ValueError(f"the original header has no end within {limit} bytes")
     return header
+
+
+def _others(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Returns the metadata that are not this format's own."""
+    return {key: text for key, text in metadata.items() if key not in (KEY, CHECKSUM_KEY)}
 
 
 def _is_contiguous(entries: Iterable[Entry]) -> bool:

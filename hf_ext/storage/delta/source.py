@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 #: Metadata entry of files that hold parts of several models; its value is the method that puts the models together.
 PARTS_OF = "parts_of"
 SEVERAL_MODELS = "holds several models merged into one; `hf-ext extract` writes one of them."
+MAX_CHAIN = 64  # compressed checkpoints that are opened to read one
 MOVED = (
     'If the base has moved, set "base" under "quantization_config" in config.json to its folder or Hub id '
     "(on the command line: --base)."
@@ -170,6 +171,8 @@ def matching_base(
         files = [CompressedFile(path) for path in checkpoint.paths]
         check_shards(files)
         folder, readers = files[0].path.parent, [*readers, beside]
+        if len(readers) > MAX_CHAIN:
+            raise BaseModelError(f"{readers[0]} needs more than {MAX_CHAIN} other checkpoints, each to read the one before.")
         if any(folder.samefile(reader) for reader in readers):
             chain = " → ".join(map(str, [*readers, folder]))
             raise BaseModelError(f"These checkpoints need each other, so none can be read: {chain}. {MOVED}")
