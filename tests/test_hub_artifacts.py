@@ -26,14 +26,13 @@ from packaging.version import Version
 refused = refusals(token=False)
 assert not list(Path("cache").rglob("*.safetensors"))
 token = {"token": sys.argv[1], "cache_dir": "cache"}
-tasks = refusals(["emr"], **token)  # Transformers gives the token to nobody, and does not download the tasks itself
-signed_in = ["emr"]
+signed_in = []
 if Version(version("transformers")) < Version("5.18"):  # there AutoTokenizer loses the token if there is no config.json
     signed_in.append("transfer")
 loaded = load_all([name for name in ARTIFACTS if name not in signed_in], **token)
 os.environ["HF_TOKEN"] = sys.argv[1]
 loaded |= load_all(signed_in, cache_dir="cache")
-print(json.dumps({"refused": refused, "tasks": tasks["emr"], "loaded": loaded}))
+print(json.dumps({"refused": refused, "loaded": loaded}))
 """
 
 OFFLINE = 'print(json.dumps(load_all(cache_dir="cache")))'
@@ -73,6 +72,20 @@ second = numbers(kind, model)
 fm_delta.switch(model, "user/fm_delta", token=sys.argv[1], cache_dir="cache", local_files_only=True)
 assert places == {name: weight.data_ptr() for name, weight in model.named_parameters()}
 print(json.dumps({"refused": refused, "unchanged": unchanged, "second": second, "main": numbers(kind, model)}))
+"""
+
+
+# The checkpoint itself was downloaded before. The base is private, and the environment has the token.
+SETTINGS = """
+from huggingface_hub import snapshot_download
+kinds = ["fm_delta", "emr"]
+for kind in kinds:
+    for revision in ("main", "second"):
+        snapshot_download(f"user/{kind}", revision=revision, cache_dir="cache")
+found = {"offline": refusals(kinds, cache_dir="cache", local_files_only=True)}
+found["without"] = refusals(kinds, cache_dir="cache", token=False)
+found["loaded"] = load_all(kinds, cache_dir="cache", token=sys.argv[1])
+print(json.dumps(found))
 """
 
 
@@ -153,8 +166,22 @@ def test_a_stranger_is_refused_and_told_which_repository(fetched, kind):
     assert f"user/{kind}" in fetched["refused"][kind]
 
 
-def test_a_private_merge_says_how_its_tasks_are_reached(fetched):
-    assert fetched["tasks"].startswith("CheckpointError") and "HF_TOKEN" in fetched["tasks"]
+def test_a_base_is_read_with_the_settings_of_the_call_or_not_at_all(hub, pushed, tmp_path):
+    bases = {"fm_delta": "user/bert", "emr": "user/body"}
+    for kind, base in bases.items():
+        hub.repos[f"user/{kind}"].private, hub.repos[base].private = False, True
+    client, requests = Client(hub, tmp_path), len(hub.log)
+    try:
+        found = client.run(SETTINGS, hub.token, signed_in=True)
+    finally:
+        for kind, base in bases.items():
+            hub.repos[f"user/{kind}"].private, hub.repos[base].private = True, False
+    for kind, base in bases.items():
+        for refusal in ("offline", "without"):
+            assert found[refusal][kind].startswith("BaseModelError") and base in found[refusal][kind]
+        assert same(found["loaded"][kind]["main"], pushed[kind]["main"])
+        asked = [(path, status) for _, path, status in hub.log[requests:] if f"/{base}/" in path]
+        assert asked[0][1] in (401, 403, 404), "the first request has no token"
 
 
 @every_kind

@@ -25,6 +25,7 @@ from hf_ext.emr.modulators import FILE, TaskFile, is_asset
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
 from hf_ext.storage.atomic import write_json
 from hf_ext.storage.delta.source import open_delta
+from hf_ext.storage.hub import HUB, Hub
 from hf_ext.storage.layout import CONFIG, INDEX, read_config, select_weights, storage_settings
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.open import OF_TASK
@@ -104,6 +105,7 @@ class MergeFolder:
         folder: the merge's folder.
         base: folder or Hub id of the base, if it is no longer where config.json says.
         revision: commit of that base.
+        hub: access settings for the base.
 
     Raises:
         CheckpointError: the folder holds no merge.
@@ -111,11 +113,13 @@ class MergeFolder:
         BaseModelError: the base is missing, or differs from the one that was merged against.
     """
 
-    def __init__(self, folder: str | os.PathLike, base: str | os.PathLike | None = None, revision: str | None = None):
+    def __init__(
+        self, folder: str | os.PathLike, base: str | os.PathLike | None = None, revision: str | None = None, hub: Hub = HUB
+    ):
         self.folder = Path(folder).absolute()  # as the working directory may change
         self.files = task_files(self.folder)
         self.tasks = list(self.files)
-        self.elected = open_delta(select_weights(self.folder), base, revision)
+        self.elected = open_delta(select_weights(self.folder), base, revision, hub)
         self.base = self.elected.base
         for file in self.files.values():
             if file.record.elected != self.elected.digest:

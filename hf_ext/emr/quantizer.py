@@ -15,10 +15,11 @@ from hf_ext.emr.modulators import FILE
 from hf_ext.emr.saving import MergedSaving
 from hf_ext.emr.switching import Generate, SetTask
 from hf_ext.errors import CheckpointError
+from hf_ext.integration import compat
 from hf_ext.integration.quantizer import DecodingQuantizer
 from hf_ext.integration.save_hooks import PushToHub
 from hf_ext.integration.weight_plan import Loaded
-from hf_ext.storage.hub import first_line, snapshot_of
+from hf_ext.storage.hub import Hub, first_line, snapshot_of
 from hf_ext.storage.layout import CONFIG
 from hf_ext.storage.safetensors_file import Entry, RawTensor
 from hf_ext.storage.source import TensorSource
@@ -38,8 +39,9 @@ class EMRQuantizer(DecodingQuantizer):
         self.plan: list[Loaded] = []
 
     def open(self, model: PreTrainedModel, files: list[Path]) -> TensorSource:
-        settings = self.quantization_config
-        self.merged = MergeFolder(_whole_folder(files[0].parent, settings.tasks), settings.base, settings.revision)
+        settings, hub = self.quantization_config, compat.hub_settings()
+        folder = _whole_folder(files[0].parent, settings.tasks, hub)
+        self.merged = MergeFolder(folder, settings.base, settings.revision, hub)
         return _FirstTask(self.merged)
 
     def loaded(self, target: str, names: dict[str, list[str]], converter: WeightTransform) -> None:
@@ -75,7 +77,7 @@ class _FirstTask(TensorSource):
         return self.merged.tensor(self.holder[name], name)
 
 
-def _whole_folder(folder: Path, tasks: list[str] | None) -> Path:
+def _whole_folder(folder: Path, tasks: list[str] | None, hub: Hub) -> Path:
     """Returns the folder. In the Hub's cache, downloads the files of the tasks first, which Transformers did not download."""
     wanted = [folder / task_folder(str(task)) / name for task in tasks or [] for name in (FILE, CONFIG)]
     snapshot = snapshot_of(folder)
@@ -83,12 +85,13 @@ def _whole_folder(folder: Path, tasks: list[str] | None) -> Path:
         repository = snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
         failure, reason = None, ""
         try:
-            snapshot_download(repository, revision=snapshot.name, cache_dir=snapshot.parents[2])
+            settings = hub._replace(cache_dir=snapshot.parents[2])._asdict()
+            snapshot_download(repository, revision=snapshot.name, **settings)
         except OSError as error:
             failure, reason = error, f": {first_line(error).rstrip('.')}"
         if not all(path.exists() for path in wanted):  # huggingface_hub 2 may return an incomplete snapshot
             raise CheckpointError(
-                f"The tasks of the merge {repository} could not be downloaded{reason}. If it is private, sign in "
-                "with `hf auth login` or set HF_TOKEN: Transformers uses its token= only for what it downloads itself."
+                f"The tasks of the merge {repository} could not be downloaded{reason}. If it is private, give token=, sign in "
+                "with `hf auth login`, or set HF_TOKEN."
             ) from failure
     return folder

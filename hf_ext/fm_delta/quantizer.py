@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from hf_ext.fm_delta.config import FMDeltaConfig
+from hf_ext.integration import compat
 from hf_ext.integration.quantizer import DecodingQuantizer
 from hf_ext.storage.delta.source import DeltaCheckpoint, open_delta
 
@@ -22,4 +23,4 @@ class FMDeltaQuantizer(DecodingQuantizer):
     advice = "Run `hf-ext decompress` on the checkpoint first."
 
     def open(self, model: PreTrainedModel, files: list[Path]) -> DeltaCheckpoint:
-        return open_delta(files, self.quantization_config.base, self.quantization_config.revision)
+        return open_delta(files, self.quantization_config.base, self.quantization_config.revision, compat.hub_settings())

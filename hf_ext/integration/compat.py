@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from hf_ext.integration import versions
+from hf_ext.storage.hub import Hub
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -62,6 +63,17 @@ def requested_quantization() -> Any:
 
     variables = variables_of_caller(AutoHfQuantizer.merge_quantization_configs)
     return None if variables is None else variables.get("quantization_config_from_args")
+
+
+def hub_settings() -> Hub:
+    """Returns `token`, `cache_dir` and `local_files_only` of the `from_pretrained` that loads a model at this moment.
+
+    Transformers hands them to no quantizer.
+    """
+    from transformers import PreTrainedModel
+
+    variables = variables_of_caller(PreTrainedModel.from_pretrained) or {}
+    return Hub(**{name: variables[name] for name in Hub._fields if name in variables})
 
 
 def saves_only_lora_tensors() -> bool:
