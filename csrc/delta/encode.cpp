@@ -33,7 +33,7 @@ class TensorEncoder {
             untouched_[row] = std::memcmp(tensor_ + at, base_ + at, plan_.row_values(row) * sizeof(U)) == 0;
         }
         plan_.set_rows(untouched_);
-        if (factors.rank) move_base(factors);
+        if (factors.rank && plan_.parts[1].first_row) move_base(factors);  // of no use if no coded row has a base
         choose_scales();
         choose_plane();
         plan_.tables.assign(DEFAULT_TABLES.begin(), DEFAULT_TABLES.end());

@@ -178,7 +178,7 @@ inline void put_low_rank(BitWriter& out, const LowRank& change, size_t row_count
         for (const uint32_t code : codes) put_rice(out, code, k, 32);
     };
     for (int k = 0; k < change.rank; ++k) {
-        put(change.rows.data() + k, row_count, size_t(change.rank));
+        put(row_count ? change.rows.data() + k : nullptr, row_count, size_t(change.rank));
         put(change.columns.data() + size_t(k) * row_length, row_length, 1);
     }
 }
@@ -197,7 +197,7 @@ inline LowRank get_low_rank(BitReader& in, size_t row_count, size_t row_length, 
         get_rice(in, k, count, 32, [&](size_t i, int32_t factor) { factors[i * stride] = factor; });
     };
     for (int k = 0; k < change.rank; ++k) {
-        get(change.rows.data() + k, row_count, size_t(change.rank));
+        get(row_count ? change.rows.data() + k : nullptr, row_count, size_t(change.rank));
         get(change.columns.data() + size_t(k) * row_length, row_length, 1);
     }
     change.prepare(doubles);

@@ -18,7 +18,7 @@ from transformers.utils.logging import get_logger
 
 from hf_ext.emr import election
 from hf_ext.emr.folder import MergeFolder, name_of_task
-from hf_ext.errors import CheckpointError, UnsavedChangesError
+from hf_ext.errors import BaseModelError, CheckpointError, UnsavedChangesError
 from hf_ext.integration.in_place import Move, configure, move_between, plain, replace
 from hf_ext.integration.serving import bad_request
 from hf_ext.integration.weight_plan import Loaded
@@ -91,6 +91,7 @@ class SetTask:
         discard_changes: overwrite weights that were changed since the last switch.
 
     Raises:
+        BaseModelError, CorruptFileError: the base's file was overwritten or cut off since the merge was loaded.
         CheckpointError: there is no such task, or the model's weights are offloaded.
         UnsavedChangesError: weights were changed, by training for instance.
     """
@@ -98,7 +99,8 @@ class SetTask:
     def __init__(self, model: PreTrainedModel, merged: MergeFolder, plan: list[Loaded]):
         self.model, self.merged, self.plan = model, merged, plan
         self._elected: dict[str, RawTensor] = {}
-        self._prior: dict[str, np.ndarray] = {}
+        self._prior: dict[str, np.ndarray] = {}  # views of the base's file, if it is plain and of the elected type
+        self._prior_checksums: dict[str, int] = {}
         self._modulators: dict[str, dict[str, tuple[np.ndarray | None, float]]] = {}
         self._moves: dict[tuple[str, str], Move] = {}
         self._memory: dict[str, tuple[int, np.ndarray]] = {}  # of a parameter: its address and the bytes there
@@ -167,6 +169,8 @@ class SetTask:
     def _rewrite(self, name: str, discard: bool) -> None:
         """Changes all weights or none: makes and checks the new parameters first, then overwrites the others at once."""
         active, live = self.model.active_task, self._live()
+        for file in getattr(self.merged.base, "files", ()):
+            file.require_whole()
         self._prepare(active, name)
         in_place: dict[str, election.Target] = {}
         new: dict[str, torch.Tensor] = {}
@@ -190,7 +194,8 @@ class SetTask:
                 new |= self._tensors(name, loaded)
         self._memory = {target: self._memory[target] for target in in_place}
         threads = torch.get_num_threads()
-        if discard:
+        if discard:  # else the weights in memory are compared with what the base gives, before they change
+            self._require_same_base()
             for overwritten in in_place.values():
                 election.overwrite(overwritten, threads)
         elif (place := election.retarget(list(in_place.values()), threads)) is not None:
@@ -199,6 +204,14 @@ class SetTask:
         for target, tensor in new.items():
             if target in live:
                 replace(self.model, live[target], tensor)
+
+    def _require_same_base(self) -> None:
+        for name, data in self._prior.items():
+            if xxhash.xxh3_64_intdigest(data) != self._prior_checksums[name]:
+                raise BaseModelError(
+                    f"'{name}' of the base {self.merged.base} has changed since the merge was loaded. Nothing was switched. "
+                    "Restore the base, and load the merge again."
+                )
 
     def _live(self) -> dict[str, torch.Tensor]:
         """Returns parameters and persistent buffers by the names they had when the model was loaded."""
@@ -218,6 +231,7 @@ class SetTask:
             sizes = {name: elected.entry(name).nbytes for name in sorted(modulated)}
             self._elected = dict(Prefetcher(elected.read, sizes))
             self._prior = {name: self.merged.prior(name) for name in sizes}
+            self._prior_checksums = {name: xxhash.xxh3_64_intdigest(data) for name, data in self._prior.items()}
         for task in tasks:
             if task not in self._modulators:
                 names = self.merged.files[task].record.modulated

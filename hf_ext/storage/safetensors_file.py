@@ -110,6 +110,7 @@ class SafetensorsFile:
             raise CorruptFileError(f"{self.path} is not a readable safetensors file: {error}") from error
         with open(self.path, "rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._inode = os.fstat(file.fileno()).st_ino
         length = int.from_bytes(self._map[:8], "little")
         self.header_bytes: bytes = self._map[8 : 8 + length]
         self.metadata, self.entries = parse_header(self.header_bytes)
@@ -119,6 +120,11 @@ class SafetensorsFile:
         """Returns a view of the mapped file; reads nothing yet."""
         entry = self.entries[name]
         return RawTensor(entry.dtype, entry.shape, self._data[entry.begin : entry.end])
+
+    def require_whole(self) -> None:
+        """Raises CorruptFileError if the file was cut off since it was opened: reading it would end the process."""
+        if self.path.exists() and (now := self.path.stat()).st_ino == self._inode and now.st_size < len(self._map):
+            raise CorruptFileError(f"{self.path} was cut off while it was in use. Restore it, and load the model again.")
 
     def read_sparsely(self) -> None:
         """Turns off read-ahead, for readers that need only a few places of each tensor."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -565,6 +566,24 @@ def broken(tmp_path):
     base, tasks = write_tasks(tmp_path / "in", {"cr": 2, "subj": 3})
     emr.merge(base, tasks, tmp_path / "merged")
     return tmp_path / "merged"
+
+
+@pytest.mark.parametrize("damage", ["overwritten", "cut off"])
+def test_a_base_that_changes_while_it_is_in_use_is_noticed(broken, damage):
+    model = Auto.from_pretrained(broken)
+    model.set_task("subj")
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    path = broken.parent / "in/base/model.safetensors"
+    with open(path, "r+b") as file:
+        if damage == "overwritten":
+            file.seek(-4000, os.SEEK_END)
+            file.write(bytes(range(250)) * 16)
+        else:
+            file.truncate(path.stat().st_size // 2)
+    error, words = {"overwritten": (BaseModelError, "has changed since"), "cut off": (CorruptFileError, "was cut off")}[damage]
+    with pytest.raises(error, match=words):
+        model.set_task("cr", discard_changes=True)
+    assert model.active_task == "subj" and all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
 def test_every_damaged_byte_of_the_modulators_is_found(broken):
