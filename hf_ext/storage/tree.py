@@ -80,10 +80,13 @@ def copy_entries(src: Path, paths: Iterable[Path], out: Path) -> None:
 
 
 def _place_of_link(link: Path, src: Path) -> str:
-    """Returns what the copy of a link must contain: an absolute path if the link leads out of `src`."""
+    """Returns what the copy of a link must contain: a relative path if the link leads to something in `src`, else an absolute
+    one."""
     place = os.readlink(link)
     leads_to = Path(os.path.normpath(link.parent.absolute() / place))
-    return place if leads_to.is_relative_to(src.absolute()) else os.fspath(leads_to)
+    if not leads_to.is_relative_to(src.absolute()):
+        return os.fspath(leads_to)
+    return os.path.relpath(leads_to, link.parent.absolute()) if os.path.isabs(place) else place
 
 
 def copy(source: Path, target: Path) -> None:
