@@ -496,6 +496,12 @@ def test_figures_and_names_do_not_become_markup_or_metadata(tmp_path):
     assert f"# Discriminator of {name}" in (tmp_path / "README.md").read_text() and cards.is_ours(tmp_path / "README.md")
 
 
+def test_a_name_that_is_markdown_or_code_does_not_reach_the_card():
+    name = cards.name_in_text('folder/x`\n\n# Click [here](http://bad)\n")\nimport os #')
+    assert name.startswith("`x") and not {"\n", '"', "[", "/"} & set(name) and name.count("`") == 2
+    assert cards.name_in_text("org/model") == "`org/model`" and cards.name_in_text("/a/my model-v1.2") == "`my model-v1.2`"
+
+
 def test_metadata_that_stand_for_gigabytes_are_not_read(tmp_path):
     """By aliases of aliases, which safe loaders resolve."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]

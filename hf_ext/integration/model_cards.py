@@ -29,6 +29,7 @@ from hf_ext.storage.layout import CONFIG, read_config
 CARD = "README.md"
 MARK = re.compile(r"<!-- hf_ext (?P<kind>\w+) (?P<checksum>[0-9a-f]{16}): [^<>]*-->")
 MAX_METADATA = 1_000_000  # characters; those of large cards have about 100,000
+UNSAFE = re.compile(r"[^\w.+=@#() -]")  # in a name that a card shows
 LICENSE = ("license", "license_name", "license_link")
 # Transformers and PEFT write these into cards by themselves. PEFT does so at every save, into existing cards too.
 PEFT_METADATA = {"base_model", "library_name", "tags"}
@@ -94,6 +95,8 @@ def model_card(
         tags=sorted({*tags}),
         **license_of(bases if licensed_by is None else licensed_by),
     )
+    if UNSAFE.search(figures.get("revision") or ""):
+        figures["revision"] = None
     card = ModelCard.from_template(data, template_str=_template(kind), **figures)
     return _marked(card, kind)
 
@@ -223,8 +226,11 @@ def origin_of(name: str | os.PathLike | None) -> str | None:
 
 
 def name_in_text(name: str | os.PathLike) -> str:
-    """Returns the name of a model for the text of a card: its Hub id, or its folder's name without the path."""
-    return f"`{hub_id(name) or os.path.basename(os.path.normpath(name))}`"
+    """Returns the name of a model for the text of a card: its Hub id, or its folder's name without the path.
+
+    Leaves out characters of a folder's name that have a meaning in Markdown or Python: a stranger may have written the name.
+    """
+    return f"`{hub_id(name) or UNSAFE.sub('', os.path.basename(os.path.normpath(name)))}`"
 
 
 def task_of(config: dict[str, Any]) -> str | None:

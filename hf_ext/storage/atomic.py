@@ -100,10 +100,13 @@ def _key(folder: Path) -> str:
 
 
 def _may_be_exchanged(target: Path) -> bool:
-    """Returns whether another folder may take the place of `target`: it is no mount and no process stands in it, as far as we
-    know, and files may be written beside it."""
-    stands = Path.cwd()
-    return os.access(target.parent, os.W_OK) and not target.is_mount() and not stands.is_relative_to(target)
+    """Returns whether another folder may take the place of `target`: it is no mount, this process does not stand in it, and
+    files may be written beside it."""
+    try:
+        stands_in_it = Path.cwd().is_relative_to(target)
+    except OSError:  # the working directory was deleted
+        stands_in_it = False
+    return os.access(target.parent, os.W_OK) and not target.is_mount() and not stands_in_it
 
 
 def _publish(stage: Path, target: Path, stale: set[Path]) -> None:
@@ -223,7 +226,7 @@ def _read_journal(target: Path) -> tuple[str, set[Path]]:
 def recover(folder: Path) -> None:
     """Completes what kills interrupted in the folders that `folder` holds: moves and deletions."""
     for stage in _stages(folder):
-        target = folder / stage.name[1:].rsplit(".", 3)[0]
+        target = folder / stage.name[1:].rsplit(".", 2)[0]
         with locked(target):
             _complete(target)
     for path in list(folder.iterdir()) if folder.is_dir() else []:
