@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.compress import write_with_card
+from hf_ext.integration import versions
 from hf_ext.integration.save_hooks import PushToHub, Saving
 from hf_ext.storage.atomic import staged_folder
 from hf_ext.storage.delta.codec import decode_raw, is_payload, read_header
@@ -45,6 +46,7 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
         BaseModelError: the base cannot be read.
         CheckpointError: the model is quantized.
     """
+    versions.require("Saving compressed checkpoints", "transformers>=5.16.1", advice="save the model, then `hf-ext compress`.")
     if not isinstance(model, PreTrainedModel):
         raise CheckpointError(
             f"enable takes a Transformers PreTrainedModel, not a {type(model).__name__}. For PEFT, pass get_base_model()."

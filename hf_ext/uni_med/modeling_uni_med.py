@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from transformers.modeling_outputs import BaseModelOutputWithPooling, CausalLMOutputWithPast
 from transformers.utils import can_return_tuple, torch_compilable_check
 
+from hf_ext.integration import versions
 from hf_ext.integration.model_cards import write_card
 from hf_ext.uni_med.card import uni_med_card
 from hf_ext.uni_med.configuration_uni_med import UniMedConfig
@@ -93,6 +94,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         vision_tower: PreTrainedModel | None = None,
         language_model: PreTrainedModel | None = None,
     ):
+        versions.require("Uni-Med", "transformers>=5.16.1")
         super().__init__(config)
         self.vision_tower = AutoModel.from_config(config.vision_config) if vision_tower is None else vision_tower
         if language_model is None:
