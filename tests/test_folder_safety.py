@@ -18,7 +18,7 @@ from kills import dying_at
 from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 from tiny_merges import write_tasks
 
-from hf_ext import CheckpointError, emr, fm_delta
+from hf_ext import BaseModelError, CheckpointError, emr, fm_delta
 from hf_ext.storage import atomic
 from hf_ext.storage.delta import folder as delta_folder
 from hf_ext.storage.tree import OURS, delete_folder, flush_folder, scan, stamp
@@ -166,6 +166,13 @@ def test_two_runs_at_once_never_lose_a_model(tmp_path, command):
             assert not newest.exists() or any(answer != "done" for answer in answers)
         assert not list(run.rglob(".*")) and not list(small.rglob(".*"))
     assert "done" in outcomes and outcomes & {"CheckpointError", "BaseModelError"}
+
+
+def test_nothing_stays_of_a_place_where_nothing_was_written(tmp_path):
+    src, _ = pair(tmp_path)
+    with pytest.raises(BaseModelError):
+        fm_delta.compress_checkpoint(src, tmp_path / "missing", tmp_path / "new" / "deep" / "out", delete_source=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "tuned"]
 
 
 def restored(folder: Path, place: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ from hf_ext.integration.model_cards import CARD, is_ours, outdated, write_card
 from hf_ext.storage.atomic import locked
 from hf_ext.storage.delta.codec import DEFAULT_LEVEL
 from hf_ext.storage.delta.folder import METHOD, Sets, compress_folder, decompress_folder, verify_folder, write_model
-from hf_ext.storage.delta.source import DeltaCheckpoint
+from hf_ext.storage.delta.source import DeltaCheckpoint, open_files
 from hf_ext.storage.layout import CONFIG, require_deletable
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.source import TensorSource
@@ -53,12 +53,13 @@ def compress_checkpoint(
         CorruptFileError: a file does not come out as it was; `out` and `src` stay as they were.
     """
     src, out = Path(src), Path(out)
-    if delete_source and finish_deletion(src):  # a kill interrupted the last step of an earlier call
-        return
-    source = open_checkpoint(base, revision)
-    if delete_source:
-        require_deletable(src, out, places_of(source))
     with locked(out):
+        if delete_source and finish_deletion(src):  # a kill interrupted the last step of an earlier call
+            open_files(out)  # raises an error unless that call's result is here
+            return
+        source = open_checkpoint(base, revision)
+        if delete_source:
+            require_deletable(src, out, places_of(source))
         seen = stamp(src) if delete_source else None
         compress_folder(
             src,

@@ -147,12 +147,12 @@ def remove_checkpoint(folder: str | os.PathLike, rebase: bool = False) -> None:
         BaseModelError: `rebase` is on, but a base that the other checkpoints need is missing.
     """
     folder = Path(folder).absolute()
-    if CHECKPOINT.fullmatch(folder.name) and finish_deletion(folder):  # a kill interrupted an earlier call
-        return
-    if not CHECKPOINT.fullmatch(folder.name) or not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a checkpoint of a run; give a folder checkpoint-N.")
     run = folder.parent
     with locked(run):
+        if CHECKPOINT.fullmatch(folder.name) and finish_deletion(folder):  # a kill interrupted an earlier call
+            return
+        if not CHECKPOINT.fullmatch(folder.name) or not folder.is_dir():
+            raise CheckpointError(f"{folder} is not a checkpoint of a run; give a folder checkpoint-N.")
         recover(run)
         others = [other for other in checkpoints(run) if other != folder]
         needing = [other for other in others if needed_by(other) == folder]

@@ -42,7 +42,6 @@ def staged_folder(target: str | os.PathLike, stale: Iterable[Path] = ()) -> Iter
         CheckpointError: `target` cannot be written, or another process is writing there.
     """
     target = Path(os.path.realpath(target))
-    missing = [path for path in target.parents if not os.path.exists(path)]
     try:
         with locked(target):
             _complete(target)
@@ -60,8 +59,6 @@ def staged_folder(target: str | os.PathLike, stale: Iterable[Path] = ()) -> Iter
                     _remove_empty([target])
     except OSError as error:
         raise CheckpointError(f"{target} could not be written: {error}") from error
-    finally:
-        _remove_empty(missing)
 
 
 @contextlib.contextmanager
@@ -75,6 +72,7 @@ def locked(folder: str | os.PathLike) -> Iterator[None]:
     above = next((path for path in (folder, *folder.parents) if os.path.exists(path)), None)
     if above is not None and not os.path.isdir(above):
         raise CheckpointError(f"{above} is a file; give a folder to write the checkpoint into.")
+    missing = [path for path in folder.parents if not os.path.exists(path)]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         place = folder.parent if os.access(folder.parent, os.W_OK) else folder
@@ -91,6 +89,7 @@ def locked(folder: str | os.PathLike) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 os.unlink(lock.lock_file)
         lock.release()
+        _remove_empty(missing)
 
 
 def _key(folder: Path) -> str:
