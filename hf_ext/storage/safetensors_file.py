@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.storage.mapped import MappedFile
 from hf_ext.storage.native import FLOATS
 
 if TYPE_CHECKING:
@@ -106,15 +106,13 @@ class SafetensorsFile:
         try:
             with safe_open(self.path, framework="np"):
                 pass
+            self._mapped = MappedFile(self.path)
         except (SafetensorError, OSError) as error:
             raise CorruptFileError(f"{self.path} is not a readable safetensors file: {error}") from error
-        with open(self.path, "rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            self._inode = os.fstat(file.fileno()).st_ino
-        length = int.from_bytes(self._map[:8], "little")
-        self.header_bytes: bytes = self._map[8 : 8 + length]
+        length = int.from_bytes(self._mapped.data[:8].tobytes(), "little")
+        self.header_bytes = self._mapped.data[8 : 8 + length].tobytes()
         self.metadata, self.entries = parse_header(self.header_bytes)
-        self._data = np.frombuffer(self._map, np.uint8, offset=8 + length)
+        self._data = self._mapped.data[8 + length :]
 
     def __getitem__(self, name: str) -> RawTensor:
         """Returns a view of the mapped file; reads nothing yet."""
@@ -123,22 +121,19 @@ class SafetensorsFile:
 
     def require_whole(self) -> None:
         """Raises CorruptFileError if the file was cut off since it was opened: reading it would end the process."""
-        if self.path.exists() and (now := self.path.stat()).st_ino == self._inode and now.st_size < len(self._map):
-            raise CorruptFileError(f"{self.path} was cut off while it was in use. Restore it, and load the model again.")
+        if self.path.exists():
+            now = self.path.stat()
+            if now.st_ino == self._mapped.inode and now.st_size < self._mapped.data.size:
+                raise CorruptFileError(f"{self.path} was cut off while it was in use. Restore it, and load the model again.")
 
     def read_sparsely(self) -> None:
         """Turns off read-ahead, for readers that need only a few places of each tensor."""
-        if hasattr(mmap, "MADV_RANDOM"):  # not on Windows
-            self._map.madvise(mmap.MADV_RANDOM)
+        self._mapped.read_sparsely()
 
     def release(self, name: str, begin: int = 0, end: int | None = None) -> None:
-        if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
-            entry = self.entries[name]
-            start = 8 + len(self.header_bytes) + entry.begin
-            stop = start + (entry.nbytes if end is None else end)
-            first, last = -(-(start + begin) // mmap.PAGESIZE), stop // mmap.PAGESIZE
-            if last > first:
-                self._map.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+        entry = self.entries[name]
+        start = 8 + len(self.header_bytes) + entry.begin
+        self._mapped.release(start + begin, start + (entry.nbytes if end is None else end))
 
 
 class ComputedFile:

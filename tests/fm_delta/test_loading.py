@@ -156,6 +156,28 @@ def test_a_sharded_base_is_as_good_as_one_of_a_single_file(tmp_path, folder_of):
     assert_loads_the_same(AutoModelForCausalLM, tmp_path)
 
 
+def test_a_model_may_have_more_shards_than_a_process_may_open_files(tmp_path):
+    fine_tuned(llama(), tmp_path)
+    for name in ("base", "tuned"):
+        LlamaForCausalLM.from_pretrained(tmp_path / name).save_pretrained(tmp_path / "shards" / name, max_shard_size="1KB")
+    lines = (
+        "import os, resource, sys",
+        "from transformers import AutoModelForCausalLM",
+        "from hf_ext import fm_delta",
+        "os.chdir(sys.argv[1])",
+        "load = AutoModelForCausalLM.from_pretrained",
+        "plain = load('tuned')",
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) + 16,) * 2)",
+        "fm_delta.compress_checkpoint('tuned', 'base', 'small')",
+        "model = load('small')",
+        "assert all(model.state_dict()[name].equal(weight) for name, weight in plain.state_dict().items())",
+        "fm_delta.decompress_checkpoint('small', 'plain')",
+    )
+    assert len(list((tmp_path / "shards" / "tuned").glob("*.safetensors"))) > 16
+    result = python("-c", "\n".join(lines), tmp_path / "shards")
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize("dtype", [None, "auto", *DTYPES], ids=str)
 @pytest.mark.parametrize("name", ["llama", "llama_bf16", "mixtral", "t5"])
 def test_a_dtype_gives_what_the_plain_load_gives(folder_of, name, dtype):

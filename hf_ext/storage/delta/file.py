@@ -128,8 +128,8 @@ def check_shards(files: Sequence[CompressedFile]) -> None:
 
 
 class CompressedWriter:
-    """Writes a compressed file payload by payload. It first reserves space for the header, and writes it in `finish`, when all
-    sizes are known.
+    """Writes a compressed file payload by payload. It first reserves space for the header, and writes it in `finish`, when the
+    payloads of all shards are known. `close` comes before that, so that only one shard is open at a time.
 
     Args:
         path: of the new file.
@@ -151,6 +151,7 @@ class CompressedWriter:
                 f"The header of {original.path} has {len(original.header_bytes)} bytes, far more than its tensors need. Load "
                 "and save the model again."
             )
+        self._path = path
         self._file = open(path, "wb")
         self._file.write(bytes(8 + self._room))
 
@@ -163,13 +164,13 @@ class CompressedWriter:
         self._file.write(payload)
 
     def finish(self, digest: str, fingerprint: str) -> None:
-        """Writes the header and closes the file."""
+        """Writes the header, after `close`."""
         header = self._header(self._entries, digest, fingerprint).ljust(self._room)
-        self._file.seek(0)
-        self._file.write(len(header).to_bytes(8, "little") + header)
-        self.close()
+        with open(self._path, "r+b") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
 
     def close(self) -> None:
+        """Ends the payloads."""
         self._file.close()
 
     def _header(self, entries: dict[str, Entry], digest: str, fingerprint: str) -> bytes:

@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,33 +49,30 @@ def write_delta(
     info = BaseInfo(name or absolute(base.name), base.revision, base.fingerprint)
     writers: dict[str, CompressedWriter] = {}
     samples: dict[Path, dict[str, bytes]] = {file.path: {} for file in files}
-    try:
-        with progress("Compressing", sum(len(file.entries) for file in files)) as bar:
-            for file in files:
-                writer = writers[file.path.name] = CompressedWriter(Path(out, file.path.name), file, info)
+    with progress("Compressing", sum(len(file.entries) for file in files)) as bar:
+        for file in files:
+            writer = writers[file.path.name] = CompressedWriter(Path(out, file.path.name), file, info)
 
-                def encode(name: str, file: TensorFile = file) -> bytes:
-                    twin, tensor = base.twin_of(name), file[name]
-                    samples[file.path][name] = sample(name, tensor)
-                    prior = None if twin is None else base.read(twin)
-                    payload = encode_raw(tensor, prior, name, twin or "", threads_for(tensor.data.size), level)
-                    if twin is not None:
-                        base.release(twin)
-                    file.release(name)
-                    return payload
+            def encode(name: str, file: TensorFile = file) -> bytes:
+                twin, tensor = base.twin_of(name), file[name]
+                samples[file.path][name] = sample(name, tensor)
+                prior = None if twin is None else base.read(twin)
+                payload = encode_raw(tensor, prior, name, twin or "", threads_for(tensor.data.size), level)
+                if twin is not None:
+                    base.release(twin)
+                file.release(name)
+                return payload
 
+            with closing(writer):
                 for name, payload in Prefetcher(encode, {name: entry.nbytes for name, entry in file.entries.items()}):
                     writer.add(name, payload)
                     bar.update()
-        groups = [[writers[file.path.name] for file in shards] for shards in sets]
-        digests = [digest_of(header for writer in group for header in writer.headers) for group in groups]
-        for shards, group, digest in zip(sets, groups, digests):
-            fingerprint = fingerprint_of({name: part for file in shards for name, part in samples[file.path].items()})
-            for writer in group:
-                writer.finish(digest, fingerprint)
-    finally:
-        for writer in writers.values():
-            writer.close()
+    groups = [[writers[file.path.name] for file in shards] for shards in sets]
+    digests = [digest_of(header for writer in group for header in writer.headers) for group in groups]
+    for shards, group, digest in zip(sets, groups, digests):
+        fingerprint = fingerprint_of({name: part for file in shards for name, part in samples[file.path].items()})
+        for writer in group:
+            writer.finish(digest, fingerprint)
     if not any(header.base_name for writer in writers.values() for header in writer.headers):
         logger.warning(f"No tensor of these weights matches one of the base {base}; is this the right base?")
     return Written(info, digests)
