@@ -4,12 +4,14 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
+#include <chrono>
 #include <new>
 #include <stdexcept>
 #include <string>
 
 #include "common/floats.h"
 #include "common/instruction_sets.h"
+#include "common/threads.h"
 #include "delta/codec.h"
 #include "delta/symbol_model.h"
 #include "emr/emr.h"
@@ -30,14 +32,35 @@ struct Buffer {
     size_t bytes() const { return size_t(view.len); }
 };
 
-// Runs work without the interpreter lock. If it throws, sets a Python exception and returns false.
+struct Stopped {};  // thrown where a Python exception is set
+
+PyObject* check_function = nullptr;  // what `check_with` received
+
+// Runs work without the interpreter lock. If it throws, sets a Python exception and returns false. Ten times a second it looks
+// for signals and calls the check function: either may raise to stop the work. With `whole`, nothing stops it.
 template <class Work>
-bool run(Work&& work) {
+bool run(Work&& work, bool whole = false) {
+    using Clock = std::chrono::steady_clock;
+    constexpr std::chrono::milliseconds PERIOD{100};
     std::string message;
-    enum { OK, INVALID, CORRUPT, MEMORY } outcome = OK;
-    Py_BEGIN_ALLOW_THREADS;
+    enum { OK, INVALID, CORRUPT, MEMORY, STOPPED } outcome = OK;
+    PyThreadState* state = PyEval_SaveThread();
+    Clock::time_point next = Clock::now() + PERIOD;
+    const std::function<void()> check = [&] {
+        if (Clock::now() < next) return;
+        PyEval_RestoreThread(state);
+        PyObject* result = nullptr;
+        if (PyErr_CheckSignals() == 0) result = check_function ? PyObject_CallNoArgs(check_function) : Py_NewRef(Py_None);
+        Py_XDECREF(result);
+        next = Clock::now() + PERIOD;
+        state = PyEval_SaveThread();
+        if (!result) throw Stopped{};
+    };
+    check_of_this_thread() = whole ? nullptr : &check;
     try {
         work();
+    } catch (const Stopped&) {
+        outcome = STOPPED;
     } catch (const std::invalid_argument& error) {
         outcome = INVALID;
         message = error.what();
@@ -47,7 +70,8 @@ bool run(Work&& work) {
         outcome = CORRUPT;
         message = error.what();
     }
-    Py_END_ALLOW_THREADS;
+    check_of_this_thread() = nullptr;
+    PyEval_RestoreThread(state);
     if (outcome == MEMORY) PyErr_NoMemory();
     if (outcome == INVALID) PyErr_SetString(PyExc_TypeError, message.c_str());
     if (outcome == CORRUPT) PyErr_SetString(PyExc_ValueError, message.c_str());
@@ -270,7 +294,7 @@ PyObject* modulate(PyObject*, PyObject* args) {
         !mask_fits(mask, values))
         return nullptr;
     task.mask = static_cast<const uint8_t*>(mask.view.buf);
-    if (!run([&] { emr::modulate(dtype, values, base.view.buf, elected.view.buf, task, out.view.buf, threads); }))
+    if (!run([&] { emr::modulate(dtype, values, base.view.buf, elected.view.buf, task, out.view.buf, threads); }, true))
         return nullptr;
     Py_RETURN_NONE;
 }
@@ -307,8 +331,14 @@ PyObject* retarget(PyObject*, PyObject* args) {
         target.live = opened.live.view.buf;
     }
     size_t index = 0;
-    if (!run([&] { index = emr::retarget(targets.data(), count, threads); })) return nullptr;
+    if (!run([&] { index = emr::retarget(targets.data(), count, threads); }, true)) return nullptr;
     return PyLong_FromSize_t(index);
+}
+
+PyObject* check_with(PyObject*, PyObject* function) {
+    Py_XDECREF(check_function);
+    check_function = Py_NewRef(function);
+    Py_RETURN_NONE;
 }
 
 PyObject* instruction_sets(PyObject*, PyObject*) {
@@ -339,6 +369,8 @@ PyMethodDef METHODS[] = {
     {"count_symbols", count_symbols, METH_VARARGS,
      "count_symbols(tensor, base | None, dtype, row_length, base_values) -> uint64 counts"},
     {"default_tables", default_tables, METH_NOARGS, "default_tables() -> uint16 frequencies, 33 tables of 64 symbols"},
+    {"check_with", check_with, METH_O,
+     "check_with(function): calls it about ten times a second from every thread that works here; it stops the work by raising"},
     {"instruction_sets", instruction_sets, METH_NOARGS,
      "instruction_sets() -> names of those that this processor supports, the fastest last"},
     {"use", use, METH_O, "use(name) -> the name of the instruction set that was in use; the fastest is used by default"},

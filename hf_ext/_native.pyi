@@ -4,6 +4,7 @@
 values. Invalid arguments raise TypeError, damaged data raises ValueError.
 """
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
@@ -62,6 +63,12 @@ def retarget(targets: tuple[Target, ...], threads: int = 1, /) -> int:
     A target is (dtype, base, elected, mask, scale, new mask, new scale, tensor). Returns the number of targets, or the index of
     the first target whose tensor does not hold the first task's values.
     """
+
+# ---- Long work ----
+
+def check_with(function: Callable[[], None], /) -> None:
+    """Sets a function to call about ten times a second from every thread that encodes, decodes or elects. It stops that work by
+    raising, as a signal handler does in the main thread."""
 
 # ---- Instruction sets ----
 

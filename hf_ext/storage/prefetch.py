@@ -6,16 +6,20 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import ContextVar
+from threading import Event
 from typing import Generic, TypeVar
 
 from huggingface_hub.utils import tqdm
+
+from hf_ext.storage.native import MissingExtension, _native
 
 AHEAD = 256 * 1024 * 1024  # bytes of results that may wait to be asked for
 CORES = os.cpu_count() or 1
 
 _limit: ContextVar[int | None] = ContextVar("limit", default=None)  # of cores, where other work shares them
+_closed: ContextVar[Event | None] = ContextVar("closed", default=None)  # set when nobody waits for this thread's result
 
 Result = TypeVar("Result")
 
@@ -32,7 +36,8 @@ class Prefetcher(Generic[Result]):
         self._work = work
         self._sizes = sizes
         self._coming = iter(sizes)
-        self._pool = ThreadPoolExecutor(cores(), initializer=_start_thread, initargs=(_limit.get(),))
+        self._closed = Event()
+        self._pool = ThreadPoolExecutor(cores(), initializer=_start_thread, initargs=(_limit.get(), self._closed))
         self._running: dict[str, Future[Result]] = {}
         self._ahead = 0
         self._start()
@@ -55,7 +60,8 @@ class Prefetcher(Generic[Result]):
             self.close()
 
     def close(self) -> None:
-        """Stops working ahead."""
+        """Stops working ahead. Work that is under way ends at its next `check_awaited`."""
+        self._closed.set()
         self._pool.shutdown(cancel_futures=True)
         if torch := sys.modules.get("torch"):
             torch.set_num_threads(torch.get_num_threads())  # for new threads, which take the number that was set last
@@ -66,8 +72,21 @@ class Prefetcher(Generic[Result]):
             self._running[name] = self._pool.submit(self._work, name)
 
 
-def _start_thread(limit: int | None) -> None:
+def check_awaited() -> None:
+    """Raises CancelledError if nobody waits for what this thread computes. Long work calls it now and then; the extension does
+    so by itself."""
+    closed = _closed.get()
+    if closed is not None and closed.is_set():
+        raise CancelledError
+
+
+if not isinstance(_native, MissingExtension):
+    _native.check_with(check_awaited)
+
+
+def _start_thread(limit: int | None, closed: Event) -> None:
     _limit.set(limit)
+    _closed.set(closed)
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)  # in this thread: PyTorch's own threads would wait for each other on busy cores
 

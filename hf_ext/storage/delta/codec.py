@@ -18,6 +18,7 @@ import xxhash
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
 from hf_ext.storage.native import FLOATS, WIDTHS, _native, aligned, cast
+from hf_ext.storage.prefetch import check_awaited
 from hf_ext.storage.safetensors_file import ITEMSIZE, RawTensor
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ STORED, CODED, DEFLATED = 0, 1, 2
 SHORT_ROW, FLAT_ROW = 64, 1024  # rows shorter than SHORT_ROW are joined to rows of up to FLAT_ROW values
 MAX_EXPANSION = 64  # limit of values without a base per byte of a body; valid bodies have at most 4/3, as low bits are verbatim
 MAX_INFLATION = 1032  # limit of bytes that one byte of a Deflate stream stands for
+DEFLATE_AT_ONCE = 1 << 22  # bytes that are deflated between two checks whether the result is awaited
 
 _FIXED = struct.Struct("<4sBBBBHHQQQ")  # magic, mode, ndim, lengths of 2 dtypes and 2 names, base values, 2 checksums
 
@@ -296,7 +298,11 @@ def _is_possible(header: Header, size: int) -> bool:
 def _deflate(data: np.ndarray) -> bytes:
     # Z_RLE looks for runs only: in tensors, longer matches at other distances hardly occur.
     packer = zlib.compressobj(strategy=zlib.Z_RLE)
-    return packer.compress(data) + packer.flush()
+    parts = []
+    for start in range(0, data.size, DEFLATE_AT_ONCE):
+        check_awaited()
+        parts.append(packer.compress(data[start : start + DEFLATE_AT_ONCE]))
+    return b"".join(parts) + packer.flush()
 
 
 def _inflate(body: np.ndarray, size: int) -> np.ndarray:

@@ -14,6 +14,7 @@ import numpy as np
 
 from hf_ext.errors import MissingDependencyError
 from hf_ext.storage.native import FLOATS, WIDTHS, _native, as_numbers
+from hf_ext.storage.prefetch import check_awaited
 
 try:
     import torch
@@ -30,6 +31,7 @@ MAX_EXPONENT = 100
 ROUNDS = {2: 3, 3: 6}  # by level: rounds of fitting the factors of changes that are completely of low rank
 FINEST = 7  # limit of a spacing's exponent below the largest: otherwise a few values would outweigh all others
 STEPS = 2  # of conjugate gradients, for the rows and for the columns, in each round
+PIECE = 1 << 18  # values whose spacing is computed at once
 BAND = 64  # rows that are fitted together, few enough for the cache
 NEARLY_ALL = 1e-4  # a share of the energy below which single precision does not resolve the rest
 TINY = 1e-300  # replaces 0 in divisors
@@ -91,7 +93,7 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
     sample = data.reshape(values, -1)[:: 1 + values // GRID_SAMPLE].reshape(-1)
     with np.errstate(over="ignore"):  # float64 values may be too far apart to be squared
         grid = float(np.exp2(2.0 * spacing(as_numbers(sample, dtype), dtype)).mean()) / 12
-    return candidates(change, energies, grid, lambda: spacing(as_numbers(data, dtype), dtype).reshape(change.shape), level)
+    return candidates(change, energies, grid, lambda: spacings(data, dtype).reshape(change.shape), level)
 
 
 def candidates(
@@ -150,8 +152,11 @@ def solve(weights: torch.Tensor, targets: torch.Tensor, start: torch.Tensor, fac
     """Returns, for each row of the targets (rows × columns), the coefficients of the factors (rank × columns) with the least
     weighted error. Conjugate gradients start from `start` (rows × rank), preconditioned as if a row's weights were equal."""
     inverse = torch.linalg.pinv(factors @ factors.T, hermitian=True)
-    bands = zip(*(values.split(BAND) for values in (weights, targets, start)))
-    return torch.cat([descend(weight.double(), target.double(), near, factors, inverse) for weight, target, near in bands])
+    solved = []
+    for weight, target, near in zip(*(values.split(BAND) for values in (weights, targets, start))):
+        check_awaited()
+        solved.append(descend(weight.double(), target.double(), near, factors, inverse))
+    return torch.cat(solved)
 
 
 def descend(
@@ -196,6 +201,16 @@ def spacing(values: np.ndarray, dtype: str) -> np.ndarray:
     return (np.frexp(np.maximum(magnitude, 2.0 ** LEAST_EXPONENT[dtype]))[1] - 1 - MANTISSA[dtype]).astype(np.int16)
 
 
+def spacings(data: np.ndarray, dtype: str) -> np.ndarray:
+    """Returns `spacing` of all values of a tensor, computed piece by piece."""
+    result = np.empty(data.size // WIDTHS[dtype], np.int16)
+    for start in range(0, len(result), PIECE):
+        check_awaited()
+        part = data[start * WIDTHS[dtype] : (start + PIECE) * WIDTHS[dtype]]
+        result[start : start + PIECE] = spacing(as_numbers(part, dtype), dtype)
+    return result
+
+
 def decompose(change: torch.Tensor, energy: float, rank: int, power_iterations: int = 1) -> Components:
     """Computes a randomized singular value decomposition (Halko, Martinsson, Tropp, arXiv 0909.4061) with a fixed seed.
 
@@ -205,7 +220,11 @@ def decompose(change: torch.Tensor, energy: float, rank: int, power_iterations: 
     width = min(rank + OVERSAMPLING, rows, columns)
     basis = change @ torch.randn(columns, width, generator=torch.Generator().manual_seed(0))
     for iteration in range(power_iterations):
-        basis = change @ (change.T @ (torch.linalg.qr(basis).Q if iteration else basis))
+        check_awaited()
+        image = change.T @ (torch.linalg.qr(basis).Q if iteration else basis)
+        check_awaited()
+        basis = change @ image
+    check_awaited()
     basis = torch.linalg.qr(basis).Q
     reduced = basis.T @ change
     wide = reduced.double()

@@ -1,0 +1,95 @@
+"""Long work ends soon after Ctrl-C, or after nobody waits for it any more, also in the middle of a tensor."""
+
+import signal
+import time
+from concurrent.futures import CancelledError, Future
+
+import numpy as np
+import pytest
+import torch
+
+from hf_ext.storage.delta.codec import encode
+from hf_ext.storage.native import FLOATS, _native
+from hf_ext.storage.prefetch import Prefetcher, check_awaited
+
+VALUES, ROW = 1 << 24, 4096  # takes far longer than the tenth of a second between two checks
+F32 = FLOATS["F32"]
+
+
+class Enough(Exception):
+    """Raised by a check."""
+
+
+def enough() -> None:
+    raise Enough
+
+
+@pytest.fixture(scope="module")
+def base() -> np.ndarray:
+    return np.random.default_rng(0).normal(size=VALUES).astype(np.float32).view(np.uint8)
+
+
+@pytest.fixture
+def slow():
+    """The slowest kernels, and the check that was there before."""
+    before = _native.use("scalar")
+    yield
+    _native.check_with(check_awaited)
+    _native.use(before)
+
+
+def test_a_check_that_raises_ends_encoding_decoding_and_electing(base, slow):
+    tensor = (base.view(np.float32) * np.float32(1.001)).view(np.uint8)
+    body = _native.encode(tensor, base, F32, ROW, VALUES)
+    out = np.zeros_like(base)
+    elected, masks, sums = np.zeros_like(base), np.zeros(VALUES // 8, np.uint8), np.zeros(72, np.uint8)
+    _native.check_with(enough)
+    with pytest.raises(Enough):
+        _native.encode(tensor, base, F32, ROW, VALUES, 2)
+    with pytest.raises(Enough):
+        _native.decode(body, (out, base, F32, ROW, VALUES, 2))
+    assert out[:4].any() and not out[-4:].any()
+    with pytest.raises(Enough):
+        _native.elect(F32, base, (tensor,) * 8, elected, np.tile(masks, 8), np.tile(sums, 8))
+    assert elected[:4].any() and not elected[-4:].any()
+
+
+def test_no_check_ends_a_switch_of_tasks_in_memory(base, slow):
+    live = base.copy()
+    _native.check_with(enough)
+    targets = ((F32, base, base, None, 1.0, None, 1.0, live),) * 100
+    start = time.perf_counter()
+    assert _native.retarget(targets) == len(targets)
+    assert time.perf_counter() - start > 0.2
+
+
+def test_a_signal_reaches_the_main_thread_while_it_decodes(base, slow):
+    body = _native.encode((base.view(np.float32) * np.float32(1.001)).view(np.uint8), base, F32, ROW, VALUES)
+    out = np.zeros_like(base)
+    before = signal.signal(signal.SIGALRM, lambda *_: enough())
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(Enough):
+            _native.decode(body, (out, base, F32, ROW, VALUES))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert out[:4].any() and not out[-4:].any()
+
+
+@pytest.mark.parametrize("kind", ["low rank", "integers"])
+def test_nobody_waits_for_the_work_of_a_closed_prefetcher(kind):
+    generator = torch.Generator().manual_seed(0)
+    if kind == "integers":
+        before = after = torch.randint(0, 100, (1 << 26,), dtype=torch.int16, generator=generator)
+    else:
+        before = torch.randn(3072, 3072, generator=generator)
+        after = before + torch.randn(3072, 16, generator=generator) @ torch.randn(16, 3072, generator=generator) * 1e-3
+    prior = before if kind == "low rank" else None
+    work: Prefetcher[bytes] = Prefetcher(lambda _: encode(after, prior, level=3), {"tensor": 1})
+    (running,) = work._running.values()
+    assert isinstance(running, Future)
+    while not running.running():
+        pass
+    work.close()
+    assert isinstance(running.exception(), CancelledError)
