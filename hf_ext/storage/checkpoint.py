@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.utils import SafetensorsFileMetadata
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.hub import HUB, Hub, is_local, reaching
 from hf_ext.storage.layout import INDEX, read_index, select_weights
 from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile
 from hf_ext.storage.source import TensorSource
+
+Check: TypeAlias = Callable[[list[SafetensorsFileMetadata]], None]
 
 
 class Checkpoint(TensorSource):
@@ -22,33 +27,45 @@ class Checkpoint(TensorSource):
         name: a folder, or the id of a repository on the Hub.
         revision: branch, tag or commit on the Hub; `self.revision` is the commit it led to, None for a folder.
         hub: access settings.
+        check: called with the headers of weights that would have to be downloaded; raises BaseModelError to prevent that.
 
     Raises:
         BaseModelError: there are no safetensors weights of that name, or they are damaged.
     """
 
-    def __init__(self, name: str | os.PathLike, revision: str | None = None, hub: Hub = HUB):
+    def __init__(
+        self,
+        name: str | os.PathLike,
+        revision: str | None = None,
+        hub: Hub = HUB,
+        check: Check | None = None,
+    ):
         self.name = os.fspath(name)
         self.revision = revision
         try:
-            self.files = [SafetensorsFile(path) for path in self._locate(hub)]
+            self.files = [SafetensorsFile(path) for path in self._locate(hub, check)]
         except (CheckpointError, CorruptFileError) as error:
             raise BaseModelError(f"The weights of '{self.name}' cannot be read: {error}") from error
         self.paths = [file.path for file in self.files]
         self._file_of = {key: file for file in self.files for key in file.entries}
 
-    def _locate(self, hub: Hub) -> list[Path]:
+    def _locate(self, hub: Hub, check: Check | None) -> list[Path]:
         if os.path.isdir(self.name):
             self.revision = None
             return select_weights(Path(self.name))
         if is_local(self.name):
             raise CheckpointError(f"there is no folder '{self.name}'. Give the folder of the model, or its id on the Hub.")
+
+        def download(files: list[str]) -> list[Path]:
+            if check and (headers := hub.headers(self.name, files, self.revision)):
+                check(headers)
+            return [hub.download(self.name, file, self.revision) for file in files]
+
         with reaching(self.name, self.revision):
             try:
-                paths = [hub.download(self.name, "model.safetensors", self.revision)]
+                paths = download(["model.safetensors"])
             except EntryNotFoundError:
-                index = hub.download(self.name, INDEX, self.revision)
-                paths = [hub.download(self.name, shard, self.revision) for shard in read_index(index)]
+                paths = download(read_index(hub.download(self.name, INDEX, self.revision)))
         self.revision = paths[0].parent.name
         return paths
 

@@ -8,14 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from huggingface_hub import hf_hub_download
+from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import (
     EntryNotFoundError,
+    HfHubHTTPError,
     HFValidationError,
     HTTPError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
+    SafetensorsParsingError,
 )
+from huggingface_hub.utils import SafetensorsFileMetadata
 
 from hf_ext.errors import BaseModelError
 
@@ -36,6 +40,23 @@ class Hub(NamedTuple):
     def download(self, name: str, file: str, revision: str | None) -> Path:
         """Returns a file of a repository, from the cache if it is there. Raises the errors of `huggingface_hub`."""
         return Path(hf_hub_download(name, file, revision=revision, **self._asdict()))
+
+    def headers(self, name: str, files: list[str], revision: str | None) -> list[SafetensorsFileMetadata]:
+        """Returns the headers of safetensors files that are not downloaded yet; none if one of them is, or cannot be read.
+
+        Raises EntryNotFoundError, or another error of `huggingface_hub` by which the Hub refuses.
+        """
+        cache = None if self.cache_dir is None else Path(self.cache_dir)
+        found = (try_to_load_from_cache(name, file, cache, revision) for file in files)
+        if self.local_files_only or HF_HUB_OFFLINE or any(isinstance(path, str) for path in found):
+            return []
+        hub = HfApi(token=self.token)
+        try:
+            return [hub.parse_safetensors_file_metadata(name, file, revision=revision) for file in files]
+        except HfHubHTTPError:
+            raise
+        except (HTTPError, SafetensorsParsingError):  # the download tries again, and finds out
+            return []
 
 
 HUB = Hub()  # settings of the environment

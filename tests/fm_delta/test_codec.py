@@ -346,7 +346,7 @@ def test_a_payload_is_refused_without_its_base():
     with pytest.raises(BaseModelError, match="'a' needs the tensor 'b'"):
         decode_raw(payload)
     for other in (base.half(), base.int(), base[:39], base.reshape(-1)[:100]):
-        with pytest.raises(BaseModelError, match="'a' was compressed against a F32 tensor with at least 1600 values"):
+        with pytest.raises(BaseModelError, match="'a' .* was compressed against a F32 tensor that predicts 1600 of its values"):
             decode_raw(payload, RawTensor.from_torch(other))
 
 

@@ -67,6 +67,25 @@ assert config["revision"] == sys.argv[2]
 check(1, "newest")
 """
 
+ANOTHER_BASE = """
+from huggingface_hub import snapshot_download
+from transformers import BertConfig, BertForSequenceClassification
+wide = BertForSequenceClassification(BertConfig.from_pretrained("user/base", hidden_size=96))
+wide.push_to_hub("user/wide")
+wide.push_to_hub("user/wide-shards", max_shard_size="60KB")
+errors = []
+for name in ("user/wide", "user/wide-shards"):
+    folder = Path(snapshot_download("user/small", local_dir=f"needs/{name}"))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= {"base": name, "revision": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        AutoModelForSequenceClassification.from_pretrained(folder)
+    except Exception as error:
+        errors.append([type(error).__name__, str(error)])
+print(json.dumps(errors))
+"""
+
 REFUSED = """
 errors = []
 for target in sys.argv[1:]:
@@ -166,6 +185,17 @@ def test_a_base_that_cannot_be_reached_is_named_with_its_commit(client, commits,
     refusal(home=tmp_path / "stranger", signed_in=False)
     monkeypatch.setattr(base, "commits", {commit: base.commits[commit] for commit in base.commits if commit != commits["base"]})
     refusal(home=tmp_path / "newcomer")
+
+
+def test_the_weights_of_another_model_are_not_even_downloaded(client, commits, tmp_path):
+    seen = len(client.hub.log)
+    errors = json.loads(client.run(ANOTHER_BASE, home=tmp_path))
+    assert len(errors) == 2
+    for kind, message in errors:
+        assert kind == "BaseModelError" and "was not downloaded" in message and "user/small" not in message
+        assert "'user/base'" in message and "F32 tensor that predicts" in message
+    asked = [(method, path) for method, path, status in client.hub.log[seen:] if "user/wide" in path and status < 300]
+    assert {"GET"} < {method for method, path in asked} and not list(tmp_path.rglob("models--user--wide*/**/*.safetensors"))
 
 
 def test_the_command_line_takes_a_base_from_the_hub(client, commits, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,15 @@ class Header:
     def size(self) -> int:
         """Bytes of the tensor, whose type must be known."""
         return self.values * ITEMSIZE[self.dtype]
+
+    def require_base(self, dtype: str, shape: Sequence[int]) -> None:
+        """Raises BaseModelError unless a tensor of this type and shape can be the one of the base that predicts this tensor."""
+        if dtype != self.base_dtype or tuple(shape[1:]) != self.shape[1:] or math.prod(shape) < self.base_values:
+            raise BaseModelError(
+                f"Tensor '{self.name}' {list(self.shape)} was compressed against a {self.base_dtype} tensor that predicts "
+                f"{self.base_values} of its values; '{self.base_name}' of the base is {dtype} {list(shape)}. This is another "
+                "base model."
+            )
 
 
 def payload_shape(ndim: int, size: int) -> tuple[int, ...]:
@@ -243,11 +253,7 @@ def decode_raw(
         if header.base_values and base is None:
             raise BaseModelError(f"{label} needs the tensor '{header.base_name}' of the base model.")
         if header.base_values and base is not None:
-            if base.dtype != header.base_dtype or base.data.size // ITEMSIZE[base.dtype] < header.base_values:
-                raise BaseModelError(
-                    f"{label} was compressed against a {header.base_dtype} tensor with at least {header.base_values} values; "
-                    f"'{header.base_name}' of the base is {base.dtype} {list(base.shape)}. This is another base model."
-                )
+            header.require_base(base.dtype, base.shape)
         try:
             if header.mode == DEFLATED:
                 data = _inflate(body, header.size)

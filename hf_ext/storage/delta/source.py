@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from huggingface_hub.utils import SafetensorsFileMetadata
 
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.codec import decode_raw, is_payload, peek_header
-from hf_ext.storage.delta.file import KEY, BaseInfo, CompressedFile, check_shards
+from hf_ext.storage.delta.file import KEY, CompressedFile, check_shards
 from hf_ext.storage.hub import HUB, Hub, absolute, snapshot_of
 from hf_ext.storage.layout import all_weights, no_weights, shard_sets, storage_settings
 from hf_ext.storage.prefetch import Prefetcher, threads_for
@@ -100,7 +101,7 @@ def open_delta(
     folder = files[0].path.parent
     if base is None:
         base, revision = base_of(files[0], folder)
-    return DeltaCheckpoint(files, matching_base(files[0].base, base, revision, folder, hub=hub))
+    return DeltaCheckpoint(files, matching_base(files, base, revision, folder, hub=hub))
 
 
 def open_files(src: Path) -> list[CompressedFile]:
@@ -130,7 +131,7 @@ def open_base(files: Sequence[CompressedFile], src: Path, base: str | os.PathLik
     """
     folder = src if src.is_dir() else src.parent
     name, revision = base_of(files[0], folder) if base is None else (absolute(base), None)
-    return matching_base(files[0].base, name, revision, folder)
+    return matching_base(files, name, revision, folder)
 
 
 def base_of(file: CompressedFile, folder: Path) -> tuple[str, str | None]:
@@ -140,21 +141,24 @@ def base_of(file: CompressedFile, folder: Path) -> tuple[str, str | None]:
 
 
 def matching_base(
-    recorded: BaseInfo,
+    needing: Sequence[CompressedFile],
     name: str | os.PathLike,
     revision: str | None,
     beside: Path,
     readers: Sequence[Path] = (),
     hub: Hub = HUB,
 ) -> TensorSource:
-    """Opens `name`, which may be compressed itself, and checks that it is the recorded base.
+    """Opens `name`, which may be compressed itself, and checks that it is the recorded base: before a download by the names,
+    types and sizes of its tensors, then by its fingerprint.
 
     Args:
+        needing: the compressed files.
         beside: folder of the checkpoint that needs the base. A relative folder is looked up from here first, so that both can
             move together.
         readers: folders of the compressed checkpoints that `beside` is opened for.
         hub: access settings. By default the base is kept in the cache that the checkpoint lies in.
     """
+    recorded = needing[0].base
     if not isinstance(name, str | os.PathLike) or not isinstance(revision, str | None):
         raise BaseModelError(f"{name!r} at revision {revision!r} is not a valid name for the base {recorded}. {MOVED}")
     if os.path.isdir(beside / name):
@@ -162,7 +166,7 @@ def matching_base(
     if hub.cache_dir is None and (snapshot := snapshot_of(beside)) is not None:
         hub = hub._replace(cache_dir=snapshot.parents[2])
     try:
-        base: TensorSource = (checkpoint := Checkpoint(name, revision, hub))
+        base: TensorSource = (checkpoint := Checkpoint(name, revision, hub, partial(_require_fitting, needing)))
     except BaseModelError as error:
         raise BaseModelError(
             f"The base model {recorded} is needed to read this checkpoint, {beside}. {error} {MOVED}"
@@ -176,13 +180,28 @@ def matching_base(
         if any(folder.samefile(reader) for reader in readers):
             chain = " → ".join(map(str, [*readers, folder]))
             raise BaseModelError(f"These checkpoints need each other, so none can be read: {chain}. {MOVED}")
-        base = DeltaCheckpoint(files, matching_base(files[0].base, *base_of(files[0], folder), folder, readers, hub))
+        base = DeltaCheckpoint(files, matching_base(files, *base_of(files[0], folder), folder, readers, hub))
     if base.fingerprint != recorded.fingerprint:
         raise BaseModelError(
             f"This checkpoint, {beside}, was compressed against {recorded} (fingerprint {recorded.fingerprint}), but "
             f"{base} is another model or revision (fingerprint {base.fingerprint}). {MOVED}"
         )
     return base
+
+
+def _require_fitting(needing: Sequence[CompressedFile], headers: Sequence[SafetensorsFileMetadata]) -> None:
+    """Raises BaseModelError unless weights with these headers can be those that compressed files need."""
+    tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
+    if any({KEY, PARTS_OF} & header.metadata.keys() for header in headers):
+        return  # compressed itself: small, and its fingerprint is in its own record
+    for payload in (payload for file in needing for payload in file.headers.values() if payload.base_values):
+        twin = tensors.get(payload.base_name)
+        if twin is None:
+            raise BaseModelError(f"It has no tensor '{payload.base_name}', so it is another model, and was not downloaded.")
+        try:
+            payload.require_base(twin.dtype, twin.shape)
+        except BaseModelError as error:
+            raise BaseModelError(f"{error} It was not downloaded.") from None
 
 
 def original_size(file: CompressedFile) -> int:
