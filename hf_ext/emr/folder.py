@@ -128,6 +128,17 @@ class MergeFolder:
                     "Merge or download it again."
                 )
             self._require_tensors(file)
+        self._require_all_listed()
+
+    def _require_all_listed(self) -> None:
+        """Raises CorruptFileError if the folder has files of a task that config.json does not list."""
+        for path in sorted(self.folder.glob(f"{task_folder('*')}/{FILE}")):
+            task = path.parent.name.removeprefix(task_folder(""))
+            if task not in self.files and TaskFile(path).record.elected == self.elected.digest:
+                raise CorruptFileError(
+                    f"{self.folder / CONFIG} is damaged: it does not list the task '{task}', whose files belong to this merge. "
+                    "Merge or download it again."
+                )
 
     def _require_tensors(self, file: TaskFile) -> None:
         """Raises CorruptFileError unless the elected weights and the base have all tensors that a task is made from."""

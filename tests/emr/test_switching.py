@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -631,6 +632,24 @@ def test_files_of_two_merges_are_not_mixed(broken, tmp_path):
     (broken / "task-subj" / "modulators.safetensors").write_bytes(first.read_bytes())
     with pytest.raises(CorruptFileError, match="belongs to task 'cr', not"):
         Auto.from_pretrained(broken)
+
+
+@pytest.mark.parametrize("lost", ["cr", "subj"])
+def test_a_task_that_the_config_has_lost_is_noticed(broken, lost):
+    config = json.loads((broken / "config.json").read_text())
+    config["quantization_config"]["tasks"].remove(lost)
+    (broken / "config.json").write_text(json.dumps(config))
+    for use in (Auto.from_pretrained, lambda folder: emr.extract(folder, "subj", folder.parent / "out")):
+        with pytest.raises(CorruptFileError, match=f"does not list the task '{lost}'"):
+            use(broken)
+
+
+def test_a_task_of_an_earlier_merge_may_lie_beside(broken, tmp_path):
+    _, tasks = write_tasks(tmp_path / "more", {"cr": 2, "subj": 3})
+    classifier(2, 9).save_pretrained(tasks["cr"])
+    emr.merge(tmp_path / "in" / "base", tasks, tmp_path / "second")
+    shutil.copytree(tmp_path / "second" / "task-subj", broken / "task-older")
+    assert Auto.from_pretrained(broken).tasks == ["cr", "subj"]
 
 
 def test_another_base_is_refused(broken, tmp_path):

@@ -17,6 +17,7 @@ from hf_ext.storage import prefetch as work_ahead
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.codec import read_header
 from hf_ext.storage.delta.file import CHECKSUM_KEY, KEY, CompressedFile, check_shards
+from hf_ext.storage.delta.source import PARTS_OF
 from hf_ext.storage.layout import HINT, add_settings, remove_settings
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile, safetensors_dtype
 
@@ -208,6 +209,7 @@ ODD_NAMES = [
         (None, {}),
         ({}, {}),
         ({"format": "pt", "author": 'quoted "ß"', "": "\n", "step": "5"}, {}),
+        ({"format": "pt", "emr": "{}", "emr_checksum": "", "fm_delta_checksum": "0" * 16, "__metadata__": "{}"}, {}),
         ({"format": "pt"}, {"indent": 2}),
         ({"format": "pt"}, {"separators": (" ,\t", " : ")}),
         ({"format": "pt"}, {"ensure_ascii": False}),
@@ -224,7 +226,19 @@ def test_headers_come_back_however_they_are_written(tmp_path, metadata, layout):
     write_safetensors(src / "model.safetensors", tuned, metadata, **layout)
     small = round_trip(tmp_path, src, base)
     kept = SafetensorsFile(small / "model.safetensors").metadata
-    assert {key: text for key, text in kept.items() if key not in (KEY, CHECKSUM_KEY)} == (metadata or {})
+    for texts in (kept, metadata := dict(metadata or {})):
+        texts.pop(KEY, None), texts.pop(CHECKSUM_KEY, None)
+    assert kept == metadata
+
+
+@pytest.mark.parametrize("key", [KEY, PARTS_OF])
+def test_metadata_that_say_something_else_of_a_plain_file_are_named_before_it_is_deleted(tmp_path, key):
+    base = weights()
+    src, base = tmp_path / "tuned", write_folder(tmp_path / "base", base)
+    write_safetensors(src / "model.safetensors", fine_tune(weights()), {key: "{}"})
+    with pytest.raises(CheckpointError, match="compressed already|several models"):
+        fm_delta.compress_checkpoint(src, base, tmp_path / "out", delete_source=True)
+    assert (src / "model.safetensors").exists() and not (tmp_path / "out").exists()
 
 
 def test_metadata_may_be_null_or_come_last(tmp_path):
