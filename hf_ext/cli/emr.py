@@ -97,11 +97,11 @@ def extract(
 
 def named(text: str) -> tuple[str, str]:
     """Splits NAME=PATH."""
-    from hf_ext.emr.merging import require_name
-
     name, _, path = text.partition("=")
     if not (name and path):
         raise mistake(f"'{text}' is not of the form NAME=PATH", "--task")
+    from hf_ext.emr.merging import require_name
+
     try:
         require_name(name)
     except CheckpointError as error:

@@ -233,7 +233,7 @@ def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskI
 
 
 def require_name(name: str) -> None:
-    """Raises an error if a name cannot be that of a task: its folder has the same name."""
+    """Raises CheckpointError if a name cannot be that of a task: its folder has the same name."""
     if not isinstance(name, str) or not TASK_NAME.fullmatch(name):
         raise CheckpointError(f"{name!r} cannot be the name of a task; use letters, digits, '.', '_' and '-'.")
 

@@ -206,6 +206,7 @@ class SetTask:
                 replace(self.model, live[target], tensor)
 
     def _require_same_base(self) -> None:
+        """Raises BaseModelError if the base's file no longer holds what it held at the first switch."""
         for name, data in self._prior.items():
             if xxhash.xxh3_64_intdigest(data) != self._prior_checksums[name]:
                 raise BaseModelError(

@@ -1,7 +1,7 @@
 """The checkpoints of a training run, each stored as its difference from the base or from the next newer checkpoint.
 
 Older checkpoints depend on newer ones, because a Trainer deletes the oldest first. After resuming, it may also overwrite newer
-checkpoints; `secure` removes such dependencies. A checkpoint is replaced as a whole folder, by renaming.
+checkpoints; `secure` removes such dependencies. A checkpoint changes as a whole folder, in one step.
 """
 
 from __future__ import annotations

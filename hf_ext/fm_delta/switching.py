@@ -74,6 +74,7 @@ def switch(
 
 
 def _switch(model: PreTrainedModel, other: str | os.PathLike, revision: str | None, hub: Hub) -> PreTrainedModel:
+    """Does what `switch` says, for the thread that has the model's lock."""
     weights = _writable(model)
     source, commit, text, settings = _open(other, revision, hub)
     move = _move(model, source, text, settings)
@@ -108,12 +109,12 @@ def _switch(model: PreTrainedModel, other: str | os.PathLike, revision: str | No
 
 
 _locks: WeakKeyDictionary[torch.nn.Module, Lock] = WeakKeyDictionary()
-_locks_lock = Lock()
+_adding_lock = Lock()
 
 
 def _lock_of(model: torch.nn.Module) -> Lock:
     """Returns the lock of a model, so that one thread at a time overwrites it."""
-    with _locks_lock:
+    with _adding_lock:
         return _locks.setdefault(model, Lock())
 
 
