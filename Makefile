@@ -99,6 +99,7 @@ bench: bench-data $(VENV)/bench $(VENV)/demo
 	$(BIN)/python benchmarks/fine_tunes.py --data $(DATA) --out pairs
 	$(BIN)/python benchmarks/fm_delta.py --pairs pairs --plot pairs/fm_delta.png
 	$(BIN)/python benchmarks/emr.py --pairs pairs --data $(DATA)
+	$(BIN)/python benchmarks/attacks.py
 	$(BIN)/python benchmarks/pissa.py
 	$(BIN)/python benchmarks/uni_med.py
 	$(BIN)/python benchmarks/trans_lora.py --data $(BBH)

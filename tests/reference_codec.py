@@ -262,10 +262,11 @@ def decode_body(
             tables[i] = side.table(tables[i])
     moved = base
     if flags & 4:
-        place = np.cumsum(coded_row[:base_rows]) - 1  # of each row among those that are coded
+        place = np.cumsum(coded_row[:base_rows]) - 1  # of each row among those that are coded; -1 before the first
         rows, columns, exponent, wide = side.factors(int(coded_row[:base_rows].sum()), row_length)
         row, column = np.divmod(np.arange(base_values), row_length)
-        change = np.ldexp((rows @ columns)[place[row], column].astype("<f8"), -exponent)
+        sums = np.vstack([rows @ columns, np.zeros(row_length, np.int64)])
+        change = np.ldexp(sums[place[row], column].astype("<f8"), -exponent)
         moved = move(base, change, wide or kind.width == 64, kind)
 
     # The two parts, cut into blocks: with a base, then alone.

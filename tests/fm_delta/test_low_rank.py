@@ -88,6 +88,17 @@ def test_untouched_rows_have_no_factors_and_rows_without_a_base_none_either(code
         np.testing.assert_array_equal(decoder(body, base, code, len(whole), COLUMNS, len(base)), whole)
 
 
+def test_a_body_may_have_factors_for_no_row_at_all():
+    rank, length = 2, 64
+    factor_lists = "00000" + ("00000" + "0" * length)  # of a component: parameter and numbers for no rows, then for the columns
+    bits = "11" + f"{rank:016b}"[::-1] + "0" * 16 + rank * factor_lists  # all rows untouched, the rank, an exponent of 0
+    side = int(bits[::-1], 2).to_bytes(-(-len(bits) // 8), "little")
+    body = bytes([0, 1 | 4]) + bytes(8) + len(side).to_bytes(4, "little") + side
+    base = random_bits(np.random.default_rng(0), 2 * length, BF16)
+    for decoder in (decode, reference.decode_body):
+        assert np.array_equal(decoder(body, base, BF16, 2 * length, length, 2 * length), base)
+
+
 def test_the_cheapest_candidate_is_taken_or_none():
     rng = np.random.default_rng(2)
     tensor, base = fine_tune(rng, ROWS * COLUMNS, BF16)

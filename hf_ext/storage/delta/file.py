@@ -64,7 +64,7 @@ class CompressedFile:
             raise CorruptFileError(
                 f"{self.path} has format version {version}, this hf_ext reads version {VERSION}: update hf_ext."
             )
-        checksum = _header_checksum(record, self.file.entries.items())
+        checksum = header_checksum(record, self.file.entries.items())
         if version != VERSION or self.file.metadata.get(CHECKSUM_KEY) != checksum:
             raise CorruptFileError(f"The header of {self.path} is damaged: checksum mismatch. Download or save the file again.")
         try:
@@ -177,11 +177,11 @@ class CompressedWriter:
         packed = base64.b85encode(zlib.compress(self.original.header_bytes, 9)).decode()
         fields = {"hint": HINT, "version": VERSION, "digest": digest, "fingerprint": fingerprint}
         record = json.dumps(fields | {"base": asdict(self._base), "header": packed})
-        checksum = _header_checksum(record, entries.items())
+        checksum = header_checksum(record, entries.items())
         return write_header({**self.original.metadata, KEY: record, CHECKSUM_KEY: checksum}, entries)
 
 
-def _header_checksum(record: str, entries: Iterable[tuple[str, Entry]]) -> str:
+def header_checksum(record: str, entries: Iterable[tuple[str, Entry]]) -> str:
     digest = xxhash.xxh3_64(record.encode())
     for name, entry in entries:
         digest.update(f"\0{name}\0{entry.begin}\0{entry.end}".encode())
