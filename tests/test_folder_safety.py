@@ -276,3 +276,83 @@ def test_a_file_system_that_cannot_flush_folders_is_no_error(tmp_path, monkeypat
     monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
     with pytest.raises(OSError, match="Input/output"):
         flush_folder(tmp_path)
+
+
+# ---- what lies in a folder already --------------------------------------------------------------------------------------
+
+
+def test_what_an_interrupted_command_left_in_a_source_is_not_deleted(tmp_path):
+    tuned, base = pair(tmp_path)
+    for name in (f"notes{OURS}mine.txt", f"sub/.checkpoint-5{OURS}held/model.safetensors"):
+        left = tuned / name
+        left.parent.mkdir(parents=True, exist_ok=True)
+        left.write_text("precious")
+        with pytest.raises(CheckpointError, match=f"an interrupted command left .*{OURS}"):
+            fm_delta.compress_checkpoint(tuned, base, tmp_path / "out", delete_source=True)
+        assert left.exists()
+        shutil.rmtree(tuned / name.split("/")[0]) if "/" in name else left.unlink()
+    seen = stamp(tuned)
+    (tuned / f"new{OURS}x").touch()
+    assert stamp(tuned) != seen
+
+
+@pytest.mark.parametrize("use", ["as the source", "as the base"])
+def test_a_folder_whose_files_are_being_moved_is_not_read(tmp_path, use):
+    tuned, base = pair(tmp_path)
+    ((tuned if use == "as the source" else base) / f"{OURS}journal").write_text("{}")
+    with pytest.raises((CheckpointError, BaseModelError), match="is incomplete: a command that wrote to it was interrupted"):
+        fm_delta.compress_checkpoint(tuned, base, tmp_path / "out")
+
+
+def test_a_checkpoint_that_is_a_link_is_not_removed(tmp_path):
+    tuned, _ = pair(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoint-20").symlink_to(tuned)
+    with pytest.raises(CheckpointError, match="is not a checkpoint of a run"):
+        fm_delta.remove_checkpoint(tmp_path / "run" / "checkpoint-20")
+    with pytest.raises(CheckpointError, match="is a link and is not deleted"):
+        delete_folder(tmp_path / "run" / "checkpoint-20")
+    assert (tuned / "model.safetensors").exists()
+
+
+@pytest.fixture
+def home(tmp_path):
+    """Files of the user, to which links of a stranger lead."""
+    (tmp_path / "home" / "ssh").mkdir(parents=True)
+    (tmp_path / "home" / "ssh" / "id").write_text("secret")
+    (tmp_path / "home" / "config.json").write_text("mine")
+    yield tmp_path / "home"
+    assert contents(tmp_path / "home").keys() == {"ssh/id", "config.json"}
+    assert (tmp_path / "home" / "config.json").read_text() == "mine"
+
+
+def test_a_stage_that_is_a_link_is_not_moved(tmp_path, home):
+    tuned, base = pair(tmp_path)
+    run = tmp_path / "run"
+    shutil.copytree(tuned, run / "checkpoint-10")
+    stage = f".checkpoint-10.aaaaaaaa{OURS}partial"
+    (run / stage).symlink_to(home)
+    (run / "checkpoint-10" / f"{OURS}journal").write_text(f'{{"stage": "{stage}", "dropped": []}}')
+    fm_delta.compress_series(run, base)
+    assert contents(run / "checkpoint-10").keys() - {"README.md"} == contents(tuned).keys()
+
+
+def test_a_link_at_the_place_of_a_temporary_file_is_not_written_through(tmp_path, home):
+    tuned, base = pair(tmp_path)
+    out = tmp_path / "out"
+    (out / "sub").mkdir(parents=True)  # so that files are moved one by one, with a journal
+    (out / "sub" / "mine.txt").touch()
+    (out / f".{OURS}journal.partial").symlink_to(home / "config.json")
+    fm_delta.compress_checkpoint(tuned, base, out)
+    fm_delta.verify(out)
+
+
+def test_files_are_not_written_through_a_link_to_another_folder(tmp_path, home, tasks):
+    base, folders = tasks
+    out = tmp_path / "out"
+    (out / "assets").mkdir(parents=True)
+    (out / "assets" / "mine.txt").touch()
+    (out / "task-cr").symlink_to(home)
+    with pytest.raises(CheckpointError, match="task-cr is a link"):
+        emr.merge(base, folders, out)
+    assert not (out / "config.json").exists()

@@ -77,7 +77,7 @@ print(json.dumps({"refused": refused, "unchanged": unchanged, "second": second, 
 
 # The checkpoint itself was downloaded before. The base is private, and the environment has the token.
 SETTINGS = """
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 kinds = ["fm_delta", "emr"]
 for kind in kinds:
     for revision in ("main", "second"):
@@ -85,6 +85,9 @@ for kind in kinds:
 found = {"offline": refusals(kinds, cache_dir="cache", local_files_only=True)}
 found["without"] = refusals(kinds, cache_dir="cache", token=False)
 found["loaded"] = load_all(kinds, cache_dir="cache", token=sys.argv[1])
+snapshot_download("user/emr", local_dir="local")
+ARTIFACTS["emr"].load("local", cache_dir="cache", token=sys.argv[1]).save_pretrained("copy")
+found["elsewhere"] = [path.name for path in Path(constants.HF_HUB_CACHE).glob("models--*")]
 print(json.dumps(found))
 """
 
@@ -182,6 +185,7 @@ def test_a_base_is_read_with_the_settings_of_the_call_or_not_at_all(hub, pushed,
         assert same(found["loaded"][kind]["main"], pushed[kind]["main"])
         asked = [(path, status) for _, path, status in hub.log[requests:] if f"/{base}/" in path]
         assert asked[0][1] in (401, 403, 404), "the first request has no token"
+    assert "models--user--body" not in found["elsewhere"], "a loaded merge keeps the settings, for when it is saved"
 
 
 @every_kind

@@ -91,11 +91,13 @@ def files_of(folder: Path, tasks: Mapping[str, TaskFile]) -> list[Path]:
 
 
 def older_files(folder: Path) -> list[Path]:
-    """Returns the files of the merge that a folder already holds; an empty list if it holds none."""
+    """Returns the files of the merge that a folder already holds, relative to the folder. Of a damaged merge, these are the
+    tasks' own files."""
     try:
         return files_of(folder, task_files(folder))
     except (HfExtError, OSError):
-        return []
+        tasks = [path.parent for path in folder.glob(f"{task_folder('*')}/{FILE}")]
+        return [(task / name).relative_to(folder) for task in tasks for name in (FILE, CONFIG) if (task / name).is_file()]
 
 
 class MergeFolder:
@@ -117,6 +119,7 @@ class MergeFolder:
         self, folder: str | os.PathLike, base: str | os.PathLike | None = None, revision: str | None = None, hub: Hub = HUB
     ):
         self.folder = Path(folder).absolute()  # as the working directory may change
+        self.hub = hub
         self.files = task_files(self.folder)
         self.tasks = list(self.files)
         self.elected = open_delta(select_weights(self.folder), base, revision, hub)
@@ -134,7 +137,7 @@ class MergeFolder:
         """Raises CorruptFileError if the folder has files of a task that config.json does not list."""
         for path in sorted(self.folder.glob(f"{task_folder('*')}/{FILE}")):
             task = path.parent.name.removeprefix(task_folder(""))
-            if task not in self.files and TaskFile(path).record.elected == self.elected.digest:
+            if task not in self.files and _belongs(path, self.elected.digest):
                 raise CorruptFileError(
                     f"{self.folder / CONFIG} is damaged: it does not list the task '{task}', whose files belong to this merge. "
                     "Merge or download it again."
@@ -160,7 +163,7 @@ class MergeFolder:
 
     def __reduce__(self) -> tuple:
         # Mapped files cannot be pickled; the copy opens them again.
-        return MergeFolder, (self.folder, self.base.name, self.base.revision)
+        return MergeFolder, (self.folder, self.base.name, self.base.revision, self.hub)
 
     def __deepcopy__(self, memo) -> MergeFolder:
         return self
@@ -225,11 +228,20 @@ class MergeFolder:
         modulated = self.files[task].record.modulated[name]
         return self.files[task].mask(name, math.prod(self.elected.entry(name).shape)), modulated.scale
 
-    def tensor(self, task: str, name: str, elected: RawTensor | None = None) -> RawTensor:
+    def require_whole(self) -> None:
+        """Raises CorruptFileError if a file of the merge or of its base was cut off since it was opened."""
+        self.elected.require_whole()
+        for file in self.files.values():
+            file.require_whole()
+
+    def tensor(
+        self, task: str, name: str, elected: RawTensor | None = None, prior: np.ndarray | None = None
+    ) -> RawTensor:
         """Returns a tensor of a task's model, in memory of its own.
 
         Args:
             elected: the elected tensor, if it was read before. It is not changed.
+            prior: the result of `prior`, if it was called before.
         """
         file = self.files[task]
         if (own := file.own(name)) is not None:
@@ -239,7 +251,8 @@ class MergeFolder:
         source = elected or self.elected.read(name)
         out = source.data if elected is None else np.empty_like(source.data)
         threads = threads_for(out.size)
-        election.modulate(source.dtype, self.prior(name), source.data, *self.modulator(task, name), out, threads)
+        prior = self.prior(name) if prior is None else prior
+        election.modulate(source.dtype, prior, source.data, *self.modulator(task, name), out, threads)
         entry = self.entry(task, name)
         if entry.shape != source.shape:
             row = math.prod(entry.shape[1:]) * WIDTHS[entry.dtype]
@@ -251,6 +264,14 @@ class MergeFolder:
         """Returns the tensors of a task's model."""
         self.require_task(task)
         return TaskSource(self, task)
+
+
+def _belongs(path: Path, elected: str) -> bool:
+    """Returns whether a file is one of a task of the merge with these elected weights."""
+    try:
+        return TaskFile(path).record.elected == elected
+    except CorruptFileError:  # of which merge, nobody can tell
+        return False
 
 
 def name_of_task(name: str, task: str, tasks: Sequence[str]) -> str:

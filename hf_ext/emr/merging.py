@@ -73,9 +73,11 @@ def merge(
     for folder in [base, *tasks.values()]:
         if isinstance(folder, str | os.PathLike) and os.path.isdir(folder):
             for written in (Path(out), *(Path(out, task_folder(name)) for name in tasks)):
-                require_another_folder(written, Path(folder), base)
+                require_another_folder(written, [Path(folder), *checkpoint.paths])
     with TemporaryDirectory() as scratch, staged_folder(out, older_files(Path(out))) as stage:
         sources = {name: open_task(name, task, checkpoint, Path(scratch) / name) for name, task in tasks.items()}
+        for source in sources.values():
+            require_another_folder(Path(out), source.tensors.paths)
         _require_one_structure({name: source.config for name, source in sources.items()})
         MergeWriter(checkpoint, _config_of(checkpoint), sources, stage).write(rescale, max_shard_size)
         write_card(stage, merge_card(stage, report(stage), tasks.values()), Path(out))
@@ -115,7 +117,7 @@ def add_task(
     require_name(name)
     if name in merged.tasks:
         raise CheckpointError(f"{src} has a task '{name}' already; give the new task another name.")
-    require_another_folder(Path(out), merged.folder, merged.base.name)
+    require_another_folder(Path(out), [merged.folder, *merged.base.paths])
     with TemporaryDirectory() as scratch, staged_folder(out, older_files(Path(out))) as stage:
         source = open_task(name, task, merged.base, Path(scratch) / name)
         _require_one_structure({task: merged.task_config(task) for task in merged.tasks} | {name: source.config})
@@ -150,7 +152,7 @@ def extract(
     else:
         source = MergeFolder(_folder_of(merged, "The merge"), base)
     source.require_task(task)
-    require_another_folder(Path(out), source.folder, source.base.name)
+    require_another_folder(Path(out), [source.folder, *source.base.paths])
     with staged_folder(out, outdated(Path(out))) as stage:
         extract_task(source, task, stage, max_shard_size)
 

@@ -162,6 +162,10 @@ class TaskFile:
         own = [key.removeprefix(OWN) for key in self._file.entries if key.startswith(OWN)]
         self._names = dict.fromkeys(sorted([*self.record.modulated, *self.record.shared, *own]))
 
+    def require_whole(self) -> None:
+        """Raises CorruptFileError if the file was cut off since it was opened."""
+        self._file.require_whole()
+
     def names(self) -> list[str]:
         """Returns the names of all tensors of the task's checkpoint."""
         return list(self._names)

@@ -79,7 +79,8 @@ class _FirstTask(TensorSource):
 
 def _whole_folder(folder: Path, tasks: list[str] | None, hub: Hub) -> Path:
     """Returns the folder. In the Hub's cache, downloads the files of the tasks first, which Transformers did not download."""
-    wanted = [folder / task_folder(str(task)) / name for task in tasks or [] for name in (FILE, CONFIG)]
+    tasks = tasks if isinstance(tasks, list) else []  # anything else is refused when the merge is opened
+    wanted = [folder / task_folder(str(task)) / name for task in tasks for name in (FILE, CONFIG)]
     snapshot = snapshot_of(folder)
     if snapshot is not None and not all(path.exists() for path in wanted):
         repository = snapshot.parents[1].name.removeprefix("models--").replace("--", "/")

@@ -17,7 +17,7 @@ from hf_ext.errors import CheckpointError
 from hf_ext.integration.model_cards import outdated, write_card
 from hf_ext.integration.save_hooks import Saving
 from hf_ext.storage.atomic import staged_folder, write_json
-from hf_ext.storage.layout import ADAPTER_CONFIG, read_config
+from hf_ext.storage.layout import ADAPTER_CONFIG, read_config, require_another_folder
 
 logger = get_logger(__name__)
 
@@ -31,6 +31,7 @@ class MergedSaving(Saving):
     def save(self, folder: Path, **kwargs: Any) -> list[str]:
         switch: SetTask = self.model.set_task
         task = self.model.active_task
+        require_another_folder(folder, switch.merged.base.paths)
         changed = "the state dict given" if kwargs.get("state_dict") is not None else switch.changed()
         adapter = getattr(self.model, "_hf_peft_config_loaded", False)
         if (adapter or changed) and folder.is_dir() and folder.samefile(switch.merged.folder):
@@ -57,7 +58,7 @@ class MergedSaving(Saving):
                     _record_task(stage / ADAPTER_CONFIG, task, self.model.tasks)
                 return [path.relative_to(stage).as_posix() for path in sorted(stage.rglob("*")) if path.is_file()]
         files = switch.merged.all_files()
-        again = MergeFolder(switch.merged.folder, switch.merged.base.name, switch.merged.base.revision)
+        again = MergeFolder(switch.merged.folder, switch.merged.base.name, switch.merged.base.revision, switch.merged.hub)
         if again.fingerprint != switch.merged.fingerprint:
             raise CheckpointError(f"{again.folder} holds another merge than when the model was loaded. Load the model again.")
         if edited := switch.edited():

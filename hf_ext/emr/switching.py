@@ -91,7 +91,8 @@ class SetTask:
         discard_changes: overwrite weights that were changed since the last switch.
 
     Raises:
-        BaseModelError, CorruptFileError: the base's file was overwritten or cut off since the merge was loaded.
+        BaseModelError: the base's file was overwritten since the merge was loaded.
+        CorruptFileError: a file of the merge or of its base was cut off since then, or is damaged.
         CheckpointError: there is no such task, or the model's weights are offloaded.
         UnsavedChangesError: weights were changed, by training for instance.
     """
@@ -169,8 +170,7 @@ class SetTask:
     def _rewrite(self, name: str, discard: bool) -> None:
         """Changes all weights or none: makes and checks the new parameters first, then overwrites the others at once."""
         active, live = self.model.active_task, self._live()
-        for file in getattr(self.merged.base, "files", ()):
-            file.require_whole()
+        self.merged.require_whole()
         self._prepare(active, name)
         in_place: dict[str, election.Target] = {}
         new: dict[str, torch.Tensor] = {}
@@ -269,7 +269,7 @@ class SetTask:
             return {}
 
         def tensor(name: str) -> torch.Tensor:
-            return self.merged.tensor(task, name, self._elected.get(name)).to_torch()
+            return self.merged.tensor(task, name, self._elected.get(name), self._prior.get(name)).to_torch()
 
         return loaded.convert(self.model, tensor)
 

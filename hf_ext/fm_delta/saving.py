@@ -21,7 +21,7 @@ from hf_ext.storage.delta.codec import decode_raw, is_payload, read_header
 from hf_ext.storage.delta.folder import plain_files
 from hf_ext.storage.delta.source import base_tensor
 from hf_ext.storage.hub import absolute
-from hf_ext.storage.layout import all_weights
+from hf_ext.storage.layout import all_weights, require_another_folder
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.source import TensorSource
 
@@ -93,10 +93,7 @@ class CompressedSaving(Saving):
         if kwargs.get("distributed_checkpoint"):
             raise CheckpointError("A distributed checkpoint cannot be compressed; call hf_ext.fm_delta.disable(model) first.")
         base = open_checkpoint(self.base, self.revision)
-        if os.path.isdir(base.name) and folder.exists() and folder.samefile(base.name):
-            raise CheckpointError(
-                f"{folder} is the folder of the base model, which the saved checkpoint needs. Save to another folder."
-            )
+        require_another_folder(folder, base.paths)
         with staged_folder(folder) as stage:
             plain = stage / "plain"
             try:

@@ -151,7 +151,7 @@ def remove_checkpoint(folder: str | os.PathLike, rebase: bool = False) -> None:
     with locked(run):
         if CHECKPOINT.fullmatch(folder.name) and finish_deletion(folder):  # a kill interrupted an earlier call
             return
-        if not CHECKPOINT.fullmatch(folder.name) or not folder.is_dir():
+        if not CHECKPOINT.fullmatch(folder.name) or not folder.is_dir() or folder.is_symlink():
             raise CheckpointError(f"{folder} is not a checkpoint of a run; give a folder checkpoint-N.")
         recover(run)
         others = [other for other in checkpoints(run) if other != folder]
@@ -278,12 +278,14 @@ def in_order(older: Path, newer: Path) -> bool:
 
 def open_root(run: Path, base: str | os.PathLike, revision: str | None = None) -> TensorSource:
     """Opens the base of a run."""
-    folder = Path(os.path.realpath(base))
-    if os.path.isdir(base) and CHECKPOINT.fullmatch(folder.name) and folder.parent == run.resolve():
-        raise CheckpointError(
-            f"The base {base} is a checkpoint of the run itself, which may be deleted. Give the model that was fine-tuned."
-        )
-    return open_checkpoint(absolute(base), revision)
+    root = open_checkpoint(absolute(base), revision)
+    for folder in {path.resolve().parent for path in root.paths}:
+        if CHECKPOINT.fullmatch(folder.name) and folder.parent == run.resolve():
+            raise CheckpointError(
+                f"The base {base} is read from {folder}, a checkpoint of the run itself, which may be deleted. Give the model "
+                "that was fine-tuned."
+            )
+    return root
 
 
 def root_of(folder: Path) -> TensorSource:

@@ -162,7 +162,8 @@ def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[Ten
     text = read_config(folder / CONFIG)
     if not text:
         raise CheckpointError(f"{where} has no config.json; give the folder of a saved model.")
-    method = (text.pop("quantization_config", None) or {}).get("quant_method", METHOD)
+    stored = text.pop("quantization_config", None) or {}
+    method = stored.get("quant_method", METHOD) if isinstance(stored, dict) else stored
     source = open_checkpoint(name, revision, hub)
     if method != METHOD:
         raise CheckpointError(f"{source} is quantized ({method}). Give a checkpoint of plain or compressed weights.")

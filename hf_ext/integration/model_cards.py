@@ -28,7 +28,7 @@ from hf_ext.storage.layout import CONFIG, read_config
 
 CARD = "README.md"
 MARK = re.compile(r"<!-- hf_ext (?P<kind>\w+) (?P<checksum>[0-9a-f]{16}): [^<>]*-->")
-MAX_METADATA = 1_000_000  # characters; those of large cards have about 100,000
+MAX_METADATA = 200_000  # characters; those of large cards have about 100,000
 UNSAFE = re.compile(r"[^\w.+=@#() -]")  # in a name that a card shows
 LICENSE = ("license", "license_name", "license_link")
 # Transformers and PEFT write these into cards by themselves. PEFT does so at every save, into existing cards too.

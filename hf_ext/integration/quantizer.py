@@ -124,7 +124,11 @@ class DecodingQuantizer(HfQuantizer):
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # For dtype="auto" without a dtype in config.json, Transformers takes the payloads' type, uint8.
         if not dtype.is_floating_point and self.quantization_config.dtype is not None:
-            dtype = getattr(torch, self.quantization_config.dtype)
+            stored = self.quantization_config.dtype
+            named = getattr(torch, stored, None) if isinstance(stored, str) else None
+            if not isinstance(named, torch.dtype):
+                raise CheckpointError(f"config.json is damaged: {stored!r} is not a dtype. Download or save the folder again.")
+            dtype = named
         return dtype if self.then is None else self.then.update_dtype(dtype)
 
     def preprocess_model(self, model, dtype: torch.dtype | None = None, **kwargs):

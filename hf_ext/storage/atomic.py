@@ -24,10 +24,9 @@ from filelock import FileLock, Timeout
 
 from hf_ext.errors import CheckpointError
 from hf_ext.storage.layout import ADAPTER_CONFIG, CONFIG, INDEX, WEIGHTS, save_of
-from hf_ext.storage.tree import GRAVE, HELD, OURS, STAGE, finish_deletion, scan
+from hf_ext.storage.tree import GRAVE, HELD, JOURNAL, OURS, STAGE, finish_deletion, scan
 
 LOCK = f"{OURS}lock"
-JOURNAL = f"{OURS}journal"  # in a folder into which files are moving: the stage that they come from, and what they replace
 FIRST_AND_LAST = (Path(CONFIG), Path(ADAPTER_CONFIG))  # without them, nothing loads
 
 
@@ -115,6 +114,7 @@ def _publish(stage: Path, target: Path, stale: set[Path]) -> None:
     for path in files:
         if (target / path).is_dir() and not (target / path).is_symlink():
             raise CheckpointError(f"{target / path} is a folder, and a file of that name is to be written. Move it away.")
+    _require_no_links(files, target)
     if not (stage.parent == target.parent and _renamed(stage, target)):
         dropped = (_replaced(files, target) | stale) - files
         if not (stage.parent == target.parent and _exchanged(stage, target, files, dropped)):
@@ -183,9 +183,17 @@ def _exchange(one: Path, other: Path) -> bool:
     return renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
+def _require_no_links(files: Iterable[Path], target: Path) -> None:
+    """Raises CheckpointError if writing these files, relative to `target`, would follow a link to another folder."""
+    for folder in {target / parent for path in files for parent in path.parents if parent != Path()}:
+        if folder.is_symlink():
+            raise CheckpointError(f"{folder} is a link, and files are to be written into a folder of that name. Move it away.")
+
+
 def _move_files(stage: Path, target: Path, dropped: set[Path]) -> None:
     """Moves the files of a stage one by one, while `target` has a journal. Where it was interrupted, another call goes on."""
     files = [path for path, entry in scan(stage).items() if not stat.S_ISDIR(entry.st_mode)]
+    _require_no_links(files, target)
     last = [path for path in FIRST_AND_LAST if path in files]
     for path in (*last, *dropped):
         (target / path).unlink(missing_ok=True)
@@ -229,6 +237,9 @@ def recover(folder: Path) -> None:
         with locked(target):
             _complete(target)
     for path in list(folder.iterdir()) if folder.is_dir() else []:
+        if (path / JOURNAL).exists():
+            with locked(path):
+                _complete(path)
         target = folder / path.name[1:].rpartition(OURS)[0]
         if path.name.endswith((HELD, GRAVE)):
             finish_deletion(target)
@@ -240,7 +251,8 @@ def recover(folder: Path) -> None:
 def _stages(place: Path, key: str | None = None) -> list[Path]:
     """Returns the stages in a folder, of one target or of all."""
     name = re.compile(rf"\.{re.escape(key) if key else '.+'}\.[0-9a-f]{{8}}{re.escape(STAGE)}")
-    return [path for path in place.iterdir() if name.fullmatch(path.name)] if place.is_dir() else []
+    found = [path for path in place.iterdir() if name.fullmatch(path.name)] if place.is_dir() else []
+    return [path for path in found if path.is_dir() and not path.is_symlink()]
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
@@ -253,6 +265,7 @@ def write_atomically(path: str | os.PathLike, write: Callable[[Path], object]) -
     """Calls `write` with a path beside `path`, then renames that file to `path`."""
     path = Path(path)
     beside = path.with_name(f".{path.name}.partial")
+    beside.unlink(missing_ok=True)  # it could be a link
     try:
         write(beside)
         os.replace(beside, path)

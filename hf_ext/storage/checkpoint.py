@@ -82,6 +82,10 @@ class Checkpoint(TensorSource):
     def release(self, name: str, begin: int = 0, end: int | None = None) -> None:
         self._file_of[name].release(name, begin, end)
 
+    def require_whole(self) -> None:
+        for file in self.files:
+            file.require_whole()
+
     def read_sparsely(self) -> None:
         """Turns off read-ahead, for readers that need only a few places of each tensor."""
         for file in self.files:

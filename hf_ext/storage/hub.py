@@ -55,8 +55,8 @@ class Hub(NamedTuple):
             return [hub.parse_safetensors_file_metadata(name, file, revision=revision) for file in files]
         except HfHubHTTPError:
             raise
-        except (HTTPError, SafetensorsParsingError):  # the download tries again, and finds out
-            return []
+        except (HTTPError, SafetensorsParsingError, TypeError, AttributeError, KeyError, ValueError):
+            return []  # the download tries again, and finds out what is wrong
 
 
 HUB = Hub()  # settings of the environment

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError, CorruptFileError
-from hf_ext.storage.tree import scan
+from hf_ext.storage.tree import JOURNAL, OURS, scan
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -26,8 +26,9 @@ def select_weights(folder: Path) -> list[Path]:
     """Returns the safetensors files that `from_pretrained` reads: the single file, else the shards.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: there are none, or an interrupted command left some of them elsewhere.
     """
+    _require_complete(folder)
     if (folder / "model.safetensors").exists():
         return [folder / "model.safetensors"]
     if (folder / INDEX).exists():
@@ -39,9 +40,19 @@ def select_weights(folder: Path) -> list[Path]:
 
 
 def all_weights(folder: Path) -> list[Path]:
-    """Returns every file of weights in a folder: those with a name of weights, variants included, or listed in the index."""
+    """Returns every file of weights in a folder: those with a name of weights, variants included, or listed in the index.
+
+    Raises:
+        CheckpointError: an interrupted command left some of them elsewhere.
+    """
+    _require_complete(folder)
     listed = read_index(folder / INDEX) if (folder / INDEX).exists() else []
     return sorted(path for path in folder.iterdir() if WEIGHTS.fullmatch(path.name) or path.name in listed)
+
+
+def _require_complete(folder: Path) -> None:
+    if os.path.lexists(folder / JOURNAL):
+        raise CheckpointError(f"{folder} is incomplete: a command that wrote to it was interrupted. Run that command again.")
 
 
 def no_weights(folder: Path) -> CheckpointError:
@@ -158,17 +169,20 @@ def other_files(src: Path, out: Path) -> list[Path]:
     return [path for path in scan(src) if is_other(src / path)]
 
 
-def require_another_folder(out: Path, src: Path, base: str | os.PathLike) -> None:
-    """Raises CheckpointError if `out` is the folder of `src` or of the base."""
-    for folder in (src if src.is_dir() else src.parent, Path(base)):
-        if os.path.exists(out) and os.path.exists(folder) and out.samefile(folder):
+def require_another_folder(out: Path, needed: Iterable[Path]) -> None:
+    """Raises CheckpointError if `out` is one of these folders, or holds one of these files."""
+    for path in needed if out.exists() else ():
+        if (folder := path if path.is_dir() else path.parent).exists() and out.samefile(folder):
             raise CheckpointError(f"{folder} cannot be overwritten, it is still needed; give another folder.")
 
 
 def require_deletable(src: Path, out: Path, needed: Iterable[str | os.PathLike]) -> None:
-    """Raises CheckpointError if `src` and `out` lie one in the other, or if a file or folder of `needed` lies in `src`."""
+    """Raises CheckpointError if `src` and `out` lie one in the other, or if `src` holds a file or folder of `needed`, or
+    temporary files of this package, which are not copied."""
     if src.is_symlink():
         raise CheckpointError(f"{src} is a link and is not deleted; give the folder that it leads to.")
+    for left in src.rglob(f"*{OURS}*"):
+        raise CheckpointError(f"{src} cannot be deleted, an interrupted command left {left} there; move or delete that first.")
     folder = src.resolve()
     if folder.is_relative_to(out.resolve()):
         raise CheckpointError(f"{src} cannot be deleted, it lies in {out}; give another folder to write.")

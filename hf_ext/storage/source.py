@@ -23,7 +23,7 @@ class TensorSource(ABC):
     Attributes:
         name: folder, Hub id or another name for messages.
         revision: commit on the Hub; None for anything local.
-        paths: the files that are read; empty if the tensors come from memory or from other sources.
+        paths: the files that are read, those of bases included, the own ones first; empty if the tensors come from memory.
     """
 
     name: str
@@ -49,6 +49,9 @@ class TensorSource(ABC):
 
     def release(self, name: str, begin: int = 0, end: int | None = None) -> None:  # noqa: B027
         """Gives back the memory that reading these bytes of a tensor took, where they are mapped from a file."""
+
+    def require_whole(self) -> None:  # noqa: B027
+        """Raises CorruptFileError if a mapped file was cut off since it was opened: reading it would end the process."""
 
     def __contains__(self, name: object) -> bool:
         return name in self._known

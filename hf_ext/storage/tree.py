@@ -15,12 +15,15 @@ from hf_ext.errors import CheckpointError
 
 OURS = ".hf_ext-"  # in the names of temporary files and folders of this package
 STAGE = f"{OURS}partial"
+JOURNAL = f"{OURS}journal"  # in a folder into which files are moving: the stage that they come from, and what they replace
 HELD, GRAVE = f"{OURS}held", f"{OURS}deleted"  # names of a folder while it is checked, and while it is deleted
 
 
-def scan(folder: Path) -> dict[Path, os.stat_result]:
+def scan(folder: Path, with_ours: bool = False) -> dict[Path, os.stat_result]:
     """Returns the status of everything below a folder, by relative path: files, folders, links (their own) and all others.
-    Leaves out temporary files of this package.
+
+    Args:
+        with_ours: whether temporary files of this package count.
 
     Raises:
         CheckpointError: a folder cannot be listed, or changes while it is.
@@ -32,9 +35,9 @@ def scan(folder: Path) -> dict[Path, os.stat_result]:
     entries = {}
     try:
         for path, folders, names in os.walk(folder, onerror=stop):
-            folders[:] = [name for name in folders if OURS not in name]
+            folders[:] = [name for name in folders if with_ours or OURS not in name]
             for name in (*folders, *names):
-                if OURS not in name:
+                if with_ours or OURS not in name:
                     entry = Path(path, name)
                     entries[entry.relative_to(folder)] = entry.lstat()
     except OSError as error:
@@ -45,7 +48,7 @@ def scan(folder: Path) -> dict[Path, os.stat_result]:
 def stamp(folder: Path) -> str:
     """Returns a hash of everything below a folder, by names, modes, sizes and times. It changes when a file is written."""
     digest = xxhash.xxh3_128()
-    for path, entry in sorted(scan(folder).items()):
+    for path, entry in sorted(scan(folder, with_ours=True).items()):
         written = (entry.st_size, entry.st_mtime_ns) if not stat.S_ISDIR(entry.st_mode) else ()
         digest.update(repr((path.as_posix(), entry.st_mode, *written)).encode(errors="surrogateescape"))
     return digest.hexdigest()
@@ -128,8 +131,10 @@ def delete_folder(folder: Path, seen: str | None = None) -> None:
         seen: its `stamp` when it was read.
 
     Raises:
-        CheckpointError: it could not be deleted, or is not as it was seen; it stays then.
+        CheckpointError: it could not be deleted, is not as it was seen, or is a link; it stays then.
     """
+    if folder.is_symlink():
+        raise CheckpointError(f"{folder} is a link and is not deleted; give the folder that it leads to.")
     folder = folder.resolve()
     held, grave = (folder.with_name(f".{folder.name}{suffix}") for suffix in (HELD, GRAVE))
     try:
@@ -153,6 +158,7 @@ def delete_folder(folder: Path, seen: str | None = None) -> None:
 def finish_deletion(folder: Path) -> bool:
     """Completes the deletion of a folder that a kill interrupted, or restores the folder if it was not checked yet. Returns
     whether a folder was deleted, and there is none of that name now."""
+    folder = folder.absolute()
     held, grave = (folder.with_name(f".{folder.name}{suffix}") for suffix in (HELD, GRAVE))
     if held.exists() and not folder.exists():
         os.rename(held, folder)

@@ -587,6 +587,35 @@ def test_a_base_that_changes_while_it_is_in_use_is_noticed(broken, damage):
     assert model.active_task == "subj" and all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
+def test_a_base_of_another_type_that_changes_while_it_is_in_use_leaves_no_wrong_weights(tmp_path):
+    bert().save_pretrained(tmp_path / "base")
+    tasks = {name: tmp_path / name for name in ("one", "two")}
+    for seed, folder in enumerate(tasks.values(), start=1):
+        perturb(bert(), seed).to(torch.bfloat16).save_pretrained(folder)
+    emr.merge(tmp_path / "base", tasks, tmp_path / "merged")
+    emr.extract(tmp_path / "merged", "two", tmp_path / "plain")
+    model = Auto.from_pretrained(tmp_path / "merged", dtype=torch.float32)  # so that weights are made anew at each switch
+    model.set_task("two")
+    model.set_task("one")
+    path = tmp_path / "base/model.safetensors"
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(bytes(range(250)) * 16)
+    model.set_task("two", discard_changes=True)  # needs only what was read before
+    assert_same_weights(model, Auto.from_pretrained(tmp_path / "plain", dtype=torch.float32))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "task-cr/modulators.safetensors", "task-subj/modulators.safetensors"])
+@pytest.mark.parametrize("left", [0, 5000])
+def test_a_file_of_the_merge_that_is_cut_off_while_it_is_in_use_is_noticed(broken, name, left):
+    model = Auto.from_pretrained(broken)
+    os.truncate(broken / name, left)
+    for discard in (False, True):
+        with pytest.raises(CorruptFileError, match="was cut off"):
+            model.set_task("subj", discard_changes=discard)
+    assert model.active_task == "cr"
+
+
 def test_every_damaged_byte_of_the_modulators_is_found(broken):
     path = broken / "task-subj" / "modulators.safetensors"
     good = path.read_bytes()
@@ -650,6 +679,21 @@ def test_a_task_of_an_earlier_merge_may_lie_beside(broken, tmp_path):
     emr.merge(tmp_path / "in" / "base", tasks, tmp_path / "second")
     shutil.copytree(tmp_path / "second" / "task-subj", broken / "task-older")
     assert Auto.from_pretrained(broken).tasks == ["cr", "subj"]
+
+
+def test_a_file_of_no_task_may_lie_beside(broken):
+    (broken / "task-notes").mkdir()
+    (broken / "task-notes" / "modulators.safetensors").write_text("garbage")
+    assert Auto.from_pretrained(broken).tasks == ["cr", "subj"]
+
+
+def test_merging_over_a_merge_without_a_config_leaves_none_of_its_tasks(broken, tmp_path):
+    _, tasks = write_tasks(tmp_path / "again", {"cr": 2, "subj": 3})
+    emr.add_task(broken, "more", tasks["cr"], tmp_path / "larger")
+    (tmp_path / "larger" / "config.json").unlink()
+    emr.merge(tmp_path / "in" / "base", tasks, tmp_path / "larger")
+    assert not (tmp_path / "larger" / "task-more").exists()
+    assert Auto.from_pretrained(tmp_path / "larger").tasks == ["cr", "subj"]
 
 
 def test_another_base_is_refused(broken, tmp_path):

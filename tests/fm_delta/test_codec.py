@@ -4,6 +4,7 @@ import math
 import struct
 import subprocess
 import sys
+import zlib
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tiny_checkpoints import SAFETENSORS_DTYPES
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.delta.codec import (
     CODED,
+    DEFLATE_AT_ONCE,
     DEFLATED,
     FLOATS,
     MAX_EXPANSION,
@@ -29,6 +31,7 @@ from hf_ext.storage.delta.codec import (
     payload_shape,
     read_header,
 )
+from hf_ext.storage.delta.codec import _inflate as inflate
 from hf_ext.storage.safetensors_file import RawTensor, safetensors_dtype, torch_dtype
 
 HEADER = 36  # bytes before the shape, see docs/fm_delta_format.md
@@ -337,7 +340,25 @@ def test_a_payload_is_recognized_among_tensors():
     assert not any(map(is_payload, others)) and not is_payload(np.random.default_rng(0).random(100))
 
 
+@pytest.mark.parametrize("size", [1, 1000, DEFLATE_AT_ONCE - 1, DEFLATE_AT_ONCE, 2 * DEFLATE_AT_ONCE + 5])
+def test_deflated_tensors_of_any_size_come_back_and_no_byte_may_be_missing_or_left(size):
+    for data in (np.zeros(size, np.uint8), np.random.default_rng(0).integers(0, 250, size, np.uint8)):
+        stream = zlib.compress(data.tobytes(), 1)
+        assert np.array_equal(inflate(np.frombuffer(stream, np.uint8), size), data)
+        for bad, of in ((stream[:-1], size), (stream + b"\0", size), (stream, size + 1), (stream, size - 1)):
+            with pytest.raises(ValueError, match="does not inflate"):
+                inflate(np.frombuffer(bad, np.uint8), of)
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_integers_need_a_base_of_the_very_shape():
+    base = RawTensor.from_torch(torch.arange(1000).reshape(10, 100))
+    payload = encode_raw(RawTensor.from_torch(torch.arange(1000).reshape(10, 100) + 1), base, "a", "b")
+    assert read_header(payload).base_values
+    with pytest.raises(BaseModelError, match="This is another base model"):
+        decode_raw(payload, RawTensor.from_torch(torch.arange(2000).reshape(20, 100)))
 
 
 def test_a_payload_is_refused_without_its_base():

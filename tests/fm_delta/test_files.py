@@ -15,8 +15,9 @@ from hf_ext import fm_delta
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.storage import prefetch as work_ahead
 from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.delta import writer
 from hf_ext.storage.delta.codec import read_header
-from hf_ext.storage.delta.file import CHECKSUM_KEY, KEY, CompressedFile, check_shards
+from hf_ext.storage.delta.file import CHECKSUM_KEY, KEY, MAX_USES, CompressedFile, check_shards
 from hf_ext.storage.delta.source import PARTS_OF
 from hf_ext.storage.layout import HINT, add_settings, remove_settings
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile, safetensors_dtype
@@ -469,3 +470,15 @@ def test_what_cannot_be_a_checkpoint_is_named(tmp_path):
         with pytest.raises(CorruptFileError, match="model.safetensors is not compressed by FM-Delta"):
             fm_delta.verify(plain)
     assert not (tmp_path / "out").exists()
+
+
+def test_one_tensor_of_the_base_predicts_few_others(tmp_path, monkeypatch):
+    big = torch.randn(64, 64)
+    base = write_folder(tmp_path / "base", {"big.weight": big})
+    src = write_folder(tmp_path / "tuned", {f"{i}.big.weight": big + 1e-4 for i in range(MAX_USES + 1)})
+    file = CompressedFile(round_trip(tmp_path, src, base) / "model.safetensors")
+    assert sum(header.base_values > 0 for header in file.headers.values()) == MAX_USES
+    monkeypatch.setattr(writer, "MAX_USES", MAX_USES + 1)
+    fm_delta.compress_checkpoint(src, base, tmp_path / "other")
+    with pytest.raises(CorruptFileError, match=f"one tensor of the base predicts {MAX_USES + 1} others"):
+        fm_delta.verify(tmp_path / "other")

@@ -73,7 +73,8 @@ class Header:
 
     def require_base(self, dtype: str, shape: Sequence[int]) -> None:
         """Raises BaseModelError unless a tensor of this type and shape can be the one of the base that predicts this tensor."""
-        if dtype != self.base_dtype or tuple(shape[1:]) != self.shape[1:] or math.prod(shape) < self.base_values:
+        same = tuple(shape) == self.shape if self.mode == DEFLATED else tuple(shape[1:]) == self.shape[1:]
+        if dtype != self.base_dtype or not same or math.prod(shape) < self.base_values:
             raise BaseModelError(
                 f"Tensor '{self.name}' {list(self.shape)} was compressed against a {self.base_dtype} tensor that predicts "
                 f"{self.base_values} of its values; '{self.base_name}' of the base is {dtype} {list(shape)}. This is another "
@@ -312,14 +313,23 @@ def _deflate(data: np.ndarray) -> bytes:
 
 
 def _inflate(body: np.ndarray, size: int) -> np.ndarray:
-    unpacker = zlib.decompressobj()
+    unpacker, data = zlib.decompressobj(), np.empty(size, np.uint8)
+    start = end = 0
     try:
-        data = unpacker.decompress(body, size + 1)
+        for start in range(0, body.size, DEFLATE_AT_ONCE):
+            rest: bytes | memoryview = memoryview(body[start : start + DEFLATE_AT_ONCE])
+            while len(rest) and not unpacker.eof and end <= size:
+                check_awaited()
+                part = unpacker.decompress(rest, min(size + 1 - end, DEFLATE_AT_ONCE))
+                data[end : end + len(part)] = np.frombuffer(part, np.uint8)[: size - end]
+                end, rest = end + len(part), unpacker.unconsumed_tail
+            if unpacker.eof or end > size:
+                break
     except zlib.error as error:
         raise ValueError(str(error)) from error
-    if len(data) != size or not unpacker.eof or unpacker.unused_data:
+    if end != size or not unpacker.eof or unpacker.unused_data or start + DEFLATE_AT_ONCE < body.size:
         raise ValueError(f"the zlib stream does not inflate to {size} bytes")
-    return np.frombuffer(bytearray(data), np.uint8)
+    return data
 
 
 def _predicted_values(tensor: RawTensor, base: RawTensor | None) -> int:

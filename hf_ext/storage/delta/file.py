@@ -9,6 +9,7 @@ import base64
 import json
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -25,6 +26,7 @@ from hf_ext.storage.safetensors_file import Entry, SafetensorsFile, TensorFile, 
 KEY, CHECKSUM_KEY = "fm_delta", "fm_delta_checksum"  # keys of the metadata
 MAX_HEADER = 100_000_000  # bytes; the safetensors library reads no longer header
 HEADER_GROWTH, HEADER_START = 16, 1 << 20  # limit of the original header: so many times the compressed file's, and this more
+MAX_USES = 16  # tensors that one of the base may predict: to read each of them takes reading that one
 PAYLOAD_HEADER = 1 << 18  # limit of a payload's header: 255 dimensions and two names of 65,535 bytes
 
 
@@ -116,7 +118,7 @@ def check_shards(files: Sequence[CompressedFile]) -> None:
     """Checks that these files are all the shards of one save.
 
     Raises:
-        CorruptFileError: a file belongs to another save, or shards are missing.
+        CorruptFileError: a file belongs to another save, shards are missing, or too many tensors need one of the base.
     """
     digest = digest_of(header for file in files for header in file.headers.values())
     for file in files:
@@ -125,6 +127,9 @@ def check_shards(files: Sequence[CompressedFile]) -> None:
                 f"{file.path} belongs to another save than the files beside it, or some are missing: the folder was not "
                 "written completely. Save or download the checkpoint again."
             )
+    uses = Counter(header.base_name for file in files for header in file.headers.values() if header.base_values)
+    if uses and max(uses.values()) > MAX_USES:
+        raise CorruptFileError(f"{files[0].path} is damaged: one tensor of the base predicts {max(uses.values())} others.")
 
 
 class CompressedWriter:

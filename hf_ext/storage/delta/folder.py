@@ -87,7 +87,7 @@ def compress_folder(
     if not src.is_dir():
         raise CheckpointError(f"{src} is not a folder; give the folder of a saved model.")
     source = base if isinstance(base, TensorSource) else open_checkpoint(base, revision)
-    require_another_folder(out, src, source.name)
+    require_another_folder(out, [src, *source.paths])
     write = write or partial(write_model, name=base_id, level=level)
     with staged_folder(out) as stage:
         others = [path for path in other_files(src, out) if path not in leave]
@@ -122,7 +122,7 @@ def decompress_folder(
     files = open_files(src)
     require_one_model(files, src)
     source = open_base(files, src, base)
-    require_another_folder(out, src, source.name)
+    require_another_folder(out, [src, *source.paths])
     with staged_folder(out, stale) as stage:
         copy_entries(src, [path for path in other_files(src, out) if path not in leave], stage)
         read_config(stage / CONFIG)  # raises if it is damaged
@@ -186,11 +186,11 @@ def write_model(
         settings: more values for the entry.
 
     Raises:
-        CheckpointError: the files are those of the base.
+        CheckpointError: the base is read from these files.
     """
     src = sets[0][0].path.parent
     if any(path.parent.samefile(src) for path in base.paths):
-        raise CheckpointError(f"{src} is the base model itself; give the folder of a fine-tune of it.")
+        raise CheckpointError(f"{src} is the base model itself, or the base needs it; give the folder of a fine-tune of it.")
     selected = select_weights(src)[0]
     entries = next(file.entries for shards in sets for file in shards if file.path == selected)
     info = write_delta(sets, base, out, name, level).base

@@ -44,8 +44,9 @@ class DeltaCheckpoint(TensorSource):
 
     def __init__(self, files: Sequence[CompressedFile], base: TensorSource):
         self.name = str(files[0].path.parent)
-        self.paths = [file.path for file in files]
+        self.paths = [*(file.path for file in files), *base.paths]
         self.base = base
+        self.files = files
         self.digest = files[0].digest
         self._recorded_fingerprint = files[0].fingerprint
         self._file_of = {name: file for file in files for name in file.headers}
@@ -58,6 +59,11 @@ class DeltaCheckpoint(TensorSource):
 
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
         return decode_tensor(self._file_of[name], self.base, name, out)
+
+    def require_whole(self) -> None:
+        for file in self.files:
+            file.file.require_whole()
+        self.base.require_whole()
 
     @cached_property
     def fingerprint(self) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
 from hf_ext.storage.delta.codec import DEFAULT_LEVEL, LEVELS, encode_raw
-from hf_ext.storage.delta.file import BaseInfo, CompressedWriter, digest_of
+from hf_ext.storage.delta.file import MAX_USES, BaseInfo, CompressedWriter, digest_of
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
 from hf_ext.storage.safetensors_file import TensorFile
@@ -49,12 +50,13 @@ def write_delta(
     info = BaseInfo(name or absolute(base.name), base.revision, base.fingerprint)
     writers: dict[str, CompressedWriter] = {}
     samples: dict[Path, dict[str, bytes]] = {file.path: {} for file in files}
+    twins = {file.path: names for shards in sets for file, names in zip(shards, _twins(shards, base))}
     with progress("Compressing", sum(len(file.entries) for file in files)) as bar:
         for file in files:
             writer = writers[file.path.name] = CompressedWriter(Path(out, file.path.name), file, info)
 
             def encode(name: str, file: TensorFile = file) -> bytes:
-                twin, tensor = base.twin_of(name), file[name]
+                twin, tensor = twins[file.path][name], file[name]
                 samples[file.path][name] = sample(name, tensor)
                 prior = None if twin is None else base.read(twin)
                 payload = encode_raw(tensor, prior, name, twin or "", threads_for(tensor.data.size), level)
@@ -76,3 +78,15 @@ def write_delta(
     if not any(header.base_name for writer in writers.values() for header in writer.headers):
         logger.warning(f"No tensor of these weights matches one of the base {base}; is this the right base?")
     return Written(info, digests)
+
+
+def _twins(shards: Sequence[TensorFile], base: TensorSource) -> list[dict[str, str | None]]:
+    """Returns, for each file, which tensor of the base predicts each of its tensors."""
+    uses: Counter[str | None] = Counter()
+
+    def twin_of(name: str) -> str | None:
+        twin = base.twin_of(name)
+        uses[twin] += 1
+        return twin if uses[twin] <= MAX_USES else None
+
+    return [{name: twin_of(name) for name in file.entries} for file in shards]
