@@ -8,9 +8,9 @@ The result is one of these:
     WRONG       reading gave other tensors, without an error
     CRASH       the process died, took over 20 seconds, or took over 1 GB of memory for files of 1 MB
 
-"Forged" changes sizes, types, names and contents, and brings all lengths and checksums in line again: no format can tell such a
-file from one that somebody meant to write, so other tensors are no fault there and count as "read". zstd is a safetensors file
-compressed with a checksum, as its command line does. The model and its fine-tunes are random numbers, made here.
+"Forged" changes sizes, types, names and contents, and computes lengths and the checksums of the stored bytes again (not that of
+the decoded tensor). Other tensors are no fault there and count as "read". zstd is a safetensors file compressed with a checksum,
+as its command line does. The model and its fine-tunes are random numbers, made here.
 
     python benchmarks/attacks.py --tries 300
 """
@@ -225,7 +225,7 @@ def forge_zstd(rng: np.random.Generator, file: bytes, other: bytes) -> bytes:
 
 
 def forge_delta(rng: np.random.Generator, file: bytes, other: bytes) -> bytes:
-    """Changes the header of the original file, a payload's header or its body, and computes all checksums anew."""
+    """Changes the header of the original file, a payload's header or its body, and the checksums of what is stored."""
     length = int.from_bytes(file[:8], "little")
     metadata, entries = parse_header(file[8 : 8 + length])
     data, record = bytearray(file[8 + length :]), json.loads(metadata[KEY])
