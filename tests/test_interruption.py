@@ -45,9 +45,9 @@ def test_a_check_that_raises_ends_encoding_decoding_and_electing(base, slow):
     elected, masks, sums = np.zeros_like(base), np.zeros(VALUES // 8, np.uint8), np.zeros(72, np.uint8)
     _native.check_with(enough)
     with pytest.raises(Enough):
-        _native.encode(tensor, base, F32, ROW, VALUES, 2)
+        _native.encode(tensor, base, F32, ROW, VALUES)
     with pytest.raises(Enough):
-        _native.decode(body, (out, base, F32, ROW, VALUES, 2))
+        _native.decode(body, (out, base, F32, ROW, VALUES))
     assert out[:4].any() and not out[-4:].any()
     with pytest.raises(Enough):
         _native.elect(F32, base, (tensor,) * 8, elected, np.tile(masks, 8), np.tile(sums, 8))

@@ -7,6 +7,7 @@
 #include "../common/threads.h"
 #include "blocks.h"
 #include "low_rank.h"
+#include "one_scale.h"
 #include "rans.h"
 #include "scales.h"
 
@@ -16,6 +17,8 @@ namespace {
 constexpr size_t WIDE = 16384;          // blocks of at least this size have 64 lanes, smaller ones have one
 constexpr size_t FIT_VALUES = 1 << 18;  // values on which column scales are fitted
 constexpr size_t FIT_ROWS = 64;         // with fewer rows, column scales cost more than they save
+constexpr size_t PIECE = 512;           // neighboring values of a sample
+constexpr size_t GLANCE = 8192;         // values that show whether most did not change
 constexpr size_t COUNT_CHUNKS = 64;     // chunks on which tables are chosen
 constexpr size_t ROWS_AT_ONCE = 64;     // rows whose scales a thread measures at a time
 
@@ -36,8 +39,8 @@ class TensorEncoder {
         if (factors.rank && plan_.parts[1].first_row) move_base(factors);  // of no use if no coded row has a base
         choose_scales();
         choose_plane();
-        plan_.tables.assign(DEFAULT_TABLES.begin(), DEFAULT_TABLES.end());
         choose_tables();
+        if constexpr (F::WIDTH == 16) try_one_scale();
     }
 
     std::vector<uint8_t> encode() const {
@@ -211,8 +214,37 @@ class TensorEncoder {
         return raw;
     }
 
+    // Takes one scale for all values that have a base if that makes less than scales of rows and columns.
+    void try_one_scale() {
+        const Part& part = plan_.parts[0];
+        if (part.values < GLANCE) return;
+        ResidualCounts<F> counts;
+        const auto sample = [&](size_t size) {
+            const size_t pieces = std::min(size, part.values) / PIECE;
+            for (size_t i = 0; i < pieces; ++i)
+                for_pieces(plan_, part, (part.values - PIECE) * i / pieces, PIECE,
+                           [&](size_t offset, size_t, size_t count, size_t, size_t) {
+                               for (size_t at = offset; at < offset + count; ++at) counts.add(base_[at], tensor_[at]);
+                           });
+        };
+        sample(GLANCE);
+        if (!counts.mostly_zeros()) return;
+        sample(FIT_VALUES);
+        const Plan scaled = plan_;
+        const double coded_bits = coded_bits_, most = cost();
+        std::fill_n(plan_.row_scales.begin(), plan_.parts[1].first_row,
+                    counts.best_scale(double(counts.values()) / double(part.values)));
+        if (plan_.parts[1].values == 0) plan_.column_scales.clear();
+        choose_tables();
+        if (cost() < most) return;
+        plan_ = scaled;
+        coded_bits_ = coded_bits;
+    }
+
     // Gives the tensor a table of its own where it saves more bits than its description takes.
     void choose_tables() {
+        plan_.tables.assign(DEFAULT_TABLES.begin(), DEFAULT_TABLES.end());
+        plan_.own_tables = 0;
         std::vector<std::pair<Block, size_t>> chunks;
         for (size_t i = 0; i < plan_.blocks(); ++i)
             for (size_t done = 0; done < block_at(plan_, i).size; done += CHUNK) chunks.emplace_back(block_at(plan_, i), done);

@@ -282,8 +282,8 @@ def open_root(run: Path, base: str | os.PathLike, revision: str | None = None) -
     for folder in {path.resolve().parent for path in root.paths}:
         if CHECKPOINT.fullmatch(folder.name) and folder.parent == run.resolve():
             raise CheckpointError(
-                f"The base {base} is read from {folder}, a checkpoint of the run itself, which may be deleted. Give the model "
-                "that was fine-tuned."
+                f"The base {base} is read from {folder}, which is a checkpoint of the run itself and may be deleted. Give the "
+                "model that was fine-tuned."
             )
     return root
 

@@ -171,7 +171,7 @@ def other_files(src: Path, out: Path) -> list[Path]:
 
 def require_another_folder(out: Path, needed: Iterable[Path]) -> None:
     """Raises CheckpointError if `out` is one of these folders, or holds one of these files."""
-    for path in needed if out.exists() else ():
+    for path in needed if os.path.exists(out) else ():
         if (folder := path if path.is_dir() else path.parent).exists() and out.samefile(folder):
             raise CheckpointError(f"{folder} cannot be overwritten, it is still needed; give another folder.")
 
@@ -181,11 +181,11 @@ def require_deletable(src: Path, out: Path, needed: Iterable[str | os.PathLike])
     temporary files of this package, which are not copied."""
     if src.is_symlink():
         raise CheckpointError(f"{src} is a link and is not deleted; give the folder that it leads to.")
-    for left in src.rglob(f"*{OURS}*"):
-        raise CheckpointError(f"{src} cannot be deleted, an interrupted command left {left} there; move or delete that first.")
     folder = src.resolve()
     if folder.is_relative_to(out.resolve()):
         raise CheckpointError(f"{src} cannot be deleted, it lies in {out}; give another folder to write.")
     for path in (out, *map(Path, needed)):
         if any(place.is_relative_to(folder) for place in (path.resolve(), path.parent.resolve() / path.name)):
             raise CheckpointError(f"{src} cannot be deleted, {path} lies in it and is needed; move that first.")
+    for left in src.rglob(f"*{OURS}*"):
+        raise CheckpointError(f"{src} cannot be deleted, an interrupted command left {left} there; move or delete that first.")
