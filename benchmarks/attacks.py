@@ -8,7 +8,7 @@ The result is one of these:
     WRONG       reading gave other tensors, without an error
     CRASH       the process died, took over 20 seconds, or took over 1 GB of memory for files of 1 MB
 
-"Forged" changes sizes, types, names and contents, and computes lengths and the checksums of the stored bytes again, but not that
+"Forged" changes sizes, types, names and contents, and computes lengths and the checksums of the stored bytes again, not that
 of the decoded tensor. Other tensors are no fault there and count as "read". zstd is a safetensors file compressed with a
 checksum, as its command line does. The model and its fine-tunes are random numbers, made here.
 
