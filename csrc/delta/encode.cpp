@@ -37,10 +37,13 @@ class TensorEncoder {
         }
         plan_.set_rows(untouched_);
         if (factors.rank && plan_.parts[1].first_row) move_base(factors);  // of no use if no coded row has a base
-        choose_scales();
-        choose_plane();
-        choose_tables();
-        if constexpr (F::WIDTH == 16) try_one_scale();
+        if constexpr (F::WIDTH == 16) {
+            choose_number_of_scales();
+        } else {
+            choose_scales();
+            choose_plane();
+            choose_tables();
+        }
     }
 
     std::vector<uint8_t> encode() const {
@@ -214,31 +217,40 @@ class TensorEncoder {
         return raw;
     }
 
-    // Takes one scale for all values that have a base if that makes less than scales of rows and columns.
-    void try_one_scale() {
+    // Chooses scales for rows and columns, or one for all values that have a base where that makes less. If hardly any value
+    // changed, it always does.
+    void choose_number_of_scales() {
         const Part& part = plan_.parts[0];
-        if (part.values < GLANCE) return;
         ResidualCounts<F> counts;
-        const auto sample = [&](size_t size) {
-            const size_t pieces = std::min(size, part.values) / PIECE;
-            for (size_t i = 0; i < pieces; ++i)
-                for_pieces(plan_, part, (part.values - PIECE) * i / pieces, PIECE,
-                           [&](size_t offset, size_t, size_t count, size_t, size_t) {
-                               for (size_t at = offset; at < offset + count; ++at) counts.add(base_[at], tensor_[at]);
-                           });
-        };
-        sample(GLANCE);
-        if (!counts.mostly_zeros()) return;
-        sample(FIT_VALUES);
+        count_residuals(GLANCE, counts);
+        const bool only_one = counts.nearly_all_zeros() && plan_.parts[1].values == 0;
+        if (!only_one) {
+            choose_scales();
+            choose_tables();
+            if (!counts.mostly_zeros()) return;
+        }
+        count_residuals(FIT_VALUES, counts);
         const Plan scaled = plan_;
-        const double coded_bits = coded_bits_, most = cost();
+        const double coded_bits = coded_bits_, most = only_one ? 0 : cost();
+        plan_.row_scales.resize(plan_.rows.size());
         std::fill_n(plan_.row_scales.begin(), plan_.parts[1].first_row,
                     counts.best_scale(double(counts.values()) / double(part.values)));
         if (plan_.parts[1].values == 0) plan_.column_scales.clear();
         choose_tables();
-        if (cost() < most) return;
+        if (only_one || cost() < most) return;
         plan_ = scaled;
         coded_bits_ = coded_bits;
+    }
+
+    // Counts residuals in pieces all over the values that have a base.
+    void count_residuals(size_t values, ResidualCounts<F>& counts) const {
+        const Part& part = plan_.parts[0];
+        const size_t pieces = std::min(values, part.values) / PIECE;
+        for (size_t i = 0; i < pieces; ++i)
+            for_pieces(plan_, part, (part.values - PIECE) * i / pieces, PIECE,
+                       [&](size_t offset, size_t, size_t count, size_t, size_t) {
+                           for (size_t at = offset; at < offset + count; ++at) counts.add(base_[at], tensor_[at]);
+                       });
     }
 
     // Gives the tensor a table of its own where it saves more bits than its description takes.
