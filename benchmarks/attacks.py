@@ -61,7 +61,7 @@ class Format:
     Attributes:
         files: its files of weights, in two shards.
         read: returns all tensors of a folder.
-        forge: changes one of these files so that all lengths and checksums fit; None if that is not tried.
+        forge: changes one of these files so that lengths and checksums of the stored bytes fit; None if that is not tried.
     """
 
     files: list[str]

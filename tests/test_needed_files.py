@@ -71,6 +71,21 @@ def test_a_model_is_not_saved_over_the_base_of_its_base(tmp_path: Path) -> None:
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
 
 
+def test_a_task_is_not_overwritten_by_the_merge_that_it_is_added_to_and_neither_is_its_base(tmp_path: Path) -> None:
+    base, tasks = write_tasks(tmp_path / "in", {"cr": 2, "subj": 3, "trec": 6})
+    emr.merge(base, {"cr": tasks["cr"]}, tmp_path / "merged")
+    fm_delta.compress_checkpoint(tasks["subj"], tasks["trec"], tmp_path / "small")
+    for needed in (tmp_path / "small", tasks["trec"]):
+        before = contents(needed)
+        for write in (
+            lambda out: emr.add_task(tmp_path / "merged", "subj", tmp_path / "small", out),
+            lambda out: emr.merge(base, {"subj": tmp_path / "small"}, out),
+        ):
+            with pytest.raises(CheckpointError, match="still needed"):
+                write(needed)
+        assert contents(needed) == before
+
+
 def test_a_merge_keeps_the_base_of_its_base(tmp_path: Path) -> None:
     base, tasks = write_tasks(tmp_path / "in", {"cr": 2, "subj": 3})
     emr.merge(base, tasks, tmp_path / "merged")

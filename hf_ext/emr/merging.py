@@ -120,6 +120,7 @@ def add_task(
     require_another_folder(Path(out), [merged.folder, *merged.base.paths])
     with TemporaryDirectory() as scratch, staged_folder(out, older_files(Path(out))) as stage:
         source = open_task(name, task, merged.base, Path(scratch) / name)
+        require_another_folder(Path(out), source.tensors.paths)
         _require_one_structure({task: merged.task_config(task) for task in merged.tasks} | {name: source.config})
         addition = AdditionWriter(merged, _config_of(merged.base), name, source, stage)
         (MergeWriter(merged.base, _config_of(merged.base), addition.sources, stage) if reelect else addition).write(
