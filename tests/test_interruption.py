@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hf_ext.storage.delta.codec import encode
-from hf_ext.storage.native import FLOATS, _native
+from hf_ext.storage.native import FLOATS, _native, cast
 from hf_ext.storage.prefetch import Prefetcher, check_awaited
 
-VALUES, ROW = 1 << 24, 4096  # takes far longer than the tenth of a second between two checks
-F32 = FLOATS["F32"]
+VALUES, ROW = 1 << 25, 4096  # take far longer than the tenth of a second between two checks
+BF16 = FLOATS["BF16"]
 
 
 class Enough(Exception):
@@ -26,7 +26,16 @@ def enough() -> None:
 
 @pytest.fixture(scope="module")
 def base() -> np.ndarray:
-    return np.random.default_rng(0).normal(size=VALUES).astype(np.float32).view(np.uint8)
+    return np.tile(bits(np.random.default_rng(0).normal(size=VALUES // 8)), 8)
+
+
+@pytest.fixture(scope="module")
+def tensor() -> np.ndarray:
+    return np.tile(bits(1.02 * np.random.default_rng(0).normal(size=VALUES // 8)), 8)
+
+
+def bits(values: np.ndarray) -> np.ndarray:
+    return cast(values.astype(np.float32).view(np.uint8), "F32", "BF16")
 
 
 @pytest.fixture
@@ -38,39 +47,38 @@ def slow():
     _native.use(before)
 
 
-def test_a_check_that_raises_ends_encoding_decoding_and_electing(base, slow):
-    tensor = (base.view(np.float32) * np.float32(1.001)).view(np.uint8)
-    body = _native.encode(tensor, base, F32, ROW, VALUES)
+def test_a_check_that_raises_ends_encoding_decoding_and_electing(base, tensor, slow):
+    body = _native.encode(tensor, base, BF16, ROW, VALUES)
     out = np.zeros_like(base)
     elected, masks, sums = np.zeros_like(base), np.zeros(VALUES // 8, np.uint8), np.zeros(72, np.uint8)
     _native.check_with(enough)
     with pytest.raises(Enough):
-        _native.encode(tensor, base, F32, ROW, VALUES)
+        _native.encode(tensor, base, BF16, ROW, VALUES)
     with pytest.raises(Enough):
-        _native.decode(body, (out, base, F32, ROW, VALUES))
+        _native.decode(body, (out, base, BF16, ROW, VALUES))
     assert out[:4].any() and not out[-4:].any()
     with pytest.raises(Enough):
-        _native.elect(F32, base, (tensor,) * 8, elected, np.tile(masks, 8), np.tile(sums, 8))
+        _native.elect(BF16, base, (tensor,) * 8, elected, np.tile(masks, 8), np.tile(sums, 8))
     assert elected[:4].any() and not elected[-4:].any()
 
 
 def test_no_check_ends_a_switch_of_tasks_in_memory(base, slow):
     live = base.copy()
     _native.check_with(enough)
-    targets = ((F32, base, base, None, 1.0, None, 1.0, live),) * 100
+    targets = ((BF16, base, base, None, 1.0, None, 1.0, live),) * 100
     start = time.perf_counter()
     assert _native.retarget(targets) == len(targets)
     assert time.perf_counter() - start > 0.2
 
 
-def test_a_signal_reaches_the_main_thread_while_it_decodes(base, slow):
-    body = _native.encode((base.view(np.float32) * np.float32(1.001)).view(np.uint8), base, F32, ROW, VALUES)
+def test_a_signal_reaches_the_main_thread_while_it_decodes(base, tensor, slow):
+    body = _native.encode(tensor, base, BF16, ROW, VALUES)
     out = np.zeros_like(base)
     before = signal.signal(signal.SIGALRM, lambda *_: enough())
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:
         with pytest.raises(Enough):
-            _native.decode(body, (out, base, F32, ROW, VALUES))
+            _native.decode(body, (out, base, BF16, ROW, VALUES))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -89,7 +97,7 @@ def test_nobody_waits_for_the_work_of_a_closed_prefetcher(kind):
     work: Prefetcher[bytes] = Prefetcher(lambda _: encode(after, prior, level=3), {"tensor": 1})
     (running,) = work._running.values()
     assert isinstance(running, Future)
-    while not running.running():
+    while not (running.running() or running.done()):
         pass
     work.close()
     assert isinstance(running.exception(), CancelledError)

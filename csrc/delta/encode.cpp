@@ -218,9 +218,10 @@ class TensorEncoder {
     }
 
     // Chooses scales for rows and columns, or one for all values that have a base where that makes less. If hardly any value
-    // changed, it always does.
+    // changed, that is taken for sure. Small tensors are not worth the comparison.
     void choose_number_of_scales() {
         const Part& part = plan_.parts[0];
+        if (part.values < GLANCE) return choose_scales(), choose_tables();
         ResidualCounts<F> counts;
         count_residuals(GLANCE, counts);
         const bool only_one = counts.nearly_all_zeros() && plan_.parts[1].values == 0;

@@ -28,8 +28,8 @@ class ResidualCounts {
     }
 
     size_t values() const { return values_; }
-    bool mostly_zeros() const { return values_ && 2 * zeros_ >= values_; }
-    bool nearly_all_zeros() const { return values_ && 32 * (values_ - zeros_) <= values_; }
+    bool mostly_zeros() const { return 2 * zeros_ >= values_; }
+    bool nearly_all_zeros() const { return 32 * (values_ - zeros_) <= values_; }
 
     // Returns the scale whose contexts divide the residuals into the groups that cost the least. `share` is that of the counted
     // values among all.

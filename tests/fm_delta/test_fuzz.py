@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +13,7 @@ import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_instruction_sets import SETS, using
 from tiny_checkpoints import TORCH_DTYPES
 
 from hf_ext import _native
@@ -26,19 +25,9 @@ from hf_ext.storage.safetensors_file import RawTensor
 SEEDS = sorted((Path(__file__).parents[1] / "fuzz" / "seeds").iterdir())
 CRASHES = sorted((Path(__file__).parent / "crashes").glob("*"))  # inputs that the decoder once did wrong with
 NAMES = list(FLOATS)
-SETS = _native.instruction_sets()
 FIXED = struct.Struct("<4sBBBBHHQQQ")
 
 derandomized = settings(max_examples=400, derandomize=True, database=None, deadline=None)
-
-
-@contextmanager
-def using(instructions: str) -> Iterator[None]:
-    before = _native.use(instructions)
-    try:
-        yield
-    finally:
-        _native.use(before)
 
 
 def outcomes(data: bytes) -> list[bytes | None]:
