@@ -17,6 +17,7 @@ import json
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -141,6 +142,7 @@ class Request(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             cut = self.hub.next_cut(path) if self.command == "GET" else None
+            self.hub.sent[path.rpartition("/")[2]] += len(content[:cut])
             self.wfile.write(content[:cut])
             self.close_connection |= cut is not None
 
@@ -153,7 +155,7 @@ class Request(BaseHTTPRequestHandler):
     def content_reply(self, content: bytes, headers: dict[str, str]) -> Reply:
         """Content, or the asked part of it: clients resume downloads and peek at safetensors headers with ranges."""
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if asked is None:
+        if asked is None or not self.hub.ranges:
             return 200, headers, content
         start, last = int(asked[1]), min(int(asked[2] or len(content)), len(content) - 1)
         if start > last:
@@ -167,13 +169,16 @@ class Request(BaseHTTPRequestHandler):
 @final
 class LocalHub:
     """The server: `endpoint` is its URL, `repos` its state, `log` every (method, path, status) it answered. `cuts` says of LFS
-    content, by its SHA-256, after how many bytes each of its next downloads breaks off, as when a connection is lost."""
+    content, by its SHA-256, after how many bytes each of its next downloads breaks off, as when a connection is lost. `sent`
+    counts the bytes that it sent of each file, by the last part of the path. `ranges` is whether it sends parts of files."""
 
     def __init__(self, user: str = "user", token: str = "hf_local") -> None:
         self.user, self.token = user, token
         self.repos: dict[str, Repo] = {}
         self.log: list[tuple[str, str, int]] = []
         self.cuts: dict[str, list[int]] = {}
+        self.sent: Counter[str] = Counter()
+        self.ranges = True
         self._objects: dict[str, bytes] = {}
         self._lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundRequest", (Request,), {"hub": self}))

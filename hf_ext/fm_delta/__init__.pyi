@@ -6,6 +6,8 @@ from .compress import compress_checkpoint as compress_checkpoint
 from .compress import decompress_checkpoint as decompress_checkpoint
 from .compress import verify as verify
 from .config import FMDeltaConfig as FMDeltaConfig
+from .reading import OpenCheckpoint as OpenCheckpoint
+from .reading import open as open
 from .reports import inspect as inspect
 from .saving import disable as disable
 from .saving import enable as enable

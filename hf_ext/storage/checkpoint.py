@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,9 +14,12 @@ from huggingface_hub.utils import SafetensorsFileMetadata
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.hub import HUB, Hub, is_local, reaching
-from hf_ext.storage.layout import INDEX, read_index, select_weights
+from hf_ext.storage.layout import INDEX, SINGLE, read_index, select_weights
+from hf_ext.storage.remote import RemoteFile
 from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile
 from hf_ext.storage.source import TensorSource
+
+REQUESTS = 8  # headers that are downloaded at a time
 
 Check: TypeAlias = Callable[[list[SafetensorsFileMetadata]], None]
 
@@ -43,31 +47,35 @@ class Checkpoint(TensorSource):
         self.name = os.fspath(name)
         self.revision = revision
         try:
-            self.files = [SafetensorsFile(path) for path in self._locate(hub, check)]
+            self.files = self._open(hub, check)
         except (CheckpointError, CorruptFileError) as error:
             raise BaseModelError(f"The weights of '{self.name}' cannot be read: {error}") from error
         self.paths = [file.path for file in self.files]
         self._file_of = {key: file for file in self.files for key in file.entries}
 
-    def _locate(self, hub: Hub, check: Check | None) -> list[Path]:
+    def _open(self, hub: Hub, check: Check | None) -> Sequence[SafetensorsFile | RemoteFile]:
         if os.path.isdir(self.name):
             self.revision = None
-            return select_weights(Path(self.name))
+            return [SafetensorsFile(path) for path in select_weights(Path(self.name))]
         if is_local(self.name):
             raise CheckpointError(f"there is no folder '{self.name}'. Give the folder of the model, or its id on the Hub.")
+        with reaching(self.name, self.revision):
+            return self._open_on_hub(hub, check)
+
+    def _open_on_hub(self, hub: Hub, check: Check | None) -> Sequence[SafetensorsFile | RemoteFile]:
+        """Opens the files of a repository, and sets `revision` to the commit that they are from."""
 
         def download(files: list[str]) -> list[Path]:
             if check and (headers := hub.headers(self.name, files, self.revision)):
                 check(headers)
             return [hub.download(self.name, file, self.revision) for file in files]
 
-        with reaching(self.name, self.revision):
-            try:
-                paths = download(["model.safetensors"])
-            except EntryNotFoundError:
-                paths = download(read_index(hub.download(self.name, INDEX, self.revision)))
+        try:
+            paths = download([SINGLE])
+        except EntryNotFoundError:
+            paths = download(read_index(hub.download(self.name, INDEX, self.revision)))
         self.revision = paths[0].parent.name
-        return paths
+        return [SafetensorsFile(path) for path in paths]
 
     def names(self) -> list[str]:
         return list(self._file_of)
@@ -94,3 +102,33 @@ class Checkpoint(TensorSource):
     def has_metadata(self, key: str) -> bool:
         """Returns whether the header of any file has this metadata entry."""
         return any(key in file.metadata for file in self.files)
+
+
+class LazyCheckpoint(Checkpoint):
+    """A checkpoint of which nothing is downloaded but the headers and what is read. Files in the cache are read from there."""
+
+    def _open_on_hub(self, hub: Hub, check: Check | None) -> Sequence[SafetensorsFile | RemoteFile]:
+        try:
+            files, commit = [SINGLE], hub.commit_of(self.name, SINGLE, self.revision)
+        except EntryNotFoundError:
+            index = hub.download(self.name, INDEX, self.revision)
+            files, commit = read_index(index), index.parent.name
+        self.revision = commit
+
+        def open_file(file: str) -> SafetensorsFile | RemoteFile:
+            path = hub.cached(self.name, file, commit)
+            if path is None and hub.local_files_only:
+                path = hub.download(self.name, file, commit)  # raises the error
+            return RemoteFile(self.name, file, commit, hub.token) if path is None else SafetensorsFile(path)
+
+        with ThreadPoolExecutor(min(len(files), REQUESTS)) as pool:
+            return list(pool.map(open_file, files))
+
+    @property
+    def is_remote(self) -> bool:
+        """Returns whether any file is read over the network."""
+        return any(isinstance(file, RemoteFile) for file in self.files)
+
+    def read_rows(self, name: str, begin: int, end: int) -> RawTensor:
+        file = self._file_of[name]
+        return file.rows(name, begin, end) if isinstance(file, RemoteFile) else super().read_rows(name, begin, end)

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
+from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import (
     EntryNotFoundError,
+    FileMetadataError,
     HfHubHTTPError,
     HFValidationError,
     HTTPError,
@@ -41,14 +42,39 @@ class Hub(NamedTuple):
         """Returns a file of a repository, from the cache if it is there. Raises the errors of `huggingface_hub`."""
         return Path(hf_hub_download(name, file, revision=revision, **self._asdict()))
 
+    def cached(self, name: str, file: str, revision: str | None) -> Path | None:
+        """Returns a file of a repository if the cache has it for this revision; None if not."""
+        cache = None if self.cache_dir is None else Path(self.cache_dir)
+        path = try_to_load_from_cache(name, file, cache, revision)
+        return Path(path) if isinstance(path, str) else None
+
+    def commit_of(self, name: str, file: str, revision: str | None) -> str:
+        """Returns the commit that a revision stands for, without downloading `file`, which must be there.
+
+        If the Hub cannot be reached, that is the commit which the cache has for the revision. Raises the errors of
+        `huggingface_hub`.
+        """
+        path = self.cached(name, file, revision)
+        if path is not None and path.parent.name == revision:
+            return revision
+        if self.local_files_only:
+            return self.download(name, file, revision).parent.name
+        try:
+            commit = get_hf_file_metadata(hf_hub_url(name, file, revision=revision), token=self.token).commit_hash
+        except HfHubHTTPError:
+            raise
+        except (HTTPError, OfflineModeIsEnabled):
+            return self._replace(local_files_only=True).download(name, file, revision).parent.name
+        if commit is None:
+            raise FileMetadataError("the server does not say which commit the revision stands for")
+        return commit
+
     def headers(self, name: str, files: list[str], revision: str | None) -> list[SafetensorsFileMetadata]:
         """Returns the headers of safetensors files that are not downloaded yet; none if one of them is, or cannot be read.
 
         Raises EntryNotFoundError, or another error of `huggingface_hub` by which the Hub refuses.
         """
-        cache = None if self.cache_dir is None else Path(self.cache_dir)
-        found = (try_to_load_from_cache(name, file, cache, revision) for file in files)
-        if self.local_files_only or HF_HUB_OFFLINE or any(isinstance(path, str) for path in found):
+        if self.local_files_only or HF_HUB_OFFLINE or any(self.cached(name, file, revision) for file in files):
             return []
         hub = HfApi(token=self.token)
         try:

@@ -13,6 +13,7 @@ from hf_ext.storage.tree import JOURNAL, OURS, scan
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(\.[\w-]+)?(-\d{5}-of-\d{5})?\.safetensors")
 #: Stands where someone without this package looks when a checkpoint does not load.
@@ -29,8 +30,8 @@ def select_weights(folder: Path) -> list[Path]:
         CheckpointError: there are none, or an interrupted command left some of them elsewhere.
     """
     _require_complete(folder)
-    if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"]
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
     if (folder / INDEX).exists():
         return [folder / shard for shard in read_index(folder / INDEX)]
     files = all_weights(folder)

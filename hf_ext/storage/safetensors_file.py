@@ -29,6 +29,7 @@ DTYPES = {
     "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
 }  # fmt: skip
 ITEMSIZE = {name: size for name, (_, size) in DTYPES.items()}
+MAX_HEADER = 100_000_000  # bytes; the safetensors library reads no longer header
 
 
 class Entry(NamedTuple):
@@ -179,6 +180,22 @@ def parse_header(header: bytes) -> tuple[dict[str, str], dict[str, Entry]]:
         name: Entry(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
     }
+
+
+def require_valid(entries: Mapping[str, Entry], size: int) -> None:
+    """Raises ValueError unless the tensors follow one another, fill `size` bytes, and have the sizes of their shapes.
+
+    The safetensors library checks this when it opens a local file.
+    """
+    end = 0
+    for name, (dtype, shape, begin, after) in entries.items():
+        if not all(type(number) is int and number >= 0 for number in (*shape, begin, after)) or not begin == end <= after:
+            raise ValueError(f"the data of tensor '{name}' have no valid place")
+        if dtype in ITEMSIZE and after - begin != math.prod(shape) * ITEMSIZE[dtype]:
+            raise ValueError(f"the data of tensor '{name}' do not have the size of its shape")
+        end = after
+    if end != size:
+        raise ValueError(f"the tensors take {end} bytes, the file has {size}")
 
 
 def write_header(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> bytes:

@@ -47,6 +47,12 @@ class TensorSource(ABC):
                 holds this very array.
         """
 
+    def read_rows(self, name: str, begin: int, end: int) -> RawTensor:
+        """Returns the rows from `begin` to `end` of a tensor, which are parts of its first dimension."""
+        tensor = self.read(name)
+        row = tensor.data.size // max(tensor.shape[0], 1)
+        return RawTensor(tensor.dtype, (end - begin, *tensor.shape[1:]), tensor.data[begin * row : end * row])
+
     def release(self, name: str, begin: int = 0, end: int | None = None) -> None:  # noqa: B027
         """Gives back the memory that reading these bytes of a tensor took, where they are mapped from a file."""
 

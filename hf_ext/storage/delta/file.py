@@ -21,10 +21,10 @@ import xxhash
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.storage.delta.codec import STORED, VERSION, Header, payload_shape, read_header
 from hf_ext.storage.layout import HINT
-from hf_ext.storage.safetensors_file import Entry, SafetensorsFile, TensorFile, parse_header, write_header
+from hf_ext.storage.remote import RemoteFile
+from hf_ext.storage.safetensors_file import MAX_HEADER, Entry, SafetensorsFile, TensorFile, parse_header, write_header
 
 KEY, CHECKSUM_KEY = "fm_delta", "fm_delta_checksum"  # keys of the metadata
-MAX_HEADER = 100_000_000  # bytes; the safetensors library reads no longer header
 HEADER_GROWTH, HEADER_START = 16, 1 << 20  # limit of the original header: so many times the compressed file's, and this more
 MAX_USES = 16  # tensors that one of the base may predict: to read each of them takes reading that one
 PAYLOAD_HEADER = 1 << 18  # limit of a payload's header: 255 dimensions and two names of 65,535 bytes
@@ -45,12 +45,15 @@ class BaseInfo:
 class CompressedFile:
     """A compressed file. Opening it checks everything but the payloads.
 
+    Args:
+        file: path of the file, or the opened file.
+
     Raises:
         CorruptFileError: the file is damaged, is not compressed, or has another format version.
     """
 
-    def __init__(self, path: str | os.PathLike):
-        self.file = SafetensorsFile(path)
+    def __init__(self, file: str | os.PathLike | SafetensorsFile | RemoteFile):
+        self.file = SafetensorsFile(file) if isinstance(file, str | os.PathLike) else file
         self.path = self.file.path
         record = self.file.metadata.get(KEY)
         if record is None:
@@ -93,17 +96,18 @@ class CompressedFile:
     @cached_property
     def headers(self) -> dict[str, Header]:
         """The headers of all payloads, each checked against its checksum."""
-        headers = {}
-        for name, entry in self.file.entries.items():
-            payload = self.payload(name)
-            header = headers[name] = read_header(payload, name)
-            size = payload.size - header.body if header.mode == STORED else header.size
-            expected = Entry("U8", payload_shape(len(header.shape), payload.size), entry.begin, entry.end)
-            if entry != expected or self.original[name][:2] != (header.dtype, header.shape) or self.size(name) != size:
-                raise CorruptFileError(
-                    f"Tensor '{name}' in {self.path} is not the one the file was written with: its type, shape or size differs."
-                )
-        return headers
+        return {name: self.check(name, self.payload(name)) for name in self.file.entries}
+
+    def check(self, name: str, payload: np.ndarray) -> Header:
+        """Returns the header of a tensor's payload, checked against its checksum and against the file's own header."""
+        entry, header = self.file.entries[name], read_header(payload, name)
+        size = payload.size - header.body if header.mode == STORED else header.size
+        expected = Entry("U8", payload_shape(len(header.shape), payload.size), entry.begin, entry.end)
+        if entry != expected or self.original[name][:2] != (header.dtype, header.shape) or self.size(name) != size:
+            raise CorruptFileError(
+                f"Tensor '{name}' in {self.path} is not the one the file was written with: its type, shape or size differs."
+            )
+        return header
 
 
 def digest_of(headers: Iterable[Header]) -> str:
@@ -121,15 +125,20 @@ def check_shards(files: Sequence[CompressedFile]) -> None:
         CorruptFileError: a file belongs to another save, shards are missing, or too many tensors need one of the base.
     """
     digest = digest_of(header for file in files for header in file.headers.values())
+    require_one_save(files, digest)
+    uses = Counter(header.base_name for file in files for header in file.headers.values() if header.base_values)
+    if uses and max(uses.values()) > MAX_USES:
+        raise CorruptFileError(f"{files[0].path} is damaged: one tensor of the base predicts {max(uses.values())} others.")
+
+
+def require_one_save(files: Sequence[CompressedFile], digest: str | None = None) -> None:
+    """Raises CorruptFileError unless all files record one base and one digest of all tensors: `digest`, if it is given."""
     for file in files:
-        if file.digest != digest or file.base != files[0].base:
+        if file.digest != (digest or files[0].digest) or file.base != files[0].base:
             raise CorruptFileError(
                 f"{file.path} belongs to another save than the files beside it, or some are missing: the folder was not "
                 "written completely. Save or download the checkpoint again."
             )
-    uses = Counter(header.base_name for file in files for header in file.headers.values() if header.base_values)
-    if uses and max(uses.values()) > MAX_USES:
-        raise CorruptFileError(f"{files[0].path} is damaged: one tensor of the base predicts {max(uses.values())} others.")
 
 
 class CompressedWriter:

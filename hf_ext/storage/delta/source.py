@@ -13,8 +13,8 @@ from huggingface_hub.utils import SafetensorsFileMetadata
 
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.delta.codec import decode_raw, is_payload, peek_header
-from hf_ext.storage.delta.file import KEY, CompressedFile, check_shards
+from hf_ext.storage.delta.codec import Header, decode_raw, is_payload, peek_header
+from hf_ext.storage.delta.file import KEY, BaseInfo, CompressedFile, check_shards
 from hf_ext.storage.hub import HUB, Hub, absolute, snapshot_of
 from hf_ext.storage.layout import all_weights, no_weights, shard_sets, storage_settings
 from hf_ext.storage.prefetch import Prefetcher, threads_for
@@ -49,7 +49,7 @@ class DeltaCheckpoint(TensorSource):
         self.files = files
         self.digest = files[0].digest
         self._recorded_fingerprint = files[0].fingerprint
-        self._file_of = {name: file for file in files for name in file.headers}
+        self._file_of = {name: file for file in files for name in file.original}
 
     def names(self) -> list[str]:
         return list(self._file_of)
@@ -140,9 +140,9 @@ def open_base(files: Sequence[CompressedFile], src: Path, base: str | os.PathLik
     return matching_base(files, name, revision, folder)
 
 
-def base_of(file: CompressedFile, folder: Path) -> tuple[str, str | None]:
+def base_of(file: CompressedFile, folder: Path | None) -> tuple[str, str | None]:
     """Returns name and revision of a file's base: as config.json of the folder has them, else as the file does."""
-    settings = storage_settings(folder)
+    settings = storage_settings(folder) if folder else {}
     return (settings["base"], settings.get("revision")) if "base" in settings else (file.base.name, file.base.revision)
 
 
@@ -165,20 +165,13 @@ def matching_base(
         hub: access settings. By default the base is kept in the cache that the checkpoint lies in.
     """
     recorded = needing[0].base
-    if not isinstance(name, str | os.PathLike) or not isinstance(revision, str | None):
-        raise BaseModelError(f"{name!r} at revision {revision!r} is not a valid name for the base {recorded}. {MOVED}")
-    if os.path.isdir(beside / name):
-        name = os.path.normpath(beside / name)
-    if hub.cache_dir is None and (snapshot := snapshot_of(beside)) is not None:
-        hub = hub._replace(cache_dir=snapshot.parents[2])
+    name, hub = place_of_base(recorded, name, revision, beside, hub)
     try:
         base: TensorSource = (checkpoint := Checkpoint(name, revision, hub, partial(_require_fitting, needing)))
     except BaseModelError as error:
-        raise BaseModelError(
-            f"The base model {recorded} is needed to read this checkpoint, {beside}. {error} {MOVED}"
-        ) from error
+        raise BaseModelError(needed(recorded, beside, error)) from error
     if checkpoint.has_metadata(KEY) and not checkpoint.has_metadata(PARTS_OF):
-        files = [CompressedFile(path) for path in checkpoint.paths]
+        files = [CompressedFile(file) for file in checkpoint.files]
         check_shards(files)
         folder, readers = files[0].path.parent, [*readers, beside]
         if len(readers) > MAX_CHAIN:
@@ -187,12 +180,43 @@ def matching_base(
             chain = " → ".join(map(str, [*readers, folder]))
             raise BaseModelError(f"These checkpoints need each other, so none can be read: {chain}. {MOVED}")
         base = DeltaCheckpoint(files, matching_base(files, *base_of(files[0], folder), folder, readers, hub))
+    require_fingerprint(base, recorded, beside)
+    return base
+
+
+def place_of_base(
+    recorded: BaseInfo, name: str | os.PathLike, revision: str | None, beside: Path | None, hub: Hub
+) -> tuple[str | os.PathLike, Hub]:
+    """Returns where to read a base, and with which settings.
+
+    Args:
+        recorded: the base that the compressed files record.
+        beside: folder of the checkpoint that needs the base, if there is one. A relative folder is looked up from here first.
+
+    Raises:
+        BaseModelError: the name is not valid.
+    """
+    if not isinstance(name, str | os.PathLike) or not isinstance(revision, str | None):
+        raise BaseModelError(f"{name!r} at revision {revision!r} is not a valid name for the base {recorded}. {MOVED}")
+    if beside is not None and os.path.isdir(beside / name):
+        name = os.path.normpath(beside / name)
+    if beside is not None and hub.cache_dir is None and (snapshot := snapshot_of(beside)) is not None:
+        hub = hub._replace(cache_dir=snapshot.parents[2])
+    return name, hub
+
+
+def needed(recorded: BaseInfo, reader: object, error: BaseModelError) -> str:
+    """Returns the message for a base that cannot be read."""
+    return f"The base model {recorded} is needed to read this checkpoint, {reader}. {error} {MOVED}"
+
+
+def require_fingerprint(base: TensorSource, recorded: BaseInfo, reader: object) -> None:
+    """Raises BaseModelError unless a base has the recorded fingerprint."""
     if base.fingerprint != recorded.fingerprint:
         raise BaseModelError(
-            f"This checkpoint, {beside}, was compressed against {recorded} (fingerprint {recorded.fingerprint}), but "
+            f"This checkpoint, {reader}, was compressed against {recorded} (fingerprint {recorded.fingerprint}), but "
             f"{base} is another model or revision (fingerprint {base.fingerprint}). {MOVED}"
         )
-    return base
 
 
 def _require_fitting(needing: Sequence[CompressedFile], headers: Sequence[SafetensorsFileMetadata]) -> None:
@@ -227,12 +251,23 @@ def decoded(file: CompressedFile, base: TensorSource, names: Iterable[str]) -> I
     return iter(Prefetcher(lambda name: decode_tensor(file, base, name), sizes))
 
 
-def decode_tensor(file: CompressedFile, base: TensorSource, name: str, out: np.ndarray | None = None) -> RawTensor:
-    """Returns one tensor of a file. If the base is not the recorded one, the error names both."""
-    header = file.headers[name]
+def decode_tensor(
+    file: CompressedFile,
+    base: TensorSource,
+    name: str,
+    out: np.ndarray | None = None,
+    checked: tuple[np.ndarray, Header] | None = None,
+) -> RawTensor:
+    """Returns one tensor of a file. If the base is not the recorded one, the error names both.
+
+    Args:
+        checked: the tensor's payload and its header, if `CompressedFile.check` was called before. By default all payloads of
+            the file are checked once.
+    """
+    payload, header = checked or (file.payload(name), file.headers[name])
     twin = base_tensor(base, header.base_name)
     try:
-        return decode_raw(file.payload(name), twin, header, threads_for(file.original[name].nbytes), out)
+        return decode_raw(payload, twin, header, threads_for(file.size(name)), out)
     except BaseModelError as error:
         raise BaseModelError(f"{error} Compressed against {file.base}, read with {base}.") from error
     finally:

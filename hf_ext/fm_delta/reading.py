@@ -1,0 +1,166 @@
+"""Single tensors of checkpoints, plain or compressed, read when they are asked for, as with safetensors' `safe_open`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from types import EllipsisType
+from typing import TYPE_CHECKING, TypeAlias
+
+from hf_ext.storage.delta.lazy import open_lazily
+from hf_ext.storage.hub import Hub
+from hf_ext.storage.safetensors_file import RawTensor
+from hf_ext.storage.source import TensorSource
+
+if TYPE_CHECKING:
+    import torch
+
+Index: TypeAlias = int | slice | EllipsisType
+
+
+def open(
+    name: str | os.PathLike,
+    revision: str | None = None,
+    *,
+    base: str | os.PathLike | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike | None = None,
+    local_files_only: bool = False,
+) -> OpenCheckpoint:
+    """Opens a checkpoint to read some of its tensors, as safetensors' `safe_open` does with one file.
+
+    The checkpoint may be plain or compressed, in one file or in shards, and its base may be compressed too. Files in a folder
+    or in the Hub cache are read from there. From other repositories on the Hub, only the headers and what is asked for are
+    downloaded, from the compressed repository and from its base. Those bytes are not kept in the cache.
+
+    Every payload and every decoded tensor is checked when it is read. A plain base that is read from the Hub is not compared
+    with the recorded fingerprint, which covers a few bytes of all its tensors. The checksum of each decoded tensor takes its
+    place.
+
+    Args:
+        name: a folder, or the id of a repository on the Hub.
+        revision: branch, tag or commit on the Hub.
+        base: folder or Hub id of the base, if it is no longer where config.json says.
+        token, cache_dir, local_files_only: as for `from_pretrained`, and for the base too.
+
+    Raises:
+        BaseModelError: there are no weights of that name, the base they need is missing or another, or the server does not send
+            parts of files.
+        CheckpointError: the files hold several models merged into one. `hf-ext extract` writes one of them.
+        CorruptFileError: a header is damaged.
+    """
+    return OpenCheckpoint(open_lazily(name, revision, base, Hub(token, cache_dir, local_files_only)))
+
+
+class OpenCheckpoint:
+    """An open checkpoint, which reads a tensor when it is asked for. `open` returns it.
+
+    It is a context manager. Several threads may read at a time.
+    """
+
+    def __init__(self, source: TensorSource):
+        self._opened: TensorSource | None = source
+
+    def keys(self) -> list[str]:
+        """Returns the names of all tensors."""
+        return self._source.names()
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Returns a tensor, in memory of its own.
+
+        Raises:
+            KeyError: the checkpoint has no tensor of that name.
+            BaseModelError: the base has changed, or cannot be downloaded.
+            CorruptFileError: the tensor is damaged.
+        """
+        self._source.require_whole()
+        tensor = _own(self._source.read(self._known(name)))
+        self._source.release(name)
+        return tensor.to_torch()
+
+    def get_slice(self, name: str) -> TensorSlice:
+        """Returns a tensor to take a part of: `get_slice(name)[a:b]`. Reads nothing yet.
+
+        Raises:
+            KeyError: the checkpoint has no tensor of that name.
+        """
+        return TensorSlice(self._source, self._known(name))
+
+    def close(self) -> None:
+        """Ends the use of the files. Tensors that were read stay valid."""
+        self._opened = None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._source
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def __enter__(self) -> OpenCheckpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def _source(self) -> TensorSource:
+        if self._opened is None:
+            raise ValueError("The checkpoint is closed.")
+        return self._opened
+
+    def _known(self, name: str) -> str:
+        if name not in self._source:
+            raise KeyError(f"{self._source} has no tensor '{name}'")
+        return name
+
+
+class TensorSlice:
+    """A tensor of an open checkpoint, of which a part is read by indexing it: `[a:b]`, `[i]` or `[a:b, :, j]`.
+
+    Of a plain tensor, only the rows from `a` to `b` are read. A compressed tensor is read and decoded whole, whatever part is
+    asked for.
+    """
+
+    def __init__(self, source: TensorSource, name: str):
+        self._source, self._name = source, name
+
+    def get_shape(self) -> list[int]:
+        """Returns the shape of the whole tensor."""
+        return list(self._source.entry(self._name).shape)
+
+    def get_dtype(self) -> str:
+        """Returns the type of the values by its name in safetensors files, such as `BF16`."""
+        return self._source.entry(self._name).dtype
+
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
+        """Returns a part of the tensor, in memory of its own.
+
+        Raises:
+            IndexError: the tensor has no such part.
+            BaseModelError: the base has changed, or cannot be downloaded.
+            CorruptFileError: the tensor is damaged.
+        """
+        within: tuple[Index, ...]
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        shape = self._source.entry(self._name).shape
+        self._source.require_whole()
+        if not shape or not isinstance(first, int | slice):
+            return _own(self._source.read(self._name)).to_torch()[index].clone()
+        if isinstance(first, int):
+            if not -shape[0] <= first < shape[0]:
+                raise IndexError(f"index {first} is out of range for dimension 0 with size {shape[0]}")
+            begin = first % shape[0]
+            end, within = begin + 1, (0, *rest)
+        else:
+            begin, end, step = first.indices(shape[0])
+            end, within = max(begin, end), (slice(None, None, step), *rest)
+        return _own(self._source.read_rows(self._name, begin, end)).to_torch()[within].clone()
+
+
+def _own(tensor: RawTensor) -> RawTensor:
+    """Returns a tensor whose memory is not that of a mapped file."""
+    return tensor if tensor.data.flags.writeable else replace(tensor, data=tensor.data.copy())
