@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 
 import pytest
@@ -18,6 +19,7 @@ import hf_ext
 from hf_ext import emr, fm_delta
 from hf_ext.cli.command import app
 from hf_ext.cli.main import main
+from hf_ext.storage import prefetch
 
 COMMANDS = typer.main.get_command(app).commands
 
@@ -227,6 +229,51 @@ def test_a_run_is_compressed_in_place_and_one_checkpoint_deleted(tmp_path, capsy
     assert run(capsys, "decompress", run_folder / "checkpoint-5", "--out", tmp_path / "back")[0] == 0
     assert contents(tmp_path / "back") == before
     assert "holds no checkpoint-N" in fails(capsys, "compress-series", base, "--base", base)
+
+
+THREADED = (
+    "compress",
+    "decompress",
+    "verify",
+    "compress-all",
+    "compress-series",
+    "remove-checkpoint",
+    "merge",
+    "add-task",
+    "extract",
+)
+
+
+def test_threads_limits_the_threads_of_every_command_that_works_on_tensors(folder, tasks, monkeypatch, capsys):
+    pools, (base, models) = [], tasks
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, threads, **options):
+            pools.append(threads)
+            super().__init__(threads, **options)
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(prefetch, "CORES", 5)
+    monkeypatch.setattr(prefetch, "ThreadPoolExecutor", Pool)
+    for step in (5, 10, 15):
+        write_folder(folder / f"run/checkpoint-{step}", fine_tune(weights(), seed=step))
+    lines = (
+        "compress tuned --base base --out new --verify", "decompress new --out back", "verify new",
+        "compress-all tuned --base base --out all", "compress-series run --base base",
+        "remove-checkpoint run/checkpoint-15 --rebase", f"merge --base {base} --task a={models['trec']} --out merged",
+        f"add-task merged --task b={models['cr']} --out more --reelect", "extract more --task b --out extracted",
+    )  # fmt: skip
+    assert sorted(line.split()[0] for line in lines) == sorted(THREADED)
+    assert {name for name, command in COMMANDS.items() for each in command.params if "--threads" in each.opts} == {*THREADED}
+    for threads, options in ((5, []), (2, ["--threads", "2"])):
+        for line in lines:
+            if threads == 5 and re.match("compress-|remove-", line):  # are done once
+                continue
+            pools.clear()
+            code, _, error = run(capsys, *line.split(), *options)
+            assert code == 0, error
+            assert set(pools) == {threads}, line
+    assert "--threads" in mistaken(capsys, "verify", "new", "--threads", "0")
 
 
 def test_a_base_that_has_moved_is_given_by_name(folder, capsys):

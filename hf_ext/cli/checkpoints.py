@@ -38,6 +38,7 @@ def inspect(
     "  hf-ext verify my-bert-small\n"
     "  hf-ext verify my-bert-merged --base /mnt/models/bert-base-uncased    # the base has moved",
     "Also reads every mask of a merge. If anything is damaged, the error names it and the exit code is 1.",
+    threaded=True,
 )
 def verify(src: Annotated[str, argument("SRC", "Compressed folder, or folder of a merge.")], base: MovedBase = None) -> Result:
     count = method_of(src).verify(src, base=base)

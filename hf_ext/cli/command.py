@@ -76,7 +76,14 @@ class Section:
     commands: dict[str, str] = field(default_factory=dict)
 
     def command(
-        self, does: str, examples: str, more: str = "", left: str = UNCHANGED, hands_over: bool = False, **settings: Any
+        self,
+        does: str,
+        examples: str,
+        more: str = "",
+        left: str = UNCHANGED,
+        hands_over: bool = False,
+        threaded: bool = False,
+        **settings: Any,
     ) -> Callable[[Callable], Callable]:
         """Declares the decorated function as a command of the same name.
 
@@ -86,13 +93,14 @@ class Section:
             more: what else to know before using it.
             left: what an interrupted run leaves, formatted with the command's arguments.
             hands_over: another tool takes over this process; its output and exit code are its own.
+            threaded: the command works on tensors in several threads, and takes --threads.
         """
 
         def declare(function: Callable) -> Callable:
             name = function.__name__.replace("_", "-")
             self.commands[name] = does
             help = f"{does[0].upper()}{does[1:]}.\n\n{more}"
-            run = function if hands_over else reporting(function, left)
+            run = function if hands_over else reporting(function, left, threaded)
             app.command(name, cls=Command, help=help, epilog=f"\b\nExamples:\n{examples}", **settings)(run)
             return function
 
@@ -103,15 +111,21 @@ class Section:
         return "\n".join((f"{self.title}:", *commands, "", *(f"    {line}" for line in self.example.splitlines())))
 
 
-def reporting(function: Callable[..., Result | None], left: str) -> Callable[..., int]:
-    """Returns a function for Typer: it takes `--json` too, calls `function`, prints the result and returns the exit code."""
+def reporting(function: Callable[..., Result | None], left: str, threaded: bool = False) -> Callable[..., int]:
+    """Returns a function for Typer: it takes `--json` too, calls `function`, prints the result and returns the exit code.
+
+    Args:
+        left: see `Section.command`.
+        threaded: take `--threads` too, which limits the threads of `function`.
+    """
     own = inspect.signature(function, eval_str=True).parameters
 
-    def run(context: typer.Context, as_json: bool, **arguments: Any) -> int:
+    def run(context: typer.Context, as_json: bool, threads: int | None = None, **arguments: Any) -> int:
         if "context" in own:
             arguments["context"] = context
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # the output of libraries is not the result
+            # The output of libraries is not the result.
+            with contextlib.redirect_stdout(sys.stderr), limited(threads):
                 result = function(**arguments)
         except KeyboardInterrupt:
             nothing = "out" in arguments and not os.path.exists(arguments["out"])
@@ -129,12 +143,24 @@ def reporting(function: Callable[..., Result | None], left: str) -> Callable[...
     json_option = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else to stdout.")]
     added = {
         "context": inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
+        "threads": inspect.Parameter("threads", inspect.Parameter.KEYWORD_ONLY, annotation=Threads, default=None),
         "as_json": inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, annotation=json_option, default=False),
     }
+    if not threaded:
+        del added["threads"]
     parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in {**own, **added}.values()]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def limited(threads: int | None) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which at most so many threads work on tensors."""
+    if threads is None:
+        return contextlib.nullcontext()
+    from hf_ext.storage.prefetch import at_most_cores
+
+    return at_most_cores(threads)
 
 
 def failure(context: typer.Context, error: Exception) -> int:
@@ -190,4 +216,15 @@ Revision = Annotated[
 ]
 MovedBase = Annotated[
     str | None, option("--base", "Folder or Hub id of the base, if it is no longer where SRC's config.json says.")
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        min=1,
+        metavar="N",
+        show_default=False,
+        help="Threads that work on tensors, at most. Defaults to the cores that this process may use: those of its CPU "
+        "affinity (taskset, Slurm), or fewer by the CPU quota of its container. The results are the same.",
+    ),
 ]

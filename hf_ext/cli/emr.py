@@ -35,6 +35,7 @@ Report = Annotated[
     "  hf-ext merge --base google-bert/bert-base-uncased --task cola=my-cola --task sst2=my-sst2 \\\n"
     "    --out my-bert-merged --report",
     'from_pretrained loads OUT. model.set_task("sst2") switches its weights, head and labels.',
+    threaded=True,
 )
 def merge(
     base: Annotated[str, option("--base", "Folder or Hub id of the model that all fine-tunes started from.")],
@@ -65,6 +66,7 @@ def merge(
     "add a task to a merge; the other tasks stay the same, bit for bit",
     "  hf-ext add-task my-bert-merged --task mnli=my-mnli --out my-bert-more\n"
     "  hf-ext add-task my-bert-merged --task rte=my-rte --out my-bert-more --reelect    # if rte is not close enough",
+    threaded=True,
 )
 def add_task(
     src: Merge,
@@ -85,6 +87,7 @@ def add_task(
     "write one task of a merge as a plain checkpoint",
     "  hf-ext extract my-bert-merged --task sst2 --out my-sst2-again",
     "For vLLM and other tools that cannot read merges.",
+    threaded=True,
 )
 def extract(
     src: Merge, task: Annotated[str, option("--task", "Name of the task.", "NAME")], out: Out, base: MovedBase = None

@@ -52,6 +52,7 @@ Level = Annotated[
     "  hf-ext compress my-bert --base /mnt/bert --base-id google-bert/bert-base-uncased --out my-bert-small",
     "OUT has every file of SRC. from_pretrained loads it bit for bit as SRC, on any machine that can read the base.",
     "{out} is unchanged, or has the whole model",
+    threaded=True,
 )
 def compress(
     src: Src,
@@ -82,6 +83,7 @@ def compress(
     "restore the original folder, every file byte for byte",
     "  hf-ext decompress my-bert-small --out my-bert\n"
     "  hf-ext decompress my-bert-small --out my-bert --base /mnt/models/bert-base-uncased    # the base has moved",
+    threaded=True,
 )
 def decompress(src: Annotated[str, argument("SRC", "Compressed folder.")], out: Out, base: MovedBase = None) -> Result:
     from hf_ext import fm_delta
@@ -117,6 +119,7 @@ def find_base(
     "OUT/compress_all.json records the result for each model. A model that fails does not stop the others; the exit code is "
     "then 1.",
     RESUMABLE,
+    threaded=True,
 )
 def compress_all(
     folder: Annotated[list[str], argument("FOLDER", "Folder of models, or the models' own folders.")],
@@ -128,7 +131,7 @@ def compress_all(
     revision: Revision = None,
     candidates: Candidates = None,
     base_id: BaseId = None,
-    workers: Annotated[int, typer.Option("--workers", min=1, metavar="N", help="Processes that share the cores.")] = 1,
+    workers: Annotated[int, typer.Option("--workers", min=1, metavar="N", help="Processes, which share the --threads.")] = 1,
     scheduler: Annotated[
         str | None, option("--scheduler", "Use the workers of a Dask cluster, such as tcp://host:8786.", "ADDRESS")
     ] = None,
@@ -182,6 +185,7 @@ def dask_cluster(address: str) -> Iterator[Executor]:
     "Stores each checkpoint as differences from the base or from the next newer checkpoint, whichever is smaller. "
     "resume_from_checkpoint and from_pretrained read them as before.",
     WHOLE,
+    threaded=True,
 )
 def compress_series(
     run_folder: Annotated[str, argument("RUN", "output_dir of a finished training run, with folders checkpoint-N.")],
@@ -199,6 +203,7 @@ def compress_series(
     "  hf-ext remove-checkpoint my-run/checkpoint-500\n"
     "  hf-ext remove-checkpoint my-run/checkpoint-500 --rebase    # rewrites the checkpoints that need it, then deletes",
     left=WHOLE,
+    threaded=True,
 )
 def remove_checkpoint(
     src: Annotated[str, argument("RUN/checkpoint-N", "Folder of the checkpoint.")],

@@ -30,7 +30,7 @@ from hf_ext.storage.delta.source import open_files
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import all_weights, require_deletable, weights_instead
 from hf_ext.storage.open import open_plain
-from hf_ext.storage.prefetch import CORES, at_most_cores
+from hf_ext.storage.prefetch import at_most_cores, cores
 from hf_ext.storage.tree import delete_folder, flush_folder, stamp
 
 RECORD = "compress_all.json"  # in the folder of the compressed models: the report, by which the next run resumes
@@ -348,12 +348,12 @@ def _compress(job: Job) -> ModelResult:
 
 def _results(jobs: Sequence[Job], workers: int, executor: Executor | None) -> Iterator[tuple[Job, Future[ModelResult]]]:
     """Yields jobs with their results, each as soon as it is done."""
-    own, cores = None, 1
+    own, share = None, 1
     if executor is None:
-        executor, cores = (own := ThreadPoolExecutor(workers)), max(CORES // workers, 1)
+        executor, share = (own := ThreadPoolExecutor(workers)), max(cores() // workers, 1)
     work = _compress if own is None or workers == 1 else _compress_in_process
     try:
-        futures = {executor.submit(work, job._replace(cores=cores)): job for job in jobs}
+        futures = {executor.submit(work, job._replace(cores=share)): job for job in jobs}
         for future in as_completed(futures):
             yield futures[future], future
     finally:

@@ -7,5 +7,6 @@ from .delta.folder import verify_folder as verify_folder
 from .delta.source import DeltaCheckpoint as DeltaCheckpoint
 from .hub import Hub as Hub
 from .open import open_checkpoint as open_checkpoint
+from .prefetch import at_most_cores as at_most_cores
 from .safetensors_file import RawTensor as RawTensor
 from .source import TensorSource as TensorSource

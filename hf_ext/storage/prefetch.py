@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -14,9 +13,10 @@ from typing import Generic, TypeVar
 from huggingface_hub.utils import tqdm
 
 from hf_ext.storage.native import MissingExtension, _native
+from hf_ext.storage.processors import available_cores
 
 AHEAD = 256 * 1024 * 1024  # bytes of results that may wait to be asked for
-CORES = os.cpu_count() or 1
+CORES = available_cores()
 
 _limit: ContextVar[int | None] = ContextVar("limit", default=None)  # of cores, where other work shares them
 _closed: ContextVar[Event | None] = ContextVar("closed", default=None)  # set when nobody waits for this thread's result
@@ -97,13 +97,20 @@ def threads_for(size: int) -> int:
 
 
 def cores() -> int:
-    """Returns how many cores may be used: all, or the limit of `at_most_cores`."""
+    """Returns how many cores may be used: those that this process may run on, or the limit of `at_most_cores`."""
     return min(CORES, _limit.get() or CORES)
 
 
 @contextlib.contextmanager
 def at_most_cores(count: int) -> Iterator[None]:
-    """Limits the cores that work started in the block uses, in this thread and in threads that work for it."""
+    """Limits the cores that work on tensors in the block, for calls from this thread.
+
+    By default, loading, compressing, restoring, verifying, merging and switching use all cores that the process may use: those
+    of its CPU affinity, or fewer by the CPU quota of its container. The results are the same on any number of cores.
+
+    Args:
+        count: 1 or more. A number above the default changes nothing.
+    """
     token = _limit.set(count)
     try:
         yield

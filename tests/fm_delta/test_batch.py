@@ -20,6 +20,7 @@ from hf_ext.cli.main import main
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.fm_delta import batch
 from hf_ext.fm_delta.batch import RECORD
+from hf_ext.storage import prefetch
 from hf_ext.storage.prefetch import CORES, Prefetcher, at_most_cores, cores
 
 NAMES = ("one", "three", "two")
@@ -294,6 +295,21 @@ def test_a_limit_of_cores_holds_in_the_threads_too():
     assert cores() == CORES
     with at_most_cores(10_000):
         assert cores() == CORES
+
+
+def test_processes_share_the_cores_that_are_left_to_a_run(folder, monkeypatch):
+    shares = []
+
+    def here(job):  # instead of in a process
+        shares.append(job.cores)
+        return batch._compress(job)
+
+    monkeypatch.setattr(batch, "_compress_in_process", here)
+    monkeypatch.setattr(prefetch, "CORES", 8)
+    for limit in (None, 6, 1):
+        with at_most_cores(limit) if limit else contextlib.nullcontext():
+            fm_delta.compress_all(folder / "models", folder / f"out-{limit}", folder / "base", workers=2)
+    assert shares == [4] * 3 + [3] * 3 + [1] * 3
 
 
 def test_pytorch_takes_one_core_for_each_of_the_tensors_that_are_worked_on():
