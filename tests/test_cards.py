@@ -20,6 +20,7 @@ from tiny_merges import plain, write_tasks
 from tiny_models import bert, perturb
 from tiny_training import train
 from tiny_uni_med import processor, save_parts, uni_med
+from transformers.models.auto import modeling_auto
 from valid_cards import KINDS, valid_card
 
 import hf_ext
@@ -179,6 +180,13 @@ def test_without_a_type_of_task_the_class_of_the_base_says_how_to_load_it(llama,
     for block in snippets(text, {'"base"': f'"{llama}"', '"…"': f'"{tmp_path / "one"}"'}):
         exec(block, scope)
     assert torch.allclose(logits(scope["model"]), logits(model), atol=1e-4)
+
+
+def test_the_tables_of_transformers_are_read_as_importing_them_gives_them():
+    for table in {table for tables in cards.TASKS.values() for table in tables}:
+        imported = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").values()
+        classes = {name for entry in imported for name in ([entry] if isinstance(entry, str) else entry)}
+        assert classes and classes <= cards.auto_classes()[f"MODEL_FOR_{table}_MAPPING_NAMES"]
 
 
 def test_a_class_of_the_users_own_is_not_said_to_be_one_of_transformers():

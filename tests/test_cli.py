@@ -526,6 +526,22 @@ print([main(line.split()) for line in lines])
     assert contents(folder / "back") == contents(folder / "tuned")
 
 
+def test_a_command_imports_pytorch_only_for_low_rank_parts_and_never_transformers(folder):
+    code = """
+import sys
+from hf_ext.cli.main import main
+for line in ("compress tuned --base base --out new --level 1", "verify new", "decompress new --out back",
+             "compress tuned --base base --out best"):
+    assert main(line.split()) == 0
+    print(sorted({"torch", "transformers"} & sys.modules.keys()))
+"""
+    config = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
+    (folder / "tuned/config.json").write_text(json.dumps(config))
+    done = process(python=("-c", code), cwd=folder)
+    assert [line for line in done.stdout.splitlines() if line.startswith("[")] == ["[]", "[]", "[]", "['torch']"], done.stderr
+    assert "text-classification" in (folder / "new/README.md").read_text()
+
+
 def test_a_fault_of_the_code_is_one_line_too_and_a_traceback_is_to_be_had(folder, monkeypatch, capsys):
     def faulty(*_, **__):
         raise KeyError("what is missing")

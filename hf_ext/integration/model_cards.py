@@ -6,11 +6,14 @@ matches. A card that anybody changed is a user's card, and is never overwritten.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -235,17 +238,30 @@ def name_in_text(name: str | os.PathLike) -> str:
 
 def task_of(config: dict[str, Any]) -> str | None:
     """Returns the Hub's `pipeline_tag` for the class of a model with this config.json."""
-    try:
-        from transformers.models.auto import modeling_auto  # in half the time of Transformers' own table in `modelcard`
-    except ImportError:  # cards are written without Transformers too
-        return None
     kinds = set(config.get("architectures") or [])
     for task, tables in TASKS.items():
-        for table in tables:
-            for entry in getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").values():
-                if not kinds.isdisjoint([entry] if isinstance(entry, str) else entry):
-                    return task
+        if any(kinds & auto_classes().get(f"MODEL_FOR_{table}_MAPPING_NAMES", set()) for table in tables):
+            return task
     return None
+
+
+@cache
+def auto_classes() -> dict[str, set[str]]:
+    """Returns the texts in each table of `transformers.models.auto.modeling_auto`: types of models, and their classes.
+
+    Reads the source of the module, because importing it takes PyTorch and two seconds. Empty without Transformers.
+    """
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None:  # cards are written without Transformers too
+        return {}
+    source = Path(spec.origin).with_name("models") / "auto/modeling_auto.py"
+    return {
+        target.id: {str(part.value) for part in ast.walk(node.value) if isinstance(part, ast.Constant)}
+        for node in ast.parse(source.read_bytes()).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id.endswith("_MAPPING_NAMES")
+    }
 
 
 def adapter_card(
@@ -273,12 +289,13 @@ def adapter_card(
 
 def class_of(config: dict[str, Any]) -> str:
     """Returns the class of Transformers that loads a model with this config.json."""
-    try:
+    kinds = config.get("architectures") or []
+    known = set().union(*auto_classes().values())
+    if known and not known.issuperset(kinds):
         import transformers
-    except ImportError:
-        return "AutoModel"
-    known = set(transformers.__all__)  # `hasattr` would import the class
-    return next((name for name in config.get("architectures") or [] if name in known), "AutoModel")
+
+        known = set(transformers.__all__)  # `hasattr` would import the class
+    return next((name for name in kinds if name in known), "AutoModel")
 
 
 def _tagged(card: ModelCard, tags: Iterable[str]) -> ModelCard:
