@@ -7,7 +7,7 @@ costs the factors and saves bits of every value.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,14 +27,19 @@ MAX_RANK = 64  # each component adds a product to the decoding of every value
 MAX_RANK_OF_ALL = {2: MAX_RANK, 3: 256}  # by level, for changes that are completely of low rank
 OVERSAMPLING = 8
 LEAST = 64  # smaller numbers of rows or columns are not worth it
+FEW = 16  # components that a first look at a sample of the rows is for
+ROWS_PER_COMPONENT = 12  # of that sample
 MAX_EXPONENT = 100
-ROUNDS = {2: 3, 3: 6}  # by level: rounds of fitting the factors of changes that are completely of low rank
+PASSES = {2: 1, 3: 2}  # by level: power iterations over the whole matrix
+ROUNDS = {2: 2, 3: 6}  # by level: rounds of fitting the factors of changes that are completely of low rank
 FINEST = 7  # limit of a spacing's exponent below the largest: otherwise a few values would outweigh all others
 STEPS = 2  # of conjugate gradients, for the rows and for the columns, in each round
-PIECE = 1 << 18  # values whose spacing is computed at once
+PIECE = 1 << 18  # values whose change is computed at once
+SAMPLE = {2: 1 << 21, 3: 1 << 23}  # by level: values from which the factors of the columns are fitted
+MOST = 1 << 23  # values of the largest sample of rows
 BAND = 64  # rows that are fitted together, few enough for the cache
-NEARLY_ALL = 1e-4  # a share of the energy below which single precision does not resolve the rest
 TINY = 1e-300  # replaces 0 in divisors
+NEARLY_ALL = 1e-4  # a share of the energy below which single precision does not resolve the rest
 EXACT = 2**53  # up to here, double precision represents every sum of products
 GRID_SAMPLE = 4096  # values from which the spacing of a tensor's values is estimated
 GAUSSIAN_BITS = 0.5 * math.log2(2 * math.pi * math.e)  # entropy of a Gaussian number with a standard deviation of one step
@@ -52,26 +57,60 @@ class Factors(NamedTuple):
     exponent: int
 
 
+class Change:
+    """The difference between a matrix and its prediction, computed anew whenever some of its rows are needed.
+
+    Args:
+        data: bytes of the matrix, with rows of `length` values.
+        prediction: bytes of the prediction, of the same type and size.
+    """
+
+    def __init__(self, data: np.ndarray, prediction: np.ndarray, dtype: str, length: int):
+        self.dtype = dtype
+        self._values, self._predictions = (array.reshape(-1, length * WIDTHS[dtype]) for array in (data, prediction))
+        self.shape = len(self._values), length
+
+    def rows(self, rows: slice | np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
+        """Returns the change of some rows (float32, 0 where it is not finite) and the sum of the squares of each."""
+        check_awaited()
+        values, predictions = (np.ascontiguousarray(array[rows]) for array in (self._values, self._predictions))
+        change, energies = np.empty((len(values), self.shape[1]), np.float32), np.empty(len(values))
+        _native.subtract(values, predictions, FLOATS[self.dtype], self.shape[1], change, energies)
+        return torch.from_numpy(change), energies
+
+    def bands(self) -> Iterator[slice]:
+        """Yields the ranges of rows that all together make the matrix, each of about PIECE values."""
+        step = max(1, PIECE // self.shape[1])
+        for start in range(0, self.shape[0], step):
+            yield slice(start, min(start + step, self.shape[0]))
+
+    def sample(self, values: int) -> np.ndarray:
+        """Returns the indices of random rows of at most this many values, always the same ones."""
+        count = min(max(1, values // self.shape[1]), self.shape[0])
+        return np.sort(np.random.default_rng(0).permutation(self.shape[0])[:count])
+
+    def numbers(self, rows: slice | np.ndarray) -> np.ndarray:
+        """Returns the matrix's values themselves in some rows, float64 for F64 and float32 for the other types."""
+        return as_numbers(np.ascontiguousarray(self._values[rows]).reshape(-1), self.dtype).reshape(-1, self.shape[1])
+
+
 class Components(NamedTuple):
     """The leading singular components of a change. They stay factored until the rank is known."""
 
     values: np.ndarray
-    basis: torch.Tensor  # rows × width, orthonormal columns
-    reduced: torch.Tensor  # width × columns: the change in this basis
+    basis: torch.Tensor  # columns × width, orthonormal columns
+    reduced: torch.Tensor  # rows × width: the change in this basis
     turn: torch.Tensor  # width × components, orthonormal columns: the components in this basis
     energy: float  # sum of the squares of the whole change
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        return self.basis.shape[0], self.reduced.shape[1]
+    touched: int  # rows that changed
 
     def left(self, rank: int) -> torch.Tensor:
         """Returns the left singular vectors: rows × rank, orthonormal columns."""
-        return self.basis @ self.turn[:, :rank]
+        return self.reduced @ (self.turn[:, :rank] / torch.from_numpy(self.values[:rank]).float())
 
     def right(self, rank: int) -> torch.Tensor:
         """Returns the right singular vectors: rank × columns, orthonormal rows."""
-        return (self.turn[:, :rank].T @ self.reduced) / torch.from_numpy(self.values[:rank, None]).float()
+        return self.turn[:, :rank].T @ self.basis.T
 
     def energy_left(self, rank: int) -> float:
         """Returns the energy that components beyond this rank have."""
@@ -81,81 +120,147 @@ class Components(NamedTuple):
 def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, level: int) -> list[Factors]:
     """Returns low-rank changes that may bring a base closer to a tensor, to be tried one by one.
 
+    A sample of the rows shows whether any can pay. Beside the sample, at most 2^23 values, memory holds the factors and a few
+    bands of rows.
+
     Args:
         data: bytes of the tensor, a matrix with rows of `length` values.
         prediction: bytes of the base, of the same type and size.
         level: 2 or 3, see `encode_raw`.
     """
-    values = data.size // WIDTHS[dtype]
-    change = np.empty((values // length, length), np.float32)
-    energies = np.empty(len(change))
-    _native.subtract(data, prediction, FLOATS[dtype], length, change, energies)
+    change = Change(data, prediction, dtype, length)
+    rows, columns = change.shape
+    if min(rows, columns) < LEAST or MOST // columns < LEAST:
+        return []
+    values = rows * columns
     sample = data.reshape(values, -1)[:: 1 + values // GRID_SAMPLE].reshape(-1)
     with np.errstate(over="ignore"):  # float64 values may be too far apart to be squared
         grid = float(np.exp2(2.0 * spacing(as_numbers(sample, dtype), dtype)).mean()) / 12
-    return candidates(change, energies, grid, lambda: spacings(data, dtype).reshape(change.shape), level)
-
-
-def candidates(
-    change: np.ndarray, energies: np.ndarray, grid: float, spacings: Callable[[], np.ndarray], level: int
-) -> list[Factors]:
-    """Returns low-rank approximations of a change, as integers.
-
-    Args:
-        change: float32, rows × columns, finite.
-        energies: sum of the squares of each row.
-        grid: mean variance of the rounding of the tensor's values to their type.
-        spacings: returns the exponents of the distances of each value of the tensor to the next of its type.
-        level: 2 or 3, see `encode_raw`.
-    """
-    touched = np.flatnonzero(energies)
-    if min(change.shape) < LEAST or len(touched) < LEAST or not np.isfinite([grid, energies.sum()]).all():
+    start = glance(change, grid, MAX_RANK_OF_ALL[level]) if math.isfinite(grid) else None
+    components = None if start is None else decompose(change, start, PASSES[level])
+    if components is None:
         return []
-    rows = slice(None) if len(touched) == len(change) else touched
-    part = torch.from_numpy(change[rows])
-    components = decompose(part, float(energies.sum()), MAX_RANK_OF_ALL[level], level - 1)
-    best = best_rank(components, grid)
+    best = best_rank(components.values, components.energy, (components.touched, columns), grid)
     if best == 0:
         return []
-    is_all = components.energy_left(best) < max(4 * grid * part.numel(), NEARLY_ALL * components.energy)
+    count = components.touched * columns
+    is_all = components.energy_left(best) < max(4 * grid * count, NEARLY_ALL * components.energy)
     results = []
     for rank, halvings in search(best if is_all else min(best, MAX_RANK), is_all, level):
-        root = torch.from_numpy(np.sqrt(components.values[:rank]))
+        root = torch.from_numpy(np.sqrt(components.values[:rank])).float()
         left, right = components.left(rank) * root, components.right(rank) * root[:, None]
-        rest = components.energy_left(rank) / part.numel() + grid
+        rest = components.energy_left(rank) / count + grid
         if is_all:
-            left, right = fit(part, torch.from_numpy(spacings()[rows]), left, right, ROUNDS[level])
+            left, right = fit(change, left, right, level)
             rest = grid
-        for finer in halvings:
-            factors = quantize(left, right, rest, finer)
-            if factors is not None:
-                all_rows = np.zeros((len(change), rank), np.int32)
-                all_rows[rows] = factors.rows
-                results.append(factors._replace(rows=all_rows))
+        quantized = (quantize(left, right, rest, finer) for finer in halvings)
+        results += [factors for factors in quantized if factors is not None]
     return results
 
 
-def fit(
-    change: torch.Tensor, exponents: torch.Tensor, left: torch.Tensor, right: torch.Tensor, rounds: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def glance(change: Change, grid: float, most: int) -> torch.Tensor | None:
+    """Returns the leading right singular vectors of a sample of rows (columns × width) with a few more for good measure, or
+    None if the sample shows that no component pays.
+
+    Args:
+        grid: mean variance of the rounding of the tensor's values to their type.
+        most: limit of the rank.
+    """
+    rows, columns = change.shape
+    width = FEW
+    while True:
+        width = min(width, most)
+        part, energies = change.rows(change.sample(min(ROWS_PER_COMPONENT * (width + OVERSAMPLING) * columns, MOST)))
+        sampled, touched, energy = len(part), np.count_nonzero(energies), float(energies.sum())
+        scale = rows / sampled
+        shape = round(touched * scale), columns
+        # A component takes at least a bit for each factor.
+        if not 0 < energy < math.inf or shape[0] * columns / 2 * math.log2(
+            1 + energy / (grid * touched * columns + TINY)
+        ) < sum(shape):
+            return None
+        noise = torch.randn(columns, min(width + OVERSAMPLING, touched), generator=torch.Generator().manual_seed(0))
+        basis = torch.linalg.qr(part.T @ (part @ noise)).Q
+        reduced = (part @ basis).double()
+        values, turn = singular(reduced.T @ reduced)
+        basis = basis @ turn
+        found = whole_values(values, energy, touched, shape)
+        rank = best_rank(found, energy * scale, shape, grid)
+        if rank == 0:
+            return None
+        if rank + OVERSAMPLING // 2 < basis.shape[1] or width == most or sampled == rows and basis.shape[1] == touched:
+            return basis[:, : rank + OVERSAMPLING]
+        width *= 4
+
+
+def whole_values(values: np.ndarray, energy: float, sampled: int, shape: tuple[int, int]) -> np.ndarray:
+    """Estimates the leading singular values of a matrix from those of a sample of its rows, as far as these stand out of white
+    noise (Benaych-Georges, Nadakuditi, arXiv 1103.2221).
+
+    Args:
+        energy: sum of the squares of the sample.
+        sampled: number of rows in the sample.
+        shape: of the whole matrix.
+    """
+    rows, columns = shape
+    freedom = max((sampled - len(values)) * (columns - len(values)), 1)
+    noise = max(energy - float(np.square(values).sum()), 1e-9 * energy) / freedom
+    half = (np.square(values) / noise - sampled - columns) / 2
+    root = np.square(half) - sampled * columns
+    signal = (half + np.sqrt(root.clip(min=0)))[(half > 0) & (root > 0)] * rows / sampled
+    return np.sqrt(noise * (signal + rows) * (signal + columns) / signal)
+
+
+def singular(gram: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
+    """Returns the singular values of a matrix, falling, and its right singular vectors (float32), from its Gram matrix. Tiny ones are left
+    out."""
+    squares, turn = torch.linalg.eigh(gram)
+    values = squares.clamp(min=0).sqrt().flip(0).numpy()
+    values = values[values > 1e-6 * values[0]]
+    return values, turn.flip(1)[:, : len(values)].float()
+
+
+def fit(change: Change, left: torch.Tensor, right: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Fits a product of the same rank to a change by weighted least squares, alternating between rows and columns. The weight
-    of a value follows from its spacing (2^exponent), which limits how exactly the value is known."""
-    weights = (2 * (exponents.max() - exponents).clamp(max=FINEST)).float().exp2()
-    left, right = left.double(), right.double()
-    for _ in range(rounds):
-        left = solve(weights, change, left, right)
-        right = solve(weights.T, change.T, right.T, left.T).T
+    of a value follows from its spacing, which limits how exactly the value is known.
+
+    The columns' factors are fitted on a sample of the rows.
+    """
+    exact = torch.float32 if WIDTHS[change.dtype] == 2 else torch.float64
+    left, right = left.to(exact), right.to(exact)
+    rows = change.sample(SAMPLE[level])
+    part, numbers = change.rows(rows)[0], change.numbers(rows)
+    top = np.abs(numbers, where=np.isfinite(numbers), out=np.zeros_like(numbers)).max()
+    weights, some = weigh(numbers, change.dtype, top), left[torch.from_numpy(rows)]
+    for _ in range(ROUNDS[level]):
+        some = solve(weights, part, some, right)
+        right = solve(weights.T, part.T, right.T, some.T).T
+    del part, numbers, weights
+    for band in change.bands():
+        left[band] = solve(weigh(change.numbers(band), change.dtype, top), change.rows(band)[0], left[band], right)
     return left, right
+
+
+def weigh(numbers: np.ndarray, dtype: str, top: float) -> torch.Tensor:
+    """Returns the weights of values whose spacing limits how exactly they are known: 1 for those like `top`, more for smaller
+    ones (float32)."""
+    least = max(2.0 ** LEAST_EXPONENT[dtype], top * 2.0**-FINEST)
+    magnitudes = torch.from_numpy(numbers).abs().nan_to_num_(top, top).clamp_(least, top)
+    # The power of two below it is half the spacing's.
+    mask = -1 << (52 if dtype == "F64" else 23)
+    powers = magnitudes.view(torch.int64 if dtype == "F64" else torch.int32).bitwise_and_(mask).view(magnitudes.dtype)
+    return (top / powers).square_().float()
 
 
 def solve(weights: torch.Tensor, targets: torch.Tensor, start: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """Returns, for each row of the targets (rows × columns), the coefficients of the factors (rank × columns) with the least
     weighted error. Conjugate gradients start from `start` (rows × rank), preconditioned as if a row's weights were equal."""
-    inverse = torch.linalg.pinv(factors @ factors.T, hermitian=True)
+    wide = factors.double()
+    inverse = torch.linalg.pinv(wide @ wide.T, hermitian=True).to(factors.dtype)
     solved = []
     for weight, target, near in zip(*(values.split(BAND) for values in (weights, targets, start))):
         check_awaited()
-        solved.append(descend(weight.double(), target.double(), near, factors, inverse))
+        solved.append(descend(weight.to(factors.dtype), target.to(factors.dtype), near, factors, inverse))
     return torch.cat(solved)
 
 
@@ -164,17 +269,20 @@ def descend(
 ) -> torch.Tensor:
     """Runs STEPS steps of conjugate gradients for `solve`."""
     scale = 1 / weights.mean(1, keepdim=True)
+    tiny = torch.finfo(factors.dtype).tiny
     rest = (weights * (targets - solution @ factors)) @ factors.T
     direction = steepest = scale * (rest @ inverse)
     energy = (rest * steepest).sum(1, keepdim=True)
-    for _ in range(STEPS):
+    for step in range(STEPS):
         image = (weights * (direction @ factors)) @ factors.T
-        step = energy / (direction * image).sum(1, keepdim=True).clamp(min=TINY)
-        solution = solution + step * direction
-        rest = rest - step * image
+        length = energy / (direction * image).sum(1, keepdim=True).clamp(min=tiny)
+        solution = solution + length * direction
+        if step + 1 == STEPS:
+            break
+        rest = rest - length * image
         steepest = scale * (rest @ inverse)
         before, energy = energy, (rest * steepest).sum(1, keepdim=True)
-        direction = steepest + energy / before.clamp(min=TINY) * direction
+        direction = steepest + energy / before.clamp(min=tiny) * direction
     return solution
 
 
@@ -201,47 +309,46 @@ def spacing(values: np.ndarray, dtype: str) -> np.ndarray:
     return (np.frexp(np.maximum(magnitude, 2.0 ** LEAST_EXPONENT[dtype]))[1] - 1 - MANTISSA[dtype]).astype(np.int16)
 
 
-def spacings(data: np.ndarray, dtype: str) -> np.ndarray:
-    """Returns `spacing` of all values of a tensor, computed piece by piece."""
-    result = np.empty(data.size // WIDTHS[dtype], np.int16)
-    for start in range(0, len(result), PIECE):
-        check_awaited()
-        part = data[start * WIDTHS[dtype] : (start + PIECE) * WIDTHS[dtype]]
-        result[start : start + PIECE] = spacing(as_numbers(part, dtype), dtype)
-    return result
+def decompose(change: Change, start: torch.Tensor, passes: int) -> Components | None:
+    """Computes the leading singular components by power iterations over bands of rows, from some vectors near the right
+    singular ones (columns × width). Returns None if squares of the change are not finite."""
+    for _ in range(passes):
+        image = torch.zeros_like(start)
+        for band in change.bands():
+            part = change.rows(band)[0]
+            image += part.T @ (part @ start)
+        if not image.isfinite().all():
+            return None
+        start = torch.linalg.qr(image).Q
+    width = start.shape[1]
+    reduced, gram = torch.empty(change.shape[0], width), torch.zeros(width, width, dtype=torch.float64)
+    energy, touched = 0.0, 0
+    for band in change.bands():
+        part, energies = change.rows(band)
+        near = reduced[band] = part @ start
+        gram += near.double().T @ near.double()
+        energy, touched = energy + float(energies.sum()), touched + np.count_nonzero(energies)
+    if not math.isfinite(energy) or not gram.isfinite().all():
+        return None
+    values, turn = singular(gram)
+    return Components(values, start, reduced, turn, energy, touched)
 
 
-def decompose(change: torch.Tensor, energy: float, rank: int, power_iterations: int = 1) -> Components:
-    """Computes a randomized singular value decomposition (Halko, Martinsson, Tropp, arXiv 0909.4061) with a fixed seed.
+def best_rank(values: np.ndarray, energy: float, shape: tuple[int, int], grid: float) -> int:
+    """Returns the rank at which factors and rest together take the fewest bits, if the rest is white noise; 0 if none pays.
 
-    A single power iteration needs no orthogonal basis between its steps: what single precision loses is below the noise.
+    Args:
+        values: the leading singular values of the change, falling.
+        energy: sum of the squares of the whole change.
+        shape: of the change.
+        grid: mean variance of the rounding of the tensor's values to their type.
     """
-    rows, columns = change.shape
-    width = min(rank + OVERSAMPLING, rows, columns)
-    basis = change @ torch.randn(columns, width, generator=torch.Generator().manual_seed(0))
-    for iteration in range(power_iterations):
-        check_awaited()
-        image = change.T @ (torch.linalg.qr(basis).Q if iteration else basis)
-        check_awaited()
-        basis = change @ image
-    check_awaited()
-    basis = torch.linalg.qr(basis).Q
-    reduced = basis.T @ change
-    wide = reduced.double()
-    squares, turn = torch.linalg.eigh(wide @ wide.T)
-    values = squares.clamp(min=0).sqrt().flip(0)[:rank]
-    values = values[values > 1e-6 * values[0]]
-    return Components(values.numpy(), basis, reduced, turn.flip(1)[:, : len(values)].float(), energy)
-
-
-def best_rank(components: Components, grid: float) -> int:
-    """Returns the rank at which factors and rest together take the fewest bits, if the rest is white noise; 0 if none pays."""
-    rows, columns = components.lengths
-    count, values = rows * columns, components.values
-    if not len(values):
+    rows, columns = shape
+    count = rows * columns
+    if not len(values) or not count:
         return 0
     ranks = np.arange(1, len(values) + 1)
-    rest = np.maximum(components.energy - np.square(values).cumsum(), 0) / count + grid
+    rest = np.maximum(energy - np.square(values).cumsum(), 0) / count + grid
     share, square = _steps(values.cumsum(), ranks, rest, rows, columns)
     bits = count / 2 * (np.log2(rest) - np.log2(1 - share))
     for length in (rows, columns):
@@ -249,7 +356,7 @@ def best_rank(components: Components, grid: float) -> int:
         bits += length * np.triu(np.maximum(per_factor, 1)).sum(0)
     bits[share >= 0.5] = np.inf
     best = int(bits.argmin())
-    return best + 1 if bits[best] < count / 2 * math.log2(components.energy / count + grid) else 0
+    return best + 1 if bits[best] < count / 2 * math.log2(energy / count + grid) else 0
 
 
 def quantize(left: torch.Tensor, right: torch.Tensor, rest: float, finer: int = 0) -> Factors | None:
