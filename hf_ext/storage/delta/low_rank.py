@@ -7,7 +7,7 @@ costs the factors and saves bits of every value.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,11 +34,14 @@ PASSES = {2: 1, 3: 2}  # by level: power iterations over the whole matrix
 ROUNDS = {2: 2, 3: 6}  # by level: rounds of fitting the factors of changes that are completely of low rank
 FINEST = 7  # limit of a spacing's exponent below the largest: otherwise a few values would outweigh all others
 STEPS = 2  # of conjugate gradients, for the rows and for the columns, in each round
+LAST_STEPS = 4  # of conjugate gradients for the rows, once the columns are fitted
+ROWS_PER_FACTOR = 64  # at least, of the sample on which the columns are fitted
 PIECE = 1 << 18  # values whose change is computed at once
-SAMPLE = {2: 1 << 21, 3: 1 << 23}  # by level: values from which the factors of the columns are fitted
+SAMPLE = {2: 1 << 22, 3: 1 << 23}  # by level: values from which the factors of the columns are fitted
 MOST = 1 << 23  # values of the largest sample of rows
-BAND = 64  # rows that are fitted together, few enough for the cache
+BAND = 1 << 18  # values that are fitted together, few enough for the cache
 TINY = 1e-300  # replaces 0 in divisors
+LARGE = 4  # changes of more energy than that of so many roundings
 NEARLY_ALL = 1e-4  # a share of the energy below which single precision does not resolve the rest
 EXACT = 2**53  # up to here, double precision represents every sum of products
 GRID_SAMPLE = 4096  # values from which the spacing of a tensor's values is estimated
@@ -145,16 +148,18 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
         return []
     count = components.touched * columns
     is_all = components.energy_left(best) < max(4 * grid * count, NEARLY_ALL * components.energy)
-    results = []
-    for rank, halvings in search(best if is_all else min(best, MAX_RANK), is_all, level):
+    is_large = components.energy > LARGE * grid * count
+    results: list[Factors] = []
+    for rank, halvings in search(best if is_all else min(best, MAX_RANK), is_all, is_large, level):
         root = torch.from_numpy(np.sqrt(components.values[:rank])).float()
         left, right = components.left(rank) * root, components.right(rank) * root[:, None]
         rest = components.energy_left(rank) / count + grid
         if is_all:
             left, right = fit(change, left, right, level)
             rest = grid
-        quantized = (quantize(left, right, rest, finer) for finer in halvings)
-        results += [factors for factors in quantized if factors is not None]
+        quantized = [quantize(left, right, rest, finer) for finer in halvings]
+        # Those that would be finer than exact sums allow are the same.
+        results += {factors.exponent: factors for factors in quantized if factors is not None}.values()
     return results
 
 
@@ -226,19 +231,94 @@ def fit(change: Change, left: torch.Tensor, right: torch.Tensor, level: int) -> 
 
     The columns' factors are fitted on a sample of the rows.
     """
-    exact = torch.float32 if WIDTHS[change.dtype] == 2 else torch.float64
-    left, right = left.to(exact), right.to(exact)
-    rows = change.sample(SAMPLE[level])
-    part, numbers = change.rows(rows)[0], change.numbers(rows)
-    top = np.abs(numbers, where=np.isfinite(numbers), out=np.zeros_like(numbers)).max()
-    weights, some = weigh(numbers, change.dtype, top), left[torch.from_numpy(rows)]
+    (columns, rank), precision = right.T.shape, torch.float32 if WIDTHS[change.dtype] == 2 else torch.float64
+    left, right = left.to(precision), right.to(precision)
+    rows = change.sample(min(max(SAMPLE[level], ROWS_PER_FACTOR * rank * columns), MOST))
+    numbers = change.numbers(rows)
+    top = float(np.abs(numbers, where=np.isfinite(numbers), out=np.zeros_like(numbers)).max())
+    part, weights, some = change.rows(rows)[0], weigh(numbers, change.dtype, top), left[torch.from_numpy(rows)]
+    del numbers
+    step = max(1, BAND // columns)
+    bands = [slice(start, start + step) for start in range(0, len(rows), step)]
     for _ in range(ROUNDS[level]):
-        some = solve(weights, part, some, right)
-        right = solve(weights.T, part.T, right.T, some.T).T
-    del part, numbers, weights
-    for band in change.bands():
-        left[band] = solve(weigh(change.numbers(band), change.dtype, top), change.rows(band)[0], left[band], right)
+        for band in bands:
+            some[band] = fit_rows(part[band], weights[band], some[band], right, STEPS)
+        right = fit_columns([(part[band], weights[band], some[band]) for band in bands], right)
+    for start in range(0, change.shape[0], step):
+        band = slice(start, start + step)
+        weights = weigh(change.numbers(band), change.dtype, top)
+        left[band] = fit_rows(change.rows(band)[0], weights, left[band], right, LAST_STEPS)
     return left, right
+
+
+def fit_rows(part: torch.Tensor, weights: torch.Tensor, left: torch.Tensor, right: torch.Tensor, steps: int) -> torch.Tensor:
+    """Returns the factors of some rows (rows × rank) that are nearer to the least weighted error than `left`."""
+    check_awaited()
+    weights = weights.to(left.dtype)
+
+    def descent(direction: torch.Tensor) -> torch.Tensor:
+        return (direction @ right).mul_(weights) @ right.T
+
+    rest = (part - left @ right).mul_(weights) @ right.T
+    return descend(rest, descent, left, weights.mean(1, keepdim=True), right @ right.T, steps)
+
+
+def fit_columns(bands: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], right: torch.Tensor) -> torch.Tensor:
+    """Returns the factors of the columns (rank × columns) that are nearer to the least weighted error than `right`.
+
+    Args:
+        bands: the change, the weights and the row factors of bands of rows.
+    """
+    def descent(direction: torch.Tensor) -> torch.Tensor:
+        image = torch.zeros_like(direction)
+        for _, weights, left in bands:
+            check_awaited()
+            image += (left @ direction.T).mul_(weights).T @ left
+        return image
+
+    rest, total = torch.zeros_like(right.T), torch.zeros_like(right[0])
+    for part, weights, left in bands:
+        check_awaited()
+        rest += (part - left @ right).mul_(weights).T @ left
+        total += weights.sum(0)
+    left = torch.cat([left for *_, left in bands])
+    return descend(rest, descent, right.T, (total / len(left))[:, None], left.T @ left, STEPS).T
+
+
+def descend(
+    rest: torch.Tensor,
+    descent: Callable[[torch.Tensor], torch.Tensor],
+    solution: torch.Tensor,
+    scale: torch.Tensor,
+    gram: torch.Tensor,
+    steps: int,
+) -> torch.Tensor:
+    """Runs conjugate gradients for independent problems of weighted least squares, one for each row of the solution.
+
+    The problems are preconditioned as if the weights of each were equal.
+
+    Args:
+        rest: the negative gradient at the solution.
+        descent: returns how much of the gradient a step takes away.
+        solution: to start from.
+        scale: mean weight of each problem.
+        gram: of the factors, without weights.
+        steps: at most as many as the rank are of use.
+    """
+    inverse = torch.linalg.pinv(gram.double(), hermitian=True).to(rest.dtype)
+    tiny = torch.finfo(rest.dtype).tiny
+    direction = steepest = rest @ inverse / scale
+    energy = (rest * steepest).sum(1, keepdim=True)
+    for step in range(min(steps, len(gram)), 0, -1):
+        image = descent(direction)
+        length = energy / (direction * image).sum(1, keepdim=True).clamp(min=tiny)
+        solution = solution + length * direction
+        if step > 1:
+            rest = rest - length * image
+            steepest = rest @ inverse / scale
+            before, energy = energy, (rest * steepest).sum(1, keepdim=True)
+            direction = steepest + energy / before.clamp(min=tiny) * direction
+    return solution
 
 
 def weigh(numbers: np.ndarray, dtype: str, top: float) -> torch.Tensor:
@@ -252,49 +332,17 @@ def weigh(numbers: np.ndarray, dtype: str, top: float) -> torch.Tensor:
     return (top / powers).square_().float()
 
 
-def solve(weights: torch.Tensor, targets: torch.Tensor, start: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Returns, for each row of the targets (rows × columns), the coefficients of the factors (rank × columns) with the least
-    weighted error. Conjugate gradients start from `start` (rows × rank), preconditioned as if a row's weights were equal."""
-    wide = factors.double()
-    inverse = torch.linalg.pinv(wide @ wide.T, hermitian=True).to(factors.dtype)
-    solved = []
-    for weight, target, near in zip(*(values.split(BAND) for values in (weights, targets, start))):
-        check_awaited()
-        solved.append(descend(weight.to(factors.dtype), target.to(factors.dtype), near, factors, inverse))
-    return torch.cat(solved)
-
-
-def descend(
-    weights: torch.Tensor, targets: torch.Tensor, solution: torch.Tensor, factors: torch.Tensor, inverse: torch.Tensor
-) -> torch.Tensor:
-    """Runs STEPS steps of conjugate gradients for `solve`."""
-    scale = 1 / weights.mean(1, keepdim=True)
-    tiny = torch.finfo(factors.dtype).tiny
-    rest = (weights * (targets - solution @ factors)) @ factors.T
-    direction = steepest = scale * (rest @ inverse)
-    energy = (rest * steepest).sum(1, keepdim=True)
-    for step in range(STEPS):
-        image = (weights * (direction @ factors)) @ factors.T
-        length = energy / (direction * image).sum(1, keepdim=True).clamp(min=tiny)
-        solution = solution + length * direction
-        if step + 1 == STEPS:
-            break
-        rest = rest - length * image
-        steepest = scale * (rest @ inverse)
-        before, energy = energy, (rest * steepest).sum(1, keepdim=True)
-        direction = steepest + energy / before.clamp(min=tiny) * direction
-    return solution
-
-
-def search(rank: int, is_all: bool, level: int) -> list[tuple[int, Sequence[int]]]:
+def search(rank: int, is_all: bool, is_large: bool, level: int) -> list[tuple[int, Sequence[int]]]:
     """Returns the ranks to try, each with the step sizes to try: how often the squared step of the factors is halved, starting
     from the best one for a rest of white noise.
 
     A change that is completely of low rank leaves hardly any rest. Each value is then predicted exactly or is off by one step,
-    and finer factors make the latter rarer.
+    and finer factors make the latter rarer. That pays most where the change is large against the spacing of the values.
     """
+    if is_all and level == 2:
+        return [(rank, [4, 7] if is_large else [3])]
     if is_all:
-        return [(rank, [4, 8] if level == 2 else range(0, 14, 2))]
+        return [(rank, range(0, 14, 2))]
     if level == 2:
         return [(rank, [0])]
     return [(near, [-1, 0, 1]) for near in sorted({rank * 3 // 4, rank, rank * 5 // 4}) if near]
