@@ -60,6 +60,28 @@ class Factors(NamedTuple):
     exponent: int
 
 
+class Grid(NamedTuple):
+    """The rounding of a tensor's values to their type."""
+
+    variances: np.ndarray  # of the rounding errors of values of different magnitudes
+    shares: np.ndarray  # of all values
+
+    @classmethod
+    def of(cls, spacings: np.ndarray) -> Grid:
+        """Describes the rounding of values with these exponents of their spacings."""
+        exponents, counts = np.unique(spacings, return_counts=True)
+        return cls(np.exp2(2.0 * exponents) / 12, counts / len(spacings))
+
+    @property
+    def mean(self) -> float:
+        return float(self.variances @ self.shares)
+
+    def bits(self, variance):
+        """Returns how many bits a value takes that is predicted with an error of this variance, beside a constant. The variance
+        is a number or an array."""
+        return np.log2(np.add.outer(variance, self.variances) + TINY) @ self.shares / 2
+
+
 class Change:
     """The difference between a matrix and its prediction, computed anew whenever some of its rows are needed.
 
@@ -138,8 +160,8 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
     values = rows * columns
     sample = data.reshape(values, -1)[:: 1 + values // GRID_SAMPLE].reshape(-1)
     with np.errstate(over="ignore"):  # float64 values may be too far apart to be squared
-        grid = float(np.exp2(2.0 * spacing(as_numbers(sample, dtype), dtype)).mean()) / 12
-    start = glance(change, grid, MAX_RANK_OF_ALL[level]) if math.isfinite(grid) else None
+        grid = Grid.of(spacing(as_numbers(sample, dtype), dtype))
+    start = glance(change, grid, MAX_RANK_OF_ALL[level]) if math.isfinite(grid.mean) else None
     components = None if start is None else decompose(change, start, PASSES[level])
     if components is None:
         return []
@@ -147,28 +169,28 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
     if best == 0:
         return []
     count = components.touched * columns
-    is_all = components.energy_left(best) < max(4 * grid * count, NEARLY_ALL * components.energy)
-    is_large = components.energy > LARGE * grid * count
+    is_all = components.energy_left(best) < max(4 * grid.mean * count, NEARLY_ALL * components.energy)
+    is_large = components.energy > LARGE * grid.mean * count
     results: list[Factors] = []
     for rank, halvings in search(best if is_all else min(best, MAX_RANK), is_all, is_large, level):
         root = torch.from_numpy(np.sqrt(components.values[:rank])).float()
         left, right = components.left(rank) * root, components.right(rank) * root[:, None]
-        rest = components.energy_left(rank) / count + grid
+        rest = components.energy_left(rank) / count + grid.mean
         if is_all:
             left, right = fit(change, left, right, level)
-            rest = grid
+            rest = grid.mean
         quantized = [quantize(left, right, rest, finer) for finer in halvings]
         # Those that would be finer than exact sums allow are the same.
         results += {factors.exponent: factors for factors in quantized if factors is not None}.values()
     return results
 
 
-def glance(change: Change, grid: float, most: int) -> torch.Tensor | None:
+def glance(change: Change, grid: Grid, most: int) -> torch.Tensor | None:
     """Returns the leading right singular vectors of a sample of rows (columns × width) with a few more for good measure, or
     None if the sample shows that no component pays.
 
     Args:
-        grid: mean variance of the rounding of the tensor's values to their type.
+        grid: the rounding of the tensor's values to their type.
         most: limit of the rank.
     """
     rows, columns = change.shape
@@ -180,9 +202,10 @@ def glance(change: Change, grid: float, most: int) -> torch.Tensor | None:
         scale = rows / sampled
         shape = round(touched * scale), columns
         # A component takes at least a bit for each factor.
-        if not 0 < energy < math.inf or shape[0] * columns / 2 * math.log2(
-            1 + energy / (grid * touched * columns + TINY)
-        ) < sum(shape):
+        if not 0 < energy < math.inf:
+            return None
+        most_saved = shape[0] * columns * (grid.bits(energy / (touched * columns)) - grid.bits(0))
+        if most_saved < sum(shape):
             return None
         noise = torch.randn(columns, min(width + OVERSAMPLING, touched), generator=torch.Generator().manual_seed(0))
         basis = torch.linalg.qr(part.T @ (part @ noise)).Q
@@ -382,29 +405,29 @@ def decompose(change: Change, start: torch.Tensor, passes: int) -> Components | 
     return Components(values, start, reduced, turn, energy, touched)
 
 
-def best_rank(values: np.ndarray, energy: float, shape: tuple[int, int], grid: float) -> int:
+def best_rank(values: np.ndarray, energy: float, shape: tuple[int, int], grid: Grid) -> int:
     """Returns the rank at which factors and rest together take the fewest bits, if the rest is white noise; 0 if none pays.
 
     Args:
         values: the leading singular values of the change, falling.
         energy: sum of the squares of the whole change.
         shape: of the change.
-        grid: mean variance of the rounding of the tensor's values to their type.
+        grid: the rounding of the tensor's values to their type.
     """
     rows, columns = shape
     count = rows * columns
     if not len(values) or not count:
         return 0
     ranks = np.arange(1, len(values) + 1)
-    rest = np.maximum(energy - np.square(values).cumsum(), 0) / count + grid
-    share, square = _steps(values.cumsum(), ranks, rest, rows, columns)
-    bits = count / 2 * (np.log2(rest) - np.log2(1 - share))
+    rest = np.maximum(energy - np.square(values).cumsum(), 0) / count
+    share, square = _steps(values.cumsum(), ranks, rest + grid.mean, rows, columns)
+    bits = count * (grid.bits(rest) - np.log2(1 - share) / 2)
     for length in (rows, columns):
         per_factor = np.log2(values[:, None] / (length * square[None, :])) / 2 + GAUSSIAN_BITS
         bits += length * np.triu(np.maximum(per_factor, 1)).sum(0)
     bits[share >= 0.5] = np.inf
     best = int(bits.argmin())
-    return best + 1 if bits[best] < count / 2 * math.log2(energy / count + grid) else 0
+    return best + 1 if bits[best] < count * grid.bits(energy / count) else 0
 
 
 def quantize(left: torch.Tensor, right: torch.Tensor, rest: float, finer: int = 0) -> Factors | None:
