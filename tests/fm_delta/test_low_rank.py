@@ -11,6 +11,7 @@ from test_codec_core import BF16, FP16, FP32, FP64, decode, every_type, fine_tun
 
 from hf_ext import _native
 from hf_ext.storage.delta import codec, low_rank
+from hf_ext.storage.safetensors_file import RawTensor
 
 ROWS, COLUMNS = 96, 128
 
@@ -170,21 +171,110 @@ def low_rank_pair(dtype: torch.dtype, rank: int, noise: float) -> tuple[torch.Te
     return (base.double() + change + noise * torch.randn(192, 256, generator=draw)).to(dtype), base
 
 
+def change_of(tensor: torch.Tensor, base: torch.Tensor) -> low_rank.Change:
+    raw, twin = RawTensor.from_torch(tensor), RawTensor.from_torch(base)
+    return low_rank.Change(raw.data, twin.data, raw.dtype, tensor.shape[1])
+
+
+def fine_grid() -> low_rank.Grid:
+    return low_rank.Grid(np.array([1e-20]), np.array([1.0]))
+
+
 def test_the_decomposition_finds_the_leading_components():
     tensor, base = low_rank_pair(torch.float32, 6, 1e-5)
-    found = low_rank.decompose(tensor - base, float((tensor - base).square().sum()), 12)
+    start = torch.randn(256, 20, generator=torch.Generator().manual_seed(1))
+    found = low_rank.decompose(change_of(tensor, base), start, 1)
     exact = torch.linalg.svd(tensor - base)
     np.testing.assert_allclose(found.values[:6], exact.S[:6], rtol=1e-4)
-    assert np.square(found.values).sum() == pytest.approx(exact.S[:12].square().sum().item(), rel=1e-4)
+    assert np.square(found.values[:12]).sum() == pytest.approx(exact.S[:12].square().sum().item(), rel=1e-4)
+    assert found.touched == 192 and found.energy == pytest.approx(exact.S.square().sum().item(), rel=1e-5)
     torch.testing.assert_close(found.left(12).T @ found.left(12), torch.eye(12), atol=1e-4, rtol=0)
+    torch.testing.assert_close(found.right(12) @ found.right(12).T, torch.eye(12), atol=1e-4, rtol=0)
+    near = found.left(6) @ (torch.from_numpy(found.values[:6, None]).float() * found.right(6))
+    torch.testing.assert_close(near, tensor - base, atol=6e-5, rtol=0)
 
 
 def test_the_rank_is_that_of_the_change_where_the_rest_is_noise():
     tensor, base = low_rank_pair(torch.float32, 6, 1e-4)
     noise = torch.randn(192, 256, generator=torch.Generator().manual_seed(8))
-    for change, rank in ((tensor - base, 6), (noise, 0)):
-        found = low_rank.decompose(change, float(change.double().square().sum()), low_rank.MAX_RANK)
-        assert low_rank.best_rank(found, 0.0) == rank
+    start = torch.randn(256, 72, generator=torch.Generator().manual_seed(1))
+    for change, rank in ((change_of(tensor, base), 6), (change_of(noise, torch.zeros_like(noise)), 0)):
+        found = low_rank.decompose(change, start, 1)
+        assert low_rank.best_rank(found.values, found.energy, change.shape, fine_grid()) == rank
+
+
+@pytest.mark.parametrize("rank, width", [(0, 0), (1, 9), (6, 14), (40, 48)])
+def test_a_sample_of_the_rows_shows_about_the_rank(rank, width):
+    """The first look is at 192 rows, the next ones at more."""
+    draw = torch.Generator().manual_seed(9)
+    tensor = torch.randn(3000, rank, generator=draw) @ torch.randn(rank, 256, generator=draw) * 2e-3
+    tensor += torch.randn(3000, 256, generator=draw) * 1e-3
+    start = low_rank.glance(change_of(tensor, torch.zeros_like(tensor)), fine_grid(), low_rank.MAX_RANK)
+    assert (0 if start is None else start.shape[1]) == width
+
+
+def test_singular_values_of_a_whole_matrix_are_estimated_from_a_sample_of_its_rows():
+    draw = torch.Generator().manual_seed(10)
+    strengths = torch.tensor([4.0, 2.0, 1.0, 0.5])
+    change = (torch.randn(4000, 4, generator=draw) * strengths) @ torch.randn(4, 300, generator=draw)
+    change += 3 * torch.randn(4000, 300, generator=draw)
+    exact, sampled = torch.linalg.svdvals(change), torch.linalg.svdvals(change[::10])
+    found = low_rank.whole_values(sampled[:16].double().numpy(), float(change[::10].square().sum()), 400, (4000, 300))
+    assert 3 <= len(found) <= 4  # the fourth does not stand out of the sample's noise
+    np.testing.assert_allclose(found[:3], exact[:3], rtol=0.1)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_no_more_than_a_sample_is_read_where_nothing_pays(monkeypatch):
+    """Changes of single values by one step, as a last step of training makes them, and changes without structure."""
+    draw = torch.Generator().manual_seed(11)
+    base = (torch.randn(2048, 256, generator=draw) * 0.05).bfloat16()
+    few = torch.where(torch.rand(2048, 256, generator=draw) < 0.02, (base.view(torch.int16) + 1).view(torch.bfloat16), base)
+    white = (base.float() + torch.randn(2048, 256, generator=draw) * 1e-3).bfloat16()
+    monkeypatch.setattr(low_rank.Change, "bands", raises)
+    for tensor in (few, white, base):
+        raw, twin = RawTensor.from_torch(tensor), RawTensor.from_torch(base)
+        assert low_rank.changes(raw.data, twin.data, "BF16", 256, 2) == []
+
+
+def raises(*_):
+    raise AssertionError("all rows were read")
+
+
+def tall_pair() -> tuple[torch.Tensor, torch.Tensor]:
+    """An embedding and a merged LoRA of rank 8 of it."""
+    draw = torch.Generator().manual_seed(12)
+    base = (torch.randn(65536, 128, generator=draw) * 0.05).bfloat16()
+    change = torch.randn(65536, 8, generator=draw) @ torch.randn(8, 128, generator=draw) * 1e-3
+    return base + change.bfloat16(), base
+
+
+def test_factors_from_a_sample_of_the_rows_are_as_good(monkeypatch):
+    tensor, base = tall_pair()
+    whole = codec.encode(tensor, base)
+    assert len(whole) < 0.7 * len(codec.encode(tensor, base, level=1)) and bits(codec.decode(whole, base)) == bits(tensor)
+    monkeypatch.setitem(low_rank.SAMPLE, 2, 1 << 19)
+    assert len(codec.encode(tensor, base)) < 1.01 * len(whole)
+
+
+def test_memory_does_not_grow_with_the_rows():
+    """Of a matrix of 32 MB in bfloat16, whose change would take 64 MB, no array of more than a few MB exists."""
+    script = """
+import sys
+import torch
+from hf_ext.storage.delta import codec
+PAIR
+tensor, base = tall_pair()
+base = torch.cat([base, base]); tensor = torch.cat([tensor, tensor])
+def peak():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) // 1024
+codec.encode(tensor[:4096], base[:4096])
+"""
+    assert script
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)

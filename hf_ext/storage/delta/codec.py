@@ -135,7 +135,7 @@ def encode_raw(
         attempts = [base_values, 0] if base_values else [0]
         for predicted in attempts:
             prediction = _prediction(base, tensor.dtype, predicted)
-            changes = _changes(tensor, prediction, predicted, level)
+            changes = _changes(tensor, data, prediction, level)
             candidate = _native.encode(
                 data, prediction, FLOATS[tensor.dtype], row_length(tensor.shape), predicted, threads, changes
             )
@@ -344,15 +344,14 @@ def _predicted_values(tensor: RawTensor, base: RawTensor | None) -> int:
     return values if shared == values else shared - shared % row_length(tensor.shape)
 
 
-def _changes(tensor: RawTensor, prediction: np.ndarray | None, values: int, level: int) -> tuple[Factors, ...]:
-    """Returns low-rank changes that may bring the base's values closer to the tensor's."""
+def _changes(tensor: RawTensor, data: np.ndarray, prediction: np.ndarray | None, level: int) -> tuple[Factors, ...]:
+    """Returns low-rank changes that may bring the base's values closer to the tensor's, whose aligned bytes are `data`."""
     length = row_length(tensor.shape)
     if level == LEVELS[0] or prediction is None or len(tensor.shape) < 2 or length != math.prod(tensor.shape[1:]):
         return ()
     from hf_ext.storage.delta import low_rank  # needs PyTorch
 
-    data = aligned(tensor.data[: prediction.size], tensor.dtype)
-    return tuple(low_rank.changes(data, prediction, tensor.dtype, length, level))
+    return tuple(low_rank.changes(data[: prediction.size], prediction, tensor.dtype, length, level))
 
 
 def _prediction(base: RawTensor | None, dtype: str, values: int) -> np.ndarray | None:

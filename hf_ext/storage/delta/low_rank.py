@@ -15,6 +15,7 @@ import numpy as np
 from hf_ext.errors import MissingDependencyError
 from hf_ext.storage.native import FLOATS, WIDTHS, _native, as_numbers
 from hf_ext.storage.prefetch import check_awaited
+from hf_ext.storage.safetensors_file import torch_dtype
 
 try:
     import torch
@@ -27,7 +28,7 @@ MAX_RANK = 64  # each component adds a product to the decoding of every value
 MAX_RANK_OF_ALL = {2: MAX_RANK, 3: 256}  # by level, for changes that are completely of low rank
 OVERSAMPLING = 8
 LEAST = 64  # smaller numbers of rows or columns are not worth it
-FEW = 16  # components that a first look at a sample of the rows is for
+FEW = 8  # components that a first look at a sample of the rows is for
 ROWS_PER_COMPONENT = 12  # of that sample
 MAX_EXPONENT = 100
 PASSES = {2: 1, 3: 2}  # by level: power iterations over the whole matrix
@@ -41,9 +42,11 @@ SAMPLE = {2: 1 << 22, 3: 1 << 23}  # by level: values from which the factors of 
 MOST = 1 << 23  # values of the largest sample of rows
 BAND = 1 << 18  # values that are fitted together, few enough for the cache
 TINY = 1e-300  # replaces 0 in divisors
-LARGE = 4  # changes of more energy than that of so many roundings
+LEAST_SAVED = 0.01  # of the bits that the whole change takes
+MOST_ENERGY = 1e30  # of a change whose squares single precision can add up
 NEARLY_ALL = 1e-4  # a share of the energy below which single precision does not resolve the rest
 EXACT = 2**53  # up to here, double precision represents every sum of products
+STEP_SAMPLE = 1 << 16  # values on which steps of the factors are compared
 GRID_SAMPLE = 4096  # values from which the spacing of a tensor's values is estimated
 GAUSSIAN_BITS = 0.5 * math.log2(2 * math.pi * math.e)  # entropy of a Gaussian number with a standard deviation of one step
 
@@ -112,7 +115,14 @@ class Change:
     def sample(self, values: int) -> np.ndarray:
         """Returns the indices of random rows of at most this many values, always the same ones."""
         count = min(max(1, values // self.shape[1]), self.shape[0])
-        return np.sort(np.random.default_rng(0).permutation(self.shape[0])[:count])
+        return np.sort(np.random.default_rng(0).choice(self.shape[0], count, replace=False, shuffle=False))
+
+    def pair(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the values in some rows in their own type, and their predictions as float32."""
+        values, predictions = (
+            torch.from_numpy(array[rows]).view(torch_dtype(self.dtype)) for array in (self._values, self._predictions)
+        )
+        return values, predictions.float()
 
     def numbers(self, rows: slice | np.ndarray) -> np.ndarray:
         """Returns the matrix's values themselves in some rows, float64 for F64 and float32 for the other types."""
@@ -170,15 +180,16 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
         return []
     count = components.touched * columns
     is_all = components.energy_left(best) < max(4 * grid.mean * count, NEARLY_ALL * components.energy)
-    is_large = components.energy > LARGE * grid.mean * count
     results: list[Factors] = []
-    for rank, halvings in search(best if is_all else min(best, MAX_RANK), is_all, is_large, level):
+    for rank, halvings in search(best if is_all else min(best, MAX_RANK), is_all, dtype, level):
         root = torch.from_numpy(np.sqrt(components.values[:rank])).float()
         left, right = components.left(rank) * root, components.right(rank) * root[:, None]
         rest = components.energy_left(rank) / count + grid.mean
         if is_all:
             left, right = fit(change, left, right, level)
             rest = grid.mean
+        if is_all and level == 2 and WIDTHS[dtype] == 2:
+            halvings = [best_step(change, left, right, rest, halvings)]
         quantized = [quantize(left, right, rest, finer) for finer in halvings]
         # Those that would be finer than exact sums allow are the same.
         results += {factors.exponent: factors for factors in quantized if factors is not None}.values()
@@ -198,14 +209,10 @@ def glance(change: Change, grid: Grid, most: int) -> torch.Tensor | None:
     while True:
         width = min(width, most)
         part, energies = change.rows(change.sample(min(ROWS_PER_COMPONENT * (width + OVERSAMPLING) * columns, MOST)))
-        sampled, touched, energy = len(part), np.count_nonzero(energies), float(energies.sum())
+        sampled, touched, energy = len(part), int(np.count_nonzero(energies)), float(energies.sum())
         scale = rows / sampled
         shape = round(touched * scale), columns
-        # A component takes at least a bit for each factor.
-        if not 0 < energy < math.inf:
-            return None
-        most_saved = shape[0] * columns * (grid.bits(energy / (touched * columns)) - grid.bits(0))
-        if most_saved < sum(shape):
+        if not 0 < energy < MOST_ENERGY:
             return None
         noise = torch.randn(columns, min(width + OVERSAMPLING, touched), generator=torch.Generator().manual_seed(0))
         basis = torch.linalg.qr(part.T @ (part @ noise)).Q
@@ -240,8 +247,8 @@ def whole_values(values: np.ndarray, energy: float, sampled: int, shape: tuple[i
 
 
 def singular(gram: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
-    """Returns the singular values of a matrix, falling, and its right singular vectors (float32), from its Gram matrix. Tiny ones are left
-    out."""
+    """Returns the singular values of a matrix, falling, and its right singular vectors (float32), from its Gram matrix. Tiny
+    ones are left out."""
     squares, turn = torch.linalg.eigh(gram)
     values = squares.clamp(min=0).sqrt().flip(0).numpy()
     values = values[values > 1e-6 * values[0]]
@@ -252,60 +259,77 @@ def fit(change: Change, left: torch.Tensor, right: torch.Tensor, level: int) -> 
     """Fits a product of the same rank to a change by weighted least squares, alternating between rows and columns. The weight
     of a value follows from its spacing, which limits how exactly the value is known.
 
-    The columns' factors are fitted on a sample of the rows.
+    The columns' factors are fitted on a sample of the rows. All rows then improve them.
     """
     (columns, rank), precision = right.T.shape, torch.float32 if WIDTHS[change.dtype] == 2 else torch.float64
     left, right = left.to(precision), right.to(precision)
     rows = change.sample(min(max(SAMPLE[level], ROWS_PER_FACTOR * rank * columns), MOST))
     numbers = change.numbers(rows)
-    top = float(np.abs(numbers, where=np.isfinite(numbers), out=np.zeros_like(numbers)).max())
+    largest = float(np.abs(numbers, where=np.isfinite(numbers), out=np.zeros_like(numbers)).max())
+    top = max(largest, 2.0 ** LEAST_EXPONENT[change.dtype])
     part, weights, some = change.rows(rows)[0], weigh(numbers, change.dtype, top), left[torch.from_numpy(rows)]
     del numbers
     step = max(1, BAND // columns)
-    bands = [slice(start, start + step) for start in range(0, len(rows), step)]
+    sampled, whole = ([slice(at, at + step) for at in range(0, count, step)] for count in (len(rows), change.shape[0]))
+
+    def of_sample() -> Iterator[Weighted]:
+        return (Weighted(part[band], weights[band], some[band]) for band in sampled)
+
+    def of_all() -> Iterator[Weighted]:
+        return (Weighted(change.rows(band)[0], weigh(change.numbers(band), change.dtype, top), left[band]) for band in whole)
+
     for _ in range(ROUNDS[level]):
-        for band in bands:
-            some[band] = fit_rows(part[band], weights[band], some[band], right, STEPS)
-        right = fit_columns([(part[band], weights[band], some[band]) for band in bands], right)
-    for start in range(0, change.shape[0], step):
-        band = slice(start, start + step)
-        weights = weigh(change.numbers(band), change.dtype, top)
-        left[band] = fit_rows(change.rows(band)[0], weights, left[band], right, LAST_STEPS)
+        fit_rows(of_sample(), right, STEPS)
+        right = fit_columns(of_sample, right)
+    if len(rows) < change.shape[0]:
+        del part, weights, some
+        fit_rows(of_all(), right, STEPS)
+        right = fit_columns(of_all, right)
+    fit_rows(of_all(), right, LAST_STEPS)
     return left, right
 
 
-def fit_rows(part: torch.Tensor, weights: torch.Tensor, left: torch.Tensor, right: torch.Tensor, steps: int) -> torch.Tensor:
-    """Returns the factors of some rows (rows × rank) that are nearer to the least weighted error than `left`."""
-    check_awaited()
-    weights = weights.to(left.dtype)
+class Weighted(NamedTuple):
+    """A band of rows of a change."""
 
-    def descent(direction: torch.Tensor) -> torch.Tensor:
-        return (direction @ right).mul_(weights) @ right.T
-
-    rest = (part - left @ right).mul_(weights) @ right.T
-    return descend(rest, descent, left, weights.mean(1, keepdim=True), right @ right.T, steps)
+    change: torch.Tensor  # rows × columns
+    weights: torch.Tensor  # rows × columns
+    left: torch.Tensor  # rows × rank: their factors
 
 
-def fit_columns(bands: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], right: torch.Tensor) -> torch.Tensor:
-    """Returns the factors of the columns (rank × columns) that are nearer to the least weighted error than `right`.
+def fit_rows(bands: Iterator[Weighted], right: torch.Tensor, steps: int) -> None:
+    """Brings the factors of rows, in place, nearer to the least weighted error."""
+    gram = right @ right.T
+    for change, weights, left in bands:
+        check_awaited()
+        weights = weights.to(left.dtype)
 
-    Args:
-        bands: the change, the weights and the row factors of bands of rows.
-    """
+        def descent(direction: torch.Tensor, weights: torch.Tensor = weights) -> torch.Tensor:
+            return (direction @ right).mul_(weights) @ right.T
+
+        rest = (change - left @ right).mul_(weights) @ right.T
+        left.copy_(descend(rest, descent, left, weights.mean(1, keepdim=True), gram, steps))
+
+
+def fit_columns(bands: Callable[[], Iterator[Weighted]], right: torch.Tensor) -> torch.Tensor:
+    """Returns factors of the columns (rank × columns) that are nearer to the least weighted error than `right`."""
+
     def descent(direction: torch.Tensor) -> torch.Tensor:
         image = torch.zeros_like(direction)
-        for _, weights, left in bands:
+        for _, weights, left in bands():
             check_awaited()
             image += (left @ direction.T).mul_(weights).T @ left
         return image
 
-    rest, total = torch.zeros_like(right.T), torch.zeros_like(right[0])
-    for part, weights, left in bands:
+    rest, total, gram = torch.zeros_like(right.T), torch.zeros_like(right[0]), right.new_zeros(len(right), len(right))
+    count = 0
+    for change, weights, left in bands():
         check_awaited()
-        rest += (part - left @ right).mul_(weights).T @ left
+        rest += (change - left @ right).mul_(weights).T @ left
         total += weights.sum(0)
-    left = torch.cat([left for *_, left in bands])
-    return descend(rest, descent, right.T, (total / len(left))[:, None], left.T @ left, STEPS).T
+        count += len(left)
+        gram += left.T @ left
+    return descend(rest, descent, right.T, (total / count)[:, None], gram, STEPS).T
 
 
 def descend(
@@ -348,24 +372,24 @@ def weigh(numbers: np.ndarray, dtype: str, top: float) -> torch.Tensor:
     """Returns the weights of values whose spacing limits how exactly they are known: 1 for those like `top`, more for smaller
     ones (float32)."""
     least = max(2.0 ** LEAST_EXPONENT[dtype], top * 2.0**-FINEST)
-    magnitudes = torch.from_numpy(numbers).abs().nan_to_num_(top, top).clamp_(least, top)
-    # The power of two below it is half the spacing's.
+    magnitudes = torch.from_numpy(np.abs(numbers)).nan_to_num_(top, top).clamp_(least, top)
+    # Without its mantissa, a value is its spacing times a constant.
     mask = -1 << (52 if dtype == "F64" else 23)
     powers = magnitudes.view(torch.int64 if dtype == "F64" else torch.int32).bitwise_and_(mask).view(magnitudes.dtype)
     return (top / powers).square_().float()
 
 
-def search(rank: int, is_all: bool, is_large: bool, level: int) -> list[tuple[int, Sequence[int]]]:
+def search(rank: int, is_all: bool, dtype: str, level: int) -> list[tuple[int, Sequence[int]]]:
     """Returns the ranks to try, each with the step sizes to try: how often the squared step of the factors is halved, starting
     from the best one for a rest of white noise.
 
     A change that is completely of low rank leaves hardly any rest. Each value is then predicted exactly or is off by one step,
-    and finer factors make the latter rarer. That pays most where the change is large against the spacing of the values.
+    and finer factors make the latter rarer.
     """
     if is_all and level == 2:
-        return [(rank, [4, 7] if is_large else [3])]
-    if is_all:
-        return [(rank, range(0, 14, 2))]
+        return [(rank, range(1, 10, 2) if WIDTHS[dtype] == 2 else [4, 7])]
+    if is_all:  # fitted with weights, more components may pay than it seemed
+        return [(near, range(0, 14, 2)) for near in (rank, rank * 3 // 2 + 1)]
     if level == 2:
         return [(rank, [0])]
     return [(near, [-1, 0, 1]) for near in sorted({rank * 3 // 4, rank, rank * 5 // 4}) if near]
@@ -398,15 +422,16 @@ def decompose(change: Change, start: torch.Tensor, passes: int) -> Components | 
         part, energies = change.rows(band)
         near = reduced[band] = part @ start
         gram += near.double().T @ near.double()
-        energy, touched = energy + float(energies.sum()), touched + np.count_nonzero(energies)
-    if not math.isfinite(energy) or not gram.isfinite().all():
+        energy, touched = energy + float(energies.sum()), touched + int(np.count_nonzero(energies))
+    if not energy < MOST_ENERGY:
         return None
     values, turn = singular(gram)
     return Components(values, start, reduced, turn, energy, touched)
 
 
 def best_rank(values: np.ndarray, energy: float, shape: tuple[int, int], grid: Grid) -> int:
-    """Returns the rank at which factors and rest together take the fewest bits, if the rest is white noise; 0 if none pays.
+    """Returns the rank at which factors and rest together take the fewest bits, if the rest is white noise; 0 if none pays: if
+    it does not save a share of LEAST_SAVED.
 
     Args:
         values: the leading singular values of the change, falling.
@@ -427,21 +452,42 @@ def best_rank(values: np.ndarray, energy: float, shape: tuple[int, int], grid: G
         bits += length * np.triu(np.maximum(per_factor, 1)).sum(0)
     bits[share >= 0.5] = np.inf
     best = int(bits.argmin())
-    return best + 1 if bits[best] < count * grid.bits(energy / count) else 0
+    most = count * grid.bits(energy / count)
+    return best + 1 if most - bits[best] > LEAST_SAVED * (most - count * grid.bits(0.0)) else 0
 
 
-def quantize(left: torch.Tensor, right: torch.Tensor, rest: float, finer: int = 0) -> Factors | None:
+def best_step(change: Change, left: torch.Tensor, right: torch.Tensor, rest: float, halvings: Sequence[int]) -> int:
+    """Returns the step size that takes the fewest bits, of those that `search` gives, from how many values of a sample of rows
+    the rounded factors do not predict."""
+    rows = change.sample(STEP_SAMPLE)
+    values, base = change.pair(rows)
+    some = left[torch.from_numpy(rows)]
+    bits = []
+    for finer in halvings:
+        factors = quantize(some, right, rest, finer, len(left))
+        if factors is None:
+            break
+        product = torch.from_numpy(factors.rows).float() @ torch.from_numpy(factors.columns).float()
+        missed = float(((base + product * 2.0**-factors.exponent).to(values.dtype) != values).double().mean())
+        # A value that is missed takes a bit more for its sign.
+        entropy = missed - sum(share * math.log2(share) for share in (missed, 1 - missed) if share)
+        bits.append(len(left) * right.shape[1] * entropy + finer / 2 * (left.numel() + right.numel()))
+    return halvings[int(np.argmin(bits))] if bits else halvings[0]
+
+
+def quantize(left: torch.Tensor, right: torch.Tensor, rest: float, finer: int = 0, whole: int = 0) -> Factors | None:
     """Rounds the factors of a product (rows × rank times rank × columns) to integers, with the step that takes the fewest bits.
     Returns None if no step gives exact sums.
 
     Args:
         rest: variance of what the product leaves of a value, including the rounding of its type.
         finer: number of times that the squared step is halved.
+        whole: number of rows of the matrix, if these are a sample.
     """
     left, right = left.double(), right.double()
     (rows, rank), columns = left.shape, right.shape[1]
     most = rank * float(left.abs().max()) * float(right.abs().max())
-    square = float(_steps(float(left.square().sum()), rank, rest, rows, columns)[1])
+    square = float(_steps(float(left.square().sum()) * (whole or rows) / rows, rank, rest, whole or rows, columns)[1])
     if not (0 < square < math.inf and 0 < most < math.inf):
         return None
     exponent = min(round(-math.log2(square)) + finer, math.floor(math.log2(EXACT / most)) - 1)
