@@ -1,5 +1,8 @@
 """A low-rank part of a change is found, told in small integers, and taken out of the difference, without a bit lost."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import reference_codec as reference
@@ -220,28 +223,24 @@ def test_singular_values_of_a_whole_matrix_are_estimated_from_a_sample_of_its_ro
     change += 3 * torch.randn(4000, 300, generator=draw)
     exact, sampled = torch.linalg.svdvals(change), torch.linalg.svdvals(change[::10])
     found = low_rank.whole_values(sampled[:16].double().numpy(), float(change[::10].square().sum()), 400, (4000, 300))
-    assert 3 <= len(found) <= 4  # the fourth does not stand out of the sample's noise
-    np.testing.assert_allclose(found[:3], exact[:3], rtol=0.1)
-
-
-class Interrupted(Exception):
-    pass
+    assert len(found) < 8  # the noise of the sample passes for hardly any component
+    np.testing.assert_allclose(found[:4], exact[:4], rtol=0.1)
 
 
 def test_no_more_than_a_sample_is_read_where_nothing_pays(monkeypatch):
-    """Changes of single values by one step, as a last step of training makes them, and changes without structure."""
+    """Changes of single values by one step, as the last steps of a training make them, and changes without structure."""
+
+    def bands(change: low_rank.Change):
+        raise AssertionError("all rows were read")
+
     draw = torch.Generator().manual_seed(11)
     base = (torch.randn(2048, 256, generator=draw) * 0.05).bfloat16()
     few = torch.where(torch.rand(2048, 256, generator=draw) < 0.02, (base.view(torch.int16) + 1).view(torch.bfloat16), base)
     white = (base.float() + torch.randn(2048, 256, generator=draw) * 1e-3).bfloat16()
-    monkeypatch.setattr(low_rank.Change, "bands", raises)
+    monkeypatch.setattr(low_rank.Change, "bands", bands)
     for tensor in (few, white, base):
         raw, twin = RawTensor.from_torch(tensor), RawTensor.from_torch(base)
         assert low_rank.changes(raw.data, twin.data, "BF16", 256, 2) == []
-
-
-def raises(*_):
-    raise AssertionError("all rows were read")
 
 
 def tall_pair() -> tuple[torch.Tensor, torch.Tensor]:
@@ -260,21 +259,33 @@ def test_factors_from_a_sample_of_the_rows_are_as_good(monkeypatch):
     assert len(codec.encode(tensor, base)) < 1.01 * len(whole)
 
 
-def test_memory_does_not_grow_with_the_rows():
-    """Of a matrix of 32 MB in bfloat16, whose change would take 64 MB, no array of more than a few MB exists."""
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of the memory from /proc")
+def test_memory_for_a_matrix_of_many_rows_is_bounded():
+    """The change of the whole matrix would take 256 MB as float32."""
     script = """
-import sys
+import re
 import torch
-from hf_ext.storage.delta import codec
-PAIR
-tensor, base = tall_pair()
-base = torch.cat([base, base]); tensor = torch.cat([tensor, tensor])
-def peak():
+from hf_ext.storage.delta import low_rank
+
+def memory(what):
     with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) // 1024
-codec.encode(tensor[:4096], base[:4096])
+        return int(re.search(what + r":\\s+(\\d+) kB", status.read())[1]) / 1000
+
+draw = torch.Generator().manual_seed(12)
+base = torch.empty(1 << 19, 128, dtype=torch.bfloat16)
+tensor, columns = torch.empty_like(base), torch.randn(2, 128, generator=draw) * 2e-4
+for band in range(0, len(base), 1 << 14):
+    part = slice(band, band + (1 << 14))
+    base[part] = torch.randn(1 << 14, 128, generator=draw) * 0.05
+    tensor[part] = base[part] + (torch.randn(1 << 14, 2, generator=draw) @ columns).bfloat16()
+data, prediction = (part.view(torch.uint8).reshape(-1).numpy() for part in (tensor, base))
+low_rank.changes(data[: 1 << 18], prediction[: 1 << 18], "BF16", 128, 2)
+before = memory("VmRSS")
+assert len(low_rank.changes(data, prediction, "BF16", 128, 2)) == 1
+print(memory("VmHWM") - before)
 """
-    assert script
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert float(run.stdout) < 160
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
