@@ -457,8 +457,8 @@ def best_rank(values: np.ndarray, energy: float, shape: tuple[int, int], grid: G
 
 
 def best_step(change: Change, left: torch.Tensor, right: torch.Tensor, rest: float, halvings: Sequence[int]) -> int:
-    """Returns the step size that takes the fewest bits, of those that `search` gives, from how many values of a sample of rows
-    the rounded factors do not predict."""
+    """Returns the step size that takes the fewest bits, of those that `search` gives. They are compared by how many values the
+    rounded factors do not predict in a sample of rows."""
     rows = change.sample(STEP_SAMPLE)
     values, base = change.pair(rows)
     some = left[torch.from_numpy(rows)]
@@ -470,7 +470,8 @@ def best_step(change: Change, left: torch.Tensor, right: torch.Tensor, rest: flo
         product = torch.from_numpy(factors.rows).float() @ torch.from_numpy(factors.columns).float()
         missed = float(((base + product * 2.0**-factors.exponent).to(values.dtype) != values).double().mean())
         # A value that is missed takes a bit more for its sign.
-        entropy = missed - sum(share * math.log2(share) for share in (missed, 1 - missed) if share)
+        likely = min(missed, 0.5)
+        entropy = missed - sum(share * math.log2(share) for share in (likely, 1 - likely) if share)
         bits.append(len(left) * right.shape[1] * entropy + finer / 2 * (left.numel() + right.numel()))
     return halvings[int(np.argmin(bits))] if bits else halvings[0]
 
