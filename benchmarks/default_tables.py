@@ -1,10 +1,11 @@
-"""Make csrc/delta/default_tables.h: the symbol frequencies that every delta starts from.
+"""Make csrc/delta/default_tables.h and geometric_tables.h: the symbol frequencies that every delta starts from.
 
     python benchmarks/default_tables.py --base BASE --fine-tune FINE_TUNE
 
 Counts symbols over the matrices of one fine-tune in float32, float16 and bfloat16, each weighing the same, and over the
-base's own weights for the table of values that have no base. The tables are part of the file format (docs/fm_delta_format.md):
-once a version is released they change only with its number.
+base's own weights for the table of values that have no base. The tables for the gaps and sizes of few changes follow from a
+formula instead. All are part of the file format (docs/fm_delta_format.md): once a version is released they change only with its
+number.
 """
 
 import argparse
@@ -19,6 +20,8 @@ from hf_ext import _native
 DTYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 TABLES, SYMBOLS, ALONE, ESCAPE, TOTAL = 33, 64, 32, 62, 2048
 LINEAR, TAIL = 24, 48
+TAIL_START, TAIL_BITS = (0, 8, 24, 56, 120, 248, 504), (3, 4, 5, 6, 7, 8, 10)
+GEOMETRIC = 12  # tables
 
 
 def count(tensor: torch.Tensor, base: torch.Tensor | None, dtype: torch.dtype) -> np.ndarray:
@@ -44,11 +47,34 @@ def frequencies(counts: np.ndarray) -> np.ndarray:
     return result
 
 
+def geometric(bits: float) -> np.ndarray:
+    """Probabilities of the symbols of a number that is geometrically distributed: one more takes `bits` bits more. A hundredth
+    is spread four times as wide, because real numbers have longer tails."""
+    probability = np.zeros(SYMBOLS)
+    for share, rate in ((0.99, bits), (0.01, bits / 4)):
+        beyond = 2 ** (-rate * np.arange(LINEAR + 1))  # that a number is at least so large
+        probability[LINEAR:TAIL] += share * -np.diff(beyond)
+        for tail, (start, width) in enumerate(zip(TAIL_START, TAIL_BITS)):
+            probability[TAIL + 2 * tail] += share * 2 ** (-rate * (LINEAR + start)) * (1 - 2 ** (-rate * 2**width))
+    return probability
+
+
+def write_header(path: Path, comment: str, name: str, tables: list[np.ndarray]) -> None:
+    rows = ["{" + ", ".join(map(str, frequencies(counts))) + "}" for counts in tables]
+    path.write_text(
+        f"// Made by benchmarks/default_tables.py: {comment}\n"
+        "#pragma once\n\n#include <array>\n#include <cstdint>\n\nnamespace hf_ext::delta {\n\n// clang-format off\n"
+        f"inline constexpr std::array<std::array<uint16_t, 64>, {len(tables)}> {name} = {{{{\n    "
+        + ",\n    ".join(rows)
+        + ",\n}};\n// clang-format on\n\n}  // namespace hf_ext::delta\n"
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, required=True, help="checkpoint folder of the base model")
     parser.add_argument("--fine-tune", type=Path, required=True, help="checkpoint folder of a full fine-tune of it")
-    parser.add_argument("--out", type=Path, default=Path("csrc/delta/default_tables.h"))
+    parser.add_argument("--out", type=Path, default=Path("csrc/delta"), help="folder to write into")
     args = parser.parse_args()
     base, tuned = (load_file(folder / "model.safetensors") for folder in (args.base, args.fine_tune))
     twins = {name: next((base[key] for key in base if name.endswith(key)), None) for name in tuned}
@@ -62,14 +88,10 @@ def main():
     # Residuals are rounded down, so s and -1 - s differ only where the step is a whole unit: there s and -s correspond.
     for table in range(16, TABLES - 1):
         total[table] = (total[table] + total[table][[mirrored(s) for s in range(SYMBOLS - 2)] + [ESCAPE, 63]]) / 2
-    rows = ["{" + ", ".join(map(str, frequencies(counts))) + "}" for counts in total]
-    args.out.write_text(
-        "// Made by benchmarks/default_tables.py: for each table the frequencies of its 64 symbols, which add up to 2048.\n"
-        "#pragma once\n\n#include <array>\n#include <cstdint>\n\nnamespace hf_ext::delta {\n\n// clang-format off\n"
-        "inline constexpr std::array<std::array<uint16_t, 64>, 33> DEFAULT_TABLES = {{\n    "
-        + ",\n    ".join(rows)
-        + ",\n}};\n// clang-format on\n\n}  // namespace hf_ext::delta\n"
-    )
+    each = "for each table the frequencies of its 64 symbols, which add up to 2048."
+    write_header(args.out / "default_tables.h", each, "DEFAULT_TABLES", list(total))
+    tables = [geometric(2 ** ((i - 4) / 2)) for i in range(GEOMETRIC)]
+    write_header(args.out / "geometric_tables.h", f"for geometrically distributed numbers, {each}", "GEOMETRIC_TABLES", tables)
 
 
 if __name__ == "__main__":

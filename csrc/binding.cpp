@@ -13,6 +13,7 @@
 #include "common/instruction_sets.h"
 #include "common/threads.h"
 #include "delta/codec.h"
+#include "delta/geometric_tables.h"
 #include "delta/symbol_model.h"
 #include "emr/emr.h"
 
@@ -183,6 +184,48 @@ PyObject* decode(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
+PyObject* list_changes(PyObject*, PyObject* args) {
+    PyObject *body_object, *base_object;
+    Buffer body, base;
+    delta::Shape shape{};
+    Py_ssize_t row_length;
+    int threads = 1;
+    if (!PyArg_ParseTuple(args, "OOin|i:list_changes", &body_object, &base_object, &shape.dtype, &row_length, &threads))
+        return nullptr;
+    if (!body.open(body_object, 0) || !base.open(base_object, 0)) return nullptr;
+    const size_t width = size_t(hf_ext::width(shape.dtype));
+    shape.values = shape.base_values = width ? base.bytes() / width : 0;
+    shape.row_length = row_length < 1 ? 1 : size_t(row_length);
+    delta::Replacements changes;
+    bool listed = false;
+    if (!run([&] {
+            require_sizes(shape, base, base);
+            listed = delta::list_changes(shape, static_cast<const uint8_t*>(body.view.buf), body.bytes(), base.view.buf, changes,
+                                         threads);
+        }))
+        return nullptr;
+    if (!listed) Py_RETURN_NONE;
+    return Py_BuildValue("(NN)", to_bytes(changes.places), to_bytes(changes.values));
+}
+
+PyObject* exchange(PyObject*, PyObject* args) {
+    PyObject *tensor_object, *places_object, *others_object;
+    Buffer tensor, places, others;
+    if (!PyArg_ParseTuple(args, "OOO:exchange", &tensor_object, &places_object, &others_object)) return nullptr;
+    if (!tensor.open(tensor_object, PyBUF_WRITABLE) || !places.open(places_object, 0) ||
+        !others.open(others_object, PyBUF_WRITABLE))
+        return nullptr;
+    const size_t count = others.bytes() / 2;
+    if (!run([&] {
+            if (places.bytes() != 4 * count || others.bytes() != 2 * count || tensor.bytes() % 2)
+                throw std::invalid_argument("the buffers do not hold places and values of 16 bits");
+            delta::exchange(static_cast<uint16_t*>(tensor.view.buf), tensor.bytes() / 2,
+                            static_cast<const uint32_t*>(places.view.buf), static_cast<uint16_t*>(others.view.buf), count);
+        }, true))
+        return nullptr;
+    Py_RETURN_NONE;
+}
+
 PyObject* cast(PyObject*, PyObject* args) {
     PyObject *source_object, *target_object;
     Buffer source, target;
@@ -227,7 +270,10 @@ PyObject* subtract(PyObject*, PyObject* args) {
 }
 
 PyObject* default_tables(PyObject*, PyObject*) {
-    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(delta::DEFAULT_TABLES.data()), sizeof delta::DEFAULT_TABLES);
+    const auto bytes = [](const auto& tables) {
+        return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(tables.data()), sizeof tables);
+    };
+    return Py_BuildValue("(NN)", bytes(delta::DEFAULT_TABLES), bytes(delta::GEOMETRIC_TABLES));
 }
 
 // Checks that all buffers hold the same number of values. Returns the width of the float type; on failure sets a Python
@@ -362,13 +408,16 @@ PyMethodDef METHODS[] = {
      "encode(tensor, base | None, dtype, row_length, base_values, threads=1, ((rows, columns, exponent), ...)) -> body"},
     {"decode", decode, METH_VARARGS,
      "decode(body, (tensor, base | None, dtype, row_length, base_values, threads=1)): fills the tensor"},
+    {"list_changes", list_changes, METH_VARARGS,
+     "list_changes(body, base, dtype, row_length, threads=1) -> (uint32 places, uint16 values) that differ from the base, or None"},
+    {"exchange", exchange, METH_VARARGS, "exchange(tensor, places, others): swaps 16-bit values of the tensor with others"},
     {"cast", cast, METH_VARARGS, "cast(source, from_dtype, target, to_dtype): fills the target, rounding to nearest even"},
     {"subtract", subtract, METH_VARARGS,
      "subtract(tensor, base, dtype, row_length, change, energies): fills float32 changes and the float64 sums of the squares "
      "of each row"},
     {"count_symbols", count_symbols, METH_VARARGS,
      "count_symbols(tensor, base | None, dtype, row_length, base_values) -> uint64 counts"},
-    {"default_tables", default_tables, METH_NOARGS, "default_tables() -> uint16 frequencies, 33 tables of 64 symbols"},
+    {"default_tables", default_tables, METH_NOARGS, "default_tables() -> uint16 frequencies: 33 tables of 64 symbols, and 12 for geometrically distributed numbers"},
     {"check_with", check_with, METH_O,
      "check_with(function): calls it about ten times a second from every thread that works here; it stops the work by raising"},
     {"instruction_sets", instruction_sets, METH_NOARGS,

@@ -30,6 +30,15 @@ def encode(
 def decode(body: Buffer, arguments: tuple[Buffer, Buffer | None, int, int, int, int], /) -> None:
     """Fills a tensor. `arguments` are (tensor, base, dtype, row_length, base_values, threads), as for `encode`."""
 
+def list_changes(
+    body: Buffer, base: Buffer, dtype: int, row_length: int, threads: int = 1, /
+) -> tuple[bytes, bytes] | None:
+    """Returns where a tensor differs from its base: places (uint32, in any order), and its values there (uint16). Returns None if
+    the body does not list them: only bodies of 16-bit floats do, where few values changed."""
+
+def exchange(tensor: Buffer, places: Buffer, others: Buffer, /) -> None:
+    """Exchanges values of a tensor of 16-bit numbers with others; done twice, it changes nothing."""
+
 def cast(source: Buffer, from_dtype: int, target: Buffer, to_dtype: int, /) -> None:
     """Fills `target` with the values of `source`, rounded to nearest even."""
 
@@ -42,8 +51,8 @@ def count_symbols(
 ) -> bytes:
     """Returns how often each symbol occurs in each table: 33 × 64 counts (uint64)."""
 
-def default_tables() -> bytes:
-    """Returns the default frequencies: 33 tables of 64 symbols (uint16)."""
+def default_tables() -> tuple[bytes, bytes]:
+    """Returns the default frequencies (uint16): 33 tables of 64 symbols, and 12 for geometrically distributed numbers."""
 
 # ---- EMR-Merging ----
 

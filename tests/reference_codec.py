@@ -11,11 +11,24 @@ import numpy as np
 from hf_ext.storage.native import _native
 
 BLOCK = 256 * 1024
-LANES = {1: 1, 2: 64}
+LANES = {1: 1, 2: 64, 3: 8}
 LINEAR, TAIL, ESCAPE, SYMBOLS = 24, 48, 62, 64
 TAIL_BITS = (3, 4, 5, 6, 7, 8, 10)
 TAIL_START = (0, 8, 24, 56, 120, 248, 504)
 ALONE_TABLE, TABLES, TABLE_BITS = 32, 33, 11
+FEW_CHANGES = 8
+
+
+@dataclass
+class Class:
+    """Values whose exponent field is below `end` and that are in no class before: how their changes are coded."""
+
+    end: int
+    gap_shift: int
+    gap_table: int
+    size_shift: int
+    size_table: int
+    center: int
 
 
 @dataclass(frozen=True)
@@ -88,6 +101,19 @@ class Bits:
         table = np.array([frequency + self.rice(k) for frequency in default[:63].tolist()] + [0])
         require(table.min() >= 0 and table.sum() == 1 << TABLE_BITS, "a table's frequencies are impossible")
         return table
+
+    def classes(self, infinity: int) -> list[Class]:
+        """Reads the classes of the values that have a base; `infinity` is the exponent field of infinity."""
+        count, classes = self.take(4) + 1, []
+        for i in range(count):
+            end = infinity if i == count - 1 else self.take(8)
+            classes.append(Class(end, *(self.take(bits) for bits in (5, 4, 5, 4, 16))))
+        ends = [each.end for each in classes]
+        codes = all(
+            max(each.gap_shift, each.size_shift) <= 16 and max(each.gap_table, each.size_table) < 12 for each in classes
+        )
+        require(codes and ends == sorted(ends), "the classes are impossible")
+        return classes
 
     def factors(self, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray, int, bool]:
         """Reads a low-rank change: row factors, column factors, the exponent, and whether the sums are wide."""
@@ -233,6 +259,45 @@ def decode_numbers(data: bytes, width: int, shift: np.ndarray, table: np.ndarray
     return numbers
 
 
+def decode_changes(
+    data: bytes, width: int, base: np.ndarray, classes: list[Class], tables: np.ndarray, kind: FloatType
+) -> np.ndarray:
+    """Decodes the changes of a block, class by class, and returns its new values."""
+    new = base.copy()
+    if not data:
+        return new
+    counts, at = [], 0
+    for _ in classes:
+        count = 0
+        for shift in (0, 7, 14):
+            require(at < len(data), "a block ends too early")
+            byte, at = data[at], at + 1
+            count |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                break
+        require(byte < 0x80, "a number of changes is impossible")
+        counts.append(count)
+    require(sum(counts) <= len(base), "a block has more changes than values")
+    shifts = [np.full(n, each.gap_shift) for n, each in zip(counts, classes)]
+    shifts += [np.full(n, each.size_shift) for n, each in zip(counts, classes)]
+    which = [np.full(n, 2 * k + part) for part in (0, 1) for k, n in enumerate(counts)]
+    numbers = decode_numbers(data[at:], width, np.concatenate(shifts), np.concatenate(which), tables)
+    gaps, sizes = np.split(numbers, 2)
+    of_class = np.searchsorted([each.end for each in classes[:-1]], kind.exponent_field(base), side="right")
+    for k, (count, each) in enumerate(zip(counts, classes)):
+        gap, gaps = np.split(gaps, [count])
+        size, sizes = np.split(sizes, [count])
+        places = np.cumsum(gap % (1 << 32) + 1) - 1
+        members = np.flatnonzero(of_class == k)
+        require(not count or int(places[-1]) < len(members), "a change lies outside its block")
+        steps = each.center + (size >> 1)
+        change = np.where(size & 1, -steps, steps)
+        chosen = members[places]
+        moved = to_ordered(base[chosen], kind).astype(np.int64) + change
+        new[chosen] = from_ordered((moved % (1 << kind.width)).astype(kind.unsigned), kind)
+    return new
+
+
 def decode_body(
     body: bytes, base_bits: np.ndarray | None, dtype_code: int, values: int, row_length: int, base_values: int
 ) -> np.ndarray:
@@ -244,7 +309,7 @@ def decode_body(
     # The header.
     require(len(body) >= 14, "the compressed tensor ends too early")
     plane, flags, own_tables, side_length = struct.unpack_from("<BBQI", body)
-    known = plane in kind.planes and flags < 8 and own_tables < 1 << TABLES
+    known = plane in kind.planes and flags < (16 if kind.width == 16 else 8) and own_tables < 1 << TABLES
     require(known, "the compressed tensor uses an unknown feature")
     require(len(body) >= 14 + side_length, "the compressed tensor ends too early")
 
@@ -253,10 +318,14 @@ def decode_body(
     coded_row = np.ones(row_count, bool)
     if flags & 1:
         coded_row[:base_rows] = [not side.take(1) for _ in range(base_rows)]
+    classes = side.classes((1 << kind.exponent) - 1) if flags & FEW_CHANGES else []
+    has_scale = coded_row & (np.arange(row_count) >= base_rows) if classes else coded_row
     row_scale = np.zeros(row_count, np.int64)
-    row_scale[coded_row] = side.scales(int(coded_row.sum()))
+    row_scale[has_scale] = side.scales(int(has_scale.sum()))
     column_scale = side.scales(row_length) if flags & 2 else np.zeros(row_length, np.int64)
-    tables = np.frombuffer(_native.default_tables(), np.uint16).reshape(TABLES, SYMBOLS).astype(np.int64)
+    tables, geometric = (np.frombuffer(t, np.uint16).reshape(-1, SYMBOLS).astype(np.int64) for t in _native.default_tables())
+    for k, each in enumerate(classes):
+        tables[2 * k : 2 * k + 2] = geometric[[each.gap_table, each.size_table]]
     for i in range(TABLES):
         if own_tables >> i & 1:
             tables[i] = side.table(tables[i])
@@ -287,7 +356,10 @@ def decode_body(
             require(len(data) == len(block) * kind.unsigned.itemsize, "a verbatim block has the wrong size")
             out[block] = np.frombuffer(data, kind.unsigned)
             continue
-        require(entry & 3 in LANES, "a block is of an unknown kind")
+        if classes and block[0] < base_values:
+            out[block] = decode_changes(data, LANES[entry & 3], moved[block], classes, tables, kind)
+            continue
+        require(entry & 3 != 3, "a block is of an unknown kind")
         require(len(data) >= plane * len(block), "a block is smaller than its low bytes")
         low_bytes = np.frombuffer(data, np.uint8, plane * len(block)).reshape(len(block), plane).astype(np.uint64)
         low = (low_bytes << np.arange(0, 8 * plane, 8, dtype=np.uint64)).sum(axis=1, dtype=np.uint64)

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../common/instruction_sets.h"
+#include "change_classes.h"
 #include "codec.h"
 #include "float_map.h"
 #include "symbol_model.h"
@@ -17,8 +18,8 @@ namespace hf_ext::delta {
 constexpr size_t BLOCK = 256 * 1024;  // values in a block: its 64 states cost 0.008 bits per value
 constexpr size_t CHUNK = 4096;        // values processed together, few enough for the first-level cache
 
-enum Flags : uint8_t { UNTOUCHED_ROWS = 1, COLUMN_SCALES = 2, LOW_RANK = 4 };
-enum Kind : uint32_t { RAW = 0, NARROW = 1, INTERLEAVED = 2 };  // low two bits of a block's entry; the others are its size
+enum Flags : uint8_t { UNTOUCHED_ROWS = 1, COLUMN_SCALES = 2, LOW_RANK = 4, FEW_CHANGES = 8, ALL_FLAGS = 15 };
+enum Kind : uint32_t { RAW = 0, NARROW = 1, INTERLEAVED = 2, MEDIUM = 3 };  // low two bits of a block's entry; then its size
 
 // All coded rows with a base, or all without, seen as one sequence of values. Untouched rows are left out.
 struct Part {
@@ -33,6 +34,7 @@ struct Plan {
     int plane = 0;
     std::vector<uint32_t> rows;  // the rows that are coded
     std::vector<int16_t> row_scales, column_scales;
+    std::vector<Class> classes;  // of the values that have a base if few of them changed; then their rows have no scales
     std::vector<Frequencies> tables;
     uint64_t own_tables = 0;
     Part parts[2] = {{false, 0, 0}, {true, 0, 0}};  // with a base, then without
@@ -43,8 +45,23 @@ struct Plan {
     size_t all_rows() const { return shape.values ? (shape.values - 1) / shape.row_length + 1 : 0; }
     size_t base_rows() const { return shape.base_values ? (shape.base_values - 1) / shape.row_length + 1 : 0; }
 
-    // Fills `rows` and `parts` from a list of flags, one for each row that has a base.
+    // Returns whether the values of a part are coded as changes.
+    bool few_changes(const Part& part) const { return !classes.empty() && !part.alone; }
+
+    // Returns the first of `rows` that has a scale.
+    size_t first_scaled() const { return classes.empty() ? 0 : parts[1].first_row; }
+
+    // Returns what a table is described as a difference from.
+    const Frequencies& usual(int id) const {
+        if (size_t(id) >= 2 * classes.size()) return DEFAULT_TABLES[size_t(id)];
+        const Class& one = classes[size_t(id) / 2];
+        return GEOMETRIC_TABLES[size_t(id % 2 ? one.size.usual : one.gap.usual)];
+    }
+
+    // Fills `rows` and `parts` anew from a list of flags, one for each row that has a base.
     void set_rows(const std::vector<bool>& untouched) {
+        rows.clear();
+        parts[0].values = parts[1].values = 0;
         for (size_t row = 0; row < all_rows(); ++row) {
             if (row == base_rows()) parts[1].first_row = rows.size();
             if (row < base_rows() && untouched[row]) continue;

@@ -34,6 +34,20 @@ std::vector<uint8_t> encode(const Shape& shape, const void* tensor, const void* 
 // Throws std::runtime_error if the body is not valid. Accesses no memory outside the buffers, whatever the body contains.
 void decode(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, void* tensor, int threads);
 
+// Values to store at places of a tensor, in any order.
+struct Replacements {
+    std::vector<uint32_t> places;
+    std::vector<uint16_t> values;
+};
+
+// Sets where a tensor differs from its base. Returns false, and sets nothing, if the body does not list these places: only bodies
+// of 16-bit floats do, where few values changed. Throws as `decode` does.
+bool list_changes(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, Replacements& changes, int threads);
+
+// Exchanges the values at some places of a tensor with others; done twice, it changes nothing. Throws std::invalid_argument, before
+// anything has changed, if a place is not below `values`.
+void exchange(uint16_t* tensor, size_t values, const uint32_t* places, uint16_t* others, size_t count);
+
 // Returns how often each symbol occurs in each table: TABLES × SYMBOLS counts. The default tables are made from these.
 std::vector<uint64_t> count_symbols(const Shape& shape, const void* tensor, const void* base);
 

@@ -4,6 +4,7 @@
 
 #include "../common/threads.h"
 #include "blocks.h"
+#include "decode_changes.h"
 #include "low_rank.h"
 #include "rans.h"
 #include "scales.h"
@@ -85,7 +86,7 @@ class TensorDecoder {
                                                  : plan_.plane == 5 || plan_.plane == 6;
         const uint8_t flags = in.get<uint8_t>();
         plan_.own_tables = in.get<uint64_t>();
-        if (!plane_fits || flags > (UNTOUCHED_ROWS | COLUMN_SCALES | LOW_RANK) || plan_.own_tables >> TABLES)
+        if (!plane_fits || flags > (F::WIDTH == 16 ? ALL_FLAGS : FEW_CHANGES - 1) || plan_.own_tables >> TABLES)
             throw std::runtime_error("the compressed tensor uses a feature this version does not know");
         const size_t side_bytes = in.get<uint32_t>();
         read_side(BitReader(in.take(side_bytes), side_bytes), flags);
@@ -103,6 +104,8 @@ class TensorDecoder {
         parallel_for(blocks_.size(), threads, [&](size_t i) {
             const Block block = block_at(plan_, i);
             const Coded& coded = blocks_[i];
+            if constexpr (F::WIDTH == 16)
+                if (coded.kind != RAW && plan_.few_changes(*block.part)) return change_block(block, coded);
             switch (coded.kind) {
                 case INTERLEAVED:
                     return with_instructions([&](auto set) { decode_block<64, set()>(block, coded.data, coded.bytes); });
@@ -112,6 +115,29 @@ class TensorDecoder {
                 default: throw std::runtime_error("a block is of a kind this version does not know");
             }
         });
+    }
+
+    bool lists_changes() const {
+        return !plan_.classes.empty() && !change_.rank && plan_.parts[1].values == 0 && plan_.shape.values <= UINT32_MAX;
+    }
+
+    Replacements list_changes(int threads) const {
+        std::vector<Replacements> lists(blocks_.size());
+        parallel_for(blocks_.size(), threads, [&](size_t i) {
+            const Block block = block_at(plan_, i);
+            const auto add = [&, &list = lists[i]](size_t offset, U value) {
+                list.places.push_back(uint32_t(offset));
+                list.values.push_back(value);
+            };
+            if (blocks_[i].kind == RAW) return list_raw(block, blocks_[i], add);
+            with_instructions([&](auto set) { decoded_changes<set()>(block, blocks_[i]).visit(plan_, block, base_, add); });
+        });
+        Replacements all = std::move(lists.empty() ? Replacements() : lists[0]);
+        for (size_t i = 1; i < lists.size(); ++i) {
+            all.places.insert(all.places.end(), lists[i].places.begin(), lists[i].places.end());
+            all.values.insert(all.values.end(), lists[i].values.begin(), lists[i].values.end());
+        }
+        return all;
     }
 
    private:
@@ -126,11 +152,16 @@ class TensorDecoder {
         if (flags & UNTOUCHED_ROWS)
             for (size_t row = 0; row < untouched.size(); ++row) untouched[row] = in.get(1);
         plan_.set_rows(untouched);
-        plan_.row_scales = get_scales(in, plan_.rows.size());
+        if (flags & FEW_CHANGES) plan_.classes = get_classes(in, int(F::INFINITY_BITS >> F::MANTISSA));
+        plan_.row_scales = get_scales(in, plan_.rows.size() - plan_.first_scaled());
+        plan_.row_scales.insert(plan_.row_scales.begin(), plan_.first_scaled(), 0);
         if (flags & COLUMN_SCALES) plan_.column_scales = get_scales(in, plan_.shape.row_length);
         std::vector<std::pair<int, Frequencies>> own;
         for (int id = 0; id < TABLES; ++id)
-            if (plan_.own_tables >> id & 1) own.emplace_back(id, read_table(in, DEFAULT_TABLES[size_t(id)]));
+            if (plan_.own_tables >> id & 1)
+                own.emplace_back(id, read_table(in, plan_.usual(id)));
+            else if (size_t(id) < 2 * plan_.classes.size())
+                own.emplace_back(id, plan_.usual(id));
         tables_ = own.empty() ? &default_decode_tables() : &with_own_tables(own);
         if (flags & LOW_RANK) change_ = get_low_rank(in, plan_.parts[1].first_row, plan_.shape.row_length, F::WIDTH == 64);
     }
@@ -148,10 +179,50 @@ class TensorDecoder {
     }
 
     void copy_raw(const Block& block, const uint8_t* data, size_t bytes) {
-        if (bytes != block.size * sizeof(U)) throw std::runtime_error("a verbatim block has the wrong size");
+        require_raw(block, bytes);
         for_pieces(plan_, *block.part, block.begin, block.size, [&](size_t offset, size_t at, size_t count, size_t, size_t) {
             std::memcpy(tensor_ + offset, data + at * sizeof(U), count * sizeof(U));
         });
+    }
+
+    // The base of the values that are decoded: if moved, it is in the output, where they are then decoded in place.
+    const U* start_from_base(const Block& block) {
+        if (!change_.rank || block.part->alone) return base_;
+        change_.predict<F>(plan_, *block.part, block.begin, block.size, base_, tensor_);
+        return tensor_;
+    }
+
+    // Copies the base's values and changes some of them.
+    void change_block(const Block& block, const Coded& coded) {
+        const U* base = start_from_base(block);
+        for_stretches(plan_, block, [&](size_t offset, size_t count) {
+            if (base != tensor_) std::memcpy(tensor_ + offset, base + offset, count * sizeof(U));
+        });
+        with_instructions([&](auto set) {
+            decoded_changes<set()>(block, coded).visit(plan_, block, tensor_,
+                                                       [&](size_t offset, U value) { tensor_[offset] = value; });
+        });
+    }
+
+    template <Instructions SET>
+    DecodedChanges<F, SET> decoded_changes(const Block& block, const Coded& coded) const {
+        return {plan_, block, coded.data, coded.bytes, coded.kind, tables_->data()};
+    }
+
+    template <class Add>
+    void list_raw(const Block& block, const Coded& coded, Add&& add) const {
+        require_raw(block, coded.bytes);
+        for_pieces(plan_, *block.part, block.begin, block.size, [&](size_t offset, size_t at, size_t count, size_t, size_t) {
+            for (size_t i = 0; i < count; ++i) {
+                U value;
+                std::memcpy(&value, coded.data + (at + i) * sizeof(U), sizeof(U));
+                if (value != base_[offset + i]) add(offset + i, value);
+            }
+        });
+    }
+
+    static void require_raw(const Block& block, size_t bytes) {
+        if (bytes != block.size * sizeof(U)) throw std::runtime_error("a verbatim block has the wrong size");
     }
 
     template <int LANES, Instructions SET>
@@ -161,9 +232,7 @@ class TensorDecoder {
         Decoder<LANES, SET> decoder(data + low_bytes, bytes - low_bytes);
         const std::unique_ptr<Chunk<F>> chunk(new Chunk<F>);
         const std::unique_ptr<int32_t[]> values(new int32_t[CHUNK]);
-        // The moved base is stored in the output, where its values are then decoded in place.
-        const U* base = change_.rank ? tensor_ : base_;
-        if (change_.rank && !block.part->alone) change_.predict<F>(plan_, *block.part, block.begin, block.size, base_, tensor_);
+        const U* base = start_from_base(block);
         for (size_t done = 0; done < block.size; done += CHUNK) {
             const size_t size = std::min(CHUNK, block.size - done);
             chunk->fill(plan_, *block.part, block.begin + done, size, base);
@@ -217,6 +286,24 @@ class TensorDecoder {
 void decode(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, void* tensor, int threads) {
     with_float(shape.dtype,
                [&](auto type) { TensorDecoder<decltype(type)>(shape, body, bytes, base, tensor).decode(threads); });
+}
+
+bool list_changes(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, Replacements& changes, int threads) {
+    bool listed = false;
+    with_float(shape.dtype, [&](auto type) {
+        using F = decltype(type);
+        if constexpr (F::WIDTH == 16) {
+            const TensorDecoder<F> decoder(shape, body, bytes, base, nullptr);
+            if ((listed = decoder.lists_changes())) changes = decoder.list_changes(threads);
+        }
+    });
+    return listed;
+}
+
+void exchange(uint16_t* tensor, size_t values, const uint32_t* places, uint16_t* others, size_t count) {
+    if (std::any_of(places, places + count, [=](uint32_t place) { return place >= values; }))
+        throw std::invalid_argument("a place is outside the tensor");
+    for (size_t i = 0; i < count; ++i) std::swap(tensor[places[i]], others[i]);
 }
 
 }  // namespace hf_ext::delta

@@ -6,10 +6,12 @@
 
 #include "../common/threads.h"
 #include "blocks.h"
+#include "encode_changes.h"
 #include "low_rank.h"
 #include "one_scale.h"
 #include "rans.h"
 #include "scales.h"
+#include "table_choice.h"
 
 namespace hf_ext::delta {
 namespace {
@@ -19,6 +21,8 @@ constexpr size_t FIT_VALUES = 1 << 18;  // values on which column scales are fit
 constexpr size_t FIT_ROWS = 64;         // with fewer rows, column scales cost more than they save
 constexpr size_t PIECE = 512;           // neighboring values of a sample
 constexpr size_t GLANCE = 8192;         // values that show whether most did not change
+constexpr size_t CLASS_SHARE = 16, MOST_CLASS_VALUES = 1 << 16;  // share and number of values from which classes are chosen
+constexpr size_t FEW_ROWS = 64;         // that cost less than a class
 constexpr size_t COUNT_CHUNKS = 64;     // chunks on which tables are chosen
 constexpr size_t ROWS_AT_ONCE = 64;     // rows whose scales a thread measures at a time
 
@@ -38,7 +42,10 @@ class TensorEncoder {
         plan_.set_rows(untouched_);
         if (factors.rank && plan_.parts[1].first_row) move_base(factors);  // of no use if no coded row has a base
         if constexpr (F::WIDTH == 16) {
-            choose_number_of_scales();
+            if (few_changed())
+                choose_classes();
+            else
+                choose_number_of_scales();
         } else {
             choose_scales();
             choose_plane();
@@ -54,6 +61,8 @@ class TensorEncoder {
             const Block block = block_at(plan_, i);
             Kind kind = block.size >= WIDE ? INTERLEAVED : NARROW;
             with_instructions([&](auto set) {
+                if constexpr (F::WIDTH == 16)
+                    if (plan_.few_changes(*block.part)) return void(blocks[i] = code_changes<set()>(i, tables, kind));
                 blocks[i] = kind == INTERLEAVED ? code<64, set()>(block, tables) : code<1, set()>(block, tables);
             });
             if (blocks[i].size() >= block.size * sizeof(U)) {
@@ -127,8 +136,8 @@ class TensorEncoder {
         const size_t length = plan_.shape.row_length, rows = plan_.rows.size();
         std::vector<Real<F>> weights(std::min(length, plan_.shape.values), 1), sample;
         // Column scales are fitted on the rows with a base, or on the others if only few have one. A short last row is ignored.
-        const size_t with_base = plan_.parts[1].first_row;
-        const size_t first = with_base >= FIT_ROWS ? 0 : with_base;
+        const size_t with_base = plan_.parts[1].first_row - plan_.first_scaled();
+        const size_t first = with_base >= FIT_ROWS ? 0 : plan_.parts[1].first_row;
         const size_t usable =
             (with_base >= FIT_ROWS ? with_base : rows) - first - (rows && plan_.row_values(plan_.rows.back()) < length);
         if (usable >= FIT_ROWS && usable <= rows && length > 1) {
@@ -144,11 +153,13 @@ class TensorEncoder {
             for (size_t j = 0; j < length; ++j) weights[j] = Real<F>(std::exp2(-0.5 * plan_.column_scales[j]));
             if (sampled < rows) sample.clear();
         }
-        plan_.row_scales.resize(rows);
-        parallel_for((rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, threads_, [&](size_t group) {
+        plan_.row_scales.assign(rows, 0);
+        const size_t begin = plan_.first_scaled();
+        parallel_for((rows - begin + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, threads_, [&](size_t group) {
             std::vector<Real<F>> row(weights.size());
             with_instructions([&](auto) {
-                for (size_t i = group * ROWS_AT_ONCE; i < std::min(rows, (group + 1) * ROWS_AT_ONCE); ++i) {
+                const size_t at = begin + group * ROWS_AT_ONCE;
+                for (size_t i = at; i < std::min(rows, at + ROWS_AT_ONCE); ++i) {
                     const size_t count = plan_.row_values(plan_.rows[i]);
                     if (sample.empty()) squares(plan_.rows[i] * length, count, row.data());
                     const Real<F>* known = sample.empty() ? row.data() : &sample[i * length];
@@ -217,50 +228,93 @@ class TensorEncoder {
         return raw;
     }
 
-    // Chooses scales for rows and columns, or one for all values that have a base where that makes less. If hardly any value
-    // changed, that is taken for sure. Small tensors are not worth the comparison.
+    // Chooses scales for rows and columns, or one for all values that have a base where that makes less. Small tensors are not
+    // worth the comparison.
     void choose_number_of_scales() {
         const Part& part = plan_.parts[0];
-        if (part.values < GLANCE) return choose_scales(), choose_tables();
+        choose_scales();
+        choose_tables();
+        if (part.values < GLANCE) return;
         ResidualCounts<F> counts;
-        count_residuals(GLANCE, counts);
-        const bool only_one = counts.nearly_all_zeros() && plan_.parts[1].values == 0;
-        if (!only_one) {
-            choose_scales();
-            choose_tables();
-            if (!counts.mostly_zeros()) return;
-        }
-        count_residuals(FIT_VALUES, counts);
+        sample(GLANCE, [&](U base, U value) { counts.add(base, value); });
+        if (!counts.mostly_zeros()) return;
+        sample(FIT_VALUES, [&](U base, U value) { counts.add(base, value); });
         const Plan scaled = plan_;
-        const double coded_bits = coded_bits_, most = only_one ? 0 : cost();
-        plan_.row_scales.resize(plan_.rows.size());
+        const double coded_bits = coded_bits_, most = cost();
         std::fill_n(plan_.row_scales.begin(), plan_.parts[1].first_row,
                     counts.best_scale(double(counts.values()) / double(part.values)));
         if (plan_.parts[1].values == 0) plan_.column_scales.clear();
         choose_tables();
-        if (only_one || cost() < most) return;
+        if (cost() < most) return;
         plan_ = scaled;
         coded_bits_ = coded_bits;
     }
 
-    // Counts residuals in pieces all over the values that have a base.
-    void count_residuals(size_t values, ResidualCounts<F>& counts) const {
+    // Calls f(base, value) for values in pieces all over those that have a base.
+    template <class Function>
+    void sample(size_t values, Function&& f) const {
         const Part& part = plan_.parts[0];
         const size_t pieces = std::min(values, part.values) / PIECE;
         for (size_t i = 0; i < pieces; ++i)
             for_pieces(plan_, part, (part.values - PIECE) * i / pieces, PIECE,
                        [&](size_t offset, size_t, size_t count, size_t, size_t) {
-                           for (size_t at = offset; at < offset + count; ++at) counts.add(base_[at], tensor_[at]);
+                           for (size_t at = offset; at < offset + count; ++at) f(base_[at], tensor_[at]);
                        });
     }
 
-    // Gives the tensor a table of its own where it saves more bits than its description takes.
+    // Returns whether a sample shows that few values changed. Small tensors cost less with the usual tables.
+    bool few_changed() const {
+        if (plan_.parts[0].values == 0) return plan_.base_rows() > FEW_ROWS;
+        if (plan_.parts[0].values < GLANCE) return false;
+        ChangeCounts<F> counts;
+        sample(GLANCE, [&](U base, U value) { counts.add(base, value); });
+        return counts.few();
+    }
+
+    void choose_classes() {
+        ChangeCounts<F> counts;
+        sample(std::clamp(plan_.parts[0].values / CLASS_SHARE, GLANCE, MOST_CLASS_VALUES), [&](U base, U value) { counts.add(base, value); });
+        const Part& part = plan_.parts[0];
+        if (!change_.rank && !counts.worth_a_bit_for_each_row(part.values, plan_.shape.base_values, plan_.base_rows())) {
+            untouched_.assign(untouched_.size(), false);
+            plan_.set_rows(untouched_);
+        }
+        const size_t blocks = plan_.blocks(part), sampled = std::min(blocks, SAMPLED_BLOCKS);
+        plan_.classes = counts.classes(double(counts.values()) / double(part.values), blocks);
+        choose_scales();
+        choose_tables();
+        size_t values = 0;
+        for (size_t i = 0; i < sampled; ++i) {
+            found_.emplace_back(blocks * i / sampled, Changes());
+            values += block_at(plan_, found_.back().first).size;
+        }
+        parallel_for(sampled, threads_, [&](size_t i) {
+            with_instructions([&](auto set) { found_[i].second = find_changes<F, set()>(plan_, found_[i].first, tensor_, base_); });
+        });
+        const double share = double(values) / double(part.values);
+        coded_bits_ += choose_codes(found_, share, plan_) / share;
+    }
+
+    template <Instructions SET>
+    std::vector<uint8_t> code_changes(size_t index, const std::vector<EncodeTable>& tables, Kind& kind) const {
+        for (const auto& [known, changes] : found_)
+            if (known == index) return hf_ext::delta::code_changes<SET>(changes, plan_.classes, tables, kind);
+        return hf_ext::delta::code_changes<SET>(find_changes<F, SET>(plan_, index, tensor_, base_), plan_.classes, tables, kind);
+    }
+
+    // Chooses the tables of all values but those that are coded as few changes.
     void choose_tables() {
         plan_.tables.assign(DEFAULT_TABLES.begin(), DEFAULT_TABLES.end());
         plan_.own_tables = 0;
+        coded_bits_ = 0;
         std::vector<std::pair<Block, size_t>> chunks;
-        for (size_t i = 0; i < plan_.blocks(); ++i)
-            for (size_t done = 0; done < block_at(plan_, i).size; done += CHUNK) chunks.emplace_back(block_at(plan_, i), done);
+        size_t all = 0;
+        for (size_t i = 0; i < plan_.blocks(); ++i) {
+            const Block block = block_at(plan_, i);
+            if (plan_.few_changes(*block.part)) continue;
+            for (size_t done = 0; done < block.size; done += CHUNK) chunks.emplace_back(block, done);
+            all += block.size;
+        }
         if (chunks.empty()) return;
         const size_t sampled = std::min(chunks.size(), COUNT_CHUNKS), groups = std::min(sampled, size_t(std::max(threads_, 1)));
         std::vector<std::vector<uint64_t>> partial(groups, std::vector<uint64_t>(TABLES * SYMBOLS));
@@ -275,43 +329,16 @@ class TensorEncoder {
                     [&, block = block, done = done](auto) { raw[group] += count_chunk(block, done, *work, partial[group]); });
             }
         });
-        const double all = double(plan_.parts[0].values + plan_.parts[1].values),
-                     share = double(std::accumulate(values.begin(), values.end(), size_t(0))) / all;
+        const double share = double(std::accumulate(values.begin(), values.end(), size_t(0))) / double(all);
         double bits = double(std::accumulate(raw.begin(), raw.end(), size_t(0)));
         for (int id = 0; id < TABLES; ++id) {
-            std::array<uint64_t, SYMBOLS> counts{};
+            Counts counts{};
             for (const auto& part : partial)
                 for (int symbol = 0; symbol < SYMBOLS; ++symbol) counts[symbol] += part[id * SYMBOLS + symbol];
-            if (std::all_of(counts.begin(), counts.end(), [](uint64_t count) { return count == 0; })) continue;
-            const Frequencies own = normalize(counts);
-            size_t description = 0;
-            best_rice(differences(own, DEFAULT_TABLES[id]), 16, &description);
-            const double usual = cost(counts, DEFAULT_TABLES[id]), saved = usual - cost(counts, own);
-            bits += usual;
-            if (saved > double(description + 3) * share) {
-                plan_.tables[id] = own;
-                plan_.own_tables |= uint64_t(1) << id;
-                bits -= saved;
-            }
+            if (std::any_of(counts.begin(), counts.end(), [](uint64_t count) { return count != 0; }))
+                bits += choose_table(counts, id, share, plan_);
         }
         coded_bits_ = bits / share;
-    }
-
-    static double cost(const std::array<uint64_t, SYMBOLS>& counts, const Frequencies& frequencies) {
-        double bits = 0;
-        for (int id = 0; id < SYMBOLS; ++id) {
-            if (!counts[id]) continue;
-            const bool coded = frequencies[id] != 0;
-            const double extra = coded ? 0 : 32 - extra_bits_of(id);
-            bits += double(counts[id]) * (extra + PROBABILITY_BITS - std::log2(double(frequencies[coded ? id : ESCAPE])));
-        }
-        return bits;
-    }
-
-    static std::vector<uint32_t> differences(const Frequencies& own, const Frequencies& usual) {
-        std::vector<uint32_t> codes;
-        for (int id = 0; id < SYMBOLS - 1; ++id) codes.push_back(zigzag(int(own[id]) - int(usual[id])));
-        return codes;
     }
 
     template <int LANES, Instructions SET>
@@ -360,11 +387,12 @@ class TensorEncoder {
         BitWriter side;
         if (any_untouched())
             for (const bool untouched : untouched_) side.put(untouched, 1);
-        put_scales(side, plan_.row_scales);
+        if (!plan_.classes.empty()) put_classes(side, plan_.classes);
+        put_scales(side, {plan_.row_scales.begin() + ptrdiff_t(plan_.first_scaled()), plan_.row_scales.end()});
         put_scales(side, plan_.column_scales);
         for (int id = 0; id < TABLES; ++id) {
             if (!(plan_.own_tables >> id & 1)) continue;
-            const std::vector<uint32_t> codes = differences(plan_.tables[id], DEFAULT_TABLES[id]);
+            const std::vector<uint32_t> codes = differences(plan_.tables[id], plan_.usual(id));
             const int k = best_rice(codes);
             side.put(uint64_t(k), 3);
             for (const uint32_t code : codes) put_rice(side, code, k);
@@ -385,7 +413,7 @@ class TensorEncoder {
         };
         body.push_back(uint8_t(plan_.plane));
         body.push_back(uint8_t((any_untouched() ? UNTOUCHED_ROWS : 0) | (plan_.column_scales.empty() ? 0 : COLUMN_SCALES) |
-                               (change_.rank ? LOW_RANK : 0)));
+                               (change_.rank ? LOW_RANK : 0) | (plan_.classes.empty() ? 0 : FEW_CHANGES)));
         append(&plan_.own_tables, 8);
         const uint32_t side_bytes = uint32_t(side.size());
         append(&side_bytes, 4);
@@ -402,6 +430,7 @@ class TensorEncoder {
     std::vector<bool> untouched_;
     LowRank change_;
     std::vector<U> moved_base_;
+    std::vector<std::pair<size_t, Changes>> found_;  // few changes of some blocks, by the index of the block
     double coded_bits_ = 0;  // estimated size of the values without their low bytes
 };
 

@@ -29,7 +29,6 @@ class ResidualCounts {
 
     size_t values() const { return values_; }
     bool mostly_zeros() const { return 2 * zeros_ >= values_; }
-    bool nearly_all_zeros() const { return 32 * (values_ - zeros_) <= values_; }
 
     // Returns the scale whose contexts divide the residuals into the groups that cost the least. `share` is that of the counted
     // values among all.

@@ -204,9 +204,10 @@ def test_constant_tensors_come_back(code: int) -> None:
 
 
 @every_type
-def test_a_tensor_equal_to_its_base_costs_a_bit_a_row(code: int) -> None:
+def test_a_tensor_equal_to_its_base_costs_at_most_a_bit_a_row(code: int) -> None:
     tensor = random_bits(np.random.default_rng(code), 100_000, code)
-    assert len(assert_comes_back(tensor, tensor.copy(), code, 100)) == HEADER + 1000 // 8
+    size = len(assert_comes_back(tensor, tensor.copy(), code, 100)) - HEADER
+    assert size == (1000 // 8 if code in (FP32, FP64) else 5 + 4)
 
 
 @every_type
@@ -274,7 +275,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_threads(code: int) -> None:
 
 
 def test_the_default_tables_can_code_every_symbol_or_escape_it() -> None:
-    tables = np.frombuffer(_native.default_tables(), np.uint16).reshape(reference.TABLES, reference.SYMBOLS)
+    tables = np.frombuffer(_native.default_tables()[0], np.uint16).reshape(reference.TABLES, reference.SYMBOLS)
     assert (tables.sum(axis=1) == 2048).all()
     assert (tables[:, reference.ESCAPE] > 0).all()
     assert (tables[:, 63] == 0).all()

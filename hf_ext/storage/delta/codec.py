@@ -244,10 +244,6 @@ def decode_raw(
     header = header or read_header(payload)
     body = np.frombuffer(payload, np.uint8)[header.body :]
     label = f"Tensor '{header.name}'"
-    another_base = BaseModelError(
-        f"{label} cannot be restored: checksum mismatch. '{header.base_name}' of the base model has changed since it was "
-        "compressed, or this is another base model."
-    )
     if header.mode == STORED:
         tensor = RawTensor(header.dtype, header.shape, body.copy())
     else:
@@ -268,15 +264,66 @@ def decode_raw(
                 )
         except ValueError as error:
             # The payload's own checksum was right, so if there is a base, it is the wrong one.
-            raise another_base if header.base_values else CorruptFileError(f"{label} cannot be decoded: {error}.") from error
+            raise _another_base(header) if header.base_values else CorruptFileError(f"{label} cannot be decoded: {error}.") from error
         except TypeError as error:
             raise CorruptFileError(f"{label} cannot be decoded: {error}.") from error
         tensor = RawTensor(header.dtype, header.shape, data)
     if xxhash.xxh3_64_intdigest(tensor.data) != header.checksum:
         if header.base_values:
-            raise another_base
+            raise _another_base(header)
         raise CorruptFileError(f"{label} is damaged: checksum mismatch after decoding. Download or save the file again.")
     return tensor
+
+
+def apply_raw(payload: np.ndarray | bytes, tensor: RawTensor, header: Header | None = None, threads: int = 1) -> np.ndarray:
+    """Turns the base's tensor into the one that was compressed against it, in place. On an error it stays as it was.
+
+    Where few values changed, only these are written, and the memory this takes is 6 bytes for each; otherwise the new tensor is
+    decoded beside the old one.
+
+    Args:
+        payload, header, threads: as for `decode_raw`.
+        tensor: the base's tensor, of the same type and shape as the compressed one. Its data must be writable.
+
+    Returns:
+        The rows that changed: indices of the first dimension (int64), in increasing order.
+
+    Raises:
+        CorruptFileError, BaseModelError: as `decode_raw` does; also if the payload needs no base or has other rows.
+    """
+    header = header or read_header(payload)
+    if (header.dtype, header.shape) != (tensor.dtype, tensor.shape) or header.base_values not in (0, header.values):
+        raise BaseModelError(
+            f"Tensor '{header.name}' is {header.dtype} {list(header.shape)} and cannot take the place of one that is "
+            f"{tensor.dtype} {list(tensor.shape)}."
+        )
+    row_values = max(math.prod(header.shape[1:]), 1)
+    listed = None
+    if header.mode == CODED and header.base_values and tensor.data.ctypes.data % WIDTHS[header.dtype] == 0:
+        try:
+            listed = _native.list_changes(
+                np.frombuffer(payload, np.uint8)[header.body :],
+                tensor.data,
+                FLOATS[header.dtype],
+                row_length(header.shape),
+                threads,
+            )
+        except ValueError as error:
+            raise _another_base(header) from error
+    if listed is None:
+        new = decode_raw(payload, tensor, header, threads).data.reshape(-1, row_values * ITEMSIZE[header.dtype])
+        old = tensor.data.reshape(new.shape)
+        rows = np.flatnonzero((new != old).any(axis=1))
+        old[rows] = new[rows]
+        return rows
+    places, values = np.frombuffer(listed[0], np.uint32), np.frombuffer(bytearray(listed[1]), np.uint16)
+    _native.exchange(tensor.data, places, values)
+    if xxhash.xxh3_64_intdigest(tensor.data) != header.checksum:
+        _native.exchange(tensor.data, places, values)
+        raise _another_base(header)
+    changed = np.zeros(header.values // row_values, bool)
+    changed[places // row_values] = True
+    return np.flatnonzero(changed)
 
 
 def encode(tensor: torch.Tensor, base: torch.Tensor | None = None, threads: int = 1, level: int = DEFAULT_LEVEL) -> bytes:
@@ -288,6 +335,22 @@ def encode(tensor: torch.Tensor, base: torch.Tensor | None = None, threads: int 
 def decode(payload: bytes, base: torch.Tensor | None = None, threads: int = 1) -> torch.Tensor:
     """Decodes a payload to a tensor in memory; see `decode_raw`."""
     return decode_raw(payload, None if base is None else RawTensor.from_torch(base), threads=threads).to_torch()
+
+
+def apply(payload: bytes, tensor: torch.Tensor, threads: int = 1) -> torch.Tensor:
+    """Changes a contiguous tensor in the CPU's memory; see `apply_raw`."""
+    import torch
+
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError("only a contiguous tensor in the CPU's memory can be changed in place")
+    return torch.from_numpy(apply_raw(payload, RawTensor.from_torch(tensor), threads=threads))
+
+
+def _another_base(header: Header) -> BaseModelError:
+    return BaseModelError(
+        f"Tensor '{header.name}' cannot be restored: checksum mismatch. '{header.base_name}' of the base model has changed since "
+        "it was compressed, or this is another base model."
+    )
 
 
 def _is_possible(header: Header, size: int) -> bool:

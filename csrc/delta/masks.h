@@ -1,0 +1,84 @@
+// 64 neighboring 16-bit floats as the bits of words: those whose magnitude is below a limit, those that differ from others.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "../common/bits.h"
+#include "../common/instruction_sets.h"
+
+namespace hf_ext::delta {
+
+constexpr size_t WORD = 64;  // values whose bits fit a word
+
+struct ScalarMasks {
+    static void below(const uint16_t* values, const uint16_t* limits, size_t count, uint64_t* masks) {
+        for (size_t k = 0; k < count; ++k) {
+            masks[k] = 0;
+            for (size_t i = 0; i < WORD; ++i) masks[k] |= uint64_t((values[i] & 0x7fff) < limits[k]) << i;
+        }
+    }
+
+    static uint64_t differing(const uint16_t* values, const uint16_t* others) {
+        uint64_t mask = 0;
+        for (size_t i = 0; i < WORD; ++i) mask |= uint64_t(values[i] != others[i]) << i;
+        return mask;
+    }
+
+    static size_t ones(uint64_t mask) {
+        size_t count = 0;
+        for (; mask; mask &= mask - 1) ++count;
+        return count;
+    }
+
+    // Returns the place of the one that has `rank` ones below it.
+    static size_t place_of(uint64_t mask, size_t rank) {
+        for (; rank; --rank) mask &= mask - 1;
+        return size_t(trailing_zeros(mask));
+    }
+};
+
+#ifdef HF_EXT_X86
+struct Avx2Masks {
+    [[HF_EXT_AVX2, gnu::always_inline]] static inline __m256i load(const uint16_t* from) {
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    }
+
+    // Returns a bit for each of 32 comparisons.
+    [[HF_EXT_AVX2, gnu::always_inline]] static inline uint64_t bits_of(__m256i first, __m256i second) {
+        const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packs_epi16(first, second), 0xd8);
+        return uint32_t(_mm256_movemask_epi8(bytes));
+    }
+
+    [[HF_EXT_AVX2]] static void below(const uint16_t* values, const uint16_t* limits, size_t count, uint64_t* masks) {
+        __m256i magnitudes[4];
+        for (size_t i = 0; i < 4; ++i) magnitudes[i] = _mm256_and_si256(load(values + 16 * i), _mm256_set1_epi16(0x7fff));
+        for (size_t k = 0; k < count; ++k) {
+            const __m256i limit = _mm256_set1_epi16(int16_t(limits[k]));
+            masks[k] = bits_of(_mm256_cmpgt_epi16(limit, magnitudes[0]), _mm256_cmpgt_epi16(limit, magnitudes[1])) |
+                       bits_of(_mm256_cmpgt_epi16(limit, magnitudes[2]), _mm256_cmpgt_epi16(limit, magnitudes[3])) << 32;
+        }
+    }
+
+    [[HF_EXT_AVX2]] static uint64_t differing(const uint16_t* values, const uint16_t* others) {
+        __m256i same[4];
+        for (size_t i = 0; i < 4; ++i) same[i] = _mm256_cmpeq_epi16(load(values + 16 * i), load(others + 16 * i));
+        return ~(bits_of(same[0], same[1]) | bits_of(same[2], same[3]) << 32);
+    }
+
+    [[HF_EXT_AVX2]] static size_t ones(uint64_t mask) { return size_t(_mm_popcnt_u64(mask)); }
+
+    [[HF_EXT_AVX2]] static size_t place_of(uint64_t mask, size_t rank) {
+        return size_t(_tzcnt_u64(_pdep_u64(uint64_t(1) << rank, mask)));
+    }
+};
+
+template <Instructions SET>
+using Masks = std::conditional_t<SET == Instructions::SCALAR, ScalarMasks, Avx2Masks>;
+#else
+template <Instructions>
+using Masks = ScalarMasks;
+#endif
+
+}  // namespace hf_ext::delta

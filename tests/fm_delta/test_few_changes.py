@@ -1,0 +1,283 @@
+"""Tensors of 16-bit floats where few values changed: bodies that list the changes, and payloads applied in place."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import reference_codec as reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_ext import _native
+from hf_ext.errors import BaseModelError
+from hf_ext.storage.delta import codec
+from hf_ext.storage.safetensors_file import RawTensor
+
+FP16, BF16 = 2, 3
+FEW_CHANGES, LOW_RANK, UNTOUCHED_ROWS = 8, 4, 1
+BLOCK = 256 * 1024
+both_types = pytest.mark.parametrize("code", [FP16, BF16], ids=["fp16", "bf16"])
+
+
+def weights(rng: np.random.Generator, size: int, code: int) -> np.ndarray:
+    return reference.cast(rng.normal(0, 0.02, size).astype("<f8").view("<u8"), 4, code)
+
+
+def step(rng: np.random.Generator, base: np.ndarray, code: int, rate: float) -> np.ndarray:
+    """A training step: master weights that round to the base move by about the same distance each."""
+    kind = reference.TYPES[code]
+    numbers = reference.numbers_of(base, kind)
+    spacing = np.exp2(np.floor(np.log2(np.maximum(np.abs(numbers), 1e-30))) - kind.mantissa)
+    master = numbers + spacing * rng.uniform(-0.499, 0.499, len(base))
+    moved = master + rate * rng.choice([-1, 1], len(base)) * rng.uniform(0.5, 1, len(base))
+    return reference.cast(moved.astype("<f8").view("<u8"), 4, code)
+
+
+@dataclass
+class Body:
+    data: bytes
+    base: np.ndarray
+    code: int
+    values: int
+    row_length: int
+    base_values: int
+
+    @property
+    def flags(self) -> int:
+        return self.data[1]
+
+    def decoded(self, threads: int = 1) -> np.ndarray:
+        out = np.full(self.values, 0x5A5A, np.uint16)
+        _native.decode(self.data, (out, self.base, self.code, self.row_length, self.base_values, threads))
+        return out
+
+    def expected(self) -> np.ndarray:
+        return reference.decode_body(self.data, self.base, self.code, self.values, self.row_length, self.base_values)
+
+
+def encode(tensor: np.ndarray, base: np.ndarray, code: int, row_length: int, candidates: tuple = ()) -> Body:
+    """Makes a body and checks that both decoders and every instruction set give the tensor back."""
+    data = _native.encode(tensor, base, code, row_length, len(base), 1, candidates)
+    body = Body(data, base, code, len(tensor), row_length, len(base))
+    np.testing.assert_array_equal(body.expected(), tensor)
+    for name in _native.instruction_sets():
+        before = _native.use(name)
+        try:
+            assert _native.encode(tensor, base, code, row_length, len(base), 1, candidates) == data
+            np.testing.assert_array_equal(body.decoded(), tensor)
+        finally:
+            _native.use(before)
+    return body
+
+
+def sprinkle(rng: np.random.Generator, base: np.ndarray, share: float) -> np.ndarray:
+    """Any bits at some places."""
+    bits = rng.integers(0, 1 << 16, len(base), np.uint16, endpoint=False)
+    return np.where(rng.random(len(base)) < share, bits, base)
+
+
+# ---- bodies ----------------------------------------------------------------------------------------------------------
+
+
+@both_types
+@pytest.mark.parametrize("row_length", [64, 100, 576, 20_000])
+def test_steps_are_listed_and_come_back(code: int, row_length: int) -> None:
+    rng = np.random.default_rng(row_length)
+    base = weights(rng, 40_000, code)
+    body = encode(step(rng, base, code, 3e-6 if code == BF16 else 3e-7), base, code, row_length)
+    assert body.flags & FEW_CHANGES
+
+
+@both_types
+def test_any_bits_at_any_place_come_back(code: int) -> None:
+    rng = np.random.default_rng(code)
+    base = sprinkle(rng, weights(rng, 30_000, code), 0.01)
+    assert encode(sprinkle(rng, base, 0.05), base, code, 100).flags & FEW_CHANGES
+
+
+@both_types
+def test_changes_at_the_ends_of_blocks_come_back(code: int) -> None:
+    rng = np.random.default_rng(code)
+    base = weights(rng, BLOCK + 5000, code)
+    tensor = base.copy()
+    tensor[[0, 63, 64, BLOCK - 1, BLOCK, len(base) - 1]] ^= 1
+    body = encode(tensor, base, code, 1000)
+    assert body.flags & FEW_CHANGES
+    assert len(body.data) < 100
+    np.testing.assert_array_equal(body.decoded(threads=2), tensor)
+
+
+def test_a_block_without_changes_takes_the_four_bytes_of_its_entry() -> None:
+    base = weights(np.random.default_rng(0), 3 * BLOCK, BF16)
+    tensor = base.copy()
+    none = encode(tensor, base, BF16, 1024)
+    assert len(none.data) < 40
+    tensor[5] ^= 1
+    with_one = encode(tensor, base, BF16, 1024)
+    assert len(with_one.data) < len(none.data) + 20
+
+
+@both_types
+def test_rows_without_a_base_come_back_beside_few_changes(code: int) -> None:
+    rng = np.random.default_rng(code)
+    base = weights(rng, 30_000, code)
+    tensor = np.concatenate([sprinkle(rng, base, 0.01), weights(rng, 7_050, code)])
+    assert encode(tensor, base, code, 100).flags & FEW_CHANGES
+
+
+def test_untouched_rows_are_left_out_where_that_saves() -> None:
+    rng = np.random.default_rng(0)
+    base = weights(rng, 200 * 1000, BF16)
+    tensor = step(rng, base, BF16, 3e-6)
+    touched = rng.random(200) < 0.1
+    tensor = np.where(np.repeat(touched, 1000), tensor, base)
+    assert encode(tensor, base, BF16, 1000).flags & (FEW_CHANGES | UNTOUCHED_ROWS) == FEW_CHANGES | UNTOUCHED_ROWS
+    few = base.copy()
+    few[rng.integers(0, len(base), 300)] ^= 1
+    assert encode(few, base, BF16, 1000).flags & (FEW_CHANGES | UNTOUCHED_ROWS) == FEW_CHANGES
+
+
+def test_few_changes_of_a_moved_base_come_back() -> None:
+    rng = np.random.default_rng(0)
+    base = weights(rng, 200 * 300, BF16)
+    rows, columns = rng.integers(-20, 20, (200, 2), np.int32), rng.integers(-20, 20, (2, 300), np.int32)
+    change = np.ldexp((rows @ columns).ravel().astype("<f8"), -14)
+    tensor = reference.move(base, change, False, reference.TYPES[BF16])
+    tensor[rng.integers(0, len(tensor), 600)] ^= 1
+    body = encode(tensor, base, BF16, 300, ((rows, columns, 14),))
+    assert body.flags & (FEW_CHANGES | LOW_RANK) == FEW_CHANGES | LOW_RANK
+    assert _native.list_changes(body.data, base, BF16, 300) is None
+
+
+@given(st.integers(0, 2**32), st.sampled_from([FP16, BF16]), st.integers(1, 400), st.floats(0, 0.12), st.floats(0, 0.5))
+@settings(max_examples=40, deadline=None)
+def test_whatever_few_values_change_to_comes_back(seed: int, code: int, row_length: int, share: float, wild: float) -> None:
+    rng = np.random.default_rng(seed)
+    size = 8192 + int(rng.integers(0, 3000))
+    base = sprinkle(rng, weights(rng, size, code), wild)
+    near = base + rng.integers(-3, 4, size).astype(np.uint16)
+    tensor = np.where(rng.random(size) < share, sprinkle(rng, near, wild), base)
+    encode(tensor, base, code, row_length)
+
+
+def test_drawn_steps_take_little_more_than_their_entropy() -> None:
+    rng = np.random.default_rng(0)
+    base = weights(rng, 2 * BLOCK, BF16)
+    kind = reference.TYPES[BF16]
+    for rate in (1e-6, 3e-6, 1e-5):
+        tensor = step(rng, base, BF16, rate)
+        change = reference.to_ordered(tensor, kind).astype(int) - reference.to_ordered(base, kind)
+        entropy = 0.0
+        for exponent in np.unique(base & 0x7F80):
+            counts = np.unique(change[base & 0x7F80 == exponent], return_counts=True)[1]
+            entropy -= (counts * np.log2(counts / counts.sum())).sum()
+        body = _native.encode(tensor, base, BF16, 1024, len(base))
+        assert 8 * len(body) < 1.2 * entropy
+
+
+def test_damaged_lists_are_refused_or_decoded_alike() -> None:
+    rng = np.random.default_rng(0)
+    base = weights(rng, 20_000, BF16)
+    body = encode(step(rng, base, BF16, 3e-6), base, BF16, 500)
+    assert body.flags & FEW_CHANGES
+    whole, refused = body.data, 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        damaged[rng.integers(1, len(damaged))] ^= 1 << rng.integers(8)
+        body.data = bytes(damaged)
+        try:
+            decoded = body.decoded()
+        except ValueError:
+            refused += 1
+            with pytest.raises(ValueError):
+                body.expected()
+        else:
+            np.testing.assert_array_equal(body.expected(), decoded)
+    assert refused > 100
+
+
+# ---- lists of changes ------------------------------------------------------------------------------------------------
+
+
+def test_the_places_and_values_of_changes_are_listed_and_exchanged() -> None:
+    rng = np.random.default_rng(0)
+    base = weights(rng, BLOCK + 10_000, BF16)
+    tensor = step(rng, base, BF16, 3e-6)
+    body = _native.encode(tensor, base, BF16, 1000, len(base))
+    listed = _native.list_changes(body, base, BF16, 1000, 2)
+    assert listed is not None
+    places, values = np.frombuffer(listed[0], np.uint32), np.frombuffer(bytearray(listed[1]), np.uint16)
+    np.testing.assert_array_equal(np.sort(places), np.flatnonzero(tensor != base))
+    live = base.copy()
+    _native.exchange(live, places, values)
+    np.testing.assert_array_equal(live, tensor)
+    _native.exchange(live, places, values)
+    np.testing.assert_array_equal(live, base)
+
+
+def test_no_place_outside_the_tensor_is_exchanged() -> None:
+    live = np.arange(10, dtype=np.uint16)
+    with pytest.raises(TypeError, match="outside"):
+        _native.exchange(live, np.array([1, 10], np.uint32), np.array([7, 7], np.uint16))
+    with pytest.raises(TypeError, match="16 bits"):
+        _native.exchange(live, np.array([1], np.uint32), np.array([7, 7], np.uint16))
+    np.testing.assert_array_equal(live, np.arange(10))
+
+
+# ---- payloads applied in place ---------------------------------------------------------------------------------------
+
+
+def fine_tuned(rate: float, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    master = 0.02 * torch.randn(200, 300, generator=generator)
+    return master.to(dtype), (master + rate * torch.randn(200, 300, generator=generator)).to(dtype)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("rate", [0, 1e-6, 1e-5, 1e-3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_payload_turns_the_base_into_the_tensor(rate: float, dtype: torch.dtype, level: int) -> None:
+    base, tensor = fine_tuned(rate, dtype)
+    base[50:] = tensor[50:]
+    live = base.clone()
+    rows = codec.apply(codec.encode(tensor, base, level=level), live)
+    assert torch.equal(live, tensor)
+    assert torch.equal(rows, (base != tensor).any(1).nonzero().ravel())
+
+
+def test_a_payload_that_does_not_fit_changes_nothing() -> None:
+    base, tensor = fine_tuned(1e-6)
+    payload = codec.encode(tensor, base)
+    other = base.clone()
+    other[7, 7] += 1
+    before = other.clone()
+    with pytest.raises(BaseModelError, match="another base model"):
+        codec.apply(payload, other)
+    assert torch.equal(other, before)
+    with pytest.raises(BaseModelError, match="cannot take the place"):
+        codec.apply(payload, base.clone()[:100])
+    with pytest.raises(BaseModelError, match="cannot take the place"):
+        codec.apply(payload, base.float())
+
+
+def test_only_memory_that_can_be_changed_in_place_is() -> None:
+    base, tensor = fine_tuned(1e-6)
+    payload = codec.encode(tensor, base)
+    with pytest.raises(ValueError, match="contiguous"):
+        codec.apply(payload, base.t().contiguous().t())
+
+
+def test_a_payload_without_a_base_replaces_the_tensor() -> None:
+    base, tensor = fine_tuned(1.0)
+    live = base.clone()
+    assert len(codec.apply(codec.encode(tensor), live)) == 200
+    assert torch.equal(live, tensor)
+
+
+def test_data_at_an_odd_address_are_changed_too() -> None:
+    base, tensor = fine_tuned(1e-6)
+    room = np.empty(base.nbytes + 1, np.uint8)
+    room[1:] = base.view(torch.uint8).numpy().ravel()
+    codec.apply_raw(codec.encode(tensor, base), RawTensor("BF16", tuple(base.shape), room[1:]))
+    np.testing.assert_array_equal(room[1:], tensor.view(torch.uint8).numpy().ravel())
