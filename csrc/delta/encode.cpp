@@ -22,7 +22,6 @@ constexpr size_t FIT_ROWS = 64;         // with fewer rows, column scales cost m
 constexpr size_t PIECE = 512;           // neighboring values of a sample
 constexpr size_t GLANCE = 8192;         // values that show whether most did not change
 constexpr size_t CLASS_SHARE = 16, MOST_CLASS_VALUES = 1 << 16;  // share and number of values from which classes are chosen
-constexpr size_t FEW_ROWS = 64;         // that cost less than a class
 constexpr size_t COUNT_CHUNKS = 64;     // chunks on which tables are chosen
 constexpr size_t ROWS_AT_ONCE = 64;     // rows whose scales a thread measures at a time
 
@@ -262,10 +261,10 @@ class TensorEncoder {
                        });
     }
 
-    // Returns whether a sample shows that few values changed. Small tensors cost less with the usual tables.
+    // Returns whether a sample of the rows that changed shows that few of their values did. Small tensors cost less with the usual
+    // tables.
     bool few_changed() const {
-        if (plan_.parts[0].values == 0) return plan_.base_rows() > FEW_ROWS;
-        if (plan_.parts[0].values < GLANCE) return false;
+        if (plan_.shape.base_values < GLANCE) return false;
         ChangeCounts<F> counts;
         sample(GLANCE, [&](U base, U value) { counts.add(base, value); });
         return counts.few();
