@@ -209,20 +209,24 @@ PyObject* list_changes(PyObject*, PyObject* args) {
 }
 
 PyObject* exchange(PyObject*, PyObject* args) {
-    PyObject *tensor_object, *places_object, *others_object;
-    Buffer tensor, places, others;
-    if (!PyArg_ParseTuple(args, "OOO:exchange", &tensor_object, &places_object, &others_object)) return nullptr;
+    PyObject *tensor_object, *places_object, *others_object, *rows_object;
+    Buffer tensor, places, others, rows;
+    Py_ssize_t row_length;
+    if (!PyArg_ParseTuple(args, "OOOnO:exchange", &tensor_object, &places_object, &others_object, &row_length, &rows_object))
+        return nullptr;
     if (!tensor.open(tensor_object, PyBUF_WRITABLE) || !places.open(places_object, 0) ||
-        !others.open(others_object, PyBUF_WRITABLE))
+        !others.open(others_object, PyBUF_WRITABLE) || !rows.open(rows_object, PyBUF_WRITABLE))
         return nullptr;
-    const size_t count = others.bytes() / 2;
-    if (!run([&] {
-            if (places.bytes() != 4 * count || others.bytes() != 2 * count || tensor.bytes() % 2)
-                throw std::invalid_argument("the buffers do not hold places and values of 16 bits");
-            delta::exchange(static_cast<uint16_t*>(tensor.view.buf), tensor.bytes() / 2,
-                            static_cast<const uint32_t*>(places.view.buf), static_cast<uint16_t*>(others.view.buf), count);
-        }, true))
-        return nullptr;
+    const size_t values = tensor.bytes() / 2, count = others.bytes() / 2, length = size_t(row_length);
+    const auto work = [&] {
+        if (places.bytes() != 4 * count || others.bytes() != 2 * count || tensor.bytes() != 2 * values)
+            throw std::invalid_argument("the buffers do not hold places and values of 16 bits");
+        if (row_length < 1 || rows.bytes() != (values + length - 1) / length)
+            throw std::invalid_argument("the buffer of the rows has the wrong size");
+        delta::exchange(static_cast<uint16_t*>(tensor.view.buf), values, static_cast<const uint32_t*>(places.view.buf),
+                        static_cast<uint16_t*>(others.view.buf), count, length, static_cast<uint8_t*>(rows.view.buf));
+    };
+    if (!run(work, true)) return nullptr;
     Py_RETURN_NONE;
 }
 
@@ -410,7 +414,8 @@ PyMethodDef METHODS[] = {
      "decode(body, (tensor, base | None, dtype, row_length, base_values, threads=1)): fills the tensor"},
     {"list_changes", list_changes, METH_VARARGS,
      "list_changes(body, base, dtype, row_length, threads=1) -> (uint32 places, uint16 values) that differ from the base, or None"},
-    {"exchange", exchange, METH_VARARGS, "exchange(tensor, places, others): swaps 16-bit values of the tensor with others"},
+    {"exchange", exchange, METH_VARARGS,
+     "exchange(tensor, places, others, row_length, rows): swaps 16-bit values of the tensor with others, and marks their rows"},
     {"cast", cast, METH_VARARGS, "cast(source, from_dtype, target, to_dtype): fills the target, rounding to nearest even"},
     {"subtract", subtract, METH_VARARGS,
      "subtract(tensor, base, dtype, row_length, change, energies): fills float32 changes and the float64 sums of the squares "

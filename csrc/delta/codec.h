@@ -44,9 +44,10 @@ struct Replacements {
 // of 16-bit floats do, where few values changed. Throws as `decode` does.
 bool list_changes(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, Replacements& changes, int threads);
 
-// Exchanges the values at some places of a tensor with others; done twice, it changes nothing. Throws std::invalid_argument, before
-// anything has changed, if a place is not below `values`.
-void exchange(uint16_t* tensor, size_t values, const uint32_t* places, uint16_t* others, size_t count);
+// Exchanges the values at `count` places of a tensor with others, and marks the rows that have such places; done twice, it changes
+// nothing. Throws std::invalid_argument, before anything has changed, if a place is not below `values`.
+void exchange(uint16_t* tensor, size_t values, const uint32_t* places, uint16_t* others, size_t count, size_t row_length,
+              uint8_t* rows);
 
 // Returns how often each symbol occurs in each table: TABLES × SYMBOLS counts. The default tables are made from these.
 std::vector<uint64_t> count_symbols(const Shape& shape, const void* tensor, const void* base);

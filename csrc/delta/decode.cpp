@@ -125,12 +125,17 @@ class TensorDecoder {
         std::vector<Replacements> lists(blocks_.size());
         parallel_for(blocks_.size(), threads, [&](size_t i) {
             const Block block = block_at(plan_, i);
-            const auto add = [&, &list = lists[i]](size_t offset, U value) {
-                list.places.push_back(uint32_t(offset));
-                list.values.push_back(value);
-            };
-            if (blocks_[i].kind == RAW) return list_raw(block, blocks_[i], add);
-            with_instructions([&](auto set) { decoded_changes<set()>(block, blocks_[i]).visit(plan_, block, base_, add); });
+            Replacements& list = lists[i];
+            if (blocks_[i].kind == RAW) return list_raw(block, blocks_[i], list);
+            with_instructions([&](auto set) {
+                const auto changes = decoded_changes<set()>(block, blocks_[i]);
+                list.places.resize(changes.count());
+                list.values.resize(changes.count());
+                changes.visit(base_, [places = list.places.data(), values = list.values.data()](size_t at, size_t offset, U value) {
+                    places[at] = uint32_t(offset);
+                    values[at] = value;
+                });
+            });
         });
         Replacements all = std::move(lists.empty() ? Replacements() : lists[0]);
         for (size_t i = 1; i < lists.size(); ++i) {
@@ -199,8 +204,8 @@ class TensorDecoder {
             if (base != tensor_) std::memcpy(tensor_ + offset, base + offset, count * sizeof(U));
         });
         with_instructions([&](auto set) {
-            decoded_changes<set()>(block, coded).visit(plan_, block, tensor_,
-                                                       [&](size_t offset, U value) { tensor_[offset] = value; });
+            decoded_changes<set()>(block, coded).visit(
+                tensor_, [tensor = tensor_](size_t, size_t offset, U value) { tensor[offset] = value; });
         });
     }
 
@@ -209,14 +214,15 @@ class TensorDecoder {
         return {plan_, block, coded.data, coded.bytes, coded.kind, tables_->data()};
     }
 
-    template <class Add>
-    void list_raw(const Block& block, const Coded& coded, Add&& add) const {
+    void list_raw(const Block& block, const Coded& coded, Replacements& list) const {
         require_raw(block, coded.bytes);
         for_pieces(plan_, *block.part, block.begin, block.size, [&](size_t offset, size_t at, size_t count, size_t, size_t) {
             for (size_t i = 0; i < count; ++i) {
                 U value;
                 std::memcpy(&value, coded.data + (at + i) * sizeof(U), sizeof(U));
-                if (value != base_[offset + i]) add(offset + i, value);
+                if (value == base_[offset + i]) continue;
+                list.places.push_back(uint32_t(offset + i));
+                list.values.push_back(value);
             }
         });
     }
@@ -300,10 +306,16 @@ bool list_changes(const Shape& shape, const uint8_t* body, size_t bytes, const v
     return listed;
 }
 
-void exchange(uint16_t* tensor, size_t values, const uint32_t* places, uint16_t* others, size_t count) {
+void exchange(uint16_t* tensor, size_t values, const uint32_t* places, uint16_t* others, size_t count, size_t row_length,
+              uint8_t* rows) {
     if (std::any_of(places, places + count, [=](uint32_t place) { return place >= values; }))
         throw std::invalid_argument("a place is outside the tensor");
-    for (size_t i = 0; i < count; ++i) std::swap(tensor[places[i]], others[i]);
+    size_t row = 0;
+    for (size_t i = 0; i < count; ++i) {
+        std::swap(tensor[places[i]], others[i]);
+        if (places[i] - row * row_length >= row_length) row = places[i] / row_length;  // else the same row as before
+        rows[row] = 1;
+    }
 }
 
 }  // namespace hf_ext::delta

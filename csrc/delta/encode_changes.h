@@ -18,7 +18,8 @@ constexpr size_t MEDIUM_CHANGES = 512, MANY_CHANGES = 4096;  // that have 8 and 
 constexpr size_t SAMPLED_BLOCKS = 4;     // blocks from which the codes are chosen
 constexpr double LARGEST_MEAN = 5;       // of a number without its raw bits, so that most have a symbol of their own
 
-// The changes of a block, by class: gaps, and changes of the ordered integers.
+// The changes of a block, by class: how many values of the class are before each since the last, and the change of the ordered
+// integer.
 struct Changes {
     std::array<std::vector<int32_t>, MAX_CLASSES> gaps, changes;
 
@@ -123,28 +124,39 @@ class ChangeCounts {
 
 template <class F, Instructions SET>
 Changes find_changes(const Plan& plan, size_t index, const typename F::U* tensor, const typename F::U* base) {
-    Changes found;
-    const Classifier<F, SET> classify(plan.classes);
-    std::array<uint64_t, MAX_CLASSES> seen{}, next{};
-    uint64_t masks[MAX_CLASSES];
-    for_stretches(plan, block_at(plan, index), [&](size_t offset, size_t size) {
-        for (size_t at = offset; at < offset + size; at += WORD) {
-            const size_t count = std::min(WORD, offset + size - at);
-            classify(base + at, count, masks);
-            const uint64_t changed = differing<SET>(tensor + at, base + at, count);
-            for (size_t k = 0; k < plan.classes.size(); ++k) {
-                for (uint64_t left = masks[k] & changed; left; left &= left - 1) {
-                    const size_t place = size_t(trailing_zeros(left));
-                    const uint64_t rank = seen[k] + Masks<SET>::ones(masks[k] & ((uint64_t(1) << place) - 1));
-                    found.gaps[k].push_back(int32_t(rank - next[k]));
-                    found.changes[k].push_back(int(to_ordered<F>(tensor[at + place])) - int(to_ordered<F>(base[at + place])));
-                    next[k] = rank + 1;
+    struct Place {
+        uint32_t rank;  // among the values of the class
+        int32_t change;
+    };
+    const size_t classes = plan.classes.size();
+    std::array<std::vector<Place>, MAX_CLASSES> places;  // longer than what is found
+    std::array<size_t, MAX_CLASSES> found{};
+    std::array<uint32_t, MAX_CLASSES> seen{};
+    for_words<F, SET>(plan, block_at(plan, index), base, [&](size_t at, size_t count, const uint64_t* masks) {
+        const uint64_t changed = differing<SET>(tensor + at, base + at, count);
+        for (size_t k = 0; k < classes; ++k) {
+            if (uint64_t left = masks[k] & changed) {
+                if (places[k].size() < found[k] + WORD) places[k].resize(2 * found[k] + WORD);
+                Place* next = &places[k][found[k]];
+                for (; left; left &= left - 1) {
+                    const size_t i = size_t(trailing_zeros(left)), ones = Masks<SET>::ones(masks[k] & ~(~uint64_t(0) << i));
+                    *next++ = {seen[k] + uint32_t(ones), int(to_ordered<F>(tensor[at + i])) - int(to_ordered<F>(base[at + i]))};
                 }
-                seen[k] += Masks<SET>::ones(masks[k]);
+                found[k] = size_t(next - places[k].data());
             }
+            seen[k] += uint32_t(Masks<SET>::ones(masks[k]));
         }
     });
-    return found;
+    Changes changes;
+    for (size_t k = 0; k < classes; ++k) {
+        changes.gaps[k].resize(found[k]);
+        changes.changes[k].resize(found[k]);
+        for (size_t i = 0; i < found[k]; ++i) {
+            changes.gaps[k][i] = int32_t(places[k][i].rank - (i ? places[k][i - 1].rank + 1 : 0));
+            changes.changes[k][i] = places[k][i].change;
+        }
+    }
+    return changes;
 }
 
 // Returns 1 unless the sizes of nearly all changes are far from it and close together.
@@ -203,32 +215,33 @@ std::vector<uint8_t> code_changes(const Changes& found, const std::vector<Class>
     const size_t all = found.count();
     kind = all >= MANY_CHANGES ? INTERLEAVED : all >= MEDIUM_CHANGES ? MEDIUM : NARROW;
     if (all == 0) return out;
-    std::vector<Context> contexts;
-    std::vector<int32_t> numbers;
-    std::vector<uint8_t> ids;
-    contexts.reserve(2 * all), numbers.reserve(2 * all), ids.reserve(2 * all);
-    const auto add = [&](int32_t number, Context context) {
-        contexts.push_back(context);
-        numbers.push_back(number);
-        ids.push_back(symbol_id(number >> context.shift()));
+    const std::unique_ptr<Context[]> contexts(new Context[2 * all]);
+    const std::unique_ptr<int32_t[]> numbers(new int32_t[2 * all]);
+    const std::unique_ptr<uint8_t[]> ids(new uint8_t[2 * all]);
+    size_t done = 0;
+    const auto add = [&](const std::vector<int32_t>& list, Context context, auto&& number_of) {
+        std::fill_n(&contexts[done], list.size(), context);
+        for (size_t i = 0; i < list.size(); ++i) numbers[done + i] = number_of(list[i]);
+        for (size_t i = 0; i < list.size(); ++i) ids[done + i] = symbol_id(numbers[done + i] >> context.shift());
+        done += list.size();
     };
     for (size_t k = 0; k < classes.size(); ++k) {
         size_t count = found.gaps[k].size();
         for (; count >= 0x80; count >>= 7) out.push_back(uint8_t(count | 0x80));
         out.push_back(uint8_t(count));
-        for (const int32_t gap : found.gaps[k]) add(gap, {classes[k].gap.shift, gap_table(k)});
+        add(found.gaps[k], {classes[k].gap.shift, gap_table(k)}, [](int32_t gap) { return gap; });
     }
     for (size_t k = 0; k < classes.size(); ++k)
-        for (const int32_t change : found.changes[k])
-            add(to_number(change, classes[k].center), {classes[k].size.shift, size_table(k)});
+        add(found.changes[k], {classes[k].size.shift, size_table(k)},
+            [center = classes[k].center](int32_t change) { return to_number(change, center); });
     const auto encode = [&](auto encoder) {
-        encoder.encode(contexts.data(), numbers.data(), ids.data(), numbers.size(), tables.data());
+        encoder.encode(contexts.get(), numbers.get(), ids.get(), 2 * all, tables.data());
         encoder.finish(out);
     };
     switch (kind) {
-        case INTERLEAVED: encode(Encoder<64, SET>(numbers.size())); break;
-        case MEDIUM: encode(Encoder<8, SET>(numbers.size())); break;
-        default: encode(Encoder<1, SET>(numbers.size()));
+        case INTERLEAVED: encode(Encoder<64, SET>(2 * all)); break;
+        case MEDIUM: encode(Encoder<8, SET>(2 * all)); break;
+        default: encode(Encoder<1, SET>(2 * all));
     }
     return out;
 }

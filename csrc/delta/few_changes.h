@@ -65,38 +65,18 @@ class Classifier {
     std::array<uint16_t, MAX_CLASSES> limits_{};
 };
 
-// Walks from one changed value of a class to the next.
-class Walk {
-   public:
-    Walk() = default;
-    Walk(const int32_t* gaps, const int32_t* sizes, size_t count) : gaps_(gaps), sizes_(sizes), left_(count) { advance(); }
-
-    bool at_end() const { return next_ == NEVER; }
-
-    // Goes past some values of the class. Calls f(place in the mask, number of the size) for those that changed.
-    template <Instructions SET, class Function>
-    [[gnu::always_inline]] inline void pass(uint64_t mask, Function&& f) {
-        const uint64_t end = seen_ + Masks<SET>::ones(mask);
-        while (next_ < end) {
-            f(Masks<SET>::place_of(mask, size_t(next_ - seen_)), *sizes_++);
-            advance();
+// Calls f(offset in the tensor, count, masks of the classes) for each 64 values of a block, or fewer at the end of a stretch.
+template <class F, Instructions SET, class Function>
+[[gnu::always_inline]] inline void for_words(const Plan& plan, const Block& block, const uint16_t* base, Function&& f) {
+    const Classifier<F, SET> classify(plan.classes);
+    uint64_t masks[MAX_CLASSES];
+    for_stretches(plan, block, [&](size_t offset, size_t size) {
+        for (size_t at = offset; at < offset + size; at += WORD) {
+            const size_t count = std::min(WORD, offset + size - at);
+            classify(base + at, count, masks);
+            f(at, count, masks);
         }
-        seen_ = end;
-    }
-
-   private:
-    static constexpr uint64_t NEVER = ~uint64_t(0);
-
-    [[gnu::always_inline]] inline void advance() {
-        next_ = left_ ? next_ + 1 + uint32_t(*gaps_++) : NEVER;
-        left_ -= left_ != 0;
-    }
-
-    const int32_t* gaps_ = nullptr;
-    const int32_t* sizes_ = nullptr;
-    size_t left_ = 0;        // changes after the next one
-    uint64_t next_ = NEVER;  // place of the next change among the values of the class
-    uint64_t seen_ = 0;      // values of the class so far
-};
+    });
+}
 
 }  // namespace hf_ext::delta

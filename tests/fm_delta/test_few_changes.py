@@ -209,19 +209,23 @@ def test_the_places_and_values_of_changes_are_listed_and_exchanged() -> None:
     assert listed is not None
     places, values = np.frombuffer(listed[0], np.uint32), np.frombuffer(bytearray(listed[1]), np.uint16)
     np.testing.assert_array_equal(np.sort(places), np.flatnonzero(tensor != base))
-    live = base.copy()
-    _native.exchange(live, places, values)
+    live, rows = base.copy(), np.zeros(-(-len(base) // 1000), bool)
+    _native.exchange(live, places, values, 1000, rows)
     np.testing.assert_array_equal(live, tensor)
-    _native.exchange(live, places, values)
+    np.testing.assert_array_equal(np.flatnonzero(rows), np.unique(np.flatnonzero(tensor != base) // 1000))
+    _native.exchange(live, places, values, 1000, rows)
     np.testing.assert_array_equal(live, base)
 
 
 def test_no_place_outside_the_tensor_is_exchanged() -> None:
-    live = np.arange(10, dtype=np.uint16)
+    live, rows, two = np.arange(10, dtype=np.uint16), np.zeros(2, np.uint8), np.array([7, 7], np.uint16)
     with pytest.raises(TypeError, match="outside"):
-        _native.exchange(live, np.array([1, 10], np.uint32), np.array([7, 7], np.uint16))
+        _native.exchange(live, np.array([1, 10], np.uint32), two, 5, rows)
     with pytest.raises(TypeError, match="16 bits"):
-        _native.exchange(live, np.array([1], np.uint32), np.array([7, 7], np.uint16))
+        _native.exchange(live, np.array([1], np.uint32), two, 5, rows)
+    for row_length in (0, 4, 10):
+        with pytest.raises(TypeError, match="rows"):
+            _native.exchange(live, np.array([1, 2], np.uint32), two, row_length, rows)
     np.testing.assert_array_equal(live, np.arange(10))
 
 

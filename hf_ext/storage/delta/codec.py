@@ -316,13 +316,12 @@ def apply_raw(payload: np.ndarray | bytes, tensor: RawTensor, header: Header | N
         rows = np.flatnonzero((new != old).any(axis=1))
         old[rows] = new[rows]
         return rows
-    places, values = np.frombuffer(listed[0], np.uint32), np.frombuffer(bytearray(listed[1]), np.uint16)
-    _native.exchange(tensor.data, places, values)
-    if xxhash.xxh3_64_intdigest(tensor.data) != header.checksum:
-        _native.exchange(tensor.data, places, values)
-        raise _another_base(header)
+    places, values = np.frombuffer(listed[0], np.uint32), bytearray(listed[1])
     changed = np.zeros(header.values // row_values, bool)
-    changed[places // row_values] = True
+    _native.exchange(tensor.data, places, values, row_values, changed)
+    if xxhash.xxh3_64_intdigest(tensor.data) != header.checksum:
+        _native.exchange(tensor.data, places, values, row_values, changed)
+        raise _another_base(header)
     return np.flatnonzero(changed)
 
 
