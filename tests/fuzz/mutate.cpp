@@ -15,6 +15,7 @@
 #include "../../csrc/common/floats.h"
 #include "../../csrc/delta/blocks.h"
 #include "../../csrc/delta/codec.h"
+#include "../../csrc/delta/encode_changes.h"
 #include "../../csrc/delta/low_rank.h"
 #include "../../csrc/delta/scales.h"
 
@@ -93,6 +94,7 @@ struct Input {
     uint8_t plane, flags;
     uint64_t own_tables;
     std::vector<uint32_t> untouched;
+    std::vector<Class> classes;
     List row_scales, column_scales, tables[TABLES];
     uint32_t rank = 0, exponent = 0;
     std::vector<List> factors;  // for each component, of the rows and of the columns
@@ -150,6 +152,7 @@ struct Input {
         blocks.resize(plan.blocks(), blocks.empty() ? EncodedBlock{NARROW, Bytes{0, 0, 1, 0}} : blocks.back());
         for (size_t i = 0; i < blocks.size(); ++i) {
             Bytes& bytes = blocks[i].bytes;
+            if (blocks[i].kind != RAW && plan.few_changes(*block_at(plan, i).part)) continue;
             const size_t values = block_at(plan, i).size, least = values * plane + (blocks[i].kind == NARROW ? 4 : 4 * 64);
             const size_t size = blocks[i].kind == RAW ? values * width() : std::max(bytes.size(), least);
             require(size < max_size);
@@ -178,7 +181,8 @@ struct Input {
             for (uint32_t& row : untouched) side.number(row, 1);
         plan.set_rows((flags & UNTOUCHED_ROWS) ? std::vector<bool>(untouched.begin(), untouched.end())
                                                : std::vector<bool>(untouched.size()));
-        scales(row_scales, plan.rows.size());
+        if (flags & FEW_CHANGES) visit_classes(side);
+        scales(row_scales, plan.rows.size() - plan.first_scaled());
         if (flags & COLUMN_SCALES) scales(column_scales, shape.row_length);
         for (int id = 0; id < TABLES; ++id)
             if (own_tables >> id & 1) list(tables[id], SYMBOLS - 1, 3, 16);
@@ -188,6 +192,24 @@ struct Input {
         require(rank * (coded_base_rows + shape.row_length) <= side.left());
         factors.resize(2 * size_t(rank));
         for (size_t i = 0; i < factors.size(); ++i) list(factors[i], i % 2 ? shape.row_length : coded_base_rows, 5, 32);
+    }
+
+    template <class Side>
+    void visit_classes(Side& side) {
+        const auto number = [&side](int& field, int bits) {
+            uint32_t value = uint32_t(field);
+            side.number(value, bits);
+            field = int(value);
+        };
+        int last = int(classes.size()) - 1;
+        number(last, 4);
+        classes.resize(size_t(last) + 1);
+        for (Class& one : classes) {
+            if (&one != &classes.back()) number(one.end, 8);
+            for (NumberCode* code : {&one.gap, &one.size}) number(code->shift, 5), number(code->usual, 4);
+            number(one.center, 16);
+        }
+        plan.classes = classes;
     }
 
     Bytes side(size_t max_size) {
@@ -225,7 +247,7 @@ class Mutator {
     Bytes run(const uint8_t* data, size_t size) {
         Input input(data, size);
         if (once_in(8)) return encode_another(input, data, size);
-        const size_t part = below(11);
+        const size_t part = below(12);
         switch (part) {
             case 0: change_shape(input); break;
             case 1: input.types = uint8_t(below(32)); break;
@@ -236,6 +258,7 @@ class Mutator {
             case 6: change_low_rank(input); break;
             case 7:
             case 8: change_block(input); break;
+            case 11: change_classes(input); break;
         }
         const bool fits = !once_in(8);
         if (fits) input.fit_shape();
@@ -269,7 +292,7 @@ class Mutator {
     void change_layout(Input& input) {
         switch (below(4)) {
             case 0: input.plane = any<uint8_t>({0, 1, 2, 5, 6, uint8_t(below(256))}); break;
-            case 1: input.flags = uint8_t(input.flags ^ (once_in(16) ? 1 << below(8) : 1 << below(3))); break;
+            case 1: input.flags = uint8_t(input.flags ^ (once_in(16) ? 1 << below(8) : 1 << below(4))); break;
             case 2: input.own_tables ^= uint64_t(1) << below(once_in(16) ? 64 : TABLES); break;
             case 3: move_frequency(input); break;
         }
@@ -282,7 +305,7 @@ class Mutator {
         std::vector<int32_t>& numbers = input.tables[id].numbers;
         numbers.resize(SYMBOLS - 1);
         const size_t from = below(SYMBOLS - 1), to = below(SYMBOLS - 1);
-        const uint32_t frequency = DEFAULT_TABLES[id][from] + uint32_t(numbers[from]);
+        const uint32_t frequency = input.plan.usual(int(id))[from] + uint32_t(numbers[from]);
         const uint32_t change = any({1u, frequency, uint32_t(below(PROBABILITY_SUM))});
         numbers[from] = int16_t(uint32_t(numbers[from]) - change);
         numbers[to] = int16_t(uint32_t(numbers[to]) + change);
@@ -341,12 +364,38 @@ class Mutator {
         }
     }
 
+    void change_classes(Input& input) {
+        input.flags |= FEW_CHANGES;
+        if (input.classes.empty() || once_in(4)) input.classes.resize(1 + below(MAX_CLASSES));
+        Class& one = input.classes[below(input.classes.size())];
+        int& field = *any({&one.end, &one.gap.shift, &one.gap.usual, &one.size.shift, &one.size.usual, &one.center});
+        field = any({0, 1, 11, 16, int(below(32)), int(below(256)), int(below(1 << 16))});
+    }
+
+    // Replaces a list of changes by another, whose changes may lie anywhere.
+    void change_list_of_changes(Input& input, size_t index) {
+        Changes changes;
+        for (size_t k = 0; k < input.classes.size(); ++k) {
+            const size_t count = once_in(2) ? below(4) : below(any<size_t>({1, 64, 600}));
+            for (size_t i = 0; i < count; ++i) {
+                changes.gaps[k].push_back(any({0, 0, 1, int(below(64)), int(below(size_t(1) << 30)), -1}));
+                changes.changes[k].push_back(any({1, -1, 2, int(below(1 << 17)) - (1 << 16)}));
+            }
+        }
+        std::vector<EncodeTable> tables;
+        for (int id = 0; id < TABLES; ++id) tables.emplace_back(input.plan.usual(id));
+        Kind kind;
+        input.blocks[index].bytes = code_changes<hf_ext::Instructions::SCALAR>(changes, input.classes, tables, kind);
+        input.blocks[index].kind = kind;
+    }
+
     void change_block(Input& input) {
         if (input.blocks.empty()) return;
         const size_t index = below(input.blocks.size());
         EncodedBlock& block = input.blocks[index];
+        if (input.plan.few_changes(*block_at(input.plan, index).part) && once_in(2)) return change_list_of_changes(input, index);
         switch (below(4)) {
-            case 0: block.kind = uint32_t(below(once_in(8) ? 4 : 3)); break;
+            case 0: block.kind = uint32_t(below(4)); break;
             case 1: {  // a state at its limits
                 const uint32_t state = any<uint32_t>({0xffff, 0x10000, 0x10001, 0x7fffffff, 0x80000000, 0xffffffff});
                 const size_t lane = below(block.kind == INTERLEAVED ? 64 : 1);

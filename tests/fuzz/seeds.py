@@ -65,6 +65,15 @@ def seeds(base: dict[str, torch.Tensor], tuned: dict[str, torch.Tensor]) -> Iter
             moves = torch.from_numpy(change.rows.astype(float) @ change.columns) / 2.0**change.exponent
             after = before.to_torch().double() + moves
             yield f"{name}-{kind}", seed(RawTensor.from_torch(after.to(dtype)), before, changes=(change,))
+    for name in ("F16", "BF16"):
+        before = base[MATRIX][:22].to(TYPES[name])
+        for kind, share in (("few", 0.001), ("some", 0.1)):
+            changed = torch.rand(before.shape) < share
+            after = torch.where(changed, before * (1 + 2**-6), before)
+            yield f"{name}-{kind}-changes", seed(*map(RawTensor.from_torch, (after, before)))
+            if kind == "few":
+                longer = RawTensor.from_torch(torch.cat([after, base[MATRIX][22:26].to(TYPES[name])]))
+                yield f"{name}-few-changes-resized", seed(longer, RawTensor.from_torch(before), rows=22)
     large, twin = (RawTensor.from_torch(tensors[MATRIX][:43].bfloat16()) for tensors in (tuned, base))
     yield "BF16-lanes", seed(large, twin)
     yield "BF16-lanes-alone", seed(large, None)
