@@ -91,7 +91,7 @@ def main():
     each = "for each table the frequencies of its 64 symbols, which add up to 2048."
     write_header(args.out / "default_tables.h", each, "DEFAULT_TABLES", list(total))
     tables = [geometric(2 ** ((i - 4) / 2)) for i in range(GEOMETRIC)]
-    write_header(args.out / "geometric_tables.h", f"for geometrically distributed numbers, {each}", "GEOMETRIC_TABLES", tables)
+    write_header(args.out / "geometric_tables.h", "frequencies as in default_tables.h.", "GEOMETRIC_TABLES", tables)
 
 
 if __name__ == "__main__":

@@ -200,8 +200,8 @@ PyObject* list_changes(PyObject*, PyObject* args) {
     bool listed = false;
     if (!run([&] {
             require_sizes(shape, base, base);
-            listed = delta::list_changes(shape, static_cast<const uint8_t*>(body.view.buf), body.bytes(), base.view.buf, changes,
-                                         threads);
+            listed = delta::list_changes(shape, static_cast<const uint8_t*>(body.view.buf), body.bytes(), base.view.buf,
+                                         changes, threads);
         }))
         return nullptr;
     if (!listed) Py_RETURN_NONE;
@@ -413,7 +413,8 @@ PyMethodDef METHODS[] = {
     {"decode", decode, METH_VARARGS,
      "decode(body, (tensor, base | None, dtype, row_length, base_values, threads=1)): fills the tensor"},
     {"list_changes", list_changes, METH_VARARGS,
-     "list_changes(body, base, dtype, row_length, threads=1) -> (uint32 places, uint16 values) that differ from the base, or None"},
+     "list_changes(body, base, dtype, row_length, threads=1) -> (uint32 places, uint16 values) that differ from the base, or "
+     "None"},
     {"exchange", exchange, METH_VARARGS,
      "exchange(tensor, places, others, row_length, rows): swaps 16-bit values of the tensor with others, and marks their rows"},
     {"cast", cast, METH_VARARGS, "cast(source, from_dtype, target, to_dtype): fills the target, rounding to nearest even"},
@@ -422,7 +423,8 @@ PyMethodDef METHODS[] = {
      "of each row"},
     {"count_symbols", count_symbols, METH_VARARGS,
      "count_symbols(tensor, base | None, dtype, row_length, base_values) -> uint64 counts"},
-    {"default_tables", default_tables, METH_NOARGS, "default_tables() -> uint16 frequencies: 33 tables of 64 symbols, and 12 for geometrically distributed numbers"},
+    {"default_tables", default_tables, METH_NOARGS,
+     "default_tables() -> uint16 frequencies: 33 tables of 64 symbols, and 12 for geometrically distributed numbers"},
     {"check_with", check_with, METH_O,
      "check_with(function): calls it about ten times a second from every thread that works here; it stops the work by raising"},
     {"instruction_sets", instruction_sets, METH_NOARGS,

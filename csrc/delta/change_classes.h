@@ -1,8 +1,8 @@
 // How few changes of 16-bit floats are described. Encoder and decoder share this specification.
 //
 // The smaller a value, the finer the spacing of floats around it, and the likelier a small step changes it. So the values are
-// divided into classes by the exponent of the base. In each class a change is two numbers: the gap, which counts the values of the
-// class between one changed value and the next, and the size. Nothing is coded for a value that did not change.
+// divided into classes by the exponent of the base. In each class a change is two numbers: the gap, which counts the values of
+// the class between one changed value and the next, and the size. Nothing is coded for a value that did not change.
 #pragma once
 
 #include <cstdint>

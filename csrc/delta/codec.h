@@ -40,12 +40,12 @@ struct Replacements {
     std::vector<uint16_t> values;
 };
 
-// Sets where a tensor differs from its base. Returns false, and sets nothing, if the body does not list these places: only bodies
-// of 16-bit floats do, where few values changed. Throws as `decode` does.
+// Sets where a tensor differs from its base. Returns false, and sets nothing, if the body does not list these places: only
+// bodies of 16-bit floats do, where few values changed. Throws as `decode` does.
 bool list_changes(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, Replacements& changes, int threads);
 
-// Exchanges the values at `count` places of a tensor with others, and marks the rows that have such places; done twice, it changes
-// nothing. Throws std::invalid_argument, before anything has changed, if a place is not below `values`.
+// Exchanges the values at `count` places of a tensor with others, and marks the rows that have such places; done twice, it
+// changes nothing. Throws std::invalid_argument, before anything has changed, if a place is not below `values`.
 void exchange(uint16_t* tensor, size_t values, const uint32_t* places, uint16_t* others, size_t count, size_t row_length,
               uint8_t* rows);
 

@@ -131,10 +131,11 @@ class TensorDecoder {
                 const auto changes = decoded_changes<set()>(block, blocks_[i]);
                 list.places.resize(changes.count());
                 list.values.resize(changes.count());
-                changes.visit(base_, [places = list.places.data(), values = list.values.data()](size_t at, size_t offset, U value) {
-                    places[at] = uint32_t(offset);
-                    values[at] = value;
-                });
+                changes.visit(base_,
+                              [places = list.places.data(), values = list.values.data()](size_t at, size_t offset, U value) {
+                                  places[at] = uint32_t(offset);
+                                  values[at] = value;
+                              });
             });
         });
         Replacements all = std::move(lists.empty() ? Replacements() : lists[0]);
@@ -204,8 +205,9 @@ class TensorDecoder {
             if (base != tensor_) std::memcpy(tensor_ + offset, base + offset, count * sizeof(U));
         });
         with_instructions([&](auto set) {
-            decoded_changes<set()>(block, coded).visit(
-                tensor_, [tensor = tensor_](size_t, size_t offset, U value) { tensor[offset] = value; });
+            decoded_changes<set()>(block, coded).visit(tensor_, [tensor = tensor_](size_t, size_t offset, U value) {
+                tensor[offset] = value;
+            });
         });
     }
 

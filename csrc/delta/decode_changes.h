@@ -17,7 +17,8 @@ class DecodedChanges {
     using U = typename F::U;
 
     // `tables` has an entry for each of the plan's. The block's kind is not RAW.
-    DecodedChanges(const Plan& plan, const Block& block, const uint8_t* data, size_t bytes, Kind kind, const DecodeTable* tables)
+    DecodedChanges(const Plan& plan, const Block& block, const uint8_t* data, size_t bytes, Kind kind,
+                   const DecodeTable* tables)
         : plan_(plan), block_(block) {
         if (bytes == 0) return;  // no value changed
         const uint8_t* const end = data + bytes;
@@ -43,8 +44,8 @@ class DecodedChanges {
 
     size_t count() const { return all_; }
 
-    // Calls f(index of the change, offset in the tensor, new value) for every change; f may store the value there. `base` holds the
-    // values of the whole tensor.
+    // Calls f(index of the change, offset in the tensor, new value) for every change; f may store the value there. `base` holds
+    // the values of the whole tensor.
     template <class Function>
     void visit(const U* base, Function&& f) const {
         if (all_ == 0) return;

@@ -22,8 +22,8 @@ constexpr size_t FIT_ROWS = 64;         // with fewer rows, column scales cost m
 constexpr size_t PIECE = 512;           // neighboring values of a sample
 constexpr size_t GLANCE = 8192;         // values that show whether most did not change
 constexpr size_t CLASS_SHARE = 16, MOST_CLASS_VALUES = 1 << 16;  // share and number of values from which classes are chosen
-constexpr size_t COUNT_CHUNKS = 64;     // chunks on which tables are chosen
-constexpr size_t ROWS_AT_ONCE = 64;     // rows whose scales a thread measures at a time
+constexpr size_t COUNT_CHUNKS = 64;                              // chunks on which tables are chosen
+constexpr size_t ROWS_AT_ONCE = 64;                              // rows whose scales a thread measures at a time
 
 template <class F>
 class TensorEncoder {
@@ -261,8 +261,8 @@ class TensorEncoder {
                        });
     }
 
-    // Returns whether a sample of the rows that changed shows that few of their values did. Small tensors cost less with the usual
-    // tables.
+    // Returns whether a sample of the rows that changed shows that few of their values did. Small tensors cost less with the
+    // usual tables.
     bool few_changed() const {
         if (plan_.shape.base_values < GLANCE) return false;
         ChangeCounts<F> counts;
@@ -272,7 +272,8 @@ class TensorEncoder {
 
     void choose_classes() {
         ChangeCounts<F> counts;
-        sample(std::clamp(plan_.parts[0].values / CLASS_SHARE, GLANCE, MOST_CLASS_VALUES), [&](U base, U value) { counts.add(base, value); });
+        sample(std::clamp(plan_.parts[0].values / CLASS_SHARE, GLANCE, MOST_CLASS_VALUES),
+               [&](U base, U value) { counts.add(base, value); });
         const Part& part = plan_.parts[0];
         if (!change_.rank && !counts.worth_a_bit_for_each_row(part.values, plan_.shape.base_values, plan_.base_rows())) {
             untouched_.assign(untouched_.size(), false);
@@ -288,7 +289,8 @@ class TensorEncoder {
             values += block_at(plan_, found_.back().first).size;
         }
         parallel_for(sampled, threads_, [&](size_t i) {
-            with_instructions([&](auto set) { found_[i].second = find_changes<F, set()>(plan_, found_[i].first, tensor_, base_); });
+            with_instructions(
+                [&](auto set) { found_[i].second = find_changes<F, set()>(plan_, found_[i].first, tensor_, base_); });
         });
         const double share = double(values) / double(part.values);
         coded_bits_ += choose_codes(found_, share, plan_) / share;
@@ -298,7 +300,8 @@ class TensorEncoder {
     std::vector<uint8_t> code_changes(size_t index, const std::vector<EncodeTable>& tables, Kind& kind) const {
         for (const auto& [known, changes] : found_)
             if (known == index) return hf_ext::delta::code_changes<SET>(changes, plan_.classes, tables, kind);
-        return hf_ext::delta::code_changes<SET>(find_changes<F, SET>(plan_, index, tensor_, base_), plan_.classes, tables, kind);
+        return hf_ext::delta::code_changes<SET>(find_changes<F, SET>(plan_, index, tensor_, base_), plan_.classes, tables,
+                                                kind);
     }
 
     // Chooses the tables of all values but those that are coded as few changes.
@@ -430,7 +433,7 @@ class TensorEncoder {
     LowRank change_;
     std::vector<U> moved_base_;
     std::vector<std::pair<size_t, Changes>> found_;  // few changes of some blocks, by the index of the block
-    double coded_bits_ = 0;  // estimated size of the values without their low bytes
+    double coded_bits_ = 0;                          // estimated size of the values without their low bytes
 };
 
 }  // namespace

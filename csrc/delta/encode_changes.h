@@ -13,10 +13,10 @@
 
 namespace hf_ext::delta {
 
-constexpr double FEW = 1.0 / 8;          // share of changed values up to which this pays
+constexpr double FEW = 1.0 / 8;                              // share of changed values up to which this pays
 constexpr size_t MEDIUM_CHANGES = 512, MANY_CHANGES = 4096;  // that have 8 and 64 lanes, so that their states cost little
-constexpr size_t SAMPLED_BLOCKS = 4;     // blocks from which the codes are chosen
-constexpr double LARGEST_MEAN = 5;       // of a number without its raw bits, so that most have a symbol of their own
+constexpr size_t SAMPLED_BLOCKS = 4;                         // blocks from which the codes are chosen
+constexpr double LARGEST_MEAN = 5;  // of a number without its raw bits, so that most have a symbol of their own
 
 // The changes of a block, by class: how many values of the class are before each since the last, and the change of the ordered
 // integer.
@@ -188,8 +188,8 @@ inline double choose_code(const std::vector<int32_t>& numbers, int least, int id
     return double(numbers.size()) * code.shift + choose_table(counts, id, share, plan);
 }
 
-// Chooses the codes of the classes, and their tables, from the changes of some blocks. Returns the bits that these changes take.
-// `share` is that of the values of these blocks among all.
+// Chooses the codes of the classes, and their tables, from the changes of some blocks. Returns the bits that these changes
+// take. `share` is that of the values of these blocks among all.
 inline double choose_codes(const std::vector<std::pair<size_t, Changes>>& found, double share, Plan& plan) {
     double bits = 0;
     for (size_t k = 0; k < plan.classes.size(); ++k) {

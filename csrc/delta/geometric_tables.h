@@ -1,4 +1,4 @@
-// Made by benchmarks/default_tables.py: for geometrically distributed numbers, for each table the frequencies of its 64 symbols, which add up to 2048.
+// Made by benchmarks/default_tables.py: frequencies as in default_tables.h.
 #pragma once
 
 #include <array>

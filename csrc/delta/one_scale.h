@@ -1,7 +1,7 @@
 // One scale for a whole tensor of 16-bit floats, chosen by what its residuals cost.
 //
-// Where most changes are rounded to nothing, the variance of those that are left says little about the size of the others, which
-// grows with the distance to the next float. Then the exponent of the base alone tells how likely a change is.
+// Where most changes are rounded to nothing, the variance of those that are left says little about the size of the others,
+// which grows with the distance to the next float. Then the exponent of the base alone tells how likely a change is.
 #pragma once
 
 #include <algorithm>

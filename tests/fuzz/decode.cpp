@@ -1,7 +1,7 @@
 // The target of `make fuzz`: decodes any bytes as a tensor's type, sizes, base and body, with the calls that hf_ext's
 // decode_raw makes. Sanitizers stop it at the first access outside a buffer and at undefined behavior. All instruction sets
-// must give the same bytes or all must refuse the input. A list of changes must give the same tensor. A decoded tensor must also
-// survive a round trip.
+// must give the same bytes or all must refuse the input. A list of changes must give the same tensor. A decoded tensor must
+// also survive a round trip.
 //
 //     offset  bytes  content (little-endian)
 //     0       1      float type, modulo 4; the next two bits: the base's; the next: one thread or two
@@ -86,7 +86,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
 
     hf_ext::instructions() = best;
     hf_ext::delta::Replacements changes;
-    if (shape.base_values == shape.values && hf_ext::delta::list_changes(shape, moved.data() + 1, body_size, base.data(), changes, threads)) {
+    if (shape.base_values == shape.values &&
+        hf_ext::delta::list_changes(shape, moved.data() + 1, body_size, base.data(), changes, threads)) {
         Bytes listed = base, rows((shape.values + shape.row_length - 1) / shape.row_length);
         hf_ext::delta::exchange(reinterpret_cast<uint16_t*>(listed.data()), shape.values, changes.places.data(),
                                 changes.values.data(), changes.places.size(), shape.row_length, rows.data());

@@ -393,7 +393,8 @@ class Mutator {
         if (input.blocks.empty()) return;
         const size_t index = below(input.blocks.size());
         EncodedBlock& block = input.blocks[index];
-        if (input.plan.few_changes(*block_at(input.plan, index).part) && once_in(2)) return change_list_of_changes(input, index);
+        if (input.plan.few_changes(*block_at(input.plan, index).part) && once_in(2))
+            return change_list_of_changes(input, index);
         switch (below(4)) {
             case 0: block.kind = uint32_t(below(4)); break;
             case 1: {  // a state at its limits
