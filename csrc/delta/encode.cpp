@@ -6,6 +6,7 @@
 
 #include "../common/threads.h"
 #include "blocks.h"
+#include "choose_scales.h"
 #include "encode_changes.h"
 #include "low_rank.h"
 #include "one_scale.h"
@@ -16,14 +17,11 @@
 namespace hf_ext::delta {
 namespace {
 
-constexpr size_t WIDE = 16384;          // blocks of at least this size have 64 lanes, smaller ones have one
-constexpr size_t FIT_VALUES = 1 << 18;  // values on which column scales are fitted
-constexpr size_t FIT_ROWS = 64;         // with fewer rows, column scales cost more than they save
-constexpr size_t PIECE = 512;           // neighboring values of a sample
-constexpr size_t GLANCE = 8192;         // values that show whether most did not change
+constexpr size_t WIDE = 16384;   // blocks of at least this size have 64 lanes, smaller ones have one
+constexpr size_t PIECE = 512;    // neighboring values of a sample
+constexpr size_t GLANCE = 8192;  // values that show whether most did not change
 constexpr size_t CLASS_SHARE = 16, MOST_CLASS_VALUES = 1 << 16;  // share and number of values from which classes are chosen
 constexpr size_t COUNT_CHUNKS = 64;                              // chunks on which tables are chosen
-constexpr size_t ROWS_AT_ONCE = 64;                              // rows whose scales a thread measures at a time
 
 template <class F>
 class TensorEncoder {
@@ -46,8 +44,8 @@ class TensorEncoder {
             else
                 choose_number_of_scales();
         } else {
-            choose_scales();
-            choose_plane();
+            choose_scales<F>(plan_, tensor_, base_, threads_);
+            choose_plane<F>(plan_, base_);
             choose_tables();
         }
     }
@@ -95,22 +93,6 @@ class TensorEncoder {
    private:
     bool any_untouched() const { return std::find(untouched_.begin(), untouched_.end(), true) != untouched_.end(); }
 
-    // Computes what the scales are fitted to: the squared change plus the variance of its rounding, or the squared value where
-    // there is no base. The squares are bounded, because an infinite one would spoil all scales of its row and column.
-    void squares(size_t at, size_t count, Real<F>* out) const {
-        constexpr Real<F> MOST = F::WIDTH == 64 ? Real<F>(1e300) : Real<F>(1e37f);
-        const U* x = tensor_ + at;
-        if (at >= plan_.shape.base_values) {
-            for (size_t i = 0; i < count; ++i) out[i] = std::min(finite_value<F>(x[i]) * finite_value<F>(x[i]), MOST);
-            return;
-        }
-        const U* b = base_ + at;
-        for (size_t i = 0; i < count; ++i) {
-            const Real<F> change = finite_value<F>(x[i]) - finite_value<F>(b[i]);
-            out[i] = std::min(change * change + grid_variance<F>(b[i]), MOST);
-        }
-    }
-
     // Replaces the base by the base moved by the factors.
     void move_base(const Factors& factors) {
         const Part& part = plan_.parts[0];
@@ -129,67 +111,6 @@ class TensorEncoder {
             change_.predict<F>(plan_, part, block.begin, block.size, base_, moved_base_.data());
         });
         base_ = moved_base_.data();
-    }
-
-    void choose_scales() {
-        const size_t length = plan_.shape.row_length, rows = plan_.rows.size();
-        std::vector<Real<F>> weights(std::min(length, plan_.shape.values), 1), sample;
-        // Column scales are fitted on the rows with a base, or on the others if only few have one. A short last row is ignored.
-        const size_t with_base = plan_.parts[1].first_row - plan_.first_scaled();
-        const size_t first = with_base >= FIT_ROWS ? 0 : plan_.parts[1].first_row;
-        const size_t usable =
-            (with_base >= FIT_ROWS ? with_base : rows) - first - (rows && plan_.row_values(plan_.rows.back()) < length);
-        if (usable >= FIT_ROWS && usable <= rows && length > 1) {
-            const size_t sampled = std::min(usable, std::max<size_t>(1, FIT_VALUES / length));
-            sample.resize(sampled * length);
-            parallel_for((sampled + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, threads_, [&](size_t group) {
-                with_instructions([&](auto) {
-                    for (size_t i = group * ROWS_AT_ONCE; i < std::min(sampled, (group + 1) * ROWS_AT_ONCE); ++i)
-                        squares(plan_.rows[first + i * usable / sampled] * length, length, &sample[i * length]);
-                });
-            });
-            with_instructions([&](auto) { plan_.column_scales = fit_columns(sample, sampled, length); });
-            for (size_t j = 0; j < length; ++j) weights[j] = Real<F>(std::exp2(-0.5 * plan_.column_scales[j]));
-            if (sampled < rows) sample.clear();
-        }
-        plan_.row_scales.assign(rows, 0);
-        const size_t begin = plan_.first_scaled();
-        parallel_for((rows - begin + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, threads_, [&](size_t group) {
-            std::vector<Real<F>> row(weights.size());
-            with_instructions([&](auto) {
-                const size_t at = begin + group * ROWS_AT_ONCE;
-                for (size_t i = at; i < std::min(rows, at + ROWS_AT_ONCE); ++i) {
-                    const size_t count = plan_.row_values(plan_.rows[i]);
-                    if (sample.empty()) squares(plan_.rows[i] * length, count, row.data());
-                    const Real<F>* known = sample.empty() ? row.data() : &sample[i * length];
-                    plan_.row_scales[i] = quarter_octaves(double(weighted_sum(known, weights.data(), count)) / double(count));
-                }
-            });
-        });
-    }
-
-    // Stores as many low bytes verbatim as are random in all but one of a thousand values.
-    void choose_plane() {
-        if constexpr (F::WIDTH == 16) return;
-        constexpr int least = F::WIDTH == 64 ? 5 : 0, most = F::WIDTH == 64 ? 6 : 2;
-        plan_.plane = most;
-        const Part& part = plan_.parts[0];
-        if (part.values == 0) return;
-        std::array<size_t, 64> octaves{};  // counts of the expected residuals' sizes, as powers of two
-        const size_t stride = std::max<size_t>(1, (plan_.parts[1].first_row * plan_.shape.row_length) >> 16);
-        size_t sampled = 0;
-        for (size_t i = 0; i < part.values; i += stride, ++sampled) {
-            for_pieces(plan_, part, i, 1, [&](size_t offset, size_t, size_t, size_t row, size_t column) {
-                const int scale = plan_.row_scales[row] + (plan_.column_scales.empty() ? 0 : plan_.column_scales[column]);
-                const int octave = (scale >> 2) - F::ULP_BIAS - grid_exponent<F>(base_[offset]);
-                ++octaves[size_t(std::clamp(octave, 0, 63))];
-            });
-        }
-        for (; plan_.plane > least; --plan_.plane) {
-            size_t small = 0;
-            for (int octave = 0; octave < 8 * plan_.plane + 2; ++octave) small += octaves[size_t(octave)];
-            if (small * 1000 <= sampled) return;
-        }
     }
 
     // A chunk ready for coding: contexts and predictions, high parts of the residuals, and their symbols.
@@ -231,7 +152,7 @@ class TensorEncoder {
     // worth the comparison.
     void choose_number_of_scales() {
         const Part& part = plan_.parts[0];
-        choose_scales();
+        choose_scales<F>(plan_, tensor_, base_, threads_);
         choose_tables();
         if (part.values < GLANCE) return;
         ResidualCounts<F> counts;
@@ -281,7 +202,7 @@ class TensorEncoder {
         }
         const size_t blocks = plan_.blocks(part), sampled = std::min(blocks, SAMPLED_BLOCKS);
         plan_.classes = counts.classes(double(counts.values()) / double(part.values), blocks);
-        choose_scales();
+        choose_scales<F>(plan_, tensor_, base_, threads_);
         choose_tables();
         size_t values = 0;
         for (size_t i = 0; i < sampled; ++i) {
