@@ -33,12 +33,16 @@ def decode(body: Buffer, arguments: tuple[Buffer, Buffer | None, int, int, int, 
 def list_changes(
     body: Buffer, base: Buffer, dtype: int, row_length: int, threads: int = 1, /
 ) -> tuple[bytes, bytes] | None:
-    """Returns where a tensor differs from its base: places (uint32, in any order), and its values there (uint16). Returns None if
-    the body does not list them: only bodies of 16-bit floats do, where few values changed."""
+    """Returns where a tensor differs from its base: places (uint32, in any order), and its values there (uint16).
+
+    Returns None if the body does not list them: only bodies of 16-bit floats do, where few values changed.
+    """
 
 def exchange(tensor: Buffer, places: Buffer, others: Buffer, row_length: int, rows: Buffer, /) -> None:
-    """Exchanges values of a tensor of 16-bit numbers with others, and sets the bytes of their rows in `rows` to 1. Done twice, it
-    changes nothing in the tensor."""
+    """Exchanges values of a tensor of 16-bit numbers with others, and sets the bytes of their rows in `rows` to 1.
+
+    Done twice, it changes nothing in the tensor.
+    """
 
 def cast(source: Buffer, from_dtype: int, target: Buffer, to_dtype: int, /) -> None:
     """Fills `target` with the values of `source`, rounded to nearest even."""

@@ -210,6 +210,11 @@ struct Input {
             number(one.center, 16);
         }
         plan.classes = classes;
+        for (Class& one : plan.classes)  // so that they can be used even if the decoder refuses them
+            for (NumberCode* code : {&one.gap, &one.size}) {
+                code->shift = std::min(code->shift, MAX_SHIFT);
+                code->usual = std::min(code->usual, int(GEOMETRIC_TABLES.size()) - 1);
+            }
     }
 
     Bytes side(size_t max_size) {
@@ -375,7 +380,7 @@ class Mutator {
     // Replaces a list of changes by another, whose changes may lie anywhere.
     void change_list_of_changes(Input& input, size_t index) {
         Changes changes;
-        for (size_t k = 0; k < input.classes.size(); ++k) {
+        for (size_t k = 0; k < input.plan.classes.size(); ++k) {
             const size_t count = once_in(2) ? below(4) : below(any<size_t>({1, 64, 600}));
             for (size_t i = 0; i < count; ++i) {
                 changes.gaps[k].push_back(any({0, 0, 1, int(below(64)), int(below(size_t(1) << 30)), -1}));
@@ -385,7 +390,7 @@ class Mutator {
         std::vector<EncodeTable> tables;
         for (int id = 0; id < TABLES; ++id) tables.emplace_back(input.plan.usual(id));
         Kind kind;
-        input.blocks[index].bytes = code_changes<hf_ext::Instructions::SCALAR>(changes, input.classes, tables, kind);
+        input.blocks[index].bytes = code_changes<hf_ext::Instructions::SCALAR>(changes, input.plan.classes, tables, kind);
         input.blocks[index].kind = kind;
     }
 

@@ -264,7 +264,9 @@ def decode_raw(
                 )
         except ValueError as error:
             # The payload's own checksum was right, so if there is a base, it is the wrong one.
-            raise _another_base(header) if header.base_values else CorruptFileError(f"{label} cannot be decoded: {error}.") from error
+            if header.base_values:
+                raise _another_base(header) from error
+            raise CorruptFileError(f"{label} cannot be decoded: {error}.") from error
         except TypeError as error:
             raise CorruptFileError(f"{label} cannot be decoded: {error}.") from error
         tensor = RawTensor(header.dtype, header.shape, data)
@@ -347,8 +349,8 @@ def apply(payload: bytes, tensor: torch.Tensor, threads: int = 1) -> torch.Tenso
 
 def _another_base(header: Header) -> BaseModelError:
     return BaseModelError(
-        f"Tensor '{header.name}' cannot be restored: checksum mismatch. '{header.base_name}' of the base model has changed since "
-        "it was compressed, or this is another base model."
+        f"Tensor '{header.name}' cannot be restored: checksum mismatch. '{header.base_name}' of the base model has changed "
+        "since it was compressed, or this is another base model."
     )
 
 
