@@ -49,7 +49,8 @@ Level = Annotated[
     "copy a model's folder, storing weights as differences from a base model",
     "  hf-ext compress my-bert --base google-bert/bert-base-uncased --out my-bert-small\n"
     "  hf-ext compress my-bert --out my-bert-small --level 3 --delete-source    # finds the base, verifies, then deletes\n"
-    "  hf-ext compress my-bert --base /mnt/bert --base-id google-bert/bert-base-uncased --out my-bert-small",
+    "  hf-ext compress my-bert --base /mnt/bert --base-id google-bert/bert-base-uncased --out my-bert-small\n"
+    "  hf-ext compress my-model --no-base --out my-model-small    # a base model or a PEFT adapter",
     "OUT has every file of SRC. from_pretrained loads it bit for bit as SRC, on any machine that can read the base.",
     "{out} is unchanged, or has the whole model",
     threaded=True,
@@ -60,6 +61,9 @@ def compress(
     base: Annotated[
         str | None, option("--base", "Folder or Hub id of the model it was tuned from; defaults to what find-base finds.")
     ] = None,
+    no_base: Annotated[
+        bool, flag("--no-base", "Compress the weights by themselves: of a base model, or of a PEFT adapter.")
+    ] = False,
     revision: Revision = None,
     candidates: Candidates = None,
     base_id: BaseId = None,
@@ -67,11 +71,13 @@ def compress(
     level: Level = DEFAULT_LEVEL,
     delete_source: DeleteSource = False,
 ) -> Result:
+    if no_base and (base or candidates):
+        raise mistake("cannot be combined with --base or --candidates", "--no-base")
     check_base(base, revision, candidates, base_id)
     from hf_ext import fm_delta
 
     found = ""
-    if base is None:
+    if base is None and not no_base:
         report = fm_delta.find_base(src, candidates or None)
         base, revision, found = report.require().name, report.require().revision, f"{report.summary()}\n"
     fm_delta.compress_checkpoint(src, base, out, revision, verify, delete_source, level, base_id=base_id)

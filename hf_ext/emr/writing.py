@@ -96,6 +96,7 @@ class MergeWriter:
         for name, path in first.assets.items():
             shutil.copyfile(path, self.out / name)
         dtype = float_name(tensors[name][0] for name in sorted(tensors))
+        assert recorded is not None  # as a merge has a base
         settings = {"quant_method": METHOD, "hint": HINT, "base": recorded.name, "revision": recorded.revision, "dtype": dtype}
         write_json(self.out / CONFIG, first.config | {"quantization_config": settings | {"tasks": list(self.sources)}})
 

@@ -224,7 +224,7 @@ class _Run:
             return False
         try:
             file = open_files(self.out / source.name)[0]
-            done = file.digest == model.digest and base_id in (None, file.base.name)
+            done = file.digest == model.digest and file.base is not None and base_id in (None, file.base.name)
         except (HfExtError, OSError):
             return False
         self.models[source.name] = replace(model, error=None)

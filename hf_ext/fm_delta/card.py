@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from hf_ext.integration.model_cards import CARD, class_of, is_free, is_ours, model_card, name_in_text, task_of
 from hf_ext.storage.delta.folder import METHOD, Sets
 from hf_ext.storage.layout import CONFIG, read_config, storage_settings
-from hf_ext.storage.source import TensorSource
+from hf_ext.storage.source import NoBase, TensorSource
 
 ORIGINAL = "original"  # marks a card that looks like one the compression adds, but belongs to the original files
 
@@ -21,7 +21,7 @@ def compressed_card(sets: Sets, out: Path, root: TensorSource, name: str | None,
     Args:
         sets: the files before compression.
         out: the folder, its weights and config.json written.
-        root: the model that was fine-tuned.
+        root: the model that was fine-tuned, or `NoBase`.
         name: Hub id of `root`, if it is recorded instead of its own name.
         chain: whether the base is stored against another base itself.
     """
@@ -38,8 +38,9 @@ def compressed_card(sets: Sets, out: Path, root: TensorSource, name: str | None,
         tags=["fm-delta"],
         task=task_of(config),
         root=name_in_text(root_name),
-        base=name_in_text(settings["base"]),
+        base=name_in_text(settings["base"] or ""),
         revision=settings["revision"],
+        alone=isinstance(root, NoBase),
         chain=chain,
         model_class=class_of(config),
         original=f"{original / 1e6:.2f} MB",

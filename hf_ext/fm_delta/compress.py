@@ -14,7 +14,7 @@ from hf_ext.storage.delta.folder import METHOD, Sets, compress_folder, decompres
 from hf_ext.storage.delta.source import DeltaCheckpoint, open_files
 from hf_ext.storage.layout import CONFIG, require_deletable
 from hf_ext.storage.open import open_checkpoint
-from hf_ext.storage.source import TensorSource
+from hf_ext.storage.source import NoBase, TensorSource
 from hf_ext.storage.tree import delete_folder, finish_deletion, flush_folder, stamp
 
 verify = verify_folder
@@ -22,7 +22,7 @@ verify = verify_folder
 
 def compress_checkpoint(
     src: str | os.PathLike,
-    base: str | os.PathLike,
+    base: str | os.PathLike | None,
     out: str | os.PathLike,
     revision: str | None = None,
     verify: bool = False,
@@ -37,8 +37,9 @@ def compress_checkpoint(
     too. Memory: a few tensors.
 
     Args:
-        src: folder with safetensors weights.
-        base: folder or Hub id of the model that `src` was fine-tuned from, plain or compressed itself.
+        src: folder with safetensors weights; without a base, also that of a PEFT adapter.
+        base: folder or Hub id of the model that `src` was fine-tuned from, plain or compressed itself; or None to compress the
+            weights by themselves.
         out: folder to write. On failure it stays as it was.
         revision: of the base on the Hub; the commit it leads to is recorded.
         verify: decode everything and compare it with `src`, byte for byte, before `out` gets it.
@@ -51,13 +52,16 @@ def compress_checkpoint(
             or `src` is to be deleted, but `out` or the base lies in it.
         BaseModelError: the base cannot be read.
         CorruptFileError: a file does not come out as it was; `out` and `src` stay as they were.
+        ValueError: `revision` or `base_id` is given without a base.
     """
+    if base is None and (revision or base_id):
+        raise ValueError("revision and base_id describe the base, but base is None")
     src, out = Path(src), Path(out)
     with locked(out):
         if delete_source and finish_deletion(src):  # a kill interrupted the last step of an earlier call
             open_files(out)  # raises an error unless that call's result is here
             return
-        source = open_checkpoint(base, revision)
+        source = NoBase() if base is None else open_checkpoint(base, revision)
         if delete_source:
             require_deletable(src, out, places_of(source))
         seen = stamp(src) if delete_source else None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hf_ext.display import new_figure, save_figure, table
 from hf_ext.storage.delta.codec import STORED, Header
-from hf_ext.storage.delta.source import open_files, original_size
+from hf_ext.storage.delta.source import base_of, open_files, original_size
 
 KINDS = {
     "embedding": r"embed|wte|wpe",
@@ -44,9 +44,12 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """The report of a compressed checkpoint. `str()` gives a table. Sizes are those of whole files, headers included."""
+    """The report of a compressed checkpoint. `str()` gives a table. Sizes are those of whole files, headers included.
 
-    base: str
+    `base` is None if the checkpoint was compressed without one.
+    """
+
+    base: str | None
     revision: str | None
     tensors: list[TensorReport]
     original_bytes: int
@@ -64,6 +67,8 @@ class CheckpointReport:
         return "\n\n".join((self.tensor_table(), self.kind_table(), self.summary()))
 
     def summary(self) -> str:
+        if self.base is None:
+            return f"{self.sizes()}, without a base"
         return f"{self.sizes()}, base {self.base}" + (f" at {self.revision}" if self.revision else "")
 
     def sizes(self) -> str:
@@ -144,8 +149,7 @@ def inspect(src: str | os.PathLike) -> CheckpointReport:
         for name, header in sorted(file.headers.items(), key=lambda item: _natural(item[0]))
     ]
     return CheckpointReport(
-        files[0].base.name,
-        files[0].base.revision,
+        *base_of(files[0], None),
         tensors,
         sum(map(original_size, files)),
         sum(file.path.stat().st_size for file in files),

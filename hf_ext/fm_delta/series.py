@@ -27,7 +27,7 @@ from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import CONFIG, all_weights, other_files, remove_settings, shard_sets
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.safetensors_file import SafetensorsFile
-from hf_ext.storage.source import TensorSource
+from hf_ext.storage.source import NoBase, TensorSource
 from hf_ext.storage.tree import OURS, copy, delete_folder, finish_deletion, link
 
 logger = logging.getLogger(__name__)
@@ -289,8 +289,8 @@ def open_root(run: Path, base: str | os.PathLike, revision: str | None = None) -
 
 
 def root_of(folder: Path) -> TensorSource:
-    """Returns the plain base at the end of a compressed checkpoint's chain."""
+    """Returns the base at the end of a compressed checkpoint's chain: a plain one, or one compressed without a base."""
     checkpoint: TensorSource = open_checkpoint(folder)
-    while isinstance(checkpoint, DeltaCheckpoint):
+    while isinstance(checkpoint, DeltaCheckpoint) and not isinstance(checkpoint.base, NoBase):
         checkpoint = checkpoint.base
     return checkpoint

@@ -46,7 +46,7 @@ class DecodingConfig(QuantizationConfigMixin):
     """The `quantization_config` in the config.json of a checkpoint that is stored relative to a base model.
 
     Args:
-        base: folder or Hub id of the base model.
+        base: folder or Hub id of the base model; None if the weights are stored without one.
         revision: the base's commit on the Hub; None for a folder.
         dtype: torch's name of the weights' float type, for `dtype="auto"`.
     """
@@ -57,7 +57,7 @@ class DecodingConfig(QuantizationConfigMixin):
     #: The `quantization_config` that `from_pretrained` was called with.
     requested: Any = None
 
-    def __init__(self, base: str, revision: str | None = None, dtype: str | None = None, **kwargs):
+    def __init__(self, base: str | None, revision: str | None = None, dtype: str | None = None, **kwargs):
         kwargs.pop("quant_method", None)
         self.quant_method = type(self).quant_method
         self.base = base

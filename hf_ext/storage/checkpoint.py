@@ -56,11 +56,15 @@ class Checkpoint(TensorSource):
     def _open(self, hub: Hub, check: Check | None) -> Sequence[SafetensorsFile | RemoteFile]:
         if os.path.isdir(self.name):
             self.revision = None
-            return [SafetensorsFile(path) for path in select_weights(Path(self.name))]
+            return [SafetensorsFile(path) for path in self._select(Path(self.name))]
         if is_local(self.name):
             raise CheckpointError(f"there is no folder '{self.name}'. Give the folder of the model, or its id on the Hub.")
         with reaching(self.name, self.revision):
             return self._open_on_hub(hub, check)
+
+    def _select(self, folder: Path) -> list[Path]:
+        """Returns the files of a folder to open."""
+        return select_weights(folder)
 
     def _open_on_hub(self, hub: Hub, check: Check | None) -> Sequence[SafetensorsFile | RemoteFile]:
         """Opens the files of a repository, and sets `revision` to the commit that they are from."""
@@ -105,7 +109,13 @@ class Checkpoint(TensorSource):
 
 
 class LazyCheckpoint(Checkpoint):
-    """A checkpoint of which nothing is downloaded but the headers and what is read. Files in the cache are read from there."""
+    """A checkpoint of which nothing is downloaded but the headers and what is read. Files in the cache are read from there.
+
+    A folder may hold a PEFT adapter too.
+    """
+
+    def _select(self, folder: Path) -> list[Path]:
+        return select_weights(folder, adapter=True)
 
     def _open_on_hub(self, hub: Hub, check: Check | None) -> Sequence[SafetensorsFile | RemoteFile]:
         try:

@@ -12,19 +12,23 @@ from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.storage.tree import JOURNAL, OURS, scan
 
 CONFIG = "config.json"
+ADAPTER = "adapter_model.safetensors"  # the weights of a PEFT adapter
 ADAPTER_CONFIG = "adapter_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(\.[\w-]+)?(-\d{5}-of-\d{5})?\.safetensors")
 #: Stands where someone without this package looks when a checkpoint does not load.
 HINT = (
-    "The weights are stored as differences from the base model. To load them, run `pip install hf_ext`, and `import hf_ext` "
-    "before from_pretrained. Without this entry they cannot be loaded."
+    "The weights are compressed, as differences from the base model if one is named. To load them, run `pip install hf_ext`, "
+    "and `import hf_ext` before from_pretrained. Without this entry they cannot be loaded."
 )
 
 
-def select_weights(folder: Path) -> list[Path]:
+def select_weights(folder: Path, adapter: bool = False) -> list[Path]:
     """Returns the safetensors files that `from_pretrained` reads: the single file, else the shards.
+
+    Args:
+        adapter: accept the weights of a PEFT adapter if the folder has no others.
 
     Raises:
         CheckpointError: there are none, or an interrupted command left some of them elsewhere.
@@ -34,7 +38,7 @@ def select_weights(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     if (folder / INDEX).exists():
         return [folder / shard for shard in read_index(folder / INDEX)]
-    files = all_weights(folder)
+    files = weights_or_adapter(folder) if adapter else all_weights(folder)
     if not files:
         raise no_weights(folder)
     return files
@@ -49,6 +53,15 @@ def all_weights(folder: Path) -> list[Path]:
     _require_complete(folder)
     listed = read_index(folder / INDEX) if (folder / INDEX).exists() else []
     return sorted(path for path in folder.iterdir() if WEIGHTS.fullmatch(path.name) or path.name in listed)
+
+
+def weights_or_adapter(folder: Path) -> list[Path]:
+    """Returns every file of weights in a folder, or the weights of a PEFT adapter if there are no others.
+
+    Raises:
+        CheckpointError: an interrupted command left some of them elsewhere.
+    """
+    return all_weights(folder) or [path for path in [folder / ADAPTER] if path.exists()]
 
 
 def _require_complete(folder: Path) -> None:
@@ -68,8 +81,9 @@ def weights_instead(folder: Path) -> str | None:
     """Returns what a folder without safetensors weights holds instead of them, with advice; None if it holds no weights."""
     if (folder / ADAPTER_CONFIG).exists():
         return (
-            f"holds a PEFT adapter ({ADAPTER_CONFIG}), not a model. An adapter is small already; to compress the model it "
-            "makes, merge it into its base (merge_and_unload), save that, and give its folder."
+            f"holds a PEFT adapter ({ADAPTER_CONFIG}), not a model. `hf-ext compress --no-base` compresses its {ADAPTER}. To "
+            "compress the model that the adapter makes, merge it into its base (merge_and_unload), save that, and give its "
+            "folder."
         )
     if any(folder.glob("*.gguf")):
         return (
@@ -160,7 +174,7 @@ def other_files(src: Path, out: Path) -> list[Path]:
     """Returns everything below `src` except its weights and what lies in `out`, relative to `src`: files, folders, links."""
     if not src.is_dir():
         return []
-    weights, out = all_weights(src), out.resolve()
+    weights, out = weights_or_adapter(src), out.resolve()
     around = src.resolve().is_relative_to(out)
 
     def is_other(path: Path) -> bool:

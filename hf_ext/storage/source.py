@@ -97,6 +97,21 @@ class TensorSource(ABC):
         return endings
 
 
+class NoBase(TensorSource):
+    """The base of weights that are stored without one. It has no tensors."""
+
+    name = ""
+
+    def names(self) -> list[str]:
+        return []
+
+    def entry(self, name: str) -> Entry:
+        raise KeyError(name)
+
+    def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
+        raise KeyError(name)
+
+
 def sample(name: str, tensor: RawTensor) -> bytes:
     """Returns the bytes that a fingerprint takes of a tensor."""
     size = tensor.data.size

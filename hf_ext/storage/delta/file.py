@@ -75,7 +75,7 @@ class CompressedFile:
         try:
             self.digest: str = fields["digest"]
             self.fingerprint: str = fields["fingerprint"]
-            self.base = BaseInfo(**fields["base"])
+            self.base = None if fields["base"] is None else BaseInfo(**fields["base"])
             self.original_header = _unpack_header(fields["header"], len(self.file.header_bytes))
             self.original_metadata, self.original = parse_header(self.original_header)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
@@ -106,6 +106,11 @@ class CompressedFile:
         if entry != expected or self.original[name][:2] != (header.dtype, header.shape) or self.size(name) != size:
             raise CorruptFileError(
                 f"Tensor '{name}' in {self.path} is not the one the file was written with: its type, shape or size differs."
+            )
+        if self.base is None and header.base_values:
+            raise CorruptFileError(
+                f"{self.path} is damaged: tensor '{name}' needs '{header.base_name}' of a base, but the file records no base. "
+                "Download or save the file again."
             )
         return header
 
@@ -148,10 +153,10 @@ class CompressedWriter:
     Args:
         path: of the new file.
         original: the file that is compressed; only its header is used.
-        base: what the file records as its base.
+        base: what the file records as its base; None if it has none.
     """
 
-    def __init__(self, path: Path, original: TensorFile, base: BaseInfo):
+    def __init__(self, path: Path, original: TensorFile, base: BaseInfo | None):
         self.original = original
         self.headers: list[Header] = []
         self._base = base
@@ -190,7 +195,7 @@ class CompressedWriter:
     def _header(self, entries: dict[str, Entry], digest: str, fingerprint: str) -> bytes:
         packed = base64.b85encode(zlib.compress(self.original.header_bytes, 9)).decode()
         fields = {"hint": HINT, "version": VERSION, "digest": digest, "fingerprint": fingerprint}
-        record = json.dumps(fields | {"base": asdict(self._base), "header": packed})
+        record = json.dumps(fields | {"base": self._base and asdict(self._base), "header": packed})
         checksum = header_checksum(record, entries.items())
         return write_header({**self.original.metadata, KEY: record, CHECKSUM_KEY: checksum}, entries)
 

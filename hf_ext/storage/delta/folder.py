@@ -29,7 +29,6 @@ from hf_ext.storage.layout import (
     CONFIG,
     HINT,
     add_settings,
-    all_weights,
     no_weights,
     other_files,
     read_config,
@@ -37,12 +36,13 @@ from hf_ext.storage.layout import (
     require_another_folder,
     select_weights,
     shard_sets,
+    weights_or_adapter,
 )
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import progress
 from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile, float_name
-from hf_ext.storage.source import TensorSource
+from hf_ext.storage.source import NoBase, TensorSource
 from hf_ext.storage.tree import copy_entries
 
 METHOD = "fm_delta"  # `quant_method` in config.json
@@ -52,7 +52,7 @@ Sets = Sequence[Sequence[TensorFile]]
 
 def compress_folder(
     src: str | os.PathLike,
-    base: str | os.PathLike | TensorSource,
+    base: str | os.PathLike | TensorSource | None,
     out: str | os.PathLike,
     revision: str | None = None,
     *,
@@ -68,8 +68,9 @@ def compress_folder(
     the base. Memory: a few tensors.
 
     Args:
-        src: folder with safetensors weights.
-        base: folder or Hub id of the model that `src` was fine-tuned from, plain or compressed itself; or that model, open.
+        src: folder with safetensors weights; without a base, also that of a PEFT adapter.
+        base: folder or Hub id of the model that `src` was fine-tuned from, plain or compressed itself; or that model, open; or
+            None to compress the weights by themselves.
         out: folder to write. On failure it stays as it was.
         revision: of the base on the Hub; the commit it leads to is recorded.
         verify: decode everything and compare it with `src`, byte for byte, before `out` gets it.
@@ -86,6 +87,8 @@ def compress_folder(
     src, out = Path(src), Path(out)
     if not src.is_dir():
         raise CheckpointError(f"{src} is not a folder; give the folder of a saved model.")
+    if base is None:
+        base = NoBase()
     source = base if isinstance(base, TensorSource) else open_checkpoint(base, revision)
     require_another_folder(out, [src, *source.paths])
     write = write or partial(write_model, name=base_id, level=level)
@@ -133,7 +136,7 @@ def decompress_folder(
 
 def copy_modes(src: Path, out: Path) -> None:
     """Gives weights the permissions of the files that they were made from."""
-    for path in all_weights(out):
+    for path in weights_or_adapter(out):
         shutil.copymode(src / path.name, path)
 
 
@@ -179,7 +182,7 @@ def write_model(
 
     Args:
         sets: files that are read together, such as the shards of one checkpoint.
-        base: the model that was fine-tuned.
+        base: the model that was fine-tuned, or `NoBase`.
         out: folder to write into; its config.json is in place already.
         name: the base's name to record, instead of its own.
         level: see `compress_folder`.
@@ -191,21 +194,22 @@ def write_model(
     src = sets[0][0].path.parent
     if any(path.parent.samefile(src) for path in base.paths):
         raise CheckpointError(f"{src} is the base model itself, or the base needs it; give the folder of a fine-tune of it.")
-    selected = select_weights(src)[0]
+    selected = select_weights(src, adapter=isinstance(base, NoBase))[0]
     entries = next(file.entries for shards in sets for file in shards if file.path == selected)
     info = write_delta(sets, base, out, name, level).base
     dtype = float_name(entries[key].dtype for key in sorted(entries))
-    entry = {"quant_method": METHOD, "hint": HINT, "base": info.name, "revision": info.revision, "dtype": dtype}
+    name, revision = (None, None) if info is None else (info.name, info.revision)
+    entry = {"quant_method": METHOD, "hint": HINT, "base": name, "revision": revision, "dtype": dtype}
     rewrite(out / CONFIG, lambda text: add_settings(text, entry | (settings or {})))
 
 
 def plain_files(src: Path) -> list[list[SafetensorsFile]]:
-    """Returns the plain weights of a folder, in the sets that are read together.
+    """Returns the plain weights of a model or an adapter, in the sets that are read together.
 
     Raises:
         CheckpointError: there are none, or they are quantized or compressed.
     """
-    paths = all_weights(src)
+    paths = weights_or_adapter(src)
     if not paths:
         raise no_weights(src)
     files = [SafetensorsFile(path) for path in paths]
@@ -241,7 +245,7 @@ def compare_with_source(src: Path, out: Path, others: Iterable[Path], base: Tens
             require(remove_settings(copied.read_bytes().decode()).encode() == source.read_bytes(), CONFIG)
         elif not copied.is_dir() and not copied.is_symlink():
             require(filecmp.cmp(source, copied, shallow=False), str(path))
-    originals = [SafetensorsFile(path) for path in all_weights(src)]
+    originals = [SafetensorsFile(path) for path in weights_or_adapter(src)]
     with progress("Verifying", sum(len(file.entries) for file in originals)) as bar:
         for original in originals:
             file = CompressedFile(out / original.path.name)

@@ -21,6 +21,7 @@ from hf_ext.storage.delta.source import (
     base_of,
     decode_tensor,
     needed,
+    no_base,
     place_of_base,
     require_fingerprint,
 )
@@ -86,6 +87,8 @@ def _with_base(
         raise BaseModelError(f"{readers[0]} needs more than {MAX_CHAIN} other checkpoints, each to read the one before.")
     folder = _folder_of(checkpoint, hub)
     name, revision = (absolute(base), None) if base is not None else base_of(files[0], folder)
+    if recorded is None:
+        return LazyDeltaCheckpoint(files, no_base(name, checkpoint))
     place, hub = place_of_base(recorded, name, revision, folder, hub)
     try:
         source = LazyCheckpoint(place, revision, hub)

@@ -16,10 +16,10 @@ from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.codec import Header, decode_raw, is_payload, peek_header
 from hf_ext.storage.delta.file import KEY, BaseInfo, CompressedFile, check_shards
 from hf_ext.storage.hub import HUB, Hub, absolute, snapshot_of
-from hf_ext.storage.layout import all_weights, no_weights, shard_sets, storage_settings
+from hf_ext.storage.layout import no_weights, shard_sets, storage_settings, weights_or_adapter
 from hf_ext.storage.prefetch import Prefetcher, threads_for
 from hf_ext.storage.safetensors_file import Entry, RawTensor
-from hf_ext.storage.source import TensorSource
+from hf_ext.storage.source import NoBase, TensorSource
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,8 @@ class DeltaCheckpoint(TensorSource):
     """The tensors of compressed files, each decoded when it is asked for.
 
     Attributes:
-        base: the base, plain or compressed, checked against the fingerprint that the files record.
+        base: the base, plain or compressed, checked against the fingerprint that the files record; `NoBase` if they record
+            none.
         digest: a hash of the names and contents of all tensors.
     """
 
@@ -111,7 +112,7 @@ def open_delta(
 
 
 def open_files(src: Path) -> list[CompressedFile]:
-    """Opens the compressed files of a folder, variants included (or one file). Their tensors are not decoded.
+    """Opens the compressed files of a model or an adapter, variants included (or one file). Their tensors are not decoded.
 
     Raises:
         CheckpointError: there are no weights.
@@ -119,7 +120,7 @@ def open_files(src: Path) -> list[CompressedFile]:
     """
     if not src.exists():
         raise CheckpointError(f"{src} does not exist; give the folder of a compressed model.")
-    paths = all_weights(src) if src.is_dir() else [src]
+    paths = weights_or_adapter(src) if src.is_dir() else [src]
     if not paths:
         raise no_weights(src)
     files = [CompressedFile(path) for path in paths]
@@ -140,15 +141,18 @@ def open_base(files: Sequence[CompressedFile], src: Path, base: str | os.PathLik
     return matching_base(files, name, revision, folder)
 
 
-def base_of(file: CompressedFile, folder: Path | None) -> tuple[str, str | None]:
-    """Returns name and revision of a file's base: as config.json of the folder has them, else as the file does."""
+def base_of(file: CompressedFile, folder: Path | None) -> tuple[str | None, str | None]:
+    """Returns name and revision of a file's base: as config.json of the folder has them, else as the file does. Both are None
+    without a base."""
     settings = storage_settings(folder) if folder else {}
-    return (settings["base"], settings.get("revision")) if "base" in settings else (file.base.name, file.base.revision)
+    if "base" in settings:
+        return settings["base"], settings.get("revision")
+    return (None, None) if file.base is None else (file.base.name, file.base.revision)
 
 
 def matching_base(
     needing: Sequence[CompressedFile],
-    name: str | os.PathLike,
+    name: str | os.PathLike | None,
     revision: str | None,
     beside: Path,
     readers: Sequence[Path] = (),
@@ -165,6 +169,8 @@ def matching_base(
         hub: access settings. By default the base is kept in the cache that the checkpoint lies in.
     """
     recorded = needing[0].base
+    if recorded is None:
+        return no_base(name, beside)
     name, hub = place_of_base(recorded, name, revision, beside, hub)
     try:
         base: TensorSource = (checkpoint := Checkpoint(name, revision, hub, partial(_require_fitting, needing)))
@@ -184,8 +190,22 @@ def matching_base(
     return base
 
 
+def no_base(name: str | os.PathLike | None, reader: object) -> NoBase:
+    """Returns the base of weights that record none.
+
+    Raises:
+        BaseModelError: a base is given by name.
+    """
+    if name is not None:
+        raise BaseModelError(
+            f"{reader} was compressed without a base, but '{name}' is given as its base, as an argument or in config.json. "
+            "Leave it out."
+        )
+    return NoBase()
+
+
 def place_of_base(
-    recorded: BaseInfo, name: str | os.PathLike, revision: str | None, beside: Path | None, hub: Hub
+    recorded: BaseInfo, name: str | os.PathLike | None, revision: str | None, beside: Path | None, hub: Hub
 ) -> tuple[str | os.PathLike, Hub]:
     """Returns where to read a base, and with which settings.
 

@@ -16,15 +16,16 @@ from hf_ext.storage.delta.file import MAX_USES, BaseInfo, CompressedWriter, dige
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
 from hf_ext.storage.safetensors_file import TensorFile
-from hf_ext.storage.source import TensorSource, fingerprint_of, sample
+from hf_ext.storage.source import NoBase, TensorSource, fingerprint_of, sample
 
 logger = logging.getLogger(__name__)
 
 
 class Written(NamedTuple):
-    """The contents of the records of compressed files: the base, and a digest of the tensors of each set of files."""
+    """The contents of the records of compressed files: the base if there is one, and a digest of the tensors of each set of
+    files."""
 
-    base: BaseInfo
+    base: BaseInfo | None
     digests: list[str]
 
 
@@ -39,15 +40,16 @@ def write_delta(
 
     Args:
         sets: files that are read together, such as the shards of one checkpoint.
-        base: the model that predicts the tensors.
+        base: the model that predicts the tensors, or `NoBase`.
         out: folder to write into.
         name: the base's name to record, instead of its own.
         level: 1 is fast; 2 looks for a low-rank part of every matrix's change, and 3 longer.
     """
-    if level != LEVELS[0]:
+    alone = isinstance(base, NoBase)
+    if level != LEVELS[0] and not alone:
         importlib.import_module("hf_ext.storage.delta.low_rank")  # brings PyTorch, before threads limit theirs
     files = [file for shards in sets for file in shards]
-    info = BaseInfo(name or absolute(base.name), base.revision, base.fingerprint)
+    info = None if alone else BaseInfo(name or absolute(base.name), base.revision, base.fingerprint)
     writers: dict[str, CompressedWriter] = {}
     samples: dict[Path, dict[str, bytes]] = {file.path: {} for file in files}
     twins = {file.path: names for shards in sets for file, names in zip(shards, _twins(shards, base))}
@@ -75,7 +77,7 @@ def write_delta(
         fingerprint = fingerprint_of({name: part for file in shards for name, part in samples[file.path].items()})
         for writer in group:
             writer.finish(digest, fingerprint)
-    if not any(header.base_name for writer in writers.values() for header in writer.headers):
+    if not alone and not any(header.base_name for writer in writers.values() for header in writer.headers):
         logger.warning(f"No tensor of these weights matches one of the base {base}; is this the right base?")
     return Written(info, digests)
 
