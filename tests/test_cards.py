@@ -63,6 +63,13 @@ def test_a_compressed_checkpoint_says_how_small_it_is_and_how_to_have_it_plain(t
     assert data.base_model is None  # which is a folder
 
 
+def test_a_model_that_is_compressed_without_a_base_names_none(tuned, tmp_path):
+    fm_delta.compress_checkpoint(tuned / "tuned", None, tmp_path / "small")
+    data, text = valid_card(tmp_path / "small", "fm_delta")
+    assert "without a base model" in text and "fine-tune" not in text and "difference" not in text
+    assert data.base_model is None and data.license is None and "hf-ext decompress" in text
+
+
 def test_an_enabled_model_and_a_trainers_checkpoints_have_the_card_of_their_own_weights(tuned, tmp_path):
     model = fm_delta.enable(perturb(bert(), 2), tuned / "base")
     train(model, tmp_path / "run", max_steps=2)

@@ -84,6 +84,14 @@ def test_a_checkpoint_is_compressed_checked_and_restored(tmp_path, capsys):
     assert contents(back) == contents(src)
 
 
+def test_a_checkpoint_is_compressed_without_a_base(folder, capsys):
+    code, out, _ = run(capsys, "compress", folder / "tuned", "--no-base", "--out", folder / "alone")
+    assert code == 0 and out.endswith("%), without a base\n")
+    assert shown(capsys, "inspect", folder / "alone")["base"] is None
+    assert run(capsys, "decompress", folder / "alone", "--out", folder / "back")[0] == 0
+    assert contents(folder / "back") == contents(folder / "tuned")
+
+
 def test_without_a_base_it_is_found_or_the_candidates_are_shown(tmp_path, capsys):
     src, base = pair(tmp_path)
     stranger = write_folder(tmp_path / "stranger", weights(seed=5))
@@ -492,6 +500,7 @@ def test_the_version_comes_with_those_of_the_libraries(capsys):
         (["compress", "a", "--out", "b", "--level", "9"], "hf-ext compress: Invalid value for '--level': "),
         (["compress", "a", "--out", ""], "hf-ext compress: Invalid value for '--out': '' is empty; give a name"),
         (["compress", "a", "--out", "b", "--base-id", "org/name"], "for '--base-id': names the base; give --base too"),
+        (["compress", "a", "--out", "b", "--no-base", "--base", "c"], "for '--no-base': cannot be combined with --base"),
         (["compress-all", "a", "--out", "b", "--base", "c", "--candidates", "d", "e"], "leave it out with --base"),
         (["verify", ""], "hf-ext verify: Invalid value for 'SRC': '' is empty"),
         (["transfer"], "hf-ext transfer: Missing option '--source-model'"),

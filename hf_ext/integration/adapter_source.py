@@ -17,8 +17,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from hf_ext.errors import CheckpointError
+from hf_ext.storage.delta.file import KEY
+from hf_ext.storage.layout import ADAPTER
 from hf_ext.storage.open import holds_several_models
-from hf_ext.storage.safetensors_file import Entry, RawTensor
+from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile
 from hf_ext.storage.source import TensorSource
 
 AUTO_CLASSES = {
@@ -43,11 +45,13 @@ class AdapterSource(TensorSource):
         base: the model that it was trained on.
 
     Raises:
-        CheckpointError: the adapter cannot be merged (prompt tuning), or does not fit the base.
+        CheckpointError: the adapter is compressed, cannot be merged (prompt tuning), or does not fit the base.
     """
 
     def __init__(self, folder: Path, base: TensorSource):
         self.name, self.base = str(folder), base
+        if (folder / ADAPTER).exists() and KEY in SafetensorsFile(folder / ADAPTER).metadata:
+            raise CheckpointError(f"{folder} is a compressed adapter; run `hf-ext decompress` on it first.")
         try:
             settings = PeftConfig.from_pretrained(folder)
             trained_on, auto_mapping = settings.base_model_name_or_path, settings.auto_mapping

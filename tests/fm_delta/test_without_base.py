@@ -1,0 +1,148 @@
+"""Weights that are compressed without a base, of models and of PEFT adapters, need nothing but their own files."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file
+from test_corruption import READERS, forge_file
+from tiny_adapters import small_llama, trained
+from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
+from tiny_models import bert
+from transformers import AutoModelForSequenceClassification
+
+from hf_ext import emr, fm_delta
+from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+from hf_ext.storage.delta.file import CompressedFile
+
+
+def adapter(folder, seed=1):
+    """The folder of a LoRA."""
+    config = LoraConfig(r=8, target_modules=["q_proj", "down_proj"])
+    trained(small_llama(), config, seed).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_model_comes_back_byte_for_byte(tmp_path, dtype, shards):
+    src = write_folder(tmp_path / "model", weights(dtype) | {"steps": torch.arange(40)}, shards=shards)
+    fm_delta.compress_checkpoint(src, None, tmp_path / "small", verify=True)
+    assert fm_delta.verify(tmp_path / "small") == 8
+    fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(src)
+    report = fm_delta.inspect(tmp_path / "small")
+    assert (report.base, report.revision) == (None, None) and report.summary().endswith(" %), without a base")
+    assert {tensor.how for tensor in report.tensors} == {"alone", "stored"}
+    settings = json.loads((tmp_path / "small/config.json").read_text())["quantization_config"]
+    assert (settings["base"], settings["revision"]) == (None, None)
+    assert all(CompressedFile(path).base is None for path in (tmp_path / "small").glob("*.safetensors"))
+
+
+def test_bf16_weights_take_at_most_66_per_cent(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    rows = 0.02 * torch.exp(torch.randn(1024, 1, generator=generator) / 2)
+    tensor = (torch.randn(1024, 768, generator=generator) * rows).bfloat16()
+    src = write_folder(tmp_path / "model", {"model.embed_tokens.weight": tensor})
+    fm_delta.compress_checkpoint(src, None, tmp_path / "small")
+    assert fm_delta.inspect(tmp_path / "small").ratio < 0.66
+
+
+def test_a_model_loads_bit_equal_and_opens(tmp_path):
+    bert().save_pretrained(tmp_path / "model")
+    fm_delta.compress_checkpoint(tmp_path / "model", None, tmp_path / "small")
+    expected = load_file(tmp_path / "model/model.safetensors")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "small")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    with fm_delta.open(tmp_path / "small") as checkpoint:
+        assert all(torch.equal(checkpoint.get_tensor(name), tensor) for name, tensor in expected.items())
+
+
+def test_it_can_be_the_base_of_another_and_be_switched_to(tmp_path):
+    bert().save_pretrained(tmp_path / "model")
+    fm_delta.compress_checkpoint(tmp_path / "model", None, tmp_path / "base")
+    tuned = fine_tune(load_file(tmp_path / "model/model.safetensors"))
+    write_folder(tmp_path / "tuned", tuned, (tmp_path / "model/config.json").read_text())
+    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small")
+    shutil.rmtree(tmp_path / "model")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "small")
+    assert all(torch.equal(tensor, tuned[name]) for name, tensor in model.state_dict().items())
+    fm_delta.switch(model, tmp_path / "base")
+    assert all(torch.equal(tensor, fm_delta.open(tmp_path / "base").get_tensor(k)) for k, tensor in model.state_dict().items())
+
+
+def test_an_adapter_comes_back_byte_for_byte_and_opens(tmp_path):
+    src = adapter(tmp_path / "adapter")
+    fm_delta.compress_checkpoint(src, None, tmp_path / "small", verify=True)
+    assert (tmp_path / "small/adapter_config.json").read_bytes() == (src / "adapter_config.json").read_bytes()
+    size = (tmp_path / "small/adapter_model.safetensors").stat().st_size
+    assert fm_delta.inspect(tmp_path / "small").compressed_bytes == size < (src / "adapter_model.safetensors").stat().st_size
+    expected = load_file(src / "adapter_model.safetensors")
+    for folder in (src, tmp_path / "small"):
+        with fm_delta.open(folder) as checkpoint:
+            assert {*checkpoint.keys()} == expected.keys()
+            assert all(torch.equal(checkpoint.get_tensor(name), tensor) for name, tensor in expected.items())
+    fm_delta.compress_checkpoint(src, None, tmp_path / "small", delete_source=True)
+    assert not src.exists()
+    fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
+    back = load_file(tmp_path / "back/adapter_model.safetensors")
+    assert all(torch.equal(back[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_compressed_adapter_is_not_taken_for_a_plain_one(tmp_path):
+    small_llama().save_pretrained(tmp_path / "base")
+    tasks = {f"task{seed}": adapter(tmp_path / f"task{seed}", seed) for seed in (1, 2)}
+    fm_delta.compress_checkpoint(tasks["task2"], None, tmp_path / "small")
+    with pytest.raises(CheckpointError, match="Task 'task2': .*small is a compressed adapter; .* `hf-ext decompress`"):
+        emr.merge(tmp_path / "base", tasks | {"task2": tmp_path / "small"}, tmp_path / "merge")
+    with pytest.raises(CheckpointError, match="is compressed already"):
+        fm_delta.compress_checkpoint(tmp_path / "small", None, tmp_path / "again")
+
+
+def test_an_adapter_needs_no_base_and_has_none(tmp_path):
+    base = write_folder(tmp_path / "base", weights())
+    with pytest.raises(CheckpointError, match="holds a PEFT adapter .* `hf-ext compress --no-base`"):
+        fm_delta.compress_checkpoint(adapter(tmp_path / "adapter"), base, tmp_path / "small")
+    with pytest.raises(BaseModelError, match="holds a PEFT adapter"):
+        fm_delta.compress_checkpoint(base, tmp_path / "adapter", tmp_path / "small")
+    assert not (tmp_path / "small").exists()
+
+
+def test_a_base_that_is_given_to_what_has_none_is_an_error(tmp_path):
+    src, base = pair(tmp_path)
+    fm_delta.compress_checkpoint(src, None, tmp_path / "small")
+    for read in (fm_delta.verify, fm_delta.open):
+        with pytest.raises(BaseModelError, match="was compressed without a base, but '.*base' is given"):
+            read(tmp_path / "small", base=base)
+    for options in ({"revision": "main"}, {"base_id": "org/name"}):
+        with pytest.raises(ValueError, match="base is None"):
+            fm_delta.compress_checkpoint(src, None, tmp_path / "other", **options)
+    config = tmp_path / "small/config.json"
+    config.write_text(config.read_text().replace('"base": null', f'"base": {json.dumps(str(base))}'))
+    with pytest.raises(BaseModelError, match="was compressed without a base, but '.*base' is given"):
+        fm_delta.verify(tmp_path / "small")
+
+
+def test_a_record_without_the_base_that_a_payload_needs_is_refused(tmp_path):
+    src, base = pair(tmp_path)
+    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+    forge_file(tmp_path / "small/model.safetensors", {"base": None})
+    for read in (*READERS, lambda folder: fm_delta.open(folder, base=None).get_tensor("lm_head.weight")):
+        with pytest.raises((CorruptFileError, BaseModelError), match="records no base|was compressed without a base"):
+            read(tmp_path / "small")
+    (tmp_path / "small/config.json").unlink()
+    for read in (*READERS, lambda folder: fm_delta.open(folder).get_tensor("lm_head.weight")):
+        with pytest.raises(CorruptFileError, match="tensor '.*' needs '.*' of a base, but the file records no base"):
+            read(tmp_path / "small")
+
+
+def test_shards_with_and_without_a_base_are_not_mixed(tmp_path):
+    src, base = pair(tmp_path, shards=2)
+    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+    fm_delta.compress_checkpoint(src, None, tmp_path / "alone")
+    name = "model-00001-of-00002.safetensors"
+    shutil.copy(tmp_path / "alone" / name, tmp_path / "small" / name)
+    with pytest.raises(CorruptFileError, match="belongs to another save"):
+        fm_delta.verify(tmp_path / "small")
