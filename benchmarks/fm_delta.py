@@ -17,6 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from alone import alone
 from fine_tunes import FILES, minilm
 from links import cold, links
 from load_from_hub import load_and_read
@@ -279,7 +280,7 @@ def in_each_type(section: Callable[[argparse.Namespace, str], dict]) -> Callable
     return lambda args: {dtype: section(args, dtype) for dtype in args.dtypes}
 
 
-TYPED = [size, merged, speed, load, switching, search, series, links, cold]
+TYPED = [size, merged, alone, speed, load, switching, search, series, links, cold]
 SECTIONS = {section.__name__: in_each_type(section) for section in TYPED} | {"scale": scale, "quantized": quantized}
 
 

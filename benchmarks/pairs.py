@@ -18,11 +18,11 @@ QUANTIZED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "in
 
 @dataclass
 class Pair:
-    """A tensor and its base as bit patterns; `dense` marks the 2-D weights of attention and MLP."""
+    """A tensor and its base, if it has one, as bit patterns; `dense` marks the 2-D weights of attention and MLP."""
 
     name: str
     x: np.ndarray
-    base: np.ndarray
+    base: np.ndarray | None
     dense: bool
 
 
@@ -72,11 +72,11 @@ def ours(level: int = codec.DEFAULT_LEVEL, instructions: str = BEST) -> Peer:
 
     def compress(x, base, dtype):
         _native.use(instructions)
-        return codec.encode(tensor(x, dtype), tensor(base, dtype), level=level)
+        return codec.encode(tensor(x, dtype), None if base is None else tensor(base, dtype), level=level)
 
     def decompress(blob, base, dtype, shape):
         _native.use(instructions)
-        decoded = codec.decode(blob, tensor(base, dtype))
+        decoded = codec.decode(blob, None if base is None else tensor(base, dtype))
         return decoded.reshape(-1).view(torch.uint8).numpy().view(WORDS[dtype]).reshape(shape)
 
     return Peer(", ".join(filter(None, names)), compress, decompress)

@@ -2,15 +2,21 @@
 
 A `Peer` works on one tensor given as its bit patterns (uint32 for fp32, uint16 for bf16 and fp16, uint8 for fp8 and int8)
 and on the bit patterns of its base of the same shape, never empty, and may be called from several threads. Only our codec, zstd
-and zipnn are fit for one-byte types. Install the peers with ``pip install zstandard zipnn pcodec``; fm-delta is optional, see
-`fm_delta`.
+and zipnn are fit for one-byte types. Install the peers with ``pip install zstandard zipnn pcodec z4ai glyd lmzip``; the last
+three are optional, and so is fm-delta, see `fm_delta`.
+
+Left out: reminis, which works on SQLite databases of whole models; and bigsmall, which works on files, at about 10 MB a second,
+and is not under an open-source license.
 """
 
+import importlib
 import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import zipnn
@@ -37,11 +43,14 @@ of_thread = OfThread()
 
 @dataclass(frozen=True)
 class Peer:
-    """A named codec: ``compress(x, base, dtype) -> bytes`` and ``decompress(blob, base, dtype, shape) -> array``."""
+    """A named codec: ``compress(x, base, dtype) -> bytes`` and ``decompress(blob, base, dtype, shape) -> array``.
+
+    The base may be None for those of `without_base`.
+    """
 
     name: str
-    compress: Callable[[np.ndarray, np.ndarray, str], bytes]
-    decompress: Callable[[bytes, np.ndarray, str, tuple], np.ndarray]
+    compress: Callable[[np.ndarray, np.ndarray | None, str], bytes]
+    decompress: Callable[[bytes, np.ndarray | None, str, tuple], np.ndarray]
 
 
 def to_ordered(x: np.ndarray) -> np.ndarray:
@@ -151,8 +160,79 @@ def fm_delta() -> Peer | None:
     return Peer("fm-delta", compress, decompress)
 
 
+def z4_ai() -> Peer | None:
+    """z4ai at its default level, with a base on the XOR with it. None if it is not installed."""
+    if (z4ai := _optional("z4ai")) is None:
+        return None
+
+    def compress(x, base, dtype):
+        if base is None:
+            return z4ai.compress(x.tobytes(), dtype=dtype, threads=1)
+        return z4ai.compress_delta(x.tobytes(), base.tobytes(), dtype=dtype, threads=1)
+
+    def decompress(blob, base, dtype, shape):
+        data = z4ai.decompress(blob) if base is None else z4ai.decompress_delta(blob, base.tobytes())
+        return np.frombuffer(data, WORDS[dtype]).reshape(shape)
+
+    return Peer("z4ai", compress, decompress)
+
+
+def glyd() -> Peer | None:
+    """glyd's codec for the CPU at its default level, which is told nothing of types, with or without a base. None if it is not
+    installed."""
+    if (library := _optional("glyd")) is None:
+        return None
+
+    def compress(x, base, dtype):
+        if base is None:
+            return library.compress(x.tobytes(), threads=1)
+        return library.compress_with_base(base.tobytes(), x.tobytes())
+
+    def decompress(blob, base, dtype, shape):
+        data = library.decompress(blob) if base is None else library.decompress_with_base(base.tobytes(), blob)
+        return np.frombuffer(data, WORDS[dtype]).reshape(shape)
+
+    return Peer("glyd", compress, decompress)
+
+
+@dataclass(frozen=True)
+class FilePeer:
+    """A named codec of whole files: ``compress(src, out)`` and ``decompress(src, out)``."""
+
+    name: str
+    compress: Callable[[Path, Path], object]
+    decompress: Callable[[Path, Path], object]
+
+
+def lmzip() -> FilePeer | None:
+    """lmzip on safetensors files, which names the types, without a base: it takes differences only within an archive that holds
+    the base too. None if it is not installed."""
+    if (lmz := _optional("lmz", "lmzip")) is None:
+        return None
+    return FilePeer(
+        "lmzip",
+        lambda src, out: lmz.compress(str(src), str(out), workers=1),
+        lambda src, out: lmz.decompress(str(src), str(out), workers=1),
+    )
+
+
+def _optional(module: str, package: str = "") -> ModuleType | None:
+    """Returns a peer's module, or prints that it is left out."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        print(f"{package or module} is left out: pip install {package or module} to measure it too.")
+        return None
+
+
 @cache
 def all_peers() -> list[Peer]:
     """Every peer that can run here, fm-delta first."""
-    peers = [fm_delta(), pcodec_delta(), zstd_xor_planes(), zip_nn(), zstd_raw(), memcpy()]
+    peers = [fm_delta(), pcodec_delta(), z4_ai(), glyd(), zstd_xor_planes(), zip_nn(), zstd_raw(), memcpy()]
     return [peer for peer in peers if peer]
+
+
+@cache
+def without_base() -> list[Peer]:
+    """Every peer that can run here and that compresses a tensor without a base."""
+    return [peer for peer in (zip_nn(), z4_ai(), glyd(), zstd_raw()) if peer]
