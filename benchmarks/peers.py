@@ -5,7 +5,7 @@ and on the bit patterns of its base of the same shape, never empty, and may be c
 and zipnn are fit for one-byte types. Install the peers with ``pip install zstandard zipnn pcodec z4ai glyd lmzip``; the last
 three are optional, and so is fm-delta, see `fm_delta`.
 
-Left out: reminis, which works on SQLite databases of whole models; and bigsmall, which works on files, at about 10 MB a second,
+Left out: reminis, which works on SQLite databases of whole models; and bigsmall, which works on files, at 1 to 10 MB a second,
 and is not under an open-source license.
 """
 
