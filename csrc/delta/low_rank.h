@@ -6,12 +6,15 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <limits>
 #include <stdexcept>
+#include <variant>
 #include <vector>
 
 #include "../common/bits.h"
 #include "../common/instruction_sets.h"
 #include "blocks.h"
+#include "factors.h"
 
 namespace hf_ext::delta {
 
@@ -26,15 +29,37 @@ class LowRank {
 
     // Must be called once the fields are filled in. Throws std::runtime_error if sums might not be exact.
     void prepare(bool doubles) {
-        const double most = double(rank) * largest(rows) * largest(columns);
-        wide_ = doubles || most >= NARROW_SUMS;
-        if (most >= WIDE_SUMS || rank < 1 || rank > MAX_RANK || std::abs(exponent) > MAX_EXPONENT)
+        if (rank < 1 || rank > MAX_RANK || std::abs(exponent) > MAX_EXPONENT)
             throw std::runtime_error("the low-rank factors are impossible");
-        if (wide_) {
-            fill(row_doubles_, column_doubles_);
-        } else {
-            fill(row_floats_, column_floats_);
-        }
+        const size_t count = size_t(rank), length = columns.size() / count;
+        with_instructions([&](auto) {
+            std::vector<uint32_t> row_limits(count), column_limits(count);  // the largest magnitudes of each component
+            for (size_t i = 0; i < rows.size(); i += count)
+                for (size_t k = 0; k < count; ++k) row_limits[k] = std::max(row_limits[k], magnitude(rows[i + k]));
+            double most_row = 0, most_column = 0, most_sum = 0;
+            for (size_t k = 0; k < count; ++k) {
+                for (size_t j = 0; j < length; ++j)
+                    column_limits[k] = std::max(column_limits[k], magnitude(columns[k * length + j]));
+                most_row = std::max(most_row, double(row_limits[k]));
+                most_column = std::max(most_column, double(column_limits[k]));
+                most_sum += double(row_limits[k]) * column_limits[k];
+            }
+            const double most = double(rank) * most_row * most_column;
+            if (most >= WIDE_SUMS) throw std::runtime_error("the low-rank factors are impossible");
+            wide_ = doubles || most >= NARROW_SUMS;
+            const auto fit = [&](auto sum) {
+                using Factors = PairedFactors<decltype(sum)>;
+                return most_row <= Factors::MOST_ROW && most_column <= Factors::MOST_COLUMN &&
+                       most_sum <= std::numeric_limits<decltype(sum)>::max();
+            };
+            if (fit(int16_t())) {
+                factors_ = PairedFactors<int16_t>(rows, columns, count);
+            } else if (fit(int32_t())) {
+                factors_ = PairedFactors<int32_t>(rows, columns, count);
+            } else {
+                factors_ = AnyFactors(rows, columns, count);
+            }
+        });
     }
 
     // Writes the moved base of a block to the same positions in `out`. The block's values must have a base.
@@ -42,27 +67,20 @@ class LowRank {
     void predict(const Plan& plan, const Part& part, size_t begin, size_t size, const typename F::U* base,
                  typename F::U* out) const {
         const DefaultRounding rounding;
-        with_instructions([&](auto set) {
-            if (F::WIDTH == 64 || wide_) {
-                move<F, set()>(plan, part, begin, size, base, out, row_doubles_, column_doubles_);
-            } else if constexpr (F::WIDTH != 64) {
-                move<F, set()>(plan, part, begin, size, base, out, row_floats_, column_floats_);
-            }
-        });
+        const auto move_by = [&](const auto& factors) {
+            with_instructions([&](auto set) {
+                if (F::WIDTH == 64 || wide_) {
+                    move<F, set(), double>(factors, plan, part, begin, size, base, out);
+                } else if constexpr (F::WIDTH != 64) {
+                    move<F, set(), float>(factors, plan, part, begin, size, base, out);
+                }
+            });
+        };
+        std::visit(move_by, factors_);
     }
 
    private:
     static constexpr size_t BAND = 1024;  // columns whose factors fit in the second-level cache
-    // Rows and columns that are summed together, few enough to keep all sums in registers. There are more than 16 columns,
-    // because gcc unrolls shorter loops before it tries to vectorize them.
-    template <class Sum, Instructions SET>
-    static constexpr size_t ROWS = SET == Instructions::AVX512                     ? 4
-                                   : SET == Instructions::AVX2 && sizeof(Sum) == 4 ? 2
-                                                                                   : 1;
-    template <class Sum, Instructions SET>
-    static constexpr size_t COLUMNS = SET == Instructions::AVX512 && sizeof(Sum) == 4   ? 64
-                                      : SET == Instructions::SCALAR && sizeof(Sum) == 8 ? 24
-                                                                                        : 32;
 
     // The caller may have set another rounding mode or flush denormals to zero.
     struct DefaultRounding {
@@ -71,39 +89,25 @@ class LowRank {
         std::fenv_t before;
     };
 
-    static double largest(const std::vector<int32_t>& factors) {
-        int32_t least = 0, most = 0;
-        for (const int32_t factor : factors) least = std::min(least, factor), most = std::max(most, factor);
-        return std::max(-double(least), double(most));
-    }
+    static uint32_t magnitude(int32_t factor) { return factor < 0 ? 0u - uint32_t(factor) : uint32_t(factor); }
 
-    template <class Sum>
-    void fill(std::vector<Sum>& row_factors, std::vector<Sum>& column_factors) {
-        const Sum unit = Sum(std::ldexp(1.0, -exponent));
-        row_factors.assign(rows.begin(), rows.end());
-        column_factors.assign(columns.begin(), columns.end());
-        column_factors.resize(columns.size() + BAND);    // because sums are computed for whole tiles
-        for (Sum& factor : row_factors) factor *= unit;  // by a power of two, which keeps the sums exact
-    }
-
-    template <class F, Instructions SET, class Sum>
-    void move(const Plan& plan, const Part& part, size_t begin, size_t size, const typename F::U* base, typename F::U* out,
-              const std::vector<Sum>& row_factors, const std::vector<Sum>& column_factors) const {
-        constexpr size_t COUNT = ROWS<Sum, SET>;
+    template <class F, Instructions SET, class Change, class AllFactors>
+    void move(const AllFactors& factors, const Plan& plan, const Part& part, size_t begin, size_t size,
+              const typename F::U* base, typename F::U* out) const {
+        constexpr size_t COUNT = AllFactors::template ROWS<SET>;
         const size_t length = plan.shape.row_length, end = begin + size;
+        const uint32_t* places = &plan.rows[part.first_row];
         for (size_t band = 0; band < length; band += BAND) {
             const size_t band_end = std::min(length, band + BAND);
             for (size_t row = begin / length; row * length < end;) {
-                const Sum* factors = &row_factors[row * size_t(rank)];
-                const uint32_t* places = &plan.rows[part.first_row + row];
                 if (row * length >= begin && (row + COUNT) * length <= end) {
-                    move_rows<F, SET, COUNT>(places, band, band_end, length, base, out, factors, column_factors.data());
+                    move_rows<F, SET, Change, COUNT>(factors, row, band, band_end, places + row, length, base, out);
                     row += COUNT;
                 } else {
                     const size_t first = std::max(begin, row * length + band), last = std::min(end, row * length + band_end);
                     if (first < last)
-                        move_rows<F, SET, 1>(places, first - row * length, last - row * length, length, base, out, factors,
-                                             column_factors.data());
+                        move_rows<F, SET, Change, 1>(factors, row, first - row * length, last - row * length, places + row,
+                                                     length, base, out);
                     ++row;
                 }
             }
@@ -111,32 +115,32 @@ class LowRank {
     }
 
     // Moves columns `first` to `last` of COUNT rows. `places` are the indices of these rows in the tensor.
-    template <class F, Instructions SET, size_t COUNT, class Sum>
-    void move_rows(const uint32_t* places, size_t first, size_t last, size_t length, const typename F::U* base,
-                   typename F::U* out, const Sum* rows, const Sum* columns) const {
-        constexpr size_t WIDTH = COLUMNS<Sum, SET>;
-        for (size_t column = first; column < last; column += WIDTH) {
-            Sum sums[COUNT][WIDTH];
-            for (size_t i = 0; i < COUNT; ++i)
-                for (size_t j = 0; j < WIDTH; ++j)
-                    sums[i][j] = rows[i * size_t(rank)] * columns[column + j] + Sum(0);  // + 0 turns -0 into 0
-            for (int k = 1; k < rank; ++k)
-                for (size_t i = 0; i < COUNT; ++i)
-                    for (size_t j = 0; j < WIDTH; ++j) {
-                        const Sum row = rows[i * size_t(rank) + size_t(k)], factor = columns[size_t(k) * length + column + j];
-                        // Both are exact; fma is slow without an instruction for it.
-                        if constexpr (SET == Instructions::SCALAR)
-                            sums[i][j] += row * factor;
-                        else
-                            sums[i][j] = std::fma(row, factor, sums[i][j]);
-                    }
-            const size_t count = std::min(WIDTH, last - column);
+    template <class F, Instructions SET, class Change, size_t COUNT, class AllFactors>
+    void move_rows(const AllFactors& factors, size_t row, size_t first, size_t last, const uint32_t* places, size_t length,
+                   const typename F::U* base, typename F::U* out) const {
+        constexpr size_t WIDTH = AllFactors::template COLUMNS<SET>;
+        const Change unit = Change(std::ldexp(1.0, -exponent));
+        for (size_t column = first - first % WIDTH; column < last; column += WIDTH) {
+            typename AllFactors::Sum sums[COUNT][WIDTH];
+            factors.template sum<SET>(row, column, sums);
             for (size_t i = 0; i < COUNT; ++i) {
                 const size_t at = places[i] * length + column;
-                prefetch(base + at, COUNT * length, count);
-                for (size_t j = 0; j < count; ++j) out[at + j] = moved<F>(base[at + j], sums[i][j]);
+                prefetch(base + at, COUNT * length, WIDTH);
+                // The loop over whole tiles is unrolled.
+                if (first <= column && column + WIDTH <= last)
+                    move_values<F>(base + at, sums[i], unit, 0, WIDTH, out + at);
+                else
+                    move_values<F>(base + at, sums[i], unit, std::max(first, column) - column,
+                                   std::min(last - column, WIDTH), out + at);
             }
         }
+    }
+
+    template <class F, class Change, class Sum>
+    static void move_values(const typename F::U* __restrict base, const Sum* __restrict sums, Change unit, size_t first,
+                            size_t last, typename F::U* __restrict out) {
+        // The product with a power of two is exact.
+        for (size_t j = first; j < last; ++j) out[j] = moved<F>(base[j], Change(sums[j]) * unit);
     }
 
     // Returns the float nearest to base + change. Leaves NaN and infinity unchanged.
@@ -161,8 +165,7 @@ class LowRank {
     }
 
     bool wide_ = false;  // sums of products need double precision
-    std::vector<float> row_floats_, column_floats_;
-    std::vector<double> row_doubles_, column_doubles_;
+    std::variant<AnyFactors, PairedFactors<int16_t>, PairedFactors<int32_t>> factors_;
 };
 
 // Writes rank and exponent, then for each component its row factors and its column factors. Each list has its own Rice
@@ -196,10 +199,12 @@ inline LowRank get_low_rank(BitReader& in, size_t row_count, size_t row_length, 
         const int k = int(in.get(5));
         get_rice(in, k, count, 32, [&](size_t i, int32_t factor) { factors[i * stride] = factor; });
     };
-    for (int k = 0; k < change.rank; ++k) {
-        get(row_count ? change.rows.data() + k : nullptr, row_count, size_t(change.rank));
-        get(change.columns.data() + size_t(k) * row_length, row_length, 1);
-    }
+    with_instructions([&](auto) {
+        for (int k = 0; k < change.rank; ++k) {
+            get(row_count ? change.rows.data() + k : nullptr, row_count, size_t(change.rank));
+            get(change.columns.data() + size_t(k) * row_length, row_length, 1);
+        }
+    });
     change.prepare(doubles);
     return change;
 }

@@ -171,6 +171,19 @@ struct Avx2Permutations {
 };
 inline constexpr Avx2Permutations AVX2_PERMUTATIONS;
 
+struct Avx2Expand {
+    uint8_t bytes[256][32] = {};
+    constexpr Avx2Expand() {
+        for (int set = 0; set < 256; ++set)
+            for (int lane = 0, word = 0; lane < 8; ++lane) {
+                const bool in = set >> lane & 1;
+                for (int byte = 0; byte < 4; ++byte) bytes[set][4 * lane + byte] = uint8_t(in && byte < 2 ? 2 * word + byte : 0x80);
+                word += in;
+            }
+    }
+};
+inline constexpr Avx2Expand AVX2_EXPAND;
+
 // The same as Avx512, but a row does not fit into sixteen registers: the phases pass their data through memory.
 struct Avx2 {
     static constexpr int LANES = 64, GROUP = 8, GROUPS = 8;
@@ -194,48 +207,72 @@ struct Avx2 {
     [[HF_EXT_AVX2, gnu::always_inline]] static inline __m256i refill(__m256i x, const uint8_t*& next) {
         const __m256i low = _mm256_cmpeq_epi32(_mm256_srli_epi32(x, 16), _mm256_setzero_si256());
         const unsigned lanes = lanes_of(low);
-        const __m256i words = _mm256_permutevar8x32_epi32(load_words(next), permutation(AVX2_PERMUTATIONS.expand[lanes]));
+        const __m256i eight = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(next)));
+        const __m256i words = _mm256_shuffle_epi8(eight, load(AVX2_EXPAND.bytes[lanes]));
         next += 2 * __builtin_popcount(lanes);
         return _mm256_blendv_epi8(x, _mm256_or_si256(_mm256_slli_epi32(x, 16), words), low);
     }
 
+    [[HF_EXT_AVX2, gnu::always_inline]] static inline __m256i is_tail(__m256i slot) {
+        return _mm256_cmpgt_epi32(_mm256_srli_epi32(slot, 26), _mm256_set1_epi32(TAIL - 1));
+    }
+
+    // Loads one entry for each lane. A gather instruction is slower on many processors.
+    [[HF_EXT_AVX2, gnu::always_inline]] static inline __m256i look_up(const uint32_t* table, __m256i indices) {
+        const __m128i low = _mm256_castsi256_si128(indices), high = _mm256_extracti128_si256(indices, 1);
+        return _mm256_set_m128i(look_up_four(table, high), look_up_four(table, low));
+    }
+    [[HF_EXT_AVX2, gnu::always_inline]] static inline __m128i look_up_four(const uint32_t* table, __m128i indices) {
+        const auto first = uint64_t(_mm_cvtsi128_si64(indices)), second = uint64_t(_mm_extract_epi64(indices, 1));
+        return _mm_setr_epi32(int(table[uint32_t(first)]), int(table[first >> 32]), int(table[uint32_t(second)]),
+                              int(table[second >> 32]));
+    }
+
     [[HF_EXT_AVX2]] static size_t decode(uint32_t* states, const uint8_t*& next, const uint8_t* limit, const Context* contexts,
                                          int32_t* values, size_t rows, const DecodeTable* tables) {
-        const auto* slots = reinterpret_cast<const int*>(tables->slots.data());
+        const uint32_t* slots = tables->slots.data();
         const uint8_t* word = next;
-        const __m256i in_table = _mm256_set1_epi32(PROBABILITY_SUM - 1), one = _mm256_set1_epi32(1);
+        const __m256i in_table = _mm256_set1_epi32(PROBABILITY_SUM - 1);
+        __m256i x[GROUPS];
+        for (int g = 0; g < GROUPS; ++g) x[g] = load(states + GROUP * g);
         size_t row = 0;
         for (; row < rows && word <= limit; ++row, contexts += LANES, values += LANES) {
-            uint32_t slot_of[LANES];
-            uint64_t tails = 0;
+            alignas(32) uint32_t slot_of[LANES];
+            __m256i most = _mm256_setzero_si256();
+#pragma GCC unroll 8
             for (int g = 0; g < GROUPS; ++g) {
-                const __m256i x = load(states + GROUP * g), context = load_words(contexts + GROUP * g);
+                const __m256i context = load_words(contexts + GROUP * g);
                 const __m256i first =
                     _mm256_slli_epi32(_mm256_and_si256(context, _mm256_set1_epi32(0xff00)), PROBABILITY_BITS - 8);
-                const __m256i slot = _mm256_i32gather_epi32(slots, _mm256_or_si256(first, _mm256_and_si256(x, in_table)), 4);
+                const __m256i slot = look_up(slots, _mm256_or_si256(first, _mm256_and_si256(x[g], in_table)));
                 store(slot_of + GROUP * g, slot);
+                most = _mm256_max_epu32(most, slot);
                 // x = frequency * (x >> 11) + offset
                 const __m256i frequency = _mm256_and_si256(slot, _mm256_set1_epi32(0xfff)),
                               offset = _mm256_and_si256(_mm256_srli_epi32(slot, 12), in_table);
-                const __m256i product = _mm256_mullo_epi32(frequency, _mm256_srli_epi32(x, PROBABILITY_BITS));
-                store(states + GROUP * g, refill(_mm256_add_epi32(product, offset), word));
-                tails |= uint64_t(lanes_of(_mm256_cmpgt_epi32(_mm256_srli_epi32(slot, 26), _mm256_set1_epi32(TAIL - 1))))
-                         << (GROUP * g);
+                const __m256i product = _mm256_mullo_epi32(frequency, _mm256_srli_epi32(x[g], PROBABILITY_BITS));
+                x[g] = refill(_mm256_add_epi32(product, offset), word);
             }
+#pragma GCC unroll 8
             for (int g = 0; g < GROUPS; ++g) {
                 // value = (id - 24) << shift | low bits of x; x >>= shift
-                const __m256i x = load(states + GROUP * g),
-                              shift = _mm256_and_si256(load_words(contexts + GROUP * g), _mm256_set1_epi32(0xff));
+                const __m256i shift = _mm256_and_si256(load_words(contexts + GROUP * g), _mm256_set1_epi32(0xff));
                 const __m256i s = _mm256_sub_epi32(_mm256_srli_epi32(load(slot_of + GROUP * g), 26), _mm256_set1_epi32(LINEAR));
-                const __m256i mask = _mm256_sub_epi32(_mm256_sllv_epi32(one, shift), one);
-                store(values + GROUP * g, _mm256_or_si256(_mm256_sllv_epi32(s, shift), _mm256_and_si256(mask, x)));
-                store(states + GROUP * g, refill(_mm256_srlv_epi32(x, shift), word));
+                const __m256i high = _mm256_srlv_epi32(x[g], shift);
+                store(values + GROUP * g, _mm256_add_epi32(x[g], _mm256_sllv_epi32(_mm256_sub_epi32(s, high), shift)));
+                x[g] = refill(high, word);
             }
-            for (; tails; tails &= tails - 1) {
-                const int lane = __builtin_ctzll(tails);
-                take_tail(states[lane], word, int(slot_of[lane] >> 26), contexts[lane].shift(), values[lane]);
+            if (lanes_of(is_tail(most))) {
+                for (int g = 0; g < GROUPS; ++g) store(states + GROUP * g, x[g]);
+                for (int g = 0; g < GROUPS; ++g)
+                    for (unsigned tails = lanes_of(is_tail(load(slot_of + GROUP * g))); tails; tails &= tails - 1) {
+                        const int lane = GROUP * g + __builtin_ctz(tails);
+                        take_tail(states[lane], word, int(slot_of[lane] >> 26), contexts[lane].shift(), values[lane]);
+                    }
+                for (int g = 0; g < GROUPS; ++g) x[g] = load(states + GROUP * g);
             }
         }
+        for (int g = 0; g < GROUPS; ++g) store(states + GROUP * g, x[g]);
         next = word;
         return row;
     }
