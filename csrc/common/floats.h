@@ -64,11 +64,12 @@ using Real = std::conditional_t<F::WIDTH == 64, double, float>;
 template <class F>
 using Wide = std::conditional_t<F::WIDTH == 64, uint64_t, uint32_t>;
 
-// Returns the exponent field. Subnormals have the spacing of exponent 1, so 0 becomes 1.
+// Returns the exponent field. Subnormals have the spacing of exponent 1, so 0 becomes 1. It keeps the width of the type, so that
+// vectors of it are not widened.
 template <class F>
 constexpr int grid_exponent(typename F::U bits) {
-    const int exponent = int((bits & typename F::U(~F::SIGN)) >> F::MANTISSA);
-    return exponent + (exponent == 0);
+    using U = typename F::U;
+    return int(std::max(U(U(bits & U(~F::SIGN)) >> F::MANTISSA), U(1)));
 }
 
 // Returns the value of a finite number.

@@ -68,12 +68,14 @@ class LowRank {
                  typename F::U* out) const {
         const DefaultRounding rounding;
         const auto move_by = [&](const auto& factors) {
+            // Factors whose sums have 16 bits are too small for wide sums.
+            using Sum = typename std::decay_t<decltype(factors)>::Sum;
+            constexpr bool may_be_wide = F::WIDTH == 64 || sizeof(Sum) > 2;
             with_instructions([&](auto set) {
-                if (F::WIDTH == 64 || wide_) {
-                    move<F, set(), double>(factors, plan, part, begin, size, base, out);
-                } else if constexpr (F::WIDTH != 64) {
-                    move<F, set(), float>(factors, plan, part, begin, size, base, out);
+                if constexpr (may_be_wide) {
+                    if (F::WIDTH == 64 || wide_) return move<F, set(), double>(factors, plan, part, begin, size, base, out);
                 }
+                if constexpr (F::WIDTH != 64) move<F, set(), float>(factors, plan, part, begin, size, base, out);
             });
         };
         std::visit(move_by, factors_);

@@ -155,15 +155,19 @@ struct Avx512 {
     }
 };
 
-// Permutations for each of the 256 sets of 8 lanes. `expand` gives each lane of the set its word; `compress` moves the lanes of
-// the set to the end of the vector.
+// Permutations for each of the 256 sets of 8 lanes. `expand` gives each lane of the set its word, by the bytes of 16-bit words, and
+// 0 to the others. `compress` moves the lanes of the set to the end of the vector.
 struct Avx2Permutations {
-    uint8_t expand[256][8] = {}, compress[256][8] = {};
+    uint8_t expand[256][32] = {}, compress[256][8] = {};
     constexpr Avx2Permutations() {
         for (int set = 0; set < 256; ++set) {
             int word = 0, place = 8;
-            for (int lane = 0; lane < 8; ++lane)
-                if (set >> lane & 1) expand[set][lane] = uint8_t(word++);
+            for (int lane = 0; lane < 8; ++lane) {
+                const bool in = set >> lane & 1;
+                for (int byte = 0; byte < 4; ++byte)
+                    expand[set][4 * lane + byte] = uint8_t(in && byte < 2 ? 2 * word + byte : 0x80);
+                word += in;
+            }
             for (int lane = 8; lane-- > 0;)
                 if (set >> lane & 1) compress[set][--place] = uint8_t(lane);
         }
@@ -171,20 +175,7 @@ struct Avx2Permutations {
 };
 inline constexpr Avx2Permutations AVX2_PERMUTATIONS;
 
-struct Avx2Expand {
-    uint8_t bytes[256][32] = {};
-    constexpr Avx2Expand() {
-        for (int set = 0; set < 256; ++set)
-            for (int lane = 0, word = 0; lane < 8; ++lane) {
-                const bool in = set >> lane & 1;
-                for (int byte = 0; byte < 4; ++byte) bytes[set][4 * lane + byte] = uint8_t(in && byte < 2 ? 2 * word + byte : 0x80);
-                word += in;
-            }
-    }
-};
-inline constexpr Avx2Expand AVX2_EXPAND;
-
-// The same as Avx512, but a row does not fit into sixteen registers: the phases pass their data through memory.
+// The same as Avx512, but a row needs half of the sixteen registers for its states: the phases pass all else through memory.
 struct Avx2 {
     static constexpr int LANES = 64, GROUP = 8, GROUPS = 8;
 
@@ -208,7 +199,7 @@ struct Avx2 {
         const __m256i low = _mm256_cmpeq_epi32(_mm256_srli_epi32(x, 16), _mm256_setzero_si256());
         const unsigned lanes = lanes_of(low);
         const __m256i eight = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(next)));
-        const __m256i words = _mm256_shuffle_epi8(eight, load(AVX2_EXPAND.bytes[lanes]));
+        const __m256i words = _mm256_shuffle_epi8(eight, load(AVX2_PERMUTATIONS.expand[lanes]));
         next += 2 * __builtin_popcount(lanes);
         return _mm256_blendv_epi8(x, _mm256_or_si256(_mm256_slli_epi32(x, 16), words), low);
     }
@@ -217,11 +208,12 @@ struct Avx2 {
         return _mm256_cmpgt_epi32(_mm256_srli_epi32(slot, 26), _mm256_set1_epi32(TAIL - 1));
     }
 
-    // Loads one entry for each lane. A gather instruction is slower on many processors.
+    // Loads one entry for each lane. The gather instruction is slower on many processors.
     [[HF_EXT_AVX2, gnu::always_inline]] static inline __m256i look_up(const uint32_t* table, __m256i indices) {
         const __m128i low = _mm256_castsi256_si128(indices), high = _mm256_extracti128_si256(indices, 1);
         return _mm256_set_m128i(look_up_four(table, high), look_up_four(table, low));
     }
+
     [[HF_EXT_AVX2, gnu::always_inline]] static inline __m128i look_up_four(const uint32_t* table, __m128i indices) {
         const auto first = uint64_t(_mm_cvtsi128_si64(indices)), second = uint64_t(_mm_extract_epi64(indices, 1));
         return _mm_setr_epi32(int(table[uint32_t(first)]), int(table[first >> 32]), int(table[uint32_t(second)]),
@@ -239,7 +231,7 @@ struct Avx2 {
         for (; row < rows && word <= limit; ++row, contexts += LANES, values += LANES) {
             alignas(32) uint32_t slot_of[LANES];
             __m256i most = _mm256_setzero_si256();
-#pragma GCC unroll 8
+#pragma GCC unroll 8  // so that the states stay in registers
             for (int g = 0; g < GROUPS; ++g) {
                 const __m256i context = load_words(contexts + GROUP * g);
                 const __m256i first =

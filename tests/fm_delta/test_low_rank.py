@@ -78,6 +78,72 @@ def test_any_base_is_moved_alike_by_both_decoders(code, data):
         np.testing.assert_array_equal(decoder(body, base, code, size, columns, size), tensor)
 
 
+def decode_with_all_sets(body: bytes, base: np.ndarray, code: int, size: int, columns: int) -> list[np.ndarray]:
+    """The tensor as each instruction set of the processor decodes it."""
+    tensors = []
+    for name in _native.instruction_sets():
+        before = _native.use(name)
+        try:
+            tensors.append(decode(body, base, code, size, columns, len(base)))
+        finally:
+            _native.use(before)
+    return tensors
+
+
+# Bytes: rows up to 127, columns up to 63, sums up to 2^15 - 1. Words: factors up to 2^15 - 1, sums up to 2^31 - 1.
+@every_type
+@pytest.mark.parametrize(
+    "rank, row, column",
+    [(1, 127, 63), (1, 128, 63), (1, 127, 64), (4, 127, 63), (5, 127, 63), (7, 93, 50), (2, 127, 129)]
+    + [(1, 32_767, 32_767), (2, 32_767, 32_767), (3, 32_767, 32_767), (1, 32_768, 1), (1, 1, 32_768), (5, 3000, 900)],
+)
+def test_sums_are_exact_at_the_limits_of_each_size_of_factors(code, rank, row, column):
+    rng = np.random.default_rng([code, rank, row])
+    rows, columns = 97, 141
+    left = rng.choice([-row, row], (rows, rank)).astype(np.int32)
+    right = rng.choice([-column, column], (rank, columns)).astype(np.int32)
+    left[0], right[:, 0], right[:, 1] = row, column, -column  # the largest sum and the smallest
+    change = low_rank.Factors(left, right, (rank * row * column).bit_length() + 4)
+    base = floats(rng.normal(0, 0.02, rows * columns), code)
+    base[rng.random(len(base)) < 0.02] = rng.choice(landmarks(code))
+    tensor = moved(base, change, code)
+    body = assert_moved(tensor, base, code, columns, change)
+    for decoded in decode_with_all_sets(body, base, code, len(tensor), columns):
+        np.testing.assert_array_equal(decoded, tensor)
+
+
+@every_type
+@pytest.mark.parametrize("most", [3, 300])
+@pytest.mark.parametrize("rows, columns", [(300, 1000), (4100, 65), (65, 4100)])
+def test_blocks_that_begin_and_end_within_a_row_are_moved(code, rows, columns, most):
+    rng = np.random.default_rng([rows, code, most])
+    base = floats(rng.normal(0, 0.02, rows * columns), code)
+    change = factors(rng, rows, columns, 3, most, 2 * most.bit_length() + 5)
+    tensor = moved(base, change, code)
+    tensor[5 * columns : 8 * columns] = base[5 * columns : 8 * columns]  # untouched rows have no factors
+    body = encode(tensor, base, code, columns, change)
+    assert body[1] & 5 == 5
+    for decoded in decode_with_all_sets(body, base, code, len(tensor), columns):
+        np.testing.assert_array_equal(decoded, tensor)
+
+
+@every_type
+@pytest.mark.parametrize("rank", [1023, 1024])
+@pytest.mark.parametrize("most", [2, 200, 40_000])
+def test_a_thousand_components_are_summed(code, rank, most):
+    rng = np.random.default_rng([rank, most])
+    rows, columns = 310, 420
+    change = factors(rng, rows, columns, rank, most, 2 * most.bit_length() + 7)
+    change.columns[7:-3] = 0  # zeros take one bit
+    change.rows[:, 7:-3] = 0
+    base = floats(rng.normal(0, 0.02, rows * columns), code)
+    tensor = moved(base, change, code)
+    body = encode(tensor, base, code, columns, change)
+    assert body[1] & 4
+    for decoded in decode_with_all_sets(body, base, code, len(tensor), columns):
+        np.testing.assert_array_equal(decoded, tensor)
+
+
 @every_type
 def test_untouched_rows_have_no_factors_and_rows_without_a_base_none_either(code):
     rng = np.random.default_rng(1)
