@@ -28,7 +28,10 @@ class AnyFactors {
     AnyFactors() = default;
     // Takes rows × rank and rank × length factors.
     AnyFactors(const std::vector<int32_t>& rows, const std::vector<int32_t>& columns, size_t rank)
-        : rank_(rank), length_(columns.size() / rank), rows_(rows.begin(), rows.end()), columns_(columns.begin(), columns.end()) {
+        : rank_(rank),
+          length_(columns.size() / rank),
+          rows_(rows.begin(), rows.end()),
+          columns_(columns.begin(), columns.end()) {
         columns_.resize(columns.size() + 32);  // because sums are computed for whole tiles
     }
 
@@ -60,8 +63,8 @@ template <class Integer>
 class PairedFactors {
     static constexpr bool BYTES = sizeof(Integer) == 2;
     using RowFactor = std::conditional_t<BYTES, int8_t, int16_t>;
-    // The instruction for bytes takes one of the two without a sign, so BIAS is added to the factors of columns. It saturates, but
-    // not below the limits for its factors.
+    // The instruction for bytes takes one of the two without a sign, so BIAS is added to the factors of columns. It saturates,
+    // but not below the limits of the factors.
     using ColumnFactor = std::conditional_t<BYTES, uint8_t, int16_t>;
     static constexpr int32_t BIAS = BYTES ? 64 : 0;
 
