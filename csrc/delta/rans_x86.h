@@ -155,8 +155,8 @@ struct Avx512 {
     }
 };
 
-// Permutations for each of the 256 sets of 8 lanes. `expand` gives each lane of the set its 16-bit word, and 0 to the others; it
-// permutes bytes. `compress` moves the lanes of the set to the end of the vector.
+// Permutations for each of the 256 sets of 8 lanes. `expand` permutes bytes: it gives each lane of the set a word, the others
+// 0. `compress` moves the lanes of the set to the end of the vector.
 struct Avx2Permutations {
     uint8_t expand[256][32] = {}, compress[256][8] = {};
     constexpr Avx2Permutations() {
