@@ -1,4 +1,5 @@
 from .checkpoint import Checkpoint as Checkpoint
+from .delta.codec import apply as apply
 from .delta.codec import decode as decode
 from .delta.codec import encode as encode
 from .delta.folder import compress_folder as compress_folder
