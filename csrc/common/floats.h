@@ -64,8 +64,8 @@ using Real = std::conditional_t<F::WIDTH == 64, double, float>;
 template <class F>
 using Wide = std::conditional_t<F::WIDTH == 64, uint64_t, uint32_t>;
 
-// Returns the exponent field. Subnormals have the spacing of exponent 1, so 0 becomes 1. It keeps the width of the type, so that
-// vectors of it are not widened.
+// Returns the exponent field. Subnormals have the spacing of exponent 1, so 0 becomes 1. It keeps the width of the type, so
+// that vectors of it are not widened.
 template <class F>
 constexpr int grid_exponent(typename F::U bits) {
     using U = typename F::U;

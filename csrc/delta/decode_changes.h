@@ -11,6 +11,39 @@
 
 namespace hf_ext::delta {
 
+// Which values of each class changed: a bit for each value.
+class Marks {
+   public:
+    // The places of the changes among the values of their class are the sums of the gaps.
+    Marks(const int32_t* gaps, const std::vector<size_t>& counts, size_t values)
+        : words_(values / WORD + PADDING * counts.size()) {
+        size_t first = 0;
+        for (size_t k = 0; k < counts.size(); ++k) {
+            uint64_t place = 0;
+            for (size_t i = 0; i < counts[k]; ++i, ++place) {
+                place += uint32_t(*gaps++);
+                if (place / WORD + first + PADDING > words_.size()) throw std::runtime_error("a change lies outside its block");
+                words_[first + place / WORD] |= uint64_t(1) << place % WORD;
+            }
+            first_[k] = first;
+            length_[k] = size_t(place);
+            first += size_t(place) / WORD + PADDING;
+        }
+    }
+
+    // Returns the bits of 64 values of a class.
+    uint64_t get(size_t k, size_t place) const {
+        place = std::min(place, length_[k]);
+        const uint64_t* word = &words_[first_[k] + place / WORD];
+        return word[0] >> place % WORD | word[1] << 1 << (WORD - 1 - place % WORD);
+    }
+
+   private:
+    static constexpr size_t PADDING = 3;                  // words: a part of one, and two for `get`
+    std::array<size_t, MAX_CLASSES> first_{}, length_{};  // word, and number of values up to the last change
+    std::vector<uint64_t> words_;
+};
+
 template <class F, Instructions SET>
 class DecodedChanges {
    public:
@@ -19,7 +52,7 @@ class DecodedChanges {
     // `tables` has an entry for each of the plan's. The block's kind is not RAW.
     DecodedChanges(const Plan& plan, const Block& block, const uint8_t* data, size_t bytes, Kind kind,
                    const DecodeTable* tables)
-        : plan_(plan), block_(block) {
+        : plan_(plan), block_(block), counts_(plan.classes.size()) {
         if (bytes == 0) return;  // no value changed
         const uint8_t* const end = data + bytes;
         for (size_t k = 0; k < plan.classes.size(); ++k) all_ += counts_[k] = get_count(data, end);
@@ -49,15 +82,26 @@ class DecodedChanges {
     template <class Function>
     void visit(const U* base, Function&& f) const {
         if (all_ == 0) return;
-        const std::unique_ptr<size_t[]> places = find_places(base);
-        const int32_t* sizes = numbers_.get() + all_;
-        for (size_t k = 0, i = 0; k < plan_.classes.size(); ++k) {
-            const int center = plan_.classes[k].center;
-            for (const size_t end = i + counts_[k]; i < end; ++i) {
-                const size_t place = places[i + k];
-                f(i, place, from_ordered<F>(U(to_ordered<F>(base[place]) + U(to_change(sizes[i], center)))));
+        const Marks marks(numbers_.get(), counts_, block_.size);
+        const std::array<uint8_t, 256> class_of = class_of_exponents(plan_.classes);
+        std::array<const int32_t*, MAX_CLASSES> sizes{numbers_.get() + all_};
+        for (size_t k = 1; k < plan_.classes.size(); ++k) sizes[k] = sizes[k - 1] + counts_[k - 1];
+        std::array<size_t, MAX_CLASSES> seen{};
+        size_t found = 0;
+        for_words<F, SET>(plan_, block_, base, [&](size_t at, size_t, const uint64_t* masks) {
+            uint64_t changed = 0;
+            for (size_t k = 0; k < plan_.classes.size(); ++k) {
+                changed |= Masks<SET>::deposit(marks.get(k, seen[k]), masks[k]);
+                seen[k] += Masks<SET>::ones(masks[k]);
             }
-        }
+            for (; changed; changed &= changed - 1) {
+                const size_t place = at + size_t(trailing_zeros(changed));
+                const size_t k = class_of[size_t((base[place] & U(~F::SIGN)) >> F::MANTISSA)];
+                const int32_t change = to_change(*sizes[k]++, plan_.classes[k].center);
+                f(found++, place, from_ordered<F>(U(to_ordered<F>(base[place]) + U(change))));
+            }
+        });
+        if (found != all_) throw std::runtime_error("a change lies outside its block");
     }
 
    private:
@@ -72,50 +116,9 @@ class DecodedChanges {
         throw std::runtime_error("a block has an impossible number of changes");
     }
 
-    // Returns the offsets of all changes, with a free place after those of each class.
-    std::unique_ptr<size_t[]> find_places(const U* base) const {
-        const size_t classes = plan_.classes.size();
-        const std::unique_ptr<uint32_t[]> ranks = this->ranks();
-        std::unique_ptr<size_t[]> places(new size_t[all_ + classes]);
-        std::array<size_t, MAX_CLASSES> next{};
-        for (size_t k = 1; k < classes; ++k) next[k] = next[k - 1] + counts_[k - 1] + 1;
-        std::array<uint32_t, MAX_CLASSES> seen{};
-        for_words<F, SET>(plan_, block_, base, [&](size_t at, size_t, const uint64_t* masks) {
-            for (size_t k = 0; k < classes; ++k) {
-                const uint32_t end = seen[k] + uint32_t(Masks<SET>::ones(masks[k]));
-                size_t i = next[k];
-                for (; ranks[i] < end; ++i) places[i] = at + Masks<SET>::place_of(masks[k], ranks[i] - seen[k]);
-                next[k] = i;
-                seen[k] = end;
-            }
-        });
-        for (size_t k = 0; k < classes; ++k)
-            if (ranks[next[k]] != NONE) throw std::runtime_error("a change lies outside its block");
-        return places;
-    }
-
-    // Returns the place of each change among the values of its class, and NONE after those of each class.
-    std::unique_ptr<uint32_t[]> ranks() const {
-        std::unique_ptr<uint32_t[]> ranks(new uint32_t[all_ + plan_.classes.size()]);
-        const int32_t* gaps = numbers_.get();
-        uint32_t* out = ranks.get();
-        for (size_t k = 0; k < plan_.classes.size(); ++k) {
-            uint64_t rank = 0;
-            for (size_t i = 0; i < counts_[k]; ++i) {
-                rank += uint32_t(*gaps++);
-                if (rank >= block_.size) throw std::runtime_error("a change lies outside its block");
-                *out++ = uint32_t(rank++);
-            }
-            *out++ = NONE;
-        }
-        return ranks;
-    }
-
-    static constexpr uint32_t NONE = ~0u;
-
     const Plan& plan_;
     const Block block_;
-    std::array<size_t, MAX_CLASSES> counts_{};  // of the changes of each class
+    std::vector<size_t> counts_;  // of the changes of each class
     size_t all_ = 0;
     std::unique_ptr<int32_t[]> numbers_;  // the gaps of all classes, then the sizes
 };

@@ -16,6 +16,7 @@ namespace hf_ext::delta {
 constexpr double FEW = 1.0 / 8;                              // share of changed values up to which this pays
 constexpr size_t MEDIUM_CHANGES = 512, MANY_CHANGES = 4096;  // that have 8 and 64 lanes, so that their states cost little
 constexpr size_t SAMPLED_BLOCKS = 4;                         // blocks from which the codes are chosen
+constexpr size_t ENOUGH = 8192;                              // numbers of a kind from which their code is chosen
 constexpr double LARGEST_MEAN = 5;  // of a number without its raw bits, so that most have a symbol of their own
 
 // The changes of a block, by class: how many values of the class are before each since the last, and the change of the ordered
@@ -124,39 +125,31 @@ class ChangeCounts {
 
 template <class F, Instructions SET>
 Changes find_changes(const Plan& plan, size_t index, const typename F::U* tensor, const typename F::U* base) {
-    struct Place {
-        uint32_t rank;  // among the values of the class
-        int32_t change;
-    };
+    using U = typename F::U;
     const size_t classes = plan.classes.size();
-    std::array<std::vector<Place>, MAX_CLASSES> places;  // longer than what is found
-    std::array<size_t, MAX_CLASSES> found{};
-    std::array<uint32_t, MAX_CLASSES> seen{};
+    const std::array<uint8_t, 256> class_of = class_of_exponents(plan.classes);
+    Changes found;
+    std::array<size_t, MAX_CLASSES> counts{}, seen{}, next{};  // next: the place of a change without a gap
     for_words<F, SET>(plan, block_at(plan, index), base, [&](size_t at, size_t count, const uint64_t* masks) {
-        const uint64_t changed = differing<SET>(tensor + at, base + at, count);
-        for (size_t k = 0; k < classes; ++k) {
-            if (uint64_t left = masks[k] & changed) {
-                if (places[k].size() < found[k] + WORD) places[k].resize(2 * found[k] + WORD);
-                Place* next = &places[k][found[k]];
-                for (; left; left &= left - 1) {
-                    const size_t i = size_t(trailing_zeros(left)), ones = Masks<SET>::ones(masks[k] & ~(~uint64_t(0) << i));
-                    *next++ = {seen[k] + uint32_t(ones), int(to_ordered<F>(tensor[at + i])) - int(to_ordered<F>(base[at + i]))};
-                }
-                found[k] = size_t(next - places[k].data());
+        for (uint64_t changed = differing<SET>(tensor + at, base + at, count); changed; changed &= changed - 1) {
+            const size_t i = size_t(trailing_zeros(changed)), place = at + i;
+            const size_t k = class_of[size_t((base[place] & U(~F::SIGN)) >> F::MANTISSA)];
+            const size_t rank = seen[k] + Masks<SET>::ones(masks[k] & ((uint64_t(1) << i) - 1));
+            if (counts[k] == found.gaps[k].size()) {
+                found.gaps[k].resize(2 * counts[k] + WORD);
+                found.changes[k].resize(2 * counts[k] + WORD);
             }
-            seen[k] += uint32_t(Masks<SET>::ones(masks[k]));
+            found.gaps[k][counts[k]] = int32_t(rank - next[k]);
+            found.changes[k][counts[k]++] = int(to_ordered<F>(tensor[place])) - int(to_ordered<F>(base[place]));
+            next[k] = rank + 1;
         }
+        for (size_t k = 0; k < classes; ++k) seen[k] += Masks<SET>::ones(masks[k]);
     });
-    Changes changes;
     for (size_t k = 0; k < classes; ++k) {
-        changes.gaps[k].resize(found[k]);
-        changes.changes[k].resize(found[k]);
-        for (size_t i = 0; i < found[k]; ++i) {
-            changes.gaps[k][i] = int32_t(places[k][i].rank - (i ? places[k][i - 1].rank + 1 : 0));
-            changes.changes[k][i] = places[k][i].change;
-        }
+        found.gaps[k].resize(counts[k]);
+        found.changes[k].resize(counts[k]);
     }
-    return changes;
+    return found;
 }
 
 // Returns 1 unless the sizes of nearly all changes are far from it and close together.
@@ -175,9 +168,9 @@ inline int center_of(const std::vector<int32_t>& changes) {
 // Chooses how to code the numbers of one kind: raw bits so that the rest is small, and a table. Returns the bits.
 inline double choose_code(const std::vector<int32_t>& numbers, int least, int id, double share, NumberCode& code, Plan& plan) {
     code.shift = least;
-    double mean = 0;
-    for (const int32_t number : numbers) mean += std::abs(double(number));
-    mean /= std::max<double>(double(numbers.size()), 1);
+    int64_t sum = 0;
+    for (const int32_t number : numbers) sum += std::abs(int64_t(number));
+    const double mean = double(sum) / double(std::max<size_t>(numbers.size(), 1));
     while (code.shift < MAX_SHIFT && mean > LARGEST_MEAN * double(1 << code.shift)) ++code.shift;
     Counts counts{};
     for (const int32_t number : numbers) ++counts[symbol_id(number >> code.shift)];
@@ -194,15 +187,19 @@ inline double choose_codes(const std::vector<std::pair<size_t, Changes>>& found,
     double bits = 0;
     for (size_t k = 0; k < plan.classes.size(); ++k) {
         Class& one = plan.classes[k];
+        size_t all = 0;
+        for (const auto& [index, changes] : found) all += changes.gaps[k].size();
         std::vector<int32_t> gaps, sizes;
         for (const auto& [index, changes] : found) {
-            gaps.insert(gaps.end(), changes.gaps[k].begin(), changes.gaps[k].end());
-            sizes.insert(sizes.end(), changes.changes[k].begin(), changes.changes[k].end());
+            const size_t some = changes.gaps[k].size() * std::min(all, ENOUGH) / std::max<size_t>(all, 1);
+            gaps.insert(gaps.end(), changes.gaps[k].begin(), changes.gaps[k].begin() + ptrdiff_t(some));
+            sizes.insert(sizes.end(), changes.changes[k].begin(), changes.changes[k].begin() + ptrdiff_t(some));
         }
         one.center = center_of(sizes);
         for (int32_t& size : sizes) size = to_number(size, one.center);
-        bits += choose_code(gaps, 0, gap_table(k), share, one.gap, plan);
-        bits += choose_code(sizes, 1, size_table(k), share, one.size, plan);
+        const double part = all ? double(gaps.size()) / double(all) : 1;
+        bits += choose_code(gaps, 0, gap_table(k), part * share, one.gap, plan) / part;
+        bits += choose_code(sizes, 1, size_table(k), part * share, one.size, plan) / part;
     }
     return bits;
 }

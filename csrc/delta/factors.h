@@ -147,11 +147,11 @@ class PairedFactors {
                 for (size_t j = 0; j < VECTORS; ++j) {
                     const __m256i factors = _mm256_load_si256(columns + j);
                     if constexpr (BYTES)
-                        sum[i][j] = _mm256_add_epi16(
-                            sum[i][j], _mm256_maddubs_epi16(factors, _mm256_set1_epi16(bits_as<int16_t>(pair))));
+                        sum[i][j] = _mm256_add_epi16(sum[i][j],
+                                                     _mm256_maddubs_epi16(factors, _mm256_set1_epi16(bits_as<int16_t>(pair))));
                     else
-                        sum[i][j] = _mm256_add_epi32(sum[i][j],
-                                                     _mm256_madd_epi16(factors, _mm256_set1_epi32(bits_as<int32_t>(pair))));
+                        sum[i][j] =
+                            _mm256_add_epi32(sum[i][j], _mm256_madd_epi16(factors, _mm256_set1_epi32(bits_as<int32_t>(pair))));
                 }
             }
         for (size_t i = 0; i < COUNT; ++i)
@@ -173,11 +173,11 @@ class PairedFactors {
                 for (size_t j = 0; j < VECTORS; ++j) {
                     const __m512i factors = _mm512_load_si512(columns + j * LANES);
                     if constexpr (BYTES)
-                        sum[i][j] = _mm512_add_epi16(
-                            sum[i][j], _mm512_maddubs_epi16(factors, _mm512_set1_epi16(bits_as<int16_t>(pair))));
+                        sum[i][j] = _mm512_add_epi16(sum[i][j],
+                                                     _mm512_maddubs_epi16(factors, _mm512_set1_epi16(bits_as<int16_t>(pair))));
                     else
-                        sum[i][j] = _mm512_add_epi32(sum[i][j],
-                                                     _mm512_madd_epi16(factors, _mm512_set1_epi32(bits_as<int32_t>(pair))));
+                        sum[i][j] =
+                            _mm512_add_epi32(sum[i][j], _mm512_madd_epi16(factors, _mm512_set1_epi32(bits_as<int32_t>(pair))));
                 }
             }
         for (size_t i = 0; i < COUNT; ++i)

@@ -65,6 +65,15 @@ class Classifier {
     std::array<uint16_t, MAX_CLASSES> limits_{};
 };
 
+// Returns the class of each exponent field.
+inline std::array<uint8_t, 256> class_of_exponents(const std::vector<Class>& classes) {
+    std::array<uint8_t, 256> indices{};
+    for (size_t exponent = 0; exponent < indices.size(); ++exponent)
+        while (indices[exponent] + size_t(1) < classes.size() && int(exponent) >= classes[indices[exponent]].end)
+            ++indices[exponent];
+    return indices;
+}
+
 // Calls f(offset in the tensor, count, masks of the classes) for each 64 values of a block, or fewer at the end of a stretch.
 template <class F, Instructions SET, class Function>
 [[gnu::always_inline]] inline void for_words(const Plan& plan, const Block& block, const uint16_t* base, Function&& f) {

@@ -132,8 +132,8 @@ class LowRank {
                 if (first <= column && column + WIDTH <= last)
                     move_values<F>(base + at, sums[i], unit, 0, WIDTH, out + at);
                 else
-                    move_values<F>(base + at, sums[i], unit, std::max(first, column) - column,
-                                   std::min(last - column, WIDTH), out + at);
+                    move_values<F>(base + at, sums[i], unit, std::max(first, column) - column, std::min(last - column, WIDTH),
+                                   out + at);
             }
         }
     }

@@ -32,10 +32,11 @@ struct ScalarMasks {
         return count;
     }
 
-    // Returns the place of the one that has `rank` ones below it.
-    static size_t place_of(uint64_t mask, size_t rank) {
-        for (; rank; --rank) mask &= mask - 1;
-        return size_t(trailing_zeros(mask));
+    // Returns the bits, the lowest first, moved to the places of the ones of a mask.
+    static uint64_t deposit(uint64_t bits, uint64_t mask) {
+        uint64_t moved = 0;
+        for (; mask && bits; mask &= mask - 1, bits >>= 1) moved |= bits & 1 ? mask & (0 - mask) : 0;
+        return moved;
     }
 };
 
@@ -69,9 +70,7 @@ struct Avx2Masks {
 
     [[HF_EXT_AVX2]] static size_t ones(uint64_t mask) { return size_t(_mm_popcnt_u64(mask)); }
 
-    [[HF_EXT_AVX2]] static size_t place_of(uint64_t mask, size_t rank) {
-        return size_t(_tzcnt_u64(_pdep_u64(uint64_t(1) << rank, mask)));
-    }
+    [[HF_EXT_AVX2]] static uint64_t deposit(uint64_t bits, uint64_t mask) { return _pdep_u64(bits, mask); }
 };
 
 template <Instructions SET>
