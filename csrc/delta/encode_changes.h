@@ -13,10 +13,10 @@
 
 namespace hf_ext::delta {
 
-constexpr double FEW = 1.0 / 8;                              // share of changed values up to which this pays
+constexpr double FEW = 0.1;                                  // share of changed values up to which this pays
 constexpr size_t MEDIUM_CHANGES = 512, MANY_CHANGES = 4096;  // that have 8 and 64 lanes, so that their states cost little
 constexpr size_t SAMPLED_BLOCKS = 4;                         // blocks from which the codes are chosen
-constexpr size_t ENOUGH = 8192;                              // numbers of a kind from which their code is chosen
+constexpr size_t ENOUGH = 4096;                              // numbers of a kind from which their code is chosen
 constexpr double LARGEST_MEAN = 5;  // of a number without its raw bits, so that most have a symbol of their own
 
 // The changes of a block, by class: how many values of the class are before each since the last, and the change of the ordered
@@ -86,7 +86,7 @@ class ChangeCounts {
    private:
     static constexpr int EXPONENTS = int(F::INFINITY_BITS >> F::MANTISSA) + 1, OCTAVES = 18;
     static constexpr double DESCRIPTION = 300, COUNT = 12;  // bits that a class and its number of changes in a block take
-    static constexpr double NOTICEABLE = 0.003;             // a smaller share of the bits is not worth a class's time
+    static constexpr double NOTICEABLE = 0.01;              // a smaller share of the bits is not worth a class's time
 
     struct Group {
         std::array<uint32_t, OCTAVES> octaves{};  // of the sizes of changes; the first counts values that did not change
@@ -156,7 +156,7 @@ Changes find_changes(const Plan& plan, size_t index, const typename F::U* tensor
 inline int center_of(const std::vector<int32_t>& changes) {
     if (changes.empty()) return 1;
     std::vector<int32_t> sizes;
-    for (const int32_t change : changes) sizes.push_back(std::abs(change));
+    for (size_t i = 0; i < changes.size(); i += 1 + changes.size() / 256) sizes.push_back(std::abs(changes[i]));
     const auto at = [&](size_t rank) {
         std::nth_element(sizes.begin(), sizes.begin() + ptrdiff_t(rank), sizes.end());
         return sizes[rank];
