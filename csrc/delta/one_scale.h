@@ -38,17 +38,20 @@ class ResidualCounts {
         const auto attempt = [&](int scale) {
             if (const double bits = cost(scale, share); bits < least) best = scale, least = bits;
         };
+        std::vector<int> exponents;
         for (int exponent = 0; exponent < EXPONENTS; ++exponent)
-            if (by_exponent_[size_t(exponent)].all)
-                for (const int nearer : {-8, -4, 0, 4}) attempt(4 * (exponent + F::ULP_BIAS) + nearer);
+            if (by_exponent_[size_t(exponent)].all) exponents.push_back(exponent);
+        for (size_t i = 0; i < exponents.size(); i += 1 + exponents.size() / MOST_EXPONENTS)
+            for (const int nearer : {-8, -4, 0, 4}) attempt(4 * (exponents[i] + F::ULP_BIAS) + nearer);
         for (const int step : {2, 1})
             for (const int scale : {best - step, best + step}) attempt(scale);
         return int16_t(best);
     }
 
    private:
-    static constexpr int WIDEST = 127;          // larger residuals count as this
-    static constexpr double DESCRIPTION = 400;  // bits that a table of its own takes, about
+    static constexpr int WIDEST = 127;            // larger residuals count as this
+    static constexpr double DESCRIPTION = 400;    // bits that a table of its own takes, about
+    static constexpr size_t MOST_EXPONENTS = 64;  // at which scales are tried
     static constexpr int EXPONENTS = int(F::INFINITY_BITS >> F::MANTISSA) + 1;
     struct Counts {
         std::array<uint32_t, 2 * WIDEST + 1> residuals{};
