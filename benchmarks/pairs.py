@@ -39,7 +39,7 @@ def load_tensors(folder: Path, base: Path | None = None) -> list[tuple[str, torc
 
 
 def is_dense(name: str, tensor: torch.Tensor) -> bool:
-    return tensor.ndim == 2 and ".layer." in name
+    return tensor.ndim == 2 and (".layer." in name or ".layers." in name)
 
 
 def load_pairs(folder: Path, dtype: str, base: Path | None = None) -> list[Pair]:
