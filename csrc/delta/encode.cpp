@@ -17,11 +17,12 @@
 namespace hf_ext::delta {
 namespace {
 
-constexpr size_t WIDE = 16384;   // blocks of at least this size have 64 lanes, smaller ones have one
-constexpr size_t PIECE = 512;    // neighboring values of a sample
-constexpr size_t GLANCE = 8192;  // values that show whether most did not change
+constexpr size_t WIDE = 16384;            // blocks of at least this size have 64 lanes, smaller ones have one
+constexpr size_t PIECE = 512;             // neighboring values of a sample
+constexpr size_t GLANCE = 8192;           // values that show whether most did not change
+constexpr size_t SCALE_VALUES = 1 << 16;  // values from which one scale for all is chosen
 constexpr size_t CLASS_SHARE = 16, MOST_CLASS_VALUES = 1 << 16;  // share and number of values from which classes are chosen
-constexpr size_t COUNT_CHUNKS = 64;                              // chunks on which tables are chosen
+constexpr size_t COUNT_CHUNKS = 40;                              // chunks on which tables are chosen
 
 template <class F>
 class TensorEncoder {
@@ -158,7 +159,7 @@ class TensorEncoder {
         ResidualCounts<F> counts;
         sample(GLANCE, [&](U base, U value) { counts.add(base, value); });
         if (!counts.mostly_zeros()) return;
-        sample(FIT_VALUES, [&](U base, U value) { counts.add(base, value); });
+        sample(SCALE_VALUES, [&](U base, U value) { counts.add(base, value); });
         const Plan scaled = plan_;
         const double coded_bits = coded_bits_, most = cost();
         std::fill_n(plan_.row_scales.begin(), plan_.parts[1].first_row,

@@ -68,8 +68,8 @@ class ResidualCounts {
             const Context context = context_of(int16_t(scale - 4 * (exponent + F::ULP_BIAS)), F::MANTISSA);
             bits += double(counts.all) * context.shift();
             for (int residual = -WIDEST; residual <= WIDEST; ++residual)
-                groups[size_t(context.table())][symbol_id(residual >> context.shift())] +=
-                    counts.residuals[size_t(residual + WIDEST)];
+                if (const uint32_t count = counts.residuals[size_t(residual + WIDEST)])
+                    groups[size_t(context.table())][symbol_id(residual >> context.shift())] += count;
         }
         for (size_t table = 0; table < groups.size(); ++table) {
             double all = 0, own = 0, usual = 0;
