@@ -22,9 +22,11 @@ class Marks {
             uint64_t place = 0;
             for (size_t i = 0; i < counts[k]; ++i, ++place) {
                 place += uint32_t(*gaps++);
-                if (place / WORD + first + PADDING > words_.size()) throw std::runtime_error("a change lies outside its block");
+                // The values of the classes before are not of this one.
+                if (place >= values) throw std::runtime_error("a change lies outside its block");
                 words_[first + place / WORD] |= uint64_t(1) << place % WORD;
             }
+            values -= size_t(place);
             first_[k] = first;
             length_[k] = size_t(place);
             first += size_t(place) / WORD + PADDING;
@@ -39,7 +41,7 @@ class Marks {
     }
 
    private:
-    static constexpr size_t PADDING = 3;                  // words: a part of one, and two for `get`
+    static constexpr size_t PADDING = 2;                  // words behind the whole ones of a class, for `get`
     std::array<size_t, MAX_CLASSES> first_{}, length_{};  // word, and number of values up to the last change
     std::vector<uint64_t> words_;
 };

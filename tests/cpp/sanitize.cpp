@@ -14,6 +14,7 @@
 
 #include "../../csrc/common/floats.h"
 #include "../../csrc/delta/codec.h"
+#include "../../csrc/delta/encode_changes.h"
 #include "../../csrc/emr/emr.h"
 
 namespace {
@@ -153,6 +154,52 @@ void require(bool holds, const char* what) {
     std::exit(1);
 }
 
+// Makes a body that lists changes of classes and places that no encoder chooses. Their gaps may lead behind the block.
+Bytes forge_changes(size_t values) {
+    using namespace hf_ext::delta;
+    std::vector<Class> classes(1 + below(MAX_CLASSES));
+    for (size_t k = 0; k < classes.size(); ++k) classes[k].end = int(100 + k);
+    std::vector<EncodeTable> tables(DEFAULT_TABLES.begin(), DEFAULT_TABLES.end());
+    Changes changes;
+    size_t left = values + below(200);  // values up to the last change of each class, together
+    for (size_t k = 0; k < classes.size(); ++k) {
+        tables[size_t(gap_table(k))] = tables[size_t(size_table(k))] = EncodeTable(GEOMETRIC_TABLES[0]);
+        if (below(3) == 0 || left == 0 || changes.count() == values) continue;
+        const size_t used = 1 + (below(2) ? left - 1 : below(left));
+        changes.gaps[k] = {int32_t(used - 1)};
+        changes.changes[k] = {1};
+        left -= used;
+    }
+    hf_ext::BitWriter side;
+    put_classes(side, classes);
+    Kind kind;
+    const Bytes block = code_changes<hf_ext::Instructions::SCALAR>(changes, classes, tables, kind), about = side.bytes();
+    Bytes body(14);
+    body[1] = FEW_CHANGES;
+    body[10] = uint8_t(about.size());
+    body.insert(body.end(), about.begin(), about.end());
+    for (size_t i = 0; i < 4; ++i) body.push_back(uint8_t((block.size() << 2 | kind) >> (8 * i)));
+    body.insert(body.end(), block.begin(), block.end());
+    body.shrink_to_fit();
+    return body;
+}
+
+// Both ways to decode must agree on whether a body is sound.
+void decode_forged(size_t& decoded, size_t& refused) {
+    const size_t values = 1 + below(400);
+    const Tensor tensor = make({3, values, 64, values}, BITS);
+    const Bytes body = forge_changes(values);
+    hf_ext::delta::Replacements changes;
+    bool listed = true;
+    try {
+        hf_ext::delta::list_changes(tensor.shape, body.data(), body.size(), tensor.base.data(), changes, 1);
+    } catch (const std::exception&) {
+        listed = false;
+    }
+    require(decodes(tensor, body, 1) == listed, "a forged list is refused by one decoder only");
+    ++(listed ? decoded : refused);
+}
+
 // Elects, and turns each task into the next; a changed value must be noticed and all left as it was.
 void merge(int dtype, size_t values, size_t count) {
     const size_t size = values * size_t(hf_ext::width(dtype)), stride = (values + 7) / 8;
@@ -193,6 +240,7 @@ int main() {
             for (size_t count : {1, 2, 5}) merge(dtype, values, count);
 
     size_t round_trips = 0, refused = 0, decoded = 0;
+    for (int i = 0; i < 3000; ++i) decode_forged(decoded, refused);
     for (int dtype = 1; dtype <= 4; ++dtype) {
         const Shape shapes[] = {
             {dtype, 0, 1, 0},         {dtype, 1, 1, 1},         {dtype, 63, 7, 63},          {dtype, 64, 64, 64},
