@@ -270,6 +270,31 @@ def test_only_memory_that_can_be_changed_in_place_is() -> None:
     payload = codec.encode(tensor, base)
     with pytest.raises(ValueError, match="contiguous"):
         codec.apply(payload, base.t().contiguous().t())
+    with pytest.raises(ValueError, match="contiguous"):
+        codec.apply(payload, torch._neg_view(-base))
+    with pytest.raises(ValueError, match="contiguous"):
+        codec.apply(codec.encode(torch.ones(5, dtype=torch.complex64)), torch.zeros(5, dtype=torch.complex64).conj())
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-3])
+def test_a_payload_whose_base_has_another_type_is_refused_however_many_values_changed(rate: float) -> None:
+    base, tensor = fine_tuned(rate)
+    with pytest.raises(BaseModelError, match="compressed against a F32 tensor"):
+        codec.apply(codec.encode(tensor, base.float()), base.clone())
+
+
+def test_an_interruption_leaves_the_tensor_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    base, tensor = fine_tuned(1e-6)
+    payload = codec.encode(tensor, base)
+    header, live = codec.read_header(payload), base.clone()
+
+    def interrupted(data: np.ndarray) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(codec.xxhash, "xxh3_64_intdigest", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        codec.apply_raw(payload, RawTensor.from_torch(live), header)
+    assert torch.equal(live, base)
 
 
 def test_a_payload_without_a_base_replaces_the_tensor() -> None:

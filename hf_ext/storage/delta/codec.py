@@ -299,6 +299,8 @@ def apply_raw(payload: np.ndarray | bytes, tensor: RawTensor, header: Header | N
             f"Tensor '{header.name}' is {header.dtype} {list(header.shape)} and cannot take the place of one that is "
             f"{tensor.dtype} {list(tensor.shape)}."
         )
+    if header.base_values:
+        header.require_base(tensor.dtype, tensor.shape)
     row_values = max(math.prod(header.shape[1:]), 1)
     listed = None
     if header.mode == CODED and header.base_values and tensor.data.ctypes.data % WIDTHS[header.dtype] == 0:
@@ -320,10 +322,14 @@ def apply_raw(payload: np.ndarray | bytes, tensor: RawTensor, header: Header | N
         return rows
     places, values = np.frombuffer(listed[0], np.uint32), bytearray(listed[1])
     changed = np.zeros(header.values // row_values, bool)
-    _native.exchange(tensor.data, places, values, row_values, changed)
-    if xxhash.xxh3_64_intdigest(tensor.data) != header.checksum:
+    try:
         _native.exchange(tensor.data, places, values, row_values, changed)
-        raise _another_base(header)
+        if xxhash.xxh3_64_intdigest(tensor.data) != header.checksum:
+            raise _another_base(header)
+    except BaseException:  # Ctrl-C included
+        if values != listed[1]:  # they are what the tensor held
+            _native.exchange(tensor.data, places, values, row_values, changed)
+        raise
     return np.flatnonzero(changed)
 
 
@@ -342,7 +348,8 @@ def apply(payload: bytes, tensor: torch.Tensor, threads: int = 1) -> torch.Tenso
     """Changes a contiguous tensor in the CPU's memory; see `apply_raw`."""
     import torch
 
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    # The values of a conjugate or negative view differ from what its memory holds.
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise ValueError("only a contiguous tensor in the CPU's memory can be changed in place")
     return torch.from_numpy(apply_raw(payload, RawTensor.from_torch(tensor), threads=threads))
 
