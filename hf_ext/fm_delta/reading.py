@@ -145,7 +145,7 @@ class TensorSlice:
             CorruptFileError: the tensor is damaged.
         """
         within: tuple[Index, ...]
-        first, *rest = index if isinstance(index, tuple) else (index,)
+        first, *rest = (index if isinstance(index, tuple) else (index,)) or (...,)
         shape = self._source.entry(self._name).shape
         self._source.require_whole()
         if not shape or not isinstance(first, int | slice):

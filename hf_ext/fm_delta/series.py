@@ -38,12 +38,18 @@ LONGEST_CHAIN = 8  # checkpoints that are decoded to read one; each costs as muc
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint of a run. `base` is what it is stored against, None if it is plain; the sizes are those of the weights."""
+    """A checkpoint of a run. `base` is what it is stored against, None if it is plain or was compressed without a base; the
+    sizes are those of the weights."""
 
     name: str
     base: str | None
     original_bytes: int
     compressed_bytes: int
+
+    @property
+    def stored_against(self) -> str:
+        """The base, for a table."""
+        return self.base or ("(plain)" if self.compressed_bytes == self.original_bytes else "(no base)")
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class SeriesReport:
         return asdict(self) | {"ratio": self.ratio}
 
     def __str__(self) -> str:
-        rows = [(c.name, c.base or "(plain)", c.original_bytes, c.compressed_bytes) for c in self.checkpoints]
+        rows = [(c.name, c.stored_against, c.original_bytes, c.compressed_bytes) for c in self.checkpoints]
         rows.append(("all", "", self.original_bytes, self.compressed_bytes))
         return table(
             ("checkpoint", "stored against", "original", "size", "of original"),

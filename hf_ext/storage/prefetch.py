@@ -110,7 +110,12 @@ def at_most_cores(count: int) -> Iterator[None]:
 
     Args:
         count: 1 or more. A number above the default changes nothing.
+
+    Raises:
+        ValueError: it is less.
     """
+    if count < 1:
+        raise ValueError(f"at_most_cores takes 1 or more, not {count}")
     token = _limit.set(count)
     try:
         yield

@@ -293,6 +293,8 @@ def test_a_limit_of_cores_holds_in_the_threads_too():
         ahead = Prefetcher(lambda name: cores(), {str(i): 1 for i in range(4)})
         assert cores() == 1 and [count for _, count in ahead] == [1] * 4
     assert cores() == CORES
+    with pytest.raises(ValueError, match="1 or more, not 0"), at_most_cores(0):
+        pass
     with at_most_cores(10_000):
         assert cores() == CORES
 

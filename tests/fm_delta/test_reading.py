@@ -100,6 +100,7 @@ def test_odd_tensors_have_parts_too(tmp_path):
         for name, tensor in tensors.items():
             assert torch.equal(checkpoint.get_tensor(name), tensor) and torch.equal(checkpoint.get_slice(name)[...], tensor)
         assert checkpoint.get_slice("empty")[:].shape == (0, 4)
+        assert torch.equal(checkpoint.get_slice("flags")[()], tensors["flags"])
         with pytest.raises(IndexError):
             checkpoint.get_slice("flags")[2]
 

@@ -101,6 +101,29 @@ def test_a_compressed_adapter_is_not_taken_for_a_plain_one(tmp_path):
         fm_delta.compress_checkpoint(tmp_path / "small", None, tmp_path / "again")
 
 
+def test_a_folder_gets_no_compressed_adapter_beside_a_compressed_model(tmp_path):
+    model, lora = write_folder(tmp_path / "model", weights()), adapter(tmp_path / "adapter")
+    for first, second in ((model, lora), (lora, model)):
+        out = tmp_path / f"small-{first.name}"
+        fm_delta.compress_checkpoint(first, None, out)
+        before = contents(out)
+        with pytest.raises(CheckpointError, match="holds a model and .* an adapter, or the reverse"):
+            fm_delta.compress_checkpoint(second, None, out)
+        assert contents(out) == before
+    shutil.copytree(lora, model, dirs_exist_ok=True)
+    fm_delta.compress_checkpoint(model, None, tmp_path / "small-adapter")  # replaces the compressed adapter by its plain one
+    fm_delta.decompress_checkpoint(tmp_path / "small-adapter", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(model)
+
+
+def test_a_run_says_which_checkpoint_is_stored_without_a_base(tmp_path):
+    src = write_folder(tmp_path / "model", weights())
+    shutil.copytree(src, tmp_path / "run/checkpoint-1")
+    fm_delta.compress_checkpoint(src, None, tmp_path / "run/checkpoint-2")
+    plain, alone = fm_delta.inspect_series(tmp_path / "run").checkpoints
+    assert (plain.stored_against, alone.stored_against) == ("(plain)", "(no base)")
+
+
 def test_an_adapter_needs_no_base_and_has_none(tmp_path):
     base = write_folder(tmp_path / "base", weights())
     with pytest.raises(CheckpointError, match="holds a PEFT adapter .* `hf-ext compress --no-base`"):

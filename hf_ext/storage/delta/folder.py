@@ -26,9 +26,11 @@ from hf_ext.storage.delta.source import (
 )
 from hf_ext.storage.delta.writer import write_delta
 from hf_ext.storage.layout import (
+    ADAPTER,
     CONFIG,
     HINT,
     add_settings,
+    all_weights,
     no_weights,
     other_files,
     read_config,
@@ -80,7 +82,8 @@ def compress_folder(
         write: writes the compressed weights into a folder, instead of `write_model`.
 
     Raises:
-        CheckpointError: `src` has no safetensors weights, is quantized or compressed already, or `out` is `src` or the base.
+        CheckpointError: `src` has no safetensors weights, is quantized or compressed already, or `out` is `src` or the base; or
+            one of `src` and `out` is a model and the other an adapter.
         BaseModelError: the base cannot be read.
         CorruptFileError: a file does not come out as it was; `out` and `src` stay as they were.
     """
@@ -93,6 +96,7 @@ def compress_folder(
     require_another_folder(out, [src, *source.paths])
     write = write or partial(write_model, name=base_id, level=level)
     with staged_folder(out) as stage:
+        _require_one_kind(src, out)
         others = [path for path in other_files(src, out) if path not in leave]
         copy_entries(src, others, stage)
         write(plain_files(src), source, stage)
@@ -132,6 +136,18 @@ def decompress_folder(
         rewrite(stage / CONFIG, remove_settings)
         write_files([RestoredFile(file, source) for file in files], stage, "Decompressing")
         copy_modes(src if src.is_dir() else src.parent, stage)
+
+
+def _require_one_kind(src: Path, out: Path) -> None:
+    """Raises CheckpointError if `out` would hold both a compressed model and a compressed adapter: only the model would be
+    restored."""
+    adapter = out / ADAPTER
+    if all_weights(src):
+        clash = adapter.exists() and not (src / ADAPTER).exists() and KEY in SafetensorsFile(adapter).metadata
+    else:
+        clash = out.is_dir() and bool(all_weights(out))
+    if clash:
+        raise CheckpointError(f"{out} holds a model and {src} an adapter, or the reverse; give another folder to write.")
 
 
 def copy_modes(src: Path, out: Path) -> None:
