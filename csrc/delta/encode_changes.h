@@ -100,12 +100,13 @@ class ChangeCounts {
             return sum;
         }
 
-        // Returns the entropy of the changes, whose sizes within an octave are equally likely.
+        // Returns the entropy of the changes. The sizes within an octave are equally likely: with their signs, octave i has
+        // 2^i.
         double bits() const {
             const double values = all();
             double bits = values * std::log2(values);
             for (size_t i = 0; i < octaves.size(); ++i)
-                if (const double count = octaves[i]; count > 0) bits += count * (double(i ? i : 0) - std::log2(count));
+                if (const double count = octaves[i]; count > 0) bits += count * (double(i) - std::log2(count));
             return bits;
         }
     };

@@ -380,10 +380,11 @@ class Mutator {
     // Replaces a list of changes by another, whose changes may lie anywhere.
     void change_list_of_changes(Input& input, size_t index) {
         Changes changes;
+        const size_t size = block_at(input.plan, index).size;
         for (size_t k = 0; k < input.plan.classes.size(); ++k) {
             const size_t count = once_in(2) ? below(4) : below(any<size_t>({1, 64, 600}));
             for (size_t i = 0; i < count; ++i) {
-                changes.gaps[k].push_back(any({0, 0, 1, int(below(64)), int(below(size_t(1) << 30)), -1}));
+                changes.gaps[k].push_back(any({0, 0, 1, int(below(64)), int(below(2 * size)), -1}));
                 changes.changes[k].push_back(any({1, -1, 2, int(below(1 << 17)) - (1 << 16)}));
             }
         }
