@@ -111,7 +111,12 @@ def is_local(name: str | os.PathLike) -> bool:
 
 
 def absolute(name: str | os.PathLike) -> str:
-    """Returns a folder's absolute path, which stays valid in any working directory; a Hub id as it is."""
+    """Returns a folder's absolute path, which stays valid in any working directory; a Hub id as it is.
+
+    Raises BaseModelError if it is neither.
+    """
+    if not isinstance(name, str | os.PathLike):
+        raise BaseModelError(f"The base must be a folder or a Hub id, not {name!r}.")
     return os.path.abspath(name) if os.path.isdir(name) else os.fspath(name)
 
 

@@ -169,3 +169,9 @@ def test_shards_with_and_without_a_base_are_not_mixed(tmp_path):
     shutil.copy(tmp_path / "alone" / name, tmp_path / "small" / name)
     with pytest.raises(CorruptFileError, match="belongs to another save"):
         fm_delta.verify(tmp_path / "small")
+
+
+def test_what_always_needs_a_base_says_so():
+    for use in (lambda: fm_delta.enable(bert(), None), lambda: fm_delta.compress_series("run", None)):
+        with pytest.raises(BaseModelError, match="must be a folder or a Hub id, not None"):
+            use()
