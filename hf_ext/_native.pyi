@@ -33,7 +33,7 @@ def decode(body: Buffer, arguments: tuple[Buffer, Buffer | None, int, int, int, 
 def list_changes(
     body: Buffer, base: Buffer, dtype: int, row_length: int, threads: int = 1, /
 ) -> tuple[bytes, bytes] | None:
-    """Returns where a tensor differs from its base: places (uint32, in any order), and its values there (uint16).
+    """Returns where a tensor differs from its base: places (uint32, increasing), and its values there (uint16).
 
     Returns None if the body does not list them: only bodies of 16-bit floats do, where few values changed.
     """

@@ -30,7 +30,7 @@ struct Class {
     int center = 1;  // steps that the size is counted from
 };
 
-// Which of the tensor's tables code the numbers of a class.
+// The indices of the tables that code the numbers of a class.
 constexpr int gap_table(size_t index) { return int(2 * index); }
 constexpr int size_table(size_t index) { return int(2 * index + 1); }
 

@@ -34,7 +34,7 @@ std::vector<uint8_t> encode(const Shape& shape, const void* tensor, const void* 
 // Throws std::runtime_error if the body is not valid. Accesses no memory outside the buffers, whatever the body contains.
 void decode(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, void* tensor, int threads);
 
-// Values to store at places of a tensor, in any order.
+// Values to store at places of a tensor, in the order of the places.
 struct Replacements {
     std::vector<uint32_t> places;
     std::vector<uint16_t> values;

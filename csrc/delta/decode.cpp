@@ -138,10 +138,10 @@ class TensorDecoder {
                               });
             });
         });
-        Replacements all = std::move(lists.empty() ? Replacements() : lists[0]);
-        for (size_t i = 1; i < lists.size(); ++i) {
-            all.places.insert(all.places.end(), lists[i].places.begin(), lists[i].places.end());
-            all.values.insert(all.values.end(), lists[i].values.begin(), lists[i].values.end());
+        Replacements all;
+        for (const Replacements& list : lists) {
+            all.places.insert(all.places.end(), list.places.begin(), list.places.end());
+            all.values.insert(all.values.end(), list.values.begin(), list.values.end());
         }
         return all;
     }

@@ -11,7 +11,7 @@
 
 namespace hf_ext::delta {
 
-// Which values of each class changed: a bit for each value.
+// A bit for each value of each class: it is set if the value changed.
 class Marks {
    public:
     // The places of the changes among the values of their class are the sums of the gaps.

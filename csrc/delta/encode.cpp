@@ -60,7 +60,7 @@ class TensorEncoder {
             Kind kind = block.size >= WIDE ? INTERLEAVED : NARROW;
             with_instructions([&](auto set) {
                 if constexpr (F::WIDTH == 16)
-                    if (plan_.few_changes(*block.part)) return void(blocks[i] = code_changes<set()>(i, tables, kind));
+                    if (plan_.few_changes(*block.part)) return void(blocks[i] = code_list<set()>(i, tables, kind));
                 blocks[i] = kind == INTERLEAVED ? code<64, set()>(block, tables) : code<1, set()>(block, tables);
             });
             if (blocks[i].size() >= block.size * sizeof(U)) {
@@ -192,6 +192,7 @@ class TensorEncoder {
         return counts.few();
     }
 
+    // Chooses how the changes are coded where few values changed.
     void choose_classes() {
         ChangeCounts<F> counts;
         sample(std::clamp(plan_.parts[0].values / CLASS_SHARE, GLANCE, MOST_CLASS_VALUES),
@@ -218,12 +219,12 @@ class TensorEncoder {
         coded_bits_ += choose_codes(found_, share, plan_) / share;
     }
 
+    // Codes the list of changes of a block.
     template <Instructions SET>
-    std::vector<uint8_t> code_changes(size_t index, const std::vector<EncodeTable>& tables, Kind& kind) const {
+    std::vector<uint8_t> code_list(size_t index, const std::vector<EncodeTable>& tables, Kind& kind) const {
         for (const auto& [known, changes] : found_)
-            if (known == index) return hf_ext::delta::code_changes<SET>(changes, plan_.classes, tables, kind);
-        return hf_ext::delta::code_changes<SET>(find_changes<F, SET>(plan_, index, tensor_, base_), plan_.classes, tables,
-                                                kind);
+            if (known == index) return code_changes<SET>(changes, plan_.classes, tables, kind);
+        return code_changes<SET>(find_changes<F, SET>(plan_, index, tensor_, base_), plan_.classes, tables, kind);
     }
 
     // Chooses the tables of all values but those that are coded as few changes.

@@ -28,10 +28,7 @@ void for_stretches(const Plan& plan, const Block& block, Function&& f) {
 // Returns a mask of up to 64 values that differ from others.
 template <Instructions SET>
 [[gnu::always_inline]] inline uint64_t differing(const uint16_t* values, const uint16_t* others, size_t count) {
-    if (count == WORD) return Masks<SET>::differing(values, others);
-    uint64_t mask = 0;
-    for (size_t i = 0; i < count; ++i) mask |= uint64_t(values[i] != others[i]) << i;
-    return mask;
+    return count == WORD ? Masks<SET>::differing(values, others) : ScalarMasks::differing(values, others, count);
 }
 
 // Divides up to 64 values into classes.

@@ -1,7 +1,7 @@
 // 64 neighboring 16-bit floats as the bits of words: those whose magnitude is below a limit, those that differ from others.
 #pragma once
 
-#include <algorithm>
+#include <bitset>
 #include <cstddef>
 #include <cstdint>
 
@@ -20,17 +20,13 @@ struct ScalarMasks {
         }
     }
 
-    static uint64_t differing(const uint16_t* values, const uint16_t* others) {
+    static uint64_t differing(const uint16_t* values, const uint16_t* others, size_t count = WORD) {
         uint64_t mask = 0;
-        for (size_t i = 0; i < WORD; ++i) mask |= uint64_t(values[i] != others[i]) << i;
+        for (size_t i = 0; i < count; ++i) mask |= uint64_t(values[i] != others[i]) << i;
         return mask;
     }
 
-    static size_t ones(uint64_t mask) {
-        size_t count = 0;
-        for (; mask; mask &= mask - 1) ++count;
-        return count;
-    }
+    static size_t ones(uint64_t mask) { return std::bitset<WORD>(mask).count(); }
 
     // Returns the bits, the lowest first, moved to the places of the ones of a mask.
     static uint64_t deposit(uint64_t bits, uint64_t mask) {
@@ -41,7 +37,7 @@ struct ScalarMasks {
 };
 
 #ifdef HF_EXT_X86
-struct Avx2Masks {
+struct Avx2Masks : ScalarMasks {
     [[HF_EXT_AVX2, gnu::always_inline]] static inline __m256i load(const uint16_t* from) {
         return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     }
@@ -67,8 +63,6 @@ struct Avx2Masks {
         for (size_t i = 0; i < 4; ++i) same[i] = _mm256_cmpeq_epi16(load(values + 16 * i), load(others + 16 * i));
         return ~(bits_of(same[0], same[1]) | bits_of(same[2], same[3]) << 32);
     }
-
-    [[HF_EXT_AVX2]] static size_t ones(uint64_t mask) { return size_t(_mm_popcnt_u64(mask)); }
 
     [[HF_EXT_AVX2]] static uint64_t deposit(uint64_t bits, uint64_t mask) { return _pdep_u64(bits, mask); }
 };

@@ -1,4 +1,4 @@
-// What symbols cost, and whether a table of the tensor's own pays.
+// The cost of symbols, and the choice between a default table and one of the tensor's own.
 #pragma once
 
 #include <array>

@@ -291,7 +291,7 @@ def apply_raw(payload: np.ndarray | bytes, tensor: RawTensor, header: Header | N
         The rows that changed: indices of the first dimension (int64), in increasing order.
 
     Raises:
-        CorruptFileError, BaseModelError: as `decode_raw` does; also if the payload needs no base or has other rows.
+        CorruptFileError, BaseModelError: as `decode_raw` does; also if type or shape of the two tensors differ.
     """
     header = header or read_header(payload)
     if (header.dtype, header.shape) != (tensor.dtype, tensor.shape) or header.base_values not in (0, header.values):
