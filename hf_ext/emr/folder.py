@@ -13,19 +13,20 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import xxhash
+from huggingface_hub import snapshot_download
 
 from hf_ext.emr import election
 from hf_ext.emr.modulators import FILE, TaskFile, is_asset
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
 from hf_ext.storage.atomic import write_json
 from hf_ext.storage.delta.source import open_delta
-from hf_ext.storage.hub import HUB, Hub
+from hf_ext.storage.hub import HUB, Hub, first_line, snapshot_of
 from hf_ext.storage.layout import CONFIG, INDEX, read_config, select_weights, storage_settings
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.open import OF_TASK
@@ -266,6 +267,34 @@ class MergeFolder:
         return TaskSource(self, task)
 
 
+def open_merge(
+    folder: Path, base: str | os.PathLike | None = None, revision: str | None = None, hub: Hub = HUB
+) -> MergeFolder:
+    """Opens a merge (see `MergeFolder`). In the Hub's cache, downloads the files of its tasks first, if they are not there.
+
+    Raises also:
+        CheckpointError: they cannot be downloaded.
+    """
+    tasks = storage_settings(folder).get("tasks")
+    tasks = tasks if isinstance(tasks, list) else []  # anything else is refused when the merge is opened
+    wanted = [folder / task_folder(str(task)) / name for task in tasks for name in (FILE, CONFIG)]
+    snapshot = snapshot_of(folder)
+    if snapshot is not None and not all(path.exists() for path in wanted):
+        repository = snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
+        failure, reason = None, ""
+        try:
+            settings = hub._replace(cache_dir=snapshot.parents[2])._asdict()
+            snapshot_download(repository, revision=snapshot.name, **settings)
+        except OSError as error:
+            failure, reason = error, f": {first_line(error).rstrip('.')}"
+        if not all(path.exists() for path in wanted):  # huggingface_hub 2 may return an incomplete snapshot
+            raise CheckpointError(
+                f"The tasks of the merge {repository} could not be downloaded{reason}. If it is private, give token=, sign in "
+                "with `hf auth login`, or set HF_TOKEN."
+            ) from failure
+    return MergeFolder(folder, base, revision, hub)
+
+
 def _belongs(path: Path, elected: str) -> bool:
     """Returns whether a file is one of a task of the merge with these elected weights."""
     try:
@@ -300,6 +329,11 @@ class TaskSource(TensorSource):
 
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
         return self._merged.tensor(self._task, name)
+
+    def identity(self, name: str) -> Hashable:
+        file, elected = self._merged.files[self._task], self._merged.elected
+        is_elected = name in elected and name not in file.record.modulated and file.own_entry(name) is None
+        return elected.identity(name) if is_elected else (elected.digest, self._task, name)
 
 
 def extract_task(merged: MergeFolder, task: str, out: Path, max_shard_size: int | str) -> None:

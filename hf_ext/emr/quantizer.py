@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
 from hf_ext.emr.config import EMRConfig
-from hf_ext.emr.folder import MergeFolder, task_folder
-from hf_ext.emr.modulators import FILE
+from hf_ext.emr.folder import MergeFolder, open_merge
 from hf_ext.emr.saving import MergedSaving
 from hf_ext.emr.switching import Generate, SetTask
 from hf_ext.errors import CheckpointError
@@ -19,8 +17,6 @@ from hf_ext.integration import compat
 from hf_ext.integration.quantizer import DecodingQuantizer
 from hf_ext.integration.save_hooks import PushToHub
 from hf_ext.integration.weight_plan import Loaded
-from hf_ext.storage.hub import Hub, first_line, snapshot_of
-from hf_ext.storage.layout import CONFIG
 from hf_ext.storage.safetensors_file import Entry, RawTensor
 from hf_ext.storage.source import TensorSource
 
@@ -40,8 +36,7 @@ class EMRQuantizer(DecodingQuantizer):
 
     def open(self, model: PreTrainedModel, files: list[Path]) -> TensorSource:
         settings, hub = self.quantization_config, compat.hub_settings()
-        folder = _whole_folder(files[0].parent, settings.tasks, hub)
-        self.merged = MergeFolder(folder, settings.base, settings.revision, hub)
+        self.merged = open_merge(files[0].parent, settings.base, settings.revision, hub)
         return _FirstTask(self.merged)
 
     def loaded(self, target: str, names: dict[str, list[str]], converter: WeightTransform) -> None:
@@ -75,24 +70,3 @@ class _FirstTask(TensorSource):
 
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
         return self.merged.tensor(self.holder[name], name)
-
-
-def _whole_folder(folder: Path, tasks: list[str] | None, hub: Hub) -> Path:
-    """Returns the folder. In the Hub's cache, downloads the files of the tasks first, which Transformers did not download."""
-    tasks = tasks if isinstance(tasks, list) else []  # anything else is refused when the merge is opened
-    wanted = [folder / task_folder(str(task)) / name for task in tasks for name in (FILE, CONFIG)]
-    snapshot = snapshot_of(folder)
-    if snapshot is not None and not all(path.exists() for path in wanted):
-        repository = snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
-        failure, reason = None, ""
-        try:
-            settings = hub._replace(cache_dir=snapshot.parents[2])._asdict()
-            snapshot_download(repository, revision=snapshot.name, **settings)
-        except OSError as error:
-            failure, reason = error, f": {first_line(error).rstrip('.')}"
-        if not all(path.exists() for path in wanted):  # huggingface_hub 2 may return an incomplete snapshot
-            raise CheckpointError(
-                f"The tasks of the merge {repository} could not be downloaded{reason}. If it is private, give token=, sign in "
-                "with `hf auth login`, or set HF_TOKEN."
-            ) from failure
-    return folder

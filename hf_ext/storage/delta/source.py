@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,6 +60,9 @@ class DeltaCheckpoint(TensorSource):
 
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
         return decode_tensor(self._file_of[name], self.base, name, out)
+
+    def identity(self, name: str) -> Hashable:
+        return self._file_of[name].headers[name].checksum
 
     def require_whole(self) -> None:
         for file in self.files:

@@ -1,0 +1,17 @@
+"""The plugin of vLLM: it serves compressed checkpoints and merges as they are, and many fine-tunes of one base by one server.
+
+vLLM finds it by the entry points in setup.cfg. docs/serving.md shows the commands.
+"""
+
+
+def register() -> None:
+    """Adds the loader and the formats of this package to vLLM's registries. vLLM calls this in each of its processes."""
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.model_executor.model_loader import register_model_loader
+
+    from hf_ext.vllm.formats import FORMATS
+    from hf_ext.vllm.loader import LOAD_FORMAT, StoredModelLoader
+
+    register_model_loader(LOAD_FORMAT)(StoredModelLoader)
+    for method, config in FORMATS.items():
+        register_quantization_config(method)(config)

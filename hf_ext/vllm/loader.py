@@ -1,0 +1,98 @@
+"""Reads weights for vLLM, when a server starts and when it switches to another model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+import torch
+from vllm.config import ModelConfig
+from vllm.config.load import LoadConfig
+from vllm.logger import init_logger
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from hf_ext.errors import HfExtError
+from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.prefetch import Prefetcher
+from hf_ext.storage.safetensors_file import RawTensor
+from hf_ext.storage.source import TensorSource
+from hf_ext.vllm.models import StoredModel, changed, read_models
+
+logger = init_logger(__name__)
+
+LOAD_FORMAT = "hf_ext"
+
+
+@dataclass
+class _Held:
+    """The weights that a module in memory holds.
+
+    Attributes:
+        models: the models to switch to by name, among them the one that vLLM was started with.
+        source: the model whose weights they are. None while a switch is under way, and after one that failed.
+    """
+
+    models: dict[str, StoredModel]
+    source: TensorSource | None = None
+
+
+_held: WeakKeyDictionary[torch.nn.Module, _Held] = WeakKeyDictionary()
+
+
+class StoredModelLoader(DefaultModelLoader):
+    """Loads checkpoints compressed by FM-Delta, and tasks of merges. It leaves other checkpoints to vLLM's default loader.
+
+    `--model-loader-extra-config` takes, besides the keys of the default loader:
+
+        models: models by name, to which a server can switch (see `read_models`).
+        task: the task of a merge to start with, by default its first.
+    """
+
+    def __init__(self, load_config: LoadConfig):
+        extra = dict(load_config.model_loader_extra_config)
+        self.models = read_models(extra.pop("models", {}))
+        self.task = extra.pop("task", None)
+        super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=extra))
+
+    def get_all_weights(self, model_config: ModelConfig, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the tensors of the model that `model_config` names: a key of `models`, a folder or a Hub id.
+
+        If `model` holds another one already, only the layers that differ are decoded. If that fails halfway, the other layers
+        get the weights that they had before the error is raised, because vLLM cannot begin anew with a layer that is loaded
+        in part. All of them must then be loaded again.
+        """
+        name, is_first = model_config.model, model not in _held
+        first = {name: StoredModel(name, model_config.revision, self.task)}
+        held = _held.setdefault(model, _Held(self.models | first))
+        source = held.models.get(name, StoredModel(name)).open()
+        before, held.source = held.source, None
+        if is_first and isinstance(source, Checkpoint):
+            yield from super().get_all_weights(model_config, model)
+        elif before is None:
+            yield from _read(source, source.names())
+        else:
+            names = list(changed(before, source))
+            logger.info(
+                "Switching to %s: %d of its %d tensors are in layers that differ.", source, len(names), len(source.names())
+            )
+            yield from _read(source, names, before)
+        held.source = source
+
+
+def _read(source: TensorSource, names: list[str], before: TensorSource | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    done = 0
+    try:
+        for name, tensor in Prefetcher(source.read, {name: source.entry(name).nbytes for name in names}):
+            yield name, _to_torch(tensor)
+            source.release(name)
+            done += 1
+    except (HfExtError, OSError):
+        if before is not None:
+            for name in names[done:]:
+                yield name, _to_torch(before.read(name))
+        raise
+
+
+def _to_torch(tensor: RawTensor) -> torch.Tensor:
+    return tensor.to_torch() if tensor.data.flags.writeable else replace(tensor, data=tensor.data.copy()).to_torch()
