@@ -19,7 +19,7 @@ from hf_ext.storage.safetensors_file import RawTensor
 from hf_ext.storage.source import TensorSource
 from hf_ext.vllm.models import StoredModel, changed, read_models
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 LOAD_FORMAT = "hf_ext"
 

@@ -10,7 +10,6 @@ import asyncio
 import json
 import time
 from argparse import Namespace
-from collections import Counter
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
@@ -23,11 +22,12 @@ from vllm.logger import init_logger
 
 from hf_ext.errors import CheckpointError
 from hf_ext.vllm.models import StoredModel, changed, read_models
+from hf_ext.vllm.turns import Turns
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
-TURN = 2.0  # seconds that a model may answer on while requests to another one wait
-WITHOUT_WEIGHTS = {"/tokenize", "/detokenize"}
+#: How the paths of requests begin that need a model's weights.
+INFERENCE = ("/v1/", "/v2/", "/inference/", "/pooling", "/classify", "/score", "/rerank", "/invocations")
 
 
 class ModelSwitching:
@@ -37,142 +37,71 @@ class ModelSwitching:
     required_tasks = None
 
     def __init__(self) -> None:
-        self.switcher: Switcher | None = None
+        self.models: ServedModels | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         app.add_middleware(_OneModelAtATime, plugin=self)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
-        extra = dict(args.model_loader_extra_config or {})
+        extra = args.model_loader_extra_config or {}
         if engine_client is None or not extra.get("models"):
             return
         if (args.api_server_count or 1) > 1:
-            raise CheckpointError(
-                "Several models need one API server, which knows what each request waits for: --api-server-count 1."
-            )
+            raise CheckpointError("Several API servers cannot agree on the model in memory. Set --api-server-count 1.")
         paths = state.openai_serving_models.base_model_paths
         first = StoredModel(args.model, args.revision, extra.get("task"))
         models = {path.name: (args.model, first) for path in paths}
         for name, stored in read_models(extra["models"]).items():
             if name in models:
-                raise CheckpointError(f"The name '{name}' is given to two models. Choose another --served-model-name.")
+                raise CheckpointError(f"Two models have the name '{name}'. Choose another --served-model-name.")
             models[name] = (name, stored)
             paths.append(BaseModelPath(name=name, model_path=stored.path))
-        self.switcher = Switcher(engine_client, models, paths)
+        self.models = ServedModels(engine_client, models, paths)
 
 
-class SwitchError(Exception):
-    """A model cannot be served now. The text says why."""
-
-
-class Switcher:
-    """Lets requests pass while the engine holds the weights of their model.
-
-    A model's turn ends when no request to it is left, or after TURN seconds if requests to another model wait. The next turn is
-    that of the model whose first request has waited longest.
+class ServedModels:
+    """The models of a server, one of which is in the engine's memory.
 
     Args:
         engine: vLLM's engine.
         models: for each name of a model, its name for `reload_weights`, and where it is stored. The first one is loaded.
-        paths: vLLM's list of its models. The first one names the model in responses, so the current one is kept there.
+        paths: vLLM's list of its models. The first one names the model in responses, so the loaded one is kept there.
     """
 
     def __init__(self, engine: EngineClient, models: dict[str, tuple[str, StoredModel]], paths: list[BaseModelPath]):
         self.engine, self.models, self.paths = engine, models, paths
-        self.default = self.current = next(iter(models))
-        self.is_whole = True  # false after a switch that failed, until all weights are loaded again
-        self._running: Counter[str] = Counter()
-        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
-        self._since = 0.0
-        self._switching: asyncio.Task | None = None
+        self.default = self._last = next(iter(models))
+        self.turns = Turns(self._check, self._switch, self.default)
 
-    async def enter(self, name: str) -> None:
-        """Waits until the engine holds the model `name`. It then keeps it until `leave` is called.
+    async def _check(self, name: str) -> None:
+        """Raises what is wrong with a model as far as its headers show it."""
 
-        Raises:
-            SwitchError: the model cannot be loaded. The server goes on with the one that it had.
-        """
-        if self._may_enter(name):
-            self._running[name] += 1
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(name, []).append(turn)
-        self._schedule()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:  # the turn came at the same moment
-                self.leave(name)
-            self._schedule()
-            raise
+        def open_both() -> None:
+            before, after = self.models[self._last][1], self.models[name][1]
+            next(changed(before.open(), after.open()), None)
 
-    def leave(self, name: str) -> None:
-        """Ends what `enter` began."""
-        self._running[name] -= 1
-        self._schedule()
-
-    def _may_enter(self, name: str) -> bool:
-        is_here = name == self.current and self.is_whole and self._switching is None
-        return is_here and not (self._others_wait() and time.monotonic() - self._since > TURN)
-
-    def _others_wait(self) -> bool:
-        return any(waiting for name, waiting in self._waiting.items() if name != self.current)
-
-    def _schedule(self) -> None:
-        """Starts the next turn if requests wait for one and the last one is over."""
-        waiting = {name: [turn for turn in turns if not turn.done()] for name, turns in self._waiting.items()}
-        self._waiting = {name: turns for name, turns in waiting.items() if turns}
-        if self._waiting and self._switching is None and not self._running.total():
-            self._switching = asyncio.create_task(self._next_turn())
-
-    async def _next_turn(self) -> None:
-        name = next(iter(self._waiting))  # names stand in the order of their first requests
-        error = None
-        try:
-            await self._switch(name)
-        except Exception as caught:
-            error = SwitchError(str(caught))
-        self._since, self._switching = time.monotonic(), None
-        for turn in self._waiting.pop(name, []):
-            if turn.done():  # its client has left
-                continue
-            if error is None:
-                self._running[name] += 1
-                turn.set_result(None)
-            else:
-                turn.set_exception(error)
-        self._schedule()
+        await asyncio.to_thread(open_both)
 
     async def _switch(self, name: str) -> None:
-        before, began = self.current, time.monotonic()
-        if name == before and self.is_whole:
-            return
-        if name != before:
-            await asyncio.to_thread(self._require_fitting, name)
+        before, began = self._last, time.monotonic()
         await self.engine.pause_generation(mode="wait", clear_cache=True)
         try:
             await self._load(name)
         except Exception as error:
-            if name != before:
-                await self._load(before)
-            logger.error("Switching to %s failed: %s. The server goes on with %s.", name, error, before)
+            logger.error("Switching to %s failed: %s", name, error)
+            await self._load(before)
+            logger.info("The server goes on with %s.", before)
             raise
         finally:
-            if self.is_whole:
-                await self.engine.resume_generation()
-        logger.info("Switched to %s in %.2f s.", name, time.monotonic() - began)
+            await self.engine.resume_generation()
+        logger.info("Switched from %s to %s in %.2f s.", before, name, time.monotonic() - began)
 
     async def _load(self, name: str) -> None:
-        self.is_whole = False
+        self.turns.current = None  # until all weights are there
         await self.engine.collective_rpc("reload_weights", kwargs={"weights_path": self.models[name][0]})
-        self.current, self.is_whole = name, True
-        here = next(place for place, path in enumerate(self.paths) if path.name == name)
-        self.paths.insert(0, self.paths.pop(here))
-
-    def _require_fitting(self, name: str) -> None:
-        """Raises what is wrong with a model as far as its headers show it, before any weight changes."""
-        source = self.models[name][1].open()
-        next(changed(self.models[self.current][1].open(), source), None)
+        self.turns.current = self._last = name
+        place = next(place for place, path in enumerate(self.paths) if path.name == name)
+        self.paths.insert(0, self.paths.pop(place))
 
 
 class _OneModelAtATime:
@@ -183,50 +112,47 @@ class _OneModelAtATime:
         self.plugin = plugin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        switcher = self.plugin.switcher
-        is_post = scope["type"] == "http" and scope["method"] == "POST" and scope["path"] not in WITHOUT_WEIGHTS
-        if switcher is None or not (is_post or scope["type"] == "websocket"):
+        models = self.plugin.models
+        if models is None or not scope.get("path", "").startswith(INFERENCE) or scope.get("method", "POST") != "POST":
             await self.app(scope, receive, send)
-        elif is_post:
-            await self._post(switcher, scope, receive, send)
+        elif scope["type"] == "http":
+            await self._http(models, scope, receive, send)
         else:
-            await switcher.enter(switcher.default)
+            await models.turns.enter(models.default)
             try:
                 await self.app(scope, receive, send)
             finally:
-                switcher.leave(switcher.default)
+                models.turns.leave(models.default)
 
-    async def _post(self, switcher: Switcher, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _http(self, models: ServedModels, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             body = await Request(scope, receive).body()
         except ClientDisconnect:
             return
-        name = _model_of(body) or switcher.default
-        left = asyncio.ensure_future(receive())  # all that comes after the body: the client has left
+        name = _model_of(body) or models.default
+        left = asyncio.ensure_future(receive())  # after the body, a server only hears that the client has left
         messages = iter([{"type": "http.request", "body": body}])
 
         async def again() -> Message:
             return next(messages, None) or await asyncio.shield(left)
 
         try:
-            if name not in switcher.models:
+            if name not in models.models:
                 await self.app(scope, again, send)  # vLLM answers that there is no such model
                 return
-            entering = asyncio.create_task(switcher.enter(name))
+            entering = asyncio.create_task(models.turns.enter(name))
             await asyncio.wait({entering, left}, return_when=asyncio.FIRST_COMPLETED)
             if not entering.done():
                 entering.cancel()
-                return
-            try:
-                await entering
-            except SwitchError as error:
-                content = {"message": str(error), "type": "ServiceUnavailableError", "param": "model", "code": 503}
+            elif error := entering.exception():
+                text = f"The model '{name}' cannot be served: {error}"
+                content = {"message": text, "type": "ServiceUnavailableError", "param": "model", "code": 503}
                 await JSONResponse({"error": content}, 503)(scope, again, send)
-                return
-            try:
-                await self.app(scope, again, send)
-            finally:
-                switcher.leave(name)
+            else:
+                try:
+                    await self.app(scope, again, send)
+                finally:
+                    models.turns.leave(name)
         finally:
             left.cancel()
 
