@@ -46,7 +46,7 @@ class ModelSwitching:
         extra = args.model_loader_extra_config or {}
         if engine_client is None or not extra.get("models"):
             return
-        if (args.api_server_count or 1) > 1:
+        if (getattr(args, "api_server_count", None) or 1) > 1:
             raise CheckpointError("Several API servers cannot agree on the model in memory. Set --api-server-count 1.")
         paths = state.openai_serving_models.base_model_paths
         first = StoredModel(args.model, args.revision, extra.get("task"))
