@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
-from hf_ext.cli.command import MovedBase, Result, Section, argument, option
+from hf_ext.cli.command import MovedBase, Result, Section, argument, option, say
 
 section = Section(
     "Inspect a compressed model or a merge, and check it",
@@ -43,6 +43,25 @@ def inspect(
 def verify(src: Annotated[str, argument("SRC", "Compressed folder, or folder of a merge.")], base: MovedBase = None) -> Result:
     count = method_of(src).verify(src, base=base)
     return Result(f"All {count} tensors of {src} match their checksums.", {"src": src, "tensors": count})
+
+
+@section.command(
+    "show the plain folder of a compressed model, or of each task of a merge, to other programs",
+    "  hf-ext mount my-bert-small /mnt/my-bert\n  hf-ext mount my-bert-merged /mnt/my-tasks    # a folder for each task",
+    "WHERE is a read-only file system whose files are decoded when they are read. Ctrl-C, or `fusermount3 -u WHERE`, ends it. "
+    "Requires FUSE: pip install 'hf_ext[mount]', and libfuse of your system.",
+    threaded=True,
+)
+def mount(
+    src: Annotated[str, argument("SRC", "Compressed folder, or folder of a merge.")],
+    where: Annotated[str, argument("WHERE", "An empty folder, or one to create.")],
+    base: MovedBase = None,
+) -> Result:
+    from hf_ext.mount import mount as show
+
+    say(f"Mounting {src} at {where}. Ctrl-C, or `fusermount3 -u {where}`, ends it.")
+    show(src, where, base)
+    return Result(f"{where} is unmounted.", {"src": src, "where": where})
 
 
 def method_of(src: str) -> ModuleType:

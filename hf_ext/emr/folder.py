@@ -32,7 +32,7 @@ from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.open import OF_TASK
 from hf_ext.storage.plain_writer import shards_of, write_files
 from hf_ext.storage.prefetch import threads_for
-from hf_ext.storage.safetensors_file import Entry, RawTensor
+from hf_ext.storage.safetensors_file import ComputedFile, Entry, RawTensor
 from hf_ext.storage.source import TensorSource
 
 METHOD = "emr"
@@ -336,11 +336,16 @@ class TaskSource(TensorSource):
         return elected.identity(name) if is_elected else (elected.digest, self._task, name)
 
 
-def extract_task(merged: MergeFolder, task: str, out: Path, max_shard_size: int | str) -> None:
-    """Writes a task of a merge into the folder `out`, as a plain checkpoint."""
-    tensors = merged.source(task)
-    entries = {name: tensors.entry(name)[:2] for name in tensors.names()}
-    write_files(shards_of(entries, tensors.read, out, max_shard_size), out, f"Extracting {task}:")
+def task_files_into(merged: MergeFolder, task: str, out: Path, max_shard_size: int | str = "50GB") -> list[ComputedFile]:
+    """Writes the files of a task's plain checkpoint that hold no weights into `out`, and returns those that do."""
     for name, path in merged.assets(task).items():
         shutil.copyfile(path, out / name)
     write_json(out / CONFIG, merged.task_config(task))
+    tensors = merged.source(task)
+    entries = {name: tensors.entry(name)[:2] for name in tensors.names()}
+    return shards_of(entries, tensors.read, out, max_shard_size)
+
+
+def extract_task(merged: MergeFolder, task: str, out: Path, max_shard_size: int | str) -> None:
+    """Writes a task of a merge into the folder `out`, as a plain checkpoint."""
+    write_files(task_files_into(merged, task, out, max_shard_size), out, f"Extracting {task}:")

@@ -10,9 +10,18 @@ from hf_ext.fm_delta.card import ORIGINAL, came_with_compression, compressed_car
 from hf_ext.integration.model_cards import CARD, is_ours, outdated, write_card
 from hf_ext.storage.atomic import locked
 from hf_ext.storage.delta.codec import DEFAULT_LEVEL
-from hf_ext.storage.delta.folder import METHOD, Sets, compress_folder, decompress_folder, verify_folder, write_model
-from hf_ext.storage.delta.source import DeltaCheckpoint, open_files
-from hf_ext.storage.layout import CONFIG, require_deletable
+from hf_ext.storage.delta.folder import (
+    METHOD,
+    Sets,
+    compress_folder,
+    decompress_folder,
+    open_restored,
+    restore_others,
+    verify_folder,
+    write_model,
+)
+from hf_ext.storage.delta.source import DeltaCheckpoint, RestoredFile, open_files
+from hf_ext.storage.layout import CONFIG, other_files, require_deletable
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.source import NoBase, TensorSource
 from hf_ext.storage.tree import delete_folder, finish_deletion, flush_folder, stamp
@@ -117,8 +126,20 @@ def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: 
         BaseModelError: the base is missing or is another model.
     """
     src, out = Path(src), Path(out)
-    added = {Path(CARD)} if came_with_compression(src / CARD) else set()
-    decompress_folder(src, out, base, leave=without_free_card(src, out) | added, stale=outdated(out))
+    decompress_folder(src, out, base, leave=without_free_card(src, out) | _added(src), stale=outdated(out))
+
+
+def restored_files(src: Path, out: Path, base: str | os.PathLike | None = None) -> list[RestoredFile]:
+    """Returns the weights that `decompress_checkpoint` would write, decoded when they are read. Writes all other files into
+    `out`."""
+    files, _ = open_restored(src, base)
+    restore_others(src, out, [path for path in other_files(src, out) if path not in _added(src)])
+    return files
+
+
+def _added(src: Path) -> set[Path]:
+    """Returns the files that were added by compressing."""
+    return {Path(CARD)} if came_with_compression(src / CARD) else set()
 
 
 def places_of(base: TensorSource) -> list[str | Path]:

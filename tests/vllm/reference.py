@@ -1,6 +1,6 @@
 """A script: python reference.py FOLDER PROMPT MODEL...
 
-Writes to FOLDER/expected.json what vLLM computes from plain checkpoints, without this package: digests of the weights and the greedy
+Writes to FOLDER/expected.json what vLLM computes from plain checkpoints, without this package: digests of the weights and an
 answer of each model, and the answer of the first one with the adapter `pissa`.
 """
 

@@ -126,16 +126,27 @@ def decompress_folder(
         BaseModelError: the base is missing or is another model.
     """
     src, out = Path(src), Path(out)
+    files, source = open_restored(src, base)
+    require_another_folder(out, [src, *source.paths])
+    with staged_folder(out, stale) as stage:
+        restore_others(src, stage, [path for path in other_files(src, out) if path not in leave])
+        write_files(files, stage, "Decompressing")
+        copy_modes(src if src.is_dir() else src.parent, stage)
+
+
+def open_restored(src: Path, base: str | os.PathLike | None = None) -> tuple[list[RestoredFile], TensorSource]:
+    """Returns the original files of a compressed folder, decoded when they are read, and the base."""
     files = open_files(src)
     require_one_model(files, src)
     source = open_base(files, src, base)
-    require_another_folder(out, [src, *source.paths])
-    with staged_folder(out, stale) as stage:
-        copy_entries(src, [path for path in other_files(src, out) if path not in leave], stage)
-        read_config(stage / CONFIG)  # raises if it is damaged
-        rewrite(stage / CONFIG, remove_settings)
-        write_files([RestoredFile(file, source) for file in files], stage, "Decompressing")
-        copy_modes(src if src.is_dir() else src.parent, stage)
+    return [RestoredFile(file, source) for file in files], source
+
+
+def restore_others(src: Path, out: Path, others: Iterable[Path]) -> None:
+    """Copies files of a compressed folder that hold no weights, as they were before the compression."""
+    copy_entries(src, others, out)
+    read_config(out / CONFIG)  # raises if it is damaged
+    rewrite(out / CONFIG, remove_settings)
 
 
 def _require_one_kind(src: Path, out: Path) -> None:
