@@ -1,7 +1,7 @@
 // Bodies that one processor encodes and another decodes: `make test-arm` builds this program for both.
 //
-//     bodies make FOLDER       writes random tensors, each in a file in the layout of tests/fuzz/decode.cpp
-//     bodies decode FILE...    prints for each file a hash of what becomes of it and of damaged copies
+//     bodies make FOLDER       writes random tensors and damaged copies, each in a file in the layout of tests/fuzz/decode.cpp
+//     bodies decode FILE...    prints an FNV-1a hash of the tensor in each file, or 0 where the body is refused
 //
 // All instruction sets of a processor must decode the same.
 
@@ -32,27 +32,8 @@ Bytes head_of(const Shape& shape) {
     return head;
 }
 
-Shape shape_of(const Bytes& input) {
-    const auto number = [&](size_t at) { return size_t(input[at]) | size_t(input[at + 1]) << 8 | size_t(input[at + 2]) << 16; };
-    return {1 + input[0] % 4, number(1), number(4), number(7)};
-}
-
-// Returns an FNV-1a hash of the tensor that an input decodes to, or 0 if it is refused.
-uint64_t decoded(const Bytes& input) {
-    LLVMFuzzerTestOneInput(input.data(), input.size());
-    const Shape shape = shape_of(input);
-    const size_t width = size_t(hf_ext::width(shape.dtype)), from = 1 + input[0] / 4 % 4;
-    const uint8_t* body = input.data() + HEAD + shape.base_values * size_t(hf_ext::width(int(from)));
-    Bytes base(shape.base_values * width), tensor(shape.values * width);
-    hf_ext::cast(int(from), shape.dtype, input.data() + HEAD, base.data(), shape.base_values);
-    try {
-        hf_ext::delta::decode(shape, body, size_t(input.data() + input.size() - body), base.data(), tensor.data(), 1);
-    } catch (const std::exception&) {
-        return 0;
-    }
-    uint64_t hash = 0xcbf29ce484222325;
-    for (const uint8_t byte : tensor) hash = (hash ^ byte) * 0x100000001b3;
-    return hash;
+void write(const std::string& path, const Bytes& bytes) {
+    std::ofstream(path, std::ios::binary).write(reinterpret_cast<const char*>(bytes.data()), std::streamsize(bytes.size()));
 }
 
 void make_inputs(const std::string& folder) {
@@ -70,28 +51,39 @@ void make_inputs(const std::string& folder) {
                 hf_ext::delta::decode(shape, body.data(), body.size(), tensor.base.data(), out.data(), 1);
                 if (out != tensor.values) std::abort();
                 for (const Bytes& part : {tensor.base, body}) input.insert(input.end(), part.begin(), part.end());
-                const std::string name = std::to_string(dtype) + "-" + std::to_string(shape.values) + "-" +
-                                         std::to_string(shape.row_length) + "-" + std::to_string(content);
-                std::ofstream(folder + "/" + name, std::ios::binary)
-                    .write(reinterpret_cast<const char*>(input.data()), std::streamsize(input.size()));
+                std::string path = folder + "/" + std::to_string(dtype);
+                for (const size_t number : {shape.values, shape.row_length, size_t(content)})
+                    path += "-" + std::to_string(number);
+                write(path, input);
+                const size_t first = input.size() - body.size();
+                for (int i = 0; i < (shape.values > 100'000 ? 1 : 4); ++i) {
+                    Bytes damaged = input;
+                    // Sizes and side information are among the first bytes.
+                    damaged[first + below(i % 2 ? body.size() : std::min<size_t>(body.size(), 80))] ^= uint8_t(1 << below(8));
+                    write(path + "-damaged-" + std::to_string(i), damaged);
+                }
             }
 }
 
-void decode_input(const char* path) {
+void print_hash(const char* path) {
     std::ifstream file(path, std::ios::binary);
-    Bytes input{std::istreambuf_iterator<char>(file), {}};
-    const Shape shape = shape_of(input);
-    std::printf("%s %016llx", path, static_cast<unsigned long long>(decoded(input)));
-    const size_t body = HEAD + shape.base_values * size_t(hf_ext::width(1 + input[0] / 4 % 4));
-    rng.seed(input.size());
-    for (int i = 0; i < (shape.values > 100'000 ? 0 : 6); ++i) {
-        const size_t at = body + (i % 2 ? below(input.size() - body) : below(std::min<size_t>(input.size() - body, 80)));
-        const uint8_t before = input[at];
-        input[at] ^= uint8_t(1 << below(8));
-        std::printf(" %016llx", static_cast<unsigned long long>(decoded(input)));
-        input[at] = before;
+    const Bytes input{std::istreambuf_iterator<char>(file), {}};
+    LLVMFuzzerTestOneInput(input.data(), input.size());
+    const auto number = [&](size_t at) { return size_t(input[at]) | size_t(input[at + 1]) << 8 | size_t(input[at + 2]) << 16; };
+    const Shape shape{1 + input[0] % 4, number(1), number(4), number(7)};
+    const int from = 1 + input[0] / 4 % 4;
+    const uint8_t *source = input.data() + HEAD, *body = source + shape.base_values * size_t(hf_ext::width(from));
+    Bytes base(shape.base_values * size_t(hf_ext::width(shape.dtype)));
+    Bytes tensor(shape.values * size_t(hf_ext::width(shape.dtype)));
+    hf_ext::cast(from, shape.dtype, source, base.data(), shape.base_values);
+    unsigned long long hash = 0;
+    try {
+        hf_ext::delta::decode(shape, body, size_t(input.data() + input.size() - body), base.data(), tensor.data(), 1);
+        hash = 0xcbf29ce484222325;
+        for (const uint8_t byte : tensor) hash = (hash ^ byte) * 0x100000001b3;
+    } catch (const std::exception&) {
     }
-    std::puts("");
+    std::printf("%016llx %s\n", hash, path);
 }
 
 }  // namespace
@@ -101,7 +93,7 @@ int main(int count, char** words) {
     if (command == "make") {
         make_inputs(words[2]);
     } else if (command == "decode") {
-        for (int i = 2; i < count; ++i) decode_input(words[i]);
+        for (int i = 2; i < count; ++i) print_hash(words[i]);
     } else {
         return 2;
     }
