@@ -5,7 +5,8 @@
 # needs DATA, a folder of data sets (see benchmarks/fine_tunes.py), and BBH, the folder bbh of
 # BIG-Bench Hard. make fuzz needs nothing but clang. For FUZZ_SECONDS it looks for damaged bodies that harm the decoder, or that
 # two instruction sets decode differently. What it learns stays in build/fuzz; a file that it leaves there is a finding: mend the
-# code and keep the file in tests/fm_delta/crashes.
+# code and keep the file in tests/fm_delta/crashes. make test-arm cross compiles the C++ code for 64-bit ARM and emulates that: what
+# either processor encodes, both must decode alike, with NEON and without. It needs a cross compiler and QEMU's user mode emulation.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -22,10 +23,14 @@ CLANG ?= clang++
 FUZZ_SECONDS ?= 600
 FUZZ_FLAGS = -std=c++17 -g -O1 -pthread -ffp-contract=off -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
 FUZZ_SOURCES = $(wildcard csrc/*/*.cpp) $(wildcard tests/fuzz/*.cpp)
+ARM_CXX ?= aarch64-linux-gnu-g++
+ARM_RUN ?= qemu-aarch64
+ARM_FLAGS = -std=c++17 -O3 -ffp-contract=off -fno-trapping-math -pthread
+ARM_OBJECTS = $(patsubst csrc/%.cpp,build/arm/%.o,$(wildcard csrc/*/*.cpp))
 HOSTS = transformers|tokenizers|peft|accelerate|huggingface_hub|torch|setuptools
 INPUTS = setup.cfg setup.py pyproject.toml hf_ext/requirements.txt $(CONSTRAINTS) $(wildcard csrc/* csrc/*/*)
 
-.PHONY: demo test test-matrix $(COLUMNS:%=test-%) resolve style docs fuzz bench bench-data clean
+.PHONY: demo test test-arm test-matrix $(COLUMNS:%=test-%) resolve style docs fuzz bench bench-data clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/compress_and_push.py
@@ -90,6 +95,30 @@ build/fuzz/decode: $(FUZZ_SOURCES) $(wildcard csrc/*/*.h)
 	@echo 'extern "C" int LLVMFuzzerTestOneInput(const char*, long) { return 0; }' | $(CLANG) $(FUZZ_FLAGS) -x c++ - -o /dev/null 2> /dev/null \
 		|| { echo "$(CLANG) lacks libFuzzer or its sanitizers (on Debian: apt-get install libclang-rt-14-dev, for clang 14)"; exit 1; }
 	$(CLANG) $(FUZZ_FLAGS) $(FUZZ_SOURCES) -o $@
+
+test-arm: build/arm/bodies build/arm/bodies-arm build/arm/sanitize-arm
+	rm -rf build/arm/made && mkdir -p build/arm/made/here build/arm/made/there
+	build/arm/bodies make build/arm/made/here
+	$(ARM_RUN) build/arm/bodies-arm make build/arm/made/there
+	build/arm/bodies decode build/arm/made/*/* tests/fuzz/seeds/* > build/arm/here.txt
+	$(ARM_RUN) build/arm/bodies-arm decode build/arm/made/*/* tests/fuzz/seeds/* > build/arm/there.txt
+	cmp build/arm/here.txt build/arm/there.txt
+	$(ARM_RUN) build/arm/sanitize-arm
+
+build/arm/bodies: $(wildcard csrc/*/*.cpp csrc/*/*.h tests/cpp/*) tests/fuzz/decode.cpp
+	@mkdir -p $(@D)
+	$(CXX) $(ARM_FLAGS) -O1 $(wildcard csrc/*/*.cpp) tests/fuzz/decode.cpp tests/cpp/bodies.cpp -o $@
+
+.SECONDARY: $(ARM_OBJECTS)
+
+build/arm/%-arm: tests/cpp/%.cpp tests/cpp/random_tensors.h tests/fuzz/decode.cpp $(ARM_OBJECTS)
+	$(ARM_CXX) $(ARM_FLAGS) -O1 -static $(filter-out %.h,$^) -o $@
+
+build/arm/%.o: csrc/%.cpp $(wildcard csrc/*/*.h)
+	@command -v $(ARM_CXX) $(ARM_RUN) > /dev/null || { \
+		echo "make test-arm needs a cross compiler and QEMU (on Debian: apt-get install g++-aarch64-linux-gnu qemu-user)"; exit 1; }
+	@mkdir -p $(@D)
+	$(ARM_CXX) $(ARM_FLAGS) -c $< -o $@
 
 bench-data:
 	@test -d "$(DATA)" && test -d "$(BBH)" || { \

@@ -392,16 +392,17 @@ PyObject* check_with(PyObject*, PyObject* function) {
 }
 
 PyObject* instruction_sets(PyObject*, PyObject*) {
-    const int count = int(best_instructions()) + 1;
-    PyObject* names = PyTuple_New(count);
-    for (int i = 0; names && i < count; ++i) PyTuple_SetItem(names, i, PyUnicode_FromString(INSTRUCTIONS[i]));
+    const std::vector<Instructions> sets = supported_instructions();
+    PyObject* names = PyTuple_New(Py_ssize_t(sets.size()));
+    for (size_t i = 0; names && i < sets.size(); ++i)
+        PyTuple_SetItem(names, Py_ssize_t(i), PyUnicode_FromString(INSTRUCTIONS[int(sets[i])]));
     return names;
 }
 
 PyObject* use(PyObject*, PyObject* name) {
-    for (int i = 0; i <= int(best_instructions()); ++i) {
-        if (!PyUnicode_Check(name) || PyUnicode_CompareWithASCIIString(name, INSTRUCTIONS[i]) != 0) continue;
-        return PyUnicode_FromString(INSTRUCTIONS[int(hf_ext::instructions().exchange(Instructions(i)))]);
+    for (const Instructions set : supported_instructions()) {
+        if (!PyUnicode_Check(name) || PyUnicode_CompareWithASCIIString(name, INSTRUCTIONS[int(set)]) != 0) continue;
+        return PyUnicode_FromString(INSTRUCTIONS[int(hf_ext::instructions().exchange(set))]);
     }
     PyErr_SetString(PyExc_ValueError, "this processor or build has no such instruction set; instruction_sets() lists them");
     return nullptr;

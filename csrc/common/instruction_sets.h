@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <type_traits>
+#include <vector>
 
 #if defined(__GNUC__) && defined(__x86_64__)
 #define HF_EXT_X86
@@ -20,16 +21,19 @@
 #define HF_EXT_WIDTH ",prefer-vector-width=512"
 #endif
 #define HF_EXT_AVX512 gnu::target("avx2,bmi,bmi2,f16c,fma,lzcnt,popcnt,avx512f,avx512bw,avx512dq,avx512vl" HF_EXT_WIDTH)
+#elif defined(__GNUC__) && defined(__aarch64__)
+#define HF_EXT_NEON  // part of every 64-bit ARM processor
+#include <arm_neon.h>
 #endif
 
 namespace hf_ext {
 
-enum class Instructions { SCALAR, AVX2, AVX512 };
+enum class Instructions { SCALAR, AVX2, AVX512, NEON };
 
-constexpr const char* INSTRUCTIONS[] = {"scalar", "avx2", "avx512"};
+constexpr const char* INSTRUCTIONS[] = {"scalar", "avx2", "avx512", "neon"};
 
-// Returns the fastest set that this processor supports.
-inline Instructions best_instructions() {
+// Returns the sets that this processor supports, the fastest last.
+inline std::vector<Instructions> supported_instructions() {
 #ifdef HF_EXT_X86
     __builtin_cpu_init();
     const auto all = [](auto... supported) { return (supported && ...); };
@@ -39,19 +43,21 @@ inline Instructions best_instructions() {
     const bool lzcnt = __get_cpuid(0x80000001, &a, &b, &c, &d) && c >> 5 & 1;
     if (!all(f16c, lzcnt, __builtin_cpu_supports("avx2"), __builtin_cpu_supports("bmi"), __builtin_cpu_supports("bmi2"),
              __builtin_cpu_supports("fma"), __builtin_cpu_supports("popcnt")))
-        return Instructions::SCALAR;
+        return {Instructions::SCALAR};
     if (!all(__builtin_cpu_supports("avx512f"), __builtin_cpu_supports("avx512bw"), __builtin_cpu_supports("avx512dq"),
              __builtin_cpu_supports("avx512vl")))
-        return Instructions::AVX2;
-    return Instructions::AVX512;
+        return {Instructions::SCALAR, Instructions::AVX2};
+    return {Instructions::SCALAR, Instructions::AVX2, Instructions::AVX512};
+#elif defined(HF_EXT_NEON)
+    return {Instructions::SCALAR, Instructions::NEON};
 #else
-    return Instructions::SCALAR;
+    return {Instructions::SCALAR};
 #endif
 }
 
 // The set in use.
 inline std::atomic<Instructions>& instructions() {
-    static std::atomic<Instructions> chosen{best_instructions()};
+    static std::atomic<Instructions> chosen{supported_instructions().back()};
     return chosen;
 }
 
@@ -80,6 +86,8 @@ void with_instructions(const Kernel& kernel) {
         case Instructions::AVX2: return run_avx2(kernel);
         default: break;
     }
+#elif defined(HF_EXT_NEON)
+    if (instructions().load(std::memory_order_relaxed) == Instructions::NEON) return kernel(With<Instructions::NEON>{});
 #endif
     kernel(With<Instructions::SCALAR>{});
 }

@@ -111,10 +111,9 @@ struct Chunk {
             const int scale = plan.row_scales[row];
             const int16_t* columns = plan.column_scales.empty() ? nullptr : plan.column_scales.data() + column;
             if (part.alone) {
-                for (size_t i = 0; i < count; ++i) {
-                    prediction[at + i] = expected_magnitude(scale + (columns ? columns[i] : 0));
-                    contexts[at + i] = alone;
-                }
+                for (size_t i = 0; i < count; ++i) contexts[at + i] = alone;
+                if (!columns) std::fill_n(prediction + at, count, expected_magnitude(scale));
+                for (size_t i = 0; columns && i < count; ++i) prediction[at + i] = expected_magnitude(scale + columns[i]);
                 return;
             }
             const int from = scale - 4 * F::ULP_BIAS - 32 * plan.plane;

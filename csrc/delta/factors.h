@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 #include <vector>
 
@@ -108,6 +109,8 @@ class PairedFactors {
 #ifdef HF_EXT_X86
         if constexpr (SET == Instructions::AVX512) return sum_avx512(row, column, sums);
         if constexpr (SET == Instructions::AVX2) return sum_avx2(row, column, sums);
+#elif defined(HF_EXT_NEON)
+        if constexpr (SET == Instructions::NEON) return sum_neon(row, column, sums);
 #endif
         for (size_t i = 0; i < COUNT; ++i)
             for (size_t j = 0; j < WIDTH; ++j) sums[i][j] = starts_[row + i];
@@ -182,6 +185,35 @@ class PairedFactors {
             }
         for (size_t i = 0; i < COUNT; ++i)
             for (size_t j = 0; j < VECTORS; ++j) _mm512_storeu_si512(sums[i] + j * LANES, sum[i][j]);
+    }
+#elif defined(HF_EXT_NEON)
+    // Loads the first factors of some pairs, and the second ones.
+    static int8x8x2_t separated(const int8_t* pairs) { return vld2_s8(pairs); }
+    static int16x4x2_t separated(const int16_t* pairs) { return vld2_s16(pairs); }
+
+    static int16x8_t add_products(int16x8_t sum, int8x8_t columns, int8_t row) {
+        return vmlal_s8(sum, columns, vdup_n_s8(row));
+    }
+    static int32x4_t add_products(int32x4_t sum, int16x4_t columns, int16_t row) { return vmlal_n_s16(sum, columns, row); }
+
+    // The factors of columns are below 128 despite their bias, so that they can be read as signed bytes.
+    template <size_t COUNT, size_t WIDTH>
+    void sum_neon(size_t row, size_t column, Sum (&sums)[COUNT][WIDTH]) const {
+        constexpr size_t LANES = 16 / sizeof(Sum), VECTORS = WIDTH / LANES;
+        std::conditional_t<BYTES, int16x8_t, int32x4_t> sum[COUNT][VECTORS];
+        for (size_t i = 0; i < COUNT; ++i) std::fill_n(sums[i], WIDTH, starts_[row + i]);
+        std::memcpy(sum, sums, sizeof sum);
+        for (size_t k = 0; k < depth_; ++k) {
+            const auto* columns = reinterpret_cast<const RowFactor*>(columns_of(column, k));
+            decltype(separated(columns)) factors[VECTORS];
+            for (size_t j = 0; j < VECTORS; ++j) factors[j] = separated(columns + 2 * LANES * j);
+            for (size_t i = 0; i < COUNT; ++i) {
+                const RowPair pair = rows_[(row + i) * depth_ + k];
+                for (size_t j = 0; j < VECTORS; ++j)
+                    sum[i][j] = add_products(add_products(sum[i][j], factors[j].val[0], pair[0]), factors[j].val[1], pair[1]);
+            }
+        }
+        std::memcpy(sums, sum, sizeof sum);
     }
 #endif
 

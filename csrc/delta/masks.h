@@ -67,11 +67,42 @@ struct Avx2Masks : ScalarMasks {
     [[HF_EXT_AVX2]] static uint64_t deposit(uint64_t bits, uint64_t mask) { return _pdep_u64(bits, mask); }
 };
 
-template <Instructions SET>
-using Masks = std::conditional_t<SET == Instructions::SCALAR, ScalarMasks, Avx2Masks>;
+using VectorMasks = Avx2Masks;
+#elif defined(HF_EXT_NEON)
+struct NeonMasks : ScalarMasks {
+    // Returns a bit for each of 64 comparisons.
+    [[gnu::always_inline]] static inline uint64_t bits_of(const uint16x8_t (&hits)[8]) {
+        const uint8x16_t bits = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));  // each byte of eight has one of its own
+        uint8x16_t bytes[4];
+        for (size_t i = 0; i < 4; ++i)
+            bytes[i] = vandq_u8(bits, vuzp1q_u8(vreinterpretq_u8_u16(hits[2 * i]), vreinterpretq_u8_u16(hits[2 * i + 1])));
+        // Each step adds neighbors; three of them add eight bytes to one.
+        const uint8x16_t fours = vpaddq_u8(vpaddq_u8(bytes[0], bytes[1]), vpaddq_u8(bytes[2], bytes[3]));
+        return vgetq_lane_u64(vreinterpretq_u64_u8(vpaddq_u8(fours, fours)), 0);
+    }
+
+    static void below(const uint16_t* values, const uint16_t* limits, size_t count, uint64_t* masks) {
+        uint16x8_t magnitudes[8], hits[8];
+        for (size_t i = 0; i < 8; ++i) magnitudes[i] = vandq_u16(vld1q_u16(values + 8 * i), vdupq_n_u16(0x7fff));
+        for (size_t k = 0; k < count; ++k) {
+            for (size_t i = 0; i < 8; ++i) hits[i] = vcltq_u16(magnitudes[i], vdupq_n_u16(limits[k]));
+            masks[k] = bits_of(hits);
+        }
+    }
+
+    static uint64_t differing(const uint16_t* values, const uint16_t* others) {
+        uint16x8_t same[8];
+        for (size_t i = 0; i < 8; ++i) same[i] = vceqq_u16(vld1q_u16(values + 8 * i), vld1q_u16(others + 8 * i));
+        return ~bits_of(same);
+    }
+};
+
+using VectorMasks = NeonMasks;
 #else
-template <Instructions>
-using Masks = ScalarMasks;
+using VectorMasks = ScalarMasks;
 #endif
+
+template <Instructions SET>
+using Masks = std::conditional_t<SET == Instructions::SCALAR, ScalarMasks, VectorMasks>;
 
 }  // namespace hf_ext::delta

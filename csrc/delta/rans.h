@@ -13,6 +13,7 @@
 
 #include "../common/instruction_sets.h"
 #include "rans_lane.h"
+#include "rans_neon.h"
 #include "rans_x86.h"
 
 namespace hf_ext::delta {
@@ -138,6 +139,9 @@ class Decoder {
             return Avx512::decode(states_, next_, limit, contexts, values, rows, tables);
         if constexpr (LANES == 64 && SET == Instructions::AVX2)
             return Avx2::decode(states_, next_, limit, contexts, values, rows, tables);
+#elif defined(HF_EXT_NEON)
+        if constexpr (LANES == 64 && SET == Instructions::NEON)
+            return Neon::decode(states_, next_, limit, contexts, values, rows, tables);
 #endif
         size_t row = 0;
         for (; row < rows && next_ <= limit; ++row) decode_row(contexts + row * LANES, values + row * LANES, LANES, tables);

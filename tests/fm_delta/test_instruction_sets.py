@@ -88,14 +88,14 @@ def low_rank(rng: np.random.Generator, code: int, rows: int, columns: int, rank:
 
 
 def test_the_best_instructions_of_the_processor_are_in_use_unless_told() -> None:
-    assert SETS == ("scalar", "avx2", "avx512")[: len(SETS)]
+    assert SETS in (("scalar",), ("scalar", "avx2"), ("scalar", "avx2", "avx512"), ("scalar", "neon"))
     with using(SETS[0]):
         assert _native.use(SETS[-1]) == SETS[0]
         assert _native.use(SETS[0]) == SETS[-1]
     assert _native.use(SETS[-1]) == SETS[-1]
 
 
-@pytest.mark.parametrize("name", ["neon", "", None, 1])
+@pytest.mark.parametrize("name", ["sse", "", None, 1])
 def test_instructions_that_there_are_not_are_refused(name) -> None:
     with pytest.raises(ValueError, match="no such instruction set"):
         _native.use(name)
