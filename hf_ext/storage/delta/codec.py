@@ -306,7 +306,8 @@ def apply_raw(payload: np.ndarray | bytes, tensor: RawTensor, header: Header | N
         header.require_base(tensor.dtype, tensor.shape)
     row_values = max(math.prod(header.shape[1:]), 1)
     listed = None
-    if header.mode == CODED and not header.narrow and header.base_values and tensor.data.ctypes.data % WIDTHS[header.dtype] == 0:
+    has_own_type = header.mode == CODED and not header.narrow
+    if has_own_type and header.base_values and tensor.data.ctypes.data % WIDTHS[header.dtype] == 0:
         try:
             listed = _native.list_changes(
                 np.frombuffer(payload, np.uint8)[header.body :],
