@@ -26,7 +26,7 @@ def narrow_rows(tensor: RawTensor, length: int) -> tuple[str, np.ndarray]:
     narrow, fits = tensor.dtype, np.zeros(len(bits), bool)
     types = NARROWER.get(tensor.dtype, {})
     sample = bits[:: -(-len(bits) // SAMPLED_ROWS), 0]
-    if not types or np.all(sample & _low_bits(min(types.values()), bits)):
+    if not types or (sample & _low_bits(min(types.values()), bits)).all():
         return narrow, fits
     for dtype, zeros in types.items():
         rows = np.arange(len(bits))
