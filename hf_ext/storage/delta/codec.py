@@ -374,8 +374,8 @@ def _is_possible(header: Header, size: int) -> bool:
         with_base = header.base_values <= header.values and header.base_dtype in FLOATS or header.base_values == 0
         return header.dtype in FLOATS and with_base and 0 < header.values <= header.base_values + MAX_EXPANSION * size
     if header.mode == MIXED:
-        possible = header.narrow and header.base_values == 0 and _has_long_rows(header.shape)
-        return bool(possible) and 0 < header.values <= MAX_EXPANSION * size
+        possible = header.narrow != "" and header.base_values == 0 and _has_long_rows(header.shape)
+        return possible and 0 < header.values <= MAX_EXPANSION * size
     if header.mode == DEFLATED:
         with_base = header.base_values == header.values and header.base_dtype == header.dtype or header.base_values == 0
         return width is not None and with_base and 0 < header.values * width <= MAX_INFLATION * size
