@@ -14,11 +14,17 @@ from safetensors.torch import load_file, save_file
 
 
 def alone(args: argparse.Namespace, dtype: str) -> dict:
-    """Per cent of the original, and MB of original per second on one thread, as {peer: {"share", "compress", "decompress"}}."""
+    """Per cent of the original, and MB of original per second on one thread, as {values: {peer: {"share", "compress",
+    "decompress"}}}: of weights in a type and, for fp32, of the same whose values are those of bf16 or fp16."""
+    return {values: of_values(args, dtype, values) for values in (TORCH if dtype == "fp32" else [dtype])}
+
+
+def of_values(args: argparse.Namespace, dtype: str, values: str) -> dict:
     default_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     weights = load_file(minilm() / "model.safetensors")
-    tensors = {name: tensor.to(TORCH[dtype]) for name, tensor in weights.items() if tensor.is_floating_point()}
+    floats = {name: tensor.to(TORCH[values]) for name, tensor in weights.items() if tensor.is_floating_point()}
+    tensors = {name: tensor.to(TORCH[dtype]) for name, tensor in floats.items()}
     pairs = [Pair(name, bits(tensor, dtype), None, is_dense(name, tensor)) for name, tensor in tensors.items()]
     found = {peer.name: of_tensors(peer, pairs, dtype, args.runs) for peer in (ours(), *without_base())}
     if (peer := lmzip()) is not None:
@@ -27,7 +33,8 @@ def alone(args: argparse.Namespace, dtype: str) -> dict:
             found[peer.name] = of_file(peer, Path(folder, "model.safetensors"), args.runs)
     torch.set_num_threads(default_threads)
     rows = [[name, f"{100 * x['share']:.2f} %", f"{x['compress']:.0f}", f"{x['decompress']:.0f}"] for name, x in found.items()]
-    title = f"{dtype}, all-MiniLM-L6-v2 without a base: size, and MB of original per second, median of {args.runs} rounds"
+    kind = dtype if values == dtype else f"{dtype} that holds {values}"
+    title = f"{kind}, all-MiniLM-L6-v2 without a base: size, and MB of original per second, median of {args.runs} rounds"
     print_table(title, ["codec", "of the original", "compress", "decompress"], rows)
     return found
 

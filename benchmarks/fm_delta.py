@@ -48,6 +48,15 @@ def size(args: argparse.Namespace, dtype: str) -> dict:
     return sizes({task: load_pairs(args.pairs / task, dtype) for task in args.tasks}, dtype)
 
 
+def widened(args: argparse.Namespace) -> dict:
+    """The same of the first task in fp32, whose values, and those of its base, are those of bf16 or fp16."""
+    task, found = args.tasks[0], {}
+    for values in ("bf16", "fp16"):
+        print(f"\nThe values are those of {values}:")
+        found[values] = sizes({task: load_pairs(args.pairs / task, "fp32", values=values)}, "fp32")
+    return found
+
+
 def merged(args: argparse.Namespace, dtype: str) -> dict:
     """The same of the LoRA of the first task, merged by PEFT into the base in its type."""
     task = f"{args.tasks[0]}-lora"
@@ -312,7 +321,7 @@ def in_each_type(section: Callable[[argparse.Namespace, str], dict]) -> Callable
 
 
 TYPED = [size, merged, alone, speed, load, switching, search, series, links, cold]
-WHOLE = [scale, quantized, language_model]
+WHOLE = [widened, scale, quantized, language_model]
 SECTIONS = {section.__name__: in_each_type(section) for section in TYPED} | {section.__name__: section for section in WHOLE}
 
 

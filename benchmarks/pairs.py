@@ -42,10 +42,11 @@ def is_dense(name: str, tensor: torch.Tensor) -> bool:
     return tensor.ndim == 2 and (".layer." in name or ".layers." in name)
 
 
-def load_pairs(folder: Path, dtype: str, base: Path | None = None) -> list[Pair]:
-    """The tensors of a fine-tune in a type. In one of QUANTIZED only the dense ones, as only those are kept so."""
+def load_pairs(folder: Path, dtype: str, base: Path | None = None, values: str = "fp32") -> list[Pair]:
+    """The tensors of a fine-tune in a type, their values rounded to another before. In one of QUANTIZED only the dense ones, as
+    only those are kept so."""
     return [
-        Pair(name, bits(tensor, dtype), bits(twin, dtype), is_dense(name, tensor))
+        Pair(name, bits(tensor.to(TORCH[values]), dtype), bits(twin.to(TORCH[values]), dtype), is_dense(name, tensor))
         for name, tensor, twin in load_tensors(folder, base)
         if dtype in TORCH or is_dense(name, tensor)
     ]

@@ -84,6 +84,11 @@ def tensors(version: int) -> tuple[Tensors, Tensors]:
     add("vector", bell(410, 300), bell(410, 300) + bell(412, 300) / 2**12, torch.float32)
     add("cast", bell(420, 12, 64) / 16, bell(420, 12, 64) / 16 + bell(422, 12, 64) / 2**12, torch.float32)
     tuned["cast"] = tuned["cast"].half()  # of a float32 base
+    before = (bell(424, 2, 24, 64) / 16).astype(np.float32)
+    add("widened", before[0], before[0] + bell(426, 24, 64) / 2**12, torch.bfloat16)
+    base["widened"], tuned["widened"] = base["widened"].float(), tuned["widened"].float()
+    before[1, 5:20] = before[1, 5:20].astype(np.float16)
+    tuned["mixed"] = torch.from_numpy(before[1])
     left, right = (np.rint(bell(seed, *shape) * 64) for seed, shape in ((430, (128, 2)), (432, (2, 128))))
     before = bell(434, 128, 128) / 16
     add("lora", before, before + left @ right / 2**20, torch.bfloat16)

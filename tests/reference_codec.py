@@ -378,6 +378,20 @@ def decode_body(
     return out
 
 
+def decode_mixed(body: bytes, dtype_code: int, narrow_code: int, values: int, row_length: int) -> np.ndarray:
+    """Returns the values of a mixed tensor, as `decode_body` does. Some of its rows are of a narrower type."""
+    rows = values // row_length
+    flags, rest = np.frombuffer(body, np.uint8)[: -(-rows // 8)], body[-(-rows // 8) :]
+    is_narrow = np.unpackbits(flags, bitorder="little")[:rows].astype(bool)
+    size = int.from_bytes(rest[:8], "little")
+    require(len(rest) >= 8 + size, "the compressed tensor ends too early")
+    out = np.empty((rows, row_length), TYPES[dtype_code].unsigned)
+    for code, where, part in ((narrow_code, is_narrow, rest[8 : 8 + size]), (dtype_code, ~is_narrow, rest[8 + size :])):
+        decoded = decode_body(part, None, code, int(where.sum()) * row_length, row_length, 0)
+        out[where] = (decoded if code == dtype_code else cast(decoded, code, dtype_code)).reshape(-1, row_length)
+    return out.ravel()
+
+
 def cast(bits: np.ndarray, from_code: int, to_code: int) -> np.ndarray:
     """Rounds floats to another type, to nearest, ties to even. A NaN keeps only its sign."""
     source, target = TYPES[from_code], TYPES[to_code]

@@ -1,5 +1,7 @@
 #include "floats.h"
 
+#include "instruction_sets.h"
+
 namespace hf_ext {
 
 int width(int dtype) {
@@ -16,7 +18,14 @@ void cast(int from, int to, const void* source, void* target, size_t values) {
             using To = decltype(to_type);
             const auto* in = static_cast<const typename From::U*>(source);
             auto* out = static_cast<typename To::U*>(target);
-            for (size_t i = 0; i < values; ++i) out[i] = converted<From, To>(in[i]);
+            with_instructions([=](auto) {
+                for (size_t i = 0; i < values; ++i) {
+                    if constexpr (From::WIDTH <= 32 && To::WIDTH <= 32)
+                        out[i] = converted_by_float<From, To>(in[i]);
+                    else
+                        out[i] = converted<From, To>(in[i]);
+                }
+            });
         });
     });
 }

@@ -143,4 +143,21 @@ constexpr typename To::U converted(typename From::U bits) {
     return U(sign | (result >= To::INFINITY_BITS ? To::INFINITY_BITS : U(result)));
 }
 
+// The same for types of at most 32 bits, in a form that compilers vectorize. No result depends on how the processor treats
+// subnormals.
+template <class From, class To>
+inline typename To::U converted_by_float(typename From::U bits) {
+    using U = typename To::U;
+    uint32_t magnitude = uint32_t(bits) << (32 - From::WIDTH) & 0x7FFFFFFF;
+    if constexpr (std::is_same_v<From, F16>) {
+        magnitude >>= 3;
+        const uint32_t subnormal = bits_as<uint32_t>(bits_as<float>(magnitude + (113u << 23)) - 0x1p-14f);
+        const uint32_t finite = magnitude < (1u << 23) ? subnormal : magnitude + (112u << 23);
+        magnitude = magnitude < (31u << 23) ? finite : magnitude + (224u << 23);
+    }
+    const U nearest =
+        magnitude > 0x7F800000 ? U(To::INFINITY_BITS | U(1) << (To::MANTISSA - 1)) : rounded<To>(bits_as<float>(magnitude));
+    return U((bits & From::SIGN ? To::SIGN : U(0)) | nearest);
+}
+
 }  // namespace hf_ext

@@ -21,8 +21,10 @@ from hf_ext.storage.delta.codec import (
     DEFLATED,
     FLOATS,
     MAX_EXPANSION,
+    MIXED,
     STORED,
     WIDTHS,
+    apply,
     decode,
     decode_raw,
     encode,
@@ -32,6 +34,8 @@ from hf_ext.storage.delta.codec import (
     read_header,
 )
 from hf_ext.storage.delta.codec import _inflate as inflate
+from hf_ext.storage.delta.narrow import NARROWER
+from hf_ext.storage.native import cast
 from hf_ext.storage.safetensors_file import RawTensor, safetensors_dtype, torch_dtype
 
 HEADER = 36  # bytes before the shape, see docs/fm_delta_format.md
@@ -212,6 +216,86 @@ def test_a_tensor_at_an_odd_address_comes_back():
     assert payload == encode_raw(tensor, base)
     shifted = np.frombuffer(b"\0" + payload, np.uint8)[1:]
     assert decode_raw(shifted, moved(base)).data.tobytes() == tensor.data.tobytes()
+
+
+# ---- narrower types --------------------------------------------------------------------------------------------------
+
+WIDENED = [(torch_dtype(wide), torch_dtype(narrow)) for wide in NARROWER for narrow in NARROWER[wide]]
+widened_pairs = pytest.mark.parametrize(("wide", "narrow"), WIDENED, ids=str)
+
+
+def every_value(wide: torch.dtype, narrow: torch.dtype) -> torch.Tensor:
+    """All values of a narrow type of 16 bits, or many of float32, in another type: subnormals, zeros, infinities, NaNs."""
+    data = np.arange(1 << 16, dtype="<u2") if narrow.itemsize == 2 else np.arange(0, 1 << 32, 65521, dtype="<u4")
+    names = safetensors_dtype(narrow), safetensors_dtype(wide)
+    return RawTensor(names[1], (len(data),), cast(data.view(np.uint8), *names)).to_torch()
+
+
+@widened_pairs
+@pytest.mark.parametrize("with_base", [False, True])
+@pytest.mark.parametrize("shape", [(400, 64), (9, 5, 7), (300,)], ids=str)
+def test_values_of_a_narrower_type_take_what_they_take_in_it(wide, narrow, with_base, shape):
+    tensor, base = trained(narrow, shape)
+    sizes = []
+    for dtype in (narrow, wide):
+        payload = assert_comes_back(tensor.to(dtype), base.to(dtype) if with_base else None)
+        sizes.append(len(payload) - read_header(payload).body)
+    assert sizes[0] == sizes[1] and read_header(payload).narrow == safetensors_dtype(narrow)
+
+
+@widened_pairs
+@pytest.mark.parametrize("with_base", [False, True])
+def test_every_value_of_a_narrower_type_comes_back(wide, narrow, with_base):
+    tensor = every_value(wide, narrow)
+    assert read_header(assert_comes_back(tensor, tensor.flip(0) if with_base else None)).narrow == safetensors_dtype(narrow)
+
+
+@widened_pairs
+@pytest.mark.parametrize("at", [0, 1, 999, 63_999])
+def test_one_value_that_a_narrower_type_does_not_hold_comes_back(wide, narrow, at):
+    tensor, base = (values.to(wide) for values in trained(narrow, (64_000,)))
+    for mask in (1, 1 << NARROWER[safetensors_dtype(wide)][safetensors_dtype(narrow)] - 1):
+        other = tensor.clone()
+        bits_of = other.numpy().view(f"<u{wide.itemsize}")
+        bits_of[at] ^= mask
+        assert read_header(assert_comes_back(other)).narrow != safetensors_dtype(narrow)
+        assert_comes_back(other, base)
+    infinity = int.from_bytes(bits(torch.tensor(math.inf, dtype=wide)), "little")
+    bits_of[at] = infinity | infinity >> 2 & ~infinity  # a NaN whose payload no cast makes
+    assert math.isnan(other[at]) and not read_header(assert_comes_back(other)).narrow
+
+
+@widened_pairs
+@pytest.mark.parametrize("shape", [(640, 64), (640, 8, 9), (641, 100)], ids=str)
+def test_rows_of_a_narrower_type_are_coded_in_it(wide, narrow, shape):
+    tensor = trained(wide, shape)[0]
+    plain = len(encode(tensor))
+    tensor[100:140] = tensor[100:140].to(narrow).to(wide)
+    tensor[::3] = tensor[::3].to(narrow).to(wide)
+    payload = assert_comes_back(tensor)
+    header = read_header(payload)
+    assert (header.mode, header.narrow, header.base_values) == (MIXED, safetensors_dtype(narrow), 0)
+    saved = NARROWER[safetensors_dtype(wide)][safetensors_dtype(narrow)] / 8 * tensor[0].numel() * (214 + 27)
+    assert plain - len(payload) > 0.9 * saved
+    assert encode(tensor, threads=3) == payload and bits(decode(payload, threads=3)) == bits(tensor)
+    out = np.zeros(tensor.nbytes, np.uint8)
+    decode_raw(payload, out=out)
+    assert out.tobytes() == bits(tensor)
+
+
+def test_a_few_rows_of_a_narrower_type_are_not_coded_apart():
+    tensor = trained(torch.float32, (640, 64))[0]
+    tensor[7] = 0
+    assert read_header(assert_comes_back(tensor)).mode == CODED
+
+
+def test_a_step_of_widened_values_is_applied_in_place():
+    tensor, base = (values.float() for values in trained(torch.bfloat16, (300, 64)))
+    tensor[5:] = base[5:]
+    payload = encode(tensor, base)
+    assert read_header(payload).narrow == "BF16"
+    assert apply(payload, base).tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(base, tensor)
 
 
 shapes = st.lists(st.integers(0, 12), max_size=4).map(tuple)

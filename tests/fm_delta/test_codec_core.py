@@ -423,9 +423,13 @@ def test_a_cast_rounds_to_the_nearest_even_for_any_bits(source: int, target: int
     near = [exact + np.array(step, unsigned(source)) for step in (0, 1, np.iinfo(unsigned(source)).max)]
     sign = unsigned(source).type(1 << (reference.TYPES[source].width - 1))
     bits = np.concatenate([*near, *(part ^ sign for part in near), random_bits(rng, 50_000, source)])
-    rounded = np.empty(len(bits), unsigned(target))
-    _native.cast(bits, source, rounded, target)
-    np.testing.assert_array_equal(rounded, reference.cast(bits, source, target))
+    expected = reference.cast(bits, source, target)
+    for name in _native.instruction_sets():
+        rounded = np.empty(len(bits), unsigned(target))
+        before = _native.use(name)
+        _native.cast(bits, source, rounded, target)
+        _native.use(before)
+        np.testing.assert_array_equal(rounded, expected)
 
 
 @pytest.mark.parametrize("code, values, expected", [

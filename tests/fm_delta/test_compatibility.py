@@ -11,7 +11,7 @@ from golden_checkpoints import DELTAS, sha256, tensors, write_folder
 
 from hf_ext import fm_delta
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.delta.codec import CODED, VERSION, row_length
+from hf_ext.storage.delta.codec import CODED, MIXED, VERSION, row_length
 from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.storage.native import FLOATS
 
@@ -34,18 +34,23 @@ def test_files_of_every_version_decompress_to_what_they_were(folder: Path, base:
 @every_version
 def test_the_reference_decodes_files_of_every_version(folder: Path, base: Path) -> None:
     file, checkpoint = CompressedFile(folder / "model.safetensors"), Checkpoint(base)
-    coded = {name: header for name, header in file.headers.items() if header.mode == CODED}
+    coded = {name: header for name, header in file.headers.items() if header.mode in (CODED, MIXED)}
     assert {header.dtype for header in coded.values()} == set(FLOATS)
+    assert {(header.mode, header.narrow) for header in coded.values()} == {(CODED, ""), (CODED, "BF16"), (MIXED, "F16")}
     for name, header in coded.items():
-        prediction = None
+        prediction, code = None, FLOATS[header.narrow or header.dtype]
         if header.base_values:
             kind = reference.TYPES[FLOATS[header.base_dtype]]
             bits = checkpoint.read(header.base_name).data.view(kind.unsigned)[: header.base_values]
-            same = header.base_dtype == header.dtype  # else a NaN would lose its payload
-            prediction = bits if same else reference.cast(bits, FLOATS[header.base_dtype], FLOATS[header.dtype])
+            same = FLOATS[header.base_dtype] == code  # else a NaN would lose its payload
+            prediction = bits if same else reference.cast(bits, FLOATS[header.base_dtype], code)
         sizes = header.values, row_length(header.shape), header.base_values
         body = file.payload(name)[header.body :].tobytes()
-        decoded = reference.decode_body(body, prediction, FLOATS[header.dtype], *sizes)
+        if header.mode == MIXED:
+            decoded = reference.decode_mixed(body, FLOATS[header.dtype], code, *sizes[:2])
+        else:
+            decoded = reference.decode_body(body, prediction, code, *sizes)
+            decoded = reference.cast(decoded, code, FLOATS[header.dtype]) if header.narrow else decoded
         assert xxhash.xxh3_64_intdigest(decoded.tobytes()) == header.checksum
 
 

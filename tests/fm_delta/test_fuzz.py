@@ -18,7 +18,7 @@ from tiny_checkpoints import TORCH_DTYPES
 
 from hf_ext import _native
 from hf_ext.errors import BaseModelError, CorruptFileError
-from hf_ext.storage.delta.codec import CODED, MAGIC, decode_raw, encode_raw, peek_header, read_header
+from hf_ext.storage.delta.codec import CODED, DEFLATED, MAGIC, MIXED, decode_raw, encode_raw, peek_header, read_header
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.safetensors_file import RawTensor
 
@@ -81,7 +81,8 @@ def payloads(draw: st.DrawFn) -> bytes:
     shape = draw(st.lists(counts, max_size=4))
     names = [draw(texts) for _ in range(4)]
     lengths = [min(len(name) + draw(st.sampled_from([0, 0, 0, 0, 1, 200])), 255) for name in names]
-    mode, ndim = draw(st.sampled_from([0, 1, 1, 2])), max(len(shape) + draw(st.sampled_from([0, 0, 0, 0, 1, -1, 100])), 0)
+    mode = draw(st.sampled_from([0, 1, 1, 2, 3, 0x21, 0x31, 0x23]))
+    ndim = max(len(shape) + draw(st.sampled_from([0, 0, 0, 0, 1, -1, 100])), 0)
     variable = struct.pack(f"<{len(shape)}Q", *shape) + b"".join(names) + draw(st.binary(max_size=80))
     return seal([MAGIC, mode, ndim, *lengths, draw(counts), draw(counts)], variable)
 
@@ -153,6 +154,12 @@ SOUND = [  # payloads of each type and mode, each with its base
     for shape in [(6, 64), (384,)]
     for base in [None, TWINS[dtype, shape], TWINS["BF16", shape], TWINS[dtype, (4, 64)]]
 ]
+for dtype in ("F32", "F64"):  # all values are of a narrower type, or half of the rows
+    wide, half = (tensor_of(kind, (6, 64), 2) for kind in (dtype, "F16"))
+    narrow = RawTensor(dtype, (6, 64), cast(half.data, "F16", dtype))
+    both = RawTensor(dtype, (6, 64), np.concatenate([narrow.data[: narrow.data.size // 2], wide.data[wide.data.size // 2 :]]))
+    SOUND += [(encode_raw(narrow, base, "a", "b"), base) for base in (None, TWINS["F16", (6, 64)])]
+    SOUND.append((encode_raw(both, None, "a", "b"), None))
 dimensions = st.sampled_from([0, 1, 2, 4, 6, 63, 64, 65, 384, 1 << 32, 1 << 63])
 
 
@@ -161,12 +168,12 @@ def changed_payloads(draw: st.DrawFn) -> tuple[bytes, RawTensor | None]:
     """Returns a sound payload with changed fields or body, right lengths and a right checksum, and a base: often its own."""
     payload, base = draw(st.sampled_from(SOUND))
     header = read_header(payload)
-    mode, shape, base_values = header.mode, list(header.shape), header.base_values
+    mode, shape, base_values = payload[4], list(header.shape), header.base_values
     names = [text.encode() for text in (header.dtype, header.base_dtype, header.name, header.base_name)]
     body = bytearray(payload[header.body :])
     for part in draw(st.lists(st.sampled_from(["mode", "shape", "name", "base values", "body", "size"]), max_size=2)):
         if part == "mode":
-            mode = draw(st.integers(0, 3))
+            mode = draw(st.integers(0, 4) | st.sampled_from([16 * code + mode for code in range(6) for mode in range(4)]))
         elif part == "shape":
             shape = draw(st.one_of(st.permutations(shape), st.lists(dimensions, max_size=3)))
         elif part == "name":
@@ -189,7 +196,7 @@ def with_checksum_of_its_tensor(payload: bytes, base: RawTensor | None) -> bytes
         header = read_header(payload)
     except CorruptFileError:
         return payload
-    if header.mode != CODED:
+    if header.mode not in (CODED, MIXED):
         return payload
     tensor = np.zeros(header.size, np.uint8)
     with using(SETS[0]):
@@ -201,6 +208,18 @@ def with_checksum_of_its_tensor(payload: bytes, base: RawTensor | None) -> bytes
 def test_the_payloads_to_change_are_sound() -> None:
     for payload, base in SOUND:
         assert isinstance(read_or_refuse(payload, base), tuple)
+
+
+@pytest.mark.parametrize(("dtype", "narrower"), [("F32", (2, 3)), ("F64", (1, 2, 3)), ("F16", ()), ("BF16", ())])
+def test_a_mode_with_a_type_that_is_not_narrower_is_refused(dtype: str, narrower: tuple[int, ...]) -> None:
+    tensor = RawTensor.from_torch(torch.linspace(-1, 1, 384, dtype=torch.float64).cos().reshape(6, 64).to(TORCH_DTYPES[dtype]))
+    payload = encode_raw(tensor)
+    fields = list(FIXED.unpack(payload[: FIXED.size])[:-1])
+    for mode in range(256):
+        fields[1] = mode
+        outcome = read_or_refuse(seal(fields, payload[FIXED.size :]), None)
+        is_known = mode == DEFLATED or mode & 15 in (CODED, MIXED) and mode >> 4 in narrower
+        assert isinstance(outcome, tuple) if mode == CODED else is_known != ("invalid header" in outcome)
 
 
 @derandomized

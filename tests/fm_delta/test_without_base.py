@@ -35,7 +35,7 @@ def test_a_model_comes_back_byte_for_byte(tmp_path, dtype, shards):
     assert contents(tmp_path / "back") == contents(src)
     report = fm_delta.inspect(tmp_path / "small")
     assert (report.base, report.revision) == (None, None) and report.summary().endswith(" %), without a base")
-    assert {tensor.how for tensor in report.tensors} == {"alone", "stored"}
+    assert {tensor.how for tensor in report.tensors} <= {"alone", "stored"}
     settings = json.loads((tmp_path / "small/config.json").read_text())["quantization_config"]
     assert (settings["base"], settings["revision"]) == (None, None)
     assert all(CompressedFile(path).base is None for path in (tmp_path / "small").glob("*.safetensors"))

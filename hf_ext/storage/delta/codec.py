@@ -18,6 +18,7 @@ import xxhash
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
+from hf_ext.storage.delta.narrow import NARROWER, decode_mixed, encode_mixed, narrow_rows
 from hf_ext.storage.native import FLOATS, WIDTHS, _native, aligned, cast
 from hf_ext.storage.prefetch import check_awaited
 from hf_ext.storage.safetensors_file import ITEMSIZE, RawTensor
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 MAGIC = b"FMD" + bytes([VERSION])
-STORED, CODED, DEFLATED = 0, 1, 2
+STORED, CODED, DEFLATED, MIXED = 0, 1, 2, 3
 SHORT_ROW, FLAT_ROW = 64, 1024  # rows shorter than SHORT_ROW are joined to rows of up to FLAT_ROW values
 MAX_EXPANSION = 64  # limit of values without a base per byte of a body; valid bodies have at most 4/3, as low bits are verbatim
 MAX_INFLATION = 1032  # limit of bytes that one byte of a Deflate stream stands for
@@ -45,7 +46,8 @@ class Header:
     Attributes:
         name: the tensor's name in the checkpoint.
         dtype, shape: the tensor's, as safetensors names them.
-        mode: STORED for the tensor's own bytes, CODED for the C++ codec's, or DEFLATED.
+        mode: STORED for the tensor's own bytes, CODED for the C++ codec's, DEFLATED, or MIXED if rows are CODED in two types.
+        narrow: the narrower type in which the values, or some rows of a MIXED tensor, are coded; empty for none.
         base_name, base_dtype: the tensor of the base that predicts this one; empty without one.
         base_values: the number of leading values that the base's tensor predicts.
         checksum: XXH3-64 of the tensor's bytes.
@@ -56,6 +58,7 @@ class Header:
     dtype: str
     shape: tuple[int, ...]
     mode: int
+    narrow: str
     base_name: str
     base_dtype: str
     base_values: int
@@ -102,6 +105,11 @@ def row_length(shape: tuple[int, ...]) -> int:
     return trailing if trailing >= SHORT_ROW else FLAT_ROW // trailing * trailing
 
 
+def _has_long_rows(shape: tuple[int, ...]) -> bool:
+    """Returns whether a row is that of one first index, so that all rows have the same length."""
+    return row_length(shape) == math.prod(shape[1:])
+
+
 def encode_raw(
     tensor: RawTensor,
     base: RawTensor | None = None,
@@ -130,19 +138,16 @@ def encode_raw(
     checksum = xxhash.xxh3_64_intdigest(tensor.data)
     mode, base_values, body = STORED, 0, memoryview(tensor.data)
     if tensor.dtype in FLOATS and tensor.data.size:
-        data = aligned(tensor.data, tensor.dtype)
+        narrow, fits = narrow_rows(tensor, math.prod(tensor.shape))
+        coded = RawTensor(narrow, tensor.shape, cast(tensor.data, tensor.dtype, narrow)) if fits else tensor
         base_values = _predicted_values(tensor, base)
         attempts = [base_values, 0] if base_values else [0]
         for predicted in attempts:
-            prediction = _prediction(base, tensor.dtype, predicted)
-            changes = _changes(tensor, data, prediction, level)
-            candidate = _native.encode(
-                data, prediction, FLOATS[tensor.dtype], row_length(tensor.shape), predicted, threads, changes
-            )
+            candidate_mode, candidate = _encode_floats(tensor, coded, base, predicted, threads, level)
             if len(candidate) < len(body):
-                mode, base_values, body = CODED, predicted, memoryview(candidate)
+                mode, base_values, body = candidate_mode, predicted, memoryview(candidate)
             # A base that saves a quarter is the right one. Any other may be unrelated: the second attempt does without it.
-            if len(candidate) < 0.75 * tensor.data.size:
+            if len(candidate) < 0.75 * coded.data.size:
                 break
         if mode == STORED:
             base_values = 0
@@ -209,16 +214,17 @@ def read_header(payload: np.ndarray | bytes, name: str = "") -> Header:
 
 def peek_header(payload: np.ndarray | memoryview) -> Header:
     """Returns the header of a payload that `read_header` has checked before."""
-    _, mode, ndim, *lengths, base_values, checksum, _ = _FIXED.unpack_from(payload)
-    if mode not in (STORED, CODED, DEFLATED):
-        raise ValueError(f"mode {mode} is unknown")
+    _, kind, ndim, *lengths, base_values, checksum, _ = _FIXED.unpack_from(payload)
+    mode, code = kind & 15, kind >> 4
+    if mode > MIXED or code > len(FLOATS):
+        raise ValueError(f"mode {kind} is unknown")
     shape = struct.unpack_from(f"<{ndim}Q", payload, _FIXED.size)
     texts, start = [], _FIXED.size + 8 * ndim
     for length in lengths:
         texts.append(bytes(payload[start : start + length]).decode())
         start += length
     dtype, base_dtype, name, base_name = texts
-    return Header(name, dtype, shape, mode, base_name, base_dtype, base_values, checksum, start)
+    return Header(name, dtype, shape, mode, ["", *FLOATS][code], base_name, base_dtype, base_values, checksum, start)
 
 
 def decode_raw(
@@ -258,10 +264,7 @@ def decode_raw(
                     data += base.data[: data.size]
             else:
                 data = np.empty(header.size, np.uint8) if out is None else out
-                prediction = _prediction(base, header.dtype, header.base_values)
-                _native.decode(
-                    body, (data, prediction, FLOATS[header.dtype], row_length(header.shape), header.base_values, threads)
-                )
+                _decode_floats(body, header, base, data, threads)
         except ValueError as error:
             # The payload's own checksum was right, so if there is a base, it is the wrong one.
             if header.base_values:
@@ -303,7 +306,8 @@ def apply_raw(payload: np.ndarray | bytes, tensor: RawTensor, header: Header | N
         header.require_base(tensor.dtype, tensor.shape)
     row_values = max(math.prod(header.shape[1:]), 1)
     listed = None
-    if header.mode == CODED and header.base_values and tensor.data.ctypes.data % WIDTHS[header.dtype] == 0:
+    has_own_type = header.mode == CODED and not header.narrow
+    if has_own_type and header.base_values and tensor.data.ctypes.data % WIDTHS[header.dtype] == 0:
         try:
             listed = _native.list_changes(
                 np.frombuffer(payload, np.uint8)[header.body :],
@@ -364,9 +368,14 @@ def _another_base(header: Header) -> BaseModelError:
 def _is_possible(header: Header, size: int) -> bool:
     """Checks that the fields of a header, which may be forged, fit each other and a body of `size` bytes."""
     width = ITEMSIZE.get(header.dtype)
+    if header.narrow and (header.mode not in (CODED, MIXED) or header.narrow not in NARROWER.get(header.dtype, ())):
+        return False
     if header.mode == CODED:
         with_base = header.base_values <= header.values and header.base_dtype in FLOATS or header.base_values == 0
         return header.dtype in FLOATS and with_base and 0 < header.values <= header.base_values + MAX_EXPANSION * size
+    if header.mode == MIXED:
+        possible = header.narrow != "" and header.base_values == 0 and _has_long_rows(header.shape)
+        return possible and 0 < header.values <= MAX_EXPANSION * size
     if header.mode == DEFLATED:
         with_base = header.base_values == header.values and header.base_dtype == header.dtype or header.base_values == 0
         return width is not None and with_base and 0 < header.values * width <= MAX_INFLATION * size
@@ -413,6 +422,32 @@ def _predicted_values(tensor: RawTensor, base: RawTensor | None) -> int:
         return 0
     values, shared = math.prod(tensor.shape), min(base.shape[0], tensor.shape[0]) * math.prod(tensor.shape[1:])
     return values if shared == values else shared - shared % row_length(tensor.shape)
+
+
+def _encode_floats(
+    tensor: RawTensor, coded: RawTensor, base: RawTensor | None, predicted: int, threads: int, level: int
+) -> tuple[int, bytes]:
+    """Returns the mode byte and the body of a tensor if the base predicts its first `predicted` values. `coded` is the same
+    tensor in the type in which its values are coded."""
+    is_own, length = coded is tensor, row_length(tensor.shape)
+    if is_own and not predicted and _has_long_rows(tensor.shape) and (mixed := encode_mixed(tensor, length, threads)):
+        return MIXED | FLOATS[mixed[0]] << 4, mixed[1]
+    data, prediction = aligned(coded.data, coded.dtype), _prediction(base, coded.dtype, predicted)
+    changes = _changes(coded, data, prediction, level)
+    body = _native.encode(data, prediction, FLOATS[coded.dtype], length, predicted, threads, changes)
+    return CODED | (0 if is_own else FLOATS[coded.dtype] << 4), body
+
+
+def _decode_floats(body: np.ndarray, header: Header, base: RawTensor | None, data: np.ndarray, threads: int) -> None:
+    """Fills `data` from the body of a float tensor."""
+    length, coded_dtype = row_length(header.shape), header.narrow or header.dtype
+    if header.mode == MIXED:
+        return decode_mixed(body, header.narrow, header.dtype, length, data, threads)
+    coded = np.empty(header.values * WIDTHS[coded_dtype], np.uint8) if header.narrow else data
+    prediction = _prediction(base, coded_dtype, header.base_values)
+    _native.decode(body, (coded, prediction, FLOATS[coded_dtype], length, header.base_values, threads))
+    if header.narrow:
+        _native.cast(coded, FLOATS[coded_dtype], data, FLOATS[header.dtype])
 
 
 def _changes(tensor: RawTensor, data: np.ndarray, prediction: np.ndarray | None, level: int) -> tuple[Factors, ...]:
