@@ -5,7 +5,7 @@ Needs the folder of benchmarks/language_model.py, and runs where vLLM is install
     python benchmarks/vllm_serving.py --lm lm
 
 Requests are greedy completions of 16 tokens. "Reload" is vLLM's own `reload_weights` of the plain checkpoint, "decode" this
-package decoding the same checkpoint in a process of its own on as many threads, and "copy" PyTorch copying the weights in memory.
+package decoding the same checkpoint in a process of its own on as many threads, and "copy" copying the weights in memory.
 """
 
 import argparse
@@ -55,6 +55,7 @@ class Server:
             "first",
             *options,
         ]
+        command += options
         self.log, start = log, time.perf_counter()
         self.process = subprocess.Popen(
             command, cwd=log.parent, env=os.environ | ENVIRONMENT, stdout=log.open("w"), stderr=subprocess.STDOUT
@@ -216,7 +217,8 @@ def many(args: argparse.Namespace) -> dict:
         ["all models, restarting once for each (computed)", f"{alone + len(FINE_TUNES) * restart:.0f}", f"{len(FINE_TUNES)}"],
         ["all models, restarting in their order (computed)", f"{alone + in_order * restart:.0f}", f"{in_order}"],
     ]
-    print_table("Many fine-tunes", ["", "s", "changes of the model"], rows)
+    title = f"{len(requests)} requests of {args.clients} clients to {len(FINE_TUNES)} fine-tunes in random order"
+    print_table(title, ["", "s", "changes of the model"], rows)
     return {"alone": alone, "after a switch": after, "mixed": mixed, "switches": switches, "restart": restart}
 
 
