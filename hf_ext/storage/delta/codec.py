@@ -18,6 +18,7 @@ import xxhash
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
+from hf_ext.storage.mapped import fresh_memory
 from hf_ext.storage.native import FLOATS, WIDTHS, _native, aligned, cast
 from hf_ext.storage.prefetch import check_awaited
 from hf_ext.storage.safetensors_file import ITEMSIZE, RawTensor
@@ -257,7 +258,7 @@ def decode_raw(
                 if header.base_values and base is not None:
                     data += base.data[: data.size]
             else:
-                data = np.empty(header.size, np.uint8) if out is None else out
+                data = fresh_memory(header.size) if out is None else out
                 prediction = _prediction(base, header.dtype, header.base_values)
                 _native.decode(
                     body, (data, prediction, FLOATS[header.dtype], row_length(header.shape), header.base_values, threads)
