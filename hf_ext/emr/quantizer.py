@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from huggingface_hub import snapshot_download
+from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform
 
 from hf_ext.emr.config import EMRConfig
@@ -37,7 +38,7 @@ class EMRQuantizer(DecodingQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.plan: list[Loaded] = []
 
-    def open(self, files: list[Path]) -> TensorSource:
+    def open(self, model: PreTrainedModel, files: list[Path]) -> TensorSource:
         settings, hub = self.quantization_config, compat.hub_settings()
         folder = _whole_folder(files[0].parent, settings.tasks, hub)
         self.merged = MergeFolder(folder, settings.base, settings.revision, hub)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from hf_ext.fm_delta.config import FMDeltaConfig
 from hf_ext.integration import compat
 from hf_ext.integration.quantizer import DecodingQuantizer
@@ -20,5 +22,5 @@ class FMDeltaQuantizer(DecodingQuantizer):
     )
     advice = "Run `hf-ext decompress` on the checkpoint first."
 
-    def open(self, files: list[Path]) -> DeltaCheckpoint:
+    def open(self, model: PreTrainedModel, files: list[Path]) -> DeltaCheckpoint:
         return open_delta(files, self.quantization_config.base, self.quantization_config.revision, compat.hub_settings())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -74,16 +74,6 @@ def hub_settings() -> Hub:
 
     variables = variables_of_caller(PreTrainedModel.from_pretrained) or {}
     return Hub(**{name: variables[name] for name in Hub._fields if name in variables})
-
-
-def checkpoint_files() -> Sequence[str] | None:
-    """Returns the weights' files of the `from_pretrained` that loads a model at this moment, once they have been downloaded.
-
-    Transformers tells a quantizer only after it has built the model.
-    """
-    from transformers import PreTrainedModel
-
-    return (variables_of_caller(PreTrainedModel.from_pretrained) or {}).get("checkpoint_files")
 
 
 def saves_only_lora_tensors() -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
 from copy import copy, deepcopy
 from functools import cache
 from pathlib import Path
@@ -113,7 +112,7 @@ class DecodingQuantizer(HfQuantizer):
                 setattr(self, method, getattr(self.then, method))
 
     @abstractmethod
-    def open(self, files: list[Path]) -> TensorSource:
+    def open(self, model: PreTrainedModel, files: list[Path]) -> TensorSource:
         """Returns the plain tensors that these files encode, by the names in the files."""
 
     def validate_environment(self, *args, **kwargs):
@@ -124,7 +123,6 @@ class DecodingQuantizer(HfQuantizer):
             self.then.validate_environment(*args, **kwargs)
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        self._start(compat.checkpoint_files())
         # For dtype="auto" without a dtype in config.json, Transformers takes the payloads' type, uint8.
         if not dtype.is_floating_point and self.quantization_config.dtype is not None:
             stored = self.quantization_config.dtype
@@ -145,24 +143,18 @@ class DecodingQuantizer(HfQuantizer):
         if getattr(model.config, "distributed_config", None) is not None:
             raise CheckpointError(self._sharded("Tensor parallelism"))
         # Transformers replaces errors during loading by a generic one, so everything that can be checked is checked here.
-        if not self._start(checkpoint_files):
+        files = [Path(path) for path in checkpoint_files or [] if Path(path).suffix == ".safetensors"]
+        if not files:
             raise CheckpointError(
                 f"A checkpoint of {type(self.quantization_config).quant_method} is read from safetensors files, not from a "
                 "state dict."
             )
+        self.source = self.open(model, files)
+        # Decoding runs ahead of loading, in the same order.
+        names = sorted(self.source.names(), key=dot_natural_key)
+        sizes = {name: self.source.entry(name).nbytes for name in names}
+        self.tensors = Prefetcher(self.source.read, sizes)
         return model
-
-    def _start(self, checkpoint_files: Sequence[str] | None) -> bool:
-        """Starts to decode the files, unless it has started. Returns whether there are any.
-
-        Decoding runs ahead of loading, in the same order, and begins before Transformers builds the model if possible.
-        """
-        files = [Path(path) for path in checkpoint_files or [] if Path(path).suffix == ".safetensors"]
-        if files and not hasattr(self, "tensors"):
-            self.source = self.open(files)
-            names = sorted(self.source.names(), key=dot_natural_key)
-            self.tensors = Prefetcher(self.source.read, {name: self.source.entry(name).nbytes for name in names})
-        return bool(files)
 
     def update_parallel_plan(self, model, plan) -> None:
         """Does nothing, as decoding adds no parameters to the model. Transformers would walk through all parameters, twice."""

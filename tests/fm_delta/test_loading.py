@@ -42,7 +42,6 @@ from transformers import (
 )
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, QPissaConfig, fm_delta
-from hf_ext.fm_delta.quantizer import FMDeltaQuantizer
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -111,24 +110,6 @@ def test_every_model_loads_bit_equal_and_smaller(folder_of, name):
         if isinstance(output, torch.Tensor):
             torch.testing.assert_close(output, expected)
     assert (folder / "small/model.safetensors").stat().st_size < (folder / "tuned/model.safetensors").stat().st_size
-
-
-def test_decoding_begins_before_the_model_is_built(folder_of, monkeypatch):
-    folder, order = folder_of("llama") / "small", []
-
-    def record(cls, method):
-        original = getattr(cls, method)
-
-        def recorded(self, *args, **kwargs):
-            order.append(method)
-            return original(self, *args, **kwargs)
-
-        monkeypatch.setattr(cls, method, recorded)
-
-    record(FMDeltaQuantizer, "open")
-    record(LlamaForCausalLM, "__init__")
-    LlamaForCausalLM.from_pretrained(folder)
-    assert order == ["open", "__init__"]
 
 
 def test_tensors_of_several_blocks_load_bit_equal(tmp_path):
