@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import defaultdict
 from copy import copy, deepcopy
+from functools import cache
 from pathlib import Path
 from re import escape
 from typing import Any, TypeVar
@@ -115,7 +116,7 @@ class DecodingQuantizer(HfQuantizer):
         """Returns the plain tensors that these files encode, by the names in the files."""
 
     def validate_environment(self, *args, **kwargs):
-        versions.require("Loading this checkpoint", "transformers>=5.16.1", advice=self.advice)
+        _require_transformers(self.advice)
         if is_deepspeed_zero3_enabled():
             raise CheckpointError(self._sharded("DeepSpeed ZeRO-3"))
         if self.then is not None:
@@ -154,6 +155,9 @@ class DecodingQuantizer(HfQuantizer):
         sizes = {name: self.source.entry(name).nbytes for name in names}
         self.tensors = Prefetcher(self.source.read, sizes)
         return model
+
+    def update_parallel_plan(self, model, plan) -> None:
+        """Does nothing, as decoding adds no parameters to the model. Transformers would walk through all parameters, twice."""
 
     def update_weight_conversions(self, weight_conversions: list, model=None) -> list:
         # Transformers 5.16 to 5.20 pass no model.
@@ -301,6 +305,11 @@ class Quantize(ConversionOps):
 
     def convert(self, input_dict: dict[str, Any], **kwargs) -> dict[str, Any]:
         return self.quantizer.quantize(input_dict, **kwargs)
+
+
+@cache  # looking the version up takes a millisecond
+def _require_transformers(advice: str) -> None:
+    versions.require("Loading this checkpoint", "transformers>=5.16.1", advice=advice)
 
 
 def own_operations(converter: WeightConverter) -> list[ConversionOps]:

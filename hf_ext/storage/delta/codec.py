@@ -19,6 +19,7 @@ import xxhash
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
 from hf_ext.storage.delta.narrow import NARROWER, decode_mixed, encode_mixed, narrow_rows
+from hf_ext.storage.mapped import fresh_memory
 from hf_ext.storage.native import FLOATS, WIDTHS, _native, aligned, cast
 from hf_ext.storage.prefetch import check_awaited
 from hf_ext.storage.safetensors_file import ITEMSIZE, RawTensor
@@ -263,7 +264,7 @@ def decode_raw(
                 if header.base_values and base is not None:
                     data += base.data[: data.size]
             else:
-                data = np.empty(header.size, np.uint8) if out is None else out
+                data = fresh_memory(header.size) if out is None else out
                 _decode_floats(body, header, base, data, threads)
         except ValueError as error:
             # The payload's own checksum was right, so if there is a base, it is the wrong one.
