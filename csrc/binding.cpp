@@ -273,6 +273,24 @@ PyObject* subtract(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
+PyObject* weigh(PyObject*, PyObject* args) {
+    PyObject *tensor_object, *weights_object;
+    Buffer tensor, weights;
+    int dtype, top, most;
+    if (!PyArg_ParseTuple(args, "OiiiO:weigh", &tensor_object, &dtype, &top, &most, &weights_object)) return nullptr;
+    if (!tensor.open(tensor_object, 0) || !weights.open(weights_object, PyBUF_WRITABLE)) return nullptr;
+    if (!run([&] {
+            const size_t width = size_t(hf_ext::width(dtype)), values = width ? tensor.bytes() / width : 0;
+            if (!width || tensor.bytes() != values * width || weights.bytes() != values * sizeof(float))
+                throw std::invalid_argument("the buffers of the tensor and the weights have the wrong size");
+            if (most < 0 || most > 60 || std::abs(top) > 2000)
+                throw std::invalid_argument("the limits of weights are impossible");
+            delta::weigh(dtype, tensor.view.buf, values, top, most, static_cast<float*>(weights.view.buf));
+        }))
+        return nullptr;
+    Py_RETURN_NONE;
+}
+
 PyObject* default_tables(PyObject*, PyObject*) {
     const auto bytes = [](const auto& tables) {
         return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(tables.data()), sizeof tables);
@@ -422,6 +440,8 @@ PyMethodDef METHODS[] = {
     {"subtract", subtract, METH_VARARGS,
      "subtract(tensor, base, dtype, row_length, change, energies): fills float32 changes and the float64 sums of the squares "
      "of each row"},
+    {"weigh", weigh, METH_VARARGS,
+     "weigh(tensor, dtype, top, most, weights): fills float32 weights, which grow as the spacing of the values shrinks"},
     {"count_symbols", count_symbols, METH_VARARGS,
      "count_symbols(tensor, base | None, dtype, row_length, base_values) -> uint64 counts"},
     {"default_tables", default_tables, METH_NOARGS,

@@ -51,6 +51,10 @@ def subtract(tensor: Buffer, base: Buffer, dtype: int, row_length: int, change: 
     """Fills `change` (float32) with tensor - base, or 0 where that is not finite, and `energies` (float64) with the sum of the
     squares of each row."""
 
+def weigh(tensor: Buffer, dtype: int, top: int, most: int, weights: Buffer, /) -> None:
+    """Fills `weights` (float32) with 4 to the power of how far the exponent of each value's spacing is below `top`, limited to
+    0 and `most` (at most 60)."""
+
 def count_symbols(
     tensor: Buffer, base: Buffer | None, dtype: int, row_length: int, base_values: int, threads: int = 1, /
 ) -> bytes:

@@ -36,4 +36,17 @@ void subtract(const Shape& shape, const void* tensor, const void* base, float* c
     });
 }
 
+void weigh(int dtype, const void* tensor, size_t values, int top, int most, float* weights) {
+    with_float(dtype, [&](auto type) {
+        using F = decltype(type);
+        const auto* x = static_cast<const typename F::U*>(tensor);
+        with_instructions([&](auto) {
+            for (size_t i = 0; i < values; ++i) {
+                const int below = std::clamp(top - int(grid_exponent<F>(x[i])) - F::ULP_BIAS, 0, most);
+                weights[i] = bits_as<float>(uint32_t(127 + 2 * below) << 23);
+            }
+        });
+    });
+}
+
 }  // namespace hf_ext::delta

@@ -55,4 +55,8 @@ std::vector<uint64_t> count_symbols(const Shape& shape, const void* tensor, cons
 // Computes tensor - base as float, or 0 where that is not finite, and the sum of the squares of each row.
 void subtract(const Shape& shape, const void* tensor, const void* base, float* change, double* energies);
 
+// Computes the weight of each value: 4 to the power of how far the exponent of its spacing is below `top`, from 0 to `most` (at
+// most 60).
+void weigh(int dtype, const void* tensor, size_t values, int top, int most, float* weights);
+
 }  // namespace hf_ext::delta

@@ -24,6 +24,9 @@ constexpr size_t SCALE_VALUES = 1 << 16;  // values from which one scale for all
 constexpr size_t CLASS_SHARE = 16, MOST_CLASS_VALUES = 1 << 16;  // share and number of values from which classes are chosen
 constexpr size_t COUNT_CHUNKS = 40;                              // chunks on which tables are chosen
 
+constexpr size_t COMPARED_VALUES = 1 << 14;  // on which low-rank changes are compared
+constexpr size_t LEAST_ROWS = 32;            // of these
+
 template <class F>
 class TensorEncoder {
     using U = typename F::U;
@@ -359,19 +362,54 @@ class TensorEncoder {
     double coded_bits_ = 0;                          // estimated size of the values without their low bytes
 };
 
+// Returns the candidate, or none, that is expected to give the smallest body. Of a large tensor, they are compared on a sample
+// of the rows that changed.
+template <class F>
+Factors best_factors(const Shape& shape, const typename F::U* tensor, const typename F::U* base,
+                     const std::vector<Factors>& candidates, int threads) {
+    using U = typename F::U;
+    if (candidates.empty()) return {};
+    const size_t length = shape.row_length, wanted = std::max(LEAST_ROWS, COMPARED_VALUES / length);
+    std::vector<size_t> rows;
+    for (size_t row = 0; (row + 1) * length <= shape.base_values; ++row)
+        if (std::memcmp(tensor + row * length, base + row * length, length * sizeof(U)) != 0) rows.push_back(row);
+    if (rows.empty()) return {};
+    const size_t sampled = rows.size() < 2 * wanted ? rows.size() : wanted;
+    const double scale = double(rows.size()) / double(sampled);
+    std::vector<U> values(sampled * length), predictions(sampled * length);
+    for (size_t i = 0; i < sampled; ++i) {
+        const size_t row = rows[i * rows.size() / sampled];
+        std::copy_n(tensor + row * length, length, &values[i * length]);
+        std::copy_n(base + row * length, length, &predictions[i * length]);
+    }
+    const Shape part{shape.dtype, values.size(), length, values.size()};
+    const auto cost = [&](const Factors& factors) {
+        const size_t rank = size_t(factors.rank);
+        std::vector<int32_t> row_factors(sampled * rank);
+        for (size_t i = 0; i < sampled; ++i)
+            std::copy_n(factors.rows + rows[i * rows.size() / sampled] * rank, rank, &row_factors[i * rank]);
+        const Factors some{factors.rank, factors.exponent, row_factors.data(), factors.columns};
+        const double once = rank ? column_factor_bits(factors, length) : 0;
+        return once + scale * (TensorEncoder<F>(part, values.data(), predictions.data(), some, threads).cost() - once);
+    };
+    Factors best;
+    double least = cost(best);
+    for (const Factors& factors : candidates)
+        if (const double bits = cost(factors); bits < least) least = bits, best = factors;
+    return best;
+}
+
 }  // namespace
 
 std::vector<uint8_t> encode(const Shape& shape, const void* tensor, const void* base, const std::vector<Factors>& candidates,
                             int threads) {
     std::vector<uint8_t> body;
     with_float(shape.dtype, [&](auto type) {
-        using Encoder = TensorEncoder<decltype(type)>;
-        auto best = std::make_unique<Encoder>(shape, tensor, base, Factors{}, threads);
-        for (const Factors& factors : candidates) {
-            auto other = std::make_unique<Encoder>(shape, tensor, base, factors, threads);
-            if (other->cost() < best->cost()) best = std::move(other);
-        }
-        body = best->encode();
+        using F = decltype(type);
+        using U = typename F::U;
+        const Factors factors =
+            best_factors<F>(shape, static_cast<const U*>(tensor), static_cast<const U*>(base), candidates, threads);
+        body = TensorEncoder<F>(shape, tensor, base, factors, threads).encode();
     });
     return body;
 }

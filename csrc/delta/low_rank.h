@@ -170,22 +170,31 @@ class LowRank {
     std::variant<AnyFactors, PairedFactors<int16_t>, PairedFactors<int32_t>> factors_;
 };
 
+// Writes a list of factors.
+inline void put_factors(BitWriter& out, const int32_t* factors, size_t count, size_t stride) {
+    std::vector<uint32_t> codes(count);
+    for (size_t i = 0; i < count; ++i) codes[i] = zigzag(factors[i * stride]);
+    const int k = best_rice(codes, 32);
+    out.put(uint64_t(k), 5);
+    for (const uint32_t code : codes) put_rice(out, code, k, 32);
+}
+
 // Writes rank and exponent, then for each component its row factors and its column factors. Each list has its own Rice
 // parameter.
 inline void put_low_rank(BitWriter& out, const LowRank& change, size_t row_count, size_t row_length) {
     out.put(uint64_t(change.rank), 16);
     out.put(uint16_t(change.exponent), 16);
-    const auto put = [&out](const int32_t* factors, size_t count, size_t stride) {
-        std::vector<uint32_t> codes(count);
-        for (size_t i = 0; i < count; ++i) codes[i] = zigzag(factors[i * stride]);
-        const int k = best_rice(codes, 32);
-        out.put(uint64_t(k), 5);
-        for (const uint32_t code : codes) put_rice(out, code, k, 32);
-    };
     for (int k = 0; k < change.rank; ++k) {
-        put(row_count ? change.rows.data() + k : nullptr, row_count, size_t(change.rank));
-        put(change.columns.data() + size_t(k) * row_length, row_length, 1);
+        put_factors(out, row_count ? change.rows.data() + k : nullptr, row_count, size_t(change.rank));
+        put_factors(out, change.columns.data() + size_t(k) * row_length, row_length, 1);
     }
+}
+
+// Returns the number of bits that the columns' factors take, rounded up to bytes.
+inline double column_factor_bits(const Factors& factors, size_t row_length) {
+    BitWriter out;
+    for (int k = 0; k < factors.rank; ++k) put_factors(out, factors.columns + size_t(k) * row_length, row_length, 1);
+    return 8.0 * double(out.bytes().size());
 }
 
 inline LowRank get_low_rank(BitReader& in, size_t row_count, size_t row_length, bool doubles) {

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, MissingDependencyError
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
 from hf_ext.storage.delta.narrow import NARROWER, decode_mixed, encode_mixed, narrow_rows
 from hf_ext.storage.mapped import fresh_memory
@@ -456,7 +456,12 @@ def _changes(tensor: RawTensor, data: np.ndarray, prediction: np.ndarray | None,
     length = row_length(tensor.shape)
     if level == LEVELS[0] or prediction is None or len(tensor.shape) < 2 or length != math.prod(tensor.shape[1:]):
         return ()
-    from hf_ext.storage.delta import low_rank  # needs PyTorch
+    try:
+        from hf_ext.storage.delta import low_rank
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Compressing at levels 2 and 3 needs PyTorch, which is not installed: pip install torch, or compress with level=1."
+        ) from error
 
     return tuple(low_rank.changes(data[: prediction.size], prediction, tensor.dtype, length, level))
 

@@ -7,46 +7,35 @@ costs the factors and saves bits of every value.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from hf_ext.errors import MissingDependencyError
+from hf_ext.storage.delta.weighted_fit import fit
 from hf_ext.storage.native import FLOATS, WIDTHS, _native, as_numbers
 from hf_ext.storage.prefetch import check_awaited
 from hf_ext.storage.safetensors_file import torch_dtype
 
-try:
-    import torch
-except ImportError as error:
-    raise MissingDependencyError(
-        "Compressing at levels 2 and 3 needs PyTorch, which is not installed: pip install torch, or compress with level=1."
-    ) from error
-
 MAX_RANK = 64  # each component adds a product to the decoding of every value
 MAX_RANK_OF_ALL = {2: MAX_RANK, 3: 256}  # by level, for changes that are completely of low rank
-OVERSAMPLING = 8
+MARGIN = 4  # components that a sample must show beside those that pay
 LEAST = 64  # smaller numbers of rows or columns are not worth it
-FEW = 8  # components that a first look at a sample of the rows is for
-ROWS_PER_COMPONENT = 12  # of that sample
+FEW = 16  # components that the first look at a sample of the rows shows
+ROWS_PER_COMPONENT = 10  # of that sample
 MAX_EXPONENT = 100
-PASSES = {2: 1, 3: 2}  # by level: power iterations over the whole matrix
-ROUNDS = {2: 2, 3: 6}  # by level: rounds of fitting the factors of changes that are completely of low rank
-FINEST = 7  # limit of a spacing's exponent below the largest: otherwise a few values would outweigh all others
-STEPS = 2  # of conjugate gradients, for the rows and for the columns, in each round
-LAST_STEPS = 4  # of conjugate gradients for the rows, once the columns are fitted
-ROWS_PER_FACTOR = 64  # at least, of the sample on which the columns are fitted
+PASSES = {2: 0, 3: 2}  # by level: power iterations over the whole matrix
+FINEST = 6  # limit of a spacing's exponent below the largest: otherwise a few values would outweigh all others
 PIECE = 1 << 18  # values whose change is computed at once
-SAMPLE = {2: 1 << 22, 3: 1 << 23}  # by level: values from which the factors of the columns are fitted
 MOST = 1 << 23  # values of the largest sample of rows
-BAND = 1 << 18  # values that are fitted together, few enough for the cache
+LEAST_GAIN = 0.004  # bits of each value that a component must save to be worth the time
 TINY = 1e-300  # replaces 0 in divisors
 LEAST_SAVED = 0.01  # of the bits that the whole change takes
 MOST_ENERGY = 1e30  # of a change whose squares single precision can add up
 NEARLY_ALL = 1e-4  # a share of the energy below which single precision does not resolve the rest
 EXACT = 2**53  # up to here, double precision represents every sum of products
-STEP_SAMPLE = 1 << 16  # values on which steps of the factors are compared
+STEP_SAMPLE = 1 << 14  # values on which steps of the factors are compared
 GRID_SAMPLE = 4096  # values from which the spacing of a tensor's values is estimated
 GAUSSIAN_BITS = 0.5 * math.log2(2 * math.pi * math.e)  # entropy of a Gaussian number with a standard deviation of one step
 
@@ -106,16 +95,27 @@ class Change:
         _native.subtract(values, predictions, FLOATS[self.dtype], self.shape[1], change, energies)
         return torch.from_numpy(change), energies
 
-    def bands(self) -> Iterator[slice]:
-        """Yields the ranges of rows that all together make the matrix, each of about PIECE values."""
-        step = max(1, PIECE // self.shape[1])
-        for start in range(0, self.shape[0], step):
-            yield slice(start, min(start + step, self.shape[0]))
+    def weights(self, rows: slice | np.ndarray, top: int) -> torch.Tensor:
+        """Returns how much the values in some rows say (float32): 1 where the exponent of the spacing is `top` or more, and 4
+        times as much with each lower exponent, down to FINEST below `top`."""
+        values = np.ascontiguousarray(self._values[rows])
+        weights = np.empty((len(values), self.shape[1]), np.float32)
+        _native.weigh(values, FLOATS[self.dtype], top, FINEST, weights)
+        return torch.from_numpy(weights)
+
+    def bands(self, rows: int | None = None) -> Iterator[slice]:
+        """Yields the ranges of about PIECE values that all together make the first rows, or the whole matrix."""
+        rows, step = self.shape[0] if rows is None else rows, max(1, PIECE // self.shape[1])
+        for start in range(0, rows, step):
+            yield slice(start, min(start + step, rows))
 
     def sample(self, values: int) -> np.ndarray:
-        """Returns the indices of random rows of at most this many values, always the same ones."""
+        """Returns the indices of rows of at most this many values: a random one of each stretch, always the same ones."""
         count = min(max(1, values // self.shape[1]), self.shape[0])
-        return np.sort(np.random.default_rng(0).choice(self.shape[0], count, replace=False, shuffle=False))
+        if count == self.shape[0]:
+            return np.arange(count)
+        starts = np.arange(count + 1) * self.shape[0] // count
+        return starts[:-1] + (np.random.default_rng(0).random(count) * np.diff(starts)).astype(np.int64)
 
     def pair(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the values in some rows in their own type, and their predictions as float32."""
@@ -123,10 +123,6 @@ class Change:
             torch.from_numpy(array[rows]).view(torch_dtype(self.dtype)) for array in (self._values, self._predictions)
         )
         return values, predictions.float()
-
-    def numbers(self, rows: slice | np.ndarray) -> np.ndarray:
-        """Returns the matrix's values themselves in some rows, float64 for F64 and float32 for the other types."""
-        return as_numbers(np.ascontiguousarray(self._values[rows]).reshape(-1), self.dtype).reshape(-1, self.shape[1])
 
 
 class Components(NamedTuple):
@@ -170,7 +166,8 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
     values = rows * columns
     sample = data.reshape(values, -1)[:: 1 + values // GRID_SAMPLE].reshape(-1)
     with np.errstate(over="ignore"):  # float64 values may be too far apart to be squared
-        grid = Grid.of(spacing(as_numbers(sample, dtype), dtype))
+        spacings = spacing(as_numbers(sample, dtype), dtype)
+        grid = Grid.of(spacings)
     start = glance(change, grid, MAX_RANK_OF_ALL[level]) if math.isfinite(grid.mean) else None
     components = None if start is None else decompose(change, start, PASSES[level])
     if components is None:
@@ -181,12 +178,12 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
     count = components.touched * columns
     is_all = components.energy_left(best) < max(4 * grid.mean * count, NEARLY_ALL * components.energy)
     results: list[Factors] = []
-    for rank, halvings in search(best if is_all else min(best, MAX_RANK), is_all, dtype, level):
+    for rank, halvings in search(min(best, MAX_RANK_OF_ALL[level] if is_all else MAX_RANK), is_all, dtype, level):
         root = torch.from_numpy(np.sqrt(components.values[:rank])).float()
         left, right = components.left(rank) * root, components.right(rank) * root[:, None]
         rest = components.energy_left(rank) / count + grid.mean
         if is_all:
-            left, right = fit(change, left, right, level)
+            left, right = fit(change, left, right, int(spacings.max()), level)
             rest = grid.mean
         if is_all and level == 2 and WIDTHS[dtype] == 2:
             halvings = [best_step(change, left, right, rest, halvings)]
@@ -197,8 +194,8 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
 
 
 def glance(change: Change, grid: Grid, most: int) -> torch.Tensor | None:
-    """Returns the leading right singular vectors of a sample of rows (columns × width) with a few more for good measure, or
-    None if the sample shows that no component pays.
+    """Returns the leading right singular vectors of a sample of rows (columns × width), at least MARGIN more than pay, or None
+    if the sample shows that no component pays.
 
     Args:
         grid: the rounding of the tensor's values to their type.
@@ -207,25 +204,22 @@ def glance(change: Change, grid: Grid, most: int) -> torch.Tensor | None:
     rows, columns = change.shape
     width = FEW
     while True:
-        width = min(width, most)
-        part, energies = change.rows(change.sample(min(ROWS_PER_COMPONENT * (width + OVERSAMPLING) * columns, MOST)))
+        part, energies = change.rows(change.sample(min(ROWS_PER_COMPONENT * width * columns, MOST)))
         sampled, touched, energy = len(part), int(np.count_nonzero(energies)), float(energies.sum())
         scale = rows / sampled
         shape = round(touched * scale), columns
         if not 0 < energy < MOST_ENERGY:
             return None
-        noise = torch.randn(columns, min(width + OVERSAMPLING, touched), generator=torch.Generator().manual_seed(0))
+        noise = torch.randn(columns, min(width, touched), generator=torch.Generator().manual_seed(0))
         basis = torch.linalg.qr(part.T @ (part @ noise)).Q
         reduced = (part @ basis).double()
         values, turn = singular(reduced.T @ reduced)
-        basis = basis @ turn
-        found = whole_values(values, energy, touched, shape)
-        rank = best_rank(found, energy * scale, shape, grid)
+        rank = best_rank(whole_values(values, energy, touched, shape), energy * scale, shape, grid)
         if rank == 0:
             return None
-        if rank + OVERSAMPLING // 2 < basis.shape[1] or width == most or sampled == rows and basis.shape[1] == touched:
-            return basis[:, : rank + OVERSAMPLING]
-        width *= 4
+        if rank + MARGIN < basis.shape[1] or width > most or sampled == rows and basis.shape[1] == touched:
+            return basis @ turn
+        width *= 2
 
 
 def whole_values(values: np.ndarray, energy: float, sampled: int, shape: tuple[int, int]) -> np.ndarray:
@@ -255,130 +249,6 @@ def singular(gram: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
     return values, turn.flip(1)[:, : len(values)].float()
 
 
-def fit(change: Change, left: torch.Tensor, right: torch.Tensor, level: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fits a product of the same rank to a change by weighted least squares, alternating between rows and columns. The weight
-    of a value follows from its spacing, which limits how exactly the value is known.
-
-    The columns' factors are fitted on a sample of the rows. All rows then improve them.
-    """
-    (columns, rank), precision = right.T.shape, torch.float32 if WIDTHS[change.dtype] == 2 else torch.float64
-    left, right = left.to(precision), right.to(precision)
-    rows = change.sample(min(max(SAMPLE[level], ROWS_PER_FACTOR * rank * columns), MOST))
-    numbers = change.numbers(rows)
-    largest = float(np.abs(numbers, where=np.isfinite(numbers), out=np.zeros_like(numbers)).max())
-    top = max(largest, 2.0 ** LEAST_EXPONENT[change.dtype])
-    part, weights, some = change.rows(rows)[0], weigh(numbers, change.dtype, top), left[torch.from_numpy(rows)]
-    del numbers
-    step = max(1, BAND // columns)
-    sampled, whole = ([slice(at, at + step) for at in range(0, count, step)] for count in (len(rows), change.shape[0]))
-
-    def of_sample() -> Iterator[Weighted]:
-        return (Weighted(part[band], weights[band], some[band]) for band in sampled)
-
-    def of_all() -> Iterator[Weighted]:
-        return (Weighted(change.rows(band)[0], weigh(change.numbers(band), change.dtype, top), left[band]) for band in whole)
-
-    for _ in range(ROUNDS[level]):
-        fit_rows(of_sample(), right, STEPS)
-        right = fit_columns(of_sample, right)
-    if len(rows) < change.shape[0]:
-        del part, weights, some
-        fit_rows(of_all(), right, STEPS)
-        right = fit_columns(of_all, right)
-    fit_rows(of_all(), right, LAST_STEPS)
-    return left, right
-
-
-class Weighted(NamedTuple):
-    """A band of rows of a change."""
-
-    change: torch.Tensor  # rows × columns
-    weights: torch.Tensor  # rows × columns
-    left: torch.Tensor  # rows × rank: their factors
-
-
-def fit_rows(bands: Iterator[Weighted], right: torch.Tensor, steps: int) -> None:
-    """Brings the factors of rows, in place, nearer to the least weighted error."""
-    gram = right @ right.T
-    for change, weights, left in bands:
-        check_awaited()
-        weights = weights.to(left.dtype)
-
-        def descent(direction: torch.Tensor, weights: torch.Tensor = weights) -> torch.Tensor:
-            return (direction @ right).mul_(weights) @ right.T
-
-        rest = (change - left @ right).mul_(weights) @ right.T
-        left.copy_(descend(rest, descent, left, weights.mean(1, keepdim=True), gram, steps))
-
-
-def fit_columns(bands: Callable[[], Iterator[Weighted]], right: torch.Tensor) -> torch.Tensor:
-    """Returns factors of the columns (rank × columns) that are nearer to the least weighted error than `right`."""
-
-    def descent(direction: torch.Tensor) -> torch.Tensor:
-        image = torch.zeros_like(direction)
-        for _, weights, left in bands():
-            check_awaited()
-            image += (left @ direction.T).mul_(weights).T @ left
-        return image
-
-    rest, total, gram = torch.zeros_like(right.T), torch.zeros_like(right[0]), right.new_zeros(len(right), len(right))
-    count = 0
-    for change, weights, left in bands():
-        check_awaited()
-        rest += (change - left @ right).mul_(weights).T @ left
-        total += weights.sum(0)
-        count += len(left)
-        gram += left.T @ left
-    return descend(rest, descent, right.T, (total / count)[:, None], gram, STEPS).T
-
-
-def descend(
-    rest: torch.Tensor,
-    descent: Callable[[torch.Tensor], torch.Tensor],
-    solution: torch.Tensor,
-    scale: torch.Tensor,
-    gram: torch.Tensor,
-    steps: int,
-) -> torch.Tensor:
-    """Runs conjugate gradients for independent problems of weighted least squares, one for each row of the solution.
-
-    The problems are preconditioned as if the weights of each were equal.
-
-    Args:
-        rest: the negative gradient at the solution.
-        descent: returns how much of the gradient a step takes away.
-        solution: to start from.
-        scale: mean weight of each problem.
-        gram: of the factors, without weights.
-        steps: at most as many as the rank are of use.
-    """
-    inverse = torch.linalg.pinv(gram.double(), hermitian=True).to(rest.dtype)
-    tiny = torch.finfo(rest.dtype).tiny
-    direction = steepest = rest @ inverse / scale
-    energy = (rest * steepest).sum(1, keepdim=True)
-    for step in range(min(steps, len(gram)), 0, -1):
-        image = descent(direction)
-        length = energy / (direction * image).sum(1, keepdim=True).clamp(min=tiny)
-        solution = solution + length * direction
-        if step > 1:
-            rest = rest - length * image
-            steepest = rest @ inverse / scale
-            before, energy = energy, (rest * steepest).sum(1, keepdim=True)
-            direction = steepest + energy / before.clamp(min=tiny) * direction
-    return solution
-
-
-def weigh(numbers: np.ndarray, dtype: str, top: float) -> torch.Tensor:
-    """Returns the weights of values whose spacing limits how exactly they are known: 1 for those like `top`, more for smaller
-    ones (float32)."""
-    least = max(2.0 ** LEAST_EXPONENT[dtype], top * 2.0**-FINEST)
-    magnitudes = torch.from_numpy(np.abs(numbers)).nan_to_num_(top, top).clamp_(least, top)
-    # Without its mantissa, a value is its spacing times a constant.
-    mask = -1 << (52 if dtype == "F64" else 23)
-    powers = magnitudes.view(torch.int64 if dtype == "F64" else torch.int32).bitwise_and_(mask).view(magnitudes.dtype)
-    return (top / powers).square_().float()
-
-
 def search(rank: int, is_all: bool, dtype: str, level: int) -> list[tuple[int, Sequence[int]]]:
     """Returns the ranks to try, each with the step sizes to try: how often the squared step of the factors is halved, starting
     from the best one for a rest of white noise.
@@ -405,8 +275,8 @@ def spacing(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def decompose(change: Change, start: torch.Tensor, passes: int) -> Components | None:
-    """Computes the leading singular components by power iterations over bands of rows, from some vectors near the right
-    singular ones (columns × width). Returns None if squares of the change are not finite."""
+    """Computes the leading singular components from some vectors near the right singular ones (columns × width), which power
+    iterations over bands of rows bring nearer. Returns None if squares of the change are not finite."""
     for _ in range(passes):
         image = torch.zeros_like(start)
         for band in change.bands():
@@ -430,8 +300,8 @@ def decompose(change: Change, start: torch.Tensor, passes: int) -> Components | 
 
 
 def best_rank(values: np.ndarray, energy: float, shape: tuple[int, int], grid: Grid) -> int:
-    """Returns the rank at which factors and rest together take the fewest bits, if the rest is white noise; 0 if none pays: if
-    it does not save a share of LEAST_SAVED.
+    """Returns the rank at which factors and rest together take the fewest bits, if the rest is white noise and each component
+    counts as LEAST_GAIN bits more for each value, because it takes time. Returns 0 if no rank saves a share of LEAST_SAVED.
 
     Args:
         values: the leading singular values of the change, falling.
@@ -451,7 +321,7 @@ def best_rank(values: np.ndarray, energy: float, shape: tuple[int, int], grid: G
         per_factor = np.log2(values[:, None] / (length * square[None, :])) / 2 + GAUSSIAN_BITS
         bits += length * np.triu(np.maximum(per_factor, 1)).sum(0)
     bits[share >= 0.5] = np.inf
-    best = int(bits.argmin())
+    best = int((bits + LEAST_GAIN * count * ranks).argmin())
     most = count * grid.bits(energy / count)
     return best + 1 if most - bits[best] > LEAST_SAVED * (most - count * grid.bits(0.0)) else 0
 

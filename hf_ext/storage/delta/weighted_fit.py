@@ -1,0 +1,120 @@
+"""Fits a product of two matrices to a change that is completely of low rank, by weighted least squares.
+
+A value is known as exactly as its type resolves, so values with a small spacing say the most. With the columns' factors fixed,
+each row of the other factors is a small problem of its own, and the other way round. Both are solved exactly in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from hf_ext.storage.prefetch import check_awaited
+
+if TYPE_CHECKING:
+    from hf_ext.storage.delta.low_rank import Change
+
+ROUNDS = {2: 1, 3: 3}  # by level
+SAMPLE = {2: 1 << 20, 3: 1 << 23}  # by level: values from which the factors of the columns are fitted
+ROWS_PER_FACTOR = 64  # at least, of that sample
+MOST = 1 << 23  # values of the largest sample
+TOGETHER = 32  # components that are solved for at once: the work for each grows with their number
+TINY = 1e-6  # a share of the largest equation's coefficient that keeps others from being 0
+
+
+class Weighted(NamedTuple):
+    """A band of rows of a change."""
+
+    change: torch.Tensor  # rows × columns
+    weights: torch.Tensor  # rows × columns
+    left: torch.Tensor  # rows × rank: their factors
+
+    def rest(self, right: torch.Tensor) -> torch.Tensor:
+        """Returns what the product leaves of the change, times the weights."""
+        return torch.addmm(self.change, self.left, right, alpha=-1).mul_(self.weights)
+
+
+def fit(change: Change, left: torch.Tensor, right: torch.Tensor, top: int, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns factors of the same shapes (rows × rank and rank × columns) that leave less of a change; may reuse the memory of
+    those given.
+
+    The columns' factors are fitted on a sample of the rows.
+
+    Args:
+        top: exponent of the spacing of values that have the weight 1; see `Change.weights`.
+    """
+    rank, columns = right.shape
+    left, right = left.contiguous(), right.contiguous()
+    rows = change.sample(min(max(SAMPLE[level], ROWS_PER_FACTOR * rank * columns), MOST))
+    is_all = len(rows) == change.shape[0]
+    some = left if is_all else left[torch.from_numpy(rows)]
+    bands = list(change.bands(len(rows)))
+    sampled = [
+        Weighted(change.rows(chosen)[0], change.weights(chosen, top), some[band])
+        for band in bands
+        for chosen in [band if is_all else rows[band]]
+    ]
+    for after in range(ROUNDS[level]):
+        if after:
+            fit_rows(sampled, right)
+        fit_columns(sampled, right)
+    if is_all:
+        fit_rows(sampled, right)
+    else:
+        del sampled
+        fit_rows((Weighted(change.rows(band)[0], change.weights(band, top), left[band]) for band in change.bands()), right)
+    return left, right
+
+
+def fit_rows(bands: Iterable[Weighted], right: torch.Tensor) -> None:
+    """Replaces the factors of rows, in place, by those of the least weighted error."""
+    blocks = [slice(at, at + TOGETHER) for at in range(0, len(right), TOGETHER)]
+    products = [pairs(right[block]) for block in blocks]
+    for band in bands:
+        check_awaited()
+        for block, product in zip(blocks, products):
+            band.left[:, block] += solve(product @ band.weights.T, right[block] @ band.rest(right).T).T
+
+
+def fit_columns(bands: list[Weighted], right: torch.Tensor) -> None:
+    """Replaces the factors of columns, in place, by those of the least weighted error."""
+    for at in range(0, len(right), TOGETHER):
+        block = slice(at, at + TOGETHER)
+        rest = torch.zeros_like(right[block])
+        gram = right.new_zeros(len(rest) * (len(rest) + 1) // 2, right.shape[1])
+        for band in bands:
+            check_awaited()
+            factors = band.left[:, block].T.contiguous()
+            gram.addmm_(pairs(factors), band.weights)
+            rest.addmm_(factors, band.rest(right))
+        right[block] += solve(gram, rest)
+
+
+def pairs(factors: torch.Tensor) -> torch.Tensor:
+    """Returns the products of any two rows, those of the first row with itself and the others first."""
+    return torch.cat([factors[i] * factors[i:] for i in range(len(factors))])
+
+
+def solve(gram: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """Solves many small systems of equations at once, by elimination.
+
+    Args:
+        gram: the upper triangles of the symmetric matrices, row by row (rank · (rank + 1) / 2 × systems).
+        rest: the right sides (rank × systems).
+    """
+    rank, rows, start = len(rest), [], 0
+    for i in range(rank):
+        rows.append(gram[start : start + rank - i])
+        start += rank - i
+    floor = TINY * torch.stack([row[0] for row in rows]).amax(0) + torch.finfo(rest.dtype).tiny
+    for i in range(rank):
+        rows[i][0] += floor
+        share = rows[i][1:] / rows[i][0]
+        for j in range(i + 1, rank):
+            rows[j] -= share[j - i - 1] * rows[i][j - i :]
+        rest[i + 1 :] -= share * rest[i]
+    for i in reversed(range(rank)):
+        rest[i] = (rest[i] - (rows[i][1:] * rest[i + 1 :]).sum(0)) / rows[i][0]
+    return rest
