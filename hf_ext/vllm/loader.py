@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -22,6 +24,9 @@ from hf_ext.vllm.models import StoredModel, changed, read_models
 logger = init_logger(f"vllm.{__name__}")
 
 LOAD_FORMAT = "hf_ext"
+
+#: The cores of this process, before vLLM pins its threads. None where the system does not tell.
+CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
 @dataclass
@@ -82,8 +87,10 @@ class StoredModelLoader(DefaultModelLoader):
 
 def _read(source: TensorSource, names: list[str], before: TensorSource | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     done = 0
+    with _all_cores():
+        tensors = Prefetcher(source.read, {name: source.entry(name).nbytes for name in names})
     try:
-        for name, tensor in Prefetcher(source.read, {name: source.entry(name).nbytes for name in names}):
+        for name, tensor in tensors:
             yield name, _to_torch(tensor)
             source.release(name)
             done += 1
@@ -92,6 +99,20 @@ def _read(source: TensorSource, names: list[str], before: TensorSource | None = 
             for name in names[done:]:
                 yield name, _to_torch(before.read(name))
         raise
+
+
+@contextmanager
+def _all_cores() -> Iterator[None]:
+    """Lets threads that start in the block use all cores. On CPUs, vLLM pins its main thread to one, and they inherit that."""
+    if CORES is None:
+        yield
+        return
+    pinned = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, CORES)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, pinned)
 
 
 def _to_torch(tensor: RawTensor) -> torch.Tensor:

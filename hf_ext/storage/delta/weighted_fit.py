@@ -16,11 +16,11 @@ from hf_ext.storage.prefetch import check_awaited
 if TYPE_CHECKING:
     from hf_ext.storage.delta.low_rank import Change
 
-ROUNDS = {2: 1, 3: 3}  # by level
+ROUNDS = {2: 2, 3: 3}  # by level
 SAMPLE = {2: 1 << 20, 3: 1 << 23}  # by level: values from which the factors of the columns are fitted
 ROWS_PER_FACTOR = 64  # at least, of that sample
 MOST = 1 << 23  # values of the largest sample
-TOGETHER = 32  # components that are solved for at once: the work for each grows with their number
+TOGETHER = 16  # components that are solved for at once: the work for each grows with their number
 TINY = 1e-6  # a share of the largest equation's coefficient that keeps others from being 0
 
 
