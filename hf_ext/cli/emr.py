@@ -86,7 +86,7 @@ def add_task(
 @section.command(
     "write one task of a merge as a plain checkpoint",
     "  hf-ext extract my-bert-merged --task sst2 --out my-sst2-again",
-    "For vLLM and other tools that cannot read merges.",
+    "For tools that cannot read merges, such as llama.cpp.",
     threaded=True,
 )
 def extract(
