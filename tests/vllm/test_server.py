@@ -229,6 +229,17 @@ def test_a_request_without_the_key_switches_nothing(server):
     assert server.log.read_text().count("Switched from") == switches >= before
 
 
+@pytest.mark.skipif(os.cpu_count() == 1, reason="vLLM gives each worker a core of its own")
+def test_tensor_parallel_workers_hold_the_same_parts_as_of_the_plain_model(folder):
+    digests = []
+    for model, plugins in (("one", ""), ("small-one", "hf_ext")):
+        out, script = folder / f"digests-{model}.json", Path(__file__).with_name("digests.py")
+        environment = os.environ | OPTIONS | {"VLLM_PLUGINS": plugins, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+        subprocess.run([sys.executable, str(script), str(folder / model), str(out)], env=environment, timeout=600, check=True)
+        digests.append(json.loads(out.read_text()))
+    assert digests[0] == digests[1] and len(digests[0]) == 2 and digests[0][0] != digests[0][1]
+
+
 def test_vllm_takes_a_pissa_adapter_as_it_is_saved(folder, expected):
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
     model, words = PeftModel.from_pretrained(base, folder / "pissa"), AutoTokenizer.from_pretrained(folder / "base")
