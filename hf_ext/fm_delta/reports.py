@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hf_ext.display import new_figure, save_figure, table
-from hf_ext.storage.delta.codec import STORED, Header
+from hf_ext.storage.delta.payload import STORED, Header
 from hf_ext.storage.delta.source import base_of, open_files, original_size
 
 KINDS = {

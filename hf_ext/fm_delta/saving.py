@@ -17,8 +17,9 @@ from hf_ext.fm_delta.compress import write_with_card
 from hf_ext.integration import versions
 from hf_ext.integration.save_hooks import PushToHub, Saving
 from hf_ext.storage.atomic import staged_folder
-from hf_ext.storage.delta.codec import decode_raw, is_payload, read_header
+from hf_ext.storage.delta.codec import decode_raw
 from hf_ext.storage.delta.folder import plain_files
+from hf_ext.storage.delta.payload import is_payload, read_header
 from hf_ext.storage.delta.source import base_tensor
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import all_weights, require_another_folder

@@ -17,8 +17,8 @@ from transformers.utils import logging
 from hf_ext.errors import CheckpointError, HfExtError
 from hf_ext.fm_delta.saving import CompressedSaving
 from hf_ext.fm_delta.series import checkpoints, compress_series, is_compressed, open_root, secure
-from hf_ext.storage.delta.codec import is_payload, read_header
 from hf_ext.storage.delta.file import CompressedFile
+from hf_ext.storage.delta.payload import is_payload, read_header
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import all_weights
 from hf_ext.storage.open import open_checkpoint

@@ -15,26 +15,10 @@ from hypothesis import strategies as st
 from tiny_checkpoints import SAFETENSORS_DTYPES
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
-from hf_ext.storage.delta.codec import (
-    CODED,
-    DEFLATE_AT_ONCE,
-    DEFLATED,
-    FLOATS,
-    MAX_EXPANSION,
-    MIXED,
-    STORED,
-    WIDTHS,
-    apply,
-    decode,
-    decode_raw,
-    encode,
-    encode_raw,
-    is_payload,
-    payload_shape,
-    read_header,
-)
+from hf_ext.storage.delta.codec import DEFLATE_AT_ONCE, FLOATS, WIDTHS, apply, decode, decode_raw, encode, encode_raw
 from hf_ext.storage.delta.codec import _inflate as inflate
 from hf_ext.storage.delta.narrow import NARROWER
+from hf_ext.storage.delta.payload import CODED, DEFLATED, MAX_EXPANSION, MIXED, STORED, is_payload, payload_shape, read_header
 from hf_ext.storage.native import cast
 from hf_ext.storage.safetensors_file import RawTensor, safetensors_dtype, torch_dtype
 

@@ -11,8 +11,8 @@ from golden_checkpoints import DELTAS, sha256, tensors, write_folder
 
 from hf_ext import fm_delta
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.delta.codec import CODED, MIXED, VERSION, row_length
 from hf_ext.storage.delta.file import CompressedFile
+from hf_ext.storage.delta.payload import CODED, MIXED, VERSION, row_length
 from hf_ext.storage.native import FLOATS
 
 FOLDERS = sorted(path.parent for path in DELTAS.glob("v*/model.safetensors"))

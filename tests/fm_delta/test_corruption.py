@@ -18,8 +18,9 @@ from transformers.utils import logging
 
 from hf_ext import fm_delta
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError
-from hf_ext.storage.delta.codec import decode_raw, encode_raw, read_header
+from hf_ext.storage.delta.codec import decode_raw, encode_raw
 from hf_ext.storage.delta.file import MAX_HEADER, CompressedFile
+from hf_ext.storage.delta.payload import read_header
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile
 
 READERS = (fm_delta.verify, fm_delta.inspect)

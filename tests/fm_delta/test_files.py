@@ -16,8 +16,8 @@ from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.storage import prefetch as work_ahead
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta import writer
-from hf_ext.storage.delta.codec import read_header
 from hf_ext.storage.delta.file import CHECKSUM_KEY, KEY, MAX_USES, CompressedFile, check_shards
+from hf_ext.storage.delta.payload import read_header
 from hf_ext.storage.delta.source import PARTS_OF
 from hf_ext.storage.layout import HINT, add_settings, remove_settings
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile, safetensors_dtype

@@ -18,7 +18,8 @@ from tiny_checkpoints import TORCH_DTYPES
 
 from hf_ext import _native
 from hf_ext.errors import BaseModelError, CorruptFileError
-from hf_ext.storage.delta.codec import CODED, DEFLATED, MAGIC, MIXED, decode_raw, encode_raw, peek_header, read_header
+from hf_ext.storage.delta.codec import decode_raw, encode_raw
+from hf_ext.storage.delta.payload import CODED, DEFLATED, MAGIC, MIXED, peek_header, read_header
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.safetensors_file import RawTensor
 

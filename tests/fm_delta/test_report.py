@@ -9,8 +9,8 @@ from tiny_checkpoints import fine_tune, pair, weights, write_folder
 from hf_ext import fm_delta
 from hf_ext.errors import HfExtError
 from hf_ext.fm_delta.reports import _layer
-from hf_ext.storage.delta.codec import CODED, read_header
 from hf_ext.storage.delta.file import CompressedFile
+from hf_ext.storage.delta.payload import CODED, read_header
 
 
 @pytest.fixture

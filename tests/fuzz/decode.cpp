@@ -29,7 +29,7 @@
 namespace {
 
 constexpr size_t HEAD = 10;
-constexpr size_t MAX_EXPANSION = 64;  // as in hf_ext/storage/delta/codec.py
+constexpr size_t MAX_EXPANSION = 64;  // as in hf_ext/storage/delta/payload.py
 
 using hf_ext::delta::Shape;
 using Bytes = std::vector<uint8_t>;

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from hf_ext.storage.delta.codec import row_length
 from hf_ext.storage.delta.low_rank import Factors
+from hf_ext.storage.delta.payload import row_length
 from hf_ext.storage.native import FLOATS, WIDTHS, _native, cast
 from hf_ext.storage.safetensors_file import RawTensor
 

@@ -13,8 +13,9 @@ from huggingface_hub.utils import SafetensorsFileMetadata
 
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.delta.codec import Header, decode_raw, is_payload, peek_header
+from hf_ext.storage.delta.codec import decode_raw
 from hf_ext.storage.delta.file import KEY, BaseInfo, CompressedFile, check_shards
+from hf_ext.storage.delta.payload import Header, is_payload, peek_header
 from hf_ext.storage.hub import HUB, Hub, absolute, snapshot_of
 from hf_ext.storage.layout import no_weights, shard_sets, storage_settings, weights_or_adapter
 from hf_ext.storage.prefetch import Prefetcher, threads_for
