@@ -32,7 +32,7 @@ ARM_OBJECTS = $(patsubst csrc/%.cpp,build/arm/%.o,$(wildcard csrc/*/*.cpp))
 HOSTS = transformers|tokenizers|peft|accelerate|huggingface_hub|torch|setuptools
 INPUTS = setup.cfg setup.py pyproject.toml hf_ext/requirements.txt $(CONSTRAINTS) $(wildcard csrc/* csrc/*/*)
 
-.PHONY: demo test test-arm test-matrix $(COLUMNS:%=test-%) resolve style docs fuzz bench bench-data clean
+.PHONY: demo test test-vllm test-arm test-matrix $(COLUMNS:%=test-%) resolve style docs fuzz bench bench-data clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/compress_and_push.py

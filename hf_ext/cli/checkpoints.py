@@ -46,7 +46,7 @@ def verify(src: Annotated[str, argument("SRC", "Compressed folder, or folder of 
 
 
 @section.command(
-    "show the plain folder of a compressed model, or of each task of a merge, to other programs",
+    "show a compressed model, or the tasks of a merge, as plain files to any program",
     "  hf-ext mount my-bert-small /mnt/my-bert\n  hf-ext mount my-bert-merged /mnt/my-tasks    # a folder for each task",
     "WHERE is a read-only file system whose files are decoded when they are read. Ctrl-C, or `fusermount3 -u WHERE`, ends it. "
     "Requires FUSE: pip install 'hf_ext[mount]', and libfuse of your system.",
