@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +27,8 @@ from tiny_transfers import tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_ext import PissaConfig, emr, fm_delta
+from hf_ext.vllm.switching import _OneModelAtATime
+from hf_ext.vllm.turns import Turns
 
 PROMPT = "pick a b c"
 TASKS = ("one", "two")
@@ -227,6 +231,72 @@ def test_a_request_without_the_key_switches_nothing(server):
     switches = server.log.read_text().count("Switched from")
     assert server.call("/v1/completions", {"model": "base", "prompt": PROMPT}, key="wrong")[0] == 401
     assert server.log.read_text().count("Switched from") == switches >= before
+
+
+FORM = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\ntwo\r\n--x--\r\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "body", "model"),
+    [
+        ("/v1/completions", "application/json", b'{"model": "two"}', "two"),
+        ("/v1/completions", "application/json", b"{}", "one"),
+        ("/v1/completions", "application/json", b'{"model": "adapter"}', "one"),
+        ("/v1/completions", "application/json", b"[" * 100_000, "one"),
+        ("/prefix/v1/completions", "application/json", b'{"model": "two"}', "two"),
+        ("/cohere/v2/chat", "application/json", b'{"model": "two"}', "two"),
+        ("/generative_scoring", "application/json", b'{"model": "two"}', "two"),
+        ("/v1/audio/transcriptions", "multipart/form-data; boundary=x", FORM, "two"),
+        ("/v1/audio/transcriptions", "multipart/form-data", FORM, "one"),
+        ("/tokenize", "application/json", b'{"model": "two"}', None),
+    ],
+)
+def test_a_request_takes_the_turn_of_its_model(path, kind, body, model):
+    taken, bodies = [], []
+
+    async def enter(name: str) -> None:
+        taken.append(name)
+
+    async def app(scope, receive, send) -> None:
+        bodies.append((await receive())["body"])
+
+    async def run() -> None:
+        messages = iter([{"type": "http.request", "body": body}])
+
+        async def receive() -> dict:
+            return next(messages, None) or await asyncio.Event().wait()
+
+        turns = SimpleNamespace(enter=enter, leave=lambda name: taken.remove(name) or taken.append(f"{name} left"))
+        models = SimpleNamespace(models={"one", "two"}, default="one", has_adapters=True, turns=turns)
+        scope = {"type": "http", "method": "POST", "path": path, "root_path": "/prefix"}
+        headers = [(b"content-type", kind.encode())]
+        await _OneModelAtATime(app, SimpleNamespace(models=models))(scope | {"headers": headers}, receive, None)
+
+    asyncio.run(run())
+    assert taken == ([f"{model} left"] if model else []) and bodies == [body]
+
+
+def test_a_request_that_the_server_ends_leaves_its_place():
+    async def run() -> None:
+        async def check(name: str) -> None: ...
+
+        turns = Turns(check, check, "one")
+        models = SimpleNamespace(models={"one", "two"}, default="one", has_adapters=False, turns=turns)
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        messages = iter([{"type": "http.request", "body": b'{"model": "two"}'}])
+
+        async def receive() -> dict:
+            return next(messages, None) or await asyncio.Event().wait()
+
+        await turns.enter("one")
+        request = asyncio.create_task(_OneModelAtATime(None, SimpleNamespace(models=models))(scope, receive, None))
+        await asyncio.sleep(0.01)
+        request.cancel()
+        await asyncio.wait({request})
+        turns.leave("one")
+        await asyncio.wait_for(turns.enter("one"), 1)
+
+    asyncio.run(run())
 
 
 def test_vllm_takes_a_pissa_adapter_as_it_is_saved(folder, expected):
