@@ -71,6 +71,7 @@ def folder(tmp_path_factory) -> Path:
         emr.extract(folder / "merged", task, folder / f"merged-{task}")
     adapted = moved(get_peft_model(base, PissaConfig(r=4, lora_alpha=4, target_modules=["q_proj", "down_proj"])))
     adapted.save_pretrained(folder / "pissa")
+    shutil.copytree(folder / "base", folder / "overwritten")
     spoil(folder)
     return folder
 
@@ -158,7 +159,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server(folder, expected) -> Iterator[Server]:
     """It starts with a compressed model, given as it is."""
-    listed = {"two": "small-two", "half": "small-half", "base": "base"}
+    listed = {"two": "small-two", "half": "small-half", "base": "base", "overwritten": "overwritten"}
     listed |= {f"task {task}": f"merged#{task}" for task in TASKS}
     listed |= {"baseless": "baseless", "torn": "torn", "other": "small-other", "mixed": "mixed", "no task": "small-one#one"}
     (folder / "models.json").write_text(json.dumps(listed))
@@ -181,7 +182,7 @@ def test_it_starts_with_the_weights_of_the_plain_model(server, expected):
 
 def test_models_are_listed_and_unknown_ones_are_404(server):
     names = [model["id"] for model in server.call("/v1/models")[1]["data"]]
-    assert sorted(names) == sorted([*PLAIN, "baseless", "torn", "other", "mixed", "no task"])
+    assert sorted(names) == sorted([*PLAIN, "overwritten", "baseless", "torn", "other", "mixed", "no task"])
     assert server.refusal("nobody")[0] == 404
 
 
@@ -223,6 +224,13 @@ def test_a_model_that_cannot_be_served_is_an_error_and_the_server_goes_on(server
     assert server.digests() == expected["two"]["digests"]
     assert server.answer("two") == ("two", expected["two"]["text"])
     assert server.answer("first") == ("first", expected["one"]["text"])
+
+
+def test_files_overwritten_while_their_model_is_in_memory_are_not_compared_with(server, folder, expected):
+    assert server.answer("overwritten") == ("overwritten", expected["base"]["text"])
+    (folder / "overwritten" / "model.safetensors").write_bytes((folder / "one" / "model.safetensors").read_bytes())
+    assert server.answer("first") == ("first", expected["one"]["text"])
+    assert server.digests() == expected["one"]["digests"]
 
 
 def test_a_request_without_the_key_switches_nothing(server):
