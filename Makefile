@@ -60,7 +60,7 @@ test-vllm: build/constraints-vllm-hosts.txt
 	.venv-vllm/bin/pip install --quiet --constraint $< $(VLLM)
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-vllm/bin/pip install --quiet --constraint $< --no-build-isolation --editable . pytest
-	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest $(or $(TESTS),tests/vllm)
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest $(or $(TESTS),tests/with_vllm)
 
 # Test modules that need Transformers or PEFT cannot be imported there and count as absent.
 test-storage:

@@ -51,7 +51,13 @@ def mount(src: str | os.PathLike, where: str | os.PathLike, base: str | os.PathL
         CorruptFileError: a file is damaged.
     """
     src, where = Path(src).absolute(), Path(where).absolute()  # libfuse changes the working directory
-    if where.exists() and (not where.is_dir() or any(where.iterdir())):
+    try:
+        is_free = not where.exists() or where.is_dir() and not any(where.iterdir())
+    except OSError as error:
+        if error.errno != errno.ENOTCONN:
+            raise
+        raise CheckpointError(f"{where} is still mounted by a process that was killed. Run: fusermount3 -u {where}") from error
+    if not is_free:
         raise CheckpointError(f"{where} is not an empty folder; give a new one.")
     with tempfile.TemporaryDirectory(prefix="hf-ext-mount-") as stage:
         files = {path: VirtualFile(file) for path, file in plain_files_of(src, Path(stage), base)}

@@ -83,6 +83,20 @@ def test_a_damaged_tensor_is_an_error_of_reading_and_the_others_stay_readable(tm
     assert "model.safetensors cannot be read" in process.stderr.read()
 
 
+def test_after_a_killed_process_the_error_says_how_to_unmount(tmp_path):
+    tuned, base = tiny_checkpoints.pair(tmp_path)
+    fm_delta.compress_checkpoint(tuned, base, tmp_path / "small")
+    command = [sys.executable, "-m", "hf_ext", "mount", "small", "plain"]
+    try:
+        with mounted(tmp_path / "small", tmp_path / "plain") as process:
+            process.kill()
+            process.wait(30)
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 1 and f"fusermount3 -u {tmp_path / 'plain'}" in done.stderr
+    finally:
+        subprocess.run(["fusermount3", "-u", tmp_path / "plain"], check=True)
+
+
 @pytest.mark.parametrize("case", ["not empty", "plain"])
 def test_what_cannot_be_mounted_is_one_clear_error(tmp_path, case):
     tuned, base = tiny_checkpoints.pair(tmp_path)

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import tiny_checkpoints
+import torch
 from tiny_merges import write_tasks
 
 from hf_ext import CheckpointError, emr, fm_delta
@@ -142,6 +143,14 @@ def test_only_layers_that_differ_are_loaded(tmp_path):
     plain, small = (StoredModel(str(tmp_path / name)).open() for name in ("base", "small"))
     assert set(changed(plain, small)) == set(changed(small, plain)) == layer
     assert not list(changed(small, small)) and not list(changed(plain, plain))
+
+
+def test_modules_outside_the_layers_are_loaded_whole(tmp_path):
+    head = {"model.norm.weight": torch.ones(8), "model.norm.bias": torch.zeros(8), "lm_head.weight": torch.ones(8, 8)}
+    tiny_checkpoints.write_folder(tmp_path / "one", head)
+    tiny_checkpoints.write_folder(tmp_path / "two", head | {"model.norm.weight": torch.zeros(8)})
+    one, two = (StoredModel(str(tmp_path / name)).open() for name in ("one", "two"))
+    assert set(changed(one, two)) == {"model.norm.weight", "model.norm.bias"}
 
 
 def test_tasks_of_a_merge_are_models(tmp_path):

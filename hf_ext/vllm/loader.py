@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,10 +14,9 @@ from vllm.config.load import LoadConfig
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from hf_ext.errors import HfExtError
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.prefetch import Prefetcher
-from hf_ext.storage.safetensors_file import RawTensor
+from hf_ext.storage.safetensors_file import RawTensor, torch_dtype
 from hf_ext.storage.source import TensorSource
 from hf_ext.vllm.models import StoredModel, changed, read_models
 
@@ -35,11 +34,15 @@ class _Held:
 
     Attributes:
         models: the models to switch to by name, among them the one that vLLM was started with.
-        source: the model whose weights they are. None while a switch is under way, and after one that failed.
+        name: the model whose weights they are.
+        source: its tensors. None while a switch is under way, and after one that failed.
+        states: the state of its files when they were opened.
     """
 
     models: dict[str, StoredModel]
+    name: str = ""
     source: TensorSource | None = None
+    states: list[tuple[int, ...]] = field(default_factory=list)
 
 
 _held: WeakKeyDictionary[torch.nn.Module, _Held] = WeakKeyDictionary()
@@ -63,29 +66,37 @@ class StoredModelLoader(DefaultModelLoader):
     def get_all_weights(self, model_config: ModelConfig, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors of the model that `model_config` names: a key of `models`, a folder or a Hub id.
 
-        If `model` holds another one already, only the layers that differ are decoded. If that fails halfway, the other layers
-        get the weights that they had before the error is raised, because vLLM cannot begin anew with a layer that is loaded
-        in part. All of them must then be loaded again.
+        If `model` holds another one already, only the layers that differ are decoded, unless the files of that one have changed
+        since: what is in memory can no longer be compared. If decoding fails halfway, the other tensors get zeros before the
+        error is raised, because vLLM cannot begin anew with a layer that is loaded in part. All of them must then be loaded
+        again.
         """
         name, is_first = model_config.model, model not in _held
         first = {name: StoredModel(name, model_config.revision, self.task)}
         held = _held.setdefault(model, _Held(self.models | first))
         source = held.models.get(name, StoredModel(name)).open()
+        states = _states(source)
         before, held.source = held.source, None
         if is_first and isinstance(source, Checkpoint):
             yield from super().get_all_weights(model_config, model)
-        elif before is None:
+        elif before is None or held.name == name or held.states != _states(before):
             yield from _read(source, source.names())
         else:
             names = list(changed(before, source))
             logger.info(
                 "Switching to %s: %d of its %d tensors are in layers that differ.", source, len(names), len(source.names())
             )
-            yield from _read(source, names, before)
-        held.source = source
+            yield from _read(source, names)
+        held.name, held.source, held.states = name, source, states
 
 
-def _read(source: TensorSource, names: list[str], before: TensorSource | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def _states(source: TensorSource) -> list[tuple[int, ...]]:
+    """Returns what changes when the files of a model are written again, or deleted."""
+    found = [path.stat() if path.exists() else None for path in source.paths]
+    return [(file.st_ino, file.st_size, file.st_mtime_ns) if file else () for file in found]
+
+
+def _read(source: TensorSource, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     done = 0
     with _all_cores():
         tensors = Prefetcher(source.read, {name: source.entry(name).nbytes for name in names})
@@ -94,10 +105,10 @@ def _read(source: TensorSource, names: list[str], before: TensorSource | None = 
             yield name, _to_torch(tensor)
             source.release(name)
             done += 1
-    except (HfExtError, OSError):
-        if before is not None:
-            for name in names[done:]:
-                yield name, _to_torch(before.read(name))
+    except Exception:
+        for name in names[done:]:
+            entry = source.entry(name)
+            yield name, torch.zeros(entry.shape, dtype=torch_dtype(entry.dtype))
         raise
 
 

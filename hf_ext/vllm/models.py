@@ -83,21 +83,28 @@ def _stored(name: str, value: Any, beside: Path | None) -> StoredModel:
 def changed(before: TensorSource, after: TensorSource) -> Iterator[str]:
     """Yields the names of the tensors to load where the model `after` replaces `before`, layer by layer.
 
-    These are all tensors of each layer in which any differs, because vLLM fuses tensors of a layer.
+    These are all tensors of each layer in which any differs, because vLLM fuses tensors of a layer, and takes what it does not
+    get of a module from uninitialized memory. Outside the layers, modules beside one another count as a layer.
 
     Raises:
         CheckpointError: the two have different tensors, so one cannot replace the other.
     """
+    require_same_shapes(before, after)
     layers: dict[tuple[str, ...], list[str]] = {}
     for name in after.names():
-        layers.setdefault(layer_of(name) or (name,), []).append(name)
+        layers.setdefault(layer_of(name) or tuple(name.split(".")[:-2]), []).append(name)
+    for names in layers.values():
+        if any(_differs(name, before, after) for name in names):
+            yield from names
+
+
+def require_same_shapes(before: TensorSource, after: TensorSource) -> None:
+    """Raises CheckpointError if the model `after` cannot replace `before`, because it has other tensors."""
+    for name in after.names():
         if name not in before or before.entry(name).shape != after.entry(name).shape:
             raise CheckpointError(f"{after} cannot replace {before}: its tensor '{name}' is new or has another shape.")
     if missing := [name for name in before.names() if name not in after]:
         raise CheckpointError(f"{after} cannot replace {before}: it has no tensor '{missing[0]}'.")
-    for names in layers.values():
-        if any(_differs(name, before, after) for name in names):
-            yield from names
 
 
 def _differs(name: str, before: TensorSource, after: TensorSource) -> bool:

@@ -10,10 +10,13 @@ import asyncio
 import json
 import time
 from argparse import Namespace
+from collections.abc import Mapping
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette.datastructures import State
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.engine.protocol import EngineClient
@@ -21,13 +24,18 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.logger import init_logger
 
 from hf_ext.errors import CheckpointError
-from hf_ext.vllm.models import StoredModel, changed, read_models
+from hf_ext.storage.source import TensorSource
+from hf_ext.vllm.models import StoredModel, read_models, require_same_shapes
 from hf_ext.vllm.turns import Turns
 
 logger = init_logger(f"vllm.{__name__}")
 
 #: How the paths of requests begin that need a model's weights.
-INFERENCE = ("/v1/", "/v2/", "/inference/", "/pooling", "/classify", "/score", "/rerank", "/invocations")
+INFERENCE = (
+    *("/v1/", "/v2/", "/cohere/", "/inference/", "/pooling", "/classify", "/score", "/generative_scoring", "/rerank"),
+    "/invocations",
+)
+FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 
 
 class ModelSwitching:
@@ -56,7 +64,8 @@ class ModelSwitching:
                 raise CheckpointError(f"Two models have the name '{name}'. Choose another --served-model-name.")
             models[name] = (name, stored)
             paths.append(BaseModelPath(name=name, model_path=stored.path))
-        self.models = ServedModels(engine_client, models, paths)
+        shapes = await asyncio.to_thread(first.open)
+        self.models = ServedModels(engine_client, models, paths, shapes, has_adapters=bool(args.enable_lora))
 
 
 class ServedModels:
@@ -66,21 +75,28 @@ class ServedModels:
         engine: vLLM's engine.
         models: for each name of a model, its name for `reload_weights`, and where it is stored. The first one is loaded.
         paths: vLLM's list of its models. The first one names the model in responses, so the loaded one is kept there.
+        shapes: the tensors of the first model, of which only names and shapes are read. It is opened once, so that the other
+            models can be served if its files are gone.
+        has_adapters: whether other names than those of models may be names of LoRAs of the first model.
     """
 
-    def __init__(self, engine: EngineClient, models: dict[str, tuple[str, StoredModel]], paths: list[BaseModelPath]):
-        self.engine, self.models, self.paths = engine, models, paths
+    def __init__(
+        self,
+        engine: EngineClient,
+        models: dict[str, tuple[str, StoredModel]],
+        paths: list[BaseModelPath],
+        shapes: TensorSource,
+        has_adapters: bool = False,
+    ):
+        self.engine, self.models, self.paths, self.shapes = engine, models, paths, shapes
+        self.has_adapters = has_adapters
         self.default = self._last = next(iter(models))
         self.turns = Turns(self._check, self._switch, self.default)
 
     async def _check(self, name: str) -> None:
         """Raises what is wrong with a model as far as its headers show it."""
 
-        def open_both() -> None:
-            before, after = self.models[self._last][1], self.models[name][1]
-            next(changed(before.open(), after.open()), None)
-
-        await asyncio.to_thread(open_both)
+        await asyncio.to_thread(lambda: require_same_shapes(self.shapes, self.models[name][1].open()))
 
     async def _switch(self, name: str) -> None:
         before, began = self._last, time.monotonic()
@@ -113,7 +129,8 @@ class _OneModelAtATime:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         models = self.plugin.models
-        if models is None or not scope.get("path", "").startswith(INFERENCE) or scope.get("method", "POST") != "POST":
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if models is None or not path.startswith(INFERENCE) or scope.get("method", "POST") != "POST":
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
             await self._http(models, scope, receive, send)
@@ -129,7 +146,7 @@ class _OneModelAtATime:
             body = await Request(scope, receive).body()
         except ClientDisconnect:
             return
-        name = _model_of(body) or models.default
+        name = await _model_of(scope, body) or models.default
         left = asyncio.ensure_future(receive())  # after the body, a server only hears that the client has left
         messages = iter([{"type": "http.request", "body": body}])
 
@@ -138,13 +155,18 @@ class _OneModelAtATime:
 
         try:
             if name not in models.models:
-                await self.app(scope, again, send)  # vLLM answers that there is no such model
-                return
+                if not models.has_adapters:
+                    await self.app(scope, again, send)  # vLLM answers that there is no such model
+                    return
+                name = models.default  # which adapters are for
             entering = asyncio.create_task(models.turns.enter(name))
-            await asyncio.wait({entering, left}, return_when=asyncio.FIRST_COMPLETED)
+            try:
+                await asyncio.wait({entering, left}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                entering.cancel()  # if it still waits, also where the server ends this request
             if not entering.done():
-                entering.cancel()
-            elif error := entering.exception():
+                return
+            if error := entering.exception():
                 text = f"The model '{name}' cannot be served: {error}"
                 content = {"message": text, "type": "ServiceUnavailableError", "param": "model", "code": 503}
                 await JSONResponse({"error": content}, 503)(scope, again, send)
@@ -157,11 +179,17 @@ class _OneModelAtATime:
             left.cancel()
 
 
-def _model_of(body: bytes) -> str | None:
-    """Returns the model that a request names; None if it names none."""
+async def _model_of(scope: Scope, body: bytes) -> str | None:
+    """Returns the model that a request names, in JSON or in a form; None if it names none."""
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body}
+
+    request = Request(scope, receive)
     try:
-        request = json.loads(body)
-    except ValueError:
+        is_form = request.headers.get("content-type", "").startswith(FORMS)
+        fields = await request.form() if is_form else json.loads(body)
+    except (ValueError, RecursionError, HTTPException, MultiPartException):  # vLLM answers what is wrong
         return None
-    name = request.get("model") if isinstance(request, dict) else None
+    name = fields.get("model") if isinstance(fields, Mapping) else None
     return name if isinstance(name, str) else None

@@ -157,7 +157,7 @@ def test_a_decompression_that_fails_leaves_the_older_one(tmp_path):
     small, out = tmp_path / "small", tmp_path / "out"
     fm_delta.compress_checkpoint(src, base, small)
     fm_delta.decompress_checkpoint(small, out)
-    (small / "config.json").write_text((small / "config.json").read_text().replace("16", "32"))
+    (small / "config.json").write_text((small / "config.json").read_text().replace(": 16", ": 32"))
     changed = SafetensorsFile(base / "model.safetensors")["lm_head.weight"].data.copy()
     data = (base / "model.safetensors").read_bytes()
     changed[3000] ^= 1  # in the last tensor, between the places that the fingerprint samples

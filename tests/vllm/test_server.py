@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -15,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +27,8 @@ from tiny_transfers import tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_ext import PissaConfig, emr, fm_delta
+from hf_ext.vllm.switching import _OneModelAtATime
+from hf_ext.vllm.turns import Turns
 
 PROMPT = "pick a b c"
 TASKS = ("one", "two")
@@ -67,6 +71,7 @@ def folder(tmp_path_factory) -> Path:
         emr.extract(folder / "merged", task, folder / f"merged-{task}")
     adapted = moved(get_peft_model(base, PissaConfig(r=4, lora_alpha=4, target_modules=["q_proj", "down_proj"])))
     adapted.save_pretrained(folder / "pissa")
+    shutil.copytree(folder / "base", folder / "overwritten")
     spoil(folder)
     return folder
 
@@ -154,7 +159,7 @@ class Server:
 @pytest.fixture(scope="module")
 def server(folder, expected) -> Iterator[Server]:
     """It starts with a compressed model, given as it is."""
-    listed = {"two": "small-two", "half": "small-half", "base": "base"}
+    listed = {"two": "small-two", "half": "small-half", "base": "base", "overwritten": "overwritten"}
     listed |= {f"task {task}": f"merged#{task}" for task in TASKS}
     listed |= {"baseless": "baseless", "torn": "torn", "other": "small-other", "mixed": "mixed", "no task": "small-one#one"}
     (folder / "models.json").write_text(json.dumps(listed))
@@ -177,7 +182,7 @@ def test_it_starts_with_the_weights_of_the_plain_model(server, expected):
 
 def test_models_are_listed_and_unknown_ones_are_404(server):
     names = [model["id"] for model in server.call("/v1/models")[1]["data"]]
-    assert sorted(names) == sorted([*PLAIN, "baseless", "torn", "other", "mixed", "no task"])
+    assert sorted(names) == sorted([*PLAIN, "overwritten", "baseless", "torn", "other", "mixed", "no task"])
     assert server.refusal("nobody")[0] == 404
 
 
@@ -221,6 +226,13 @@ def test_a_model_that_cannot_be_served_is_an_error_and_the_server_goes_on(server
     assert server.answer("first") == ("first", expected["one"]["text"])
 
 
+def test_files_overwritten_while_their_model_is_in_memory_are_not_compared_with(server, folder, expected):
+    assert server.answer("overwritten") == ("overwritten", expected["base"]["text"])
+    (folder / "overwritten" / "model.safetensors").write_bytes((folder / "one" / "model.safetensors").read_bytes())
+    assert server.answer("first") == ("first", expected["one"]["text"])
+    assert server.digests() == expected["one"]["digests"]
+
+
 def test_a_request_without_the_key_switches_nothing(server):
     before = server.log.read_text().count("Switched from")
     server.answer("two")
@@ -238,6 +250,72 @@ def test_tensor_parallel_workers_hold_the_same_parts_as_of_the_plain_model(folde
         subprocess.run([sys.executable, str(script), str(folder / model), str(out)], env=environment, timeout=600, check=True)
         digests.append(json.loads(out.read_text()))
     assert digests[0] == digests[1] and len(digests[0]) == 2 and digests[0][0] != digests[0][1]
+
+
+FORM = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\ntwo\r\n--x--\r\n'
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "body", "model"),
+    [
+        ("/v1/completions", "application/json", b'{"model": "two"}', "two"),
+        ("/v1/completions", "application/json", b"{}", "one"),
+        ("/v1/completions", "application/json", b'{"model": "adapter"}', "one"),
+        ("/v1/completions", "application/json", b"[" * 100_000, "one"),
+        ("/prefix/v1/completions", "application/json", b'{"model": "two"}', "two"),
+        ("/cohere/v2/chat", "application/json", b'{"model": "two"}', "two"),
+        ("/generative_scoring", "application/json", b'{"model": "two"}', "two"),
+        ("/v1/audio/transcriptions", "multipart/form-data; boundary=x", FORM, "two"),
+        ("/v1/audio/transcriptions", "multipart/form-data", FORM, "one"),
+        ("/tokenize", "application/json", b'{"model": "two"}', None),
+    ],
+)
+def test_a_request_takes_the_turn_of_its_model(path, kind, body, model):
+    taken, bodies = [], []
+
+    async def enter(name: str) -> None:
+        taken.append(name)
+
+    async def app(scope, receive, send) -> None:
+        bodies.append((await receive())["body"])
+
+    async def run() -> None:
+        messages = iter([{"type": "http.request", "body": body}])
+
+        async def receive() -> dict:
+            return next(messages, None) or await asyncio.Event().wait()
+
+        turns = SimpleNamespace(enter=enter, leave=lambda name: taken.remove(name) or taken.append(f"{name} left"))
+        models = SimpleNamespace(models={"one", "two"}, default="one", has_adapters=True, turns=turns)
+        scope = {"type": "http", "method": "POST", "path": path, "root_path": "/prefix"}
+        headers = [(b"content-type", kind.encode())]
+        await _OneModelAtATime(app, SimpleNamespace(models=models))(scope | {"headers": headers}, receive, None)
+
+    asyncio.run(run())
+    assert taken == ([f"{model} left"] if model else []) and bodies == [body]
+
+
+def test_a_request_that_the_server_ends_leaves_its_place():
+    async def run() -> None:
+        async def check(name: str) -> None: ...
+
+        turns = Turns(check, check, "one")
+        models = SimpleNamespace(models={"one", "two"}, default="one", has_adapters=False, turns=turns)
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        messages = iter([{"type": "http.request", "body": b'{"model": "two"}'}])
+
+        async def receive() -> dict:
+            return next(messages, None) or await asyncio.Event().wait()
+
+        await turns.enter("one")
+        request = asyncio.create_task(_OneModelAtATime(None, SimpleNamespace(models=models))(scope, receive, None))
+        await asyncio.sleep(0.01)
+        request.cancel()
+        await asyncio.wait({request})
+        turns.leave("one")
+        await asyncio.wait_for(turns.enter("one"), 1)
+
+    asyncio.run(run())
 
 
 def test_vllm_takes_a_pissa_adapter_as_it_is_saved(folder, expected):
