@@ -8,9 +8,10 @@ import random
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -356,3 +357,37 @@ def test_files_are_not_written_through_a_link_to_another_folder(tmp_path, home, 
     with pytest.raises(CheckpointError, match="task-cr is a link"):
         emr.merge(base, folders, out)
     assert not (out / "config.json").exists()
+
+
+@pytest.fixture
+def copy_on_write(tmp_path: Path) -> Iterator[Path]:
+    """A file system on which files can share blocks."""
+    image, place = tmp_path / "disk", tmp_path / "place"
+    place.mkdir()
+    with image.open("wb") as file:
+        file.truncate(200 << 20)
+    for command in (["mkfs.btrfs", "-q", str(image)], ["mount", "-o", "loop", str(image), str(place)]):
+        if shutil.which(command[0]) is None or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("may not mount Btrfs")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_files_that_equal_those_of_the_base_share_its_blocks(copy_on_write):
+    tuned, base = pair(copy_on_write)
+    tokenizer = os.urandom(20 << 20)
+    for folder in (base, tuned):
+        (folder / "tokenizer.json").write_bytes(tokenizer)
+
+    def used() -> int:
+        os.sync()
+        status = os.statvfs(copy_on_write)
+        return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+    before = used()
+    fm_delta.compress_checkpoint(tuned, base, copy_on_write / "small")
+    shutil.rmtree(tuned)
+    assert used() < before - (15 << 20)
+    assert (copy_on_write / "small" / "tokenizer.json").read_bytes() == tokenizer
+    (copy_on_write / "small" / "tokenizer.json").write_text("another")
+    assert (base / "tokenizer.json").read_bytes() == tokenizer

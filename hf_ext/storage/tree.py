@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import filecmp
 import os
 import shutil
 import stat
@@ -11,11 +12,17 @@ from pathlib import Path
 
 import xxhash
 
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
 from hf_ext.errors import CheckpointError
 
 OURS = ".hf_ext-"  # in the names of temporary files and folders of this package
 STAGE = f"{OURS}partial"
 JOURNAL = f"{OURS}journal"  # in a folder into which files are moving: the stage that they come from, and what they replace
+FICLONE = 0x40049409  # Linux: lets a file share the blocks of another, until either is written
 HELD, GRAVE = f"{OURS}held", f"{OURS}deleted"  # names of a folder while it is checked, and while it is deleted
 
 
@@ -54,11 +61,14 @@ def stamp(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def copy_entries(src: Path, paths: Iterable[Path], out: Path) -> None:
+def copy_entries(src: Path, paths: Iterable[Path], out: Path, like: Path | None = None) -> None:
     """Copies files, folders and links, given relative to `src`, with their times and modes. The contents of a folder are paths
     of their own.
 
     A link to a file becomes a copy of the file. Other links stay links: to folders, and to nothing.
+
+    Args:
+        like: a folder some of whose files may equal those of `src`. See `copy`.
 
     Raises:
         CheckpointError: a path is a device, a socket or a pipe.
@@ -74,7 +84,7 @@ def copy_entries(src: Path, paths: Iterable[Path], out: Path) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.symlink_to(_place_of_link(source, src))
         elif source.is_file():
-            copy(source, target)
+            copy(source, target, like and like / path)
         else:
             kind = "socket" if stat.S_ISSOCK(mode) else "pipe" if stat.S_ISFIFO(mode) else "device"
             raise CheckpointError(f"{source} is a {kind}, which cannot be copied. Move it out of {src}.")
@@ -92,10 +102,29 @@ def _place_of_link(link: Path, src: Path) -> str:
     return os.path.relpath(leads_to, link.parent.absolute()) if os.path.isabs(place) else place
 
 
-def copy(source: Path, target: Path) -> None:
-    """Copies a file with its times and mode, and creates the folder it goes to."""
+def copy(source: Path, target: Path, twin: Path | None = None) -> None:
+    """Copies a file with its times and mode, and creates the folder it goes to.
+
+    On Linux file systems that can (Btrfs, XFS), the copy takes no space: it shares the blocks of `source`, or those of
+    `twin` if that is a file with the same contents. Writing to one of them later does not change the others.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(source, target)
+    is_twin = twin is not None and twin.is_file() and filecmp.cmp(source, twin, shallow=False)
+    if not _clone(twin if is_twin and twin else source, target):
+        shutil.copyfile(source, target)
+    shutil.copystat(source, target)
+
+
+def _clone(source: Path, target: Path) -> bool:
+    """Lets a new file share the blocks of another, and returns whether the file system can do that."""
+    if fcntl is None:
+        return False
+    with open(source, "rb") as old, open(target, "wb") as new:
+        try:
+            fcntl.ioctl(new, FICLONE, old.fileno())
+        except OSError:
+            return False
+    return True
 
 
 def link(source: Path, target: Path) -> None:

@@ -98,7 +98,7 @@ def compress_folder(
     with staged_folder(out) as stage:
         _require_one_kind(src, out)
         others = [path for path in other_files(src, out) if path not in leave]
-        copy_entries(src, others, stage)
+        copy_entries(src, others, stage, like=source.paths[0].parent if source.paths else None)
         write(plain_files(src), source, stage)
         copy_modes(src, stage)
         if verify:
