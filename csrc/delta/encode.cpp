@@ -387,7 +387,7 @@ Factors best_factors(const Shape& shape, const typename F::U* tensor, const type
         const size_t rank = size_t(factors.rank);
         std::vector<int32_t> row_factors(sampled * rank);
         for (size_t i = 0; i < sampled; ++i)
-            std::copy_n(factors.rows + rows[i * rows.size() / sampled] * rank, rank, &row_factors[i * rank]);
+            std::copy_n(factors.rows + rows[i * rows.size() / sampled] * rank, rank, row_factors.data() + i * rank);
         const Factors some{factors.rank, factors.exponent, row_factors.data(), factors.columns};
         const double once = rank ? column_factor_bits(factors, length) : 0;
         return once + scale * (TensorEncoder<F>(part, values.data(), predictions.data(), some, threads).cost() - once);
