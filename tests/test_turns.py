@@ -158,6 +158,7 @@ def test_tasks_of_a_merge_are_models(tmp_path):
     emr.merge(base, tasks, tmp_path / "merged")
     one, two = (StoredModel(str(tmp_path / "merged"), task=task).open() for task in ("one", "two"))
     assert set(changed(one, two)) and not list(changed(one, one))
+    assert {tmp_path / "merged" / "model.safetensors", base / "model.safetensors"} < set(one.paths)
     assert StoredModel(str(tmp_path / "merged")).open().name == one.name
     with pytest.raises(CheckpointError, match="no task 'three'"):
         StoredModel(str(tmp_path / "merged"), task="three").open()

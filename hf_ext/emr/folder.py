@@ -319,6 +319,7 @@ class TaskSource(TensorSource):
 
     def __init__(self, merged: MergeFolder, task: str):
         self.name = f"{merged.folder}{OF_TASK}{task}"
+        self.paths = [merged.files[task].path, *merged.elected.paths]
         self._merged, self._task = merged, task
 
     def names(self) -> list[str]:
