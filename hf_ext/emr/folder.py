@@ -334,7 +334,8 @@ class TaskSource(TensorSource):
     def identity(self, name: str) -> Hashable:
         file, elected = self._merged.files[self._task], self._merged.elected
         is_elected = name in elected and name not in file.record.modulated and file.own_entry(name) is None
-        return elected.identity(name) if is_elected else (elected.digest, self._task, name)
+        # Merges may share elected weights and the name of a task, but not the task's files.
+        return elected.identity(name) if is_elected else (self.name, name)
 
 
 def task_files_into(merged: MergeFolder, task: str, out: Path, max_shard_size: int | str = "50GB") -> list[ComputedFile]:
