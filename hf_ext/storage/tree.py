@@ -109,9 +109,10 @@ def copy(source: Path, target: Path, twin: Path | None = None) -> None:
     `twin` if that is a file with the same contents. Writing to one of them later does not change the others.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    is_twin = twin is not None and twin.is_file() and filecmp.cmp(source, twin, shallow=False)
-    if not _clone(twin if is_twin and twin else source, target):
+    if not _clone(source, target):
         shutil.copyfile(source, target)
+    elif twin is not None and twin.is_file() and filecmp.cmp(source, twin, shallow=False):
+        _clone(twin, target)
     shutil.copystat(source, target)
 
 
