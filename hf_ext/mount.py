@@ -11,6 +11,7 @@ import stat
 import sys
 import tempfile
 import threading
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,7 +39,7 @@ AHEAD = 2  # tensors that are decoded before they are asked for, per file
 def mount(src: str | os.PathLike, where: str | os.PathLike, base: str | os.PathLike | None = None) -> None:
     """Shows the plain folder of a compressed model, or a folder for each task of a merge. Returns when it is unmounted.
 
-    Tensors are decoded when their bytes are read, and checked. Memory: at most 1 GiB of tensors, or the largest four.
+    Tensors are decoded when their bytes are read, and checked. Memory: at most 1 GiB of tensors, or the last six.
 
     Args:
         src: folder of a compressed model or a merge.
@@ -96,16 +97,18 @@ class VirtualFile:
         self._file = file
         self._head = len(file.header_bytes).to_bytes(8, "little") + file.header_bytes
         entries = sorted(file.entries.items(), key=lambda item: item[1].begin)
-        self._parts = [(name, len(self._head) + entry.begin, len(self._head) + entry.end) for name, entry in entries]
-        self.size = self._parts[-1][2] if self._parts else len(self._head)
+        self._names = [name for name, _ in entries]
+        self._begins = [len(self._head) + entry.begin for _, entry in entries]
+        self.size = len(self._head) + max((entry.end for _, entry in entries), default=0)
 
     def read(self, begin: int, end: int, tensors: TensorCache) -> bytes:
         """Returns the bytes from `begin` to `end`, or to the end of the file."""
         found = [self._head[begin:end]]
-        for place, (name, start, stop) in enumerate(self._parts):
-            if start < end and begin < stop:
-                data = tensors.get(self._file, name, [name for name, *_ in self._parts[place + 1 : place + 1 + AHEAD]])
-                found.append(data[max(begin - start, 0) : end - start].tobytes())
+        first = max(bisect_right(self._begins, begin) - 1, 0)
+        for place in range(first, bisect_left(self._begins, end)):
+            name, *following = self._names[place : place + 1 + AHEAD]
+            data, start = tensors.get(self._file, name, following), self._begins[place]
+            found.append(data[max(begin - start, 0) : end - start].tobytes())
         return b"".join(found)
 
 
@@ -116,22 +119,23 @@ class TensorCache:
         self._pool = ThreadPoolExecutor(cores())
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[TensorFile, str], Future[np.ndarray]] = OrderedDict()
-        self._sizes: dict[tuple[TensorFile, str], int] = {}
+        self._size = 0  # bytes of all that are kept or under way
 
     def get(self, file: TensorFile, name: str, following: list[str]) -> np.ndarray:
         """Returns a tensor's bytes, and has the following ones of its file decoded meanwhile."""
         with self._lock:
             futures = [self._decoded(file, each) for each in (name, *following)]
-            while len(self._kept) > 2 * len(futures) and sum(self._sizes.values()) > CACHE:
-                oldest, _ = self._kept.popitem(last=False)
-                del self._sizes[oldest]
+            while len(self._kept) > 2 * len(futures) and self._size > CACHE:
+                (oldest, tensor), _ = self._kept.popitem(last=False)
+                self._size -= oldest.entries[tensor].nbytes
         return futures[0].result()
 
     def _decoded(self, file: TensorFile, name: str) -> Future[np.ndarray]:
         key = (file, name)
+        if key not in self._kept:
+            self._size += file.entries[name].nbytes
         if key not in self._kept or self._kept[key].done() and self._kept[key].exception():
             self._kept[key] = self._pool.submit(lambda: file[name].data)
-            self._sizes[key] = file.entries[name].nbytes
         self._kept.move_to_end(key)
         return self._kept[key]
 
