@@ -1,4 +1,4 @@
-"""What vLLM makes of the `quantization_config` in config.json of a compressed checkpoint or a merge.
+"""The quantization configs by which vLLM knows compressed checkpoints and merges.
 
 The loaded weights are plain ones, so no layer is quantized.
 """

@@ -91,7 +91,7 @@ class StoredModelLoader(DefaultModelLoader):
 
 
 def _states(source: TensorSource) -> list[tuple[int, ...]]:
-    """Returns what changes when the files of a model are written again, or deleted."""
+    """Returns inode, size and time of change of each file of a model, or () for a deleted one."""
     found = [path.stat() if path.exists() else None for path in source.paths]
     return [(file.st_ino, file.st_size, file.st_mtime_ns) if file else () for file in found]
 
