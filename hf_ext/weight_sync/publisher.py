@@ -86,7 +86,7 @@ class Publisher:
         found = Index.read(self.place, rank)
         if found is not None and not resume:
             raise CheckpointError(
-                f"{self.place} holds the steps of another training ('{found.run}'). Give an empty place, or go on with that one: "
+                f"{self.place} holds the steps of another training ('{found.run}'). Give an empty place, or go on with it: "
                 "resume=True."
             )
         if found is not None and (run or found.run, world_size) != (found.run, found.world_size):
@@ -152,11 +152,11 @@ class Publisher:
                 if key in parts:
                     raise CheckpointError(f"'{key}' is given twice.")
                 dtype = self.dtype if self.dtype is not None and rows.is_floating_point() else rows.dtype
+                if self._current and (self._parts.get(key) != part or self._current[key].dtype != dtype):
+                    raise _other_tensors(key)
                 copy = self._spare.get(key)
                 if copy is None:
                     copy = torch.empty(rows.shape, dtype=dtype, pin_memory=rows.is_cuda)
-                if self._current and (self._parts.get(key), copy.dtype) != (part, dtype):
-                    raise _other_tensors(key)
                 copies[key], parts[key] = copy.copy_(rows.detach(), non_blocking=True), part
         for key in self._parts if self._current else ():
             if key not in parts:
@@ -169,7 +169,7 @@ class Publisher:
         """Writes the files of a step, then the index, and makes the weights the base of the next step."""
         found = Index.read(self.place, self._index.rank)
         if (found and found.session) != self._session:
-            raise CheckpointError(f"Another publisher writes to {self.place}, so step {step} was not published. End one of them.")
+            raise CheckpointError(f"Another publisher writes to {self.place}, so step {step} was not published. End one.")
         tensors = {key: RawTensor.from_torch(weight) for key, weight in weights.items()}
         bases = {key: RawTensor.from_torch(weight) for key, weight in self._current.items()}
         before, changed = None, {}
@@ -208,8 +208,8 @@ class Publisher:
 
 
 def _local(tensor: torch.Tensor | Rows) -> Rows:
-    """Returns the rows of a tensor that this rank publishes: of a sharded one its own, unless another rank has the same rows and
-    comes first."""
+    """Returns the rows of a tensor that this rank publishes: of a sharded one its own, unless another rank that comes first
+    has the same."""
     if isinstance(tensor, Rows):
         return tensor
     shape = tuple(tensor.shape)
@@ -283,6 +283,6 @@ def _files(steps: Iterable[Step]) -> set[str]:
 
 def _other_tensors(key: str) -> CheckpointError:
     return CheckpointError(
-        f"'{key}' is new, missing, or of another type or shape than in the step before. A run keeps its tensors; publish others to "
-        "another place."
+        f"'{key}' is new, missing, or of another type or shape than in the step before. A run keeps its tensors; publish "
+        "others to another place."
     )

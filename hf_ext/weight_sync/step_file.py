@@ -97,7 +97,7 @@ class Index:
                     return index
         except (KeyError, TypeError, AttributeError) as error:
             raise CorruptFileError(f"{name} at {place} is damaged: {type(error).__name__} {error}.") from error
-        raise CorruptFileError(f"{name} at {place} is damaged, or has another version than {VERSION}: {version}. Update hf_ext.")
+        raise CorruptFileError(f"{name} at {place} is damaged, or of a newer hf_ext: it has version {version}, not {VERSION}.")
 
 
 def index_name(rank: int) -> str:
@@ -157,7 +157,10 @@ class StepFile:
         self.headers: dict[str, Header] = {}
         self.parts: dict[str, Part] = {}
         for key, payload in self.payloads.items():
-            header = self.headers[key] = read_header(payload, key)
+            try:
+                header = self.headers[key] = read_header(payload, key)
+            except CorruptFileError as error:
+                raise CorruptFileError(f"{name} is damaged. {error}") from error
             part = self.parts[key] = rows.get(key, Part(key, 0, header.shape))
             if len(part.shape) != len(header.shape) or part.shape[1:] != header.shape[1:]:
                 raise CorruptFileError(f"{name} is damaged: '{key}' cannot be rows of a tensor of shape {list(part.shape)}.")

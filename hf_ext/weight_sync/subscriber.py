@@ -145,7 +145,7 @@ class Subscriber:
             there = f"there are {steps[0]} to {steps[-1]}" if steps else "there are none"
             raise CheckpointError(f"Step {step} is not, or no longer, at {self.place}: {there}.")
         for target in reversed(steps) if step is None else [step]:
-            digests = [rank.digest for rank in self._ranks] or [None] * len(indices)
+            digests: list[str | None] = [rank.digest for rank in self._ranks] or [None for _ in indices]
             paths = [_path(index.steps, target, digest, damaged) for index, digest in zip(indices, digests)]
             found = [path for path in paths if path is not None]
             if len(found) == len(indices):

@@ -62,7 +62,7 @@ class PublishWeights(TrainerCallback):
         if getattr(model, "hf_quantizer", None) is not None:
             raise CheckpointError("The weights of a quantized model cannot be published.")
         if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-            raise CheckpointError("DeepSpeed's ZeRO-3 hides the weights of a model from others. Publish them with FSDP or ZeRO-2.")
+            raise CheckpointError("The weights of a model under ZeRO-3 cannot be published. Train with FSDP 2 or ZeRO-2.")
         options = {"resume": state.global_step > 0} | self.options
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             options = {"run": args.run_name or "training", "rank": args.process_index, "world_size": args.world_size} | options
