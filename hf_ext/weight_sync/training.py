@@ -85,9 +85,9 @@ class PublishWeights(TrainerCallback):
             weights = checkpoint_weights(model)
             if state.is_world_process_zero is False:  # it publishes what is not sharded
                 weights = {name: weight for name, weight in weights.items() if isinstance(weight, DTensor)}
-            if self._try(publisher.wait) and self._try(lambda: publisher.publish(weights, step)) and self.on_step:
-                if self._try(publisher.wait):
-                    self.on_step(step)
+            self._try(publisher.wait)  # for the step before
+            if self._try(lambda: publisher.publish(weights, step)) and self.on_step and self._try(publisher.wait):
+                self.on_step(step)
 
     def _try(self, work: Callable[[], object]) -> bool:
         """Returns whether work succeeded that touches the place."""
