@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
-
-from huggingface_hub.errors import HTTPError
-from huggingface_hub.utils import get_session
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from hf_ext.errors import ServerError
 from hf_ext.weight_sync.places import Folder, Place, open_place
@@ -18,7 +18,7 @@ from hf_ext.weight_sync.subscriber import Subscriber
 
 logger = logging.getLogger(__name__)
 
-UNTIL_PAUSED = 600  # seconds: requests end, or an update is read
+LONGEST = 600  # seconds that a server may take for one thing, such as ending its requests
 
 
 class VLLMServer:
@@ -45,7 +45,7 @@ class VLLMServer:
         self.url, self.requests = url.rstrip("/"), requests
         self.place = str(found.path.absolute()) if isinstance(found, Folder) else str(found)
         key = api_key or os.environ.get("VLLM_API_KEY")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
     def update(self, step: int) -> None:
         """Brings the server to a step. If that fails, it goes on with the weights that it has.
@@ -53,7 +53,7 @@ class VLLMServer:
         Raises:
             ServerError: it cannot be reached, or refuses; the message holds its answer.
         """
-        self._post("pause", query={"mode": self.requests})
+        self._post(f"pause?mode={self.requests}")
         try:
             self._post("init_weight_transfer_engine", {"init_info": {"place": self.place}})
             self._post("start_weight_update")
@@ -62,17 +62,18 @@ class VLLMServer:
         finally:
             self._post("resume")
 
-    def _post(self, path: str, content: dict | None = None, query: dict | None = None) -> None:
+    def _post(self, path: str, content: dict | None = None) -> None:
+        request = Request(f"{self.url}/{path}", json.dumps(content or {}).encode(), self._headers)
         try:
-            answer = get_session().post(
-                f"{self.url}/{path}", json=content, params=query, headers=self._headers, timeout=UNTIL_PAUSED
-            )
+            urlopen(request, timeout=LONGEST).close()
         except HTTPError as error:
+            if error.code == 404:
+                text = "it takes no weights. Start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config."
+            else:
+                text = f"{error.code} {error.read(500).decode(errors='replace')}"
+            raise ServerError(f"{self.url} refused {request.selector}: {text}") from error
+        except OSError as error:
             raise ServerError(f"{self.url} does not answer: {error}") from error
-        if answer.status_code == 404:
-            raise ServerError(f"{self.url} takes none: start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config.")
-        if not answer.is_success:
-            raise ServerError(f"{self.url} refused {path} ({answer.status_code}): {answer.text[:500]}")
 
 
 def follow(

@@ -73,7 +73,7 @@ def test_a_step_that_cannot_be_read_changes_nothing(server: Server, folder: Path
     (delta,) = place.glob("step-00000001*")
     content = delta.read_bytes()
     delta.write_bytes(content[:-9] + bytes(9))
-    with pytest.raises(ServerError, match="refused update_weights"):
+    with pytest.raises(ServerError, match="refused /update_weights"):
         remote.update(1)
     assert server.digests() == expected["one"]["digests"]
     assert server.answer(None) == ("first", expected["one"]["text"])
