@@ -41,8 +41,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_ext.weight_sync import PublishWeights, Subscriber
-from hf_ext.weight_sync.servers import VLLMServer
+from hf_ext.weight_sync import PublishWeights, Subscriber, VLLMServer
 
 PROMPT = "Return the absolute value of the argument.\nName:"
 
@@ -154,10 +153,11 @@ def plot(sizes: dict[int, int], whole: int, file: str) -> None:
 
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
-    axes.bar(list(sizes), [size / 1e6 for size in sizes.values()], label="what a step sends")
     axes.axhline(whole / 1e6, color="black", linestyle="--", label="all weights in bf16")
+    axes.plot(list(sizes), [size / 1e6 for size in sizes.values()], marker="o", label="what a step sends")
     axes.set(xlabel="optimizer step", ylabel="MB", yscale="log", title="Weights of a training, sent to a server step by step")
-    axes.legend()
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(loc="center right")
     figure.savefig(file, dpi=150)
     print(f"The picture is in {file}.")
 

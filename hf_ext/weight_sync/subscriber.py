@@ -207,7 +207,7 @@ class Subscriber:
                 raise CheckpointError(f"'{piece.tensor}', where '{name}' is to be kept, is not among the tensors given.")
             used.add(piece.tensor)
             tensor = given[name] = named_tensors[piece.tensor]
-            rows = _rows(tensor, piece, parts)
+            rows = _rows(tensor, piece, parts, is_whole=locate is None)
             in_place = rows.device.type == "cpu" and rows.is_contiguous()
             for key, part, header in parts:
                 first, last = max(part.begin, piece.begin), min(part.end(header), piece.begin + len(rows))
@@ -378,15 +378,14 @@ def _layout(ranks: list[_Rank]) -> dict[str, list[tuple[str, Part, Header]]]:
     return dict(layout)
 
 
-def _rows(tensor: torch.Tensor, piece: Piece, parts: list[tuple[str, Part, Header]]) -> torch.Tensor:
-    """Returns the rows of a caller's tensor that hold a piece of a published one."""
+def _rows(tensor: torch.Tensor, piece: Piece, parts: list[tuple[str, Part, Header]], is_whole: bool) -> torch.Tensor:
+    """Returns the rows of a caller's tensor that hold a piece of a published one; `is_whole`: it holds nothing else."""
     _, part, header = parts[0]
     dtype, (count, *row) = torch_dtype(header.dtype), part.shape or (1,)
     end = count if piece.end is None else piece.end
     rows = torch.atleast_1d(tensor.detach())[piece.at : piece.at + end - piece.begin]
-    is_whole = piece == Piece(piece.tensor)
-    fits = tuple(tensor.shape) == part.shape if is_whole else tuple(rows.shape) == (end - piece.begin, *row)
-    if tensor.dtype != dtype or not fits or not 0 <= piece.begin <= end <= count:
+    fits = tuple(rows.shape) == (end - piece.begin, *row) and 0 <= piece.begin <= end <= count
+    if tensor.dtype != dtype or not fits or is_whole and tuple(tensor.shape) != part.shape:
         raise CheckpointError(
             f"Rows {piece.begin} to {end} of '{part.name}', which is {dtype} {list(part.shape)}, do not fit into "
             f"'{piece.tensor}' at row {piece.at}: it is {tensor.dtype} {list(tensor.shape)}."

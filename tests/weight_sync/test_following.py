@@ -141,6 +141,17 @@ def test_each_rank_publishes_its_rows_and_each_reader_takes_its_own(tmp_path: Pa
         run.close()
 
 
+def test_whole_tensors_may_be_kept_as_one(tmp_path: Path):
+    fused = torch.zeros(64 + 8, 64)
+    with Publisher(tmp_path) as run:
+        for step in range(2):
+            q, k = (torch.full((rows, 64), step + 1.0) * torch.rand(rows, 64) for rows in (64, 8))
+            run.publish({"q": q, "k": k}, step)
+    pieces = {"q": Piece("fused"), "k": Piece("fused", at=64)}
+    Subscriber(tmp_path).update({"fused": fused}, locate=pieces.get)
+    assert torch.equal(fused, torch.cat([q, k]))
+
+
 def test_rows_that_nobody_publishes_are_noticed(tmp_path: Path):
     publish_rows = {"x": Rows(torch.ones(3, 4), 0, (5, 4))}
     with Publisher(tmp_path) as run:
