@@ -34,9 +34,9 @@ class PlaceInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class PlaceUpdateInfo(WeightTransferUpdateInfo):
-    """`step`: the step to go to, by default the newest at the place."""
+    """`step`: the step to go to. All workers must go to the same one, so the newest is no choice."""
 
-    step: int | None = None
+    step: int
 
 
 class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):

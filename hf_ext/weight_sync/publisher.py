@@ -162,7 +162,7 @@ class Publisher:
                 copy = self._spare.get(key)
                 if copy is None:
                     copy = torch.empty(rows.shape, dtype=dtype, pin_memory=rows.is_cuda)
-                copies[key], parts[key] = copy.copy_(rows.detach(), non_blocking=True), part
+                copies[key], parts[key] = copy.copy_(rows.detach(), non_blocking=rows.is_cuda), part
         for key in self._parts:
             if key not in parts:
                 raise _other_tensors(key)

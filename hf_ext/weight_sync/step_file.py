@@ -8,6 +8,7 @@ describes the files byte by byte.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from hf_ext.weight_sync.places import Buffer, Place
 VERSION = 1
 KEY, CHECKSUM_KEY = "weight_sync", "weight_sync_checksum"  # of the metadata
 PART = 1 << 22  # values
+FILE_NAME = re.compile(r"(step|anchor)-\d+-\d+-\d+\.safetensors")
 
 
 class Part(NamedTuple):
@@ -52,6 +54,11 @@ class Step:
     after: str
     delta: dict[str, int] = field(default_factory=dict)
     anchor: dict[str, int] = field(default_factory=dict)
+
+    def is_valid(self) -> bool:
+        """Checks what a stranger may have written: no name may lead out of the place."""
+        files = [*self.delta.items(), *self.anchor.items()]
+        return isinstance(self.step, int) and all(FILE_NAME.fullmatch(name) and isinstance(size, int) for name, size in files)
 
 
 @dataclass
@@ -92,8 +99,7 @@ class Index:
             version = fields.pop("version")
             if version == VERSION:
                 index = cls(**fields | {"steps": [Step(**step) for step in fields["steps"]]})
-                numbered = all(isinstance(step.step, int) for step in index.steps)
-                if numbered and index.rank == rank < index.world_size:
+                if index.rank == rank < index.world_size and all(step.is_valid() for step in index.steps):
                     return index
         except (KeyError, TypeError, AttributeError) as error:
             raise CorruptFileError(f"{name} at {place} is damaged: {type(error).__name__} {error}.") from error

@@ -132,9 +132,13 @@ class Subscriber:
         first = Index.read(self.place, 0)
         if first is None:
             return []
-        others = [Index.read(self.place, rank) for rank in range(1, first.world_size)]
-        indices = [first, *(index for index in others if index is not None and index.run == first.run)]
-        return indices if len(indices) == first.world_size else []
+        indices = [first]
+        for rank in range(1, first.world_size):
+            index = Index.read(self.place, rank)
+            if index is None or index.run != first.run:
+                return []
+            indices.append(index)
+        return indices
 
     def _find(
         self, indices: list[Index], step: int | None, damaged: Mapping[str, _DamagedFile]

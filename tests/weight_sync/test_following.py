@@ -237,7 +237,10 @@ def test_a_damaged_index_is_an_error(tmp_path: Path):
     publish(tmp_path, range(1))
     index = tmp_path / "index-00000.json"
     content = json.loads(index.read_text())
-    for harmed in ("", "[]", "{", json.dumps(content | {"version": 2}), json.dumps(content | {"steps": [{"step": "1"}]})):
+    step = content["steps"][0]
+    strange = [content | {"version": 2}, content | {"steps": [{"step": "1"}]}, content | {"steps": [step | {"step": "1"}]}]
+    strange += [content | {"steps": [step | {"delta": {"../../other-file": 1}}]}, content | {"rank": 1}]
+    for harmed in ("", "[]", "{", *map(json.dumps, strange)):
         index.write_text(harmed)
         with pytest.raises(CorruptFileError, match="index-00000.json"):
             Subscriber(tmp_path).steps()

@@ -16,11 +16,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from serving import OPTIONS, PROMPT, TASKS, Server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_ext.vllm.switching import _OneModelAtATime
 from hf_ext.vllm.turns import Turns
+from hf_ext.weight_sync import Publisher
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +112,17 @@ def test_a_request_without_the_key_switches_nothing(server):
 
 @pytest.mark.skipif(os.cpu_count() == 1, reason="vLLM gives each worker a core of its own")
 def test_tensor_parallel_workers_hold_the_same_parts_as_of_the_plain_model(folder):
+    with Publisher(folder / "steps") as run:
+        for step, model in enumerate(("two", "one")):
+            run.publish(load_file(folder / model / "model.safetensors"), step)
     digests = []
-    for model, plugins in (("one", ""), ("small-one", "hf_ext")):
+    for model, plugins, place in (("one", "", []), ("small-one", "hf_ext", []), ("two", "hf_ext", [folder / "steps", 0, 1])):
         out, script = folder / f"digests-{model}.json", Path(__file__).with_name("digests.py")
         environment = os.environ | OPTIONS | {"VLLM_PLUGINS": plugins, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-        subprocess.run([sys.executable, str(script), str(folder / model), str(out)], env=environment, timeout=600, check=True)
+        command = [sys.executable, script, folder / model, out, *place]
+        subprocess.run([str(word) for word in command], env=environment, timeout=600, check=True)
         digests.append(json.loads(out.read_text()))
-    assert digests[0] == digests[1] and len(digests[0]) == 2 and digests[0][0] != digests[0][1]
+    assert digests[0] == digests[1] == digests[2] and len(digests[0]) == 2 and digests[0][0] != digests[0][1]
 
 
 FORM = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\ntwo\r\n--x--\r\n'
