@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <memory>
 #include <stdexcept>
 
@@ -11,39 +12,26 @@
 
 namespace hf_ext::delta {
 
-// A bit for each value of each class: it is set if the value changed.
-class Marks {
+// Where the changes of each class are among its values: between two there are as many values as a gap says.
+class Places {
    public:
-    // The places of the changes among the values of their class are the sums of the gaps.
-    Marks(const int32_t* gaps, const std::vector<size_t>& counts, size_t values)
-        : words_(values / WORD + PADDING * counts.size()) {
-        size_t first = 0;
+    Places(const int32_t* gaps, const std::vector<size_t>& counts) {
         for (size_t k = 0; k < counts.size(); ++k) {
-            uint64_t place = 0;
-            for (size_t i = 0; i < counts[k]; ++i, ++place) {
-                place += uint32_t(*gaps++);
-                // The values of the classes before are not of this one.
-                if (place >= values) throw std::runtime_error("a change lies outside its block");
-                words_[first + place / WORD] |= uint64_t(1) << place % WORD;
-            }
-            values -= size_t(place);
-            first_[k] = first;
-            length_[k] = size_t(place);
-            first += size_t(place) / WORD + PADDING;
+            gaps_[k] = gaps;
+            last_[k] = gaps += counts[k];
+            next_[k] = counts[k] ? uint32_t(*gaps_[k]) : NONE;
         }
     }
 
-    // Returns the bits of 64 values of a class.
-    uint64_t get(size_t k, size_t place) const {
-        place = std::min(place, length_[k]);
-        const uint64_t* word = &words_[first_[k] + place / WORD];
-        return word[0] >> place % WORD | word[1] << 1 << (WORD - 1 - place % WORD);
-    }
+    // Returns the place of the next change of a class.
+    size_t next(size_t k) const { return next_[k]; }
+
+    void advance(size_t k) { next_[k] = ++gaps_[k] == last_[k] ? NONE : next_[k] + 1 + uint32_t(*gaps_[k]); }
 
    private:
-    static constexpr size_t PADDING = 2;                  // words behind the whole ones of a class, for `get`
-    std::array<size_t, MAX_CLASSES> first_{}, length_{};  // word, and number of values up to the last change
-    std::vector<uint64_t> words_;
+    static constexpr size_t NONE = std::numeric_limits<size_t>::max();
+    std::array<const int32_t*, MAX_CLASSES> gaps_{}, last_{};
+    std::array<size_t, MAX_CLASSES> next_{};
 };
 
 template <class F, Instructions SET>
@@ -84,7 +72,7 @@ class DecodedChanges {
     template <class Function>
     void visit(const U* base, Function&& f) const {
         if (all_ == 0) return;
-        const Marks marks(numbers_.get(), counts_, block_.size);
+        Places places(numbers_.get(), counts_);
         const std::array<uint8_t, 256> class_of = class_of_exponents(plan_.classes);
         std::array<const int32_t*, MAX_CLASSES> sizes{numbers_.get() + all_};
         for (size_t k = 1; k < plan_.classes.size(); ++k) sizes[k] = sizes[k - 1] + counts_[k - 1];
@@ -93,8 +81,10 @@ class DecodedChanges {
         for_words<F, SET>(plan_, block_, base, [&](size_t at, size_t, const uint64_t* masks) {
             uint64_t changed = 0;
             for (size_t k = 0; k < plan_.classes.size(); ++k) {
-                changed |= Masks<SET>::deposit(marks.get(k, seen[k]), masks[k]);
-                seen[k] += Masks<SET>::ones(masks[k]);
+                const size_t end = seen[k] + Masks<SET>::ones(masks[k]);
+                for (; places.next(k) < end; places.advance(k))
+                    changed |= Masks<SET>::deposit(uint64_t(1) << (places.next(k) - seen[k]), masks[k]);
+                seen[k] = end;
             }
             for (; changed; changed &= changed - 1) {
                 const size_t place = at + size_t(trailing_zeros(changed));
