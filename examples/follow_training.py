@@ -40,6 +40,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.utils import logging
 
 from hf_ext.weight_sync import PublishWeights, Subscriber, VLLMServer
 
@@ -50,7 +51,7 @@ PROMPT = "Return the absolute value of the argument.\nName:"
 class Arguments:
     model: str = field(metadata={"help": "Causal language model: a folder or a Hub id."})
     steps: int = field(default=10, metadata={"help": "Optimizer steps."})
-    learning_rate: float = field(default=1e-5, metadata={"help": "AdamW's learning rate, constant."})
+    learning_rate: float = field(default=5e-5, metadata={"help": "AdamW's learning rate, constant."})
     batch_size: int = field(default=8, metadata={"help": "Texts in a step."})
     max_length: int = field(default=64, metadata={"help": "Tokens of a text that are used."})
     place: str | None = field(default=None, metadata={"help": "Empty folder for the steps; a temporary one by default."})
@@ -165,6 +166,7 @@ def plot(sizes: dict[int, int], whole: int, file: str) -> None:
 def main():
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
     set_seed(0)
+    logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
