@@ -115,10 +115,11 @@ class CompressedFile:
         return header
 
 
-def digest_of(headers: Iterable[Header]) -> str:
-    """Returns a hash of the names and contents of all tensors of a checkpoint, over all its shards."""
+def digest_of(checksums: Iterable[tuple[str, int]]) -> str:
+    """Returns a hash of the names and contents of all tensors of a checkpoint, over all its shards, given `Header.checksum` of
+    each."""
     digest = xxhash.xxh3_128()
-    for name, checksum in sorted((header.name, header.checksum) for header in headers):
+    for name, checksum in sorted(checksums):
         digest.update(f"{name}\0{checksum}\0".encode())
     return digest.hexdigest()
 
@@ -129,7 +130,7 @@ def check_shards(files: Sequence[CompressedFile]) -> None:
     Raises:
         CorruptFileError: a file belongs to another save, shards are missing, or too many tensors need one of the base.
     """
-    digest = digest_of(header for file in files for header in file.headers.values())
+    digest = digest_of((header.name, header.checksum) for file in files for header in file.headers.values())
     require_one_save(files, digest)
     uses = Counter(header.base_name for file in files for header in file.headers.values() if header.base_values)
     if uses and max(uses.values()) > MAX_USES:

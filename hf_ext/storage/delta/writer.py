@@ -72,7 +72,8 @@ def write_delta(
                     writer.add(name, payload)
                     bar.update()
     groups = [[writers[file.path.name] for file in shards] for shards in sets]
-    digests = [digest_of(header for writer in group for header in writer.headers) for group in groups]
+    headers = [[header for writer in group for header in writer.headers] for group in groups]
+    digests = [digest_of((header.name, header.checksum) for header in group) for group in headers]
     for shards, group, digest in zip(sets, groups, digests):
         fingerprint = fingerprint_of({name: part for file in shards for name, part in samples[file.path].items()})
         for writer in group:

@@ -1,0 +1,6 @@
+from .places import Place as Place
+from .publisher import Publisher as Publisher
+from .publisher import Rows as Rows
+from .subscriber import Piece as Piece
+from .subscriber import Subscriber as Subscriber
+from .training import PublishWeights as PublishWeights

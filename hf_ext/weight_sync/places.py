@@ -1,0 +1,127 @@
+"""Places that steps are published to: folders, repositories and buckets on the Hub, or any object with the same two methods."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Collection, Mapping
+from functools import partial
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Protocol
+
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import EntryNotFoundError, RemoteEntryNotFoundError, RepositoryNotFoundError
+
+from hf_ext.storage.atomic import write_atomically
+
+HUB, BUCKETS = "hf://", "hf://buckets/"
+
+Buffer = bytes | memoryview | mmap
+
+
+class Place(Protocol):
+    """Files by name, as a `Publisher` writes and a `Subscriber` reads them."""
+
+    def put(self, files: Mapping[str, bytes], remove: Collection[str] = ()) -> None:
+        """Stores files in the order given, each whole or not at all, replacing those of the same names; then removes others.
+
+        The last file is an index that names the files before it.
+        """
+
+    def get(self, name: str) -> Buffer:
+        """Returns a file's content: bytes, or a mapped file.
+
+        Raises:
+            FileNotFoundError: there is no file of this name.
+        """
+
+
+class Folder:
+    """A folder on a local disk or on a network file system."""
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def put(self, files: Mapping[str, bytes], remove: Collection[str] = ()) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            write_atomically(self.path / name, partial(_write_through, content=content))
+        for name in remove:
+            (self.path / name).unlink(missing_ok=True)
+
+    def get(self, name: str) -> Buffer:
+        with open(self.path / name, "rb") as file:
+            return mmap(file.fileno(), 0, access=ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
+
+
+class Repository:
+    """A model repository on the Hub, in whose main branch every step is a commit. It is created when it does not exist."""
+
+    def __init__(self, repo_id: str, token: str | bool | None = None):
+        self.repo_id = repo_id
+        self._api = HfApi(token=token)
+
+    def __str__(self) -> str:
+        return HUB + self.repo_id
+
+    def put(self, files: Mapping[str, bytes], remove: Collection[str] = ()) -> None:
+        added = [CommitOperationAdd(name, content) for name, content in files.items()]
+        removed = [CommitOperationDelete(name) for name in remove]
+        message = f"Publish {next(iter(files))}"
+        try:
+            self._api.create_commit(self.repo_id, [*added, *removed], commit_message=message)
+        except RepositoryNotFoundError:
+            self._api.create_repo(self.repo_id, exist_ok=True)
+            self._api.create_commit(self.repo_id, [*added, *removed], commit_message=message)
+
+    def get(self, name: str) -> Buffer:
+        try:
+            return Folder(Path(self._api.hf_hub_download(self.repo_id, name)).parent).get(name)
+        except (RemoteEntryNotFoundError, RepositoryNotFoundError) as error:
+            raise FileNotFoundError(f"{self} has no file {name}") from error
+
+
+class Bucket:
+    """A bucket on the Hub, which keeps no history of removed files. Create it first: `hf buckets create NAME`."""
+
+    def __init__(self, bucket_id: str, token: str | bool | None = None):
+        self.bucket_id = bucket_id
+        self._api = HfApi(token=token)
+
+    def __str__(self) -> str:
+        return BUCKETS + self.bucket_id
+
+    def put(self, files: Mapping[str, bytes], remove: Collection[str] = ()) -> None:
+        *contents, index = [(content, name) for name, content in files.items()]
+        if contents:
+            self._api.batch_bucket_files(self.bucket_id, add=[*contents])
+        self._api.batch_bucket_files(self.bucket_id, add=[index], delete=list(remove))
+
+    def get(self, name: str) -> Buffer:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                self._api.download_bucket_files(self.bucket_id, [(name, Path(folder, name))], raise_on_missing_files=True)
+            except EntryNotFoundError as error:
+                raise FileNotFoundError(f"{self} has no file {name}") from error
+            return Folder(folder).get(name)  # stays mapped after its name is gone
+
+
+def open_place(place: str | os.PathLike | Place) -> Place:
+    """Returns a place for a folder's path, `hf://owner/name`, or `hf://buckets/owner/name`; any other object as it is."""
+    if isinstance(place, str) and place.startswith(BUCKETS):
+        return Bucket(place.removeprefix(BUCKETS).rstrip("/"))
+    if isinstance(place, str) and place.startswith(HUB):
+        return Repository(place.removeprefix(HUB).rstrip("/"))
+    return Folder(place) if isinstance(place, str | os.PathLike) else place
+
+
+def _write_through(path: Path, content: bytes) -> None:
+    """Writes a file to the disk, so that after a crash of the machine no index names a file that is not whole."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

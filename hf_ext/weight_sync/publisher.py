@@ -1,0 +1,288 @@
+"""Publishes the weights of a training, step by step, as deltas."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from hf_ext.errors import CheckpointError
+from hf_ext.storage.delta.codec import encode_raw
+from hf_ext.storage.delta.file import digest_of
+from hf_ext.storage.delta.payload import peek_header
+from hf_ext.storage.prefetch import Prefetcher, threads_for
+from hf_ext.storage.safetensors_file import RawTensor
+from hf_ext.weight_sync.places import Place, open_place
+from hf_ext.weight_sync.step_file import PART, Index, Part, Step, file_name, index_name, write_file
+
+FILE = 1 << 30  # bytes of payloads in a file, beyond which another one begins
+LEVEL = 1  # of compression: the change of a step has no low-rank part worth looking for
+
+
+class Rows(NamedTuple):
+    """Rows of a tensor that is sharded over several publishers: those of the whole tensor from `begin` on.
+
+    Attributes:
+        tensor: the rows.
+        begin: index of the first one.
+        shape: of the whole tensor.
+    """
+
+    tensor: torch.Tensor
+    begin: int
+    shape: tuple[int, ...]
+
+
+NamedTensors = Mapping[str, torch.Tensor | Rows] | Iterable[tuple[str, torch.Tensor | Rows]]
+
+
+class Publisher:
+    """Writes each step of a training to a place, as its lossless difference from the step published before.
+
+    `publish` returns when the tensors are copied; encoding and writing go on in a thread. Memory: two copies of the weights in
+    the type they are published in, and what changed, encoded.
+
+    Args:
+        place: a folder; `hf://owner/name` (a Hub repository) or `hf://buckets/owner/name`; or an object with the methods of
+            `Place`.
+        anchor_every: every so many steps, all weights are written too, so that a subscriber can begin there.
+        keep_anchors: how many anchors stay at the place, and all steps since the oldest of them. Older files are removed.
+        dtype: floats are rounded to this type first, such as torch.bfloat16 for a training in float32. None keeps theirs.
+        run: name of the training; needed if several ranks publish, and the same for each. Random by default.
+        resume: go on with the run that the place holds, if it holds one. The first step is then an anchor.
+        rank, world_size: of this publisher, if each publishes a share of the weights: sharded tensors (DTensor), `Rows`, or
+            whole tensors that no other rank publishes.
+
+    Raises:
+        CheckpointError: the place holds steps already and `resume` is not set, or holds those of another run.
+        CorruptFileError: the index there is damaged.
+    """
+
+    def __init__(
+        self,
+        place: str | os.PathLike | Place,
+        *,
+        anchor_every: int = 50,
+        keep_anchors: int = 2,
+        dtype: torch.dtype | None = None,
+        run: str | None = None,
+        resume: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        if anchor_every < 1 or keep_anchors < 1:
+            raise ValueError("anchor_every and keep_anchors must be 1 or more")
+        if world_size > 1 and run is None:
+            raise ValueError("several ranks that publish need the name of their run: Publisher(…, run='name')")
+        self.place = open_place(place)
+        self.anchor_every, self.keep_anchors, self.dtype = anchor_every, keep_anchors, dtype
+        found = Index.read(self.place, rank)
+        if found is not None and not resume:
+            raise CheckpointError(
+                f"{self.place} holds the steps of another training ('{found.run}'). Give an empty place, or go on with that one: "
+                "resume=True."
+            )
+        if found is not None and (run or found.run, world_size) != (found.run, found.world_size):
+            raise CheckpointError(
+                f"{self.place} holds the steps of run '{found.run}', published by {found.world_size} ranks. Give another place."
+            )
+        run = found.run if found else run or uuid.uuid4().hex[:8]
+        self._index = Index(run, rank, world_size, uuid.uuid4().hex, found.steps if found else [])
+        self._session = found and found.session  # of the index that is at the place, unless another publisher writes there
+        self._parts: dict[str, Part] = {}
+        self._current: dict[str, torch.Tensor] = {}  # the parts as last published
+        self._spare: dict[str, torch.Tensor] = {}  # memory for the next step
+        self._checksums: dict[str, int] = {}
+        self._pool = ThreadPoolExecutor(1, "publisher")
+        self._running: Future[None] | None = None
+
+    def publish(self, named_tensors: NamedTensors, step: int) -> None:
+        """Copies the tensors, from any device, and publishes them in the background as the weights of this step.
+
+        It first waits for the step before. If that one could not be written, its error is raised here; the next call publishes
+        the difference from the last step that was.
+
+        Args:
+            named_tensors: all weights, under the names and in the shapes of the checkpoint, the same ones in each step.
+            step: larger than that of the step before.
+
+        Raises:
+            CheckpointError: names, types or shapes differ from those of the step before, or another publisher writes to the
+                place.
+            OSError: the step before could not be written.
+        """
+        self.wait()
+        if self._current and step <= self._index.steps[-1].step:
+            raise ValueError(f"step {step} does not follow step {self._index.steps[-1].step}, which was published before")
+        weights, parts = self._copy(named_tensors)
+        self._running = self._pool.submit(self._write, weights, parts, step)
+
+    def wait(self) -> None:
+        """Waits until the last step is at the place. Raises the error if it could not be written."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def close(self) -> None:
+        """Waits as `wait` does, and ends the thread."""
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _copy(self, named_tensors: NamedTensors) -> tuple[dict[str, torch.Tensor], dict[str, Part]]:
+        """Returns copies of all parts in this machine's memory, and what they are parts of."""
+        copies: dict[str, torch.Tensor] = {}
+        parts: dict[str, Part] = {}
+        for name, tensor in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
+            for key, part, rows in _split(name, _local(tensor)):
+                if key in parts:
+                    raise CheckpointError(f"'{key}' is given twice.")
+                dtype = self.dtype if self.dtype is not None and rows.is_floating_point() else rows.dtype
+                copy = self._spare.get(key)
+                if copy is None:
+                    copy = torch.empty(rows.shape, dtype=dtype, pin_memory=rows.is_cuda)
+                if self._current and (self._parts.get(key), copy.dtype) != (part, dtype):
+                    raise _other_tensors(key)
+                copies[key], parts[key] = copy.copy_(rows.detach(), non_blocking=True), part
+        for key in self._parts if self._current else ():
+            if key not in parts:
+                raise _other_tensors(key)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return copies, parts
+
+    def _write(self, weights: dict[str, torch.Tensor], parts: dict[str, Part], step: int) -> None:
+        """Writes the files of a step, then the index, and makes the weights the base of the next step."""
+        found = Index.read(self.place, self._index.rank)
+        if (found and found.session) != self._session:
+            raise CheckpointError(f"Another publisher writes to {self.place}, so step {step} was not published. End one of them.")
+        tensors = {key: RawTensor.from_torch(weight) for key, weight in weights.items()}
+        bases = {key: RawTensor.from_torch(weight) for key, weight in self._current.items()}
+        before, changed = None, {}
+        if bases:
+            before, changed = self._index.steps[-1].after, dict(_encoded(tensors, bases))
+            checksums = self._checksums | {key: peek_header(memoryview(payload)).checksum for key, payload in changed.items()}
+        else:
+            checksums = {key: xxhash.xxh3_64_intdigest(tensor.data) for key, tensor in tensors.items()}
+        entry = Step(step, before, digest_of(checksums.items()))
+        # A training that was resumed comes again to steps that had been published.
+        steps = [earlier for earlier in self._index.steps if earlier.step < step]
+        is_anchor = not any(earlier.anchor for earlier in steps[max(len(steps) - self.anchor_every + 1, 0) :])
+        waiting: dict[str, bytes] = {}
+
+        def add(kind: str, payloads: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, int]]:
+            for number, share in enumerate(_shares(payloads)):
+                name = file_name(kind, step, self._index.rank, number)
+                if sum(map(len, waiting.values())) > FILE:
+                    self.place.put(waiting)
+                    waiting.clear()
+                waiting[name] = write_file(self._index, entry, share, parts)
+                yield name, len(waiting[name])
+
+        if bases:
+            entry.delta |= add("step", changed.items())
+        if is_anchor or not bases:
+            entry.anchor |= add("anchor", _encoded(tensors, {}))
+        steps.append(entry)
+        anchors = [place for place, earlier in enumerate(steps) if earlier.anchor]
+        steps = steps[anchors[max(len(anchors) - self.keep_anchors, 0)] :]
+        index = replace(self._index, steps=steps)
+        waiting[index_name(index.rank)] = index.to_bytes()
+        self.place.put(waiting, remove=sorted(_files(self._index.steps) - _files(steps)))
+        self._index, self._session, self._parts, self._checksums = index, index.session, parts, checksums
+        self._current, self._spare = weights, self._current
+
+
+def _local(tensor: torch.Tensor | Rows) -> Rows:
+    """Returns the rows of a tensor that this rank publishes: of a sharded one its own, unless another rank has the same rows and
+    comes first."""
+    if isinstance(tensor, Rows):
+        return tensor
+    shape = tuple(tensor.shape)
+    if not torch.distributed.is_available():
+        return Rows(tensor, 0, shape)
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(tensor, DTensor):
+        return Rows(tensor, 0, shape)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if not all(placement.is_replicate() or placement.is_shard(0) for placement in placements):
+        raise CheckpointError(
+            f"Tensors sharded as {placements} cannot be published; only shards of rows can. Gather them: tensor.full_tensor()."
+        )
+    local = tensor.to_local()
+    coordinates = mesh.get_coordinate() or [1] * mesh.ndim  # None: this rank is not part of the mesh
+    if any(placement.is_replicate() and place for placement, place in zip(placements, coordinates)):
+        return Rows(local.new_empty(0, *shape[1:]), 0, shape)
+    offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1]
+    return Rows(local, offset[0] if offset else 0, shape)
+
+
+def _split(name: str, rows: Rows) -> Iterator[tuple[str, Part, torch.Tensor]]:
+    """Yields the parts of a tensor with their keys."""
+    tensor, begin, shape = rows
+    if tuple(tensor.shape) == shape and tensor.numel() <= PART:
+        yield name, Part(name, 0, shape), tensor
+        return
+    at_once = max(PART * len(tensor) // max(tensor.numel(), 1), 1)
+    for first in range(0, len(tensor), at_once):
+        part = tensor[first : first + at_once]
+        yield f"{name}[{begin + first}:{begin + first + len(part)}]", Part(name, begin + first, shape), part
+
+
+def _encoded(tensors: Mapping[str, RawTensor], bases: Mapping[str, RawTensor]) -> Iterator[tuple[str, bytes]]:
+    """Yields the payloads of the tensors that differ from their bases."""
+
+    def encode(key: str) -> bytes | None:
+        tensor, base = tensors[key], bases.get(key)
+        if base is not None and _equal(tensor.data, base.data):
+            return None
+        return encode_raw(tensor, base, key, "" if base is None else key, threads_for(tensor.data.size), LEVEL)
+
+    for key, payload in Prefetcher(encode, {key: tensor.data.size for key, tensor in tensors.items()}):
+        if payload is not None:
+            yield key, payload
+
+
+def _equal(one: np.ndarray, other: np.ndarray) -> bool:
+    words = np.uint8 if one.size % 8 else np.uint64
+    return np.array_equal(one.view(words), other.view(words))
+
+
+def _shares(payloads: Iterable[tuple[str, bytes]]) -> Iterator[dict[str, bytes]]:
+    """Yields the payloads in groups of up to FILE bytes; at least one group."""
+    share: dict[str, bytes] = {}
+    size = 0
+    for key, payload in payloads:
+        if share and size + len(payload) > FILE:
+            yield share
+            share, size = {}, 0
+        share[key] = payload
+        size += len(payload)
+    yield share
+
+
+def _files(steps: Iterable[Step]) -> set[str]:
+    return {name for step in steps for name in (*step.delta, *step.anchor)}
+
+
+def _other_tensors(key: str) -> CheckpointError:
+    return CheckpointError(
+        f"'{key}' is new, missing, or of another type or shape than in the step before. A run keeps its tensors; publish others to "
+        "another place."
+    )

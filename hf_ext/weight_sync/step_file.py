@@ -1,0 +1,163 @@
+"""The files of a run: what one step changed (`step-…`), all weights of a step (`anchor-…`), and an index of both.
+
+Tensors are stored in parts of at most PART values: whole small tensors, and ranges of rows of larger ones. A part is a payload
+of the delta format. A run keeps its parts, so that each is the base of the same part one step later. docs/weight_sync.md
+describes the files byte by byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_ext.errors import CorruptFileError
+from hf_ext.storage.delta.file import header_checksum
+from hf_ext.storage.delta.payload import Header, read_header
+from hf_ext.storage.safetensors_file import MAX_HEADER, Entry, parse_header, require_valid, write_header
+from hf_ext.weight_sync.places import Buffer, Place
+
+VERSION = 1
+KEY, CHECKSUM_KEY = "weight_sync", "weight_sync_checksum"  # of the metadata
+PART = 1 << 22  # values
+
+
+class Part(NamedTuple):
+    """Rows of a tensor, from `begin` on. `shape` is that of the whole tensor."""
+
+    name: str
+    begin: int
+    shape: tuple[int, ...]
+
+    def end(self, header: Header) -> int:
+        """Returns the row behind the last one, given the header of the part's payload. A scalar counts as one row."""
+        return self.begin + (header.shape[0] if header.shape else 1)
+
+
+@dataclass
+class Step:
+    """A step as the index lists it.
+
+    Attributes:
+        step: its number.
+        before, after: digests of all parts of the rank before and after the step; `before` is None if there is no delta.
+        delta, anchor: bytes of the files, by name.
+    """
+
+    step: int
+    before: str | None
+    after: str
+    delta: dict[str, int] = field(default_factory=dict)
+    anchor: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Index:
+    """What one rank of a run has published.
+
+    Attributes:
+        run: the training's name.
+        rank, world_size: of the publisher, among those that each publish a share of the weights.
+        session: tells publishers apart that continue one run.
+        steps: oldest first.
+    """
+
+    run: str
+    rank: int
+    world_size: int
+    session: str
+    steps: list[Step]
+
+    def to_bytes(self) -> bytes:
+        return json.dumps({"version": VERSION} | asdict(self), indent=1).encode()
+
+    @classmethod
+    def read(cls, place: Place, rank: int) -> Index | None:
+        """Returns the index of a rank; None if nothing was published.
+
+        Raises:
+            CorruptFileError: it is damaged, or from a newer version.
+        """
+        name = index_name(rank)
+        try:
+            fields = json.loads(bytes(place.get(name)))
+        except FileNotFoundError:
+            return None
+        except (ValueError, RecursionError) as error:
+            raise CorruptFileError(f"{name} at {place} is damaged: {error}.") from error
+        try:
+            version = fields.pop("version")
+            if version == VERSION:
+                index = cls(**fields | {"steps": [Step(**step) for step in fields["steps"]]})
+                numbered = all(isinstance(step.step, int) for step in index.steps)
+                if numbered and index.rank == rank < index.world_size:
+                    return index
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CorruptFileError(f"{name} at {place} is damaged: {type(error).__name__} {error}.") from error
+        raise CorruptFileError(f"{name} at {place} is damaged, or has another version than {VERSION}: {version}. Update hf_ext.")
+
+
+def index_name(rank: int) -> str:
+    return f"index-{rank:05d}.json"
+
+
+def file_name(kind: str, step: int, rank: int, number: int) -> str:
+    """Returns the name of a file of a step; `number` counts the files of a large one."""
+    return f"{kind}-{step:08d}-{rank:05d}-{number:05d}.safetensors"
+
+
+def write_file(index: Index, step: Step, payloads: Mapping[str, bytes], parts: Mapping[str, Part]) -> bytes:
+    """Returns a file with these payloads. `parts` tells of those that are not whole tensors which rows they are."""
+    entries, end = {}, 0
+    for key, payload in payloads.items():
+        entries[key] = Entry("U8", (len(payload),), end, end + len(payload))
+        end += len(payload)
+    fields = {"version": VERSION, "run": index.run, "rank": index.rank, "step": step.step, "before": step.before}
+    record = json.dumps(fields | {"after": step.after, "parts": {key: part for key, part in parts.items() if key != part.name}})
+    header = write_header({KEY: record, CHECKSUM_KEY: header_checksum(record, entries.items())}, entries)
+    return b"".join([len(header).to_bytes(8, "little"), header, *payloads.values()])
+
+
+class StepFile:
+    """A file of a step, checked whole: its header, and the checksum of every payload.
+
+    Attributes:
+        run, rank, step, before, after: as in the index.
+        payloads, headers: of the parts that it holds, by key.
+        parts: which rows of which tensors they are.
+
+    Raises:
+        CorruptFileError: it is damaged, or from a newer version.
+    """
+
+    def __init__(self, content: Buffer, name: str):
+        data = np.frombuffer(content, np.uint8)
+        length = int.from_bytes(data[:8].tobytes(), "little")
+        try:
+            if not 0 < length <= min(data.size - 8, MAX_HEADER):
+                raise ValueError(f"its header cannot have {length} bytes")
+            metadata, entries = parse_header(data[8 : 8 + length].tobytes())
+            require_valid(entries, data.size - 8 - length)
+            record = metadata[KEY]
+            fields = json.loads(record)
+            if fields["version"] != VERSION:
+                raise ValueError(f"it has format version {fields['version']}, this hf_ext reads {VERSION}")
+            if metadata[CHECKSUM_KEY] != header_checksum(record, entries.items()):
+                raise ValueError("checksum mismatch in its header")
+            self.run, self.rank, self.step = fields["run"], fields["rank"], fields["step"]
+            self.before, self.after = fields["before"], fields["after"]
+            rows = {key: Part(part[0], part[1], tuple(part[2])) for key, part in fields["parts"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+            raise CorruptFileError(f"{name} is damaged: {error}.") from error
+        body = data[8 + length :]
+        self.payloads = {key: body[entry.begin : entry.end] for key, entry in entries.items()}
+        self.headers: dict[str, Header] = {}
+        self.parts: dict[str, Part] = {}
+        for key, payload in self.payloads.items():
+            header = self.headers[key] = read_header(payload, key)
+            part = self.parts[key] = rows.get(key, Part(key, 0, header.shape))
+            if len(part.shape) != len(header.shape) or part.shape[1:] != header.shape[1:]:
+                raise CorruptFileError(f"{name} is damaged: '{key}' cannot be rows of a tensor of shape {list(part.shape)}.")

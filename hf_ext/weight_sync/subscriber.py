@@ -1,0 +1,394 @@
+"""Brings tensors in memory to a published step."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+from hf_ext.storage.delta.codec import apply_raw, decode_raw
+from hf_ext.storage.delta.file import digest_of
+from hf_ext.storage.delta.payload import Header
+from hf_ext.storage.prefetch import Prefetcher
+from hf_ext.storage.safetensors_file import RawTensor, torch_dtype
+from hf_ext.weight_sync.places import Place, open_place
+from hf_ext.weight_sync.step_file import Index, Part, Step, StepFile
+
+logger = logging.getLogger(__name__)
+
+
+class Piece(NamedTuple):
+    """Where a reader keeps rows of a published tensor: those from `begin` to `end` (by default all), in its own tensor `tensor`
+    from row `at` on. That one may hold several published ones, as a fused projection does."""
+
+    tensor: str
+    at: int = 0
+    begin: int = 0
+    end: int | None = None
+
+
+class Subscriber:
+    """Follows what a `Publisher` writes to a place.
+
+    Every file is checked before any tensor is touched, and every tensor that changes before and after. If a file is missing or
+    damaged, a warning names it, and the tensors begin again at the newest anchor.
+
+    Args:
+        place: as for `Publisher`.
+
+    Attributes:
+        step: the step that the tensors are at; None before the first `update` and after one that failed halfway.
+        tensors: copies in this machine's memory of those tensors that cannot change where the caller keeps them.
+        changed: names of the published tensors that the last `update` changed.
+    """
+
+    def __init__(self, place: str | os.PathLike | Place):
+        self.place = open_place(place)
+        self.step: int | None = None
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.changed: set[str] = set()
+        self._run = ""
+        self._ranks: list[_Rank] = []  # none: nothing is known of the tensors
+        self._given: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()  # in the last `update`
+
+    def steps(self) -> list[int]:
+        """Returns the steps at the place, oldest first.
+
+        Raises:
+            CorruptFileError: an index is damaged, or from a newer version.
+        """
+        return _steps(self._indices())
+
+    def update(
+        self,
+        named_tensors: Mapping[str, torch.Tensor] | None = None,
+        step: int | None = None,
+        locate: Callable[[str], Piece | None] | None = None,
+    ) -> int:
+        """Changes tensors in place to those of a step, from whatever step they are at.
+
+        What was missed is applied in one pass over the tensors. Contiguous tensors in this machine's memory change where they
+        are. Of others, such as those on a GPU, this object keeps a copy, and changed rows are copied from there.
+
+        Args:
+            named_tensors: the tensors to change, by name. By default those of the attribute `tensors`, which are then all.
+            step: the newest by default.
+            locate: returns where a published tensor is kept, or None if it is not; by default under its own name.
+
+        Returns:
+            The step. If damaged files are in the way, it is the newest one that can be reached.
+
+        Raises:
+            CheckpointError: nothing is published, `step` is not there, or the tensors do not fit the published ones.
+            CorruptFileError: damaged files leave no way. The tensors are as they were, unless the message says otherwise.
+        """
+        damaged: dict[str, _DamagedFile] = {}
+        files: dict[str, StepFile] = {}
+        while True:
+            indices = self._indices()
+            if self._ranks and [index.run for index in indices] != [self._run] * len(self._ranks):
+                logger.warning(f"{self.place} no longer holds the run '{self._run}', which the tensors are of.")
+                self._ranks = []
+            target, paths = self._find(indices, step, damaged)
+            try:
+                ranks = [self._after(index, path, files) for index, path in zip(indices, paths)]
+                chains = _by_key(files[name] for path in paths for stage in path for name in stage.files)
+                # Checksums of what is in memory, except where the tensors begin at an anchor.
+                known = {
+                    key: header.checksum
+                    for rank, path in zip(self._ranks, paths)
+                    if not any(stage.is_anchor for stage in path)
+                    for key, header in rank.headers.items()
+                }
+                homes = self._homes(_layout(ranks), known, chains, named_tensors, locate)
+                break
+            except _DamagedFile as error:
+                logger.warning(f"{error} Other files take its place.")
+                damaged[error.name] = error
+            except _ChangedTensor as error:
+                logger.warning(f"{error}: all tensors begin at an anchor.")
+                self._ranks = []
+        self._ranks, self.step = [], None  # in between, the tensors are of no step
+        try:
+            for key, rows in Prefetcher(lambda key: homes[key].apply(chains.get(key, ())), dict.fromkeys(homes, 1)):
+                homes[key].copy(rows)
+        except (BaseModelError, CorruptFileError) as error:
+            raise CorruptFileError(f"{error} The tensors are now of no one step: update them again.") from error
+        self._ranks, self._run, self.step = ranks, indices[0].run, target
+        self.changed = {rank.parts[key].name for rank in ranks for key in rank.parts if key in chains}
+        return target
+
+    def _indices(self) -> list[Index]:
+        """Returns the indices of all ranks; none if a rank has none yet."""
+        first = Index.read(self.place, 0)
+        if first is None:
+            return []
+        others = [Index.read(self.place, rank) for rank in range(1, first.world_size)]
+        indices = [first, *(index for index in others if index is not None and index.run == first.run)]
+        return indices if len(indices) == first.world_size else []
+
+    def _find(
+        self, indices: list[Index], step: int | None, damaged: Mapping[str, _DamagedFile]
+    ) -> tuple[int, list[list[_Stage]]]:
+        """Returns the step to go to, the newest that can be reached, and for each rank the files on the way."""
+        steps = _steps(indices)
+        if step is not None and step not in steps:
+            there = f"there are {steps[0]} to {steps[-1]}" if steps else "there are none"
+            raise CheckpointError(f"Step {step} is not, or no longer, at {self.place}: {there}.")
+        for target in reversed(steps) if step is None else [step]:
+            digests = [rank.digest for rank in self._ranks] or [None] * len(indices)
+            paths = [_path(index.steps, target, digest, damaged) for index, digest in zip(indices, digests)]
+            found = [path for path in paths if path is not None]
+            if len(found) == len(indices):
+                return target, found
+        if damaged:
+            raise CorruptFileError(f"{next(iter(damaged.values()))} No other files at {self.place} lead to the step.")
+        raise CheckpointError(f"Nothing is published at {self.place} that these tensors could begin with.")
+
+    def _after(self, index: Index, path: list[_Stage], files: dict[str, StepFile]) -> _Rank:
+        """Opens the files of a rank, which go into `files`, and returns its state when they are applied."""
+        state = self._ranks[index.rank] if self._ranks else _Rank({}, {}, "")
+        for entry, is_anchor, names in path:
+            before, state = state, _Rank({}, {}, entry.after)
+            if not is_anchor:
+                state.parts.update(before.parts)
+                state.headers.update(before.headers)
+            for name in names:
+                if name not in files:
+                    try:
+                        files[name] = StepFile(self.place.get(name), f"{name} at {self.place}")
+                    except FileNotFoundError:
+                        raise _DamagedFile(name, f"{name} is missing at {self.place}.") from None
+                    except CorruptFileError as error:
+                        raise _DamagedFile(name, str(error)) from error
+                file = files[name]
+                expected = (index.run, index.rank, entry.step, entry.before, entry.after)
+                if (file.run, file.rank, file.step, file.before, file.after) != expected:
+                    raise _DamagedFile(name, f"{name} at {self.place} is not the file of this run and step.")
+                kind = _Rank(file.parts, file.headers, entry.after).kind
+                if not is_anchor and any(kind(key) != before.kind(key) for key in file.parts):
+                    raise _DamagedFile(name, f"{name} at {self.place} changes other tensors than those of this run.")
+                state.parts.update(file.parts)
+                state.headers.update(file.headers)
+            if digest_of((key, header.checksum) for key, header in state.headers.items()) != entry.after:
+                raise _DamagedFile(name, f"{name} at {self.place} does not lead to the weights of step {entry.step}.")
+        return state
+
+    def _homes(
+        self,
+        layout: Mapping[str, list[tuple[str, Part, Header]]],
+        known: Mapping[str, int],
+        chains: Mapping[str, object],
+        named_tensors: Mapping[str, torch.Tensor] | None,
+        locate: Callable[[str], Piece | None] | None,
+    ) -> dict[str, _Home]:
+        """Returns where those parts are kept that have to change, by key, once it is sure that all hold what they should."""
+        homes: dict[str, _Home] = {}
+        given: dict[str, torch.Tensor] = {}
+        used: set[str] = set()
+        if named_tensors is None:
+            for name, parts in layout.items():
+                self._own(name, parts, known)
+            named_tensors, locate = self.tensors, None
+        for name, parts in layout.items():
+            piece = locate(name) if locate else Piece(name) if name in named_tensors else None
+            if piece is None:
+                continue
+            if piece.tensor not in named_tensors:
+                raise CheckpointError(f"'{piece.tensor}', where '{name}' is to be kept, is not among the tensors given.")
+            used.add(piece.tensor)
+            tensor = given[name] = named_tensors[piece.tensor]
+            rows = _rows(tensor, piece, parts)
+            in_place = rows.device.type == "cpu" and rows.is_contiguous()
+            for key, part, header in parts:
+                first, last = max(part.begin, piece.begin), min(part.end(header), piece.begin + len(rows))
+                if first >= last:
+                    continue
+                kept = rows[first - piece.begin : last - piece.begin]
+                if in_place and (first, last) == (part.begin, part.end(header)):
+                    home = _Home(kept, kept, None)
+                else:
+                    own = self._own(name, parts, known)[part.begin : part.end(header)]
+                    home = _Home(own, own[first - part.begin : last - part.begin], kept, first - part.begin)
+                is_new = home.elsewhere is not None and self._given.get(name) is not tensor
+                # What a caller keeps may have changed even where this step changes nothing.
+                if key in known and (key in chains or is_new or home.elsewhere is None):
+                    if xxhash.xxh3_64_intdigest(RawTensor.from_torch(home.part).data) != known[key]:
+                        raise _ChangedTensor(f"'{piece.tensor}' is not as the last update left it")
+                if key in chains or is_new:
+                    homes[key] = home._replace(is_new=is_new)
+        if missing := sorted(set(named_tensors) - used):
+            raise CheckpointError(f"Nothing is published at {self.place} for the tensor '{missing[0]}'.")
+        self._given = weakref.WeakValueDictionary(given)
+        return homes
+
+    def _own(self, name: str, parts: list[tuple[str, Part, Header]], known: Mapping[str, int]) -> torch.Tensor:
+        """Returns this object's copy of a tensor, a scalar as one row. Memory is taken only for what is written there."""
+        if name not in self.tensors:
+            key, part, header = parts[0]
+            self.tensors[name] = torch.empty(part.shape, dtype=torch_dtype(header.dtype))
+            if key in known:
+                raise _ChangedTensor(f"There is no copy of '{name}' in memory yet")
+        return torch.atleast_1d(self.tensors[name])
+
+
+class _Rank(NamedTuple):
+    """The state of what one rank of the training publishes: its parts, the headers of their newest payloads, and the digest of
+    all."""
+
+    parts: dict[str, Part]
+    headers: dict[str, Header]
+    digest: str
+
+    def kind(self, key: str) -> tuple[Part, str, tuple[int, ...]] | None:
+        """Returns what all payloads of a part have in common; None if there is no such part."""
+        return (self.parts[key], self.headers[key].dtype, self.headers[key].shape) if key in self.parts else None
+
+
+class _Stage(NamedTuple):
+    """A step on the way to another one, and the files that lead there: all weights of the step, or what it changed."""
+
+    step: Step
+    is_anchor: bool
+    files: Mapping[str, int]
+
+
+class _Home(NamedTuple):
+    """Where a part is kept.
+
+    Attributes:
+        part: its rows in this machine's memory, contiguous.
+        rows: those of them that the caller keeps.
+        elsewhere: where, if not here.
+        skipped: number of rows of the part before them.
+        is_new: the caller has not got any of them yet.
+    """
+
+    part: torch.Tensor
+    rows: torch.Tensor
+    elsewhere: torch.Tensor | None
+    skipped: int = 0
+    is_new: bool = False
+
+    def apply(self, chain: Iterable[tuple[np.ndarray, Header]]) -> np.ndarray | None:
+        """Changes the part by payloads, one after the other. Returns the rows that changed, None for all."""
+        memory = RawTensor.from_torch(self.part).data
+        changed: list[np.ndarray] | None = []
+        for payload, header in chain:
+            if header.base_values:
+                rows = apply_raw(payload, RawTensor(header.dtype, header.shape, memory), header)
+                if changed is not None:
+                    changed.append(rows)
+            else:
+                data = decode_raw(payload, header=header, out=memory).data
+                if data is not memory:
+                    memory[:] = data
+                changed = None
+        return None if changed is None else np.unique(np.concatenate([np.empty(0, np.int64), *changed]))
+
+    def copy(self, changed: np.ndarray | None) -> None:
+        """Copies the rows that changed to where the caller keeps them."""
+        if self.elsewhere is None:
+            return
+        with torch.no_grad():
+            if changed is None or self.is_new or 2 * len(changed) > len(self.part):
+                self.elsewhere.copy_(self.rows)
+                return
+            changed = changed - self.skipped
+            places = torch.from_numpy(changed[(changed >= 0) & (changed < len(self.rows))])
+            self.elsewhere[places.to(self.elsewhere.device)] = self.rows[places].to(self.elsewhere.device)
+
+
+class _DamagedFile(Exception):
+    def __init__(self, name: str, message: str):
+        super().__init__(message)
+        self.name = name
+
+
+class _ChangedTensor(Exception):
+    pass
+
+
+def _steps(indices: list[Index]) -> list[int]:
+    """Returns the steps that all ranks have published, oldest first."""
+    if not indices:
+        return []
+    common = set.intersection(*({entry.step for entry in index.steps} for index in indices))
+    return sorted(common)
+
+
+def _path(steps: list[Step], target: int, digest: str | None, damaged: Mapping[str, object]) -> list[_Stage] | None:
+    """Returns the way to a step that takes the fewest bytes, from the state of this digest or from an anchor."""
+    best: list[_Stage] | None = None
+    least, size = math.inf, 0
+    chain: list[_Stage] = []
+    wanted = None
+    for entry in reversed([entry for entry in steps if entry.step <= target]):
+        if wanted not in (None, entry.after):
+            break  # what the chain begins with is not there
+        if entry.after == digest and size < least:
+            best, least = chain, size
+        if entry.anchor and not damaged.keys() & entry.anchor and size + sum(entry.anchor.values()) < least:
+            best, least = [_Stage(entry, True, entry.anchor), *chain], size + sum(entry.anchor.values())
+        if not entry.delta or damaged.keys() & entry.delta:
+            break
+        chain, size, wanted = [_Stage(entry, False, entry.delta), *chain], size + sum(entry.delta.values()), entry.before
+        if wanted == digest and size < least:
+            best, least = chain, size
+    return best
+
+
+def _by_key(files: Iterable[StepFile]) -> dict[str, list[tuple[np.ndarray, Header]]]:
+    """Returns the payloads of each part, in the order in which they apply."""
+    chains = defaultdict(list)
+    for file in files:
+        for key, payload in file.payloads.items():
+            chains[key].append((payload, file.headers[key]))
+    return dict(chains)
+
+
+def _layout(ranks: list[_Rank]) -> dict[str, list[tuple[str, Part, Header]]]:
+    """Returns the parts of each tensor in the order of their rows.
+
+    Raises:
+        CheckpointError: they do not make up the tensors.
+    """
+    layout = defaultdict(list)
+    for rank in ranks:
+        for key, part in rank.parts.items():
+            layout[part.name].append((key, part, rank.headers[key]))
+    for name, parts in layout.items():
+        parts.sort(key=lambda entry: entry[1].begin)
+        shape, end = parts[0][1].shape, 0
+        for _, part, header in parts:
+            if (part.begin, part.shape, header.dtype) != (end, shape, parts[0][2].dtype):
+                raise CheckpointError(f"The ranks of the training do not publish each row of '{name}' once, from row {end} on.")
+            end = part.end(header)
+        if end != (shape[0] if shape else 1):
+            raise CheckpointError(f"No rank of the training publishes the rows of '{name}' from {end} on.")
+    return dict(layout)
+
+
+def _rows(tensor: torch.Tensor, piece: Piece, parts: list[tuple[str, Part, Header]]) -> torch.Tensor:
+    """Returns the rows of a caller's tensor that hold a piece of a published one."""
+    _, part, header = parts[0]
+    dtype, (count, *row) = torch_dtype(header.dtype), part.shape or (1,)
+    end = count if piece.end is None else piece.end
+    rows = torch.atleast_1d(tensor.detach())[piece.at : piece.at + end - piece.begin]
+    is_whole = piece == Piece(piece.tensor)
+    fits = tuple(tensor.shape) == part.shape if is_whole else tuple(rows.shape) == (end - piece.begin, *row)
+    if tensor.dtype != dtype or not fits or not 0 <= piece.begin <= end <= count:
+        raise CheckpointError(
+            f"Rows {piece.begin} to {end} of '{part.name}', which is {dtype} {list(part.shape)}, do not fit into "
+            f"'{piece.tensor}' at row {piece.at}: it is {tensor.dtype} {list(tensor.shape)}."
+        )
+    return rows

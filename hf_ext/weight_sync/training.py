@@ -1,0 +1,105 @@
+"""Publishes the weights of a Trainer's model while it trains."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict, unwrap_model
+from transformers.utils import logging
+
+from hf_ext.errors import CheckpointError, HfExtError
+from hf_ext.weight_sync.places import Place
+from hf_ext.weight_sync.publisher import Publisher
+
+logger = logging.get_logger(__name__)
+
+
+class PublishWeights(TrainerCallback):
+    """Publishes the weights at the beginning of a training, and then after every `every` optimizer steps.
+
+    For `Trainer` and what derives from it, such as TRL's `SFTTrainer` and `GRPOTrainer`. A training that resumes from a
+    checkpoint goes on with the run at the place. If a step cannot be published, a warning says why and the training goes on.
+
+    Args:
+        place: see `Publisher`.
+        every: optimizer steps.
+        dtype: that servers hold the weights in.
+        on_step: called with the number of each step when it is at the place, before the training goes on. Without it, a step is
+            written while the training goes on.
+        options: more of `Publisher`'s.
+
+    Raises from `Trainer.train`:
+        CheckpointError: the model has adapters or is quantized, or the place holds the steps of another training.
+    """
+
+    def __init__(
+        self,
+        place: str | os.PathLike | Place,
+        every: int = 1,
+        dtype: torch.dtype | None = torch.bfloat16,
+        on_step: Callable[[int], object] | None = None,
+        **options: Any,
+    ):
+        if every < 1:
+            raise ValueError("every must be 1 or more")
+        self.place, self.every, self.on_step = place, every, on_step
+        self.options = {"dtype": dtype} | options
+        self.publisher: Publisher | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs: Any):
+        model = unwrap_model(model)
+        if not isinstance(model, PreTrainedModel) or getattr(model, "_hf_peft_config_loaded", False):
+            raise CheckpointError(
+                f"PublishWeights takes a Transformers model that is trained whole, not a {type(model).__name__} with adapters: "
+                "an adapter is small, and servers load it as it is saved."
+            )
+        if getattr(model, "hf_quantizer", None) is not None:
+            raise CheckpointError("The weights of a quantized model cannot be published.")
+        if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+            raise CheckpointError("DeepSpeed's ZeRO-3 hides the weights of a model from others. Publish them with FSDP or ZeRO-2.")
+        options = {"resume": state.global_step > 0} | self.options
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            options = {"run": args.run_name or "training", "rank": args.process_index, "world_size": args.world_size} | options
+        elif args.process_index > 0:
+            return  # the first process has the same weights
+        self.publisher = Publisher(self.place, **options)
+        self._publish(state, model)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs: Any):
+        if state.global_step % self.every == 0:
+            self._publish(state, model)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        if self.publisher is not None:
+            self._try(self.publisher.close)
+
+    def _publish(self, state: TrainerState, model: torch.nn.Module) -> None:
+        publisher, step = self.publisher, state.global_step
+        if publisher is not None:
+            weights = checkpoint_weights(model)
+            if state.is_world_process_zero is False:  # it publishes what is not sharded
+                weights = {name: weight for name, weight in weights.items() if isinstance(weight, DTensor)}
+            if self._try(publisher.wait) and self._try(lambda: publisher.publish(weights, step)) and self.on_step:
+                if self._try(publisher.wait):
+                    self.on_step(step)
+
+    def _try(self, work: Callable[[], object]) -> bool:
+        """Returns whether work succeeded that touches the place."""
+        try:
+            work()
+        except (HfExtError, OSError) as error:
+            logger.warning(f"A step could not be published: {error}")
+            return False
+        return True
+
+
+def checkpoint_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the weights of a Transformers model under the names and in the shapes that `save_pretrained` gives them."""
+    model = unwrap_model(model)
+    return revert_weight_conversion(model, remove_tied_weights_from_state_dict(model.state_dict(), model))
