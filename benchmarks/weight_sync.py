@@ -3,29 +3,28 @@
     pip install trl
     python benchmarks/weight_sync.py --lm lm
 
-``lm`` is the folder that benchmarks/language_model.py makes; only its ``lm/base`` is needed. SmolLM2-135M is trained on
-docstrings of Python's standard library, with float32 master weights and AdamW: with TRL's GRPOTrainer at a learning rate of
-1e-6 (4 prompts with 4 completions each, rewarded for the share of the letter "e"), and with its SFTTrainer at 1e-5. After each
-optimizer step the weights are rounded to bf16 and sent to receivers that hold those of the step before. Each way of sending
-must leave the receiver with the same bits.
+``lm`` is the folder that benchmarks/language_model.py makes; only ``lm/base`` is needed. SmolLM2-135M is trained on docstrings of
+Python's standard library, with weights in float32 and AdamW: with TRL's GRPOTrainer at a learning rate of 1e-6 (section
+``grpo``: 4 prompts a step, 4 completions each, rewarded for the share of the letter "e"), and with its SFTTrainer at 1e-5
+(``sft``). After each optimizer step the weights, rounded to bf16, go to receivers that hold those of the step before, in each
+of these ways. Each receiver must end up with the same bits.
 
-Ways of sending, read from the sources of August 2026:
+- ours: one payload of FM-Delta for each tensor, at level 1.
+- XOR, zstd -1: the bits of a tensor XOR those of the step before, in one frame for each tensor. The default of slime
+  (update_weight_from_disk_delta.py) and the way of SkyRL (delta_checkpoint.py). XOR, zstd -3: the same at zstd's default level.
+- int32 + value: the flat indices of the values that changed, and these values. vLLM's backend ``sparse_nccl``, and prime-rl as
+  its pull request 3386 proposes. With zstd -1: the same in one frame.
+- gaps + value, zstd -1: the differences between indices, in 16 bits where they fit, and the values, in one frame. grail, which
+  implements PULSE (arXiv 2602.03839, sparse_codec.py), but with flat indices, which take fewer bytes than its rows and columns.
+- gaps + XOR, zstd -1: the same, with old values XOR new ones. The default of NeMo RL (weight_transfer_sparse_codec.py).
+- full: all weights, as prime-rl, AReaL, TRL and vLLM's other backends send them.
 
-- XOR, zstd -1: the bits of each tensor XOR those of the step before, compressed as one frame. slime
-  (slime/backends/megatron_utils/update_weight/update_weight_from_disk_delta.py, its default) and SkyRL
-  (skyrl/backends/skyrl_train/weight_sync/delta_checkpoint.py). XOR, zstd -3 is the same at the default level of zstd.
-- int32 + value: the flat indices of the values that changed, and these values. vLLM's backend ``sparse_nccl``
-  (vllm/distributed/weight_transfer/sparse_nccl_engine.py) and the sparse file system broadcast that pull request 3386
-  proposed for prime-rl. Released prime-rl, AReaL and TRL send all weights. With zstd -1 it is the sparse format without any
-  treatment of the indices.
-- gaps + value, zstd -1: the differences between indices in 16 bits if they fit, then the values. grail, the implementation of
-  PULSE (arXiv 2602.03839; grail/infrastructure/sparse_codec.py).
-- gaps + XOR, zstd -1: the same with the XOR of old and new values. NeMo RL (nemo_rl/utils/weight_transfer_sparse_codec.py, its
-  default).
-- full: all weights.
+The sources are of August 2026. Their formats are written here with NumPy; their own code does not run. Times are CPU seconds on
+one thread, so that other processes hardly matter. Ours includes checksums of the payload and of the weights. slime, SkyRL and
+grail compute checksums too; their times here are without.
 
-These are the formats, on the CPU, written with NumPy: no stack's own code runs here. Only our way computes checksums, which
-slime and SkyRL do too; the times of the others are without. CPU seconds on one thread, so that other processes matter little.
+The section ``folder`` sends the first steps of both trainings, as many as ``--runs`` says, through a folder: with a `Publisher`
+and a `Subscriber`, and as a file of all weights.
 """
 
 import argparse
@@ -44,7 +43,7 @@ import numpy as np
 import torch
 import zstandard
 from datasets import Dataset
-from measuring import print_table, run_sections
+from measuring import print_table, ratio, run_sections
 from safetensors.torch import load_file, save_file
 from small_steps import WAYS as XOR_AND_OURS
 from small_steps import Tensors, bits, changed, values, zstd_apply, zstd_encode
@@ -56,6 +55,8 @@ from hf_ext.weight_sync import Publisher, Subscriber
 MODULES = ("argparse", "collections", "datetime", "decimal", "functools", "heapq", "inspect", "itertools", "json", "logging")
 MODULES += ("math", "os", "pathlib", "random", "re", "shutil", "socket", "statistics", "string", "subprocess", "threading")
 GBITS = (1, 10, 100)  # per second
+OPTIONS = {"lr_scheduler_type": "constant", "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+OPTIONS |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
 
 
 def of_each(encode: Callable, apply: Callable) -> tuple[Callable, Callable]:
@@ -168,17 +169,17 @@ def share_of_e(completions: list[str], **others) -> list[float]:
     return [text.count("e") / max(len(text), 1) for text in completions]
 
 
-def grpo(model: PreTrainedModel, shared: dict) -> Trainer:
+def grpo(model: PreTrainedModel, options: dict) -> Trainer:
     prompts = Dataset.from_dict({"prompt": [" ".join(text.split()[:8]) for text in docstrings()]})
     config = GRPOConfig(
-        learning_rate=1e-6, per_device_train_batch_size=16, num_generations=4, max_completion_length=24, **shared
+        learning_rate=1e-6, per_device_train_batch_size=16, num_generations=4, max_completion_length=24, **options
     )
     return GRPOTrainer(model, share_of_e, args=config, train_dataset=prompts)
 
 
-def sft(model: PreTrainedModel, shared: dict) -> Trainer:
+def sft(model: PreTrainedModel, options: dict) -> Trainer:
     texts = Dataset.from_dict({"text": docstrings()})
-    config = SFTConfig(learning_rate=1e-5, per_device_train_batch_size=8, max_length=64, **shared)
+    config = SFTConfig(learning_rate=1e-5, per_device_train_batch_size=8, max_length=64, **options)
     return SFTTrainer(model, args=config, train_dataset=texts)
 
 
@@ -187,15 +188,7 @@ def train(start: Callable[[PreTrainedModel, dict], Trainer], args: argparse.Name
     set_seed(0)
     model = AutoModelForCausalLM.from_pretrained(args.lm / "base", dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
-        shared = {
-            "output_dir": folder,
-            "max_steps": args.steps,
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-        }
-        shared |= {"lr_scheduler_type": "constant", "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-        trainer = start(model, shared)
+        trainer = start(model, OPTIONS | {"output_dir": folder, "max_steps": args.steps})
         measure = Measure(model, kept_steps(args, start.__name__), args.runs)
         trainer.add_callback(measure)
         trainer.train()
@@ -208,22 +201,18 @@ def report(name: str, found: dict, parameters: int) -> None:
     median, share = statistics.median, [100 * each for each in found["changed"]]
     title = f"{name}: {parameters / 1e6:.0f} million weights, {len(share)} steps; {median(share):.2f} % change in a step"
     title += f" (median; {share[0]:.2f} % in the first, {share[-1]:.2f} % in the last step)"
+    cpu = {way: [sum(both) for both in zip(found[way]["encode"], found[way]["apply"])] for way in WAYS}
     rows = []
     for way in WAYS:
         figures, row = found[way], [way]
-        for what, unit, digits in (("bytes", 1e6, 3), ("encode", 1, 3), ("apply", 1, 3)):
-            several = [each / unit for each in figures[what]]
-            row.append(f"{median(several):.{digits}f} ({min(several):.{digits}f}–{max(several):.{digits}f})")
-        both = [median(a + b for a, b in zip(found[each]["encode"], found[each]["apply"])) for each in (way, "XOR, zstd -1")]
-        row += [
-            f"{median(a / b for a, b in zip(figures['bytes'], found['ours']['bytes'])):.2f} ×",
-            f"{both[0] / both[1]:.2f} ×",
-        ]
+        for several in ([size / 1e6 for size in figures["bytes"]], figures["encode"], figures["apply"]):
+            row.append(f"{median(several):.3f} ({min(several):.3f}–{max(several):.3f})")
+        row.append(f"{ratio(figures['bytes'], found['ours']['bytes']):.2f} ×")
+        row.append(f"{ratio(cpu[way], cpu['XOR, zstd -1']):.2f} ×")
         for rate in GBITS:
-            seconds = zip(figures["encode"], figures["bytes"], figures["apply"])
-            row.append(f"{median(encode + size * 8e-9 / rate + apply for encode, size, apply in seconds):.3f}")
+            row.append(f"{median(seconds + size * 8e-9 / rate for seconds, size in zip(cpu[way], figures['bytes'])):.3f}")
         rows.append(row)
-    header = ["way", "MB a step", "encode, s", "apply, s", "bytes, ours = 1", "CPU time, XOR -1 = 1"]
+    header = ["way", "MB a step", "encode, s", "apply, s", "bytes: ours", "CPU time: XOR, zstd -1"]
     print_table(title, header + [f"s at {rate} Gbit/s" for rate in GBITS], rows)
 
 
@@ -233,6 +222,8 @@ def folder(args: argparse.Namespace) -> dict:
     found, rows = {}, []
     for run in ("grpo", "sft"):
         kept = kept_steps(args, run)
+        if not (kept / f"{args.runs}.safetensors").exists():
+            raise SystemExit(f"{kept} lacks the weights of {args.runs} steps; run the section {run} with the same --runs first")
         steps = [load_file(kept / f"{step}.safetensors") for step in range(args.runs + 1)]
         with tempfile.TemporaryDirectory(dir=kept) as place, Publisher(place, dtype=torch.bfloat16) as publisher:
             file = Path(place, "full.safetensors")
