@@ -3,10 +3,10 @@
     pip install trl
     python benchmarks/weight_sync.py --lm lm
 
-``lm`` is the folder that benchmarks/language_model.py makes; only ``lm/base`` is needed. SmolLM2-135M is trained on docstrings of
-Python's standard library, with weights in float32 and AdamW: with TRL's GRPOTrainer at a learning rate of 1e-6 (section
+``lm`` is the folder that benchmarks/language_model.py makes; only ``lm/base`` is needed. SmolLM2-135M is trained on docstrings
+of Python's standard library, with weights in float32 and AdamW: with TRL's GRPOTrainer at a learning rate of 1e-6 (section
 ``grpo``: 4 prompts a step, 4 completions each, rewarded for the share of the letter "e"), and with its SFTTrainer at 1e-5
-(``sft``). After each optimizer step the weights, rounded to bf16, go to receivers that hold those of the step before, in each
+(section ``sft``). After each optimizer step the weights, rounded to bf16, go to receivers that hold those of the step before, in each
 of these ways. Each receiver must end up with the same bits.
 
 - ours: one payload of FM-Delta for each tensor, at level 1.
