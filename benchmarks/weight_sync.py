@@ -6,14 +6,14 @@
 ``lm`` is the folder that benchmarks/language_model.py makes; only ``lm/base`` is needed. SmolLM2-135M is trained on docstrings
 of Python's standard library, with weights in float32 and AdamW: with TRL's GRPOTrainer at a learning rate of 1e-6 (section
 ``grpo``: 4 prompts a step, 4 completions each, rewarded for the share of the letter "e"), and with its SFTTrainer at 1e-5
-(section ``sft``). After each optimizer step the weights, rounded to bf16, go to receivers that hold those of the step before, in each
-of these ways. Each receiver must end up with the same bits.
+(section ``sft``). After each optimizer step the weights, rounded to bf16, go to receivers that hold those of the step before,
+in each of these ways. Each receiver must end up with the same bits.
 
 - ours: one payload of FM-Delta for each tensor, at level 1.
 - XOR, zstd -1: the bits of a tensor XOR those of the step before, in one frame for each tensor. The default of slime
   (update_weight_from_disk_delta.py) and the way of SkyRL (delta_checkpoint.py). XOR, zstd -3: the same at zstd's default level.
-- int32 + value: the flat indices of the values that changed, and these values. vLLM's backend ``sparse_nccl``, and prime-rl as
-  its pull request 3386 proposes. With zstd -1: the same in one frame.
+- int32 + value: the flat indices of the values that changed, and these values. vLLM's backend ``sparse_nccl``, and an
+  experiment of prime-rl. With zstd -1: the same in one frame.
 - gaps + value, zstd -1: the differences between indices, in 16 bits where they fit, and the values, in one frame. grail, which
   implements PULSE (arXiv 2602.03839, sparse_codec.py), but with flat indices, which take fewer bytes than its rows and columns.
 - gaps + XOR, zstd -1: the same, with old values XOR new ones. The default of NeMo RL (weight_transfer_sparse_codec.py).
