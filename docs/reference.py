@@ -12,7 +12,7 @@ import pdoc
 
 import hf_ext
 
-PAGES = ("hf_ext.emr", "hf_ext.errors", "hf_ext.fm_delta", "hf_ext.pissa", "hf_ext.trans_lora", "hf_ext.uni_med")
+PAGES = tuple(f"hf_ext.{module}" for module in ("emr", "errors", "fm_delta", "pissa", "trans_lora", "uni_med", "weight_sync"))
 
 
 def shorten(kind: type) -> None:

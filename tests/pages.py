@@ -45,6 +45,7 @@ from transformers import (
     Blip2VisionConfig,
     BlipImageProcessorPil,
     OPTConfig,
+    TrainingArguments,
 )
 
 from hf_ext import UniMedProcessor
@@ -77,6 +78,10 @@ MORE = {
     command: [word for option in text.split(", ") for word in shlex.split(f"--{option}".replace("=", " ", 1))]
     for command, text in (("train-discriminator", TRAINED), ("transfer", MOVED))
 }
+
+
+# Commands that do not end by themselves: test_serving.py, test_mount.py and with_vllm/test_weight_transfer.py run them.
+ELSEWHERE = ("run", "mount", "follow")
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ def run_page(path: Path, make: Callable[[], dict[str, Any]]) -> None:
             exec(compile(shortened(code), str(path), "exec"), namespace)
         elif block.language == "sh":
             for words in commands(block.text):
-                if words[0] == "hf-ext" and words[1] not in ("run", "mount"):  # see test_serving.py, test_mount.py
+                if words[0] == "hf-ext" and words[1] not in ELSEWHERE:
                     run_command(words[1:], f"{path}, in the block from line {block.line}")
 
 
@@ -249,13 +254,27 @@ def serving() -> dict[str, Any]:
     return {"base": LLAMA}
 
 
+def weight_sync() -> dict[str, Any]:
+    model = tiny_models.llama()
+    args = TrainingArguments("training", max_steps=2, use_cpu=True, report_to=[], save_strategy="no")
+    server_model = tiny_models.llama(dtype=torch.bfloat16)
+    rows, columns = model.model.layers[0].self_attn.q_proj.weight.shape
+    more = len(model.model.layers[0].self_attn.k_proj.weight)
+    qkv = torch.zeros(rows + more, columns, dtype=torch.bfloat16)
+    return {
+        **{"model": model, "args": args, "data": examples(8, causal=True)},
+        **{"server_model": server_model, "qkv": qkv, "rows": rows},
+    }
+
+
 def readme() -> dict[str, Any]:
     classifiers("my-cola", "my-sst2")
     files_of_a_transfer("old-model", "old-lora", "new-model", "inputs.jsonl", "five-inputs.jsonl")
     return pissa() | {"fine_tuned": classifier(3, 1), "image": tiny_uni_med.image()}
 
 
-MAKERS = {"README.md": readme} | {f"{make.__name__}.md": make for make in (fm_delta, emr, pissa, trans_lora, uni_med, serving)}
+METHODS = (fm_delta, emr, pissa, trans_lora, uni_med, weight_sync)
+MAKERS = {"README.md": readme} | {f"{make.__name__}.md": make for make in (*METHODS, serving)}
 
 
 @contextlib.contextmanager

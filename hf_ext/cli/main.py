@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import hf_ext
-from hf_ext.cli import checkpoints, emr, fm_delta, tools, trans_lora, uni_med
+from hf_ext.cli import checkpoints, emr, fm_delta, tools, trans_lora, uni_med, weight_sync
 from hf_ext.cli.command import app, flag
 
 INTRODUCTION = """\
@@ -42,7 +42,7 @@ def installed_version(package: str) -> str:
 def tutorial() -> str:
     """Returns the help of `hf-ext`. A paragraph after "\\b" is not wrapped again."""
     models = (fm_delta.one_model, fm_delta.many_models, checkpoints.section, emr.section)
-    sections = (*models, trans_lora.section, uni_med.section, tools.section)
+    sections = (*models, weight_sync.section, trans_lora.section, uni_med.section, tools.section)
     text = "\n\n".join([INTRODUCTION, *map(str, sections), CLOSING])
     return "\n\n".join(f"\b\n{paragraph}" for paragraph in text.split("\n\n"))
 

@@ -5,7 +5,8 @@ vLLM finds it by the entry points in setup.cfg. docs/serving.md shows the comman
 
 
 def register() -> None:
-    """Adds the loader and the formats of this package to vLLM's registries. vLLM calls this in each of its processes."""
+    """Adds loader, formats and weight transfer of this package to vLLM's registries. vLLM calls it in each of its processes."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.model_executor.model_loader import register_model_loader
 
@@ -15,3 +16,5 @@ def register() -> None:
     register_model_loader(LOAD_FORMAT)(StoredModelLoader)
     for method, config in FORMATS.items():
         register_quantization_config(method)(config)
+    WeightTransferEngineFactory.register_engine(LOAD_FORMAT, "hf_ext.vllm.weight_transfer", "PlaceEngine")
+    WeightTransferTrainerFactory.register_engine(LOAD_FORMAT, "hf_ext.vllm.weight_transfer", "PlaceTrainerEngine")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,21 +81,27 @@ def _stored(name: str, value: Any, beside: Path | None) -> StoredModel:
 
 
 def changed(before: TensorSource, after: TensorSource) -> Iterator[str]:
-    """Yields the names of the tensors to load where the model `after` replaces `before`, layer by layer.
-
-    These are all tensors of each layer in which any differs, because vLLM fuses tensors of a layer, and takes what it does not
-    get of a module from uninitialized memory. Outside the layers, modules beside one another count as a layer.
+    """Returns the names of the tensors to load where the model `after` replaces `before`: see `whole_layers`.
 
     Raises:
         CheckpointError: the two have different tensors, so one cannot replace the other.
     """
     require_same_shapes(before, after)
+    return whole_layers(after.names(), lambda name: _differs(name, before, after))
+
+
+def whole_layers(names: Iterable[str], differs: Callable[[str], bool]) -> Iterator[str]:
+    """Yields the names of all tensors of each layer in which any differs, layer by layer.
+
+    vLLM fuses tensors of a layer, and takes what it does not get of a module from uninitialized memory. Outside the layers,
+    modules beside one another count as a layer.
+    """
     layers: dict[tuple[str, ...], list[str]] = {}
-    for name in after.names():
+    for name in names:
         layers.setdefault(layer_of(name) or tuple(name.split(".")[:-2]), []).append(name)
-    for names in layers.values():
-        if any(_differs(name, before, after) for name in names):
-            yield from names
+    for members in layers.values():
+        if any(map(differs, members)):
+            yield from members
 
 
 def require_same_shapes(before: TensorSource, after: TensorSource) -> None:

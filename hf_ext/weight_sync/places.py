@@ -79,10 +79,12 @@ class Repository:
             self._api.create_commit(self.repo_id, [*added, *removed], commit_message=message)
 
     def get(self, name: str) -> Buffer:
-        try:
-            return Folder(Path(self._api.hf_hub_download(self.repo_id, name)).parent).get(name)
-        except (RemoteEntryNotFoundError, RepositoryNotFoundError) as error:
-            raise FileNotFoundError(f"{self} has no file {name}") from error
+        with _nowhere() as folder:  # the cache would keep every step
+            try:
+                self._api.hf_hub_download(self.repo_id, name, local_dir=folder)
+            except (RemoteEntryNotFoundError, RepositoryNotFoundError) as error:
+                raise FileNotFoundError(f"{self} has no file {name}") from error
+            return Folder(folder).get(name)
 
 
 class Bucket:
@@ -102,12 +104,12 @@ class Bucket:
         self._api.batch_bucket_files(self.bucket_id, add=[index], delete=list(remove))
 
     def get(self, name: str) -> Buffer:
-        with tempfile.TemporaryDirectory() as folder:
+        with _nowhere() as folder:
             try:
                 self._api.download_bucket_files(self.bucket_id, [(name, Path(folder, name))], raise_on_missing_files=True)
             except EntryNotFoundError as error:
                 raise FileNotFoundError(f"{self} has no file {name}") from error
-            return Folder(folder).get(name)  # stays mapped after its name is gone
+            return Folder(folder).get(name)
 
 
 def open_place(place: str | os.PathLike | Place) -> Place:
@@ -117,6 +119,11 @@ def open_place(place: str | os.PathLike | Place) -> Place:
     if isinstance(place, str) and place.startswith(HUB):
         return Repository(place.removeprefix(HUB).rstrip("/"))
     return Folder(place) if isinstance(place, str | os.PathLike) else place
+
+
+def _nowhere() -> tempfile.TemporaryDirectory:
+    """Returns a folder to download a file to. Mapped, the file outlives its name."""
+    return tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 
 
 def _write_through(path: Path, content: bytes) -> None:

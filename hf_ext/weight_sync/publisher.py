@@ -86,7 +86,7 @@ class Publisher:
         found = Index.read(self.place, rank)
         if found is not None and not resume:
             raise CheckpointError(
-                f"{self.place} holds the steps of another training ('{found.run}'). Give an empty place, or go on with that one: "
+                f"{self.place} holds the steps of another training ('{found.run}'). Give an empty place, or go on with it: "
                 "resume=True."
             )
         if found is not None and (run or found.run, world_size) != (found.run, found.world_size):
@@ -119,7 +119,7 @@ class Publisher:
             OSError: the step before could not be written.
         """
         self.wait()
-        if self._current and step <= self._index.steps[-1].step:
+        if self._has_base and step <= self._index.steps[-1].step:
             raise ValueError(f"step {step} does not follow step {self._index.steps[-1].step}, which was published before")
         weights, parts = self._copy(named_tensors)
         self._running = self._pool.submit(self._write, weights, parts, step)
@@ -143,6 +143,11 @@ class Publisher:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @property
+    def _has_base(self) -> bool:
+        """Whether this object holds the weights of the last step, so that the next one can be a delta."""
+        return self._session == self._index.session
+
     def _copy(self, named_tensors: NamedTensors) -> tuple[dict[str, torch.Tensor], dict[str, Part]]:
         """Returns copies of all parts in this machine's memory, and what they are parts of."""
         copies: dict[str, torch.Tensor] = {}
@@ -152,13 +157,13 @@ class Publisher:
                 if key in parts:
                     raise CheckpointError(f"'{key}' is given twice.")
                 dtype = self.dtype if self.dtype is not None and rows.is_floating_point() else rows.dtype
+                if self._has_base and (self._parts.get(key) != part or self._current[key].dtype != dtype):
+                    raise _other_tensors(key)
                 copy = self._spare.get(key)
                 if copy is None:
                     copy = torch.empty(rows.shape, dtype=dtype, pin_memory=rows.is_cuda)
-                if self._current and (self._parts.get(key), copy.dtype) != (part, dtype):
-                    raise _other_tensors(key)
-                copies[key], parts[key] = copy.copy_(rows.detach(), non_blocking=True), part
-        for key in self._parts if self._current else ():
+                copies[key], parts[key] = copy.copy_(rows.detach(), non_blocking=rows.is_cuda), part
+        for key in self._parts:
             if key not in parts:
                 raise _other_tensors(key)
         if torch.cuda.is_initialized():
@@ -169,11 +174,11 @@ class Publisher:
         """Writes the files of a step, then the index, and makes the weights the base of the next step."""
         found = Index.read(self.place, self._index.rank)
         if (found and found.session) != self._session:
-            raise CheckpointError(f"Another publisher writes to {self.place}, so step {step} was not published. End one of them.")
+            raise CheckpointError(f"Another publisher writes to {self.place}, so step {step} was not published. End one.")
         tensors = {key: RawTensor.from_torch(weight) for key, weight in weights.items()}
         bases = {key: RawTensor.from_torch(weight) for key, weight in self._current.items()}
         before, changed = None, {}
-        if bases:
+        if self._has_base:
             before, changed = self._index.steps[-1].after, dict(_encoded(tensors, bases))
             checksums = self._checksums | {key: peek_header(memoryview(payload)).checksum for key, payload in changed.items()}
         else:
@@ -193,9 +198,9 @@ class Publisher:
                 waiting[name] = write_file(self._index, entry, share, parts)
                 yield name, len(waiting[name])
 
-        if bases:
+        if self._has_base:
             entry.delta |= add("step", changed.items())
-        if is_anchor or not bases:
+        if is_anchor or not self._has_base:
             entry.anchor |= add("anchor", _encoded(tensors, {}))
         steps.append(entry)
         anchors = [place for place, earlier in enumerate(steps) if earlier.anchor]
@@ -208,8 +213,8 @@ class Publisher:
 
 
 def _local(tensor: torch.Tensor | Rows) -> Rows:
-    """Returns the rows of a tensor that this rank publishes: of a sharded one its own, unless another rank has the same rows and
-    comes first."""
+    """Returns the rows of a tensor that this rank publishes: of a sharded one its own, unless another rank that comes first
+    has the same."""
     if isinstance(tensor, Rows):
         return tensor
     shape = tuple(tensor.shape)
@@ -283,6 +288,6 @@ def _files(steps: Iterable[Step]) -> set[str]:
 
 def _other_tensors(key: str) -> CheckpointError:
     return CheckpointError(
-        f"'{key}' is new, missing, or of another type or shape than in the step before. A run keeps its tensors; publish others to "
-        "another place."
+        f"'{key}' is new, missing, or of another type or shape than in the step before. A run keeps its tensors; publish "
+        "others to another place."
     )

@@ -8,6 +8,7 @@ describes the files byte by byte.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from hf_ext.weight_sync.places import Buffer, Place
 VERSION = 1
 KEY, CHECKSUM_KEY = "weight_sync", "weight_sync_checksum"  # of the metadata
 PART = 1 << 22  # values
+FILE_NAME = re.compile(r"(step|anchor)-\d+-\d+-\d+\.safetensors")
 
 
 class Part(NamedTuple):
@@ -52,6 +54,11 @@ class Step:
     after: str
     delta: dict[str, int] = field(default_factory=dict)
     anchor: dict[str, int] = field(default_factory=dict)
+
+    def is_valid(self) -> bool:
+        """Checks what a stranger may have written: no name may lead out of the place."""
+        files = [*self.delta.items(), *self.anchor.items()]
+        return isinstance(self.step, int) and all(FILE_NAME.fullmatch(name) and isinstance(size, int) for name, size in files)
 
 
 @dataclass
@@ -92,12 +99,11 @@ class Index:
             version = fields.pop("version")
             if version == VERSION:
                 index = cls(**fields | {"steps": [Step(**step) for step in fields["steps"]]})
-                numbered = all(isinstance(step.step, int) for step in index.steps)
-                if numbered and index.rank == rank < index.world_size:
+                if index.rank == rank < index.world_size and all(step.is_valid() for step in index.steps):
                     return index
         except (KeyError, TypeError, AttributeError) as error:
             raise CorruptFileError(f"{name} at {place} is damaged: {type(error).__name__} {error}.") from error
-        raise CorruptFileError(f"{name} at {place} is damaged, or has another version than {VERSION}: {version}. Update hf_ext.")
+        raise CorruptFileError(f"{name} at {place} is damaged, or of a newer hf_ext: it has version {version}, not {VERSION}.")
 
 
 def index_name(rank: int) -> str:
@@ -157,7 +163,10 @@ class StepFile:
         self.headers: dict[str, Header] = {}
         self.parts: dict[str, Part] = {}
         for key, payload in self.payloads.items():
-            header = self.headers[key] = read_header(payload, key)
+            try:
+                header = self.headers[key] = read_header(payload, key)
+            except CorruptFileError as error:
+                raise CorruptFileError(f"{name} is damaged. {error}") from error
             part = self.parts[key] = rows.get(key, Part(key, 0, header.shape))
             if len(part.shape) != len(header.shape) or part.shape[1:] != header.shape[1:]:
                 raise CorruptFileError(f"{name} is damaged: '{key}' cannot be rows of a tensor of shape {list(part.shape)}.")

@@ -132,9 +132,13 @@ class Subscriber:
         first = Index.read(self.place, 0)
         if first is None:
             return []
-        others = [Index.read(self.place, rank) for rank in range(1, first.world_size)]
-        indices = [first, *(index for index in others if index is not None and index.run == first.run)]
-        return indices if len(indices) == first.world_size else []
+        indices = [first]
+        for rank in range(1, first.world_size):
+            index = Index.read(self.place, rank)
+            if index is None or index.run != first.run:
+                return []
+            indices.append(index)
+        return indices
 
     def _find(
         self, indices: list[Index], step: int | None, damaged: Mapping[str, _DamagedFile]
@@ -145,7 +149,7 @@ class Subscriber:
             there = f"there are {steps[0]} to {steps[-1]}" if steps else "there are none"
             raise CheckpointError(f"Step {step} is not, or no longer, at {self.place}: {there}.")
         for target in reversed(steps) if step is None else [step]:
-            digests = [rank.digest for rank in self._ranks] or [None] * len(indices)
+            digests: list[str | None] = [rank.digest for rank in self._ranks] or [None for _ in indices]
             paths = [_path(index.steps, target, digest, damaged) for index, digest in zip(indices, digests)]
             found = [path for path in paths if path is not None]
             if len(found) == len(indices):
@@ -207,7 +211,7 @@ class Subscriber:
                 raise CheckpointError(f"'{piece.tensor}', where '{name}' is to be kept, is not among the tensors given.")
             used.add(piece.tensor)
             tensor = given[name] = named_tensors[piece.tensor]
-            rows = _rows(tensor, piece, parts)
+            rows = _rows(tensor, piece, parts, is_whole=locate is None)
             in_place = rows.device.type == "cpu" and rows.is_contiguous()
             for key, part, header in parts:
                 first, last = max(part.begin, piece.begin), min(part.end(header), piece.begin + len(rows))
@@ -378,15 +382,14 @@ def _layout(ranks: list[_Rank]) -> dict[str, list[tuple[str, Part, Header]]]:
     return dict(layout)
 
 
-def _rows(tensor: torch.Tensor, piece: Piece, parts: list[tuple[str, Part, Header]]) -> torch.Tensor:
-    """Returns the rows of a caller's tensor that hold a piece of a published one."""
+def _rows(tensor: torch.Tensor, piece: Piece, parts: list[tuple[str, Part, Header]], is_whole: bool) -> torch.Tensor:
+    """Returns the rows of a caller's tensor that hold a piece of a published one; `is_whole`: it holds nothing else."""
     _, part, header = parts[0]
     dtype, (count, *row) = torch_dtype(header.dtype), part.shape or (1,)
     end = count if piece.end is None else piece.end
     rows = torch.atleast_1d(tensor.detach())[piece.at : piece.at + end - piece.begin]
-    is_whole = piece == Piece(piece.tensor)
-    fits = tuple(tensor.shape) == part.shape if is_whole else tuple(rows.shape) == (end - piece.begin, *row)
-    if tensor.dtype != dtype or not fits or not 0 <= piece.begin <= end <= count:
+    fits = tuple(rows.shape) == (end - piece.begin, *row) and 0 <= piece.begin <= end <= count
+    if tensor.dtype != dtype or not fits or is_whole and tuple(tensor.shape) != part.shape:
         raise CheckpointError(
             f"Rows {piece.begin} to {end} of '{part.name}', which is {dtype} {list(part.shape)}, do not fit into "
             f"'{piece.tensor}' at row {piece.at}: it is {tensor.dtype} {list(tensor.shape)}."

@@ -62,7 +62,7 @@ class PublishWeights(TrainerCallback):
         if getattr(model, "hf_quantizer", None) is not None:
             raise CheckpointError("The weights of a quantized model cannot be published.")
         if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-            raise CheckpointError("DeepSpeed's ZeRO-3 hides the weights of a model from others. Publish them with FSDP or ZeRO-2.")
+            raise CheckpointError("The weights of a model under ZeRO-3 cannot be published. Train with FSDP 2 or ZeRO-2.")
         options = {"resume": state.global_step > 0} | self.options
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             options = {"run": args.run_name or "training", "rank": args.process_index, "world_size": args.world_size} | options
@@ -85,9 +85,9 @@ class PublishWeights(TrainerCallback):
             weights = checkpoint_weights(model)
             if state.is_world_process_zero is False:  # it publishes what is not sharded
                 weights = {name: weight for name, weight in weights.items() if isinstance(weight, DTensor)}
-            if self._try(publisher.wait) and self._try(lambda: publisher.publish(weights, step)) and self.on_step:
-                if self._try(publisher.wait):
-                    self.on_step(step)
+            self._try(publisher.wait)  # for the step before
+            if self._try(lambda: publisher.publish(weights, step)) and self.on_step and self._try(publisher.wait):
+                self.on_step(step)
 
     def _try(self, work: Callable[[], object]) -> bool:
         """Returns whether work succeeded that touches the place."""

@@ -6,13 +6,8 @@ import asyncio
 import json
 import os
 import random
-import shutil
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,140 +15,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
-from tiny_adapters import moved
-from tiny_models import perturb
-from tiny_transfers import tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from peft import PeftModel
+from safetensors.torch import load_file
+from serving import OPTIONS, PROMPT, TASKS, Server
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_ext import PissaConfig, emr, fm_delta
 from hf_ext.vllm.switching import _OneModelAtATime
 from hf_ext.vllm.turns import Turns
-
-PROMPT = "pick a b c"
-TASKS = ("one", "two")
-OPTIONS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}  # the mode has the endpoint that digests weights
-
-
-def language_model(hidden_size: int = 64, layers: int = 3) -> LlamaForCausalLM:
-    words = tokenizer(311)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": hidden_size, "intermediate_size": 128, "num_hidden_layers": layers, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=len(words), max_position_embeddings=256, tie_word_embeddings=False, **sizes)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    with torch.no_grad():  # so that an untrained model has something to say
-        for weight in model.parameters():
-            weight.mul_(4) if weight.dim() > 1 else weight
-    return model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A base, fine-tunes of it, what the package makes of them, and models that cannot be served."""
-    folder = tmp_path_factory.mktemp("vllm")
-    base = language_model()
-    base.save_pretrained(folder / "base")
-    for seed, task in enumerate(TASKS, 1):
-        perturb(perturb(base, seed), seed + 10).save_pretrained(folder / task)
-    half = language_model()
-    half.model.layers[1] = perturb(half.model.layers[1])
-    half.save_pretrained(folder / "half")
-    other = language_model(hidden_size=128)
-    other.save_pretrained(folder / "other-base")
-    perturb(other).save_pretrained(folder / "other")
-    for model in ("base", *TASKS, "half", "other-base", "other"):
-        tokenizer(311).save_pretrained(folder / model)
-    for model in (*TASKS, "half"):
-        fm_delta.compress_checkpoint(folder / model, folder / "base", folder / f"small-{model}")
-    fm_delta.compress_checkpoint(folder / "other", folder / "other-base", folder / "small-other")
-    emr.merge(folder / "base", {task: folder / task for task in TASKS}, folder / "merged")
-    for task in TASKS:
-        emr.extract(folder / "merged", task, folder / f"merged-{task}")
-    adapted = moved(get_peft_model(base, PissaConfig(r=4, lora_alpha=4, target_modules=["q_proj", "down_proj"])))
-    adapted.save_pretrained(folder / "pissa")
-    shutil.copytree(folder / "base", folder / "overwritten")
-    spoil(folder)
-    return folder
-
-
-def spoil(folder: Path) -> None:
-    """Makes models that cannot be served: without its base, torn, and with a base that changed between its samples."""
-    shutil.copytree(folder / "small-one", folder / "baseless")
-    config = json.loads((folder / "baseless" / "config.json").read_text())
-    config["quantization_config"]["base"] = str(folder / "nowhere")
-    (folder / "baseless" / "config.json").write_text(json.dumps(config))
-    shutil.copytree(folder / "small-one", folder / "torn")
-    file = folder / "torn" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100] + bytes(100))
-    shutil.copytree(folder / "base", folder / "changed-base")
-    file = folder / "changed-base" / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    begin = header["model.layers.2.mlp.down_proj.weight"]["data_offsets"][0]
-    data[8 + int.from_bytes(data[:8], "little") + begin + 3000] ^= 1
-    file.write_bytes(data)
-    shutil.copytree(folder / "small-one", folder / "mixed")
-    config["quantization_config"]["base"] = str(folder / "changed-base")
-    (folder / "mixed" / "config.json").write_text(json.dumps(config))
-
-
-@pytest.fixture(scope="module")
-def expected(folder) -> dict[str, dict]:
-    """Digests and answers of the plain models, by vLLM alone."""
-    models = ["base", *TASKS, "half", *(f"merged-{task}" for task in TASKS)]
-    script = [sys.executable, str(Path(__file__).with_name("reference.py")), str(folder), PROMPT, *models]
-    environment = os.environ | OPTIONS | {"VLLM_PLUGINS": ""}
-    subprocess.run(script, env=environment, timeout=600, check=True)
-    return json.loads((folder / "expected.json").read_text())
-
-
-class Server:
-    """A vLLM server in a process of its own."""
-
-    def __init__(self, model: Path, log: Path, **extra):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--enforce-eager"]
-        command += ["--max-model-len", "128", "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
-        command += ["--served-model-name", "first", "--model-loader-extra-config", json.dumps(extra), "--api-key", "secret"]
-        self.log = log
-        environment = os.environ | OPTIONS | {"VLLM_PLUGINS": "hf_ext"}
-        self.process = subprocess.Popen(
-            command, env=environment, cwd=log.parent, stdout=log.open("w"), stderr=subprocess.STDOUT
-        )
-
-    def wait(self) -> None:
-        for _ in range(600):
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            try:
-                return urllib.request.urlopen(f"{self.url}/health").close()
-            except OSError:
-                time.sleep(0.5)
-        raise TimeoutError(self.log.read_text()[-3000:])
-
-    def call(self, path: str, body: dict | None = None, key: str = "secret") -> tuple[int, dict]:
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode() if body else None, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=300) as response:
-                return response.status, json.load(response)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
-
-    def answer(self, model: str | None) -> tuple[str, str]:
-        """Returns the model that answered, as the response names it, and its text."""
-        body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8, "ignore_eos": True} | ({"model": model} if model else {})
-        status, response = self.call("/v1/completions", body)
-        assert status == 200, response
-        return response["model"], response["choices"][0]["text"]
-
-    def refusal(self, model: str) -> tuple[int, str]:
-        status, response = self.call("/v1/completions", {"model": model, "prompt": PROMPT})
-        return status, response["error"]["message"]
-
-    def digests(self) -> dict[str, str]:
-        return self.call("/weight_checker", {"action": "checksum"})[1]["checksums"]
+from hf_ext.weight_sync import Publisher
 
 
 @pytest.fixture(scope="module")
@@ -243,13 +112,17 @@ def test_a_request_without_the_key_switches_nothing(server):
 
 @pytest.mark.skipif(os.cpu_count() == 1, reason="vLLM gives each worker a core of its own")
 def test_tensor_parallel_workers_hold_the_same_parts_as_of_the_plain_model(folder):
+    with Publisher(folder / "steps") as run:
+        for step, model in enumerate(("two", "one")):
+            run.publish(load_file(folder / model / "model.safetensors"), step)
     digests = []
-    for model, plugins in (("one", ""), ("small-one", "hf_ext")):
+    for model, plugins, place in (("one", "", []), ("small-one", "hf_ext", []), ("two", "hf_ext", [folder / "steps", 0, 1])):
         out, script = folder / f"digests-{model}.json", Path(__file__).with_name("digests.py")
         environment = os.environ | OPTIONS | {"VLLM_PLUGINS": plugins, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-        subprocess.run([sys.executable, str(script), str(folder / model), str(out)], env=environment, timeout=600, check=True)
+        command = [sys.executable, script, folder / model, out, *place]
+        subprocess.run([str(word) for word in command], env=environment, timeout=600, check=True)
         digests.append(json.loads(out.read_text()))
-    assert digests[0] == digests[1] and len(digests[0]) == 2 and digests[0][0] != digests[0][1]
+    assert digests[0] == digests[1] == digests[2] and len(digests[0]) == 2 and digests[0][0] != digests[0][1]
 
 
 FORM = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\ntwo\r\n--x--\r\n'

@@ -1,0 +1,379 @@
+"""A subscriber brings tensors to any published step, bit for bit, and never leaves them between two."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import bits, same, weights, zeros
+
+from hf_ext import CheckpointError, CorruptFileError
+from hf_ext.weight_sync import Piece, Publisher, Rows, Subscriber, publisher
+
+
+def publish(place: Path, steps: range, **options: object) -> None:
+    with Publisher(place, **options) as run:
+        for step in steps:
+            run.publish(weights(step), step)
+
+
+def files(place: Path, kind: str) -> list[str]:
+    return sorted(path.name for path in place.glob(f"{kind}-*"))
+
+
+@pytest.fixture(params=["whole", "in parts"])
+def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "in parts":
+        monkeypatch.setattr(publisher, "PART", 1000)
+
+
+@pytest.mark.usefixtures("parts")
+def test_tensors_follow_step_by_step_in_place(tmp_path: Path):
+    subscriber, tensors = Subscriber(tmp_path), zeros()
+    before = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    assert subscriber.steps() == []
+    with Publisher(tmp_path, anchor_every=3) as run:
+        for step in range(5):
+            run.publish(weights(step), step)
+            run.wait()
+            assert subscriber.update(tensors) == subscriber.step == step
+            assert same(tensors, weights(step))
+            assert ("frozen" in subscriber.changed) == (step == 0)
+    assert before == {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    assert subscriber.tensors == {}  # no copies
+    assert subscriber.update(tensors) == 4 and subscriber.changed == set()
+
+
+@pytest.mark.usefixtures("parts")
+def test_what_was_missed_is_folded_and_any_kept_step_can_be_reached(tmp_path: Path):
+    publish(tmp_path, range(7), anchor_every=3)
+    subscriber = Subscriber(tmp_path)
+    assert subscriber.steps() == list(range(3, 7))  # since the second newest anchor
+    for step in (5, 3, 6, 4):  # forward and back
+        assert subscriber.update(step=step) == step
+        assert same(subscriber.tensors, weights(step))
+    with pytest.raises(CheckpointError, match="Step 1 is not, or no longer, .* there are 3 to 6"):
+        subscriber.update(step=1)
+    assert subscriber.step == 4 and same(subscriber.tensors, weights(4))
+
+
+def test_old_files_are_removed(tmp_path: Path):
+    publish(tmp_path, range(10), anchor_every=2, keep_anchors=1)
+    assert [name[:15] for name in files(tmp_path, "anchor")] == ["anchor-00000008"]
+    assert [name[:13] for name in files(tmp_path, "step")] == ["step-00000008", "step-00000009"]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_an_anchor_is_taken_if_that_is_less_to_read(tmp_path: Path):
+    torch.manual_seed(0)
+    subscriber, noise = Subscriber(tmp_path), [{"x": torch.randn(500, 100)} for _ in range(7)]
+    with Publisher(tmp_path, anchor_every=6) as run:
+        for step, tensors in enumerate(noise):  # deltas as large as the tensors
+            run.publish(tensors, step)
+            if step == 0:
+                run.wait()
+                subscriber.update()
+    for name in files(tmp_path, "step")[1:5]:
+        (tmp_path / name).unlink()
+    assert subscriber.update() == 6 and same(subscriber.tensors, noise[6])
+
+
+def test_floats_are_rounded_to_the_type_that_servers_hold(tmp_path: Path):
+    with Publisher(tmp_path, dtype=torch.bfloat16) as run:
+        run.publish(weights(0), 0)
+        run.publish(iter(weights(1).items()), 1)
+    subscriber = Subscriber(tmp_path)
+    subscriber.update()
+    expected = {name: x.bfloat16() if x.is_floating_point() else x for name, x in weights(1).items()}
+    assert same(subscriber.tensors, expected)
+
+
+def test_the_training_may_go_on_before_a_step_is_written(tmp_path: Path):
+    live = weights(0)
+    with Publisher(tmp_path) as run:
+        run.publish(live, 0)
+        for tensor in live.values():
+            tensor.zero_()
+    subscriber = Subscriber(tmp_path)
+    subscriber.update()
+    assert same(subscriber.tensors, weights(0))
+
+
+@pytest.mark.usefixtures("parts")
+def test_each_rank_publishes_its_rows_and_each_reader_takes_its_own(tmp_path: Path):
+    cut = {"embedding.weight": 130, "layer.weight": 31}
+
+    def share(step: int, rank: int) -> dict[str, torch.Tensor | Rows]:
+        return {
+            name: Rows(tensor[: cut[name]] if rank == 0 else tensor[cut[name] :], rank * cut[name], tuple(tensor.shape))
+            if name in cut
+            else tensor
+            for name, tensor in weights(step).items()
+            if name in cut or rank == 0
+        }
+
+    runs = [Publisher(tmp_path, anchor_every=2, run="sharded", rank=rank, world_size=2) for rank in range(2)]
+    subscriber = Subscriber(tmp_path)
+    fused = {"fused": torch.zeros(100 + 20, 64).bfloat16(), "other": torch.zeros(30, 64)}
+    pieces = {
+        "embedding.weight": Piece("fused", at=20, begin=100, end=200),  # rows of both ranks
+        "layer.weight": Piece("other", begin=17, end=47),
+    }
+    for step in range(4):
+        for rank, run in enumerate(runs):
+            assert subscriber.steps() == list(range(step))  # a step is there when all ranks have published it
+            run.publish(share(step, rank), step)
+            run.wait()
+        assert subscriber.update(fused, locate=pieces.get) == step
+        assert bits(fused["fused"][20:]) == bits(weights(step)["embedding.weight"][100:200])
+        assert bits(fused["other"]) == bits(weights(step)["layer.weight"][17:47])
+        assert not fused["fused"][:20].any()
+    whole = Subscriber(tmp_path)
+    whole.update()
+    assert same(whole.tensors, weights(3))
+    for run in runs:
+        run.close()
+
+
+def test_whole_tensors_may_be_kept_as_one(tmp_path: Path):
+    fused = torch.zeros(64 + 8, 64)
+    with Publisher(tmp_path) as run:
+        for step in range(2):
+            q, k = (torch.full((rows, 64), step + 1.0) * torch.rand(rows, 64) for rows in (64, 8))
+            run.publish({"q": q, "k": k}, step)
+    pieces = {"q": Piece("fused"), "k": Piece("fused", at=64)}
+    Subscriber(tmp_path).update({"fused": fused}, locate=pieces.get)
+    assert torch.equal(fused, torch.cat([q, k]))
+
+
+def test_rows_that_nobody_publishes_are_noticed(tmp_path: Path):
+    publish_rows = {"x": Rows(torch.ones(3, 4), 0, (5, 4))}
+    with Publisher(tmp_path) as run:
+        run.publish(publish_rows, 0)
+    with pytest.raises(CheckpointError, match="No rank of the training publishes the rows of 'x' from 3 on"):
+        Subscriber(tmp_path).update()
+
+
+def test_tensors_that_cannot_change_in_place_are_copied_to(tmp_path: Path):
+    publish(tmp_path, range(2))
+    subscriber = Subscriber(tmp_path)
+    tensors = zeros() | {"layer.weight": torch.zeros(64, 64).T, "frozen": torch.nn.Parameter(torch.zeros(8, 8))}
+    for step in (0, 1):
+        subscriber.update(tensors, step)
+        assert same({name: tensor.detach() for name, tensor in tensors.items()}, weights(step))
+    assert list(subscriber.tensors) == ["layer.weight"]
+    others = {"layer.weight": torch.zeros(64, 64).T}  # new ones get what did not change, too
+    subscriber.update(others)
+    assert same(others, {"layer.weight": weights(1)["layer.weight"]})
+
+
+@pytest.mark.parametrize(
+    "tensors, message",
+    [
+        ({"frozen": torch.zeros(8, 9)}, r"Rows 0 to 8 of 'frozen', .* do not fit into 'frozen' at row 0: .* \[8, 9\]"),
+        ({"frozen": torch.zeros(8, 8).half()}, "torch.float16"),
+        ({"frozen": torch.zeros(8, 8), "unknown": torch.zeros(1)}, "Nothing is published .* for the tensor 'unknown'"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, tensors: dict, message: str):
+    publish(tmp_path, range(1))
+    with pytest.raises(CheckpointError, match=message):
+        Subscriber(tmp_path).update(tensors)
+    assert not any(tensor.any() for tensor in tensors.values())
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "harm", [damage, Path.unlink, lambda path: path.write_bytes(b""), lambda path: path.write_bytes(b"x" * 99)]
+)
+@pytest.mark.parametrize("kind", ["step", "anchor"])
+def test_a_damaged_file_is_named_and_the_newest_anchor_takes_its_place(tmp_path: Path, caplog, harm, kind: str):
+    tensors, subscriber = zeros(), Subscriber(tmp_path)
+    with Publisher(tmp_path, anchor_every=3) as run:
+        for step in range(6):
+            run.publish(weights(step), step)
+            run.wait()
+            if step == (0 if kind == "anchor" else 3):
+                subscriber.update(tensors)
+    victim = {"step": "step-00000005-00000-00000.safetensors", "anchor": "anchor-00000003-00000-00000.safetensors"}[kind]
+    harm(tmp_path / victim)
+    with caplog.at_level(logging.WARNING):
+        reached = (subscriber if kind == "step" else Subscriber(tmp_path)).update(tensors)
+    assert victim in caplog.text
+    # The deltas since the anchor before lead to the newest step; without the last delta, no files do.
+    assert reached == (5 if kind == "anchor" else 4)
+    assert same(tensors, weights(reached))
+    with pytest.raises(CorruptFileError, match=victim) if kind == "step" else pytest.raises(CheckpointError):
+        subscriber.update(tensors, step=5 if kind == "step" else 99)
+    assert same(tensors, weights(reached))
+
+
+def test_any_damage_is_noticed(tmp_path: Path):
+    publish(tmp_path, range(2))
+    path = tmp_path / files(tmp_path, "step")[0]
+    content = path.read_bytes()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(150):
+        place, bit = (int(torch.randint(limit, (), generator=generator)) for limit in (len(content), 8))
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << bit
+        path.write_bytes(damaged)
+        tensors = zeros()
+        assert Subscriber(tmp_path).update(tensors) == 0 and same(tensors, weights(0))
+
+
+def test_a_damaged_index_is_an_error(tmp_path: Path):
+    publish(tmp_path, range(1))
+    index = tmp_path / "index-00000.json"
+    content = json.loads(index.read_text())
+    step = content["steps"][0]
+    strange = [content | {"version": 2}, content | {"steps": [{"step": "1"}]}, content | {"steps": [step | {"step": "1"}]}]
+    strange += [content | {"steps": [step | {"delta": {"../../other-file": 1}}]}, content | {"rank": 1}]
+    for harmed in ("", "[]", "{", *map(json.dumps, strange)):
+        index.write_text(harmed)
+        with pytest.raises(CorruptFileError, match="index-00000.json"):
+            Subscriber(tmp_path).steps()
+
+
+def test_tensors_that_someone_changed_begin_at_an_anchor(tmp_path: Path, caplog):
+    tensors, subscriber = zeros(), Subscriber(tmp_path)
+    with Publisher(tmp_path) as run:
+        run.publish(weights(0), 0)
+        run.wait()
+        subscriber.update(tensors)
+        run.publish(weights(1), 1)
+    tensors["frozen"][0, 0] = 7
+    with caplog.at_level(logging.WARNING):
+        assert subscriber.update(tensors) == 1
+    assert "'frozen' is not as the last update left it" in caplog.text
+    assert same(tensors, weights(1))
+
+
+def test_another_run_is_not_mixed_in(tmp_path: Path, caplog):
+    publish(tmp_path, range(2))
+    tensors, subscriber = zeros(), Subscriber(tmp_path)
+    subscriber.update(tensors)
+    with pytest.raises(CheckpointError, match="holds the steps of another training .* resume=True"):
+        Publisher(tmp_path)
+    with pytest.raises(CheckpointError, match="holds the steps of run"):
+        Publisher(tmp_path, run="mine", resume=True)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    publish(tmp_path, range(5, 7))
+    with caplog.at_level(logging.WARNING):
+        assert subscriber.update(tensors) == 6
+    assert "no longer holds the run" in caplog.text and same(tensors, weights(6))
+
+
+def test_a_step_of_another_run_under_a_known_name_is_refused(tmp_path: Path, caplog):
+    publish(tmp_path / "one", range(2), run="one")
+    publish(tmp_path / "other", range(2), run="other")
+    name = files(tmp_path / "one", "step")[0]
+    os.replace(tmp_path / "other" / name, tmp_path / "one" / name)
+    subscriber = Subscriber(tmp_path / "one")
+    assert subscriber.update() == 0
+    assert "is not the file of this run and step" in caplog.text
+
+
+def test_two_publishers_into_one_place_are_refused(tmp_path: Path):
+    first, second = Publisher(tmp_path), Publisher(tmp_path)  # neither has written yet
+    first.publish(weights(0), 0)
+    first.wait()
+    second.publish(weights(3), 0)
+    with pytest.raises(CheckpointError, match="Another publisher writes to"):
+        second.wait()
+    later = Publisher(tmp_path, resume=True)
+    later.publish(weights(1), 1)
+    later.wait()
+    first.publish(weights(2), 2)
+    with pytest.raises(CheckpointError, match="Another publisher writes to .* step 2"):
+        first.close()
+    subscriber = Subscriber(tmp_path)
+    assert subscriber.update() == 1 and same(subscriber.tensors, weights(1))
+    second._pool.shutdown()
+    later.close()
+
+
+def test_a_run_keeps_its_tensors_and_its_order(tmp_path: Path):
+    with Publisher(tmp_path) as run:
+        run.publish(weights(0), 0)
+        with pytest.raises(ValueError, match="step 0 does not follow step 0"):
+            run.publish(weights(1), 0)
+        for wrong in ({"new": torch.ones(1)}, {"frozen": torch.ones(9, 8)}, {"frozen": torch.ones(8, 8).half()}):
+            with pytest.raises(CheckpointError, match=f"'{next(iter(wrong))}' is new, missing, or of another type or shape"):
+                run.publish(weights(1) | wrong, 1)
+        with pytest.raises(CheckpointError, match="'empty' is new, missing"):
+            run.publish({name: tensor for name, tensor in weights(1).items() if name != "empty"}, 1)
+        run.publish(weights(2), 2)
+    subscriber = Subscriber(tmp_path)
+    assert subscriber.update() == 2 and same(subscriber.tensors, weights(2))
+
+
+def test_after_a_failed_write_the_next_step_holds_both_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tensors, subscriber = zeros(), Subscriber(tmp_path)
+    with Publisher(tmp_path) as run:
+        run.publish(weights(0), 0)
+        run.wait()
+        subscriber.update(tensors)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", lambda *paths: (_ for _ in ()).throw(OSError("disk full")))
+            run.publish(weights(1), 1)
+            with pytest.raises(OSError, match="disk full"):
+                run.wait()
+        run.publish(weights(2), 2)
+    assert subscriber.steps() == [0, 2]
+    assert subscriber.update(tensors) == 2 and same(tensors, weights(2))
+    assert not files(tmp_path, "step-00000001")
+
+
+def _publish_until_killed(place: Path, limit: int) -> None:
+    left = limit
+    replace = os.replace
+
+    def dying(*paths: object) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(*paths)
+
+    os.replace = dying
+    publish(place, range(3), anchor_every=2)
+
+
+@pytest.mark.parametrize("limit", range(8))
+def test_a_killed_publisher_leaves_whole_steps_and_goes_on(tmp_path: Path, limit: int):
+    child = multiprocessing.get_context("fork").Process(target=_publish_until_killed, args=(tmp_path, limit))
+    child.start()
+    child.join(60)
+    assert child.exitcode == (0 if limit > 6 else -signal.SIGKILL)
+    subscriber = Subscriber(tmp_path)
+    for step in subscriber.steps():
+        assert subscriber.update(step=step) == step and same(subscriber.tensors, weights(step))
+    tensors, done = subscriber.tensors, subscriber.steps()
+    publish(tmp_path, range(len(done), len(done) + 2), resume=True)
+    assert subscriber.update(tensors or None) == len(done) + 1
+    assert same(subscriber.tensors, weights(len(done) + 1))
+
+
+def test_a_training_that_resumes_earlier_replaces_later_steps(tmp_path: Path):
+    publish(tmp_path, range(5))
+    tensors, subscriber = zeros(), Subscriber(tmp_path)
+    subscriber.update(tensors)
+    with Publisher(tmp_path, resume=True) as run:
+        run.publish(weights(9), 3)
+        run.publish(weights(8), 4)
+    assert subscriber.steps() == [0, 1, 2, 3, 4]
+    assert subscriber.update(tensors) == 4 and same(tensors, weights(8))
+    assert subscriber.update(tensors, 2) == 2 and same(tensors, weights(2))

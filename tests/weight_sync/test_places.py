@@ -1,0 +1,92 @@
+"""Steps are published to a Hub repository over HTTP, and to any object with two methods."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import fsspec
+import pytest
+from local_hub import LocalHub
+from processes import python
+from tiny_runs import same, weights, zeros
+
+from hf_ext import CheckpointError
+from hf_ext.weight_sync import Publisher, Subscriber
+
+FOLLOW = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from tiny_runs import same, weights, zeros
+from hf_ext.weight_sync import Publisher, Subscriber
+tensors, subscriber, found = zeros(), Subscriber("hf://user/run"), []
+assert subscriber.steps() == []
+with Publisher("hf://user/run", anchor_every=2, keep_anchors=1) as run:
+    for step in range(4):
+        run.publish(weights(step), step)
+        run.wait()
+        found.append([subscriber.update(tensors), same(tensors, weights(step))])
+late = Subscriber("hf://user/run")
+late.update(step=3)
+print(json.dumps({"found": found, "late": same(late.tensors, weights(3)), "steps": late.steps()}))
+"""
+
+
+def test_a_repository_on_the_hub_is_a_place(tmp_path: Path):
+    with LocalHub() as hub:
+        done = python("-c", FOLLOW, Path(__file__).parent, env=hub.client_env(tmp_path), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found = json.loads(done.stdout.splitlines()[-1])
+        assert found == {"found": [[step, True] for step in range(4)], "late": True, "steps": [2, 3]}
+        repo = hub.repos["user/run"]
+        weights_there = [name for name in repo.at("main").files if name.endswith(".safetensors")]
+        assert len(weights_there) == 3  # two steps and an anchor; the others are removed
+        assert sum("Publish" in commit.summary for commit in repo.commits.values()) == 4  # a step is one commit
+
+
+class Bucket:
+    """Any file system that fsspec knows."""
+
+    def __init__(self, url: str):
+        self.system, self.root = fsspec.core.url_to_fs(url)
+
+    def put(self, files: Mapping[str, bytes], remove: Collection[str] = ()) -> None:
+        for name, content in files.items():
+            self.system.pipe_file(posixpath.join(self.root, name), content)
+        for name in remove:
+            self.system.rm_file(posixpath.join(self.root, name))
+
+    def get(self, name: str) -> bytes:
+        return self.system.cat_file(posixpath.join(self.root, name))
+
+
+def test_an_object_with_two_methods_is_a_place(tmp_path: Path):
+    place = Bucket("memory://bucket")
+    subscriber, tensors = Subscriber(place), zeros()
+    with Publisher(place, anchor_every=2, keep_anchors=1) as run:
+        for step in range(4):
+            run.publish(weights(step), step)
+            run.wait()
+            assert subscriber.update(tensors) == step and same(tensors, weights(step))
+    assert len(place.system.ls(place.root)) == 4  # two steps, an anchor, the index
+
+
+def test_an_empty_place_has_nothing_to_offer(tmp_path: Path):
+    subscriber = Subscriber(tmp_path / "missing")
+    assert subscriber.steps() == []
+    with pytest.raises(CheckpointError, match="Nothing is published at .*missing"):
+        subscriber.update()
+
+
+def test_the_receiving_side_needs_neither_transformers_nor_peft(tmp_path: Path):
+    with Publisher(tmp_path) as run:
+        run.publish(weights(0), 0)
+    code = (
+        "import sys; from hf_ext.weight_sync import Publisher, Subscriber; Subscriber(sys.argv[1]).update();"
+        "sys.exit(bool({'transformers', 'peft', 'accelerate'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, tmp_path]).returncode == 0

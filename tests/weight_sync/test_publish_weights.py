@@ -1,0 +1,107 @@
+"""A Trainer publishes its weights under the names and in the bits that save_pretrained would write."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from tiny_runs import bits, same
+from tiny_training import train
+from transformers import TrainerCallback
+
+from hf_ext import CheckpointError
+from hf_ext.weight_sync import PublishWeights, Subscriber
+
+
+class SaveEveryStep(TrainerCallback):
+    """Saves the model in bf16 as it is after each step."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        model.save_pretrained(self.folder / str(state.global_step))
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    return {name: tensor.bfloat16() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied", "mixtral"])
+def test_every_step_is_what_save_pretrained_writes(tmp_path: Path, kind: str):
+    model = tiny_models.llama(tied=True) if kind == "tied" else getattr(tiny_models, kind)()
+    callbacks = [PublishWeights(tmp_path / "place", anchor_every=4), SaveEveryStep(tmp_path / "saved")]
+    model.save_pretrained(tmp_path / "saved/0")
+    train(model, tmp_path / "run", callbacks=callbacks, causal=True, save_strategy="no")
+    subscriber = Subscriber(tmp_path / "place")
+    assert subscriber.steps() == list(range(7))
+    for step in subscriber.steps():
+        subscriber.update(step=step)
+        assert same(subscriber.tensors, saved(tmp_path / f"saved/{step}"))
+
+
+def test_the_training_waits_for_each_step_if_someone_has_to_be_told(tmp_path: Path):
+    subscriber, told = Subscriber(tmp_path / "place"), []
+
+    def tell(step: int) -> None:
+        told.append((step, subscriber.update()))
+
+    callback = PublishWeights(tmp_path / "place", every=3, dtype=None, on_step=tell)
+    model = tiny_models.llama()
+    train(model, tmp_path / "run", callbacks=[callback], causal=True, save_strategy="no")
+    assert told == [(0, 0), (3, 3), (6, 6)]
+    assert all(bits(tensor) == bits(model.state_dict()[name]) for name, tensor in subscriber.tensors.items())
+
+
+def test_a_resumed_training_goes_on_at_its_place(tmp_path: Path):
+    subscriber = Subscriber(tmp_path / "place")
+    train(tiny_models.llama(), tmp_path / "run", callbacks=[PublishWeights(tmp_path / "place")], causal=True)
+    subscriber.update()
+    before = {name: tensor.clone() for name, tensor in subscriber.tensors.items()}
+    with pytest.raises(CheckpointError, match="holds the steps of another training"):
+        train(tiny_models.llama(), tmp_path / "other", callbacks=[PublishWeights(tmp_path / "place")], causal=True)
+    resumed = str(tmp_path / "run/checkpoint-4")
+    train(tiny_models.llama(), tmp_path / "run", resume=resumed, callbacks=[PublishWeights(tmp_path / "place")], causal=True)
+    assert subscriber.update() == 6 and same(subscriber.tensors, before)
+
+
+class Outage(TrainerCallback):
+    """A file is where the place was, from the second step to the fourth."""
+
+    def __init__(self, place: Path):
+        self.place, self.away = place, place.with_name("away")
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            os.replace(self.place, self.away)
+            self.place.write_text("a file")
+        if state.global_step == 4:
+            self.place.unlink()
+            os.replace(self.away, self.place)
+
+
+def test_the_training_goes_on_while_nothing_can_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    place = tmp_path / "place"
+    callbacks = [PublishWeights(place, on_step=lambda step: None), Outage(place)]
+    model = tiny_models.llama()
+    with caplog.at_level(logging.WARNING):
+        train(model, tmp_path / "run", callbacks=callbacks, causal=True)
+    assert "could not be published" in caplog.text
+    subscriber = Subscriber(place)
+    assert subscriber.steps() == [0, 1, 5, 6] and subscriber.update() == 6
+    assert same(subscriber.tensors, {name: tensor.bfloat16() for name, tensor in model.state_dict().items()})
+
+
+def test_adapters_are_refused(tmp_path: Path):
+    model = get_peft_model(tiny_models.llama(), LoraConfig(target_modules="all-linear"))
+    with pytest.raises(CheckpointError, match="trained whole, not a PeftModel with adapters"):
+        train(model, tmp_path / "run", callbacks=[PublishWeights(tmp_path / "place")], causal=True)

@@ -1,0 +1,69 @@
+"""Servers are told of steps over HTTP. tests/with_vllm does so with vLLM itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from tiny_runs import weights
+
+from hf_ext.cli.main import main
+from hf_ext.errors import ServerError
+from hf_ext.weight_sync import Publisher, VLLMServer
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers each request with the status that `answers` has for its path, and notes it."""
+
+    def do_POST(self) -> None:
+        length = int(self.headers["Content-Length"])
+        self.server.requests.append((self.path, self.rfile.read(length).decode(), self.headers["Authorization"]))
+        status = self.server.answers.pop(self.path, 200)
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(b"what went wrong" if status != 200 else b"{}")
+
+    def log_message(self, *args: object) -> None: ...
+
+
+@pytest.fixture
+def http() -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.requests, server.answers = [], {}
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever).start()
+        yield server
+        server.shutdown()
+
+
+def test_a_server_that_refuses_goes_on(http: ThreadingHTTPServer, tmp_path: Path):
+    http.answers["/update_weights"] = 500
+    with pytest.raises(ServerError, match="refused /update_weights: 500 what went wrong"):
+        VLLMServer(http.url + "/", tmp_path, "keep", api_key="secret").update(3)
+    paths = [path for path, _, _ in http.requests]
+    assert paths[0] == "/pause?mode=keep" and paths[-1] == "/resume" and "/finish_weight_update" not in paths
+    assert f'"place": "{tmp_path}"' in http.requests[1][1] and '"step": 3' in http.requests[3][1]
+    assert {key for _, _, key in http.requests} == {"Bearer secret"}
+
+
+def test_a_server_without_weight_transfer_and_a_missing_one_are_named(http: ThreadingHTTPServer, tmp_path: Path):
+    http.answers["/pause?mode=wait"] = 404
+    with pytest.raises(ServerError, match="takes no weights. Start it with VLLM_SERVER_DEV_MODE=1"):
+        VLLMServer(http.url, tmp_path).update(0)
+    with pytest.raises(ServerError, match="http://127.0.0.1:9 does not answer"):
+        VLLMServer("http://127.0.0.1:9", tmp_path).update(0)
+
+
+def test_the_command_tries_again_until_the_last_step(http: ThreadingHTTPServer, tmp_path: Path, capsys):
+    with Publisher(tmp_path) as run:
+        for step in range(3):
+            run.publish(weights(step), step)
+    http.answers["/start_weight_update"] = 503
+    assert main(["follow", str(tmp_path), "--server", http.url, "--last", "2", "--every", "0.01"]) == 0
+    printed, said = capsys.readouterr()
+    assert printed == "All servers are at step 2.\n"
+    assert "Step 2 is tried again" in said and f"{http.url} is at step 2" in said
+    assert [content for path, content, _ in http.requests if path == "/finish_weight_update"] == ['{"weight_version": "2"}']

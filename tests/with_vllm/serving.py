@@ -1,0 +1,136 @@
+"""Models that vLLM serves in the tests, and servers in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import torch
+from peft import get_peft_model
+from tiny_adapters import moved
+from tiny_models import perturb
+from tiny_transfers import tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_ext import PissaConfig, emr, fm_delta
+
+PROMPT = "pick a b c"
+TASKS = ("one", "two")
+OPTIONS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}  # the mode has the endpoint that digests weights
+
+
+def language_model(hidden_size: int = 64, layers: int = 3) -> LlamaForCausalLM:
+    words = tokenizer(311)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": hidden_size, "intermediate_size": 128, "num_hidden_layers": layers, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(words), max_position_embeddings=256, tie_word_embeddings=False, **sizes)
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    with torch.no_grad():  # so that an untrained model has something to say
+        for weight in model.parameters():
+            weight.mul_(4) if weight.dim() > 1 else weight
+    return model
+
+
+def make_models(folder: Path) -> None:
+    """Makes a base, fine-tunes of it, what the package makes of them, and models that cannot be served."""
+    base = language_model()
+    base.save_pretrained(folder / "base")
+    for seed, task in enumerate(TASKS, 1):
+        perturb(perturb(base, seed), seed + 10).save_pretrained(folder / task)
+    half = language_model()
+    half.model.layers[1] = perturb(half.model.layers[1])
+    half.save_pretrained(folder / "half")
+    other = language_model(hidden_size=128)
+    other.save_pretrained(folder / "other-base")
+    perturb(other).save_pretrained(folder / "other")
+    for model in ("base", *TASKS, "half", "other-base", "other"):
+        tokenizer(311).save_pretrained(folder / model)
+    for model in (*TASKS, "half"):
+        fm_delta.compress_checkpoint(folder / model, folder / "base", folder / f"small-{model}")
+    fm_delta.compress_checkpoint(folder / "other", folder / "other-base", folder / "small-other")
+    emr.merge(folder / "base", {task: folder / task for task in TASKS}, folder / "merged")
+    for task in TASKS:
+        emr.extract(folder / "merged", task, folder / f"merged-{task}")
+    adapted = moved(get_peft_model(base, PissaConfig(r=4, lora_alpha=4, target_modules=["q_proj", "down_proj"])))
+    adapted.save_pretrained(folder / "pissa")
+    shutil.copytree(folder / "base", folder / "overwritten")
+    spoil(folder)
+
+
+def spoil(folder: Path) -> None:
+    """Makes models that cannot be served: without its base, torn, and with a base that changed between its samples."""
+    shutil.copytree(folder / "small-one", folder / "baseless")
+    config = json.loads((folder / "baseless" / "config.json").read_text())
+    config["quantization_config"]["base"] = str(folder / "nowhere")
+    (folder / "baseless" / "config.json").write_text(json.dumps(config))
+    shutil.copytree(folder / "small-one", folder / "torn")
+    file = folder / "torn" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100] + bytes(100))
+    shutil.copytree(folder / "base", folder / "changed-base")
+    file = folder / "changed-base" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    begin = header["model.layers.2.mlp.down_proj.weight"]["data_offsets"][0]
+    data[8 + int.from_bytes(data[:8], "little") + begin + 3000] ^= 1
+    file.write_bytes(data)
+    shutil.copytree(folder / "small-one", folder / "mixed")
+    config["quantization_config"]["base"] = str(folder / "changed-base")
+    (folder / "mixed" / "config.json").write_text(json.dumps(config))
+
+
+class Server:
+    """A vLLM server in a process of its own."""
+
+    def __init__(self, model: Path, log: Path, *options: str, **extra):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--enforce-eager"]
+        command += ["--max-model-len", "128", "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
+        command += ["--served-model-name", "first", "--api-key", "secret", *options]
+        command += ["--model-loader-extra-config", json.dumps(extra)] if extra else []
+        self.log = log
+        environment = os.environ | OPTIONS | {"VLLM_PLUGINS": "hf_ext"}
+        self.process = subprocess.Popen(
+            command, env=environment, cwd=log.parent, stdout=log.open("w"), stderr=subprocess.STDOUT
+        )
+
+    def wait(self) -> None:
+        for _ in range(600):
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            try:
+                return urllib.request.urlopen(f"{self.url}/health").close()
+            except OSError:
+                time.sleep(0.5)
+        raise TimeoutError(self.log.read_text()[-3000:])
+
+    def call(self, path: str, body: dict | None = None, key: str = "secret") -> tuple[int, dict]:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode() if body else None, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=300) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def answer(self, model: str | None) -> tuple[str, str]:
+        """Returns the model that answered, as the response names it, and its text."""
+        body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8, "ignore_eos": True} | ({"model": model} if model else {})
+        status, response = self.call("/v1/completions", body)
+        assert status == 200, response
+        return response["model"], response["choices"][0]["text"]
+
+    def refusal(self, model: str) -> tuple[int, str]:
+        status, response = self.call("/v1/completions", {"model": model, "prompt": PROMPT})
+        return status, response["error"]["message"]
+
+    def digests(self) -> dict[str, str]:
+        return self.call("/weight_checker", {"action": "checksum"})[1]["checksums"]

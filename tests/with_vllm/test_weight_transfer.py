@@ -1,0 +1,124 @@
+"""A running vLLM server follows a training: its weights are those of each published step, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from serving import TASKS, Server
+from transformers import AutoModelForCausalLM
+from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
+from hf_ext.errors import ServerError
+from hf_ext.vllm.weight_transfer import PlaceTrainerInitInfo
+from hf_ext.weight_sync import Publisher
+from hf_ext.weight_sync.servers import VLLMServer
+
+MODELS = ["base", "one", "two", "half", "base"]  # what the training has reached after each step
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    options = ("--weight-transfer-config", '{"backend": "hf_ext"}')
+    server = Server(folder / "two", folder / "transfer.log", *options)
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.process.terminate()
+        server.process.wait(60)
+
+
+def weights(folder: Path, model: str) -> dict[str, torch.Tensor]:
+    return load_file(folder / model / "model.safetensors")
+
+
+def version(server: Server) -> str:
+    return server.call("/weight_info")[1]["weight_version"]
+
+
+def test_a_server_takes_each_step(server: Server, folder: Path, expected: dict):
+    place = folder / "place"
+    remote = VLLMServer(server.url, place, api_key="secret")
+    with Publisher(place, anchor_every=3) as run:
+        for step, model in enumerate(MODELS):
+            run.publish(weights(folder, model), step)
+            run.wait()
+            remote.update(step)
+            assert server.digests() == expected[model]["digests"]
+            assert server.answer(None) == ("first", expected[model]["text"])
+            assert version(server) == str(step)
+    loaded = [line.split("place: ")[1] for line in server.log.read_text().splitlines() if "tensors loaded" in line]
+    count = len(weights(folder, "base"))
+    assert loaded[0].startswith(f"{count} of {count}") and loaded[3].startswith(f"{count} of")
+    remote.update(1)  # back to an older one
+    assert server.digests() == expected["one"]["digests"]
+
+
+def test_a_step_that_cannot_be_read_changes_nothing(server: Server, folder: Path, expected: dict):
+    place = folder / "damaged"
+    remote = VLLMServer(server.url, place, api_key="secret")
+    with Publisher(place) as run:
+        run.publish(weights(folder, "one"), 0)
+        run.wait()
+        remote.update(0)
+        run.publish(weights(folder, "two"), 1)
+    (delta,) = place.glob("step-00000001*")
+    content = delta.read_bytes()
+    delta.write_bytes(content[:-9] + bytes(9))
+    with pytest.raises(ServerError, match="refused /update_weights"):
+        remote.update(1)
+    assert server.digests() == expected["one"]["digests"]
+    assert server.answer(None) == ("first", expected["one"]["text"])
+    assert "No other files at" in server.log.read_text()
+    delta.write_bytes(content)
+    remote.update(1)
+    assert server.digests() == expected["two"]["digests"]
+
+
+def test_a_trainer_of_vllms_own_interface_drives_it(server: Server, folder: Path, expected: dict):
+    class Client(HTTPVLLMWeightSyncClient):
+        """vLLM's has no place for a key."""
+
+        def _post(self, path: str, json: dict | None = None) -> None:
+            status, answer = server.call(f"/{path}", json or {"": ""})
+            assert status == 200, answer
+
+    from hf_ext.vllm import register
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
+    info = PlaceTrainerInitInfo(str(folder / "trainer"), {"anchor_every": 2}, rank=0)
+    engine = WeightTransferTrainerFactory.trainer_init(info, client=Client(server.url), source=ModuleSource(model))
+    for step, name in enumerate(("base", *TASKS)):
+        model.load_state_dict(weights(folder, name))
+        engine.send_weights()
+        assert server.digests() == expected[name]["digests"]
+        assert version(server) == str(step)
+    engine.shutdown()
+
+
+def test_the_command_follows_a_place(server: Server, folder: Path, expected: dict):
+    place = folder / "followed"
+    command = [sys.executable, "-m", "hf_ext", "follow", str(place), "--server", server.url, "--last", "1", "--json"]
+    follower = subprocess.Popen([*command, "--api-key", "secret"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with Publisher(place) as run:
+        for step, model in enumerate(("half", "one")):
+            run.publish(weights(folder, model), step)
+    printed, said = follower.communicate(timeout=120)
+    assert follower.returncode == 0, said
+    assert json.loads(printed) == {"place": str(place), "servers": [server.url], "step": 1}
+    assert f"{server.url} is at step 1" in said
+    assert server.digests() == expected["one"]["digests"]
+
+
+def test_a_server_that_does_not_answer_is_named():
+    with pytest.raises(ServerError, match="127.0.0.1:9 does not answer"):
+        VLLMServer("http://127.0.0.1:9", "place").update(0)
