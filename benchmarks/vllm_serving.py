@@ -27,9 +27,11 @@ import psutil
 import torch
 from measuring import print_table, run_sections, timed
 
+from hf_ext.emr import merge
 from hf_ext.fm_delta import compress_checkpoint
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.prefetch import Prefetcher
+from hf_ext.stored_models import StoredModel
 
 FINE_TUNES = {"full": "full", "lora": "lora", "light": "light"} | {
     f"step {rate} {at}": f"step-{rate}/{at}" for rate, at in [("1e-5", 0), ("1e-5", 1), ("3e-6", 0), ("3e-6", 1), ("1e-6", 1)]
@@ -137,9 +139,12 @@ def starting(args: argparse.Namespace) -> dict:
 
 def switching(args: argparse.Namespace) -> dict:
     """Seconds of a switch from the base to a fine-tune and back, beside other ways to get its weights into a server."""
-    names = ("full", "lora", "light")
+    plain = {name: (args.lm / name).absolute() for name in ("full", "lora", "light")}
     with tempfile.TemporaryDirectory() as folder:
-        small = compressed(args, Path(folder))
+        small: dict[str, str | Path] = dict(compressed(args, Path(folder)))
+        merge(args.lm / "base", plain, Path(folder, "merged"))
+        small["task of a merge"], plain["task of a merge"] = f"{folder}/merged#full", plain["full"]
+        names = list(plain)
         extra = json.dumps({"models": {name: str(small[name]) for name in names}})
         options = ("--load-format", "hf_ext", "--model-loader-extra-config", extra)
         found: dict[str, dict[str, list[float]]] = {}
@@ -154,11 +159,11 @@ def switching(args: argparse.Namespace) -> dict:
             for name in names:
                 found[name]["reload"] = []
                 for _ in range(args.runs):
-                    found[name]["reload"].append(timed(server.reload, (args.lm / name).absolute()))
+                    found[name]["reload"].append(timed(server.reload, plain[name]))
                     server.reload((args.lm / "base").absolute())
         for name in names:
             found[name]["decode"] = [timed(decode, small[name]) for _ in range(args.runs)]
-            found[name]["copy"] = [timed(copy, args.lm / name) for _ in range(args.runs)]
+            found[name]["copy"] = [timed(copy, plain[name]) for _ in range(args.runs)]
     medians = {name: {way: statistics.median(seconds) for way, seconds in ways.items()} for name, ways in found.items()}
     rows = [
         [name, *(f"{ways[way]:.2f}" for way in ("switch", "decode", "reload", "copy")), f"{restart:.0f}"]
@@ -170,8 +175,8 @@ def switching(args: argparse.Namespace) -> dict:
     return found | {"restart": restart}
 
 
-def decode(folder: Path) -> None:
-    source = open_checkpoint(folder)
+def decode(model: str | Path) -> None:
+    source = StoredModel.named(str(model)).open()
     for _ in Prefetcher(source.read, {name: source.entry(name).nbytes for name in source.names()}):
         pass
 

@@ -15,10 +15,10 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.prefetch import Prefetcher
-from hf_ext.storage.safetensors_file import RawTensor, torch_dtype
+from hf_ext.storage.safetensors_file import torch_dtype
 from hf_ext.storage.source import TensorSource
-from hf_ext.vllm.models import StoredModel, changed, read_models
+from hf_ext.stored_models import StoredModel, read_tensors
+from hf_ext.vllm.models import changed, read_models
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -99,11 +99,10 @@ def _states(source: TensorSource) -> list[tuple[int, ...]]:
 def _read(source: TensorSource, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     done = 0
     with _all_cores():
-        tensors = Prefetcher(source.read, {name: source.entry(name).nbytes for name in names})
+        tensors = read_tensors(source, names)
     try:
         for name, tensor in tensors:
-            yield name, _to_torch(tensor)
-            source.release(name)
+            yield name, tensor
             done += 1
     except Exception:
         for name in names[done:]:
@@ -124,7 +123,3 @@ def _all_cores() -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, pinned)
-
-
-def _to_torch(tensor: RawTensor) -> torch.Tensor:
-    return tensor.to_torch() if tensor.data.flags.writeable else replace(tensor, data=tensor.data.copy()).to_torch()

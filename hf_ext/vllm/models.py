@@ -1,4 +1,4 @@
-"""The models of a server by name, and the tensors of each, in whatever form they are stored."""
+"""The models of a server by name, and which tensors differ between two of them."""
 
 from __future__ import annotations
 
@@ -6,44 +6,12 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from hf_ext.emr.folder import open_merge
 from hf_ext.errors import CheckpointError
-from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.delta.source import PARTS_OF
-from hf_ext.storage.open import OF_TASK, open_checkpoint
+from hf_ext.storage.open import OF_TASK
 from hf_ext.storage.source import TensorSource, layer_of
-
-
-class StoredModel(NamedTuple):
-    """Where a model is stored.
-
-    Attributes:
-        path: folder or Hub id.
-        revision: branch, tag or commit on the Hub.
-        task: a task of a merge. None for its first task, and for anything else.
-    """
-
-    path: str
-    revision: str | None = None
-    task: str | None = None
-
-    def open(self) -> TensorSource:
-        """Returns the model's tensors, which are decoded when they are read.
-
-        Raises:
-            CheckpointError: the model has no such task, or is not there.
-            BaseModelError: its base is missing, or differs from the one it was written against.
-            CorruptFileError: a file is damaged.
-        """
-        checkpoint = Checkpoint(self.path, self.revision)
-        if checkpoint.has_metadata(PARTS_OF):
-            merged = open_merge(checkpoint.paths[0].parent)
-            return merged.source(self.task or merged.tasks[0])
-        if self.task is not None:
-            raise CheckpointError(f"{checkpoint} is no merge, so it has no task {self.task!r}.")
-        return open_checkpoint(self.path, self.revision)
+from hf_ext.stored_models import StoredModel
 
 
 def read_models(models: object) -> dict[str, StoredModel]:
@@ -70,8 +38,7 @@ def read_models(models: object) -> dict[str, StoredModel]:
 
 def _stored(name: str, value: Any, beside: Path | None) -> StoredModel:
     if isinstance(value, str):
-        path, of_task, task = value.partition(OF_TASK)
-        value = {"path": path, "task": task} if of_task and not os.path.exists(value) else {"path": value}
+        value = StoredModel.named(value)._asdict()
     if not isinstance(value, dict) or "path" not in value or not value.keys() <= set(StoredModel._fields):
         raise CheckpointError(f"Model '{name}' must be PATH, MERGE{OF_TASK}TASK or {{path, revision, task}}, not {value!r}.")
     stored = StoredModel(**value)

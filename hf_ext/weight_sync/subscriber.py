@@ -15,25 +15,15 @@ import torch
 import xxhash
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
-from hf_ext.storage.delta.codec import apply_raw, decode_raw
 from hf_ext.storage.delta.file import digest_of
 from hf_ext.storage.delta.payload import Header
 from hf_ext.storage.prefetch import Prefetcher
 from hf_ext.storage.safetensors_file import RawTensor, torch_dtype
+from hf_ext.weight_sync.memory import Home, Parts, Piece, layout_of, rows_of
 from hf_ext.weight_sync.places import Place, open_place
 from hf_ext.weight_sync.step_file import Index, Part, Step, StepFile
 
 logger = logging.getLogger(__name__)
-
-
-class Piece(NamedTuple):
-    """Where a reader keeps rows of a published tensor: those from `begin` to `end` (by default all), in its own tensor `tensor`
-    from row `at` on. That one may hold several published ones, as a fused projection does."""
-
-    tensor: str
-    at: int = 0
-    begin: int = 0
-    end: int | None = None
 
 
 class Subscriber:
@@ -109,7 +99,8 @@ class Subscriber:
                     if not any(stage.is_anchor for stage in path)
                     for key, header in rank.headers.items()
                 }
-                homes = self._homes(_layout(ranks), known, chains, named_tensors, locate)
+                layout = layout_of((key, part, rank.headers[key]) for rank in ranks for key, part in rank.parts.items())
+                homes = self._homes(layout, known, chains, named_tensors, locate)
                 break
             except _DamagedFile as error:
                 logger.warning(f"{error} Other files take its place.")
@@ -189,16 +180,17 @@ class Subscriber:
 
     def _homes(
         self,
-        layout: Mapping[str, list[tuple[str, Part, Header]]],
+        layout: Mapping[str, Parts],
         known: Mapping[str, int],
         chains: Mapping[str, object],
         named_tensors: Mapping[str, torch.Tensor] | None,
         locate: Callable[[str], Piece | None] | None,
-    ) -> dict[str, _Home]:
+    ) -> dict[str, Home]:
         """Returns where those parts are kept that have to change, by key, once it is sure that all hold what they should."""
-        homes: dict[str, _Home] = {}
+        homes: dict[str, Home] = {}
         given: dict[str, torch.Tensor] = {}
         used: set[str] = set()
+        places: set[int] = set()
         if named_tensors is None:
             for name, parts in layout.items():
                 self._own(name, parts, known)
@@ -211,18 +203,20 @@ class Subscriber:
                 raise CheckpointError(f"'{piece.tensor}', where '{name}' is to be kept, is not among the tensors given.")
             used.add(piece.tensor)
             tensor = given[name] = named_tensors[piece.tensor]
-            rows = _rows(tensor, piece, parts, is_whole=locate is None)
-            in_place = rows.device.type == "cpu" and rows.is_contiguous()
+            rows = rows_of(tensor, piece, parts, is_whole=locate is None)
+            # Of two names for the same memory, as tied weights have, the second is copied to it.
+            in_place = rows.device.type == "cpu" and rows.is_contiguous() and rows.data_ptr() not in places
+            places.add(rows.data_ptr())
             for key, part, header in parts:
                 first, last = max(part.begin, piece.begin), min(part.end(header), piece.begin + len(rows))
                 if first >= last:
                     continue
                 kept = rows[first - piece.begin : last - piece.begin]
                 if in_place and (first, last) == (part.begin, part.end(header)):
-                    home = _Home(kept, kept, None)
+                    home = Home(kept, kept, None)
                 else:
                     own = self._own(name, parts, known)[part.begin : part.end(header)]
-                    home = _Home(own, own[first - part.begin : last - part.begin], kept, first - part.begin)
+                    home = Home(own, own[first - part.begin : last - part.begin], kept, first - part.begin)
                 is_new = home.elsewhere is not None and self._given.get(name) is not tensor
                 # What a caller keeps may have changed even where this step changes nothing.
                 if key in known and (key in chains or is_new or home.elsewhere is None):
@@ -235,7 +229,7 @@ class Subscriber:
         self._given = weakref.WeakValueDictionary(given)
         return homes
 
-    def _own(self, name: str, parts: list[tuple[str, Part, Header]], known: Mapping[str, int]) -> torch.Tensor:
+    def _own(self, name: str, parts: Parts, known: Mapping[str, int]) -> torch.Tensor:
         """Returns this object's copy of a tensor, a scalar as one row. Memory is taken only for what is written there."""
         if name not in self.tensors:
             key, part, header = parts[0]
@@ -264,52 +258,6 @@ class _Stage(NamedTuple):
     step: Step
     is_anchor: bool
     files: Mapping[str, int]
-
-
-class _Home(NamedTuple):
-    """Where a part is kept.
-
-    Attributes:
-        part: its rows in this machine's memory, contiguous.
-        rows: those of them that the caller keeps.
-        elsewhere: where, if not here.
-        skipped: number of rows of the part before them.
-        is_new: the caller has not got any of them yet.
-    """
-
-    part: torch.Tensor
-    rows: torch.Tensor
-    elsewhere: torch.Tensor | None
-    skipped: int = 0
-    is_new: bool = False
-
-    def apply(self, chain: Iterable[tuple[np.ndarray, Header]]) -> np.ndarray | None:
-        """Changes the part by payloads, one after the other. Returns the rows that changed, None for all."""
-        memory = RawTensor.from_torch(self.part).data
-        changed: list[np.ndarray] | None = []
-        for payload, header in chain:
-            if header.base_values:
-                rows = apply_raw(payload, RawTensor(header.dtype, header.shape, memory), header)
-                if changed is not None:
-                    changed.append(rows)
-            else:
-                data = decode_raw(payload, header=header, out=memory).data
-                if data is not memory:
-                    memory[:] = data
-                changed = None
-        return None if changed is None else np.unique(np.concatenate([np.empty(0, np.int64), *changed]))
-
-    def copy(self, changed: np.ndarray | None) -> None:
-        """Copies the rows that changed to where the caller keeps them."""
-        if self.elsewhere is None:
-            return
-        with torch.no_grad():
-            if changed is None or self.is_new or 2 * len(changed) > len(self.part):
-                self.elsewhere.copy_(self.rows)
-                return
-            changed = changed - self.skipped
-            places = torch.from_numpy(changed[(changed >= 0) & (changed < len(self.rows))])
-            self.elsewhere[places.to(self.elsewhere.device)] = self.rows[places].to(self.elsewhere.device)
 
 
 class _DamagedFile(Exception):
@@ -360,38 +308,3 @@ def _by_key(files: Iterable[StepFile]) -> dict[str, list[tuple[np.ndarray, Heade
     return dict(chains)
 
 
-def _layout(ranks: list[_Rank]) -> dict[str, list[tuple[str, Part, Header]]]:
-    """Returns the parts of each tensor in the order of their rows.
-
-    Raises:
-        CheckpointError: they do not make up the tensors.
-    """
-    layout = defaultdict(list)
-    for rank in ranks:
-        for key, part in rank.parts.items():
-            layout[part.name].append((key, part, rank.headers[key]))
-    for name, parts in layout.items():
-        parts.sort(key=lambda entry: entry[1].begin)
-        shape, end = parts[0][1].shape, 0
-        for _, part, header in parts:
-            if (part.begin, part.shape, header.dtype) != (end, shape, parts[0][2].dtype):
-                raise CheckpointError(f"The ranks of the training do not publish each row of '{name}' once, from row {end} on.")
-            end = part.end(header)
-        if end != (shape[0] if shape else 1):
-            raise CheckpointError(f"No rank of the training publishes the rows of '{name}' from {end} on.")
-    return dict(layout)
-
-
-def _rows(tensor: torch.Tensor, piece: Piece, parts: list[tuple[str, Part, Header]], is_whole: bool) -> torch.Tensor:
-    """Returns the rows of a caller's tensor that hold a piece of a published one; `is_whole`: it holds nothing else."""
-    _, part, header = parts[0]
-    dtype, (count, *row) = torch_dtype(header.dtype), part.shape or (1,)
-    end = count if piece.end is None else piece.end
-    rows = torch.atleast_1d(tensor.detach())[piece.at : piece.at + end - piece.begin]
-    fits = tuple(rows.shape) == (end - piece.begin, *row) and 0 <= piece.begin <= end <= count
-    if tensor.dtype != dtype or not fits or is_whole and tuple(tensor.shape) != part.shape:
-        raise CheckpointError(
-            f"Rows {piece.begin} to {end} of '{part.name}', which is {dtype} {list(part.shape)}, do not fit into "
-            f"'{piece.tensor}' at row {piece.at}: it is {tensor.dtype} {list(tensor.shape)}."
-        )
-    return rows

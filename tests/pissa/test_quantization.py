@@ -45,6 +45,14 @@ def by_the_paper(matrix: torch.Tensor, rank: int, quantization: Quantization, it
 
 
 @every_format
+@pytest.mark.parametrize("shape", [(96, 128), (3, 64), (6, 8)])
+def test_rounding_is_quantizing_and_dequantizing(quantization, shape):
+    matrix = weight(*shape)
+    matrix[0] = 0
+    assert torch.equal(quantization.round(matrix), dequantize(quantization.quantize(matrix)))
+
+
+@every_format
 def test_a_layers_format_is_told_from_its_weight(quantization):
     layer = bnb.nn.Linear8bitLt(128, 96, has_fp16_weights=False) if quantization.bits == 8 else bnb.nn.Linear4bit(128, 96)
     layer.weight = quantization.quantize(weight())

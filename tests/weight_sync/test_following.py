@@ -152,6 +152,17 @@ def test_whole_tensors_may_be_kept_as_one(tmp_path: Path):
     assert torch.equal(fused, torch.cat([q, k]))
 
 
+def test_tied_tensors_may_be_published_and_kept_under_both_names(tmp_path: Path):
+    live, kept, subscriber = torch.randn(30, 4), torch.zeros(30, 4), Subscriber(tmp_path)
+    with Publisher(tmp_path) as run:
+        for step in range(3):
+            live += 1e-3
+            run.publish({"embedding": live, "head": live}, step)
+            run.wait()
+            assert subscriber.update({"embedding": kept, "head": kept}) == step
+            assert bits(kept) == bits(live)
+
+
 def test_rows_that_nobody_publishes_are_noticed(tmp_path: Path):
     publish_rows = {"x": Rows(torch.ones(3, 4), 0, (5, 4))}
     with Publisher(tmp_path) as run:

@@ -16,17 +16,25 @@ collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["*"]
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
-    from serving import make_models
+    """A base, fine-tunes of it, what the package makes of them, and models that cannot be served."""
+    from peft import get_peft_model
+    from servers import write_models
+    from tiny_adapters import moved
+
+    from hf_ext import PissaConfig
 
     folder = tmp_path_factory.mktemp("vllm")
-    make_models(folder)
+    base = write_models(folder)
+    adapted = moved(get_peft_model(base, PissaConfig(r=4, lora_alpha=4, target_modules=["q_proj", "down_proj"])))
+    adapted.save_pretrained(folder / "pissa")
     return folder
 
 
 @pytest.fixture(scope="session")
 def expected(folder) -> dict[str, dict]:
     """Digests and answers of the plain models, by vLLM alone."""
-    from serving import OPTIONS, PROMPT, TASKS
+    from servers import PROMPT, TASKS
+    from vllm_server import OPTIONS
 
     models = ["base", *TASKS, "half", *(f"merged-{task}" for task in TASKS)]
     script = [sys.executable, str(Path(__file__).with_name("reference.py")), str(folder), PROMPT, *models]

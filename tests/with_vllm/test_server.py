@@ -17,8 +17,9 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from serving import OPTIONS, PROMPT, TASKS, Server
+from servers import PROMPT, TASKS
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm_server import OPTIONS, VllmServer
 
 from hf_ext.vllm.switching import _OneModelAtATime
 from hf_ext.vllm.turns import Turns
@@ -26,19 +27,18 @@ from hf_ext.weight_sync import Publisher
 
 
 @pytest.fixture(scope="module")
-def server(folder, expected) -> Iterator[Server]:
+def server(folder, expected) -> Iterator[VllmServer]:
     """It starts with a compressed model, given as it is."""
     listed = {"two": "small-two", "half": "small-half", "base": "base", "overwritten": "overwritten"}
     listed |= {f"task {task}": f"merged#{task}" for task in TASKS}
     listed |= {"baseless": "baseless", "torn": "torn", "other": "small-other", "mixed": "mixed", "no task": "small-one#one"}
     (folder / "models.json").write_text(json.dumps(listed))
-    server = Server(folder / "small-one", folder / "server.log", models=str(folder / "models.json"))
+    server = VllmServer(folder / "small-one", folder / "server.log", models=str(folder / "models.json"))
     try:
         server.wait()
         yield server
     finally:
-        server.process.terminate()
-        server.process.wait(60)
+        server.stop()
 
 
 PLAIN = {"first": "one", "two": "two", "half": "half", "base": "base", **{f"task {task}": f"merged-{task}" for task in TASKS}}

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from serving import TASKS, Server
+from servers import TASKS
 from transformers import AutoModelForCausalLM
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+from vllm_server import VllmServer
 
 from hf_ext.errors import ServerError
 from hf_ext.vllm.weight_transfer import PlaceTrainerInitInfo
@@ -25,26 +26,25 @@ MODELS = ["base", "one", "two", "half", "base"]  # what the training has reached
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
+def server(folder: Path) -> Iterator[VllmServer]:
     options = ("--weight-transfer-config", '{"backend": "hf_ext"}')
-    server = Server(folder / "two", folder / "transfer.log", *options)
+    server = VllmServer(folder / "two", folder / "transfer.log", *options)
     try:
         server.wait()
         yield server
     finally:
-        server.process.terminate()
-        server.process.wait(60)
+        server.stop()
 
 
 def weights(folder: Path, model: str) -> dict[str, torch.Tensor]:
     return load_file(folder / model / "model.safetensors")
 
 
-def version(server: Server) -> str:
+def version(server: VllmServer) -> str:
     return server.call("/weight_info")[1]["weight_version"]
 
 
-def test_a_server_takes_each_step(server: Server, folder: Path, expected: dict):
+def test_a_server_takes_each_step(server: VllmServer, folder: Path, expected: dict):
     place = folder / "place"
     remote = VLLMServer(server.url, place, api_key="secret")
     with Publisher(place, anchor_every=3) as run:
@@ -62,7 +62,7 @@ def test_a_server_takes_each_step(server: Server, folder: Path, expected: dict):
     assert server.digests() == expected["one"]["digests"]
 
 
-def test_a_step_that_cannot_be_read_changes_nothing(server: Server, folder: Path, expected: dict):
+def test_a_step_that_cannot_be_read_changes_nothing(server: VllmServer, folder: Path, expected: dict):
     place = folder / "damaged"
     remote = VLLMServer(server.url, place, api_key="secret")
     with Publisher(place) as run:
@@ -83,7 +83,7 @@ def test_a_step_that_cannot_be_read_changes_nothing(server: Server, folder: Path
     assert server.digests() == expected["two"]["digests"]
 
 
-def test_a_trainer_of_vllms_own_interface_drives_it(server: Server, folder: Path, expected: dict):
+def test_a_trainer_of_vllms_own_interface_drives_it(server: VllmServer, folder: Path, expected: dict):
     class Client(HTTPVLLMWeightSyncClient):
         """vLLM's has no place for a key."""
 
@@ -105,7 +105,7 @@ def test_a_trainer_of_vllms_own_interface_drives_it(server: Server, folder: Path
     engine.shutdown()
 
 
-def test_the_command_follows_a_place(server: Server, folder: Path, expected: dict):
+def test_the_command_follows_a_place(server: VllmServer, folder: Path, expected: dict):
     place = folder / "followed"
     command = [sys.executable, "-m", "hf_ext", "follow", str(place), "--server", server.url, "--last", "1", "--json"]
     follower = subprocess.Popen([*command, "--api-key", "secret"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -1,4 +1,4 @@
-"""Models that vLLM serves in the tests, and servers in processes of their own."""
+"""Models for servers, and a server in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,24 +7,20 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import torch
-from peft import get_peft_model
-from tiny_adapters import moved
 from tiny_models import perturb
 from tiny_transfers import tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_ext import PissaConfig, emr, fm_delta
+from hf_ext import emr, fm_delta
 
 PROMPT = "pick a b c"
 TASKS = ("one", "two")
-OPTIONS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}  # the mode has the endpoint that digests weights
 
 
 def language_model(hidden_size: int = 64, layers: int = 3) -> LlamaForCausalLM:
@@ -39,8 +35,8 @@ def language_model(hidden_size: int = 64, layers: int = 3) -> LlamaForCausalLM:
     return model
 
 
-def make_models(folder: Path) -> None:
-    """Makes a base, fine-tunes of it, what the package makes of them, and models that cannot be served."""
+def write_models(folder: Path) -> LlamaForCausalLM:
+    """Writes a base, fine-tunes of it, what the package makes of them, and models that cannot be served. Returns the base."""
     base = language_model()
     base.save_pretrained(folder / "base")
     for seed, task in enumerate(TASKS, 1):
@@ -59,13 +55,12 @@ def make_models(folder: Path) -> None:
     emr.merge(folder / "base", {task: folder / task for task in TASKS}, folder / "merged")
     for task in TASKS:
         emr.extract(folder / "merged", task, folder / f"merged-{task}")
-    adapted = moved(get_peft_model(base, PissaConfig(r=4, lora_alpha=4, target_modules=["q_proj", "down_proj"])))
-    adapted.save_pretrained(folder / "pissa")
     shutil.copytree(folder / "base", folder / "overwritten")
-    spoil(folder)
+    _spoil(folder)
+    return base
 
 
-def spoil(folder: Path) -> None:
+def _spoil(folder: Path) -> None:
     """Makes models that cannot be served: without its base, torn, and with a base that changed between its samples."""
     shutil.copytree(folder / "small-one", folder / "baseless")
     config = json.loads((folder / "baseless" / "config.json").read_text())
@@ -87,20 +82,26 @@ def spoil(folder: Path) -> None:
 
 
 class Server:
-    """A vLLM server in a process of its own."""
+    """A server in a process of its own.
 
-    def __init__(self, model: Path, log: Path, *options: str, **extra):
+    Args:
+        command: starts it, with `--port` added.
+        log: file to write.
+        environment: variables to set.
+    """
+
+    def __init__(self, command: list[str], log: Path, environment: dict[str, str]):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--enforce-eager"]
-        command += ["--max-model-len", "128", "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
-        command += ["--served-model-name", "first", "--api-key", "secret", *options]
-        command += ["--model-loader-extra-config", json.dumps(extra)] if extra else []
+            port = str(free.getsockname()[1])
+        self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        environment = os.environ | OPTIONS | {"VLLM_PLUGINS": "hf_ext"}
         self.process = subprocess.Popen(
-            command, env=environment, cwd=log.parent, stdout=log.open("w"), stderr=subprocess.STDOUT
+            [*command, "--port", port],
+            env=os.environ | environment,
+            cwd=log.parent,
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
         )
 
     def wait(self) -> None:
@@ -121,16 +122,6 @@ class Server:
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
 
-    def answer(self, model: str | None) -> tuple[str, str]:
-        """Returns the model that answered, as the response names it, and its text."""
-        body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 8, "ignore_eos": True} | ({"model": model} if model else {})
-        status, response = self.call("/v1/completions", body)
-        assert status == 200, response
-        return response["model"], response["choices"][0]["text"]
-
-    def refusal(self, model: str) -> tuple[int, str]:
-        status, response = self.call("/v1/completions", {"model": model, "prompt": PROMPT})
-        return status, response["error"]["message"]
-
-    def digests(self) -> dict[str, str]:
-        return self.call("/weight_checker", {"action": "checksum"})[1]["checksums"]
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(60)

@@ -1,0 +1,90 @@
+"""The models that servers load, in whatever form they are stored."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from hf_ext.emr.folder import METHOD as EMR
+from hf_ext.emr.folder import open_merge
+from hf_ext.errors import BaseModelError, CheckpointError
+from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.delta.folder import METHOD as FM_DELTA
+from hf_ext.storage.delta.source import PARTS_OF
+from hf_ext.storage.hub import HUB, is_local, reaching
+from hf_ext.storage.layout import CONFIG, storage_settings
+from hf_ext.storage.open import OF_TASK, open_checkpoint
+from hf_ext.storage.prefetch import Prefetcher
+from hf_ext.storage.safetensors_file import RawTensor
+from hf_ext.storage.source import TensorSource
+
+if TYPE_CHECKING:
+    import torch
+
+METHODS = (FM_DELTA, EMR)  # each a `quant_method` in config.json
+
+
+class StoredModel(NamedTuple):
+    """Where a model is stored.
+
+    Attributes:
+        path: folder or Hub id.
+        revision: branch, tag or commit on the Hub.
+        task: a task of a merge. None for its first task, and for anything else.
+    """
+
+    path: str
+    revision: str | None = None
+    task: str | None = None
+
+    @classmethod
+    def named(cls, name: str, revision: str | None = None) -> StoredModel:
+        """Returns the model of a name: PATH or MERGE#TASK."""
+        path, of_task, task = name.partition(OF_TASK)
+        return cls(path, revision, task) if of_task and not os.path.exists(name) else cls(name, revision)
+
+    def is_encoded(self) -> bool:
+        """Returns whether its config.json says that the weights are compressed or merged."""
+        folder = Path(self.path)
+        if not is_local(self.path):
+            try:
+                with reaching(self.path, self.revision):
+                    folder = HUB.download(self.path, CONFIG, self.revision).parent
+            except BaseModelError:  # a server may take names of other kinds
+                return False
+        return folder.is_dir() and storage_settings(folder).get("quant_method") in METHODS
+
+    def open(self) -> TensorSource:
+        """Returns the model's tensors, which are decoded when they are read.
+
+        Raises:
+            CheckpointError: the model has no such task, or is not there.
+            BaseModelError: its base is missing, or differs from the one it was written against.
+            CorruptFileError: a file is damaged.
+        """
+        checkpoint = Checkpoint(self.path, self.revision)
+        if checkpoint.has_metadata(PARTS_OF):
+            merged = open_merge(checkpoint.paths[0].parent)
+            return merged.source(self.task or merged.tasks[0])
+        if self.task is not None:
+            raise CheckpointError(f"{checkpoint} is no merge, so it has no task {self.task!r}.")
+        return open_checkpoint(self.path, self.revision)
+
+
+def read_tensors(source: TensorSource, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Returns an iterator over tensors and their names. Threads that decode them start at once."""
+    tensors = Prefetcher(source.read, {name: source.entry(name).nbytes for name in names})
+
+    def convert() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            yield name, _to_torch(tensor)
+            source.release(name)
+
+    return convert()
+
+
+def _to_torch(tensor: RawTensor) -> torch.Tensor:
+    return tensor.to_torch() if tensor.data.flags.writeable else replace(tensor, data=tensor.data.copy()).to_torch()

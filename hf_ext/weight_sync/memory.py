@@ -1,0 +1,110 @@
+"""Where a reader keeps the parts of published tensors: in its own tensors, or in copies of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hf_ext.errors import CheckpointError
+from hf_ext.storage.delta.codec import apply_raw, decode_raw
+from hf_ext.storage.delta.payload import Header
+from hf_ext.storage.safetensors_file import RawTensor, torch_dtype
+from hf_ext.weight_sync.step_file import Part
+
+Parts = list[tuple[str, Part, Header]]  # of a tensor: the key of each, and the header of its newest payload
+
+
+class Piece(NamedTuple):
+    """Where a reader keeps rows of a published tensor: those from `begin` to `end` (by default all), in its own tensor `tensor`
+    from row `at` on. That one may hold several published ones, as a fused projection does."""
+
+    tensor: str
+    at: int = 0
+    begin: int = 0
+    end: int | None = None
+
+
+class Home(NamedTuple):
+    """Where a part is kept.
+
+    Attributes:
+        part: its rows in this machine's memory, contiguous.
+        rows: those of them that the caller keeps.
+        elsewhere: where, if not here.
+        skipped: number of rows of the part before them.
+        is_new: the caller has not got any of them yet.
+    """
+
+    part: torch.Tensor
+    rows: torch.Tensor
+    elsewhere: torch.Tensor | None
+    skipped: int = 0
+    is_new: bool = False
+
+    def apply(self, chain: Iterable[tuple[np.ndarray, Header]]) -> np.ndarray | None:
+        """Changes the part by payloads, one after the other. Returns the rows that changed, None for all."""
+        memory = RawTensor.from_torch(self.part).data
+        changed: list[np.ndarray] | None = []
+        for payload, header in chain:
+            if header.base_values:
+                rows = apply_raw(payload, RawTensor(header.dtype, header.shape, memory), header)
+                if changed is not None:
+                    changed.append(rows)
+            else:
+                data = decode_raw(payload, header=header, out=memory).data
+                if data is not memory:
+                    memory[:] = data
+                changed = None
+        return None if changed is None else np.unique(np.concatenate([np.empty(0, np.int64), *changed]))
+
+    def copy(self, changed: np.ndarray | None) -> None:
+        """Copies the rows that changed to where the caller keeps them."""
+        if self.elsewhere is None:
+            return
+        with torch.no_grad():
+            if changed is None or self.is_new or 2 * len(changed) > len(self.part):
+                self.elsewhere.copy_(self.rows)
+                return
+            changed = changed - self.skipped
+            places = torch.from_numpy(changed[(changed >= 0) & (changed < len(self.rows))])
+            self.elsewhere[places.to(self.elsewhere.device)] = self.rows[places].to(self.elsewhere.device)
+
+
+def layout_of(parts: Iterable[tuple[str, Part, Header]]) -> dict[str, Parts]:
+    """Returns the parts of each tensor in the order of their rows.
+
+    Raises:
+        CheckpointError: they do not make up the tensors.
+    """
+    layout: dict[str, Parts] = defaultdict(list)
+    for key, part, header in parts:
+        layout[part.name].append((key, part, header))
+    for name, rows in layout.items():
+        rows.sort(key=lambda entry: entry[1].begin)
+        shape, end = rows[0][1].shape, 0
+        for _, part, header in rows:
+            if (part.begin, part.shape, header.dtype) != (end, shape, rows[0][2].dtype):
+                raise CheckpointError(f"The ranks of the training do not publish each row of '{name}' once, from row {end} on.")
+            end = part.end(header)
+        if end != (shape[0] if shape else 1):
+            raise CheckpointError(f"No rank of the training publishes the rows of '{name}' from {end} on.")
+    return dict(layout)
+
+
+def rows_of(tensor: torch.Tensor, piece: Piece, parts: Parts, is_whole: bool) -> torch.Tensor:
+    """Returns the rows of a caller's tensor that hold a piece of a published one; `is_whole`: it holds nothing else."""
+    _, part, header = parts[0]
+    dtype, (count, *row) = torch_dtype(header.dtype), part.shape or (1,)
+    end = count if piece.end is None else piece.end
+    rows = torch.atleast_1d(tensor.detach())[piece.at : piece.at + end - piece.begin]
+    fits = tuple(rows.shape) == (end - piece.begin, *row) and 0 <= piece.begin <= end <= count
+    if tensor.dtype != dtype or not fits or is_whole and tuple(tensor.shape) != part.shape:
+        raise CheckpointError(
+            f"Rows {piece.begin} to {end} of '{part.name}', which is {dtype} {list(part.shape)}, do not fit into "
+            f"'{piece.tensor}' at row {piece.at}: it is {tensor.dtype} {list(tensor.shape)}."
+        )
+    return rows

@@ -1,0 +1,115 @@
+"""SGLang serves compressed fine-tunes and merges: the weights of the plain models bit for bit, and their answers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from local_hub import Commit, File, LocalHub, Repo
+from servers import PROMPT, TASKS, Server, write_models
+
+PLAIN = {"small-one": "one", "small-two": "two", "small-half": "half", "base": "base"}  # the plain model of each
+PLAIN |= {f"merged#{task}": f"merged-{task}" for task in TASKS} | {"merged": f"merged-{TASKS[0]}"}
+
+
+class SGLangServer(Server):
+    def __init__(self, model: Path | str, log: Path, plugins: str, **environment: str):
+        sglang = str(Path(sys.executable).with_name("sglang"))
+        command = [sglang, "serve", "--model-path", str(model), "--device", "cpu"]
+        command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"]
+        command += ["--context-length", "128", "--max-total-tokens", "512", "--skip-server-warmup"]
+        super().__init__(command, log, environment | {"SGLANG_PLUGINS": plugins})
+
+    def switch(self, model: Path | str) -> tuple[int, str]:
+        status, response = self.call("/update_weights_from_disk", {"model_path": str(model)})
+        return status, response["message"]
+
+    def state(self) -> tuple[dict[str, str], str]:
+        """Returns digests of the weights, and an answer."""
+        settings = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+        text = self.call("/generate", {"text": PROMPT, "sampling_params": settings})[1]["text"]
+        (rank,) = self.call("/weights_checker", {"action": "checksum"})[1]["ranks"]
+        return rank["checksums"], text
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sglang")
+    write_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder) -> dict[str, tuple[dict[str, str], str]]:
+    """The states of plain models, by SGLang alone."""
+    server = SGLangServer(folder / "one", folder / "plain.log", plugins="none")
+    try:
+        server.wait()
+        states = {"one": server.state()}
+        for model in sorted({*PLAIN.values()}):
+            assert server.switch(folder / model)[0] == 200
+            states[model] = server.state()
+        return states
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def server(folder, expected) -> Iterator[SGLangServer]:
+    """It starts with a compressed model."""
+    server = SGLangServer(folder / "small-one", folder / "server.log", plugins="hf_ext")
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.stop()
+
+
+def test_it_starts_with_the_weights_of_the_plain_model(server, expected):
+    assert server.state() == expected["one"]
+    assert len({str(state) for state in expected.values()}) == len(expected)
+
+
+@pytest.mark.parametrize("model", [*PLAIN, "small-one", "two"])
+def test_after_a_switch_the_weights_are_those_of_the_plain_model(server, folder, expected, model):
+    assert server.switch(folder / model)[0] == 200
+    assert server.state() == expected[PLAIN.get(model, model)]
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("baseless", "is needed to read this checkpoint"),
+        ("torn", "is damaged"),
+        ("mixed", "checksum mismatch"),
+        ("small-other", "Rolling back"),
+        ("merged#three", "There is no task"),
+    ],
+)
+@pytest.mark.parametrize("before", ["small-two", "base"])
+def test_a_model_that_cannot_be_loaded_is_an_error_and_the_server_goes_on(server, folder, expected, before, model, reason):
+    assert server.switch(folder / before)[0] == 200
+    status, message = server.switch(folder / model)
+    assert status == 400 and reason in message, message
+    assert server.state() == expected[PLAIN[before]]
+
+
+def test_a_merge_and_a_compressed_model_are_read_from_the_hub(folder, expected):
+    with LocalHub() as hub:
+        for model in ("merged", "small-two"):
+            paths = [path for path in (folder / model).rglob("*") if path.is_file()]
+            files = {str(path.relative_to(folder / model)): File(path.read_bytes(), lfs=False) for path in paths}
+            hub.repos[f"user/{model}"] = repo = Repo(private=False)
+            repo.add("main", Commit(None, model, files))
+        environment = hub.client_env(folder / "home") | {"HF_HUB_OFFLINE": "0"}
+        server = SGLangServer("user/merged", folder / "hub.log", plugins="hf_ext", **environment)
+        try:
+            server.wait()
+            assert server.state() == expected[f"merged-{TASKS[0]}"]
+            for name, plain in [("user/small-two", "two"), (f"user/merged#{TASKS[1]}", f"merged-{TASKS[1]}")]:
+                assert server.switch(name)[0] == 200
+                assert server.state() == expected[plain]
+        finally:
+            server.stop()
