@@ -199,8 +199,8 @@ def train(start: Callable[[PreTrainedModel, dict], Trainer], args: argparse.Name
 def report(name: str, found: dict, parameters: int) -> None:
     """Prints the tables of one run."""
     median, share = statistics.median, [100 * each for each in found["changed"]]
-    title = f"{name}: {parameters / 1e6:.0f} million weights, {len(share)} steps; {median(share):.2f} % change in a step"
-    title += f" (median; {share[0]:.2f} % in the first, {share[-1]:.2f} % in the last step)"
+    title = f"{name}: {parameters / 1e6:.0f} million weights, {len(share)} steps; a step changes {median(share):.2f} % of them"
+    title += f" (median; the first {share[0]:.2f} %, the last {share[-1]:.2f} %)"
     cpu = {way: [sum(both) for both in zip(found[way]["encode"], found[way]["apply"])] for way in WAYS}
     rows = []
     for way in WAYS:
@@ -212,7 +212,7 @@ def report(name: str, found: dict, parameters: int) -> None:
         for rate in GBITS:
             row.append(f"{median(seconds + size * 8e-9 / rate for seconds, size in zip(cpu[way], figures['bytes'])):.3f}")
         rows.append(row)
-    header = ["way", "MB a step", "encode, s", "apply, s", "bytes: ours", "CPU time: XOR, zstd -1"]
+    header = ["way", "MB a step", "encode, s", "apply, s", "bytes, ours = 1", "CPU time, XOR, zstd -1 = 1"]
     print_table(title, header + [f"s at {rate} Gbit/s" for rate in GBITS], rows)
 
 
