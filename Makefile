@@ -153,6 +153,7 @@ bench: bench-data $(VENV)/bench $(VENV)/demo
 	$(BIN)/python benchmarks/language_model.py --data $(DATA) --out lm
 	$(BIN)/python benchmarks/fm_delta.py --pairs pairs --lm lm --plot pairs/fm_delta.png
 	$(BIN)/python benchmarks/small_steps.py --lm lm
+	$(BIN)/python benchmarks/weight_sync.py --lm lm
 	$(BIN)/python benchmarks/emr.py --pairs pairs --data $(DATA)
 	$(BIN)/python benchmarks/attacks.py
 	$(BIN)/python benchmarks/pissa.py

@@ -73,8 +73,8 @@ def entropy(base: Tensors, step: Tensors) -> float:
     return total / values(base)
 
 
-def zstd_encode(tensor: torch.Tensor, base: torch.Tensor) -> bytes:
-    return zstandard.ZstdCompressor(level=1).compress((bits(tensor) ^ bits(base)).tobytes())
+def zstd_encode(tensor: torch.Tensor, base: torch.Tensor, level: int = 1) -> bytes:
+    return zstandard.ZstdCompressor(level=level).compress(bits(tensor) ^ bits(base))
 
 
 def zstd_apply(blob: bytes, live: torch.Tensor) -> None:
