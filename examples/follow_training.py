@@ -44,6 +44,9 @@ from transformers.utils import logging
 
 from hf_ext.weight_sync import PublishWeights, Subscriber, VLLMServer
 
+MODULES = ("argparse", "ast", "base64", "calendar", "cmath", "codecs", "collections", "difflib", "functools", "glob", "inspect")
+MODULES += ("locale", "math", "operator", "os", "os.path", "random", "shutil", "socket", "statistics", "tempfile", "textwrap")
+MODULES += ("typing", "unicodedata")
 PROMPT = "Return the absolute value of the argument.\nName:"
 
 
@@ -62,7 +65,7 @@ class Arguments:
 def docstrings() -> list[str]:
     """The first lines of docstrings of the standard library, each with the name of its function."""
     texts = []
-    for module in ("argparse", "ast", "collections", "inspect", "os", "random", "shutil", "statistics", "tempfile", "textwrap"):
+    for module in MODULES:
         for name, function in inspect.getmembers(import_module(module), inspect.isroutine):
             text = (inspect.getdoc(function) or "").split("\n")[0]
             if text and not name.startswith("_"):
