@@ -173,7 +173,8 @@ class Publisher:
     def _write(self, weights: dict[str, torch.Tensor], parts: dict[str, Part], step: int) -> None:
         """Writes the files of a step, then the index, and makes the weights the base of the next step."""
         found = Index.read(self.place, self._index.rank)
-        if (found and found.session) != self._session:
+        # The first index of this object may be there although `put` failed: the answer was lost, or a removal failed.
+        if (found and found.session) not in (self._session, self._index.session):
             raise CheckpointError(f"Another publisher writes to {self.place}, so step {step} was not published. End one.")
         tensors = {key: RawTensor.from_torch(weight) for key, weight in weights.items()}
         bases = {key: RawTensor.from_torch(weight) for key, weight in self._current.items()}
@@ -184,6 +185,7 @@ class Publisher:
         else:
             checksums = {key: xxhash.xxh3_64_intdigest(tensor.data) for key, tensor in tensors.items()}
         entry = Step(step, before, digest_of(checksums.items()))
+        there = _files(found.steps) if found else set()
         # A training that was resumed comes again to steps that had been published.
         steps = [earlier for earlier in self._index.steps if earlier.step < step]
         is_anchor = not any(earlier.anchor for earlier in steps[max(len(steps) - self.anchor_every + 1, 0) :])
@@ -207,7 +209,7 @@ class Publisher:
         steps = steps[anchors[max(len(anchors) - self.keep_anchors, 0)] :]
         index = replace(self._index, steps=steps)
         waiting[index_name(index.rank)] = index.to_bytes()
-        self.place.put(waiting, remove=sorted(_files(self._index.steps) - _files(steps)))
+        self.place.put(waiting, remove=sorted(there - _files(steps)))
         self._index, self._session, self._parts, self._checksums = index, index.session, parts, checksums
         self._current, self._spare = weights, self._current
 

@@ -7,6 +7,8 @@ import logging
 import multiprocessing
 import os
 import signal
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -388,3 +390,37 @@ def test_a_training_that_resumes_earlier_replaces_later_steps(tmp_path: Path):
     assert subscriber.steps() == [0, 1, 2, 3, 4]
     assert subscriber.update(tensors) == 4 and same(tensors, weights(8))
     assert subscriber.update(tensors, 2) == 2 and same(tensors, weights(2))
+
+
+class Store(dict):
+    """A place in memory that refuses to remove a file twice. Its next `put` fails after all is done, if `loses` is set."""
+
+    loses = False
+
+    def put(self, files: Mapping[str, bytes], remove: Collection[str] = ()) -> None:
+        self.update(files)
+        for name in remove:
+            if self.pop(name, None) is None:
+                raise FileNotFoundError(name)
+        if self.loses:
+            self.loses = False
+            raise OSError("the answer is lost")
+
+    def get(self, name: str) -> bytes:
+        if name not in self:
+            raise FileNotFoundError(name)
+        return self[name]
+
+
+@pytest.mark.parametrize("lost", range(4))
+def test_a_publisher_goes_on_after_a_write_whose_answer_was_lost(lost: int):
+    place = Store()
+    with Publisher(place, anchor_every=1, keep_anchors=1) as run:
+        for step in range(5):
+            place.loses = step == lost
+            run.publish(weights(step), step)
+            with pytest.raises(OSError, match="the answer is lost") if step == lost else nullcontext():
+                run.wait()
+    subscriber = Subscriber(place)
+    assert subscriber.update() == 4 and same(subscriber.tensors, weights(4))
+    assert len(place) == 3  # a step, an anchor, the index
