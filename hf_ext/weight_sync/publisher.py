@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -192,8 +193,9 @@ class Publisher:
         waiting: dict[str, bytes] = {}
 
         def add(kind: str, payloads: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, int]]:
-            for number, share in enumerate(_shares(payloads)):
-                name = file_name(kind, step, self._index.rank, number)
+            # Under names that the index does not have: until it is replaced, its files stay as they are.
+            names = (file_name(kind, step, self._index.rank, number) for number in count())
+            for name, share in zip((name for name in names if name not in there), _shares(payloads)):
                 if sum(map(len, waiting.values())) > FILE:
                     self.place.put(waiting)
                     waiting.clear()

@@ -350,7 +350,7 @@ def test_after_a_failed_write_the_next_step_holds_both_changes(tmp_path: Path, m
     assert not files(tmp_path, "step-00000001")
 
 
-def _publish_until_killed(place: Path, limit: int) -> None:
+def _publish_until_killed(place: Path, limit: int, first: int = 0) -> None:
     left = limit
     replace = os.replace
 
@@ -362,7 +362,7 @@ def _publish_until_killed(place: Path, limit: int) -> None:
         replace(*paths)
 
     os.replace = dying
-    publish(place, range(3), anchor_every=2)
+    publish(place, range(first, 3), anchor_every=2, resume=first > 0)
 
 
 @pytest.mark.parametrize("limit", range(8))
@@ -378,6 +378,17 @@ def test_a_killed_publisher_leaves_whole_steps_and_goes_on(tmp_path: Path, limit
     publish(tmp_path, range(len(done), len(done) + 2), resume=True)
     assert subscriber.update(tensors or None) == len(done) + 1
     assert same(subscriber.tensors, weights(len(done) + 1))
+
+
+@pytest.mark.parametrize("limit", range(2))
+def test_a_publisher_that_is_killed_while_it_replaces_steps_leaves_them_whole(tmp_path: Path, limit: int):
+    publish(tmp_path, range(3), anchor_every=1, keep_anchors=1)
+    child = multiprocessing.get_context("fork").Process(target=_publish_until_killed, args=(tmp_path, limit, 2))
+    child.start()
+    child.join(60)
+    subscriber = Subscriber(tmp_path)
+    assert child.exitcode == -signal.SIGKILL and subscriber.steps() == [2]
+    assert subscriber.update() == 2 and same(subscriber.tensors, weights(2))
 
 
 def test_a_training_that_resumes_earlier_replaces_later_steps(tmp_path: Path):
