@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -112,13 +113,16 @@ class Publisher:
 
         Args:
             named_tensors: all weights, under the names and in the shapes of the checkpoint, the same ones in each step.
-            step: larger than that of the step before.
+            step: 0 or more, and larger than that of the step before.
 
         Raises:
             CheckpointError: names, types or shapes differ from those of the step before, or another publisher writes to the
                 place.
             OSError: the step before could not be written.
         """
+        step = operator.index(step)
+        if step < 0:
+            raise ValueError(f"step must be 0 or more, not {step}")
         self.wait()
         if self._has_base and step <= self._index.steps[-1].step:
             raise ValueError(f"step {step} does not follow step {self._index.steps[-1].step}, which was published before")

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tiny_runs import bits, same, weights, zeros
@@ -323,12 +324,14 @@ def test_a_run_keeps_its_tensors_and_its_order(tmp_path: Path):
         run.publish(weights(0), 0)
         with pytest.raises(ValueError, match="step 0 does not follow step 0"):
             run.publish(weights(1), 0)
+        with pytest.raises(ValueError, match="step must be 0 or more, not -1"):
+            run.publish(weights(1), -1)
         for wrong in ({"new": torch.ones(1)}, {"frozen": torch.ones(9, 8)}, {"frozen": torch.ones(8, 8).half()}):
             with pytest.raises(CheckpointError, match=f"'{next(iter(wrong))}' is new, missing, or of another type or shape"):
                 run.publish(weights(1) | wrong, 1)
         with pytest.raises(CheckpointError, match="'empty' is new, missing"):
             run.publish({name: tensor for name, tensor in weights(1).items() if name != "empty"}, 1)
-        run.publish(weights(2), 2)
+        run.publish(weights(2), np.int64(2))
     subscriber = Subscriber(tmp_path)
     assert subscriber.update() == 2 and same(subscriber.tensors, weights(2))
 
