@@ -126,7 +126,8 @@ class Publisher:
         self.wait()
         if self._has_base and step <= self._index.steps[-1].step:
             raise ValueError(f"step {step} does not follow step {self._index.steps[-1].step}, which was published before")
-        weights, parts = self._copy(named_tensors)
+        with torch.inference_mode(False):  # such tensors could not be changed outside of the mode later
+            weights, parts = self._copy(named_tensors)
         self._running = self._pool.submit(self._write, weights, parts, step)
 
     def wait(self) -> None:
