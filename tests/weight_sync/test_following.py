@@ -7,7 +7,7 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -187,11 +187,70 @@ def test_tensors_that_cannot_change_in_place_are_copied_to(tmp_path: Path):
     assert same(others, {"layer.weight": weights(1)["layer.weight"]})
 
 
+def _copy_into(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(torch.ones(64, 64))
+
+
+def _give_other_memory(tensor: torch.nn.Parameter) -> None:
+    tensor.data = torch.zeros(64, 64).T
+
+
+@pytest.mark.parametrize("change", [_copy_into, _give_other_memory])
+def test_copied_tensors_that_someone_changed_are_copied_whole(tmp_path: Path, change: Callable):
+    publish(tmp_path, range(3))
+    subscriber, tensors = Subscriber(tmp_path), {"layer.weight": torch.nn.Parameter(torch.zeros(64, 64).T)}
+    for step in (0, 1, 2, 2):
+        subscriber.update(tensors, step)
+        assert bits(tensors["layer.weight"]) == bits(weights(step)["layer.weight"])
+        change(tensors["layer.weight"])
+
+
+def test_a_piece_may_move(tmp_path: Path):
+    subscriber, tensors, x = Subscriber(tmp_path), {"two": torch.zeros(4, 20).T}, torch.randn(10, 4)
+    with Publisher(tmp_path) as run:
+        for step, row in ((0, 0), (1, 10)):
+            x[0] += 1
+            run.publish({"x": x}, step)
+            run.wait()
+            subscriber.update(tensors, locate=lambda name, row=row: Piece("two", row))
+            assert bits(tensors["two"][row : row + 10]) == bits(x)
+
+
+DTYPES = [torch.uint64, torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.bool, torch.int64, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_changed_rows_of_every_type_are_copied(tmp_path: Path, dtype: torch.dtype):
+    width = torch.empty((), dtype=dtype).element_size()
+    steps = [torch.randint(2 if dtype == torch.bool else 256, (9, 4 * width), dtype=torch.uint8) for _ in range(2)]
+    steps[1][1:] = steps[0][1:]
+    with torch.inference_mode():
+        tensors = {"x": torch.zeros(4, 9, dtype=dtype).T}
+    subscriber = Subscriber(tmp_path)
+    with Publisher(tmp_path) as run:
+        for step, x in enumerate(steps):
+            run.publish({"x": x.view(dtype)}, step)
+            run.wait()
+            subscriber.update(tensors)
+            assert bits(tensors["x"]) == bits(x.view(dtype))
+
+
+def test_inference_tensors_may_be_published_too(tmp_path: Path):
+    with Publisher(tmp_path) as run:
+        for step in range(4):
+            with torch.inference_mode(step < 3):
+                run.publish(weights(step), step)
+    subscriber = Subscriber(tmp_path)
+    assert subscriber.update() == 3 and same(subscriber.tensors, weights(3))
+
+
 @pytest.mark.parametrize(
     "tensors, message",
     [
         ({"frozen": torch.zeros(8, 9)}, r"Rows 0 to 8 of 'frozen', .* do not fit into 'frozen' at row 0: .* \[8, 9\]"),
         ({"frozen": torch.zeros(8, 8).half()}, "torch.float16"),
+        ({"frozen": torch.empty(8, 8, device="meta")}, "'frozen' has no values of its own"),
         ({"frozen": torch.zeros(8, 8), "unknown": torch.zeros(1)}, "Nothing is published .* for the tensor 'unknown'"),
     ],
 )
@@ -199,7 +258,7 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, tensors: dict, mess
     publish(tmp_path, range(1))
     with pytest.raises(CheckpointError, match=message):
         Subscriber(tmp_path).update(tensors)
-    assert not any(tensor.any() for tensor in tensors.values())
+    assert not any(tensor.any() for tensor in tensors.values() if not tensor.is_meta)
 
 
 def damage(path: Path) -> None:
@@ -288,6 +347,19 @@ def test_another_run_is_not_mixed_in(tmp_path: Path, caplog):
     with caplog.at_level(logging.WARNING):
         assert subscriber.update(tensors) == 6
     assert "no longer holds the run" in caplog.text and same(tensors, weights(6))
+
+
+def test_another_run_may_have_other_tensors(tmp_path: Path):
+    kept, own = Subscriber(tmp_path), Subscriber(tmp_path)
+    for rows, name in ((100, "x"), (300, "y"), (200, "x")):
+        for path in tmp_path.iterdir():
+            path.unlink()
+        x, tensors = torch.randn(rows, rows), {"x": torch.zeros(rows, rows).T}
+        with Publisher(tmp_path) as run:
+            run.publish({"x": x, name: x}, 0)
+        kept.update(tensors)
+        own.update()
+        assert same(tensors, {"x": x}) and same(own.tensors, {"x": x, name: x})
 
 
 def test_a_step_of_another_run_under_a_known_name_is_refused(tmp_path: Path, caplog):
