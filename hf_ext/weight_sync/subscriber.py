@@ -170,6 +170,9 @@ class Subscriber:
                 expected = (index.run, index.rank, entry.step, entry.before, entry.after)
                 if (file.run, file.rank, file.step, file.before, file.after) != expected:
                     raise _DamagedFile(name, f"{name} at {self.place} is not the file of this run and step.")
+                # Only the payload itself limits the size of a tensor without a base: a stranger cannot make it take memory.
+                if is_anchor and any(header.base_values for header in file.headers.values()):
+                    raise _DamagedFile(name, f"{name} at {self.place} does not hold whole weights.")
                 kind = _Rank(file.parts, file.headers, entry.after).kind
                 if not is_anchor and any(kind(key) != before.kind(key) for key in file.parts):
                     raise _DamagedFile(name, f"{name} at {self.place} changes other tensors than those of this run.")

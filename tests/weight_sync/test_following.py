@@ -7,7 +7,7 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -17,7 +17,11 @@ import torch
 from tiny_runs import bits, same, weights, zeros
 
 from hf_ext import CheckpointError, CorruptFileError
+from hf_ext.storage.delta.codec import encode
+from hf_ext.storage.delta.file import digest_of
+from hf_ext.storage.delta.payload import read_header, write_payload
 from hf_ext.weight_sync import Piece, Publisher, Rows, Subscriber, publisher
+from hf_ext.weight_sync.step_file import Index, Part, Step, file_name, write_file
 
 
 def publish(place: Path, steps: range, **options: object) -> None:
@@ -313,10 +317,35 @@ def test_a_damaged_index_is_an_error(tmp_path: Path):
     step = content["steps"][0]
     strange = [content | {"version": 2}, content | {"steps": [{"step": "1"}]}, content | {"steps": [step | {"step": "1"}]}]
     strange += [content | {"steps": [step | {"delta": {"../../other-file": 1}}]}, content | {"rank": 1}]
+    strange += [content | {"world_size": 1.5}]
     for harmed in ("", "[]", "{", *map(json.dumps, strange)):
         index.write_text(harmed)
         with pytest.raises(CorruptFileError, match="index-00000.json"):
             Subscriber(tmp_path).steps()
+
+
+def forge(place: Path, payload: bytes, part: Sequence[object]) -> None:
+    """Writes a run of one anchor, of a name that does not tell what part it holds, with right checksums."""
+    name, header = file_name("anchor", 0, 0, 0), read_header(payload)
+    step = Step(0, None, digest_of([("key", header.checksum)]))
+    index = Index("forged", 0, 1, "", [step])
+    place.mkdir()
+    (place / name).write_bytes(write_file(index, step, {"key": payload}, {"key": Part(*part)}))
+    step.anchor[name] = 1
+    (place / "index-00000.json").write_bytes(index.to_bytes())
+
+
+def test_what_a_stranger_made_up_is_refused(tmp_path: Path):
+    huge = write_payload(("F32", "F32", "key", "key"), (10**15,), 1, 10**15, 0, memoryview(b"1"))
+    empty = write_payload(("F32", "", "key", ""), (2**64 - 1, 0), 0, 0, 0, memoryview(b""))
+    some = encode(torch.ones(4, 3))
+    made_up = [(huge, ("x", 0, (10**15,))), (empty, ("x", 0, (2**64 - 1, 0)))]
+    made_up += [(some, part) for part in ((5, 0, (4, 3)), ([], 0, (4, 3)), ("x", 0.0, (4, 3)), ("x", -1, (4, 3)))]
+    made_up += [(some, part) for part in (("x", False, (4, 3)), ("x", 0, (4.0, 3)), ("x", 0, (10**15, 3)), ("x", 4, (8, 3)))]
+    for number, (payload, part) in enumerate(made_up):
+        forge(tmp_path / str(number), payload, part)
+        with pytest.raises((CheckpointError, CorruptFileError)):
+            Subscriber(tmp_path / str(number)).update()
 
 
 def test_tensors_that_someone_changed_begin_at_an_anchor(tmp_path: Path, caplog):
