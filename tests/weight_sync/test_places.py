@@ -48,6 +48,26 @@ def test_a_repository_on_the_hub_is_a_place(tmp_path: Path):
         assert sum("Publish" in commit.summary for commit in repo.commits.values()) == 4  # a step is one commit
 
 
+UNREACHABLE = """
+import json
+from hf_ext.weight_sync.places import open_place
+place, errors = open_place("hf://user/run"), []
+for work in (lambda: place.get("index-00000.json"), lambda: place.put({"index-00000.json": b"{}"})):
+    try:
+        work()
+    except OSError as error:
+        errors.append(isinstance(error, FileNotFoundError))
+print(json.dumps(errors))
+"""
+
+
+@pytest.mark.parametrize("env", [{"HF_ENDPOINT": "nothing://there"}, {"HF_HUB_OFFLINE": "1"}], ids=str)
+def test_a_hub_that_cannot_be_reached_is_no_empty_place(tmp_path: Path, env: dict[str, str]):
+    done = python("-c", UNREACHABLE, env=env, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [False, False]
+
+
 class Bucket:
     """Any file system that fsspec knows."""
 
