@@ -101,11 +101,11 @@ def follow(
     with ThreadPoolExecutor(len(servers)) as pool:
         while True:
             try:
-                newest = max(steps.steps(), default=None)
+                newest = max(steps.steps(), default=-1)
             except (HfExtError, OSError) as error:
-                newest = None
+                newest = -1
                 tell(f"{error} The place is read again.")
-            behind = [server for server in servers if newest is not None and reached[server] != newest]
+            behind = [server for server in servers if newest >= 0 and reached[server] != newest]
             updates = {server: pool.submit(server.update, newest) for server in behind}
             for server, update in updates.items():
                 try:
