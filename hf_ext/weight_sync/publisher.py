@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -104,6 +105,7 @@ class Publisher:
         self._checksums: dict[str, int] = {}
         self._pool = ThreadPoolExecutor(1, "publisher")
         self._running: Future[None] | None = None
+        self._lock = threading.RLock()  # two threads at once would copy into the same memory
 
     def publish(self, named_tensors: NamedTensors, step: int) -> None:
         """Copies the tensors, from any device, and publishes them in the background as the weights of this step.
@@ -123,18 +125,20 @@ class Publisher:
         step = operator.index(step)
         if step < 0:
             raise ValueError(f"step must be 0 or more, not {step}")
-        self.wait()
-        if self._has_base and step <= self._index.steps[-1].step:
-            raise ValueError(f"step {step} does not follow step {self._index.steps[-1].step}, which was published before")
-        with torch.inference_mode(False):  # such tensors could not be changed outside of the mode later
-            weights, parts = self._copy(named_tensors)
-        self._running = self._pool.submit(self._write, weights, parts, step)
+        with self._lock:
+            self.wait()
+            if self._has_base and step <= self._index.steps[-1].step:
+                raise ValueError(f"step {step} does not follow step {self._index.steps[-1].step}, which was published before")
+            with torch.inference_mode(False):  # such tensors could not be changed outside of the mode later
+                weights, parts = self._copy(named_tensors)
+            self._running = self._pool.submit(self._write, weights, parts, step)
 
     def wait(self) -> None:
         """Waits until the last step is at the place. Raises the error if it could not be written."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.result()
+        with self._lock:
+            running, self._running = self._running, None
+            if running is not None:
+                running.result()
 
     def close(self) -> None:
         """Waits as `wait` does, and ends the thread."""

@@ -8,7 +8,8 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -539,3 +540,23 @@ def test_a_publisher_goes_on_after_a_write_whose_answer_was_lost(lost: int):
     subscriber = Subscriber(place)
     assert subscriber.update() == 4 and same(subscriber.tensors, weights(4))
     assert len(place) == 3  # a step, an anchor, the index
+
+
+def test_threads_may_publish_and_wait_at_once(tmp_path: Path):
+    def publish_all(offset: float) -> list[int]:
+        done = []
+        for step in range(12):
+            with suppress(ValueError):  # another thread has published the step or a later one
+                run.publish({"x": torch.full((200_000,), step + offset)}, step)
+                done.append(step)
+            run.wait()
+        return done
+
+    with Publisher(tmp_path, anchor_every=10, keep_anchors=9) as run, ThreadPoolExecutor(2) as pool:
+        lists = list(pool.map(publish_all, (0.1, 0.2)))
+    subscriber = Subscriber(tmp_path)
+    assert subscriber.steps() == sorted(step for done in lists for step in done)
+    for number, done in enumerate(lists):
+        for step in done:
+            subscriber.update(step=step)
+            assert torch.equal(subscriber.tensors["x"], torch.full((200_000,), step + (number + 1) / 10))
