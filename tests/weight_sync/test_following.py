@@ -211,6 +211,14 @@ def test_copied_tensors_that_someone_changed_are_copied_whole(tmp_path: Path, ch
         change(tensors["layer.weight"])
 
 
+def test_a_single_value_may_be_kept_with_any_stride(tmp_path: Path):
+    tensors = {"x": torch.zeros(1, 1, 3)[..., 1]}
+    with Publisher(tmp_path) as run:
+        run.publish({"x": torch.ones(1, 1)}, 0)
+    Subscriber(tmp_path).update(tensors)
+    assert tensors["x"].item() == 1
+
+
 def test_a_piece_may_move(tmp_path: Path):
     subscriber, tensors, x = Subscriber(tmp_path), {"two": torch.zeros(4, 20).T}, torch.randn(10, 4)
     with Publisher(tmp_path) as run:
