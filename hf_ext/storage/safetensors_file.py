@@ -62,7 +62,8 @@ class RawTensor:
         dtype = safetensors_dtype(tensor.dtype)
         if dtype is None:
             raise CheckpointError(f"safetensors files cannot hold tensors of type {tensor.dtype}.")
-        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        # A single value is contiguous with any stride, which `reshape` would keep and `view` refuse.
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,))
         return cls(dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy())
 
     def to_torch(self) -> torch.Tensor:

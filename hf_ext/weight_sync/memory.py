@@ -15,6 +15,8 @@ from hf_ext.storage.delta.payload import Header
 from hf_ext.storage.safetensors_file import RawTensor, torch_dtype
 from hf_ext.weight_sync.step_file import Part
 
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 Parts = list[tuple[str, Part, Header]]  # of a tensor: the key of each, and the header of its newest payload
 
 
@@ -65,13 +67,15 @@ class Home(NamedTuple):
         """Copies the rows that changed to where the caller keeps them."""
         if self.elsewhere is None:
             return
-        with torch.no_grad():
+        with torch.inference_mode():  # in which inference tensors may change, too
             if changed is None or self.is_new or 2 * len(changed) > len(self.part):
                 self.elsewhere.copy_(self.rows)
                 return
             changed = changed - self.skipped
             places = torch.from_numpy(changed[(changed >= 0) & (changed < len(self.rows))])
-            self.elsewhere[places.to(self.elsewhere.device)] = self.rows[places].to(self.elsewhere.device)
+            word = WORDS[self.rows.element_size()]  # PyTorch cannot assign rows of every type
+            rows = self.rows.view(word)[places].to(self.elsewhere.device)
+            self.elsewhere.view(word)[places.to(self.elsewhere.device)] = rows
 
 
 def layout_of(parts: Iterable[tuple[str, Part, Header]]) -> dict[str, Parts]:
@@ -97,6 +101,10 @@ def layout_of(parts: Iterable[tuple[str, Part, Header]]) -> dict[str, Parts]:
 
 def rows_of(tensor: torch.Tensor, piece: Piece, parts: Parts, is_whole: bool) -> torch.Tensor:
     """Returns the rows of a caller's tensor that hold a piece of a published one; `is_whole`: it holds nothing else."""
+    if tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+        raise CheckpointError(
+            f"'{piece.tensor}' has no values of its own: it is on the device meta, or a conjugate or negative view."
+        )
     _, part, header = parts[0]
     dtype, (count, *row) = torch_dtype(header.dtype), part.shape or (1,)
     end = count if piece.end is None else piece.end

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from mmap import ACCESS_READ, mmap
+from mmap import mmap
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.errors import EntryNotFoundError, RemoteEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 
 from hf_ext.storage.atomic import write_atomically
+from hf_ext.storage.mapped import MappedFile
 
 HUB, BUCKETS = "hf://", "hf://buckets/"
 
-Buffer = bytes | memoryview | mmap
+Buffer = bytes | memoryview | mmap | np.ndarray
 
 
 class Place(Protocol):
@@ -54,8 +63,8 @@ class Folder:
             (self.path / name).unlink(missing_ok=True)
 
     def get(self, name: str) -> Buffer:
-        with open(self.path / name, "rb") as file:
-            return mmap(file.fileno(), 0, access=ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
+        path = self.path / name
+        return MappedFile(path).data if path.stat().st_size else b""  # takes no descriptor: ranks and steps make many files
 
 
 class Repository:
@@ -72,14 +81,15 @@ class Repository:
         added = [CommitOperationAdd(name, content) for name, content in files.items()]
         removed = [CommitOperationDelete(name) for name in remove]
         message = f"Publish {next(iter(files))}"
-        try:
-            self._api.create_commit(self.repo_id, [*added, *removed], commit_message=message)
-        except RepositoryNotFoundError:
-            self._api.create_repo(self.repo_id, exist_ok=True)
-            self._api.create_commit(self.repo_id, [*added, *removed], commit_message=message)
+        with _access(self):
+            try:
+                self._api.create_commit(self.repo_id, [*added, *removed], commit_message=message)
+            except RepositoryNotFoundError:
+                self._api.create_repo(self.repo_id, exist_ok=True)
+                self._api.create_commit(self.repo_id, [*added, *removed], commit_message=message)
 
     def get(self, name: str) -> Buffer:
-        with _nowhere() as folder:  # the cache would keep every step
+        with _access(self), _nowhere() as folder:  # the cache would keep every step
             try:
                 self._api.hf_hub_download(self.repo_id, name, local_dir=folder)
             except (RemoteEntryNotFoundError, RepositoryNotFoundError) as error:
@@ -99,12 +109,13 @@ class Bucket:
 
     def put(self, files: Mapping[str, bytes], remove: Collection[str] = ()) -> None:
         *contents, index = [(content, name) for name, content in files.items()]
-        if contents:
-            self._api.batch_bucket_files(self.bucket_id, add=[*contents])
-        self._api.batch_bucket_files(self.bucket_id, add=[index], delete=list(remove))
+        with _access(self):
+            if contents:
+                self._api.batch_bucket_files(self.bucket_id, add=[*contents])
+            self._api.batch_bucket_files(self.bucket_id, add=[index], delete=list(remove))
 
     def get(self, name: str) -> Buffer:
-        with _nowhere() as folder:
+        with _access(self), _nowhere() as folder:
             try:
                 self._api.download_bucket_files(self.bucket_id, [(name, Path(folder, name))], raise_on_missing_files=True)
             except EntryNotFoundError as error:
@@ -119,6 +130,16 @@ def open_place(place: str | os.PathLike | Place) -> Place:
     if isinstance(place, str) and place.startswith(HUB):
         return Repository(place.removeprefix(HUB).rstrip("/"))
     return Folder(place) if isinstance(place, str | os.PathLike) else place
+
+
+@contextmanager
+def _access(place: Place) -> Iterator[None]:
+    """Raises OSError if the Hub cannot be reached or refuses. Its client raises errors of other kinds, and one that is a
+    FileNotFoundError, which would say that nothing is published."""
+    try:
+        yield
+    except (HTTPError, LocalEntryNotFoundError) as error:
+        raise OSError(f"Access to {place} failed: {error}") from error
 
 
 def _nowhere() -> tempfile.TemporaryDirectory:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import threading
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import count
 from typing import NamedTuple
 
 import numpy as np
@@ -102,6 +105,7 @@ class Publisher:
         self._checksums: dict[str, int] = {}
         self._pool = ThreadPoolExecutor(1, "publisher")
         self._running: Future[None] | None = None
+        self._lock = threading.RLock()  # two threads at once would copy into the same memory
 
     def publish(self, named_tensors: NamedTensors, step: int) -> None:
         """Copies the tensors, from any device, and publishes them in the background as the weights of this step.
@@ -111,24 +115,30 @@ class Publisher:
 
         Args:
             named_tensors: all weights, under the names and in the shapes of the checkpoint, the same ones in each step.
-            step: larger than that of the step before.
+            step: 0 or more, and larger than that of the step before.
 
         Raises:
             CheckpointError: names, types or shapes differ from those of the step before, or another publisher writes to the
                 place.
             OSError: the step before could not be written.
         """
-        self.wait()
-        if self._has_base and step <= self._index.steps[-1].step:
-            raise ValueError(f"step {step} does not follow step {self._index.steps[-1].step}, which was published before")
-        weights, parts = self._copy(named_tensors)
-        self._running = self._pool.submit(self._write, weights, parts, step)
+        step = operator.index(step)
+        if step < 0:
+            raise ValueError(f"step must be 0 or more, not {step}")
+        with self._lock:
+            self.wait()
+            if self._has_base and step <= self._index.steps[-1].step:
+                raise ValueError(f"step {step} does not follow step {self._index.steps[-1].step}, which was published before")
+            with torch.inference_mode(False):  # such tensors could not be changed outside of the mode later
+                weights, parts = self._copy(named_tensors)
+            self._running = self._pool.submit(self._write, weights, parts, step)
 
     def wait(self) -> None:
         """Waits until the last step is at the place. Raises the error if it could not be written."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.result()
+        with self._lock:
+            running, self._running = self._running, None
+            if running is not None:
+                running.result()
 
     def close(self) -> None:
         """Waits as `wait` does, and ends the thread."""
@@ -173,7 +183,8 @@ class Publisher:
     def _write(self, weights: dict[str, torch.Tensor], parts: dict[str, Part], step: int) -> None:
         """Writes the files of a step, then the index, and makes the weights the base of the next step."""
         found = Index.read(self.place, self._index.rank)
-        if (found and found.session) != self._session:
+        # The first index of this object may be there although `put` failed: the answer was lost, or a removal failed.
+        if (found and found.session) not in (self._session, self._index.session):
             raise CheckpointError(f"Another publisher writes to {self.place}, so step {step} was not published. End one.")
         tensors = {key: RawTensor.from_torch(weight) for key, weight in weights.items()}
         bases = {key: RawTensor.from_torch(weight) for key, weight in self._current.items()}
@@ -184,14 +195,16 @@ class Publisher:
         else:
             checksums = {key: xxhash.xxh3_64_intdigest(tensor.data) for key, tensor in tensors.items()}
         entry = Step(step, before, digest_of(checksums.items()))
+        there = _files(found.steps) if found else set()
         # A training that was resumed comes again to steps that had been published.
         steps = [earlier for earlier in self._index.steps if earlier.step < step]
         is_anchor = not any(earlier.anchor for earlier in steps[max(len(steps) - self.anchor_every + 1, 0) :])
         waiting: dict[str, bytes] = {}
 
         def add(kind: str, payloads: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, int]]:
-            for number, share in enumerate(_shares(payloads)):
-                name = file_name(kind, step, self._index.rank, number)
+            # Under names that the index does not have: until it is replaced, its files stay as they are.
+            names = (file_name(kind, step, self._index.rank, number) for number in count())
+            for name, share in zip((name for name in names if name not in there), _shares(payloads)):
                 if sum(map(len, waiting.values())) > FILE:
                     self.place.put(waiting)
                     waiting.clear()
@@ -207,7 +220,7 @@ class Publisher:
         steps = steps[anchors[max(len(anchors) - self.keep_anchors, 0)] :]
         index = replace(self._index, steps=steps)
         waiting[index_name(index.rank)] = index.to_bytes()
-        self.place.put(waiting, remove=sorted(_files(self._index.steps) - _files(steps)))
+        self.place.put(waiting, remove=sorted(there - _files(steps)))
         self._index, self._session, self._parts, self._checksums = index, index.session, parts, checksums
         self._current, self._spare = weights, self._current
 

@@ -12,7 +12,7 @@ from typing import Literal
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from hf_ext.errors import ServerError
+from hf_ext.errors import HfExtError, ServerError
 from hf_ext.weight_sync.places import Folder, Place, open_place
 from hf_ext.weight_sync.subscriber import Subscriber
 
@@ -100,8 +100,13 @@ def follow(
     steps, reached = Subscriber(place), dict.fromkeys(servers, -1)
     with ThreadPoolExecutor(len(servers)) as pool:
         while True:
-            newest = max(steps.steps(), default=-1)
-            updates = {server: pool.submit(server.update, newest) for server in servers if reached[server] != newest}
+            try:
+                newest = max(steps.steps(), default=-1)
+            except (HfExtError, OSError) as error:
+                newest = -1
+                tell(f"{error} The place is read again.")
+            behind = [server for server in servers if newest >= 0 and reached[server] != newest]
+            updates = {server: pool.submit(server.update, newest) for server in behind}
             for server, update in updates.items():
                 try:
                     update.result()
@@ -111,5 +116,5 @@ def follow(
                     reached[server] = newest
                     tell(f"{server.url} is at step {newest}.")
             if last is not None and min(reached.values()) >= last:
-                return newest
+                return min(reached.values())
             time.sleep(every)

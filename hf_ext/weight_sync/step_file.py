@@ -99,7 +99,8 @@ class Index:
             version = fields.pop("version")
             if version == VERSION:
                 index = cls(**fields | {"steps": [Step(**step) for step in fields["steps"]]})
-                if index.rank == rank < index.world_size and all(step.is_valid() for step in index.steps):
+                is_valid = index.rank == rank < index.world_size and type(index.world_size) is int
+                if is_valid and all(step.is_valid() for step in index.steps):
                     return index
         except (KeyError, TypeError, AttributeError) as error:
             raise CorruptFileError(f"{name} at {place} is damaged: {type(error).__name__} {error}.") from error
@@ -168,5 +169,7 @@ class StepFile:
             except CorruptFileError as error:
                 raise CorruptFileError(f"{name} is damaged. {error}") from error
             part = self.parts[key] = rows.get(key, Part(key, 0, header.shape))
-            if len(part.shape) != len(header.shape) or part.shape[1:] != header.shape[1:]:
+            numbers = (part.begin, *part.shape)
+            is_valid = isinstance(part.name, str) and all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
+            if not is_valid or len(part.shape) != len(header.shape) or part.shape[1:] != header.shape[1:]:
                 raise CorruptFileError(f"{name} is damaged: '{key}' cannot be rows of a tensor of shape {list(part.shape)}.")

@@ -48,7 +48,7 @@ class Subscriber:
         self.changed: set[str] = set()
         self._run = ""
         self._ranks: list[_Rank] = []  # none: nothing is known of the tensors
-        self._given: weakref.WeakValueDictionary[str, torch.Tensor] = weakref.WeakValueDictionary()  # in the last `update`
+        self._given: dict[str, _Given] = {}  # in the last `update`, by published name
 
     def steps(self) -> list[int]:
         """Returns the steps at the place, oldest first.
@@ -100,7 +100,7 @@ class Subscriber:
                     for key, header in rank.headers.items()
                 }
                 layout = layout_of((key, part, rank.headers[key]) for rank in ranks for key, part in rank.parts.items())
-                homes = self._homes(layout, known, chains, named_tensors, locate)
+                homes, given = self._homes(layout, known, chains, named_tensors, locate)
                 break
             except _DamagedFile as error:
                 logger.warning(f"{error} Other files take its place.")
@@ -115,6 +115,7 @@ class Subscriber:
         except (BaseModelError, CorruptFileError) as error:
             raise CorruptFileError(f"{error} The tensors are now of no one step: update them again.") from error
         self._ranks, self._run, self.step = ranks, indices[0].run, target
+        self._given = {name: _Given.of(*where) for name, where in given.items()}
         self.changed = {rank.parts[key].name for rank in ranks for key in rank.parts if key in chains}
         return target
 
@@ -169,6 +170,9 @@ class Subscriber:
                 expected = (index.run, index.rank, entry.step, entry.before, entry.after)
                 if (file.run, file.rank, file.step, file.before, file.after) != expected:
                     raise _DamagedFile(name, f"{name} at {self.place} is not the file of this run and step.")
+                # Only the payload itself limits the size of a tensor without a base: a stranger cannot make it take memory.
+                if is_anchor and any(header.base_values for header in file.headers.values()):
+                    raise _DamagedFile(name, f"{name} at {self.place} does not hold whole weights.")
                 kind = _Rank(file.parts, file.headers, entry.after).kind
                 if not is_anchor and any(kind(key) != before.kind(key) for key in file.parts):
                     raise _DamagedFile(name, f"{name} at {self.place} changes other tensors than those of this run.")
@@ -185,15 +189,18 @@ class Subscriber:
         chains: Mapping[str, object],
         named_tensors: Mapping[str, torch.Tensor] | None,
         locate: Callable[[str], Piece | None] | None,
-    ) -> dict[str, Home]:
-        """Returns where those parts are kept that have to change, by key, once it is sure that all hold what they should."""
+    ) -> tuple[dict[str, Home], dict[str, tuple[torch.Tensor, Piece]]]:
+        """Returns where those parts are kept that have to change, by key, once it is sure that all hold what they should; and
+        what the caller keeps, by published name."""
         homes: dict[str, Home] = {}
-        given: dict[str, torch.Tensor] = {}
+        given: dict[str, tuple[torch.Tensor, Piece]] = {}
         used: set[str] = set()
         places: set[int] = set()
         if named_tensors is None:
             for name, parts in layout.items():
                 self._own(name, parts, known)
+            for name in self.tensors.keys() - layout.keys():  # of another run
+                del self.tensors[name]
             named_tensors, locate = self.tensors, None
         for name, parts in layout.items():
             piece = locate(name) if locate else Piece(name) if name in named_tensors else None
@@ -202,7 +209,9 @@ class Subscriber:
             if piece.tensor not in named_tensors:
                 raise CheckpointError(f"'{piece.tensor}', where '{name}' is to be kept, is not among the tensors given.")
             used.add(piece.tensor)
-            tensor = given[name] = named_tensors[piece.tensor]
+            tensor = named_tensors[piece.tensor]
+            given[name] = tensor, piece
+            is_as_left = name in self._given and self._given[name].is_still(tensor, piece)
             rows = rows_of(tensor, piece, parts, is_whole=locate is None)
             # Of two names for the same memory, as tied weights have, the second is copied to it.
             in_place = rows.device.type == "cpu" and rows.is_contiguous() and rows.data_ptr() not in places
@@ -217,7 +226,7 @@ class Subscriber:
                 else:
                     own = self._own(name, parts, known)[part.begin : part.end(header)]
                     home = Home(own, own[first - part.begin : last - part.begin], kept, first - part.begin)
-                is_new = home.elsewhere is not None and self._given.get(name) is not tensor
+                is_new = home.elsewhere is not None and not is_as_left
                 # What a caller keeps may have changed even where this step changes nothing.
                 if key in known and (key in chains or is_new or home.elsewhere is None):
                     if xxhash.xxh3_64_intdigest(RawTensor.from_torch(home.part).data) != known[key]:
@@ -226,17 +235,33 @@ class Subscriber:
                     homes[key] = home._replace(is_new=is_new)
         if missing := sorted(set(named_tensors) - used):
             raise CheckpointError(f"Nothing is published at {self.place} for the tensor '{missing[0]}'.")
-        self._given = weakref.WeakValueDictionary(given)
-        return homes
+        return homes, given
 
     def _own(self, name: str, parts: Parts, known: Mapping[str, int]) -> torch.Tensor:
         """Returns this object's copy of a tensor, a scalar as one row. Memory is taken only for what is written there."""
-        if name not in self.tensors:
-            key, part, header = parts[0]
-            self.tensors[name] = torch.empty(part.shape, dtype=torch_dtype(header.dtype))
+        key, part, header = parts[0]
+        own, dtype = self.tensors.get(name), torch_dtype(header.dtype)
+        if own is None or (own.shape, own.dtype) != (part.shape, dtype):  # that of another run
+            self.tensors[name] = torch.empty(part.shape, dtype=dtype)
             if key in known:
                 raise _ChangedTensor(f"There is no copy of '{name}' in memory yet")
         return torch.atleast_1d(self.tensors[name])
+
+
+class _Given(NamedTuple):
+    """A tensor of the caller that holds a published one, as the last `update` left it."""
+
+    tensor: weakref.ref[torch.Tensor]
+    piece: Piece
+    address: int
+    version: int  # PyTorch counts what changes a tensor, except for inference tensors
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, piece: Piece) -> _Given:
+        return cls(weakref.ref(tensor), piece, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+
+    def is_still(self, tensor: torch.Tensor, piece: Piece) -> bool:
+        return self.tensor() is tensor and self[1:] == self.of(tensor, piece)[1:]
 
 
 class _Rank(NamedTuple):
@@ -306,5 +331,3 @@ def _by_key(files: Iterable[StepFile]) -> dict[str, list[tuple[np.ndarray, Heade
         for key, payload in file.payloads.items():
             chains[key].append((payload, file.headers[key]))
     return dict(chains)
-
-

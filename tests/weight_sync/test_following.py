@@ -7,14 +7,22 @@ import logging
 import multiprocessing
 import os
 import signal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tiny_runs import bits, same, weights, zeros
 
 from hf_ext import CheckpointError, CorruptFileError
+from hf_ext.storage.delta.codec import encode
+from hf_ext.storage.delta.file import digest_of
+from hf_ext.storage.delta.payload import read_header, write_payload
 from hf_ext.weight_sync import Piece, Publisher, Rows, Subscriber, publisher
+from hf_ext.weight_sync.step_file import Index, Part, Step, file_name, write_file
 
 
 def publish(place: Path, steps: range, **options: object) -> None:
@@ -184,11 +192,78 @@ def test_tensors_that_cannot_change_in_place_are_copied_to(tmp_path: Path):
     assert same(others, {"layer.weight": weights(1)["layer.weight"]})
 
 
+def _copy_into(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(torch.ones(64, 64))
+
+
+def _give_other_memory(tensor: torch.nn.Parameter) -> None:
+    tensor.data = torch.zeros(64, 64).T
+
+
+@pytest.mark.parametrize("change", [_copy_into, _give_other_memory])
+def test_copied_tensors_that_someone_changed_are_copied_whole(tmp_path: Path, change: Callable):
+    publish(tmp_path, range(3))
+    subscriber, tensors = Subscriber(tmp_path), {"layer.weight": torch.nn.Parameter(torch.zeros(64, 64).T)}
+    for step in (0, 1, 2, 2):
+        subscriber.update(tensors, step)
+        assert bits(tensors["layer.weight"]) == bits(weights(step)["layer.weight"])
+        change(tensors["layer.weight"])
+
+
+def test_a_single_value_may_be_kept_with_any_stride(tmp_path: Path):
+    tensors = {"x": torch.zeros(1, 1, 3)[..., 1]}
+    with Publisher(tmp_path) as run:
+        run.publish({"x": torch.ones(1, 1)}, 0)
+    Subscriber(tmp_path).update(tensors)
+    assert tensors["x"].item() == 1
+
+
+def test_a_piece_may_move(tmp_path: Path):
+    subscriber, tensors, x = Subscriber(tmp_path), {"two": torch.zeros(4, 20).T}, torch.randn(10, 4)
+    with Publisher(tmp_path) as run:
+        for step, row in ((0, 0), (1, 10)):
+            x[0] += 1
+            run.publish({"x": x}, step)
+            run.wait()
+            subscriber.update(tensors, locate=lambda name, row=row: Piece("two", row))
+            assert bits(tensors["two"][row : row + 10]) == bits(x)
+
+
+DTYPES = [torch.uint64, torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.bool, torch.int64, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_changed_rows_of_every_type_are_copied(tmp_path: Path, dtype: torch.dtype):
+    width = torch.empty((), dtype=dtype).element_size()
+    steps = [torch.randint(2 if dtype == torch.bool else 256, (9, 4 * width), dtype=torch.uint8) for _ in range(2)]
+    steps[1][1:] = steps[0][1:]
+    with torch.inference_mode():
+        tensors = {"x": torch.zeros(4, 9, dtype=dtype).T}
+    subscriber = Subscriber(tmp_path)
+    with Publisher(tmp_path) as run:
+        for step, x in enumerate(steps):
+            run.publish({"x": x.view(dtype)}, step)
+            run.wait()
+            subscriber.update(tensors)
+            assert bits(tensors["x"]) == bits(x.view(dtype))
+
+
+def test_inference_tensors_may_be_published_too(tmp_path: Path):
+    with Publisher(tmp_path) as run:
+        for step in range(4):
+            with torch.inference_mode(step < 3):
+                run.publish(weights(step), step)
+    subscriber = Subscriber(tmp_path)
+    assert subscriber.update() == 3 and same(subscriber.tensors, weights(3))
+
+
 @pytest.mark.parametrize(
     "tensors, message",
     [
         ({"frozen": torch.zeros(8, 9)}, r"Rows 0 to 8 of 'frozen', .* do not fit into 'frozen' at row 0: .* \[8, 9\]"),
         ({"frozen": torch.zeros(8, 8).half()}, "torch.float16"),
+        ({"frozen": torch.empty(8, 8, device="meta")}, "'frozen' has no values of its own"),
         ({"frozen": torch.zeros(8, 8), "unknown": torch.zeros(1)}, "Nothing is published .* for the tensor 'unknown'"),
     ],
 )
@@ -196,7 +271,7 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, tensors: dict, mess
     publish(tmp_path, range(1))
     with pytest.raises(CheckpointError, match=message):
         Subscriber(tmp_path).update(tensors)
-    assert not any(tensor.any() for tensor in tensors.values())
+    assert not any(tensor.any() for tensor in tensors.values() if not tensor.is_meta)
 
 
 def damage(path: Path) -> None:
@@ -251,10 +326,35 @@ def test_a_damaged_index_is_an_error(tmp_path: Path):
     step = content["steps"][0]
     strange = [content | {"version": 2}, content | {"steps": [{"step": "1"}]}, content | {"steps": [step | {"step": "1"}]}]
     strange += [content | {"steps": [step | {"delta": {"../../other-file": 1}}]}, content | {"rank": 1}]
+    strange += [content | {"world_size": 1.5}]
     for harmed in ("", "[]", "{", *map(json.dumps, strange)):
         index.write_text(harmed)
         with pytest.raises(CorruptFileError, match="index-00000.json"):
             Subscriber(tmp_path).steps()
+
+
+def forge(place: Path, payload: bytes, part: Sequence[object]) -> None:
+    """Writes a run of one anchor, of a name that does not tell what part it holds, with right checksums."""
+    name, header = file_name("anchor", 0, 0, 0), read_header(payload)
+    step = Step(0, None, digest_of([("key", header.checksum)]))
+    index = Index("forged", 0, 1, "", [step])
+    place.mkdir()
+    (place / name).write_bytes(write_file(index, step, {"key": payload}, {"key": Part(*part)}))
+    step.anchor[name] = 1
+    (place / "index-00000.json").write_bytes(index.to_bytes())
+
+
+def test_what_a_stranger_made_up_is_refused(tmp_path: Path):
+    huge = write_payload(("F32", "F32", "key", "key"), (10**15,), 1, 10**15, 0, memoryview(b"1"))
+    empty = write_payload(("F32", "", "key", ""), (2**64 - 1, 0), 0, 0, 0, memoryview(b""))
+    some = encode(torch.ones(4, 3))
+    made_up = [(huge, ("x", 0, (10**15,))), (empty, ("x", 0, (2**64 - 1, 0)))]
+    made_up += [(some, part) for part in ((5, 0, (4, 3)), ([], 0, (4, 3)), ("x", 0.0, (4, 3)), ("x", -1, (4, 3)))]
+    made_up += [(some, part) for part in (("x", False, (4, 3)), ("x", 0, (4.0, 3)), ("x", 0, (10**15, 3)), ("x", 4, (8, 3)))]
+    for number, (payload, part) in enumerate(made_up):
+        forge(tmp_path / str(number), payload, part)
+        with pytest.raises((CheckpointError, CorruptFileError)):
+            Subscriber(tmp_path / str(number)).update()
 
 
 def test_tensors_that_someone_changed_begin_at_an_anchor(tmp_path: Path, caplog):
@@ -285,6 +385,19 @@ def test_another_run_is_not_mixed_in(tmp_path: Path, caplog):
     with caplog.at_level(logging.WARNING):
         assert subscriber.update(tensors) == 6
     assert "no longer holds the run" in caplog.text and same(tensors, weights(6))
+
+
+def test_another_run_may_have_other_tensors(tmp_path: Path):
+    kept, own = Subscriber(tmp_path), Subscriber(tmp_path)
+    for rows, name in ((100, "x"), (300, "y"), (200, "x")):
+        for path in tmp_path.iterdir():
+            path.unlink()
+        x, tensors = torch.randn(rows, rows), {"x": torch.zeros(rows, rows).T}
+        with Publisher(tmp_path) as run:
+            run.publish({"x": x, name: x}, 0)
+        kept.update(tensors)
+        own.update()
+        assert same(tensors, {"x": x}) and same(own.tensors, {"x": x, name: x})
 
 
 def test_a_step_of_another_run_under_a_known_name_is_refused(tmp_path: Path, caplog):
@@ -321,12 +434,14 @@ def test_a_run_keeps_its_tensors_and_its_order(tmp_path: Path):
         run.publish(weights(0), 0)
         with pytest.raises(ValueError, match="step 0 does not follow step 0"):
             run.publish(weights(1), 0)
+        with pytest.raises(ValueError, match="step must be 0 or more, not -1"):
+            run.publish(weights(1), -1)
         for wrong in ({"new": torch.ones(1)}, {"frozen": torch.ones(9, 8)}, {"frozen": torch.ones(8, 8).half()}):
             with pytest.raises(CheckpointError, match=f"'{next(iter(wrong))}' is new, missing, or of another type or shape"):
                 run.publish(weights(1) | wrong, 1)
         with pytest.raises(CheckpointError, match="'empty' is new, missing"):
             run.publish({name: tensor for name, tensor in weights(1).items() if name != "empty"}, 1)
-        run.publish(weights(2), 2)
+        run.publish(weights(2), np.int64(2))
     subscriber = Subscriber(tmp_path)
     assert subscriber.update() == 2 and same(subscriber.tensors, weights(2))
 
@@ -348,7 +463,7 @@ def test_after_a_failed_write_the_next_step_holds_both_changes(tmp_path: Path, m
     assert not files(tmp_path, "step-00000001")
 
 
-def _publish_until_killed(place: Path, limit: int) -> None:
+def _publish_until_killed(place: Path, limit: int, first: int = 0) -> None:
     left = limit
     replace = os.replace
 
@@ -360,7 +475,7 @@ def _publish_until_killed(place: Path, limit: int) -> None:
         replace(*paths)
 
     os.replace = dying
-    publish(place, range(3), anchor_every=2)
+    publish(place, range(first, 3), anchor_every=2, resume=first > 0)
 
 
 @pytest.mark.parametrize("limit", range(8))
@@ -378,6 +493,17 @@ def test_a_killed_publisher_leaves_whole_steps_and_goes_on(tmp_path: Path, limit
     assert same(subscriber.tensors, weights(len(done) + 1))
 
 
+@pytest.mark.parametrize("limit", range(2))
+def test_a_publisher_that_is_killed_while_it_replaces_steps_leaves_them_whole(tmp_path: Path, limit: int):
+    publish(tmp_path, range(3), anchor_every=1, keep_anchors=1)
+    child = multiprocessing.get_context("fork").Process(target=_publish_until_killed, args=(tmp_path, limit, 2))
+    child.start()
+    child.join(60)
+    subscriber = Subscriber(tmp_path)
+    assert child.exitcode == -signal.SIGKILL and subscriber.steps() == [2]
+    assert subscriber.update() == 2 and same(subscriber.tensors, weights(2))
+
+
 def test_a_training_that_resumes_earlier_replaces_later_steps(tmp_path: Path):
     publish(tmp_path, range(5))
     tensors, subscriber = zeros(), Subscriber(tmp_path)
@@ -388,3 +514,57 @@ def test_a_training_that_resumes_earlier_replaces_later_steps(tmp_path: Path):
     assert subscriber.steps() == [0, 1, 2, 3, 4]
     assert subscriber.update(tensors) == 4 and same(tensors, weights(8))
     assert subscriber.update(tensors, 2) == 2 and same(tensors, weights(2))
+
+
+class Store(dict):
+    """A place in memory that refuses to remove a file twice. Its next `put` fails after all is done, if `loses` is set."""
+
+    loses = False
+
+    def put(self, files: Mapping[str, bytes], remove: Collection[str] = ()) -> None:
+        self.update(files)
+        for name in remove:
+            if self.pop(name, None) is None:
+                raise FileNotFoundError(name)
+        if self.loses:
+            self.loses = False
+            raise OSError("the answer is lost")
+
+    def get(self, name: str) -> bytes:
+        if name not in self:
+            raise FileNotFoundError(name)
+        return self[name]
+
+
+@pytest.mark.parametrize("lost", range(4))
+def test_a_publisher_goes_on_after_a_write_whose_answer_was_lost(lost: int):
+    place = Store()
+    with Publisher(place, anchor_every=1, keep_anchors=1) as run:
+        for step in range(5):
+            place.loses = step == lost
+            run.publish(weights(step), step)
+            with pytest.raises(OSError, match="the answer is lost") if step == lost else nullcontext():
+                run.wait()
+    subscriber = Subscriber(place)
+    assert subscriber.update() == 4 and same(subscriber.tensors, weights(4))
+    assert len(place) == 3  # a step, an anchor, the index
+
+
+def test_threads_may_publish_and_wait_at_once(tmp_path: Path):
+    def publish_all(offset: float) -> list[int]:
+        done = []
+        for step in range(12):
+            with suppress(ValueError):  # another thread has published the step or a later one
+                run.publish({"x": torch.full((200_000,), step + offset)}, step)
+                done.append(step)
+            run.wait()
+        return done
+
+    with Publisher(tmp_path, anchor_every=10, keep_anchors=9) as run, ThreadPoolExecutor(2) as pool:
+        lists = list(pool.map(publish_all, (0.1, 0.2)))
+    subscriber = Subscriber(tmp_path)
+    assert subscriber.steps() == sorted(step for done in lists for step in done)
+    for number, done in enumerate(lists):
+        for step in done:
+            subscriber.update(step=step)
+            assert torch.equal(subscriber.tensors["x"], torch.full((200_000,), step + (number + 1) / 10))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import posixpath
+import resource
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+import torch
 from local_hub import LocalHub
 from processes import python
 from tiny_runs import same, weights, zeros
@@ -48,6 +51,26 @@ def test_a_repository_on_the_hub_is_a_place(tmp_path: Path):
         assert sum("Publish" in commit.summary for commit in repo.commits.values()) == 4  # a step is one commit
 
 
+UNREACHABLE = """
+import json
+from hf_ext.weight_sync.places import open_place
+place, errors = open_place("hf://user/run"), []
+for work in (lambda: place.get("index-00000.json"), lambda: place.put({"index-00000.json": b"{}"})):
+    try:
+        work()
+    except OSError as error:
+        errors.append(isinstance(error, FileNotFoundError))
+print(json.dumps(errors))
+"""
+
+
+@pytest.mark.parametrize("env", [{"HF_ENDPOINT": "nothing://there"}, {"HF_HUB_OFFLINE": "1"}], ids=str)
+def test_a_hub_that_cannot_be_reached_is_no_empty_place(tmp_path: Path, env: dict[str, str]):
+    done = python("-c", UNREACHABLE, env=env, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [False, False]
+
+
 class Bucket:
     """Any file system that fsspec knows."""
 
@@ -73,6 +96,19 @@ def test_an_object_with_two_methods_is_a_place(tmp_path: Path):
             run.wait()
             assert subscriber.update(tensors) == step and same(tensors, weights(step))
     assert len(place.system.ls(place.root)) == 4  # two steps, an anchor, the index
+
+
+def test_a_chain_may_have_more_files_than_a_process_may_open(tmp_path: Path):
+    with Publisher(tmp_path, anchor_every=100) as run:
+        for step in range(60):
+            run.publish({"x": torch.tensor([step])}, step)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    subscriber = Subscriber(tmp_path)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 30, limits[1]))
+    try:
+        assert subscriber.update() == 59 and subscriber.tensors["x"].item() == 59
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_an_empty_place_has_nothing_to_offer(tmp_path: Path):

@@ -13,6 +13,7 @@ from tiny_runs import weights
 from hf_ext.cli.main import main
 from hf_ext.errors import ServerError
 from hf_ext.weight_sync import Publisher, VLLMServer
+from hf_ext.weight_sync.servers import follow
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -67,3 +68,28 @@ def test_the_command_tries_again_until_the_last_step(http: ThreadingHTTPServer, 
     assert printed == "All servers are at step 2.\n"
     assert "Step 2 is tried again" in said and f"{http.url} is at step 2" in said
     assert [content for path, content, _ in http.requests if path == "/finish_weight_update"] == ['{"weight_version": "2"}']
+
+
+def test_following_goes_on_while_the_place_cannot_be_read(http: ThreadingHTTPServer, tmp_path: Path):
+    place, said = tmp_path / "place", []
+
+    def tell(text: str) -> None:
+        said.append(text)
+        index = place / "index-00000.json"
+        if text.endswith("is at step 0."):
+            index.rename(tmp_path / "away")  # nothing is there
+            threading.Timer(0.1, index.mkdir).start()  # then something that is no file
+        elif index.is_dir():
+            index.rmdir()
+            (tmp_path / "away").rename(index)
+            with Publisher(place, resume=True) as run:
+                run.publish(weights(1), 1)
+
+    with Publisher(place) as run:
+        run.publish(weights(0), 0)
+    assert follow(place, [VLLMServer(http.url, place)], last=1, every=0.01, tell=tell) == 1
+    assert "Is a directory" in said[1] and said[1].endswith(" The place is read again.") and len(said) == 3
+    assert [content for path, content, _ in http.requests if path == "/update_weights"] == [
+        '{"update_info": {"step": 0}}',
+        '{"update_info": {"step": 1}}',
+    ]
