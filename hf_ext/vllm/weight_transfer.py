@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
+import torch
+from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
     TrainerWeightTransferEngine,
@@ -18,6 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from hf_ext.errors import HfExtError
 from hf_ext.vllm.models import whole_layers
 from hf_ext.weight_sync.publisher import Publisher
 from hf_ext.weight_sync.subscriber import Subscriber
@@ -37,6 +40,16 @@ class PlaceUpdateInfo(WeightTransferUpdateInfo):
     """`step`: the step to go to. All workers must go to the same one, so the newest is no choice."""
 
     step: int
+
+
+def _all(succeeded: bool) -> bool:
+    """Returns whether all workers succeeded."""
+    group = get_world_group()
+    if group.world_size == 1:
+        return succeeded
+    flag = torch.tensor(int(succeeded))
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(flag)
 
 
 class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):
@@ -71,7 +84,14 @@ class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):
         if subscriber is None:
             raise RuntimeError("Give the place of the training first: POST /init_weight_transfer_engine.")
         before = subscriber.step if self._is_loaded else None
-        step = subscriber.update(step=update_info.step)
+        error = None
+        try:
+            subscriber.update(step=update_info.step)
+        except (HfExtError, OSError) as caught:
+            error = caught
+        if not _all(error is None):  # no worker may load what another cannot
+            self._is_loaded = self._is_loaded and error is not None
+            raise error or RuntimeError(f"Another worker cannot read step {update_info.step}; its log has the reason.")
         names = list(whole_layers(subscriber.tensors, lambda name: before is None or name in subscriber.changed))
         if names:
             self._is_loaded = False
@@ -79,7 +99,8 @@ class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):
             self.model.load_weights((name, subscriber.tensors[name]) for name in names)
             finalize_layerwise_reload(self.model, self.model_config)
         self._is_loaded = True
-        logger.info("Step %d of %s: %d of %d tensors loaded.", step, subscriber.place, len(names), len(subscriber.tensors))
+        count = len(subscriber.tensors)
+        logger.info("Step %d of %s: %d of %d tensors loaded.", update_info.step, subscriber.place, len(names), count)
 
     def finish_weight_update(self) -> None:
         """Does nothing."""

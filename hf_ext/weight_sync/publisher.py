@@ -59,7 +59,8 @@ class Publisher:
         keep_anchors: how many anchors stay at the place, and all steps since the oldest of them. Older files are removed.
         dtype: floats are rounded to this type first, such as torch.bfloat16 for a training in float32. None keeps theirs.
         run: name of the training; needed if several ranks publish, and the same for each. Random by default.
-        resume: go on with the run that the place holds, if it holds one. The first step is then an anchor.
+        resume: go on with the run that the place holds, if it holds one. The first step is then an anchor. Several ranks resume
+            together, under torch.distributed.
         rank, world_size: of this publisher, if each publishes a share of the weights: sharded tensors (DTensor), `Rows`, or
             whole tensors that no other rank publishes.
 
@@ -97,6 +98,7 @@ class Publisher:
                 f"{self.place} holds the steps of run '{found.run}', published by {found.world_size} ranks. Give another place."
             )
         run = found.run if found else run or uuid.uuid4().hex[:8]
+        self._attempt = _common(uuid.uuid4().hex, world_size) if resume else ""
         self._index = Index(run, rank, world_size, uuid.uuid4().hex, found.steps if found else [])
         self._session = found and found.session  # of the index that is at the place, unless another publisher writes there
         self._parts: dict[str, Part] = {}
@@ -164,8 +166,8 @@ class Publisher:
         parts: dict[str, Part] = {}
         for name, tensor in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
             for key, part, rows in _split(name, _local(tensor)):
-                if key in parts:
-                    raise CheckpointError(f"'{key}' is given twice.")
+                if key in parts or key == "__metadata__":  # which safetensors reserves
+                    raise CheckpointError(f"'{key}' is given twice, or is no name for a tensor.")
                 dtype = self.dtype if self.dtype is not None and rows.is_floating_point() else rows.dtype
                 if self._has_base and (self._parts.get(key) != part or self._current[key].dtype != dtype):
                     raise _other_tensors(key)
@@ -194,7 +196,7 @@ class Publisher:
             checksums = self._checksums | {key: peek_header(memoryview(payload)).checksum for key, payload in changed.items()}
         else:
             checksums = {key: xxhash.xxh3_64_intdigest(tensor.data) for key, tensor in tensors.items()}
-        entry = Step(step, before, digest_of(checksums.items()))
+        entry = Step(step, before, digest_of(checksums.items()), self._attempt)
         there = _files(found.steps) if found else set()
         # A training that was resumed comes again to steps that had been published.
         steps = [earlier for earlier in self._index.steps if earlier.step < step]
@@ -223,6 +225,23 @@ class Publisher:
         self.place.put(waiting, remove=sorted(there - _files(steps)))
         self._index, self._session, self._parts, self._checksums = index, index.session, parts, checksums
         self._current, self._spare = weights, self._current
+
+
+def _common(text: str, world_size: int) -> str:
+    """Returns the text that the first of several ranks has.
+
+    Raises:
+        ValueError: the ranks are not those of torch.distributed, so none knows what another has.
+    """
+    if world_size == 1:
+        return text
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() == world_size):
+        raise ValueError("several ranks can only resume together, as the ranks of torch.distributed")
+    texts = [text]
+    distributed.broadcast_object_list(texts, src=0)
+    return texts[0]
 
 
 def _local(tensor: torch.Tensor | Rows) -> Rows:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Literal
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -53,7 +54,12 @@ class VLLMServer:
         Raises:
             ServerError: it cannot be reached, or refuses; the message holds its answer.
         """
-        self._post(f"pause?mode={self.requests}")
+        try:
+            self._post(f"pause?mode={self.requests}")
+        except ServerError:
+            with suppress(ServerError):
+                self._post("resume")
+            raise
         try:
             self._post("init_weight_transfer_engine", {"init_info": {"place": self.place}})
             self._post("start_weight_update")

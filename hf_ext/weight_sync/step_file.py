@@ -46,19 +46,22 @@ class Step:
     Attributes:
         step: its number.
         before, after: digests of all parts of the rank before and after the step; `before` is None if there is no delta.
+        attempt: distinguishes steps of one number that a resumed training published again; the same for all ranks.
         delta, anchor: bytes of the files, by name.
     """
 
     step: int
     before: str | None
     after: str
+    attempt: str = ""
     delta: dict[str, int] = field(default_factory=dict)
     anchor: dict[str, int] = field(default_factory=dict)
 
     def is_valid(self) -> bool:
         """Checks what a stranger may have written: no name may lead out of the place."""
         files = [*self.delta.items(), *self.anchor.items()]
-        return isinstance(self.step, int) and all(FILE_NAME.fullmatch(name) and isinstance(size, int) for name, size in files)
+        is_named = all(FILE_NAME.fullmatch(name) and isinstance(size, int) for name, size in files)
+        return isinstance(self.step, int) and isinstance(self.attempt, str) and is_named
 
 
 @dataclass

@@ -299,8 +299,8 @@ def _steps(indices: list[Index]) -> list[int]:
     """Returns the steps that all ranks have published, oldest first."""
     if not indices:
         return []
-    common = set.intersection(*({entry.step for entry in index.steps} for index in indices))
-    return sorted(common)
+    common = set.intersection(*({(entry.step, entry.attempt) for entry in index.steps} for index in indices))
+    return sorted(step for step, _ in common)
 
 
 def _path(steps: list[Step], target: int, digest: str | None, damaged: Mapping[str, object]) -> list[_Stage] | None:

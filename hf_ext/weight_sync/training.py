@@ -21,7 +21,7 @@ logger = logging.get_logger(__name__)
 
 
 class PublishWeights(TrainerCallback):
-    """Publishes the weights at the beginning of a training, and then after every `every` optimizer steps.
+    """Publishes the weights at the beginning of a training, after every `every` optimizer steps, and at the end.
 
     For `Trainer` and what derives from it, such as TRL's `SFTTrainer` and `GRPOTrainer`. A training that resumes from a
     checkpoint goes on with the run at the place. If a step cannot be published, a warning says why and the training goes on.
@@ -30,8 +30,8 @@ class PublishWeights(TrainerCallback):
         place: see `Publisher`.
         every: optimizer steps.
         dtype: that servers hold the weights in.
-        on_step: called with the number of each step when it is at the place, before the training goes on. Without it, a step is
-            written while the training goes on.
+        on_step: called with the number of each step when it is at the place, before the training goes on. Its errors end the
+            training. Without it, a step is written while the training goes on.
         options: more of `Publisher`'s.
 
     Raises from `Trainer.train`:
@@ -51,6 +51,7 @@ class PublishWeights(TrainerCallback):
         self.place, self.every, self.on_step = place, every, on_step
         self.options = {"dtype": dtype} | options
         self.publisher: Publisher | None = None
+        self._last = -1  # step
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs: Any):
         model = unwrap_model(model)
@@ -75,12 +76,15 @@ class PublishWeights(TrainerCallback):
         if state.global_step % self.every == 0:
             self._publish(state, model)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs: Any):
+        if state.global_step != self._last:
+            self._publish(state, model)
         if self.publisher is not None:
             self._try(self.publisher.close)
 
     def _publish(self, state: TrainerState, model: torch.nn.Module) -> None:
         publisher, step = self.publisher, state.global_step
+        self._last = step
         if publisher is not None:
             weights = checkpoint_weights(model)
             if state.is_world_process_zero is False:  # it publishes what is not sharded

@@ -55,10 +55,10 @@ def test_the_training_waits_for_each_step_if_someone_has_to_be_told(tmp_path: Pa
     def tell(step: int) -> None:
         told.append((step, subscriber.update()))
 
-    callback = PublishWeights(tmp_path / "place", every=3, dtype=None, on_step=tell)
+    callback = PublishWeights(tmp_path / "place", every=4, dtype=None, on_step=tell)
     model = tiny_models.llama()
     train(model, tmp_path / "run", callbacks=[callback], causal=True, save_strategy="no")
-    assert told == [(0, 0), (3, 3), (6, 6)]
+    assert told == [(0, 0), (4, 4), (6, 6)]  # the end, too
     assert all(bits(tensor) == bits(model.state_dict()[name]) for name, tensor in subscriber.tensors.items())
 
 

@@ -20,22 +20,24 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
 
 
-def _rank(rank: int, store: str, place: str, kind: str) -> None:
+def _rank(rank: int, store: str, place: str, kind: str, resume: bool) -> None:
     from torch.distributed import destroy_process_group, init_device_mesh, init_process_group
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     placement = {"sharded": Shard(0), "replicated": Replicate(), "columns": Shard(1)}[kind]
     mesh = init_device_mesh("cpu", (2,))
-    with Publisher(place, anchor_every=2, run="sharded", rank=rank, world_size=2) as run:
-        for step in range(3):
-            run.publish({name: distribute_tensor(x, mesh, [placement]) for name, x in tensors(step).items() if x.ndim}, step)
+    with Publisher(place, anchor_every=2, run="sharded", rank=rank, world_size=2, resume=resume) as run:
+        for step in (1, 2) if resume else (0, 1, 2):
+            weights = {name: distribute_tensor(x, mesh, [placement]) for name, x in tensors(step).items()}
+            if rank == 0 or not resume:  # when they resume, the other one publishes nothing any more
+                run.publish(weights, step)
     destroy_process_group()
 
 
-def _start(tmp_path: Path, kind: str) -> list[int | None]:
+def _start(tmp_path: Path, kind: str, resume: bool = False) -> list[int | None]:
     context = multiprocessing.get_context("fork")
-    arguments = (str(tmp_path / "store"), str(tmp_path / "place"), kind)
+    arguments = (str(tmp_path / f"store-{resume}"), str(tmp_path / "place"), kind, resume)
     children = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(2)]
     for child in children:
         child.start()
@@ -51,6 +53,19 @@ def test_shards_and_replicas_make_up_the_tensors(tmp_path: Path, kind: str):
     for step in range(3):
         subscriber.update(step=step)
         assert same(subscriber.tensors, tensors(step))
+
+
+def test_steps_that_only_one_rank_published_again_are_not_mixed_with_those_before(tmp_path: Path):
+    assert _start(tmp_path, "sharded") == [0, 0]
+    assert _start(tmp_path, "sharded", resume=True) == [0, 0]
+    subscriber = Subscriber(tmp_path / "place")
+    assert subscriber.steps() == [0]
+    assert subscriber.update() == 0 and same(subscriber.tensors, tensors(0))
+
+
+def test_several_ranks_resume_only_if_they_know_of_each_other(tmp_path: Path):
+    with pytest.raises(ValueError, match="several ranks can only resume together"):
+        Publisher(tmp_path, run="sharded", rank=1, world_size=2, resume=True)
 
 
 def test_shards_of_columns_are_refused(tmp_path: Path):
