@@ -19,9 +19,23 @@ from hf_ext.integration.modes import evaluating
 from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.encoding import Encoder
 
-# Whatever a model's generation_config.json says: the likeliest token each time, and one text for each prompt (of both lengths
-# min_new_tokens is what counts).
-GREEDY: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+# Overrides of a model's generation_config.json. A penalty on repetition punishes the words of the seeds, and the warpers cut
+# off what was not asked to be cut. Every prompt gets one text (of both lengths min_new_tokens is what counts).
+PLAIN: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+}
+GREEDY: dict[str, Any] = PLAIN | {"do_sample": False}
+SAMPLING: dict[str, Any] = PLAIN | {
+    "do_sample": True,
+    "top_k": 0,
+    "min_p": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
 ONE_EACH: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "min_new_tokens": 0}
 
 
@@ -81,7 +95,7 @@ class ModelGenerator:
         for row in rows:
             self.encoder.require_room(len(row) + room, f"A prompt with {room} tokens to write")
         stop = sampling.pop("stop", None)
-        how: dict[str, Any] = GREEDY if seed is None else {"do_sample": True, "top_k": 0} | sampling | self.options
+        how: dict[str, Any] = GREEDY if seed is None else SAMPLING | sampling | self.options
         how = how | ONE_EACH | {"max_new_tokens": max_new_tokens, "pad_token_id": self.encoder.tokenizer.pad_token_id}
         how["eos_token_id"] = ends = self._ends()
         written: dict[int, Completion] = {}

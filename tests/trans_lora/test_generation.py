@@ -100,6 +100,22 @@ def test_sampling_is_seeded_and_leaves_other_random_numbers_alone():
     assert first == write(PROMPTS, 20, seed=1, temperature=1.0, top_p=0.9) != write(PROMPTS, 20, seed=2, temperature=1.0)
 
 
+def test_sampling_depends_on_no_generation_config_but_on_the_options():
+    model, words = pretrained("llama")
+    encoder = Encoder(words, model)
+
+    def write(**options):
+        return ModelGenerator(model, encoder, 4, options=options)(PROMPTS, 20, seed=1, temperature=1.0, top_p=0.9)
+
+    plain = write()
+    odd = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 2, "top_k": 1, "min_p": 0.9, "typical_p": 0.1}
+    odd |= {"epsilon_cutoff": 0.5, "eta_cutoff": 0.5, "temperature": 0.1, "top_p": 0.1, "encoder_no_repeat_ngram_size": 2}
+    for name, value in odd.items():
+        setattr(model.generation_config, name, value)
+    assert write() == plain
+    assert write(repetition_penalty=5.0) != plain
+
+
 def test_writing_ends_at_the_mark_and_says_so():
     model, words = pretrained("llama")
     write = ModelGenerator(model, Encoder(words, model), batch_size=8)
