@@ -30,7 +30,7 @@ def synthesis_prompt(seeds: Sequence[str], count: int) -> str:
 
 
 def synthesis_request(seeds: Sequence[str], count: int) -> str:
-    """The same asked of a model that chats."""
+    """Returns the request for the rest of the list that a chat model gets. Its answer begins with `len(seeds) + 1` and a dot."""
     lines = [f"{number}. {seed}" for number, seed in enumerate(seeds, 1)]
     first = len(seeds) + 1
     order = (

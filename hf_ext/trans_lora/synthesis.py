@@ -153,8 +153,9 @@ class Prompts:
         self.encoder.require_room(length, f"A prompt of {self.args.num_shots} seeds, with room for what is to be written,")
 
     def _prompt(self, seeds: Sequence[str]) -> str:
+        """Returns a prompt that ends with the number of the next item, in the assistant's turn if the model chats."""
         if self.encoder.chats:
-            return self.encoder.prompt(synthesis_request(seeds, self.args.num_items))
+            return f"{self.encoder.prompt(synthesis_request(seeds, self.args.num_items))}{len(seeds) + 1}."
         return synthesis_prompt(seeds, self.args.num_items)
 
     def too_long(self, text: str) -> bool:

@@ -382,7 +382,8 @@ def test_a_chat_model_is_asked_as_a_chat(tmp_path):
     words = AutoTokenizer.from_pretrained(save(words, tmp_path / "words", chat))
     encoder = Encoder(words, trainer.model)
     assert encoder.prompt("pick a b c") == "<user>pick a b c<assistant>"
-    assert Prompts(SEEDS, trainer.args, encoder)._prompt(SEEDS).startswith("<user>Here are 5 examples of a task's inputs:\n1. ")
+    request = Prompts(SEEDS, trainer.args, encoder)._prompt(SEEDS)
+    assert request.startswith("<user>Here are 5 examples of a task's inputs:\n1. ") and request.endswith("<assistant>6.")
     assert encoder.samples([encoder.prompt("a")], ["early"])[0]["input_ids"][-1] == words.eos_token_id
 
 
