@@ -140,7 +140,7 @@ class Prompts:
             top_p=args.top_p,
             stop=f"\n{args.num_items + 1}.",
         )
-        items = [item for one in written for item in parse_items(one.text, first, args.num_items, one.ended)]
+        items = [item for one in written for item in parse_items(one.text, first, args.num_items, one.ended, self.seeds)]
         return [(item.text, item.finished) for item in items]
 
     def require_room(self) -> None:
