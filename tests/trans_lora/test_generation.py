@@ -16,11 +16,11 @@ from tiny_transfers import SEEDS, answer, inputs, pretrained, teacher
 
 from hf_ext import HfExtError, PissaConfig, ServerError
 from hf_ext.trans_lora import Server
-from hf_ext.trans_lora.adapters import base_of
+from hf_ext.trans_lora.adapters import bare, base_of
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import ModelGenerator
 from hf_ext.trans_lora.prompts import synthesis_prompt
-from hf_ext.trans_lora.scoring import answer_log_probs, token_excess
+from hf_ext.trans_lora.scoring import answer_log_probs, log_odds, token_excess
 
 PROMPTS = ["pick a b c", "sort", "Here are 10 examples:\n1. pick c a b\n2.", "find j i h g"]
 
@@ -170,6 +170,41 @@ def test_the_likelihood_of_an_answer_is_the_sum_that_the_model_alone_gives(kind,
                 logits = model(torch.tensor([asked + tokens])).logits[0, len(asked) - 1 : -1]
         expected = logits.log_softmax(-1)[range(len(tokens)), tokens]
         assert torch.allclose(scores, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora", "prompt_tuning"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_scoring_computes_logits_of_the_answers_alone(kind, adapter):
+    model, words = adapted(kind, adapter)
+    encoder = Encoder(words, model, "{input}")
+    texts, answers = inputs(5) + ["sort a", "find a b c d e f"], ["early"] * 5 + ["early late", "a"]
+    samples = encoder.samples(texts, answers)
+    sizes = []
+    head = bare(model).get_output_embeddings()
+    with head.register_forward_hook(lambda module, given, logits: sizes.append(logits.shape[0] * logits.shape[1])):
+        found = answer_log_probs(model, encoder, samples, batch_size=3)
+    assert sum(sizes) == sum(len(scores) for scores in found) == sum(x != -100 for s in samples for x in s["labels"])
+    with torch.no_grad():
+        for sample, scores in zip(samples, found):
+            row = torch.tensor([sample["input_ids"]])
+            logits = model.eval()(row).logits[0, -row.shape[1] :].log_softmax(-1)
+            at = range(row.shape[1] - len(scores), row.shape[1])
+            assert torch.allclose(scores, torch.stack([logits[i - 1, row[0, i]] for i in at]), atol=1e-4)
+
+
+@pytest.mark.parametrize("answers, passes", [((" Yes", " No"), 1), (("early late", " No"), 2)])
+def test_answers_of_one_token_share_a_forward_pass(answers, passes):
+    model, words = pretrained("llama")
+    words = copy.deepcopy(words)
+    words.add_tokens([" Yes", " No"])
+    model.resize_token_embeddings(len(words), mean_resizing=False)
+    encoder, texts, asked = Encoder(words, model, "{input} "), inputs(4), []
+    prompts = [encoder.prompt(text) for text in texts]
+    with model.register_forward_hook(lambda *_: asked.append(1)):
+        found = log_odds(model, encoder, prompts, answers, batch_size=4)
+    assert len(asked) == passes
+    one, other = (answer_log_probs(model, encoder, encoder.samples(prompts, [said] * 4, False), 4) for said in answers)
+    assert found == pytest.approx([(a.sum() - b.sum()).item() for a, b in zip(one, other)], abs=1e-5)
 
 
 def test_token_excess_is_the_mean_gain_of_an_answers_tokens():
