@@ -125,7 +125,8 @@ class Prompts:
             )
         longest = max(encoder.lengths(self.seeds))
         self.max_input_length = args.max_input_length or 2 * longest
-        self.room = (args.num_items - args.num_shots) * (self.max_input_length + 4)  # its number and a line break
+        self.longest = self.max_input_length + 4  # its number and a line break
+        self.room = (args.num_items - args.num_shots) * self.longest
 
     def answers(self, generate: Generator, number: int, process: int) -> list[tuple[str, bool]]:
         """The inputs that one process writes in a round, and of each whether it was finished."""
@@ -139,6 +140,7 @@ class Prompts:
             temperature=args.temperature,
             top_p=args.top_p,
             stop=f"\n{args.num_items + 1}.",
+            longest=self.longest,
         )
         items = [item for one in written for item in parse_items(one.text, first, args.num_items, one.ended, self.seeds)]
         return [(item.text, item.finished) for item in items]

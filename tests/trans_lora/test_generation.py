@@ -18,7 +18,7 @@ from hf_ext import HfExtError, PissaConfig, ServerError
 from hf_ext.trans_lora import Server
 from hf_ext.trans_lora.adapters import bare, base_of
 from hf_ext.trans_lora.encoding import Encoder
-from hf_ext.trans_lora.generation import ModelGenerator
+from hf_ext.trans_lora.generation import ModelGenerator, _End
 from hf_ext.trans_lora.prompts import synthesis_prompt
 from hf_ext.trans_lora.scoring import answer_log_probs, log_odds, token_excess
 
@@ -123,6 +123,42 @@ def test_writing_ends_at_the_mark_and_says_so():
     cut = write([synthesis_prompt(SEEDS, 10)], 90, stop="\n8.")[0]
     assert "\n8." in whole and cut.text == whole.partition("\n8.")[0] and cut.ended
     assert not write([synthesis_prompt(SEEDS, 10)], 5)[0].ended
+
+
+def test_the_mark_is_seen_however_its_tokens_are_cut():
+    _, words = pretrained("llama")
+    rows = [words(text)["input_ids"] for text in ("pick a\n11. sort", "pick a\n11", "a\n1 1. b", "\n12. a\n11.")]
+    for row in rows:
+        text, stop = words.decode(row), "\n11."
+        end = _End(words, 0, stop, None)
+        steps = [bool(end(torch.tensor([row[:count]]), None)) for count in range(1, len(row) + 1)]
+        at = next((i for i in range(len(row)) if stop in words.decode(row[: i + 1])), None)
+        assert steps.index(True) == at if stop in text else not any(steps)
+
+
+def test_a_text_that_never_ends_does_not_hold_up_its_batch():
+    model, words = pretrained("llama")
+    prompts, steps = ["pick c d e f g", synthesis_prompt(SEEDS, 10)], []
+    write = ModelGenerator(model, Encoder(words, model), batch_size=2, options={"logits_processor": [never_ends(words, steps)]})
+    sampling = {"seed": 0, "temperature": 1.0, "stop": "\n9."}
+    _, numbered = write(prompts, 90, **sampling)
+    assert len(steps) == 90
+    steps.clear()
+    endless, again = write(prompts, 90, **sampling, longest=20)
+    assert len(steps) < 90 and again == numbered and again.ended and not endless.ended
+    assert endless.text == " a" * 20
+
+
+def never_ends(words, steps):
+    """The first row of a batch goes on with one word for ever."""
+
+    def process(input_ids, scores):
+        steps.append(1)
+        scores[0] = -torch.inf
+        scores[0, words(" a")["input_ids"][0]] = 0
+        return scores
+
+    return process
 
 
 def test_continuous_batching_writes_the_same():
