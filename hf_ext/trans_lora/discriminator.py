@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -274,14 +275,16 @@ def _encoder(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | PeftMo
 
 
 def _split(real: list[str], synthetic: list[str], seed: int) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """A tenth of both to look at, the rest to train on, as inputs with their answers; of a few all are trained on."""
+    """Returns a tenth of both kinds to look at, and the rest to train on, as inputs with their answers. Of a few inputs, all
+    are trained on. The kind with fewer is repeated, as a discriminator of unequal kinds gives the answer of the larger one."""
     held_out, rows = [], []
+    longer = max(len(texts) - len(texts) // 10 for texts in (real, synthetic))
     for texts, answer in ((real, YES), (synthetic, NO)):
         pairs = [(text, answer) for text in texts]
         random.Random(seed).shuffle(pairs)
         count = len(pairs) // 10
         held_out += pairs[:count]
-        rows += pairs[count:]
+        rows += itertools.islice(itertools.cycle(pairs[count:]), longer)
     return held_out, rows
 
 
