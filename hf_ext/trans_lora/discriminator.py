@@ -277,7 +277,8 @@ def _encoder(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | PeftMo
 def _split(real: list[str], synthetic: list[str], seed: int) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Returns a tenth of both kinds to look at, and the rest to train on, as inputs with their answers. Of a few inputs, all
     are trained on. The kind with fewer is repeated, as a discriminator of unequal kinds gives the answer of the larger one."""
-    held_out, rows = [], []
+    held_out: list[tuple[str, str]] = []
+    rows: list[tuple[str, str]] = []
     longer = max(len(texts) - len(texts) // 10 for texts in (real, synthetic))
     for texts, answer in ((real, YES), (synthetic, NO)):
         pairs = [(text, answer) for text in texts]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
+from accelerate import PartialState
 from peft import PeftModel
 from transformers import (
     ContinuousBatchingConfig,
@@ -21,6 +22,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.utils.logging import tqdm
 
 from hf_ext.errors import HfExtError, ServerError
 from hf_ext.integration.modes import evaluating
@@ -138,8 +140,10 @@ class ModelGenerator:
         tokens = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=self.model.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.model.device)
         start = 0 if self.encoder.encoder_decoder else width
-        end = StoppingCriteriaList([_End(self.encoder.tokenizer, start, stop, longest)])
-        out = self.model.generate(input_ids=tokens, attention_mask=mask, stopping_criteria=end, **how)
+        total, quiet = len(rows) * how["max_new_tokens"], not PartialState().is_main_process
+        with tqdm(total=total, desc="Writing", unit=" tokens", leave=False, delay=2, disable=quiet) as bar:
+            end = StoppingCriteriaList([_End(self.encoder.tokenizer, start, stop, longest, bar.update)])
+            out = self.model.generate(input_ids=tokens, attention_mask=mask, stopping_criteria=end, **how)
         return out[:, start:].tolist()
 
     def _completion(self, tokens: list[int], ends: list[int], stop: str | None) -> Completion:
@@ -160,12 +164,24 @@ class _End(StoppingCriteria):
     """Ends a text after `stop`, or after `longest` tokens without a line that begins with a number: it holds up its batch.
 
     Transformers' own stop strings would search the vocabulary anew for each batch, which takes a second.
+
+    Args:
+        start: place of the first token that the model writes.
+        wrote: called after each step with the number of texts that go on.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, start: int, stop: str | None, longest: int | None):
-        self.tokenizer, self.start, self.stop, self.longest = tokenizer, start, stop, longest
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        start: int,
+        stop: str | None,
+        longest: int | None,
+        wrote: Callable[[int], Any] = lambda count: None,
+    ):
+        self.tokenizer, self.start, self.stop, self.longest, self.wrote = tokenizer, start, stop, longest, wrote
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.wrote(int((input_ids[:, -1] != self.tokenizer.pad_token_id).sum()))
         written = input_ids[:, self.start :]
         ended = [False] * len(written)
         if self.stop:  # a token is at least a character of it, and the last one completes it

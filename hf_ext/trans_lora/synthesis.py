@@ -6,6 +6,8 @@ import bisect
 import itertools
 import math
 import random
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +17,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers.utils.logging import tqdm
 
+from hf_ext.display import table
 from hf_ext.errors import HfExtError
 from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.duplicates import SeenTexts
@@ -85,8 +88,8 @@ def write_inputs(
             seen.add(candidate.input)
     limit = args.max_attempts or 20 * needed
     prompts = Prompts(seeds, args, encoder)
-    number = max((candidate.round for candidate in candidates), default=-1) + 1
-    kept = passed(candidates)
+    number = first = max((candidate.round for candidate in candidates), default=-1) + 1
+    kept, start = passed(candidates), time.monotonic()
     with tqdm(total=needed, initial=min(kept, needed), desc="Synthetic inputs", disable=not state.is_main_process) as bar:
         while kept < needed:
             texts = gather_object(prompts.answers(generate, number, state.process_index))
@@ -96,10 +99,33 @@ def write_inputs(
                 append_lines(path, map(asdict, new))
             before, kept = kept, kept + passed(new)
             bar.update(kept - before)
+            bar.set_postfix_str(f"{100 * kept / max(len(candidates), 1):.0f} % of {len(candidates):,} pass")
+            if number == first and state.is_main_process:
+                bar.write(_outlook(new, needed - kept, time.monotonic() - start), file=sys.stderr)
             if kept < needed:
                 _require_progress(candidates, kept, needed, of_which, limit, path)
             number += 1
     return candidates
+
+
+def _outlook(new: Sequence[Candidate], missing: int, seconds: float) -> str:
+    """Returns ten inputs of a run's first round with their fate, and an estimate of the time for those that are missing."""
+    shown = new[:: math.ceil(len(new) / 10) or 1]
+    rows = [(one.reason or "kept", "" if one.score is None else f"{one.score:.2f}", _line(one.input)) for one in shown]
+    kept = passed(new)
+    text = f"{kept:,} of the first {len(new):,} inputs pass, in {_duration(seconds)}"
+    if kept and missing > 0:
+        text += f"; the {missing:,} that are missing take about {_duration(seconds * missing / kept)}"
+    return f"{table(('fate', 'score', 'input'), rows)}\n{text}."
+
+
+def _line(text: str) -> str:
+    """Returns the beginning of a text, in one line."""
+    return text.replace("\n", " ⏎ ")[:80]
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def passed(candidates: Iterable[Candidate]) -> int:

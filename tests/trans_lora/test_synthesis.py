@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 import pytest
 from tiny_transfers import SEEDS, inputs, is_input, pretrained, settings
+from transformers.utils import logging
 
 from hf_ext import HfExtError
 from hf_ext.trans_lora.encoding import Encoder
@@ -171,6 +172,19 @@ def test_what_is_beyond_hope_ends_before_a_twentieth_of_the_attempts(tmp_path):
     with pytest.raises(HfExtError, match=said):
         write_inputs(script, encoder(), SEEDS, args, path, 1050, None, lambda text: "pick" in text, " (1,000 and 50)")
     assert 300 < len(path.read_text().splitlines()) < 600
+
+
+def test_the_first_round_shows_inputs_with_their_fate_and_how_long_the_rest_takes(tmp_path, capsys):
+    script = Script(" pick a b c\n7. pick d f e\n8. sort", *(f" pick {a} {b} {a}" for a in "abcdefgh" for b in "abcdefgh"))
+    logging.enable_progress_bar()
+    write(tmp_path, script, 8, lambda texts: [(0.75, t != "pick d f e", None) for t in texts], lambda text: text != "sort")
+    logging.disable_progress_bar()
+    shown = capsys.readouterr().err
+    lines = [line.split(maxsplit=2) for line in shown.replace("\r", "\n").splitlines()]
+    assert ["kept", "0.75", "pick a b c"] in lines and ["filter", "0.75", "pick d f e"] in lines
+    assert ["malformed", "sort"] in lines
+    assert "1 of the first 3 inputs pass, in 0 s; the 7 that are missing take about 0 s." in shown
+    assert shown.count("of the first") == 1 and "80 % of 10 pass" in shown
 
 
 def test_fewer_seeds_than_a_prompt_shows_are_an_error(tmp_path):
