@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -112,6 +112,7 @@ def transfer(
     settings = training_arguments(context, out)
     from hf_ext import trans_lora
 
+    sampling = cast("dict[str, Any]", settings.generation_kwargs or {})  # TrainingArguments has parsed JSON
     trainer = trans_lora.transfer(
         source_model,
         source_adapter,
@@ -121,7 +122,7 @@ def transfer(
         peft_config(peft_type, rank, target_modules, target_model),
         discriminator,
         discriminator_model,
-        trans_lora.Server(server, server_model or target_model) if server else None,
+        trans_lora.Server(server, server_model or target_model, options=sampling) if server else None,
     )
     report = trainer.report if trainer.is_world_process_zero() else None
     return Result(str(report), report.to_dict()) if report else None

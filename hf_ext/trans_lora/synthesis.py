@@ -21,8 +21,8 @@ from hf_ext.display import table
 from hf_ext.errors import HfExtError
 from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.duplicates import SeenTexts
-from hf_ext.trans_lora.encoding import Encoder
-from hf_ext.trans_lora.generation import Generator
+from hf_ext.trans_lora.encoding import Encoder, without_bos
+from hf_ext.trans_lora.generation import Generator, Server
 from hf_ext.trans_lora.prompts import parse_items, synthesis_prompt, synthesis_request
 from hf_ext.trans_lora.stages import append_lines, read_lines, write_lines
 
@@ -159,8 +159,9 @@ class Prompts:
         args, first = self.args, self.args.num_shots + 1
         order = random.Random(f"{args.seed} {number} {process}")
         shown = [order.sample(self.seeds, args.num_shots) for _ in range(args.generation_batch_size)]
+        asked = [self._prompt(seeds) for seeds in shown]
         written = generate(
-            [self._prompt(seeds) for seeds in shown],
+            without_bos(asked, self.encoder.tokenizer) if isinstance(generate, Server) else asked,
             max_new_tokens=self.room,
             seed=order.randrange(2**31),
             temperature=args.temperature,
@@ -183,7 +184,7 @@ class Prompts:
     def _prompt(self, seeds: Sequence[str]) -> str:
         """Returns a prompt that ends with the number of the next item, in the assistant's turn if the model chats."""
         if self.encoder.chats:
-            return f"{self.encoder.prompt(synthesis_request(seeds, self.args.num_items))}{len(seeds) + 1}."
+            return f"{self.encoder.request(synthesis_request(seeds, self.args.num_items))}{len(seeds) + 1}."
         return synthesis_prompt(seeds, self.args.num_items)
 
     def too_long(self, text: str) -> bool:

@@ -23,7 +23,7 @@ from hf_ext.integration.model_cards import write_card
 from hf_ext.integration.modes import evaluating
 from hf_ext.trans_lora.adapters import adapter_digest, bare, base_of, on_device
 from hf_ext.trans_lora.card import transfer_card
-from hf_ext.trans_lora.config import TransLoraConfig, synthesis_settings, training_settings
+from hf_ext.trans_lora.config import TransLoraConfig, chat_variables, synthesis_settings, training_settings
 from hf_ext.trans_lora.discriminator import Discriminator, require_discriminator
 from hf_ext.trans_lora.embedding import embed, load_encoder
 from hf_ext.trans_lora.encoding import Encoder
@@ -86,7 +86,8 @@ class TransLoraTrainer(Trainer):
     ):
         if kwargs.get("train_dataset") is not None:
             raise HfExtError("The training data are written by the models. For inputs of your own give inputs=[…].")
-        self.encoder = Encoder(processing_class, model, args.prompt_template, "The target's")
+        asked = (args.prompt_template, "The target's", args.system_prompt, chat_variables(args))
+        self.encoder = Encoder(processing_class, model, *asked)
         self.teacher = Teacher(teacher, teacher_processing_class or processing_class, args)
         self.seeds, self.inputs, self.synthesizer, self.well_formed = list(seeds), inputs, synthesizer, well_formed
         self.report: TransferReport | None = None
@@ -109,7 +110,7 @@ class TransLoraTrainer(Trainer):
         if peft_config is not None:
             set_seed(args.seed)  # as Trainer does, but before the adapter is made
             model = get_peft_model(model, peft_config)
-            self.encoder = Encoder(processing_class, model, args.prompt_template, "The target's")  # with its virtual tokens
+            self.encoder = Encoder(processing_class, model, *asked)  # with its virtual tokens
         with base_of(model):  # which raises if the adapter has changed it
             pass
         if inputs is None:
@@ -291,7 +292,7 @@ class TransLoraTrainer(Trainer):
         folder = Path(self.args.output_dir)
         names = (
             *("num_samples", "filter", "keep_share", "max_label_length", "held_out_share", "seed"),
-            *("prompt_template", "teacher_prompt_template"),
+            *("prompt_template", "teacher_prompt_template", "system_prompt", "teacher_system_prompt"),
         )
         judge = self.discriminator and {"task": self.discriminator.task, "checksum": adapter_digest(self.discriminator.model)}
         settings = {

@@ -1,5 +1,6 @@
 """An adapter moves to another model: of any kind to any kind, in stages that go on where they were, and with a report."""
 
+import copy
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from stop_after import StopAfter
 from tiny_adapters import moved
 from tiny_models import same_bits
 from tiny_transfers import SEEDS, accuracy, answer, inputs, is_input, lora, pretrained, settings, teacher
+from tokenizers import processors
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from valid_cards import valid_card
@@ -22,7 +24,7 @@ from valid_cards import valid_card
 from hf_ext import HfExtError, PissaConfig, QPissaConfig, TransLoraConfig, TransLoraTrainer
 from hf_ext.cli.main import main
 from hf_ext.trans_lora import Completion, read_inputs, train_discriminator
-from hf_ext.trans_lora.encoding import Encoder
+from hf_ext.trans_lora.encoding import Encoder, without_bos
 from hf_ext.trans_lora.generation import ModelGenerator
 from hf_ext.trans_lora.pipeline import transfer as run_transfer
 from hf_ext.trans_lora.synthesis import Prompts
@@ -385,6 +387,44 @@ def test_a_chat_model_is_asked_as_a_chat(tmp_path):
     request = Prompts(SEEDS, trainer.args, encoder)._prompt(SEEDS)
     assert request.startswith("<user>Here are 5 examples of a task's inputs:\n1. ") and request.endswith("<assistant>6.")
     assert encoder.samples([encoder.prompt("a")], ["early"])[0]["input_ids"][-1] == words.eos_token_id
+
+
+THINKING = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    "{% if not enable_thinking | default(true) %}<nothing>{% endif %}"
+)
+
+
+def test_chats_have_the_system_prompt_and_the_variables_of_their_template(tmp_path):
+    (model, words), (target, _) = teacher("gpt2"), pretrained("gpt2")
+    words = copy.deepcopy(words)
+    words.add_special_tokens({"bos_token": "<begin>"})
+    words.chat_template = THINKING
+    args = settings(
+        tmp_path,
+        filter="none",
+        prompt_template=None,
+        teacher_prompt_template=None,
+        system_prompt="Be brief.",
+        teacher_system_prompt="Say when.",
+        chat_template_kwargs='{"enable_thinking": false}',
+    )
+    options = {"processing_class": words, "teacher": model, "seeds": SEEDS, "peft_config": lora("gpt2")}
+    trainer = TransLoraTrainer(target, args, **options)
+    assert trainer.encoder.prompt("a") == "<begin><system>Be brief.<user>a<assistant><nothing>"
+    assert trainer.teacher.encoder.prompt("a") == "<begin><system>Say when.<user>a<assistant><nothing>"
+    request = Prompts(SEEDS, args, trainer.encoder)._prompt(SEEDS)
+    assert request.startswith("<begin><user>Here") and request.endswith("<assistant><nothing>6.")
+    asked = []
+    trainer.teacher.generator = lambda prompts, length: asked.extend(prompts) or []
+    trainer.teacher.completions(["a"])
+    assert asked == [trainer.teacher.encoder.prompt("a")]
+    assert without_bos(asked, words) == asked  # the tokenizer adds none
+    begin = ("<begin>", words.bos_token_id)
+    words.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<begin> $A", special_tokens=[begin])
+    assert without_bos(asked, words) == ["<system>Say when.<user>a<assistant><nothing>"]
+    with pytest.raises(HfExtError, match="has a system prompt and no chat template"):
+        TransLoraTrainer(target, settings(tmp_path, filter="none", system_prompt="Be brief."), **options)
 
 
 def save(words, folder, chat):
