@@ -41,6 +41,7 @@ class Candidate:
         reason: why it was dropped; None if it was not.
         label: what the teacher says to it, where the filter had to ask.
         round: the batch it came in.
+        round_size: how many inputs of this round are in the file.
     """
 
     input: str
@@ -49,6 +50,7 @@ class Candidate:
     reason: str | None = None
     label: str | None = None
     round: int = 0
+    round_size: int = 0
 
 
 #: Scores inputs: (score, whether to keep, the teacher's label if it was needed) of each.
@@ -68,8 +70,7 @@ def write_inputs(
 ) -> list[Candidate]:
     """Writes and sifts inputs until `needed` are kept, all of them going to the JSON lines file `path` (section 3.1).
 
-    What is in the file already is gone on from. The last round there may be half, so it is written anew: from its own
-    seed, hence as it was.
+    Resumes from the file's contents. A last round that was cut off is written again from its own seed, hence as it was.
 
     Args:
         judge: the filter; None keeps what is well-formed and new.
@@ -81,7 +82,7 @@ def write_inputs(
     """
     state = PartialState()
     path.parent.mkdir(parents=True, exist_ok=True)
-    candidates = _read_candidates(path, needed)
+    candidates = _read_candidates(path)
     seen = SeenTexts(args.near_duplicate_threshold)
     for candidate in candidates:
         if candidate.reason in (None, FILTER, RANK):
@@ -94,6 +95,7 @@ def write_inputs(
         while kept < needed:
             texts = gather_object(prompts.answers(generate, number, state.process_index))
             new = _until(_sift(texts, number, prompts, seen, judge, well_formed), needed - kept)
+            new = [replace(candidate, round_size=len(new)) for candidate in new]
             candidates += new
             if state.is_main_process:
                 append_lines(path, map(asdict, new))
@@ -268,14 +270,15 @@ def in_shares(items: Sequence, work: Callable[[Sequence], list]) -> list:
     return gather_object(work(own) if len(own) else [])
 
 
-def _read_candidates(path: Path, needed: int) -> list[Candidate]:
+def _read_candidates(path: Path) -> list[Candidate]:
     records = read_lines(path)
     try:
         candidates = [Candidate(**record) for record in records]
     except TypeError as error:
         raise HfExtError(f"{path} was not written by this version ({error}); delete it to begin anew.") from error
-    if candidates and passed(candidates) < needed:
-        candidates = [candidate for candidate in candidates if candidate.round < candidates[-1].round]
+    last = [candidate for candidate in candidates if candidate.round == candidates[-1].round]
+    if last and len(last) < last[0].round_size:
+        candidates = candidates[: -len(last)]
         _write_candidates(candidates, path)
     return candidates
 

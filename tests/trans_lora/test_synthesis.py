@@ -122,11 +122,13 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path, after, tail):
     assert 1 <= killed.stop_at < whole.rounds
     with pytest.raises(Stop):
         run(tmp_path / "part", killed)
-    path = tmp_path / "part" / "s.jsonl"
+    path, done = tmp_path / "part" / "s.jsonl", killed.stop_at
     data = path.read_bytes()
     lines = data.splitlines(keepends=True)
     path.write_bytes({"whole": data, "half a line": data[:-7], "half a round": b"".join(lines[:-2])}[tail])
-    assert run(tmp_path / "part", ModelGenerator(model, ask, 2)) == expected
+    again = Counting(model, ask, 2)
+    assert run(tmp_path / "part", again) == expected
+    assert again.rounds == whole.rounds - done + (tail != "whole")  # whole rounds are not written again
     assert path.read_bytes() == (tmp_path / "whole" / "s.jsonl").read_bytes()
     assert run(tmp_path / "part", Script()) == expected  # nothing is left to write
 
