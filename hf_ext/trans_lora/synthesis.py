@@ -113,20 +113,21 @@ def write_inputs(
 def _outlook(new: Sequence[Candidate], missing: int, seconds: float) -> str:
     """Returns ten inputs of a run's first round with their fate, and an estimate of the time for those that are missing."""
     shown = new[:: math.ceil(len(new) / 10) or 1]
-    rows = [(one.reason or "kept", "" if one.score is None else f"{one.score:.2f}", _line(one.input)) for one in shown]
+    rows = [(one.reason or "kept", "" if one.score is None else f"{one.score:.2f}", first_line(one.input)) for one in shown]
     kept = passed(new)
-    text = f"{kept:,} of the first {len(new):,} inputs pass, in {_duration(seconds)}"
+    text = f"{kept:,} of the first {len(new):,} inputs pass, in {duration(seconds)}"
     if kept and missing > 0:
-        text += f"; the {missing:,} that are missing take about {_duration(seconds * missing / kept)}"
+        text += f"; the {missing:,} that are missing take about {duration(seconds * missing / kept)}"
     return f"{table(('fate', 'score', 'input'), rows)}\n{text}."
 
 
-def _line(text: str) -> str:
+def first_line(text: str) -> str:
     """Returns the beginning of a text, in one line."""
     return text.replace("\n", " ⏎ ")[:80]
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Returns a time in the unit that suits it."""
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 

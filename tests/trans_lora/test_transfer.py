@@ -254,9 +254,14 @@ def test_a_run_that_was_killed_in_any_stage_ends_as_one_that_was_not(tmp_path, s
     whole.train()
     broken = transfer(tmp_path / "part", **options, callbacks=[Die()] if stage == "distillation" else [])
     if stage != "distillation":
-        broken.teacher.completions = lambda texts: (_ for _ in ()).throw(
-            KeyboardInterrupt
-        )  # the keyboard's interrupt comes while it is asked
+        ask = broken.teacher.completions
+
+        def interrupted(texts):
+            if texts != SEEDS:
+                raise KeyboardInterrupt
+            return ask(texts)
+
+        broken.teacher.completions = interrupted
     with pytest.raises(KeyboardInterrupt):
         broken.train()
     again = transfer(tmp_path / "part", **options)
@@ -504,10 +509,35 @@ def test_a_target_without_an_adapter_to_train_is_refused(tmp_path):
         TransLoraTrainer(adapted, settings(tmp_path, filter="none"), **options, peft_config=lora("llama"))
 
 
-def test_a_teacher_that_never_ends_an_answer_is_an_error(tmp_path):
+def test_a_teacher_that_never_ends_an_answer_is_an_error_before_anything_is_written(tmp_path):
     trainer = transfer(tmp_path, filter="none", max_label_length=1)
-    with pytest.raises(HfExtError, match="gave none of the 100 inputs a whole answer"):
+    with pytest.raises(HfExtError, match="gave none of the 5 seeds a whole answer within max_label_length=1 tokens"):
         trainer.train()
+    assert not (tmp_path / "synthesis.jsonl").exists()
+    lines = [json.loads(line) for line in (tmp_path / "seeds.jsonl").read_text().splitlines()]
+    assert [(line["input"], line["ended"]) for line in lines] == [(seed, False) for seed in SEEDS]
+    with pytest.raises(HfExtError, match="gave none of the 100 inputs a whole answer"):
+        trainer.label()
+
+
+def test_other_label_options_take_the_same_inputs(tmp_path):
+    trainer = transfer(tmp_path, filter="none", num_samples=20, max_label_length=1, save_strategy="epoch", num_train_epochs=1)
+    before = trainer.synthesize()
+    with pytest.raises(HfExtError, match="gave none of the 25 inputs"):
+        trainer.label()
+    options = {"filter": "none", "num_samples": 20, "save_strategy": "epoch", "num_train_epochs": 1}
+    again = transfer(tmp_path, **options)
+    with pytest.raises(HfExtError, match="another max_label_length. .* or delete labels.jsonl for new labels"):
+        again.train()
+    assert again.synthesize() == before
+    (tmp_path / "labels.jsonl").unlink()
+    again.train()
+    labels = tmp_path / "labels.jsonl"
+    labels.write_text(labels.read_text().replace("early", "late"))
+    with pytest.raises(HfExtError, match="another labels .a checksum.. .* or give resume_from_checkpoint=False"):
+        transfer(tmp_path, **options).train()
+    with pytest.raises(HfExtError, match="another prompt_template"):
+        transfer(tmp_path, **options, prompt_template="{input}:").train()
 
 
 def test_labels_of_other_inputs_are_refused(tmp_path):
