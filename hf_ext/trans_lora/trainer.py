@@ -396,6 +396,7 @@ class TransLoraTrainer(Trainer):
         return TransferReport(
             source=self.teacher.name,
             target=name_of(self.model),
+            prompt=self.encoder.prompt("{input}"),
             filter=args.filter if self.inputs is None else "inputs given",
             counts=counts(candidates) or {"kept": len(kept)},
             trained=len(trained),

@@ -133,6 +133,7 @@ def test_the_card_has_the_report_and_what_the_hub_asks_for(moved_over):
     assert "trans-lora" in data.tags and data.library_name == "peft"
     assert all(f"| {name.strip()} | {value} |" in text for name, value in trainer.report.rows())
     assert f"| inputs written | {trainer.report.attempts:,} |" in text and "report.png" in text
+    assert "````text\n{input}\n````" in text and json.loads((folder / "report.json").read_text())["prompt"] == "{input}"
 
 
 def test_a_card_that_the_user_wrote_stays(moved_over, tmp_path):
