@@ -112,7 +112,7 @@ def write_inputs(
 
 def _outlook(new: Sequence[Candidate], missing: int, seconds: float) -> str:
     """Returns ten inputs of a run's first round with their fate, and an estimate of the time for those that are missing."""
-    shown = new[:: math.ceil(len(new) / 10) or 1]
+    shown = [new[i * len(new) // min(10, len(new))] for i in range(min(10, len(new)))]
     rows = [(one.reason or "kept", "" if one.score is None else f"{one.score:.2f}", first_line(one.input)) for one in shown]
     kept = passed(new)
     text = f"{kept:,} of the first {len(new):,} inputs pass, in {duration(seconds)}"

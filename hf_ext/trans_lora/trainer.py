@@ -50,17 +50,17 @@ from hf_ext.trans_lora.synthesis import (
 )
 from hf_ext.trans_lora.teacher import Teacher, label, name_of
 
-SEEDS, LABELS = "seeds.jsonl", "labels.jsonl"
+SEEDS, LABELS = "seed_answers.jsonl", "labels.jsonl"
 DRAWN = 1000  # inputs of a kind that the report embeds
 
 
 class TransLoraTrainer(Trainer):
     """Moves what an adapter has learned to another base model, without the task's data (Trans-LoRA, arXiv 2405.17258).
 
-    `train()` first asks the teacher on the seeds (seeds.jsonl in args.output_dir). It then writes synthetic inputs with the
-    target model (synthesis.jsonl has the fate of each), has the teacher label them (labels.jsonl), trains the adapter on that
-    as any Trainer does, and reports (report.json, report.png). Each stage resumes where a run that was killed left it, from
-    these files and the Trainer's checkpoints.
+    `train()` first asks the teacher on the seeds (seed_answers.jsonl in args.output_dir). It then writes synthetic inputs with
+    the target model (synthesis.jsonl has the fate of each), has the teacher label them (labels.jsonl), trains the adapter on
+    that as any Trainer does, and reports (report.json, report.png). Each stage resumes where a run that was killed left it,
+    from these files and the Trainer's checkpoints.
 
     Args:
         model: the target model; a `PeftModel` of it, if `peft_config` is None.
@@ -170,7 +170,7 @@ class TransLoraTrainer(Trainer):
         return result
 
     def ask_about_seeds(self) -> list[Completion]:
-        """Returns the teacher's answers to the seeds, and writes them to seeds.jsonl.
+        """Returns the teacher's answers to the seeds, and writes them to seed_answers.jsonl.
 
         Raises:
             HfExtError: none of them is whole, so that no synthetic input would have a label.

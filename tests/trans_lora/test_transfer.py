@@ -515,7 +515,7 @@ def test_a_teacher_that_never_ends_an_answer_is_an_error_before_anything_is_writ
     with pytest.raises(HfExtError, match="gave none of the 5 seeds a whole answer within max_label_length=1 tokens"):
         trainer.train()
     assert not (tmp_path / "synthesis.jsonl").exists()
-    lines = [json.loads(line) for line in (tmp_path / "seeds.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "seed_answers.jsonl").read_text().splitlines()]
     assert [(line["input"], line["ended"]) for line in lines] == [(seed, False) for seed in SEEDS]
     with pytest.raises(HfExtError, match="gave none of the 100 inputs a whole answer"):
         trainer.label()
