@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 section = Section(
     "Move an adapter to another base model, without its training data (Trans-LoRA)",
     "$ hf-ext train-discriminator --source-model Llama-2-7b-hf \\\n"
-    "    --inputs boolean.jsonl --task boolean --out boolean-d     # while you have the data\n"
+    "    --inputs boolean.jsonl --task boolean --out boolean-d \\\n"
+    "    --learning_rate 2e-4 --num_train_epochs 5                # while you have the data\n"
     "$ hf-ext transfer --source-model Llama-2-7b-hf --source-adapter my-lora \\\n"
-    "    --target-model gemma-7b --discriminator boolean-d --seeds five.jsonl --out my-lora-on-gemma",
+    "    --target-model gemma-7b --discriminator boolean-d --seeds five.jsonl --out my-lora-on-gemma \\\n"
+    "    --learning_rate 2e-4 --num_train_epochs 5",
 )
 ANY_OPTION = "Also takes every option of TransLoraConfig, and so of TrainingArguments, by its own name:\n\n\b\n "
 ANY: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
@@ -32,7 +34,8 @@ TargetModules = Annotated[list[str], option("--target-modules", "Layers that get
 
 @section.command(
     "train a classifier of a task's own inputs against synthetic ones",
-    "  hf-ext train-discriminator --source-model Llama-2-7b-hf --inputs boolean.jsonl --task boolean --out boolean-d",
+    "  hf-ext train-discriminator --source-model Llama-2-7b-hf --inputs boolean.jsonl --task boolean --out boolean-d \\\n"
+    "    --learning_rate 2e-4 --num_train_epochs 5",
     "Train it while you have the task's data. `hf-ext transfer` filters synthetic inputs with it.\n\n"
     f"{ANY_OPTION} --learning_rate 2e-4  --num_train_epochs 20  --bf16",
     RESUMABLE,
@@ -78,7 +81,7 @@ def train_discriminator(
 @section.command(
     "move an adapter: write inputs, have the old adapter answer, train a new one",
     "  hf-ext transfer --source-model Llama-2-7b-hf --source-adapter my-lora --target-model gemma-7b \\\n"
-    "    --discriminator boolean-d --seeds seeds.jsonl --out my-lora-on-gemma --learning_rate 2e-4 --num_samples 250",
+    "    --discriminator boolean-d --seeds seeds.jsonl --out my-lora-on-gemma --learning_rate 2e-4 --num_train_epochs 5",
     "To resume a run that was killed, run the same command again.\n\n"
     f"{ANY_OPTION} --learning_rate 2e-4  --num_train_epochs 20  --bf16  --filter token_excess  --num_samples 500",
     RESUMABLE,
@@ -112,6 +115,7 @@ def transfer(
     settings = training_arguments(context, out)
     from hf_ext import trans_lora
 
+    sampling = cast("dict[str, Any]", settings.generation_kwargs or {})  # TrainingArguments has parsed JSON
     trainer = trans_lora.transfer(
         source_model,
         source_adapter,
@@ -121,7 +125,7 @@ def transfer(
         peft_config(peft_type, rank, target_modules, target_model),
         discriminator,
         discriminator_model,
-        trans_lora.Server(server, server_model or target_model) if server else None,
+        trans_lora.Server(server, server_model or target_model, options=sampling) if server else None,
     )
     report = trainer.report if trainer.is_world_process_zero() else None
     return Result(str(report), report.to_dict()) if report else None

@@ -21,6 +21,7 @@ def transfer_card(report: TransferReport, task_type: str | None, folder: Path) -
         source=name_in_text(report.source),
         seeds=len(report.lengths["seeds"]),
         filter=report.filter,
+        prompt=report.prompt,
         figures=markdown_table(("", ""), report.rows()),
         picture=(folder / "report.png").exists(),
     )

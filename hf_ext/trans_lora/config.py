@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from peft import PeftModel
 from transformers import TrainingArguments
@@ -27,7 +27,7 @@ class TransLoraConfig(TrainingArguments):
     """
 
     # Values that the command line takes as JSON.
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "generation_kwargs"]
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "generation_kwargs", "chat_template_kwargs"]
 
     num_samples: int = _setting(1000, "How many synthetic inputs to keep; the paper takes as many as there was real data.")
     filter: str = _setting(
@@ -57,6 +57,11 @@ class TransLoraConfig(TrainingArguments):
         "follows after a space, unless the template ends with one.",
     )
     teacher_prompt_template: str | None = _setting(None, "The same of the teacher: what its adapter was trained with.")
+    system_prompt: str | None = _setting(None, "System message of the student's chats; requests for inputs go without it.")
+    teacher_system_prompt: str | None = _setting(None, "System message of the teacher's chats.")
+    chat_template_kwargs: dict | str | None = _setting(
+        None, 'Variables of the chat templates of student and teacher, such as {"enable_thinking": false} for Qwen3.'
+    )
     held_out_share: float = _setting(0.05, "Share of the kept inputs on which student and teacher are compared.")
     logits_weight: float = _setting(
         0.0,
@@ -103,11 +108,16 @@ class TransLoraConfig(TrainingArguments):
                 raise ValueError(f"{name}={template!r} has no {{input}} in it.")
 
 
+def chat_variables(args: TransLoraConfig) -> dict[str, Any]:
+    """Returns further variables of the chat templates."""
+    return cast("dict[str, Any]", args.chat_template_kwargs or {})  # TrainingArguments has parsed JSON
+
+
 def synthesis_settings(args: TransLoraConfig) -> dict[str, Any]:
     """What the inputs that are written depend on."""
     names = (
         *("num_shots", "num_items", "temperature", "top_p", "generation_kwargs"),
-        *("near_duplicate_threshold", "max_input_length"),
+        *("near_duplicate_threshold", "max_input_length", "chat_template_kwargs"),
     )
     return {name: getattr(args, name) for name in names}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -36,7 +37,7 @@ from hf_ext.trans_lora.config import TransLoraConfig, synthesis_settings, traini
 from hf_ext.trans_lora.encoding import Encoder, load_tokenizer, loading
 from hf_ext.trans_lora.generation import Generator, ModelGenerator
 from hf_ext.trans_lora.prompts import NO, YES, membership_question
-from hf_ext.trans_lora.scoring import answer_log_probs
+from hf_ext.trans_lora.scoring import log_odds
 from hf_ext.trans_lora.stages import CHECKPOINTS, claim, last_checkpoint
 from hf_ext.trans_lora.synthesis import SYNTHESIS, write_inputs
 
@@ -71,11 +72,8 @@ class Discriminator:
         prompts = [self.encoder.prompt(membership_question(text, self.task)) for text in inputs]
         with adapters_kept(self.model), on_device(self.model, device or self.model.device):
             only(self.model, NAME)
-            asked = [self.encoder.samples(prompts, [answer] * len(inputs), end=False) for answer in (YES, NO)]
-            yes, no = (
-                [part.sum() for part in answer_log_probs(self.model, self.encoder, samples, batch_size)] for samples in asked
-            )
-        return [torch.sigmoid(one - other).item() for one, other in zip(yes, no)]
+            odds = log_odds(self.model, self.encoder, prompts, (YES, NO), batch_size)
+        return torch.tensor(odds).sigmoid().tolist()
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Writes the adapter, as PEFT does, with what the discriminator is asked and whom it belongs to.
@@ -277,14 +275,17 @@ def _encoder(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | PeftMo
 
 
 def _split(real: list[str], synthetic: list[str], seed: int) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """A tenth of both to look at, the rest to train on, as inputs with their answers; of a few all are trained on."""
-    held_out, rows = [], []
+    """Returns a tenth of both kinds to look at, and the rest to train on, as inputs with their answers. Of a few inputs, all
+    are trained on. The kind with fewer is repeated, as a discriminator of unequal kinds gives the answer of the larger one."""
+    held_out: list[tuple[str, str]] = []
+    rows: list[tuple[str, str]] = []
+    longer = max(len(texts) - len(texts) // 10 for texts in (real, synthetic))
     for texts, answer in ((real, YES), (synthetic, NO)):
         pairs = [(text, answer) for text in texts]
         random.Random(seed).shuffle(pairs)
         count = len(pairs) // 10
         held_out += pairs[:count]
-        rows += pairs[count:]
+        rows += itertools.islice(itertools.cycle(pairs[count:]), longer)
     return held_out, rows
 
 

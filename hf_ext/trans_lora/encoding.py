@@ -21,9 +21,12 @@ class Encoder:
         template: text with `{input}` in it; None for the tokenizer's chat template, or, if it has none, the input and a line
             break.
         whose: in errors: "the teacher's".
+        system: system message of its chats.
+        variables: further variables of the chat template.
 
     Raises:
-        HfExtError: the tokenizer has no token for padding or for the end of a text.
+        HfExtError: the tokenizer has no token for padding or for the end of a text, or the model does not chat and there is a
+            system message.
     """
 
     def __init__(
@@ -32,6 +35,8 @@ class Encoder:
         model: PreTrainedModel | PeftModel,
         template: str | None = None,
         whose: str = "the",
+        system: str | None = None,
+        variables: dict[str, Any] | None = None,
     ):
         self.tokenizer = tokenizer
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
@@ -41,7 +46,9 @@ class Encoder:
         self.begin = [model.generation_config.forced_bos_token_id] if self.encoder_decoder else []  # BART's
         self.whose = whose
         self.chats = template is None and bool(tokenizer.chat_template)
-        self.template = template
+        self.template, self.system, self.variables = template, system, variables or {}
+        if system is not None and not self.chats:
+            raise HfExtError(f"{whose} model has a system prompt and no chat template: put the text into a prompt template.")
         if tokenizer.eos_token_id is None:
             raise HfExtError(f"{whose} tokenizer has no token that ends a text; set tokenizer.eos_token.")
         if tokenizer.pad_token_id is None:
@@ -52,7 +59,11 @@ class Encoder:
 
     def prompt(self, text: str) -> str:
         """What the model reads when asked for the answer to an input."""
-        return prompt(text, self.tokenizer, self.template)
+        return prompt(text, self.tokenizer, self.template, self.system, self.variables)
+
+    def request(self, text: str) -> str:
+        """Returns the prompt of a chat about something else than the task: without the system message."""
+        return prompt(text, self.tokenizer, self.template, None, self.variables)
 
     def tokens(self, prompts: Sequence[str]) -> list[list[int]]:
         """Prompts as tokens; a chat template has put the special ones in already. What ends a text is for encoders only."""
@@ -131,12 +142,25 @@ class Encoder:
             )
 
 
-def prompt(text: str, tokenizer: PreTrainedTokenizerBase | None, template: str | None) -> str:
+def prompt(
+    text: str,
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
+    system: str | None = None,
+    variables: dict[str, Any] | None = None,
+) -> str:
     """An input as a model is asked for its answer: by the template, else as a chat, else with a line break after it."""
-    if template is None and tokenizer is not None and tokenizer.chat_template:
-        chat = [{"role": "user", "content": text}]
-        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    if template is None and tokenizer.chat_template:
+        chat = [{"role": "system", "content": system}] if system is not None else []
+        chat.append({"role": "user", "content": text})
+        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **(variables or {}))
     return (template or "{input}\n").replace("{input}", text)
+
+
+def without_bos(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Returns prompts for a server, which adds the token that begins a text itself if the tokenizer does."""
+    bos, begin = tokenizer.bos_token, tokenizer("")["input_ids"][:1]
+    return [prompt.removeprefix(bos) if bos and begin == [tokenizer.bos_token_id] else prompt for prompt in prompts]
 
 
 @contextmanager

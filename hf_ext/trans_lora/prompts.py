@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ def synthesis_prompt(seeds: Sequence[str], count: int) -> str:
 
 
 def synthesis_request(seeds: Sequence[str], count: int) -> str:
-    """The same asked of a model that chats."""
+    """Returns the request to a chat model for the rest of the list. Its answer begins with `len(seeds) + 1` and a dot."""
     lines = [f"{number}. {seed}" for number, seed in enumerate(seeds, 1)]
     first = len(seeds) + 1
     order = (
@@ -39,23 +40,34 @@ def synthesis_request(seeds: Sequence[str], count: int) -> str:
     return "\n".join([f"Here are {len(seeds)} examples of a task's inputs:", *lines, "", order])
 
 
-def parse_items(text: str, first: int, last: int, ended: bool) -> list[Item]:
-    """Splits what a model wrote after the prompt into items `first` to `last`.
+def parse_items(text: str, first: int, last: int, ended: bool, seeds: Sequence[str] = ()) -> list[Item]:
+    """Splits the text that a model wrote after the prompt into items `first` to `last`.
 
-    An item reaches to the line that begins with the next number, so items of several lines, and ones with numbers in them,
-    stay whole. The first number may be missing, as the prompt ends with it; whatever a model that chats says before the
-    first number is no item.
+    An item reaches to the line that begins with the next number, so items of several lines, and items that contain numbers,
+    stay whole. The first number may be missing, as the prompt ends with it. A list that begins with 1 counts from there. Text
+    before a list is no item.
 
     Args:
         ended: the model itself ended the text, rather than the limit of tokens.
+        seeds: real inputs. If each has one line (one paragraph), an item ends with its first line (paragraph): comments and
+            answers follow. If none has a backtick, items lose theirs.
     """
+    if seeds and not any("`" in seed for seed in seeds):
+        text = re.sub(r"```\w*|`", "", text)
     text = "\n" + text
-    start = text.find(f"\n{first}.")
-    text = text[start + len(f"\n{first}.") :] if start >= 0 else text
+    opening, mark, rest = text.partition(f"\n{first}.")
+    if not mark:
+        opening, mark, rest = text.partition("\n1.")
+        if mark and (not opening.strip() or opening.rstrip().endswith(":")) and f"\n{first + 1}." not in text:
+            first, last = 1, last - first + 1
+        else:
+            rest = text
+    breaks = next((mark for mark in ("\n", "\n\n") if seeds and not any(mark in seed for seed in seeds)), None)
     items = []
     for number in range(first, last + 1):
-        item, mark, text = text.partition(f"\n{number + 1}.")
-        items.append(Item(item.strip(), finished=bool(mark) or ended))
+        item, mark, rest = rest.partition(f"\n{number + 1}.")
+        item, comment, _ = item.lstrip().partition(breaks) if breaks else (item, "", "")
+        items.append(Item(item.strip(), finished=bool(mark or comment) or ended))
         if not mark:
             break
     return items

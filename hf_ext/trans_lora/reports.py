@@ -38,6 +38,7 @@ class TransferReport:
 
     Attributes:
         source, target: the models.
+        prompt: what the student was trained with, with {input} in place of an input.
         filter: what sifted the inputs.
         counts: of the inputs: kept, and dropped by reason.
         trained, held_out, unlabelled: how many of the kept inputs were trained on, held out, and left without a whole label.
@@ -53,6 +54,7 @@ class TransferReport:
 
     source: str
     target: str
+    prompt: str
     filter: str
     counts: dict[str, int]
     trained: int

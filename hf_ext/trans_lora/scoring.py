@@ -2,38 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
 from hf_ext.integration.modes import evaluating
+from hf_ext.trans_lora.adapters import bare
 from hf_ext.trans_lora.encoding import Encoder
 
 
-@torch.inference_mode()
 def answer_log_probs(
     model: PreTrainedModel | PeftModel, encoder: Encoder, samples: Sequence[dict[str, list[int]]], batch_size: int
 ) -> list[torch.Tensor]:
-    """log p of each token of each answer, given its prompt and the tokens before.
+    """Returns log p of each token of each answer, given its prompt and the tokens before.
 
     Args:
         model: a causal or a sequence-to-sequence language model, with adapters or without; its dropout is off meanwhile.
         samples: as the encoder makes them.
     """
-    order = sorted(range(len(samples)), key=lambda i: len(samples[i]["input_ids"]))  # so that little is padded
     found: list[torch.Tensor] = [torch.empty(0)] * len(samples)
+    for i, scores, labels in _answers(model, encoder, samples, batch_size):
+        found[i] = scores.gather(-1, labels[:, None])[:, 0].cpu()
+    return found
+
+
+def log_odds(
+    model: PreTrainedModel | PeftModel, encoder: Encoder, prompts: Sequence[str], answers: tuple[str, str], batch_size: int
+) -> list[float]:
+    """Returns log p(first answer) − log p(second answer) for each prompt. Answers of one token share a forward pass."""
+    first, second = (encoder.samples(prompts, [answer] * len(prompts), end=False) for answer in answers)
+    found = [0.0] * len(prompts)
+    if any(sum(label != -100 for label in sample["labels"]) > 1 for sample in first + second):
+        both = (answer_log_probs(model, encoder, samples, batch_size) for samples in (first, second))
+        return [(one.sum() - other.sum()).item() for one, other in zip(*both)]
+    for i, scores, labels in _answers(model, encoder, first, batch_size):
+        found[i] = (scores[0, labels[0]] - scores[0, second[i]["labels"][-1]]).item()
+    return found
+
+
+@torch.inference_mode()
+def _answers(
+    model: PreTrainedModel | PeftModel, encoder: Encoder, samples: Sequence[dict[str, list[int]]], batch_size: int
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yields a sample's number, log p of its answer's tokens and of all that may stand in their places, (n, vocabulary), and
+    the answer's tokens, (n,)."""
+    order = sorted(range(len(samples)), key=lambda i: len(samples[i]["input_ids"]))  # so that little is padded
     with evaluating(model):
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
             batch = {name: part.to(model.device) for name, part in encoder.batch([samples[i] for i in rows]).items()}
-            labels = batch["labels"]
-            logits, labels = aligned(model(**batch).logits, labels, encoder.encoder_decoder)
-            scores = torch.log_softmax(logits.float(), -1).gather(-1, labels.clamp_min(0)[..., None])[..., 0]
-            for i, row, label in zip(rows, scores, labels):
-                found[i] = row[label != -100].cpu()
-    return found
+            if encoder.encoder_decoder:
+                labels = batch["labels"]
+                logits = model(**batch).logits[labels != -100]
+            else:
+                labels = batch.pop("labels")[:, 1:]
+                logits = _logits_at(model, batch, labels != -100)
+            counts = (labels != -100).sum(1).tolist()
+            parts = logits.to(labels.device).float().log_softmax(-1).split(counts), labels[labels != -100].split(counts)
+            yield from zip(rows, *parts)
+
+
+def _logits_at(model: PreTrainedModel | PeftModel, batch: dict[str, torch.Tensor], places: torch.Tensor) -> torch.Tensor:
+    """Returns a decoder's logits at some places of a batch, (places, vocabulary).
+
+    The output layer gets the hidden states of these places alone: for all places, a vocabulary of 152,000 takes gigabytes.
+
+    Args:
+        places: (batch, tokens - 1), of the tokens that come after a place.
+    """
+
+    def chosen(hidden: torch.Tensor) -> torch.Tensor:
+        width = places.shape[1] + 1
+        return hidden[:, -width:-1][places.to(hidden.device)][None]  # after the virtual tokens of an adapter
+
+    head = bare(model).get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda _, inputs: (chosen(inputs[0]), *inputs[1:]))
+    try:
+        logits = model(**batch).logits
+    finally:
+        hook.remove()
+    return logits[0] if logits.shape[:2] == (1, int(places.sum())) else chosen(logits)[0]
 
 
 def aligned(logits: torch.Tensor, labels: torch.Tensor, encoder_decoder: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ def claim(folder: Path, part: str, settings: dict[str, Any], files: Sequence[str
     """Records in a folder what the files of one part of a run depend on.
 
     Args:
-        part: "inputs" or "training".
+        part: "inputs", "labels" or "training".
         files: patterns of their names; while there are none, the settings may change.
         anew: change them anyway.
 
@@ -41,8 +41,9 @@ def claim(folder: Path, part: str, settings: dict[str, Any], files: Sequence[str
                 return f"{folder} holds {begun[0].name} of another run. Take another output_dir, or delete it."
             if found != own:
                 different = ", ".join(key for key in own | found if found.get(key) != own.get(key))
-                also = " or give resume_from_checkpoint=False" if part == "training" else ""
-                return f"{folder} holds a run with another {different}. Take another output_dir,{also} or delete it."
+                hints = {"training": "give resume_from_checkpoint=False", "labels": f"delete {begun[0].name} for new labels"}
+                hint = hints.get(part, "delete it")
+                return f"{folder} holds a run with another {different}. Take another output_dir, or {hint}."
         if found != own:
             text = json.dumps(record | {part: own}, indent=1, ensure_ascii=False)
             write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))

@@ -6,6 +6,8 @@ import bisect
 import itertools
 import math
 import random
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,11 +17,12 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers.utils.logging import tqdm
 
+from hf_ext.display import table
 from hf_ext.errors import HfExtError
 from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.duplicates import SeenTexts
-from hf_ext.trans_lora.encoding import Encoder
-from hf_ext.trans_lora.generation import Generator
+from hf_ext.trans_lora.encoding import Encoder, without_bos
+from hf_ext.trans_lora.generation import Generator, Server
 from hf_ext.trans_lora.prompts import parse_items, synthesis_prompt, synthesis_request
 from hf_ext.trans_lora.stages import append_lines, read_lines, write_lines
 
@@ -38,6 +41,7 @@ class Candidate:
         reason: why it was dropped; None if it was not.
         label: what the teacher says to it, where the filter had to ask.
         round: the batch it came in.
+        round_size: how many inputs of this round are in the file.
     """
 
     input: str
@@ -46,6 +50,7 @@ class Candidate:
     reason: str | None = None
     label: str | None = None
     round: int = 0
+    round_size: int = 0
 
 
 #: Scores inputs: (score, whether to keep, the teacher's label if it was needed) of each.
@@ -65,8 +70,7 @@ def write_inputs(
 ) -> list[Candidate]:
     """Writes and sifts inputs until `needed` are kept, all of them going to the JSON lines file `path` (section 3.1).
 
-    What is in the file already is gone on from. The last round there may be half, so it is written anew: from its own
-    seed, hence as it was.
+    Resumes from the file's contents. A last round that was cut off is written again from its own seed, hence as it was.
 
     Args:
         judge: the filter; None keeps what is well-formed and new.
@@ -78,28 +82,53 @@ def write_inputs(
     """
     state = PartialState()
     path.parent.mkdir(parents=True, exist_ok=True)
-    candidates = _read_candidates(path, needed)
+    candidates = _read_candidates(path)
     seen = SeenTexts(args.near_duplicate_threshold)
     for candidate in candidates:
         if candidate.reason in (None, FILTER, RANK):
             seen.add(candidate.input)
     limit = args.max_attempts or 20 * needed
     prompts = Prompts(seeds, args, encoder)
-    number = max((candidate.round for candidate in candidates), default=-1) + 1
-    kept = passed(candidates)
+    number = first = max((candidate.round for candidate in candidates), default=-1) + 1
+    kept, start = passed(candidates), time.monotonic()
     with tqdm(total=needed, initial=min(kept, needed), desc="Synthetic inputs", disable=not state.is_main_process) as bar:
         while kept < needed:
             texts = gather_object(prompts.answers(generate, number, state.process_index))
             new = _until(_sift(texts, number, prompts, seen, judge, well_formed), needed - kept)
+            new = [replace(candidate, round_size=len(new)) for candidate in new]
             candidates += new
             if state.is_main_process:
                 append_lines(path, map(asdict, new))
             before, kept = kept, kept + passed(new)
             bar.update(kept - before)
+            bar.set_postfix_str(f"{100 * kept / max(len(candidates), 1):.0f} % of {len(candidates):,} pass")
+            if number == first and state.is_main_process:
+                bar.write(_outlook(new, needed - kept, time.monotonic() - start), file=sys.stderr)
             if kept < needed:
                 _require_progress(candidates, kept, needed, of_which, limit, path)
             number += 1
     return candidates
+
+
+def _outlook(new: Sequence[Candidate], missing: int, seconds: float) -> str:
+    """Returns ten inputs of a run's first round with their fate, and an estimate of the time for those that are missing."""
+    shown = [new[i * len(new) // min(10, len(new))] for i in range(min(10, len(new)))]
+    rows = [(one.reason or "kept", "" if one.score is None else f"{one.score:.2f}", first_line(one.input)) for one in shown]
+    kept = passed(new)
+    text = f"{kept:,} of the first {len(new):,} inputs pass, in {duration(seconds)}"
+    if kept and missing > 0:
+        text += f"; the {missing:,} that are missing take about {duration(seconds * missing / kept)}"
+    return f"{table(('fate', 'score', 'input'), rows)}\n{text}."
+
+
+def first_line(text: str) -> str:
+    """Returns the beginning of a text, in one line."""
+    return text.replace("\n", " ⏎ ")[:80]
+
+
+def duration(seconds: float) -> str:
+    """Returns a time in the unit that suits it."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def passed(candidates: Iterable[Candidate]) -> int:
@@ -125,22 +154,25 @@ class Prompts:
             )
         longest = max(encoder.lengths(self.seeds))
         self.max_input_length = args.max_input_length or 2 * longest
-        self.room = (args.num_items - args.num_shots) * (self.max_input_length + 4)  # its number and a line break
+        self.longest = self.max_input_length + 4  # its number and a line break
+        self.room = (args.num_items - args.num_shots) * self.longest
 
     def answers(self, generate: Generator, number: int, process: int) -> list[tuple[str, bool]]:
         """The inputs that one process writes in a round, and of each whether it was finished."""
         args, first = self.args, self.args.num_shots + 1
         order = random.Random(f"{args.seed} {number} {process}")
         shown = [order.sample(self.seeds, args.num_shots) for _ in range(args.generation_batch_size)]
+        asked = [self._prompt(seeds) for seeds in shown]
         written = generate(
-            [self._prompt(seeds) for seeds in shown],
+            without_bos(asked, self.encoder.tokenizer) if isinstance(generate, Server) else asked,
             max_new_tokens=self.room,
             seed=order.randrange(2**31),
             temperature=args.temperature,
             top_p=args.top_p,
             stop=f"\n{args.num_items + 1}.",
+            longest=self.longest,
         )
-        items = [item for one in written for item in parse_items(one.text, first, args.num_items, one.ended)]
+        items = [item for one in written for item in parse_items(one.text, first, args.num_items, one.ended, self.seeds)]
         return [(item.text, item.finished) for item in items]
 
     def require_room(self) -> None:
@@ -153,8 +185,9 @@ class Prompts:
         self.encoder.require_room(length, f"A prompt of {self.args.num_shots} seeds, with room for what is to be written,")
 
     def _prompt(self, seeds: Sequence[str]) -> str:
+        """Returns a prompt that ends with the number of the next item, in the assistant's turn if the model chats."""
         if self.encoder.chats:
-            return self.encoder.prompt(synthesis_request(seeds, self.args.num_items))
+            return f"{self.encoder.request(synthesis_request(seeds, self.args.num_items))}{len(seeds) + 1}."
         return synthesis_prompt(seeds, self.args.num_items)
 
     def too_long(self, text: str) -> bool:
@@ -238,14 +271,15 @@ def in_shares(items: Sequence, work: Callable[[Sequence], list]) -> list:
     return gather_object(work(own) if len(own) else [])
 
 
-def _read_candidates(path: Path, needed: int) -> list[Candidate]:
+def _read_candidates(path: Path) -> list[Candidate]:
     records = read_lines(path)
     try:
         candidates = [Candidate(**record) for record in records]
     except TypeError as error:
         raise HfExtError(f"{path} was not written by this version ({error}); delete it to begin anew.") from error
-    if candidates and passed(candidates) < needed:
-        candidates = [candidate for candidate in candidates if candidate.round < candidates[-1].round]
+    last = [candidate for candidate in candidates if candidate.round == candidates[-1].round]
+    if last and len(last) < last[0].round_size:
+        candidates = candidates[: -len(last)]
         _write_candidates(candidates, path)
     return candidates
 

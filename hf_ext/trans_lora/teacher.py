@@ -12,9 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_ext.errors import HfExtError
 from hf_ext.trans_lora.adapters import adapter_digest, bare, base_of, on_device
-from hf_ext.trans_lora.config import TransLoraConfig
-from hf_ext.trans_lora.encoding import Encoder, prompt
-from hf_ext.trans_lora.generation import Completion, Generator, ModelGenerator
+from hf_ext.trans_lora.config import TransLoraConfig, chat_variables
+from hf_ext.trans_lora.encoding import Encoder, prompt, without_bos
+from hf_ext.trans_lora.generation import Completion, Generator, ModelGenerator, Server
 from hf_ext.trans_lora.scoring import answer_log_probs, token_excess
 
 
@@ -34,7 +34,14 @@ class Teacher:
         self.tokenizer, self.args = tokenizer, args
         if isinstance(source, nn.Module):
             self.model = source
-            self.encoder = Encoder(tokenizer, source, args.teacher_prompt_template, "The teacher's")
+            self.encoder = Encoder(
+                tokenizer,
+                source,
+                args.teacher_prompt_template,
+                "The teacher's",
+                args.teacher_system_prompt,
+                chat_variables(args),
+            )
             self.generator = ModelGenerator(source, self.encoder, args.generation_batch_size)
         else:
             self.generator = source
@@ -58,8 +65,14 @@ class Teacher:
 
     def completions(self, inputs: Sequence[str]) -> list[Completion]:
         """What it writes when it is asked."""
-        asked = [prompt(text, self.tokenizer, self.args.teacher_prompt_template) for text in inputs]
-        return self.generator(asked, self.args.max_label_length)
+        args = self.args
+        asked = [
+            prompt(text, self.tokenizer, args.teacher_prompt_template, args.teacher_system_prompt, chat_variables(args))
+            for text in inputs
+        ]
+        if isinstance(self.generator, Server):
+            asked = without_bos(asked, self.tokenizer)
+        return self.generator(asked, args.max_label_length)
 
     def excess(self, inputs: Sequence[str]) -> list[tuple[float | None, str | None]]:
         """Each input's token excess and label; neither, where there is no whole answer.

@@ -6,11 +6,14 @@ import contextlib
 import math
 import os
 import random
+import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.nn import functional
@@ -18,33 +21,46 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, T
 from transformers.trainer_utils import TrainOutput
 from transformers.utils.logging import tqdm
 
+from hf_ext.display import table
 from hf_ext.errors import HfExtError
 from hf_ext.integration.model_cards import write_card
 from hf_ext.integration.modes import evaluating
 from hf_ext.trans_lora.adapters import adapter_digest, bare, base_of, on_device
 from hf_ext.trans_lora.card import transfer_card
-from hf_ext.trans_lora.config import TransLoraConfig, synthesis_settings, training_settings
+from hf_ext.trans_lora.config import TransLoraConfig, chat_variables, synthesis_settings, training_settings
 from hf_ext.trans_lora.discriminator import Discriminator, require_discriminator
 from hf_ext.trans_lora.embedding import embed, load_encoder
 from hf_ext.trans_lora.encoding import Encoder
-from hf_ext.trans_lora.generation import Generator, ModelGenerator
+from hf_ext.trans_lora.generation import Completion, Generator, ModelGenerator
 from hf_ext.trans_lora.prompts import membership_question
 from hf_ext.trans_lora.reports import TransferReport, describe
 from hf_ext.trans_lora.scoring import aligned
-from hf_ext.trans_lora.stages import CHECKPOINTS, append_lines, claim, last_checkpoint, read_lines
-from hf_ext.trans_lora.synthesis import SYNTHESIS, Candidate, Judge, Prompts, counts, in_shares, keep_best, write_inputs
-from hf_ext.trans_lora.teacher import Teacher, name_of
+from hf_ext.trans_lora.stages import CHECKPOINTS, append_lines, claim, last_checkpoint, read_lines, write_lines
+from hf_ext.trans_lora.synthesis import (
+    SYNTHESIS,
+    Candidate,
+    Judge,
+    Prompts,
+    counts,
+    duration,
+    first_line,
+    in_shares,
+    keep_best,
+    write_inputs,
+)
+from hf_ext.trans_lora.teacher import Teacher, label, name_of
 
-LABELS = "labels.jsonl"
+SEEDS, LABELS = "seed_answers.jsonl", "labels.jsonl"
 DRAWN = 1000  # inputs of a kind that the report embeds
 
 
 class TransLoraTrainer(Trainer):
     """Moves what an adapter has learned to another base model, without the task's data (Trans-LoRA, arXiv 2405.17258).
 
-    `train()` writes synthetic inputs with the target model (synthesis.jsonl in args.output_dir says of each what became of it),
-    has the teacher label them (labels.jsonl), trains the adapter on that as any Trainer does, and reports (report.json,
-    report.png). Each stage goes on where a run that was killed left it, from these files and the Trainer's checkpoints.
+    `train()` first asks the teacher on the seeds (seed_answers.jsonl in args.output_dir). It then writes synthetic inputs with
+    the target model (synthesis.jsonl has the fate of each), has the teacher label them (labels.jsonl), trains the adapter on
+    that as any Trainer does, and reports (report.json, report.png). Each stage resumes where a run that was killed left it,
+    from these files and the Trainer's checkpoints.
 
     Args:
         model: the target model; a `PeftModel` of it, if `peft_config` is None.
@@ -86,7 +102,8 @@ class TransLoraTrainer(Trainer):
     ):
         if kwargs.get("train_dataset") is not None:
             raise HfExtError("The training data are written by the models. For inputs of your own give inputs=[…].")
-        self.encoder = Encoder(processing_class, model, args.prompt_template, "The target's")
+        asked = (args.prompt_template, "The target's", args.system_prompt, chat_variables(args))
+        self.encoder = Encoder(processing_class, model, *asked)
         self.teacher = Teacher(teacher, teacher_processing_class or processing_class, args)
         self.seeds, self.inputs, self.synthesizer, self.well_formed = list(seeds), inputs, synthesizer, well_formed
         self.report: TransferReport | None = None
@@ -109,7 +126,7 @@ class TransLoraTrainer(Trainer):
         if peft_config is not None:
             set_seed(args.seed)  # as Trainer does, but before the adapter is made
             model = get_peft_model(model, peft_config)
-            self.encoder = Encoder(processing_class, model, args.prompt_template, "The target's")  # with its virtual tokens
+            self.encoder = Encoder(processing_class, model, *asked)  # with its virtual tokens
         with base_of(model):  # which raises if the adapter has changed it
             pass
         if inputs is None:
@@ -130,6 +147,7 @@ class TransLoraTrainer(Trainer):
         last = last_checkpoint(self.args.output_dir)
         if resume_from_checkpoint is True and last is None:
             raise ValueError(f"There is no whole checkpoint in {self.args.output_dir} to resume from.")
+        self.ask_about_seeds()
         candidates = self.synthesize() if self.inputs is None else []
         trained, held_out = self.label(candidates)
         prompts = [self.encoder.prompt(text) for text, _ in trained + held_out]
@@ -138,8 +156,10 @@ class TransLoraTrainer(Trainer):
         if not self.eval_dataset:
             self.eval_dataset = samples[len(trained) :]
         anew = resume_from_checkpoint is not None
-        adapter = self.model.active_adapters[0]
-        claim(Path(self.args.output_dir), "training", training_settings(self.model, self.args, adapter), [CHECKPOINTS], anew)
+        known = training_settings(self.model, self.args, self.model.active_adapters[0])
+        known |= {name: getattr(self.args, name) for name in ("prompt_template", "system_prompt", "chat_template_kwargs")}
+        known |= {"labels (a checksum)": xxhash.xxh3_64(str(trained).encode()).hexdigest()}
+        claim(Path(self.args.output_dir), "training", known, [CHECKPOINTS], anew)
         if resume_from_checkpoint in (None, True):
             resume_from_checkpoint = last
         with self.teacher.on(self.args.device) if self.args.logits_weight else contextlib.nullcontext():
@@ -149,9 +169,35 @@ class TransLoraTrainer(Trainer):
             self.report.save(self.args.output_dir)
         return result
 
+    def ask_about_seeds(self) -> list[Completion]:
+        """Returns the teacher's answers to the seeds, and writes them to seed_answers.jsonl.
+
+        Raises:
+            HfExtError: none of them is whole, so that no synthetic input would have a label.
+        """
+        args, path, start = self.args, Path(self.args.output_dir, SEEDS), time.monotonic()
+        bar = tqdm(total=len(self.seeds), desc="Answers to the seeds", disable=not self.is_world_process_zero())
+        with bar, self.teacher.on(args.device):
+            said = in_shares(self.seeds, self.teacher.completions)
+            bar.update(len(said))
+        if self.is_world_process_zero() and said:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pairs = list(zip(self.seeds, said))
+            write_lines(path, ({"input": seed, "answer": one.text, "ended": one.ended} for seed, one in pairs))
+            rows = [(first_line(one.text.strip()), "yes" if one.ended else "no", first_line(seed)) for seed, one in pairs]
+            count = args.num_samples if self.inputs is None else len(self.inputs)
+            seconds = (time.monotonic() - start) * count / len(said)
+            size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+            steps = args.max_steps if args.max_steps > 0 else math.ceil(math.ceil(count / size) * args.num_train_epochs)
+            ahead = f"Ahead: {count:,} labels (at this rate {duration(seconds)}) and {steps:,} steps of training."
+            bar.write(f"{table(('answer', 'ended', 'seed'), rows)}\n{ahead}", file=sys.stderr)
+        if said and not any(label(one) for one in said):
+            raise HfExtError(self._no_labels(f"{len(said):,} seeds", path))
+        return said
+
     def synthesize(self) -> list[Candidate]:
         """Stage one: inputs, written by the target model from the seeds and sifted, as synthesis.jsonl has them."""
-        args, path = self.args, self._claim(SYNTHESIS)
+        args, path = self.args, self._claim_inputs()
         held_out = round(args.held_out_share * args.num_samples)
         needed = args.num_samples + held_out
         by_excess = args.filter == "token_excess"
@@ -171,7 +217,7 @@ class TransLoraTrainer(Trainer):
         Raises:
             HfExtError: no input has a label.
         """
-        args, path = self.args, self._claim(LABELS)
+        args, path = self.args, self._claim_labels()
         share = round(args.held_out_share * (args.num_samples if self.inputs is None else len(self.inputs)))
         if self.inputs is None:
             candidates = candidates or self.synthesize()
@@ -196,10 +242,7 @@ class TransLoraTrainer(Trainer):
                 bar.update(len(new))
         labelled = [(record["input"], record["label"]) for record in records if record["label"]]
         if not labelled:
-            raise HfExtError(
-                f"The teacher gave none of the {len(records):,} inputs a whole answer (see {path}): raise max_label_length, or "
-                "set teacher_prompt_template to what its adapter was trained with."
-            )
+            raise HfExtError(self._no_labels(f"{len(records):,} inputs", path))
         order = random.Random(args.seed).sample(range(len(labelled)), len(labelled))
         apart = set(order[: min(share, len(labelled) - 1)])
         trained = [pair for i, pair in enumerate(labelled) if i not in apart]
@@ -282,29 +325,47 @@ class TransLoraTrainer(Trainer):
                 "model and the same prompt template. Use logits_weight=0, which needs none of them."
             )
 
-    def _claim(self, name: str) -> Path:
-        """Where a stage has its file, in a folder that belongs to this transfer.
+    def _no_labels(self, asked: str, path: Path) -> str:
+        return (
+            f"The teacher gave none of the {asked} a whole answer within max_label_length={self.args.max_label_length} tokens "
+            f"(see {path}). Its adapter must have learned to end an answer with the token that ends a text. Set "
+            "teacher_prompt_template to what it was trained with, or raise max_label_length."
+        )
+
+    def _claim_inputs(self) -> Path:
+        """Returns the path of synthesis.jsonl.
 
         Raises:
-            HfExtError: it belongs to another.
+            HfExtError: the file belongs to another transfer.
         """
-        folder = Path(self.args.output_dir)
-        names = (
-            *("num_samples", "filter", "keep_share", "max_label_length", "held_out_share", "seed"),
-            *("prompt_template", "teacher_prompt_template"),
-        )
+        folder, args = Path(self.args.output_dir), self.args
         judge = self.discriminator and {"task": self.discriminator.task, "checksum": adapter_digest(self.discriminator.model)}
         settings = {
             "kind": "transfer",
             "target": name_of(self.model),
-            "teacher": self.teacher.name,
-            "teacher's adapter (a checksum)": self.teacher.digest,
             "discriminator": judge,
             "seeds": self.seeds,
+            "chat": self.encoder.chats,
         }
-        settings |= {name: getattr(self.args, name) for name in names} | synthesis_settings(self.args)
-        claim(folder, "inputs", settings, [SYNTHESIS, LABELS])
-        return folder / name
+        names = ("num_samples", "filter", "keep_share", "held_out_share", "seed")
+        settings |= {name: getattr(args, name) for name in names} | synthesis_settings(args)
+        settings |= self._label_settings() if args.filter == "token_excess" else {}
+        claim(folder, "inputs", settings, [SYNTHESIS])
+        return folder / SYNTHESIS
+
+    def _claim_labels(self) -> Path:
+        """Returns the path of labels.jsonl.
+
+        Raises:
+            HfExtError: the file belongs to another transfer, or has labels by other options.
+        """
+        claim(Path(self.args.output_dir), "labels", self._label_settings(), [LABELS])
+        return Path(self.args.output_dir, LABELS)
+
+    def _label_settings(self) -> dict[str, Any]:
+        names = ("max_label_length", "teacher_prompt_template", "teacher_system_prompt", "chat_template_kwargs")
+        teacher = {"teacher": self.teacher.name, "teacher's adapter (a checksum)": self.teacher.digest}
+        return teacher | {name: getattr(self.args, name) for name in names}
 
     # --------------------------------------------------------------------------------------------------------- its report
 
@@ -335,6 +396,7 @@ class TransLoraTrainer(Trainer):
         return TransferReport(
             source=self.teacher.name,
             target=name_of(self.model),
+            prompt=self.encoder.prompt("{input}"),
             filter=args.filter if self.inputs is None else "inputs given",
             counts=counts(candidates) or {"kept": len(kept)},
             trained=len(trained),

@@ -207,9 +207,12 @@ def test_too_few_inputs_and_replaced_modules_are_refused(tmp_path):
         train_discriminator(model, words, ["a", "b", "c", "c "], task="t", args=settings(tmp_path))
     with pytest.raises(HfExtError, match="synthetic_inputs is empty"):
         train_discriminator(model, words, REAL, task="t", args=settings(tmp_path), synthetic_inputs=[])
-    args = settings(tmp_path / "few", eval_strategy="epoch", num_train_epochs=1)
+    args = settings(tmp_path / "few", eval_strategy="epoch", num_train_epochs=2)
     few = train_discriminator(model, words, REAL, task="t", args=args, peft_config=lora("gpt2"), synthetic_inputs=OTHERS[:3])
     assert list(few.metrics) == ["real_kept"]
+    assert few.metrics["real_kept"] > 0.9 and not any(
+        score > 0.5 for score in few.score(OTHERS[:3])
+    )  # 3 beside 150 count as many
     config = LoraConfig(task_type="CAUSAL_LM", modules_to_save=["lm_head"])
     with pytest.raises(HfExtError, match="leave out modules_to_save"):
         train_discriminator(model, words, REAL, task="t", args=settings(tmp_path), peft_config=config, synthetic_inputs=OTHERS)

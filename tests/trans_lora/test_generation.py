@@ -16,11 +16,11 @@ from tiny_transfers import SEEDS, answer, inputs, pretrained, teacher
 
 from hf_ext import HfExtError, PissaConfig, ServerError
 from hf_ext.trans_lora import Server
-from hf_ext.trans_lora.adapters import base_of
+from hf_ext.trans_lora.adapters import bare, base_of
 from hf_ext.trans_lora.encoding import Encoder
-from hf_ext.trans_lora.generation import ModelGenerator
+from hf_ext.trans_lora.generation import ModelGenerator, _End
 from hf_ext.trans_lora.prompts import synthesis_prompt
-from hf_ext.trans_lora.scoring import answer_log_probs, token_excess
+from hf_ext.trans_lora.scoring import answer_log_probs, log_odds, token_excess
 
 PROMPTS = ["pick a b c", "sort", "Here are 10 examples:\n1. pick c a b\n2.", "find j i h g"]
 
@@ -100,6 +100,22 @@ def test_sampling_is_seeded_and_leaves_other_random_numbers_alone():
     assert first == write(PROMPTS, 20, seed=1, temperature=1.0, top_p=0.9) != write(PROMPTS, 20, seed=2, temperature=1.0)
 
 
+def test_sampling_depends_on_no_generation_config_but_on_the_options():
+    model, words = pretrained("llama")
+    encoder = Encoder(words, model)
+
+    def write(**options):
+        return ModelGenerator(model, encoder, 4, options=options)(PROMPTS, 20, seed=1, temperature=1.0, top_p=0.9)
+
+    plain = write()
+    odd = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 2, "top_k": 1, "min_p": 0.9, "typical_p": 0.1}
+    odd |= {"epsilon_cutoff": 0.5, "eta_cutoff": 0.5, "temperature": 0.1, "top_p": 0.1, "encoder_no_repeat_ngram_size": 2}
+    for name, value in odd.items():
+        setattr(model.generation_config, name, value)
+    assert write() == plain
+    assert write(repetition_penalty=5.0) != plain
+
+
 def test_writing_ends_at_the_mark_and_says_so():
     model, words = pretrained("llama")
     write = ModelGenerator(model, Encoder(words, model), batch_size=8)
@@ -107,6 +123,42 @@ def test_writing_ends_at_the_mark_and_says_so():
     cut = write([synthesis_prompt(SEEDS, 10)], 90, stop="\n8.")[0]
     assert "\n8." in whole and cut.text == whole.partition("\n8.")[0] and cut.ended
     assert not write([synthesis_prompt(SEEDS, 10)], 5)[0].ended
+
+
+def test_the_mark_is_seen_however_its_tokens_are_cut():
+    _, words = pretrained("llama")
+    rows = [words(text)["input_ids"] for text in ("pick a\n11. sort", "pick a\n11", "a\n1 1. b", "\n12. a\n11.")]
+    for row in rows:
+        text, stop = words.decode(row), "\n11."
+        end = _End(words, 0, stop, None)
+        steps = [bool(end(torch.tensor([row[:count]]), None)) for count in range(1, len(row) + 1)]
+        at = next((i for i in range(len(row)) if stop in words.decode(row[: i + 1])), None)
+        assert steps.index(True) == at if stop in text else not any(steps)
+
+
+def test_a_text_that_never_ends_does_not_hold_up_its_batch():
+    model, words = pretrained("llama")
+    prompts, steps = ["pick c d e f g", synthesis_prompt(SEEDS, 10)], []
+    write = ModelGenerator(model, Encoder(words, model), batch_size=2, options={"logits_processor": [never_ends(words, steps)]})
+    sampling = {"seed": 0, "temperature": 1.0, "stop": "\n9."}
+    _, numbered = write(prompts, 90, **sampling)
+    assert len(steps) == 90
+    steps.clear()
+    endless, again = write(prompts, 90, **sampling, longest=20)
+    assert len(steps) < 90 and again == numbered and again.ended and not endless.ended
+    assert endless.text == " a" * 20
+
+
+def never_ends(words, steps):
+    """The first row of a batch goes on with one word for ever."""
+
+    def process(input_ids, scores):
+        steps.append(1)
+        scores[0] = -torch.inf
+        scores[0, words(" a")["input_ids"][0]] = 0
+        return scores
+
+    return process
 
 
 def test_continuous_batching_writes_the_same():
@@ -154,6 +206,41 @@ def test_the_likelihood_of_an_answer_is_the_sum_that_the_model_alone_gives(kind,
                 logits = model(torch.tensor([asked + tokens])).logits[0, len(asked) - 1 : -1]
         expected = logits.log_softmax(-1)[range(len(tokens)), tokens]
         assert torch.allclose(scores, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora", "prompt_tuning"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_scoring_computes_logits_of_the_answers_alone(kind, adapter):
+    model, words = adapted(kind, adapter)
+    encoder = Encoder(words, model, "{input}")
+    texts, answers = inputs(5) + ["sort a", "find a b c d e f"], ["early"] * 5 + ["early late", "a"]
+    samples = encoder.samples(texts, answers)
+    sizes = []
+    head = bare(model).get_output_embeddings()
+    with head.register_forward_hook(lambda module, given, logits: sizes.append(logits.shape[0] * logits.shape[1])):
+        found = answer_log_probs(model, encoder, samples, batch_size=3)
+    assert sum(sizes) == sum(len(scores) for scores in found) == sum(x != -100 for s in samples for x in s["labels"])
+    with torch.no_grad():
+        for sample, scores in zip(samples, found):
+            row = torch.tensor([sample["input_ids"]])
+            logits = model.eval()(row).logits[0, -row.shape[1] :].log_softmax(-1)
+            at = range(row.shape[1] - len(scores), row.shape[1])
+            assert torch.allclose(scores, torch.stack([logits[i - 1, row[0, i]] for i in at]), atol=1e-4)
+
+
+@pytest.mark.parametrize("answers, passes", [((" Yes", " No"), 1), (("early late", " No"), 2)])
+def test_answers_of_one_token_share_a_forward_pass(answers, passes):
+    model, words = pretrained("llama")
+    words = copy.deepcopy(words)
+    words.add_tokens([" Yes", " No"])
+    model.resize_token_embeddings(len(words), mean_resizing=False)
+    encoder, texts, asked = Encoder(words, model, "{input} "), inputs(4), []
+    prompts = [encoder.prompt(text) for text in texts]
+    with model.register_forward_hook(lambda *_: asked.append(1)):
+        found = log_odds(model, encoder, prompts, answers, batch_size=4)
+    assert len(asked) == passes
+    one, other = (answer_log_probs(model, encoder, encoder.samples(prompts, [said] * 4, False), 4) for said in answers)
+    assert found == pytest.approx([(a.sum() - b.sum()).item() for a, b in zip(one, other)], abs=1e-5)
 
 
 def test_token_excess_is_the_mean_gain_of_an_answers_tokens():

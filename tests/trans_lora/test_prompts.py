@@ -48,3 +48,28 @@ def test_an_item_keeps_its_lines_and_its_numbers():
 
 def test_numbers_out_of_order_stay_in_the_item_they_stand_in():
     assert [item.text for item in parse_items(" one\n9. nine", 6, 10, True)] == ["one\n9. nine"]
+
+
+@pytest.mark.parametrize("opening", ["", "\n", "Sure, here are two more:\n\n"])
+def test_a_list_that_begins_with_one_counts_from_there(opening):
+    items = parse_items(f"{opening}1. one\n2. two", 6, 10, ended=False)
+    assert items == [Item("one", True), Item("two", False)]
+    assert [item.text for item in parse_items(f"{opening}1. one\n2. two\n3. three", 6, 7, True)] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        " one\n7. two\n\nI hope that these help! Let me know",
+        " `one`\nAnswer: 1\n7. `two`\n```\n",
+        "\n```python\none\n```\n7. two\nas ",
+    ],
+)
+def test_comments_and_backticks_are_no_part_of_an_item(text):
+    assert parse_items(text, 6, 10, False, ["a", "b"]) == [Item("one", True), Item("two", True)]
+
+
+def test_lines_paragraphs_and_backticks_stay_where_the_seeds_have_them():
+    text = " Which?\n`a` or b\n\nI hope that this helps!"
+    assert parse_items(text, 6, 10, True, ["What?\na or b"]) == [Item("Which?\na or b", True)]
+    assert parse_items(text, 6, 10, True, ["What?\n\n`a` or b"]) == [Item(text.strip(), True)]

@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 import pytest
 from tiny_transfers import SEEDS, inputs, is_input, pretrained, settings
+from transformers.utils import logging
 
 from hf_ext import HfExtError
 from hf_ext.trans_lora.encoding import Encoder
@@ -121,11 +122,13 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path, after, tail):
     assert 1 <= killed.stop_at < whole.rounds
     with pytest.raises(Stop):
         run(tmp_path / "part", killed)
-    path = tmp_path / "part" / "s.jsonl"
+    path, done = tmp_path / "part" / "s.jsonl", killed.stop_at
     data = path.read_bytes()
     lines = data.splitlines(keepends=True)
     path.write_bytes({"whole": data, "half a line": data[:-7], "half a round": b"".join(lines[:-2])}[tail])
-    assert run(tmp_path / "part", ModelGenerator(model, ask, 2)) == expected
+    again = Counting(model, ask, 2)
+    assert run(tmp_path / "part", again) == expected
+    assert again.rounds == whole.rounds - done + (tail != "whole")  # whole rounds are not written again
     assert path.read_bytes() == (tmp_path / "whole" / "s.jsonl").read_bytes()
     assert run(tmp_path / "part", Script()) == expected  # nothing is left to write
 
@@ -171,6 +174,19 @@ def test_what_is_beyond_hope_ends_before_a_twentieth_of_the_attempts(tmp_path):
     with pytest.raises(HfExtError, match=said):
         write_inputs(script, encoder(), SEEDS, args, path, 1050, None, lambda text: "pick" in text, " (1,000 and 50)")
     assert 300 < len(path.read_text().splitlines()) < 600
+
+
+def test_the_first_round_shows_inputs_with_their_fate_and_how_long_the_rest_takes(tmp_path, capsys):
+    script = Script(" pick a b c\n7. pick d f e\n8. sort", *(f" pick {a} {b} {a}" for a in "abcdefgh" for b in "abcdefgh"))
+    logging.enable_progress_bar()
+    write(tmp_path, script, 8, lambda texts: [(0.75, t != "pick d f e", None) for t in texts], lambda text: text != "sort")
+    logging.disable_progress_bar()
+    shown = capsys.readouterr().err
+    lines = [line.split(maxsplit=2) for line in shown.replace("\r", "\n").splitlines()]
+    assert ["kept", "0.75", "pick a b c"] in lines and ["filter", "0.75", "pick d f e"] in lines
+    assert ["malformed", "sort"] in lines
+    assert "1 of the first 3 inputs pass, in 0 s; the 7 that are missing take about 0 s." in shown
+    assert shown.count("of the first") == 1 and "80 % of 10 pass" in shown
 
 
 def test_fewer_seeds_than_a_prompt_shows_are_an_error(tmp_path):

@@ -1,5 +1,6 @@
 """An adapter moves to another model: of any kind to any kind, in stages that go on where they were, and with a report."""
 
+import copy
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from stop_after import StopAfter
 from tiny_adapters import moved
 from tiny_models import same_bits
 from tiny_transfers import SEEDS, accuracy, answer, inputs, is_input, lora, pretrained, settings, teacher
+from tokenizers import processors
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from valid_cards import valid_card
@@ -22,7 +24,7 @@ from valid_cards import valid_card
 from hf_ext import HfExtError, PissaConfig, QPissaConfig, TransLoraConfig, TransLoraTrainer
 from hf_ext.cli.main import main
 from hf_ext.trans_lora import Completion, read_inputs, train_discriminator
-from hf_ext.trans_lora.encoding import Encoder
+from hf_ext.trans_lora.encoding import Encoder, without_bos
 from hf_ext.trans_lora.generation import ModelGenerator
 from hf_ext.trans_lora.pipeline import transfer as run_transfer
 from hf_ext.trans_lora.synthesis import Prompts
@@ -131,6 +133,7 @@ def test_the_card_has_the_report_and_what_the_hub_asks_for(moved_over):
     assert "trans-lora" in data.tags and data.library_name == "peft"
     assert all(f"| {name.strip()} | {value} |" in text for name, value in trainer.report.rows())
     assert f"| inputs written | {trainer.report.attempts:,} |" in text and "report.png" in text
+    assert "````text\n{input}\n````" in text and json.loads((folder / "report.json").read_text())["prompt"] == "{input}"
 
 
 def test_a_card_that_the_user_wrote_stays(moved_over, tmp_path):
@@ -252,9 +255,14 @@ def test_a_run_that_was_killed_in_any_stage_ends_as_one_that_was_not(tmp_path, s
     whole.train()
     broken = transfer(tmp_path / "part", **options, callbacks=[Die()] if stage == "distillation" else [])
     if stage != "distillation":
-        broken.teacher.completions = lambda texts: (_ for _ in ()).throw(
-            KeyboardInterrupt
-        )  # the keyboard's interrupt comes while it is asked
+        ask = broken.teacher.completions
+
+        def interrupted(texts):
+            if texts != SEEDS:
+                raise KeyboardInterrupt
+            return ask(texts)
+
+        broken.teacher.completions = interrupted
     with pytest.raises(KeyboardInterrupt):
         broken.train()
     again = transfer(tmp_path / "part", **options)
@@ -382,8 +390,47 @@ def test_a_chat_model_is_asked_as_a_chat(tmp_path):
     words = AutoTokenizer.from_pretrained(save(words, tmp_path / "words", chat))
     encoder = Encoder(words, trainer.model)
     assert encoder.prompt("pick a b c") == "<user>pick a b c<assistant>"
-    assert Prompts(SEEDS, trainer.args, encoder)._prompt(SEEDS).startswith("<user>Here are 5 examples of a task's inputs:\n1. ")
+    request = Prompts(SEEDS, trainer.args, encoder)._prompt(SEEDS)
+    assert request.startswith("<user>Here are 5 examples of a task's inputs:\n1. ") and request.endswith("<assistant>6.")
     assert encoder.samples([encoder.prompt("a")], ["early"])[0]["input_ids"][-1] == words.eos_token_id
+
+
+THINKING = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    "{% if not enable_thinking | default(true) %}<nothing>{% endif %}"
+)
+
+
+def test_chats_have_the_system_prompt_and_the_variables_of_their_template(tmp_path):
+    (model, words), (target, _) = teacher("gpt2"), pretrained("gpt2")
+    words = copy.deepcopy(words)
+    words.add_special_tokens({"bos_token": "<begin>"})
+    words.chat_template = THINKING
+    args = settings(
+        tmp_path,
+        filter="none",
+        prompt_template=None,
+        teacher_prompt_template=None,
+        system_prompt="Be brief.",
+        teacher_system_prompt="Say when.",
+        chat_template_kwargs='{"enable_thinking": false}',
+    )
+    options = {"processing_class": words, "teacher": model, "seeds": SEEDS, "peft_config": lora("gpt2")}
+    trainer = TransLoraTrainer(target, args, **options)
+    assert trainer.encoder.prompt("a") == "<begin><system>Be brief.<user>a<assistant><nothing>"
+    assert trainer.teacher.encoder.prompt("a") == "<begin><system>Say when.<user>a<assistant><nothing>"
+    request = Prompts(SEEDS, args, trainer.encoder)._prompt(SEEDS)
+    assert request.startswith("<begin><user>Here") and request.endswith("<assistant><nothing>6.")
+    asked = []
+    trainer.teacher.generator = lambda prompts, length: asked.extend(prompts) or []
+    trainer.teacher.completions(["a"])
+    assert asked == [trainer.teacher.encoder.prompt("a")]
+    assert without_bos(asked, words) == asked  # the tokenizer adds none
+    begin = ("<begin>", words.bos_token_id)
+    words.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<begin> $A", special_tokens=[begin])
+    assert without_bos(asked, words) == ["<system>Say when.<user>a<assistant><nothing>"]
+    with pytest.raises(HfExtError, match="has a system prompt and no chat template"):
+        TransLoraTrainer(target, settings(tmp_path, filter="none", system_prompt="Be brief."), **options)
 
 
 def save(words, folder, chat):
@@ -463,10 +510,35 @@ def test_a_target_without_an_adapter_to_train_is_refused(tmp_path):
         TransLoraTrainer(adapted, settings(tmp_path, filter="none"), **options, peft_config=lora("llama"))
 
 
-def test_a_teacher_that_never_ends_an_answer_is_an_error(tmp_path):
+def test_a_teacher_that_never_ends_an_answer_is_an_error_before_anything_is_written(tmp_path):
     trainer = transfer(tmp_path, filter="none", max_label_length=1)
-    with pytest.raises(HfExtError, match="gave none of the 100 inputs a whole answer"):
+    with pytest.raises(HfExtError, match="gave none of the 5 seeds a whole answer within max_label_length=1 tokens"):
         trainer.train()
+    assert not (tmp_path / "synthesis.jsonl").exists()
+    lines = [json.loads(line) for line in (tmp_path / "seed_answers.jsonl").read_text().splitlines()]
+    assert [(line["input"], line["ended"]) for line in lines] == [(seed, False) for seed in SEEDS]
+    with pytest.raises(HfExtError, match="gave none of the 100 inputs a whole answer"):
+        trainer.label()
+
+
+def test_other_label_options_take_the_same_inputs(tmp_path):
+    trainer = transfer(tmp_path, filter="none", num_samples=20, max_label_length=1, save_strategy="epoch", num_train_epochs=1)
+    before = trainer.synthesize()
+    with pytest.raises(HfExtError, match="gave none of the 25 inputs"):
+        trainer.label()
+    options = {"filter": "none", "num_samples": 20, "save_strategy": "epoch", "num_train_epochs": 1}
+    again = transfer(tmp_path, **options)
+    with pytest.raises(HfExtError, match="another max_label_length. .* or delete labels.jsonl for new labels"):
+        again.train()
+    assert again.synthesize() == before
+    (tmp_path / "labels.jsonl").unlink()
+    again.train()
+    labels = tmp_path / "labels.jsonl"
+    labels.write_text(labels.read_text().replace("early", "late"))
+    with pytest.raises(HfExtError, match="another labels .a checksum.. .* or give resume_from_checkpoint=False"):
+        transfer(tmp_path, **options).train()
+    with pytest.raises(HfExtError, match="another prompt_template"):
+        transfer(tmp_path, **options, prompt_template="{input}:").train()
 
 
 def test_labels_of_other_inputs_are_refused(tmp_path):
