@@ -83,7 +83,7 @@ def encoded(texts: list[str], tokenizer: PreTrainedTokenizerBase, max_length: in
 
 
 def names(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, docstrings: list[str]) -> list[str]:
-    """What the model calls the functions of these docstrings."""
+    """Returns the names that the model gives to the functions of these docstrings."""
     tokenizer.padding_side = "left"
     written = []
     for start in range(0, len(docstrings), 20):

@@ -73,7 +73,7 @@ class Quantization:
         return parameter
 
     def round(self, weight: torch.Tensor) -> torch.Tensor:
-        """Quantizes and dequantizes a weight: float32, the same values as `dequantize(quantize(weight))`.
+        """Quantizes and dequantizes a weight: float32, the values of `dequantize(quantize(weight))`.
 
         On CPUs, bitsandbytes finds the 4-bit code of each value by bisection, one after the other. To compare all values with
         each of the 15 bounds is faster.

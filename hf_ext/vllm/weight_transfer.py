@@ -112,7 +112,7 @@ class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):
 
 @dataclass
 class PlaceTrainerInitInfo(TrainerInitInfo):
-    """How a trainer publishes.
+    """Settings of a trainer that publishes.
 
     Attributes:
         place: see `Publisher`; servers have to reach it under the same name.

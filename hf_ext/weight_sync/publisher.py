@@ -157,7 +157,7 @@ class Publisher:
 
     @property
     def _has_base(self) -> bool:
-        """Whether this object holds the weights of the last step, so that the next one can be a delta."""
+        """True if this object holds the weights of the last step, so that the next one can be a delta."""
         return self._session == self._index.session
 
     def _copy(self, named_tensors: NamedTensors) -> tuple[dict[str, torch.Tensor], dict[str, Part]]:

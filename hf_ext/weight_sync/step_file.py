@@ -66,7 +66,7 @@ class Step:
 
 @dataclass
 class Index:
-    """What one rank of a run has published.
+    """The steps that one rank of a run has published.
 
     Attributes:
         run: the training's name.

@@ -87,7 +87,7 @@ class PublishWeights(TrainerCallback):
         self._last = step
         if publisher is not None:
             weights = checkpoint_weights(model)
-            if state.is_world_process_zero is False:  # it publishes what is not sharded
+            if not state.is_world_process_zero:  # which publishes what is not sharded
                 weights = {name: weight for name, weight in weights.items() if isinstance(weight, DTensor)}
             self._try(publisher.wait)  # for the step before
             if self._try(lambda: publisher.publish(weights, step)) and self.on_step and self._try(publisher.wait):

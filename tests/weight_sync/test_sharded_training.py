@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import tiny_models
 import torch
 from tiny_runs import same
+from transformers import TrainerState
 
 from hf_ext import CheckpointError
-from hf_ext.weight_sync import Publisher, Subscriber
+from hf_ext.weight_sync import Publisher, PublishWeights, Subscriber
+from hf_ext.weight_sync.training import checkpoint_weights
 
 SHAPES = {"matrix": (10, 6), "odd": (5, 3), "small": (1, 4), "vector": (7,)}
 
@@ -53,6 +57,43 @@ def test_shards_and_replicas_make_up_the_tensors(tmp_path: Path, kind: str):
     for step in range(3):
         subscriber.update(step=step)
         assert same(subscriber.tensors, tensors(step))
+
+
+def _fsdp(rank: int, folder: str) -> None:
+    from torch.distributed import destroy_process_group, init_device_mesh, init_process_group
+    from torch.distributed.fsdp import fully_shard
+
+    init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model, mesh = tiny_models.llama(tied=True), init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    callback = PublishWeights(f"{folder}/place")
+    args = SimpleNamespace(run_name="fsdp", process_index=rank, world_size=2)
+    state = TrainerState(global_step=0, is_world_process_zero=rank == 0)
+    callback.on_train_begin(args, state, None, model=model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.neg_()
+    state.global_step = 1
+    callback.on_step_end(args, state, None, model=model)
+    callback.on_train_end(args, state, None, model=model)
+    destroy_process_group()
+
+
+def test_a_model_sharded_by_fsdp_is_published_under_the_names_of_its_checkpoint(tmp_path: Path):
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=_fsdp, args=(rank, str(tmp_path))) for rank in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(120)
+    assert [child.exitcode for child in children] == [0, 0]
+    weights = {name: weight.bfloat16() for name, weight in checkpoint_weights(tiny_models.llama(tied=True)).items()}
+    subscriber = Subscriber(tmp_path / "place")
+    for step, sign in ((0, 1), (1, -1)):
+        subscriber.update(step=step)
+        assert same(subscriber.tensors, {name: sign * weight for name, weight in weights.items()})
 
 
 def test_steps_that_only_one_rank_published_again_are_not_mixed_with_those_before(tmp_path: Path):

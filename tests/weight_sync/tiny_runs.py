@@ -37,7 +37,7 @@ def weights(step: int) -> dict[str, torch.Tensor]:
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether all bits are equal."""
+    """Returns true if all bits are equal."""
     return one.keys() == other.keys() and all(bits(one[name]) == bits(other[name]) for name in one)
 
 
