@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+
+from hf_ext.weight_sync import Publisher
 
 SPECIAL = [float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-40, -1e-40, 3.4e38]
 
@@ -48,3 +52,13 @@ def bits(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
 def zeros() -> dict[str, torch.Tensor]:
     """Tensors for `weights`, in memory of their own."""
     return {name: torch.zeros_like(tensor) for name, tensor in weights(0).items()}
+
+
+def publish(place: Path, steps: range, **options: object) -> None:
+    with Publisher(place, **options) as run:
+        for step in steps:
+            run.publish(weights(step), step)
+
+
+def files(place: Path, kind: str) -> list[str]:
+    return sorted(path.name for path in place.glob(f"{kind}-*"))
