@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from hf_ext.cli.command import MovedBase, Out, Result, Revision, Section, argument, flag, mistake, option
@@ -59,7 +60,8 @@ def merge(
             raise mistake(f"there are two tasks called '{name}'; give each its own name", "--task")
     from hf_ext import emr
 
-    return merged(emr.merge(base, dict(tasks), out, rescale, revision), out, report)
+    made = merged(emr.merge(base, dict(tasks), out, rescale, revision), out, report)
+    return with_lossless_size(made, dict(tasks), base, revision) if report else made
 
 
 @section.command(
@@ -110,6 +112,26 @@ def named(text: str) -> tuple[str, str]:
     except CheckpointError as error:
         raise mistake(str(error), "--task") from None
     return name, path
+
+
+def with_lossless_size(made: Result, tasks: dict[str, str], base: str, revision: str | None) -> Result:
+    """Adds to the report of a merge how large its models would be if FM-Delta stored each of them."""
+    from hf_ext.emr.merging import open_task
+    from hf_ext.fm_delta.size_estimate import estimate_size
+    from hf_ext.storage.open import open_checkpoint
+
+    source = open_checkpoint(base, revision)
+    size = 0
+    for name, path in tasks.items():
+        with TemporaryDirectory() as scratch:
+            size += estimate_size(open_task(name, path, source, Path(scratch)).tensors, source).compressed_bytes
+    smaller = size < made.data["bytes"]
+    text = (
+        f"FM-Delta (hf-ext compress) would store the {len(tasks)} models without loss in about {size / 1e6:.2f} MB, "
+        + ("less than this merge. " if smaller else "more than this merge. ")
+        + "Take FM-Delta for small or exact files, the merge for one model in memory that switches tasks."
+    )
+    return Result(f"{made.text}\n{text}", made.data | {"fm_delta_bytes": size})
 
 
 def merged(report: MergeReport, out: str, show: bool) -> Result:

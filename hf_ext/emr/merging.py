@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub import hf_hub_download
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
@@ -25,7 +25,7 @@ from hf_ext.integration.in_place import difference
 from hf_ext.integration.model_cards import CARD, outdated, write_card
 from hf_ext.storage.atomic import staged_folder
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.hub import is_local
+from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER_CONFIG, CONFIG, all_weights, read_config, require_another_folder
 from hf_ext.storage.open import open_checkpoint, open_plain
 from hf_ext.storage.prefetch import Prefetcher, progress
@@ -242,18 +242,7 @@ def require_name(name: str) -> None:
 
 
 def _folder_of(name: str | os.PathLike, what: str) -> Path:
-    """Returns a local folder, or the folder that a Hub repository is downloaded into."""
-    name = os.fspath(name)
-    if os.path.isdir(name):
-        return Path(name)
-    if is_local(name):
-        raise CheckpointError(f"{what}: there is no folder '{name}'.")
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", *(f"*{suffix}" for suffix in ASSETS)]))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{what}: '{name}' is neither a folder nor a Hub repository that can be reached: {error}"
-        ) from error
+    return downloaded(name, f"{what}: ", ["*.safetensors", *(f"*{suffix}" for suffix in ASSETS)])
 
 
 def _require_one_structure(configs: Mapping[str, dict]) -> None:
