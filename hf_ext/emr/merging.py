@@ -18,6 +18,7 @@ from hf_ext.emr.card import merge_card, models_of
 from hf_ext.emr.checks import TaskInput
 from hf_ext.emr.folder import TASK_NAME, MergeFolder, assets_of, extract_task, files_of, older_files, task_files, task_folder
 from hf_ext.emr.modulators import ASSETS
+from hf_ext.emr.recipe import RECIPE, Recipe
 from hf_ext.emr.reports import MergeReport, TaskReport
 from hf_ext.emr.writing import AdditionWriter, MergeWriter
 from hf_ext.errors import CheckpointError, CorruptFileError
@@ -48,7 +49,8 @@ def merge(
     max_shard_size: int | str = "50GB",
 ) -> MergeReport:
     """Merges fine-tunes of one base model into one folder that restores each of them approximately (EMR-Merging, arXiv
-    2405.17461). `from_pretrained` loads the first task; `model.set_task` switches.
+    2405.17461). `from_pretrained` loads the first task; `model.set_task` switches. If all tasks are folders or Hub ids, the
+    folder has the recipe of the merge too (merge_recipe.yaml).
 
     Args:
         base: folder or Hub id of the model that all tasks were fine-tuned from.
@@ -80,6 +82,9 @@ def merge(
             require_another_folder(Path(out), source.tensors.paths)
         _require_one_structure({name: source.config for name, source in sources.items()})
         MergeWriter(checkpoint, _config_of(checkpoint), sources, stage).write(rescale, max_shard_size)
+        if all(isinstance(task, str | os.PathLike) for task in tasks.values()):
+            names = {name: str(task) for name, task in tasks.items()}
+            Recipe(str(base), names, revision, rescale).write(stage / RECIPE)
         write_card(stage, merge_card(stage, report(stage), tasks.values()), Path(out))
     return _checked(report(out))
 
