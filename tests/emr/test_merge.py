@@ -27,6 +27,7 @@ from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig,
 from transformers.utils import logging
 
 from hf_ext import BaseModelError, CheckpointError, HfExtError, emr, fm_delta
+from hf_ext.emr.recipe import RECIPE
 
 
 @pytest.fixture(scope="module")
