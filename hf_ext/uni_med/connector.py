@@ -209,7 +209,7 @@ class Connector(nn.Module):
     def forward(
         self, features: torch.Tensor, grid: tuple[int, int], tasks: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns embeddings (images, tokens / rate, text_size) and weights (images, tokens / rate, experts), or None for these.
+        """Returns embeddings (images, tokens / rate, text_size) and weights (images, tokens / rate, experts) or None.
 
         Args:
             features: (images, height * width, vision_size).
