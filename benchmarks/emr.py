@@ -97,7 +97,7 @@ def accuracy(args: argparse.Namespace) -> dict:
                     model = Classifier.from_pretrained(args.pairs / task)
                     model.load_state_dict(merged, strict=False)
                     rows[name][task] = measure(model, task)
-        for rescale in ("paper", "tensor"):
+        for rescale in ("paper", "tensor_mean", "tensor"):
             with tempfile.TemporaryDirectory() as out:
                 emr.merge(minilm(), folders, out, rescale=rescale)
                 model = Classifier.from_pretrained(out)

@@ -404,7 +404,7 @@ def test_what_cannot_be_merged_is_one_line(tmp_path, tasks, capsys):
     options = ("--base", base, "--out", tmp_path / "out", "--task")
     assert "'a b'" in mistaken(capsys, "merge", *options, f"a b={folders['cr']}")
     one = f"cr={folders['cr']}"
-    assert "'other' is not one of 'tensor', 'paper'" in mistaken(capsys, "merge", *options, one, "--rescale", "other")
+    assert "'other' is not one of 'tensor', 'paper'," in mistaken(capsys, "merge", *options, one, "--rescale", "other")
     merged = ("compress", tmp_path / "merged", "--base", base, "--out", tmp_path / "out")
     emr.merge(base, folders, tmp_path / "merged")
     assert "holds several models merged into one; `hf-ext extract` writes one of them" in fails(capsys, *merged)

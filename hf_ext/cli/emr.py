@@ -23,8 +23,12 @@ section = Section(
 
 Merge = Annotated[str, argument("SRC", "Folder of the merge.")]
 Rescale = Annotated[
-    Literal["tensor", "paper"],
-    option("--rescale", "'tensor' for a rescaler for each tensor, 'paper' for one for the whole model.", "tensor|paper"),
+    Literal["tensor", "paper", "tensor_mean"],
+    option(
+        "--rescale",
+        "'tensor' for a rescaler per tensor, 'paper' for one per model, 'tensor_mean' for one as in the authors' scripts.",
+        "tensor|paper|tensor_mean",
+    ),
 ]
 Report = Annotated[
     bool,

@@ -237,9 +237,7 @@ class MergeFolder:
         for file in self.files.values():
             file.require_whole()
 
-    def tensor(
-        self, task: str, name: str, elected: RawTensor | None = None, prior: np.ndarray | None = None
-    ) -> RawTensor:
+    def tensor(self, task: str, name: str, elected: RawTensor | None = None, prior: np.ndarray | None = None) -> RawTensor:
         """Returns a tensor of a task's model, in memory of its own.
 
         Args:
@@ -269,9 +267,7 @@ class MergeFolder:
         return TaskSource(self, task)
 
 
-def open_merge(
-    folder: Path, base: str | os.PathLike | None = None, revision: str | None = None, hub: Hub = HUB
-) -> MergeFolder:
+def open_merge(folder: Path, base: str | os.PathLike | None = None, revision: str | None = None, hub: Hub = HUB) -> MergeFolder:
     """Opens a merge (see `MergeFolder`). In the Hub's cache, downloads the files of its tasks first, if they are not there.
 
     Raises also:

@@ -56,7 +56,8 @@ def merge(
         base: folder or Hub id of the model that all tasks were fine-tuned from.
         tasks: by name, the folder or Hub id of a checkpoint (plain or compressed) or of a PEFT adapter, or a model in memory.
         out: folder to write. On failure it stays as it was.
-        rescale: "tensor" for one rescaler λ per tensor, "paper" for one per model.
+        rescale: "tensor" for one rescaler λ per tensor, "paper" for one per model (section 3.3), "tensor_mean" for one
+            in which all tensors have the same weight, as in the authors' scripts.
         revision: branch, tag or commit of the base on the Hub; the commit it leads to is recorded.
         max_shard_size: as in `save_pretrained`.
 

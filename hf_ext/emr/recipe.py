@@ -12,6 +12,7 @@ import yaml
 from hf_ext.errors import CheckpointError
 
 RECIPE = "merge_recipe.yaml"
+RESCALE = ("tensor", "paper", "tensor_mean")
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Recipe:
         base: folder or Hub id.
         tasks: folders or Hub ids by name, in order.
         revision: of the base on the Hub.
-        rescale: "tensor" or "paper".
+        rescale: see `merge`.
     """
 
     base: str
@@ -64,6 +65,6 @@ def _problem(found: dict[str, Any]) -> str | None:
         return "'tasks' must map the name of each task to its folder or Hub id, as in 'sst2: my-sst2'."
     if not isinstance(found.get("revision"), str | None):
         return "'revision' must be text; quote a number."
-    if found.get("rescale", "tensor") not in ("tensor", "paper"):
-        return "'rescale' must be 'tensor' or 'paper'."
+    if found.get("rescale", "tensor") not in RESCALE:
+        return f"'rescale' must be one of: {', '.join(RESCALE)}."
     return None

@@ -14,6 +14,7 @@ from hf_ext.emr import election
 from hf_ext.emr.checks import TaskInput, labels, require_fine_tune, require_one_architecture, require_same_layers, vocabulary
 from hf_ext.emr.folder import METHOD, MergeFolder, task_folder
 from hf_ext.emr.modulators import FILE, OWN, ROWS, Modulated, TaskRecord, TaskWriter, copy_task
+from hf_ext.emr.recipe import RESCALE
 from hf_ext.emr.reports import figures_of
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.atomic import write_json
@@ -27,7 +28,6 @@ from hf_ext.storage.safetensors_file import RawTensor, float_name
 from hf_ext.storage.source import TensorSource, layer_of
 
 CHUNK = 1 << 20  # values of each task worked on at a time
-RESCALE = ("tensor", "paper")
 SUM_NAMES = election.SUMS.names or ()
 
 
@@ -70,7 +70,7 @@ class MergeWriter:
         """Writes the whole folder.
 
         Args:
-            rescale: "tensor" for a λ of each tensor, "paper" for one of the whole model.
+            rescale: as in `merge`.
             max_shard_size: as in `save_pretrained`.
         """
         try:
@@ -198,7 +198,11 @@ class MergeWriter:
         source, sums = self.sources[task], self.sums[task]
         config = xxhash.xxh3_64_hexdigest((self.out / task_folder(task) / CONFIG).read_bytes())
         record = TaskRecord(task, digest, files=list(source.assets), config=config)
-        totals = {field: math.fsum(float(tensor[field]) for tensor in sums.values()) for field in SUM_NAMES}
+        values = {name: math.prod(source.tensors.entry(name).shape) for name in sums}
+        weights = {name: 1 / max(values[name], 1) if rescale == "tensor_mean" else 1 for name in sums}
+        totals = {
+            field: math.fsum(weights[name] * float(tensor[field]) for name, tensor in sums.items()) for field in SUM_NAMES
+        }
         require_fine_tune(task, source, self.base, sums)
         for name in sorted(source.tensors.names()):
             if name in sums:
@@ -208,7 +212,6 @@ class MergeWriter:
                 record.shared.append(name)
             else:
                 self.writers[task].add(OWN + name, source.tensors.read(name))
-        values = {name: math.prod(source.tensors.entry(name).shape) for name in sums}
         record.report = figures_of(record, sums, values)
         return record
 

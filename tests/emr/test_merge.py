@@ -60,19 +60,21 @@ def test_every_task_is_the_formula(tmp_path, folders):
                 assert np.allclose(tensor.numpy(), expected_task(prior, singles, name, task), rtol=1e-6, atol=1e-8), name
 
 
-def test_the_papers_rescaler_is_one_for_the_whole_model(tmp_path, folders):
+@pytest.mark.parametrize(("rescale", "total"), [("paper", np.sum), ("tensor_mean", np.mean)])
+def test_one_rescaler_for_the_whole_model_sums_or_averages_the_tensors(tmp_path, folders, rescale, total):
     base, tasks = folders
-    emr.merge(base, tasks, tmp_path / "merged", rescale="paper")
+    emr.merge(base, tasks, tmp_path / "merged", rescale=rescale)
     prior = {f"bert.{name}": tensor.numpy() for name, tensor in tensors_of(base).items()}
     singles = {task: tensors_of(folder) for task, folder in tasks.items()}
     for index, task in enumerate(tasks):
         moved = unified = 0.0
         for name, weight in prior.items():
             elected, masks = reference.elect(weight, [tensors[name].numpy() for tensors in singles.values()])
-            moved += np.abs(singles[task][name].numpy().astype(float) - weight).sum()
-            unified += np.abs(masks[index] * (elected.astype(float) - weight)).sum()
+            moved += total(np.abs(singles[task][name].numpy().astype(float) - weight))
+            unified += total(np.abs(masks[index] * (elected.astype(float) - weight)))
         report = emr.report(tmp_path / "merged").tasks[index]
         assert report.task == task and report.least_scale == report.largest_scale == pytest.approx(moved / unified)
+        assert (report.scale == pytest.approx(moved / unified)) == (rescale == "paper")
 
 
 def test_one_task_comes_back_bit_for_bit(tmp_path, folders):
@@ -430,7 +432,7 @@ def test_no_task_and_names_of_no_use(tmp_path, folders, nothing_written):
 
 def test_an_unknown_rescaler(folders, nothing_written):
     base, tasks = folders
-    with pytest.raises(CheckpointError, match="tensor, paper"):
+    with pytest.raises(CheckpointError, match="tensor, paper, tensor_mean"):
         emr.merge(base, tasks, nothing_written, rescale="layer")
 
 

@@ -45,7 +45,7 @@ def test_a_merge_of_models_in_memory_or_with_a_task_added_keeps_no_older_recipe(
         ("base: b\ntasks: {}", "'tasks' must map"),
         ("base: b\ntasks: {a: 1}", "'tasks' must map"),
         ("tasks: {a: b}", "'base' must be the folder or Hub id"),
-        ("base: b\ntasks: {a: c}\nrescale: both", "'rescale' must be 'tensor' or 'paper'"),
+        ("base: b\ntasks: {a: c}\nrescale: both", "'rescale' must be one of: tensor, paper, tensor_mean"),
         ("base: b\ntasks: {a: c}\nrevision: 1", "'revision' must be text"),
         ("base: b\ntasks: {a: c}\nmerge_method: ties", "keys base, tasks, revision, rescale, not merge_method"),
         ("- base", "must have the keys base, tasks, revision, rescale, at its top level"),
