@@ -28,7 +28,7 @@ METHODS = (FM_DELTA, EMR)  # each a `quant_method` in config.json
 
 
 class StoredModel(NamedTuple):
-    """Where a model is stored.
+    """The location of a stored model.
 
     Attributes:
         path: folder or Hub id.

@@ -21,7 +21,7 @@ WARM_ITERATIONS = 1  # rounds of subspace iteration that start from the basis of
 
 @dataclass(frozen=True)
 class Quantization:
-    """How bitsandbytes stores a weight.
+    """The format in which bitsandbytes stores a weight.
 
     Attributes:
         quant_type: "nf4" or "fp4" (blockwise, 4 bits), or "int8" (by row).

@@ -1,4 +1,4 @@
-"""Where a reader keeps the parts of published tensors: in its own tensors, or in copies of them."""
+"""Memory of a reader for the parts of published tensors: its own tensors, or copies of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Parts = list[tuple[str, Part, Header]]  # of a tensor: the key of each, and the 
 
 
 class Piece(NamedTuple):
-    """Where a reader keeps rows of a published tensor: those from `begin` to `end` (by default all), in its own tensor `tensor`
-    from row `at` on. That one may hold several published ones, as a fused projection does."""
+    """The place of a published tensor's rows from `begin` to `end` (by default all) in a reader: its tensor `tensor`, from row
+    `at` on. That tensor may hold several published ones, as a fused projection does."""
 
     tensor: str
     at: int = 0
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 
 class Home(NamedTuple):
-    """Where a part is kept.
+    """The place of a part in memory.
 
     Attributes:
         part: its rows in this machine's memory, contiguous.

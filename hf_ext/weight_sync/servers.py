@@ -91,7 +91,7 @@ def follow(
 ) -> int:
     """Brings servers to each new step until all are at step `last` or beyond; by default without end.
 
-    An update takes the newest step, so those that came during the update before are skipped. What goes wrong is told, and tried
+    An update takes the newest step, so those that came during the update before are skipped. Errors are logged, and tried
     again.
 
     Args:
