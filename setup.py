@@ -1,4 +1,4 @@
-"""Builds the C++ extension, copies model_cards/ into the package, and names the repository. setup.cfg has all other settings."""
+"""Builds the C++ extension, copies model_cards/ into the package, names the repository. setup.cfg has all other settings."""
 
 import glob
 import os
