@@ -135,7 +135,7 @@ test-wheel test-sdist: test-%:
 	HF_EXT_REQUIRE_EXTENSION=1 $(FIND) .venv-test-$*/bin/pip install --quiet --constraint $(CONSTRAINTS) $(FILE) pytest hypothesis
 	mkdir -p build/test-$*
 	cp -r setup.cfg tests build/test-$*
-	cd build/test-$* && OMP_NUM_THREADS=1 $(FIND) ../../.venv-test-$*/bin/pytest @tests/of_the_extension.txt
+	cd build/test-$* && PYTHONPATH= OMP_NUM_THREADS=1 $(FIND) ../../.venv-test-$*/bin/pytest @tests/of_the_extension.txt
 
 docs: $(VENV)/docs
 	$(BIN)/python docs/reference.py build/docs
