@@ -1,5 +1,5 @@
-"""Without a C++ compiler the package installs, and only what needs the extension asks for it. The extension runs on processors
-without newer instructions."""
+"""Without a C++ compiler the package installs, and only what needs the extension asks for it. The extension runs on any processor
+of its architecture."""
 
 import os
 import platform
@@ -75,7 +75,7 @@ def test_the_extension_carries_no_debug_information() -> None:
     assert path.stat().st_size < 4_000_000
 
 
-# Without site-packages: NumPy needs a newer processor than some of these.
+# Without site-packages: NumPy needs a newer processor.
 ROUND_TRIP = """
 import array, importlib.util, random, sys, zlib
 
@@ -95,16 +95,13 @@ for name in native.instruction_sets():
 
 
 @pytest.mark.skipif(
-    platform.machine() != "x86_64" or not shutil.which("qemu-x86_64"), reason="needs x86-64 and QEMU's user mode"
+    platform.machine() != "x86_64" or not shutil.which("qemu-x86_64"), reason="needs QEMU's user mode on x86-64"
 )
-@pytest.mark.parametrize(
-    ("processor", "sets"), [("qemu64", ["scalar"]), ("Nehalem", ["scalar"]), ("Haswell", ["scalar", "avx2"])]
-)
-def test_a_processor_runs_the_instructions_that_it_has(processor: str, sets: list[str]) -> None:
+def test_the_first_processors_of_x86_64_run_the_extension() -> None:
     (path,) = Path(hf_ext.__file__).parent.glob("_native*.so")
     command = [os.path.realpath(sys.executable), "-I", "-S", "-c", ROUND_TRIP, path]
     here, there = (
         subprocess.run([*emulated, *command], capture_output=True, text=True, timeout=100, check=True).stdout.split()
-        for emulated in ([], ["qemu-x86_64", "-cpu", processor])
+        for emulated in ([], ["qemu-x86_64", "-cpu", "qemu64"])
     )
-    assert there[::2] == sets and len({*here[1::2], *there[1::2]}) == 1
+    assert there[0] == "scalar" and len(there) == 2 and {*here[1::2]} == {there[1]}
