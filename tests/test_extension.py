@@ -1,5 +1,5 @@
-"""Without a C++ compiler the package installs, and only what needs the extension asks for it. The extension runs on any processor
-of its architecture."""
+"""Without a C++ compiler the package installs, and only what needs the extension asks for it. The extension runs on any
+processor of its architecture."""
 
 import os
 import platform
