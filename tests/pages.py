@@ -165,6 +165,7 @@ def fm_delta() -> dict[str, Any]:
     AutoModel.from_pretrained(BERT).save_pretrained("bert-a")
     torch.manual_seed(9)
     BertModel(tiny_models.bert().config).save_pretrained("bert-b")
+    classifier(3, 0).push_to_hub("me/my-bert")
     model = classifier(3, 1)
     for step in (500, 1000, 1500):
         model = tiny_models.perturb(model, step)

@@ -178,6 +178,15 @@ def failure(context: typer.Context, error: Exception) -> int:
     return 1
 
 
+def push(folder: str, repo_id: str) -> str:
+    """Uploads a folder to a model repository, which is created if it does not exist. Returns a line for the user."""
+    from huggingface_hub import HfApi
+
+    HfApi().create_repo(repo_id, exist_ok=True)
+    HfApi().upload_folder(repo_id=repo_id, folder_path=folder)
+    return f"\nPushed to {repo_id}."
+
+
 def say(text: str) -> None:
     """Prints a text as one line to stderr."""
     print("hf-ext:", " ".join(text.split()), file=sys.stderr)
@@ -216,6 +225,10 @@ Revision = Annotated[
 ]
 MovedBase = Annotated[
     str | None, option("--base", "Folder or Hub id of the base, if it is no longer where SRC's config.json says.")
+]
+PushToHub = Annotated[
+    str | None,
+    option("--push-to-hub", "Upload the result to this repository of the Hub too. OUT may then be left out.", "ORG/NAME"),
 ]
 Threads = Annotated[
     int | None,

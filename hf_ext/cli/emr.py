@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from hf_ext.cli.command import MovedBase, Out, Result, Revision, Section, argument, flag, mistake, option
@@ -10,6 +11,7 @@ from hf_ext.errors import CheckpointError
 
 if TYPE_CHECKING:
     from hf_ext.emr import MergeReport
+    from hf_ext.emr.recipe import Recipe
 
 section = Section(
     "Keep many fine-tunes of one base in one folder, switched by name (EMR-Merging)",
@@ -33,33 +35,43 @@ Report = Annotated[
 @section.command(
     "merge fine-tunes of one base model into one folder",
     "  hf-ext merge --base google-bert/bert-base-uncased --task cola=my-cola --task sst2=my-sst2 \\\n"
-    "    --out my-bert-merged --report",
-    'from_pretrained loads OUT. model.set_task("sst2") switches its weights, head and labels.',
+    "    --out my-bert-merged --report\n"
+    "  hf-ext merge my-bert-merged/merge_recipe.yaml --out my-bert-again",
+    'from_pretrained loads OUT. model.set_task("sst2") switches its weights, head and labels. A recipe is a YAML file with the '
+    "keys base and tasks (name: path), and if need be revision and rescale. OUT gets the recipe of the merge.",
     threaded=True,
 )
 def merge(
-    base: Annotated[str, option("--base", "Folder or Hub id of the model that all fine-tunes started from.")],
+    out: Out,
+    recipe: Annotated[str | None, argument("RECIPE", "YAML file, instead of --base, --task, --revision and --rescale.")] = None,
+    base: Annotated[str | None, option("--base", "Folder or Hub id of the model that all fine-tunes started from.")] = None,
     task: Annotated[
-        list[str],
+        list[str] | None,
         option(
             "--task",
             "Once for each task: a checkpoint (plain or compressed) or a PEFT adapter. The first task is active after loading.",
             "NAME=PATH",
         ),
-    ],
-    out: Out,
+    ] = None,
     revision: Revision = None,
     rescale: Rescale = "tensor",
     report: Report = False,
 ) -> Result:
-    tasks = [named(text) for text in task]
+    tasks = [named(text) for text in task or []]
     names = [name for name, _ in tasks]
     for name in names:
         if names.count(name) > 1:
             raise mistake(f"there are two tasks called '{name}'; give each its own name", "--task")
+    if recipe and (base or tasks or revision or rescale != "tensor"):
+        raise mistake("a recipe says all that --base, --task, --revision and --rescale say; leave them out", "RECIPE")
+    if not recipe and not (base and tasks):
+        raise mistake("give the base model and the tasks, or a recipe", "--task" if base else "--base")
     from hf_ext import emr
+    from hf_ext.emr.recipe import Recipe
 
-    return merged(emr.merge(base, dict(tasks), out, rescale, revision), out, report)
+    made = Recipe.read(recipe) if recipe else Recipe(str(base), dict(tasks), revision, rescale)
+    result = merged(emr.merge(made.base, made.tasks, out, made.rescale, made.revision), out, report)
+    return with_lossless_size(result, made) if report else result
 
 
 @section.command(
@@ -110,6 +122,26 @@ def named(text: str) -> tuple[str, str]:
     except CheckpointError as error:
         raise mistake(str(error), "--task") from None
     return name, path
+
+
+def with_lossless_size(made: Result, recipe: Recipe) -> Result:
+    """Adds to the report of a merge how large its models would be if FM-Delta stored each of them."""
+    from hf_ext.emr.merging import open_task
+    from hf_ext.fm_delta.size_estimate import estimate_size
+    from hf_ext.storage.open import open_checkpoint
+
+    source = open_checkpoint(recipe.base, recipe.revision)
+    size = 0
+    for name, path in recipe.tasks.items():
+        with TemporaryDirectory() as scratch:
+            size += estimate_size(open_task(name, path, source, Path(scratch)).tensors, source).compressed_bytes
+    smaller = size < made.data["bytes"]
+    text = (
+        f"FM-Delta (hf-ext compress) would store the {len(recipe.tasks)} models without loss in about {size / 1e6:.2f} MB, "
+        + ("less than this merge. " if smaller else "more than this merge. ")
+        + "Take FM-Delta for small or exact files, the merge for one model in memory that switches tasks."
+    )
+    return Result(f"{made.text}\n{text}", made.data | {"fm_delta_bytes": size})
 
 
 def merged(report: MergeReport, out: str, show: bool) -> Result:

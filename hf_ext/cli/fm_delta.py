@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
-from hf_ext.cli.command import RESUMABLE, MovedBase, Out, Result, Revision, Section, argument, flag, mistake, option
+from hf_ext.cli.command import (
+    RESUMABLE,
+    MovedBase,
+    Out,
+    PushToHub,
+    Result,
+    Revision,
+    Section,
+    argument,
+    flag,
+    mistake,
+    option,
+    push,
+)
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
 
 WHOLE = "every checkpoint is complete, run the command again to resume"
@@ -27,7 +42,7 @@ many_models = Section(
     "$ hf-ext compress-series my-run --base google-bert/bert-base-uncased",
 )
 
-Src = Annotated[str, argument("SRC", "Folder of the fine-tuned model, with safetensors weights.")]
+Src = Annotated[str, argument("SRC", "Folder or Hub id of the fine-tuned model, with safetensors weights.")]
 Candidates = Annotated[
     list[str] | None,
     option("--candidates", "Without --base: folders or Hub ids to choose it from; defaults to the local Hub cache.", "DIR…"),
@@ -50,14 +65,16 @@ Level = Annotated[
     "  hf-ext compress my-bert --base google-bert/bert-base-uncased --out my-bert-small\n"
     "  hf-ext compress my-bert --out my-bert-small --level 3 --delete-source    # finds the base, verifies, then deletes\n"
     "  hf-ext compress my-bert --base /mnt/bert --base-id google-bert/bert-base-uncased --out my-bert-small\n"
-    "  hf-ext compress my-model --no-base --out my-model-small    # a base model or a PEFT adapter",
+    "  hf-ext compress my-model --no-base --out my-model-small    # a base model or a PEFT adapter\n"
+    "  hf-ext compress my-bert --dry-run                         # about how large would it be?\n"
+    "  hf-ext compress me/my-bert --base google-bert/bert-base-uncased --push-to-hub me/my-bert-small",
     "OUT has every file of SRC. from_pretrained loads it bit for bit as SRC, on any machine that can read the base.",
     "{out} is unchanged, or has the whole model",
     threaded=True,
 )
 def compress(
     src: Src,
-    out: Out,
+    out: Annotated[str | None, option("--out", "Folder to write. Files of the same names in it are replaced.")] = None,
     base: Annotated[
         str | None, option("--base", "Folder or Hub id of the model it was tuned from; defaults to what find-base finds.")
     ] = None,
@@ -70,19 +87,32 @@ def compress(
     verify: Verify = False,
     level: Level = DEFAULT_LEVEL,
     delete_source: DeleteSource = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Write nothing. Estimate the size from some of the tensors.")] = False,
+    push_to_hub: PushToHub = None,
 ) -> Result:
+    if out is None and not dry_run and not push_to_hub:
+        raise mistake("give a folder to write, --push-to-hub or --dry-run", "--out")
     if no_base and (base or candidates):
         raise mistake("cannot be combined with --base or --candidates", "--no-base")
     check_base(base, revision, candidates, base_id)
     from hf_ext import fm_delta
+    from hf_ext.storage.hub import downloaded
 
-    found = ""
+    found, src = "", src if delete_source else str(downloaded(src))
     if base is None and not no_base:
         report = fm_delta.find_base(src, candidates or None)
         base, revision, found = report.require().name, report.require().revision, f"{report.summary()}\n"
-    fm_delta.compress_checkpoint(src, base, out, revision, verify, delete_source, level, base_id=base_id)
-    made = fm_delta.inspect(out)
-    return Result(found + made.summary(), made.to_dict())
+    if push_to_hub and base and os.path.isdir(base) and not base_id:
+        raise mistake(f"others cannot read the base {base}; give the Hub id of the same model as --base-id", "--push-to-hub")
+    if dry_run:
+        estimate = fm_delta.estimate(src, base, revision, level)
+        return Result(found + estimate.summary(), estimate.to_dict())
+    with TemporaryDirectory() as scratch:
+        folder = out or scratch
+        fm_delta.compress_checkpoint(src, base, folder, revision, verify, delete_source, level, base_id=base_id)
+        made = fm_delta.inspect(folder)
+        pushed = push(folder, push_to_hub) if push_to_hub else ""
+    return Result(found + made.summary() + pushed, made.to_dict())
 
 
 @one_model.command(

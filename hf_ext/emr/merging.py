@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub import hf_hub_download
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
@@ -18,6 +18,7 @@ from hf_ext.emr.card import merge_card, models_of
 from hf_ext.emr.checks import TaskInput
 from hf_ext.emr.folder import TASK_NAME, MergeFolder, assets_of, extract_task, files_of, older_files, task_files, task_folder
 from hf_ext.emr.modulators import ASSETS
+from hf_ext.emr.recipe import RECIPE, Recipe
 from hf_ext.emr.reports import MergeReport, TaskReport
 from hf_ext.emr.writing import AdditionWriter, MergeWriter
 from hf_ext.errors import CheckpointError, CorruptFileError
@@ -25,7 +26,7 @@ from hf_ext.integration.in_place import difference
 from hf_ext.integration.model_cards import CARD, outdated, write_card
 from hf_ext.storage.atomic import staged_folder
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.hub import is_local
+from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER_CONFIG, CONFIG, all_weights, read_config, require_another_folder
 from hf_ext.storage.open import open_checkpoint, open_plain
 from hf_ext.storage.prefetch import Prefetcher, progress
@@ -48,7 +49,8 @@ def merge(
     max_shard_size: int | str = "50GB",
 ) -> MergeReport:
     """Merges fine-tunes of one base model into one folder that restores each of them approximately (EMR-Merging, arXiv
-    2405.17461). `from_pretrained` loads the first task; `model.set_task` switches.
+    2405.17461). `from_pretrained` loads the first task; `model.set_task` switches. If all tasks are folders or Hub ids, the
+    folder has the recipe of the merge too (merge_recipe.yaml).
 
     Args:
         base: folder or Hub id of the model that all tasks were fine-tuned from.
@@ -80,6 +82,9 @@ def merge(
             require_another_folder(Path(out), source.tensors.paths)
         _require_one_structure({name: source.config for name, source in sources.items()})
         MergeWriter(checkpoint, _config_of(checkpoint), sources, stage).write(rescale, max_shard_size)
+        if all(isinstance(task, str | os.PathLike) for task in tasks.values()):
+            names = {name: str(task) for name, task in tasks.items()}
+            Recipe(str(base), names, revision, rescale).write(stage / RECIPE)
         write_card(stage, merge_card(stage, report(stage), tasks.values()), Path(out))
     return _checked(report(out))
 
@@ -242,18 +247,7 @@ def require_name(name: str) -> None:
 
 
 def _folder_of(name: str | os.PathLike, what: str) -> Path:
-    """Returns a local folder, or the folder that a Hub repository is downloaded into."""
-    name = os.fspath(name)
-    if os.path.isdir(name):
-        return Path(name)
-    if is_local(name):
-        raise CheckpointError(f"{what}: there is no folder '{name}'.")
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", *(f"*{suffix}" for suffix in ASSETS)]))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{what}: '{name}' is neither a folder nor a Hub repository that can be reached: {error}"
-        ) from error
+    return downloaded(name, f"{what}: ", ["*.safetensors", *(f"*{suffix}" for suffix in ASSETS)])
 
 
 def _require_one_structure(configs: Mapping[str, dict]) -> None:

@@ -21,6 +21,7 @@ from hf_ext.storage.delta.folder import (
     write_model,
 )
 from hf_ext.storage.delta.source import DeltaCheckpoint, RestoredFile, open_files
+from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import CONFIG, other_files, require_deletable
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.source import NoBase, TensorSource
@@ -46,7 +47,7 @@ def compress_checkpoint(
     too. Memory: a few tensors.
 
     Args:
-        src: folder with safetensors weights; without a base, also that of a PEFT adapter.
+        src: folder or Hub id of a model with safetensors weights; without a base, also of a PEFT adapter.
         base: folder or Hub id of the model that `src` was fine-tuned from, plain or compressed itself; or None to compress the
             weights by themselves.
         out: folder to write. On failure it stays as it was.
@@ -65,7 +66,7 @@ def compress_checkpoint(
     """
     if base is None and (revision or base_id):
         raise ValueError("revision and base_id describe the base, but base is None")
-    src, out = Path(src), Path(out)
+    src, out = Path(src) if delete_source else downloaded(src), Path(out)
     with locked(out):
         if delete_source and finish_deletion(src):  # a kill interrupted the last step of an earlier call
             open_files(out)  # raises an error unless that call's result is here

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_download, hf_hub_url, snapshot_download, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import SafetensorsFileMetadata
 
-from hf_ext.errors import BaseModelError
+from hf_ext.errors import BaseModelError, CheckpointError
 
 
 class Hub(NamedTuple):
@@ -85,6 +85,8 @@ class Hub(NamedTuple):
             return []  # the download tries again, and finds out what is wrong
 
 
+# Files of a repository that hold its weights once more, in other formats.
+OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.tflite"]
 HUB = Hub()  # settings of the environment
 
 
@@ -108,6 +110,30 @@ def is_local(name: str | os.PathLike) -> bool:
     """Returns whether a name stands for a path, existing or not, rather than for a repository on the Hub."""
     name = os.fspath(name)
     return os.path.exists(name) or name.startswith((".", "/", "~"))
+
+
+def downloaded(name: str | os.PathLike, what: str = "", allow_patterns: list[str] | None = None) -> Path:
+    """Returns a local folder as it is, or the folder in the cache that a Hub repository is downloaded into.
+
+    Args:
+        what: begins the error message.
+        allow_patterns: of the files to download; defaults to all but weights that are not safetensors.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    name = os.fspath(name)
+    if os.path.isdir(name):
+        return Path(name)
+    if is_local(name):
+        raise CheckpointError(f"{what}{name} is not a folder; give the folder or the Hub id of a saved model.")
+    try:
+        others = None if allow_patterns else OTHER_WEIGHTS
+        return Path(snapshot_download(name, allow_patterns=allow_patterns, ignore_patterns=others))
+    except (OSError, ValueError, HTTPError) as error:
+        raise CheckpointError(
+            f"{what}'{name}' is neither a folder nor a Hub repository that can be reached: {first_line(error)}"
+        ) from error
 
 
 def absolute(name: str | os.PathLike) -> str:

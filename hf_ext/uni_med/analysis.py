@@ -1,4 +1,4 @@
-"""How tasks pull at shared parameters: the tug-of-war of Uni-Med (arXiv 2409.17508, section 3.1), from gradients."""
+"""Interference of tasks at shared parameters: the tug-of-war of Uni-Med (arXiv 2409.17508, section 3.1)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Batches = Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Interference:
-    """Of each pair of tasks, how their gradients agree; printed, both matrices.
+    """The agreement of gradients for each pair of tasks. `str()` gives both matrices.
 
     Attributes:
-        tasks: their names, in the order of the matrices.
+        tasks: names, in the order of the matrices.
         direction: GD, (tasks, tasks): cos(gᵢ, gⱼ), in -1…1.
         magnitude: GM, (tasks, tasks): 2 ‖gᵢ‖ ‖gⱼ‖ / (‖gᵢ‖² + ‖gⱼ‖²), in 0…1.
-        norms: ‖gᵢ‖, (tasks,). Where it is 0, as of questions without images at the connector, the pairs are nan.
+        norms: ‖gᵢ‖, (tasks,). If it is 0, as for questions without images at the connector, the task's pairs are nan.
     """
 
     tasks: list[str]
@@ -36,12 +36,12 @@ class Interference:
 
     @property
     def mean_direction(self) -> float:
-        """Of all pairs of two tasks."""
+        """Mean GD over all pairs of two tasks."""
         return self._mean(self.direction)
 
     @property
     def mean_magnitude(self) -> float:
-        """Of all pairs of two tasks."""
+        """Mean GM over all pairs of two tasks."""
         return self._mean(self.magnitude)
 
     def summary(self) -> str:
@@ -51,7 +51,7 @@ class Interference:
         """Draws both matrices as heat maps.
 
         Raises:
-            HfExtError: matplotlib is missing, or the file cannot be written.
+            HfExtError: matplotlib is not installed, or the file cannot be written.
         """
         size = 1.6 + 0.8 * len(self.tasks)
         figure = new_figure(2 * size, size)
@@ -91,25 +91,25 @@ def interference(
 ) -> Interference:
     """Measures how the gradients of several tasks agree.
 
-    The gradients of all tasks are held at once. With a hard router GD is 0, as each task has an expert of its own. The model's
-    own gradients, and whether it trains, stay as they are; dropout is off.
+    Holds the gradients of all tasks in memory at once. With a hard router GD is 0, because each task has its own expert.
+    Dropout is off. The model's own gradients and its training mode do not change.
 
     Args:
-        batches_by_task: of each task a batch with labels, or several, whose gradients are averaged.
-        parameters: those to look at; those of the connector that are trained if None.
+        batches_by_task: for each task, one batch with labels, or several, whose gradients are averaged.
+        parameters: parameters to compare; defaults to the trained ones of the connector.
 
     Raises:
-        ValueError: there are fewer than two tasks, no parameters that are trained, or no labels.
+        ValueError: there are fewer than two tasks, no trained parameters, or no labels.
     """
     if len(batches_by_task) < 2:
-        raise ValueError("Interference is between tasks: give batches of two or more.")
+        raise ValueError("Interference requires batches of at least two tasks.")
     if parameters is None:
         parameters = (
             parameter for name, parameter in model.named_parameters() if "connector." in name and parameter.requires_grad
         )
     parameters = list(parameters)
     if not parameters or not all(parameter.requires_grad for parameter in parameters):
-        raise ValueError("There are no gradients to compare: give parameters that are trained (requires_grad).")
+        raise ValueError("There are no gradients to compare: give parameters with requires_grad=True.")
     with evaluating(model):
         gradients = [
             _gradient(model, parameters, task, [batches] if isinstance(batches, Mapping) else list(batches))
@@ -138,8 +138,8 @@ def _gradient(
         for batch in batches:
             loss = model(**_on(model, batch)).loss
             if loss is None:
-                raise ValueError(f"The batches of '{task}' have no labels: give the processor answers.")
-            if loss.requires_grad:  # it need not depend on anything that is trained
+                raise ValueError(f"The batches of '{task}' have no labels: pass answers= to the processor.")
+            if loss.requires_grad:  # False if it depends on no trained parameter
                 found = torch.autograd.grad(loss / len(batches), parameters, allow_unused=True, materialize_grads=True)
                 total = [a.add_(b) for a, b in zip(total, found)]
     return total
@@ -155,14 +155,14 @@ def _cell(value: float) -> str:
 
 
 class InterferenceCallback(TrainerCallback):
-    """Measures interference while training, and adds its means to what the Trainer logs at that step.
+    """Measures interference during training, and adds the means to the Trainer's log.
 
     Args:
-        batches_by_task: as for `interference`.
-        every: steps between measurements; None for every time the Trainer logs.
+        batches_by_task: as in `interference`.
+        every: steps between measurements; None measures whenever the Trainer logs.
 
     Attributes:
-        history: (step, Interference) of each measurement.
+        history: step and result of each measurement.
     """
 
     def __init__(self, batches_by_task: Mapping[str, Batches], every: int | None = None):
@@ -187,9 +187,9 @@ class FeatureMap:
     """Images as points in a plane, before and after the connector.
 
     Attributes:
-        tasks: of each image.
-        before: (images, 2), the means of the vision tower's tokens in their first two principal components.
-        after: (images, 2), likewise of the connector's output.
+        tasks: the task of each image.
+        before: (images, 2), the mean of each image's visual tokens, in the first two principal components.
+        after: (images, 2), the same for the connector's output.
     """
 
     tasks: list[str]
@@ -197,10 +197,10 @@ class FeatureMap:
     after: torch.Tensor
 
     def plot(self, path: str | os.PathLike) -> None:
-        """Draws the points, coloured by task (Uni-Med, figure 5).
+        """Draws the points, colored by task (Uni-Med, figure 5).
 
         Raises:
-            HfExtError: matplotlib is missing, or the file cannot be written.
+            HfExtError: matplotlib is not installed, or the file cannot be written.
         """
         figure = new_figure(9, 4.2)
         names = list(dict.fromkeys(self.tasks))
@@ -217,10 +217,10 @@ class FeatureMap:
 
 @torch.no_grad()
 def feature_map(model: PreTrainedModel, batches_by_task: Mapping[str, Batches]) -> FeatureMap:
-    """Shows what the connector does to images for different tasks.
+    """Maps images to points before and after the connector, for different tasks.
 
     Args:
-        batches_by_task: of each task a batch with images, or several; those without are left out.
+        batches_by_task: for each task, one or more batches; batches without images are skipped.
 
     Raises:
         ValueError: there are fewer than three images.
@@ -236,7 +236,7 @@ def feature_map(model: PreTrainedModel, batches_by_task: Mapping[str, Batches]) 
                 after.append(found.pooler_output.float().mean(1).cpu())
                 tasks += [task] * len(before[-1])
     if len(tasks) < 3:
-        raise ValueError(f"There are {len(tasks)} images; a map needs three at least.")
+        raise ValueError(f"There are {len(tasks)} images; a map requires at least three.")
     return FeatureMap(tasks, *(_plane(torch.cat(points)) for points in (before, after)))
 
 

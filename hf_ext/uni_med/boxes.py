@@ -10,7 +10,7 @@ PATTERN = re.compile(r"\{\s*" + r"\s*".join([r"<\s*(\d{1,3})\s*>"] * 4) + r"\s*\
 
 
 def format_box(box: Box, size: tuple[float, float]) -> str:
-    """A box as text, cut to the image.
+    """Returns a box as text, clipped to the image.
 
     Args:
         box: left, top, right, bottom in pixels.
@@ -31,14 +31,14 @@ def format_box(box: Box, size: tuple[float, float]) -> str:
 
 
 def _hundredths(start: float, end: float) -> tuple[int, int]:
-    """Both to the nearest within 0…100, and at least one apart."""
+    """Rounds both to integers within 0…100 that are at least one apart."""
     start, end = 100 * max(start, 0.0), 100 * min(end, 1.0)
     first, last = round(start), round(end)
     return (first, last) if first < last else (math.floor(start), math.ceil(end))
 
 
 def parse_boxes(text: str, size: tuple[float, float]) -> list[Box]:
-    """The boxes in a text, in pixels of an image of `size` (width, height); none of those that are empty or reversed."""
+    """Returns the boxes in a text, in pixels of an image of `size` (width, height). Skips empty and reversed boxes."""
     width, height = size
     boxes = []
     for found in PATTERN.finditer(text):
@@ -49,7 +49,7 @@ def parse_boxes(text: str, size: tuple[float, float]) -> list[Box]:
 
 
 def box_iou(box: Box, other: Box) -> float:
-    """Intersection over union of two boxes, in 0…1."""
+    """Returns the intersection over union of two boxes, in 0…1."""
     across = max(0.0, min(box[2], other[2]) - max(box[0], other[0]))
     down = max(0.0, min(box[3], other[3]) - max(box[1], other[1]))
     areas = [(b[2] - b[0]) * (b[3] - b[1]) for b in (box, other)]

@@ -39,7 +39,7 @@ def uni_med_card(model: PreTrainedModel) -> ModelCard:
 
 
 def _bases(model: PreTrainedModel) -> list[str]:
-    """What it was loaded from; or what it was made of, which its parts say, or the card of the folder it was loaded from."""
+    """Returns the Hub id of the model, or the models that it was built from, according to its parts or its model card."""
     if hub_id(model.name_or_path):
         return [model.name_or_path]
     parts = [part._name_or_path for part in (model.config.vision_config, model.config.text_config) if part._name_or_path]

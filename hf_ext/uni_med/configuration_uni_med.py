@@ -1,4 +1,4 @@
-"""What a Uni-Med model is made of."""
+"""The configuration of a Uni-Med model."""
 
 import math
 from typing import Any
@@ -23,17 +23,17 @@ class UniMedConfig(PreTrainedConfig):
         connector: "linear", "mlp" (two layers), "moe_linear" or "moe_mlp".
         num_experts: experts of a mixture.
         router: "soft" weighs all experts by sigmoid(logits) over their sum; "sparse" takes the softmax over the
-            `num_experts_per_tok` largest logits; "hard" gives task i to expert i; "constant" weighs all alike.
-        router_input: what the logits are computed of: "task_token" (task token and visual token), "token" or "task".
+            `num_experts_per_tok` largest logits; "hard" gives task i to expert i; "constant" weighs all equally.
+        router_input: input of the router: "task_token" (task token and visual token), "token" or "task".
         num_experts_per_tok: experts of a visual token with the sparse router.
-        resampling: "projection" concatenates neighbouring visual tokens, "avg_pool" and "max_pool" pool squares of them.
-        resampling_rate: visual tokens made into one.
-        tasks: names of the tasks that an image can be looked at for; each has a task token to learn.
+        resampling: "projection" concatenates neighboring visual tokens, "avg_pool" and "max_pool" pool squares of them.
+        resampling_rate: number of visual tokens that become one.
+        tasks: names of the tasks of images; each has a task token to learn.
         task_token_size: None for the size of the connector's input.
-        image_token_id: stands in `input_ids` where an embedding of an image goes; may lie outside the vocabulary.
+        image_token_id: placeholder in `input_ids` for an embedding of an image; may lie outside the vocabulary.
 
     Raises:
-        ValueError: values that do not fit together.
+        ValueError: the values do not fit together.
     """
 
     model_type = "uni_med"
@@ -60,11 +60,11 @@ class UniMedConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self.tasks = list(self.tasks)
         if self.resampling_rate < 1 or self.num_experts < 1:
-            raise ValueError(f"resampling_rate={self.resampling_rate}, num_experts={self.num_experts}: both are at least 1.")
+            raise ValueError(f"resampling_rate={self.resampling_rate}, num_experts={self.num_experts}: each must be 1 or more.")
         if self.resampling != "projection" and math.isqrt(self.resampling_rate) ** 2 != self.resampling_rate:
-            raise ValueError(f"Pooling takes squares of tokens: resampling_rate={self.resampling_rate} is not a square number.")
+            raise ValueError(f"Pooling requires a square number of tokens: resampling_rate={self.resampling_rate} is none.")
         if not self.tasks or len({*self.tasks, QA}) <= len(self.tasks):
-            raise ValueError(f"tasks={self.tasks}: there is at least one, each has a name of its own, and '{QA}' has no image.")
+            raise ValueError(f"tasks={self.tasks}: give at least one name, each only once, and not '{QA}', which has no image.")
         if self.task_token_size is not None and self.task_token_size < 1:
             raise ValueError(
                 f"task_token_size={self.task_token_size}: give at least 1, or None for the connector's input size."
@@ -72,7 +72,7 @@ class UniMedConfig(PreTrainedConfig):
         if self.connector.startswith("moe"):
             if self.router == "hard" and self.num_experts < len(self.tasks):
                 raise ValueError(
-                    f"The hard router gives each task an expert of its own: num_experts={self.num_experts} is less than the "
+                    f"The hard router requires an expert for each task: num_experts={self.num_experts} is less than the "
                     f"{len(self.tasks)} tasks."
                 )
             if self.router == "sparse":
@@ -80,15 +80,15 @@ class UniMedConfig(PreTrainedConfig):
                     raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} is not within 1…{self.num_experts}.")
                 if any(size % 8 for size in (self.connector_input_size, text_config.hidden_size)):
                     raise ValueError(
-                        "The sparse router's grouped matrix products need sizes that are multiples of 8; the connector's input "
-                        f"has {self.connector_input_size} and the language model {text_config.hidden_size}."
+                        "The sparse router's grouped matrix products require sizes that are multiples of 8; the connector's "
+                        f"input has {self.connector_input_size} and the language model {text_config.hidden_size}."
                     )
 
     @property
     def vision_size(self) -> int:
         """Size of the vision tower's tokens."""
         assert isinstance(self.vision_config, PreTrainedConfig)  # __post_init__ builds it
-        sizes = getattr(self.vision_config, "hidden_sizes", None)  # towers in stages have one for each
+        sizes = getattr(self.vision_config, "hidden_sizes", None)  # towers with stages have one size per stage
         size = sizes[-1] if sizes else getattr(self.vision_config, "hidden_size", None)
         if size is None:
             raise ValueError(f"The configuration of the vision tower ({self.vision_config.model_type}) has no hidden_size.")
@@ -100,7 +100,7 @@ class UniMedConfig(PreTrainedConfig):
 
 
 def _part(config: dict | PreTrainedConfig | None, model_type: str) -> PreTrainedConfig:
-    """Builds the configuration of a part, of this type unless it names another."""
+    """Builds the configuration of a part. The type is the default if the configuration has none."""
     if isinstance(config, PreTrainedConfig):
         return config
     return AutoConfig.for_model(**{"model_type": model_type} | (config or {}))

@@ -1,6 +1,6 @@
 """The connector from vision tower to language model: resampling, router, experts (Uni-Med, arXiv 2409.17508, section 3.2).
 
-Parameters are held bare, not in `nn.Linear`: quantizers and adapters that look for linear layers leave the connector alone.
+The parameters are not in `nn.Linear` modules, so quantizers and adapters that look for linear layers skip the connector.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Resampling = Literal["projection", "avg_pool", "max_pool"]
 
 
 def resample(features: torch.Tensor, grid: tuple[int, int], how: Resampling, rate: int) -> torch.Tensor:
-    """Makes one visual token of `rate` of them.
+    """Combines each `rate` visual tokens into one.
 
     Args:
         features: (images, height * width, size), row by row.
         grid: height and width.
-        how: "projection" concatenates neighbours in a row, to (…, tokens / rate, size * rate); the pools take the average
-            or maximum of squares of √rate by √rate, to (…, tokens / rate, size).
+        how: "projection" concatenates neighbors in a row to (…, tokens / rate, size * rate). "avg_pool" and "max_pool" pool
+            squares of √rate by √rate to (…, tokens / rate, size).
 
     Raises:
-        ValueError: the grid cannot be divided so.
+        ValueError: the grid is not divisible by the rate.
     """
     images, tokens, size = features.shape
     if how == "projection":
@@ -47,7 +47,7 @@ def resample(features: torch.Tensor, grid: tuple[int, int], how: Resampling, rat
 class Router(nn.Module):
     """Logits over experts: W₂ GELU(W₁ [task token ; visual token] + b₁) + b₂ with a hidden size of four times the input's.
 
-    W₁ is kept in two parts, so that the task's is applied once to an image and not to each of its tokens.
+    W₁ has two parts, so that the task's part is computed once per image and not once per token.
 
     Args:
         token_size: size of the visual tokens; 0 to route by the task alone.
@@ -77,7 +77,7 @@ class Router(nn.Module):
                 nn.init.uniform_(parameter, -(inputs**-0.5), inputs**-0.5)  # as nn.Linear
 
     def forward(self, tokens: torch.Tensor, task: torch.Tensor | None) -> torch.Tensor:
-        """Logits, (images, tokens, experts); (images, 1, experts) if they depend on the task alone.
+        """Returns logits (images, tokens, experts), or (images, 1, experts) if they depend on the task alone.
 
         Args:
             tokens: (images, tokens, token_size).
@@ -95,10 +95,10 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Projections side by side, Σₑ wₑ Eₑ(x), with Eₑ(x) = Uₑᵀ GELU(Vₑ x + aₑ) + bₑ, or Uₑᵀ x + bₑ if they are linear.
+    """A weighted sum of projections, Σₑ wₑ Eₑ(x), with Eₑ(x) = Uₑᵀ GELU(Vₑ x + aₑ) + bₑ, or Uₑᵀ x + bₑ if they are linear.
 
-    Weighing the hidden units by their expert's weight makes the sum over experts one matrix product; the output of a single
-    expert is never held. Vₑ is `up[e]`, (hidden, inputs); Uₑ is `down[e]`, (hidden, outputs).
+    The hidden units are multiplied by their expert's weight, so that the sum over experts is one matrix product. The output
+    of a single expert is never in memory. Vₑ is `up[e]`, (hidden, inputs); Uₑ is `down[e]`, (hidden, outputs).
     """
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, linear: bool):
@@ -122,16 +122,16 @@ class Experts(nn.Module):
     def forward(
         self, tokens: torch.Tensor, weights: torch.Tensor | None = None, chosen: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """(tokens, inputs) to (tokens, outputs).
+        """Maps (tokens, inputs) to (tokens, outputs).
 
         Args:
-            weights: (tokens, experts); None if there is one expert, which is not weighed then.
-            chosen: the indices of the experts to compute, (tokens, k), whose weights are (tokens, k) then; None for all.
+            weights: (tokens, experts); None for a single expert without weight.
+            chosen: (tokens, k), the indices of the experts to compute; `weights` is then (tokens, k) too. None for all experts.
         """
         experts, units, _ = self.down.shape
         if chosen is not None:
             assert weights is not None
-            # What PyTorch's grouped products cannot do is done by all experts.
+            # PyTorch's grouped products do not support all cases; the others compute all experts.
             if tokens.dtype != torch.float64 and (tokens.dtype == torch.bfloat16 or not torch.compiler.is_compiling()):
                 return self._grouped(tokens, weights, chosen)
             weights = weights.new_zeros(len(tokens), experts).scatter(1, chosen, weights)
@@ -145,7 +145,7 @@ class Experts(nn.Module):
         return torch.addmm(weights @ self.down_bias, hidden, self.down.flatten(0, 1))
 
     def _grouped(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Pairs of token and expert, sorted by expert."""
+        """Computes pairs of token and expert, sorted by expert."""
         k = chosen.shape[1]
         order = chosen.flatten().argsort(stable=True)
         experts = chosen.flatten()[order]
@@ -155,23 +155,23 @@ class Experts(nn.Module):
             hidden = F.gelu(F.grouped_mm(hidden, self.up.transpose(1, 2), offs=ends) + self.up_bias[experts])
         weights = weights.flatten()[order, None]
         out = F.grouped_mm(hidden * weights, self.down, offs=ends) + weights * self.down_bias[experts]
-        # Back in the order of the tokens; no index_add, which is not deterministic on GPUs.
+        # Restores the order of the tokens without index_add, which is not deterministic on GPUs.
         return out[order.argsort()].unflatten(0, (-1, k)).sum(1)
 
 
 class Connector(nn.Module):
-    """Visual tokens of an image to input embeddings of the language model.
+    """Maps visual tokens to input embeddings of the language model.
 
     Args:
         vision_size: size of the tower's tokens.
         text_size: size of the language model's embeddings.
         kind: one projection ("linear", "mlp") or a mixture of `num_experts` of them ("moe_linear", "moe_mlp").
-        router: how experts are weighed. "soft": sigmoid(logits) over their sum; "sparse": softmax over the `top_k` largest
-            logits, and only those experts are computed; "hard": expert i for task i; "constant": all alike.
-        router_input: what the logits are of: the task token and the visual token, or one of the two.
+        router: weights of the experts. "soft": sigmoid(logits) over their sum; "sparse": softmax over the `top_k` largest
+            logits, and only these experts are computed; "hard": expert i for task i; "constant": equal weights.
+        router_input: input of the router: the task token and the visual token, or one of the two.
         resampling, resampling_rate: see `resample`.
-        num_tasks: how many task tokens there are to learn.
-        task_token_size: their size; None for that of the resampled visual tokens.
+        num_tasks: number of task tokens to learn.
+        task_token_size: size of a task token; None for that of the resampled visual tokens.
     """
 
     def __init__(
@@ -209,8 +209,7 @@ class Connector(nn.Module):
     def forward(
         self, features: torch.Tensor, grid: tuple[int, int], tasks: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Embeddings (images, tokens / rate, text_size), and the experts' weights (images, tokens / rate, experts) if there
-        are any.
+        """Returns embeddings (images, tokens / rate, text_size) and weights (images, tokens / rate, experts) or None.
 
         Args:
             features: (images, height * width, vision_size).
@@ -218,10 +217,10 @@ class Connector(nn.Module):
             tasks: (images,), the index of each image's task.
 
         Raises:
-            ValueError: a task is needed and missing, or the grid cannot be resampled.
+            ValueError: the router requires a task, or the grid cannot be resampled.
         """
         if self.needs_task and tasks is None:
-            raise ValueError("This connector routes by task: give the processor task=, or the model image_tasks.")
+            raise ValueError("This connector routes by task: pass task= to the processor, or image_tasks to the model.")
         tasks = None if tasks is None else tasks.to(features.device)
         x = resample(features, grid, self.resampling, self.resampling_rate)
         images, count, _ = x.shape
@@ -238,12 +237,12 @@ class Connector(nn.Module):
                 top = top.softmax(-1)
                 out = self.experts(tokens, top.flatten(0, 1), chosen.flatten(0, 1))
                 return out.unflatten(0, (images, count)), torch.zeros_like(logits).scatter(-1, chosen, top)
-            # sigmoid(logits) over their sum; where those of half precision would all be zero too.
+            # sigmoid(logits) over their sum, computed so that half precision does not underflow to zero.
             weights = F.logsigmoid(logits.float()).softmax(-1).to(x.dtype)
         return self.experts(tokens, weights.flatten(0, 1)).unflatten(0, (images, count)), weights
 
     def _fixed(self, images: int, experts: int, tasks: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """Weights that are not learned, (images, 1, experts)."""
+        """Returns weights that are not learned, (images, 1, experts)."""
         if self.routing == "constant":
             return like.new_full((images, 1, experts), 1 / experts)
         assert tasks is not None  # forward raises without them

@@ -1,4 +1,4 @@
-"""Checkpoints as Uni-Med's authors' code (github.com/MSIIP/Uni-Med) writes them, as models of this package."""
+"""Conversion of checkpoints of the authors' code (github.com/MSIIP/Uni-Med)."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ BUFFER = re.compile(r"llm_model\..*rotary_emb\.inv_freq")
 ROUTER_INPUT = {"router_task_token": "task_token", "router_token": "token", "router_task": "task"}
 RESAMPLING = {"projection": "projection", "avgpool": "avg_pool", "maxpool": "max_pool"}
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
-LORA_ALPHA = 16  # where the checkpoint does not say; that of the paper
+LORA_ALPHA = 16  # the paper's, for checkpoints without the setting
 
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written, and where.
+    """The result of a conversion.
 
     Attributes:
-        options: the connector's, as of [`UniMedConfig`].
-        lora: rank and number of layers of the adapter; None if there is none.
+        options: the connector's options, fields of [`UniMedConfig`].
+        lora: rank and number of layers of the adapter; None without one.
     """
 
     out: str
@@ -56,18 +56,18 @@ class Converted:
 def convert_checkpoint(
     checkpoint: str | os.PathLike, out: str | os.PathLike, vision: str | os.PathLike, text: str | os.PathLike
 ) -> Converted:
-    """Writes a checkpoint of the authors' code as a folder for `from_pretrained`, with processor, and its LoRA to
-    `out`/adapter for PEFT.
+    """Converts a checkpoint of the authors' code to a folder for `from_pretrained`, with a processor. Its LoRA goes to
+    `out`/adapter, for PEFT.
 
     Args:
-        checkpoint: a .pth file with a dict `model` of tensors. It is read without running code from it.
+        checkpoint: a .pth file with a dict `model` of tensors. No code from it is run.
         vision: folder or Hub id of the tower it was trained with, such as that of BLIP-2 with ViT-g.
         text: folder or Hub id of its language model, such as Llama-2-7B-chat.
 
     Raises:
         CorruptFileError: the file is not such a checkpoint.
-        CheckpointError: it cannot be read, or has tensors that have no place in the model, or others are missing or of another
-            size.
+        CheckpointError: it cannot be read, or its tensors do not fit the model: unknown names, missing tensors, or other
+            shapes.
     """
     state, settings = _read(checkpoint)
     options, connector, adapter = split(state, settings)
@@ -106,14 +106,15 @@ def convert_checkpoint(
 def split(
     state: Tensors, settings: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The connector's options (of [`UniMedConfig`]), its tensors, and the LoRA's, under the names they have here.
+    """Splits a checkpoint into the connector's options (fields of [`UniMedConfig`]), its tensors, and the tensors of the LoRA,
+    under the names of this package.
 
     Args:
         state: as the authors name them: llm_proj, moe_layers, router, task_tokens and llm_model with a LoRA.
         settings: the section `model` of their configuration; empty for that of their training script.
 
     Raises:
-        CheckpointError: there are tensors that have no place.
+        CheckpointError: there are unknown tensors.
     """
     rest = {name: tensor for name, tensor in state.items() if not BUFFER.fullmatch(name)}
     adapter = {
@@ -167,9 +168,9 @@ def split(
         connector["experts.down_bias"] = rest.pop(f"{plain[-1]}.bias")[None]
     if rest:
         raise CheckpointError(
-            f"The checkpoint has {len(rest)} tensors that have no place here, such as {', '.join(sorted(rest)[:3])}: the "
-            "connector, its router and task tokens and a LoRA of the language model are converted; the vision tower "
-            "is taken as it is."
+            f"The checkpoint has {len(rest)} unknown tensors, such as {', '.join(sorted(rest)[:3])}: only "
+            "the connector, its router and task tokens, and a LoRA of the language model can be converted. The vision tower "
+            "comes from --vision."
         )
     return options, {name: tensor.contiguous() for name, tensor in connector.items()}, adapter
 
@@ -206,7 +207,7 @@ def _read(path: str | os.PathLike) -> tuple[Tensors, dict[str, Any]]:
     except OSError as error:
         reason = error.strerror or error
         raise CheckpointError(f"{path} cannot be read ({reason}); give the .pth of Uni-Med's authors.") from error
-    except Exception as error:  # of text, say, PyTorch's unpickler raises whatever its letters lead to
+    except Exception as error:  # PyTorch's unpickler raises many types of errors for other files
         reason = str(error).partition("\n")[0]
         raise CorruptFileError(
             f"{path} is not a checkpoint that torch.load can read ({type(error).__name__}: {reason}); give the .pth of "
@@ -227,7 +228,7 @@ def _read(path: str | os.PathLike) -> tuple[Tensors, dict[str, Any]]:
     settings = settings if isinstance(settings, dict) else {}
     for name in ("resample_rate", "sparse_topk", "lora_alpha"):
         if not isinstance(settings.get(name, 1), int):
-            raise CorruptFileError(f"{path}: its configuration says {name}={settings[name]!r}, which is no whole number.")
+            raise CorruptFileError(f"{path}: its configuration says {name}={settings[name]!r}, which is not an integer.")
     return {str(name): tensor for name, tensor in state.items()}, settings
 
 
@@ -259,7 +260,7 @@ def _check_layer(
 
 
 def _stacked(layers: Mapping[tuple, torch.Tensor], count: int, layer: int, kind: str) -> torch.Tensor:
-    """One tensor of all experts."""
+    """Stacks a tensor of all experts."""
     found: list[torch.Tensor] = []
     for expert in range(count):
         tensor = layers.get((expert, layer, kind))

@@ -1,4 +1,4 @@
-"""Training data of several tasks: mixed by ratio, and batched with the tasks mixed."""
+"""Training data of several tasks: mixing by ratio, and batches of mixed tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_ext.uni_med.processing_uni_med import UniMedProcessor
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-RATIOS = {"qa": 2, "vqa": 5, "refer": 4, "identify": 4, "caption": 8, "cls": 4}  # the paper's, of each of its data sets
+RATIOS = {"qa": 2, "vqa": 5, "refer": 4, "identify": 4, "caption": 8, "cls": 4}  # the paper's
 
 
 def mix_datasets(
@@ -23,13 +23,13 @@ def mix_datasets(
     seed: int = 42,
     stopping_strategy: str = "all_exhausted",
 ) -> Dataset | IterableDataset:
-    """Draws samples of several data sets in turn, at random by ratio (`datasets.interleave_datasets`).
+    """Mixes data sets by drawing samples at random, by ratio (`datasets.interleave_datasets`).
 
     Args:
-        datasets: by name, with the columns image, text, task and answer. A `with_transform` that makes images when they are
-            asked for belongs on the result.
-        ratios: of each name; the paper's by default, for data sets named after their task.
-        stopping_strategy: "all_exhausted" goes on until every sample was seen; "first_exhausted" until one set is through.
+        datasets: by name, with the columns image, text, task and answer. Apply a `with_transform` that loads images to
+            the result.
+        ratios: by name; defaults to the paper's, for data sets named after their task.
+        stopping_strategy: "all_exhausted" ends when every sample was drawn; "first_exhausted" ends with the shortest data set.
 
     Raises:
         HfExtError: datasets is not installed.
@@ -40,7 +40,7 @@ def mix_datasets(
     try:
         from datasets import interleave_datasets
     except ImportError as error:
-        raise HfExtError("Mixing needs datasets: pip install datasets.") from error
+        raise HfExtError("mix_datasets requires datasets: pip install datasets.") from error
     if missing := [name for name in datasets if not ratios.get(name, 0) > 0]:
         raise ValueError(f"There is no ratio for {', '.join(missing)}: give ratios={{name: number, …}}.")
     total = sum(ratios[name] for name in datasets)
@@ -51,9 +51,9 @@ def mix_datasets(
 
 @dataclass
 class UniMedCollator:
-    """Makes a training batch of {"image", "text", "task", "answer"}; tasks may be mixed, and images missing.
+    """Makes a training batch of samples with image, text, task and answer. Tasks may be mixed, and an image may be None.
 
-    Give `Trainer` remove_unused_columns=False with it. A sample without one of the four is a ValueError.
+    `Trainer` requires remove_unused_columns=False with it. A sample without one of the four columns raises a ValueError.
 
     Args:
         max_length: longest row in tokens; None for what the tokenizer allows.

@@ -1,4 +1,4 @@
-"""The paper's metric of each task (Uni-Med, arXiv 2409.17508, section 4.1)."""
+"""The metrics of each task (Uni-Med, arXiv 2409.17508, section 4.1)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hf_ext.integration.modes import evaluating
 from hf_ext.uni_med.boxes import box_iou, parse_boxes
 from hf_ext.uni_med.processing_uni_med import UniMedProcessor
 
-SQUARE = (100, 100)  # boxes are compared as they are written, in hundredths of the image
+SQUARE = (100, 100)  # boxes are compared in the units of the text, hundredths of the image
 
 
 def bleu1(predictions: Sequence[str], references: Sequence[str]) -> float:
-    """Mean BLEU-1 of sentences, in 0…1; words are what spaces separate, in lower case. By NLTK.
+    """Returns the mean BLEU-1 of sentences, in 0…1, by NLTK. Words are separated by spaces and compared in lower case.
 
     Raises:
         HfExtError: NLTK is not installed.
@@ -29,18 +29,18 @@ def bleu1(predictions: Sequence[str], references: Sequence[str]) -> float:
     try:
         from nltk.translate.bleu_score import sentence_bleu
     except ImportError as error:
-        raise HfExtError("BLEU needs NLTK: pip install nltk.") from error
+        raise HfExtError("BLEU requires NLTK: pip install nltk.") from error
     pairs = zip(predictions, references, strict=True)
     return statistics.fmean(sentence_bleu([b.lower().split()], a.lower().split(), weights=(1,)) for a, b in pairs)
 
 
 def accuracy(predictions: Sequence[str], references: Sequence[str]) -> float:
-    """How many are equal, without regard to case and spaces around them."""
+    """Returns the share of predictions that equal their reference, ignoring case and surrounding spaces."""
     return statistics.fmean(a.strip().lower() == b.strip().lower() for a, b in zip(predictions, references, strict=True))
 
 
 def box_ious(predictions: Sequence[str], references: Sequence[str]) -> list[float]:
-    """Intersection over union of the first box of each text; 0 where the prediction has none.
+    """Returns the intersection over union of the first boxes of each pair; 0 if the prediction has none.
 
     Raises:
         ValueError: a reference has no box.
@@ -55,8 +55,8 @@ def box_ious(predictions: Sequence[str], references: Sequence[str]) -> list[floa
 
 
 def scores(task: str, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """The metrics of a task, each in 0…1: IoU and its share above 0.5 of "refer"; accuracy of "cls" and "qa"; BLEU-1 and
-    accuracy of all others."""
+    """Returns the metrics of a task, each in 0…1: IoU and the share above 0.5 for "refer"; accuracy for "cls" and "qa"; BLEU-1
+    and accuracy for all other tasks."""
     if task == "refer":
         ious = box_ious(predictions, references)
         return {"iou": statistics.fmean(ious), "recall@0.5": statistics.fmean(iou > 0.5 for iou in ious)}
@@ -67,11 +67,11 @@ def scores(task: str, predictions: Sequence[str], references: Sequence[str]) -> 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What `evaluate` found; printed, it is a table.
+    """The result of `evaluate`. `str()` gives a table.
 
     Attributes:
-        metrics: of each data set, values in 0…1 by name.
-        predictions: of each data set, the model's answers in its order.
+        metrics: for each data set, values in 0…1 by name.
+        predictions: for each data set, the model's answers in order.
     """
 
     metrics: dict[str, dict[str, float]]
@@ -95,17 +95,17 @@ def evaluate(
     score: Callable[[str, Sequence[str], Sequence[str]], dict[str, float]] = scores,
     **generation: Any,
 ) -> Evaluation:
-    """Lets a model answer, greedily, and measures it by the metrics of each task.
+    """Generates answers greedily and computes the metrics of each task.
 
     Args:
         datasets: by name; each is a sequence of {"image", "text", "task", "answer"}, all of one task. "image" may be None
             or a list.
-        score: how answers are measured: (task, predictions, references) to values by name.
-        generation: of `generate`, such as max_new_tokens=50.
+        score: function of (task, predictions, references) that returns values by name.
+        generation: options of `generate`, such as max_new_tokens=50.
 
     Raises:
-        ValueError: a data set is empty, mixes tasks, or has an answer that cannot be measured; model and processor have other
-            tasks.
+        ValueError: a data set is empty, mixes tasks, or has an answer that cannot be measured; or the tasks of model and
+            processor differ.
     """
     generation = {"do_sample": False, "num_beams": 1} | generation
     if processor.tasks != model.config.tasks:
@@ -125,13 +125,13 @@ def evaluate(
 
 
 def _references(name: str, data: Sequence[Mapping[str, Any]], score: Callable[..., dict[str, float]]) -> tuple[str, list[str]]:
-    """The task and the right answers of a data set; what would fail after all the work fails here."""
+    """Returns the task and the right answers of a data set. Raises errors before any answer is generated."""
     if not len(data):
         raise ValueError(f"The data set '{name}' is empty.")
     pairs = [(row["task"], row["answer"]) for row in (data[i] for i in range(len(data)))]
     tasks, references = sorted({task for task, _ in pairs}), [reference for _, reference in pairs]
     if len(tasks) > 1:
-        raise ValueError(f"The data set '{name}' mixes the tasks {', '.join(tasks)}; give each its own.")
+        raise ValueError(f"The data set '{name}' mixes the tasks {', '.join(tasks)}; give a data set for each.")
     for i, reference in enumerate(references):
         if not isinstance(reference, str):
             raise ValueError(f"The data set '{name}': the answer of sample {i} is {reference!r}, not a text.")
@@ -142,7 +142,7 @@ def _references(name: str, data: Sequence[Mapping[str, Any]], score: Callable[..
 def answer(
     model: PreTrainedModel, processor: UniMedProcessor, rows: Sequence[Mapping[str, Any]], **generation: Any
 ) -> list[str]:
-    """The model's answers to a batch of {"image", "text", "task"}."""
+    """Returns the model's answers to a batch of samples with image, text and task."""
     columns = {name: [row[name] for row in rows] for name in ("image", "text", "task")}
     inputs = processor(images=columns["image"], text=columns["text"], task=columns["task"], return_tensors="pt").to(
         model.device

@@ -25,12 +25,12 @@ IMAGE_TOKEN = "<image>"
 
 @dataclass
 class UniMedImageFeatures(BaseModelOutputWithPooling):
-    """What the language model sees of images.
+    """Images as the language model gets them.
 
     Attributes:
         last_hidden_state: (images, height * width, vision size), the tower's tokens.
         pooler_output: (images, tokens, text size), the connector's output.
-        router_weights: (images, tokens, experts), how the experts were weighed; None without a mixture.
+        router_weights: (images, tokens, experts), the weights of the experts; None without a mixture.
     """
 
     router_weights: torch.FloatTensor | None = None
@@ -70,22 +70,22 @@ class UniMedPreTrainedModel(PreTrainedModel):
 
 
 class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
-    """Answers questions on images and text.
+    """A vision-language model that answers questions about images and text.
 
-    `forward` takes what [`UniMedProcessor`] gives:
+    `forward` takes the output of [`UniMedProcessor`]:
 
     Args:
-        input_ids: (batch, length); each image has as many `config.image_token_id` in a row as the connector gives tokens.
-        pixel_values: (images, 3, height, width), those of the first row first. Rows without images have none here.
-        image_tasks: (images,), the index in `config.tasks` of what each image is looked at for. Not needed by connectors that
-            do not route by task.
-        labels: (batch, length), -100 where there is no loss.
+        input_ids: (batch, length); contains `config.image_token_id` once for each token of an image.
+        pixel_values: (images, 3, height, width), in the order of the rows. Rows may have no image.
+        image_tasks: (images,), the index of each image's task in `config.tasks`. Connectors that do not route by task need
+            none.
+        labels: (batch, length), -100 for positions without loss.
         output_router_weights: also return the experts' weights.
-        interpolate_pos_encoding: for images of another size than the tower's, if it can.
+        interpolate_pos_encoding: for images of another size than the tower's, if the tower supports it.
         mm_encoder_outputs: {"image": output of `get_image_features`} in place of `pixel_values`.
-        logits_to_keep: only the last so many logits; 0 for all.
+        logits_to_keep: number of last positions to compute logits for; 0 for all.
 
-    All else goes to the language model.
+    All other arguments go to the language model.
     """
 
     def __init__(
@@ -119,19 +119,19 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
     def from_vision_text_pretrained(
         cls, vision: str | os.PathLike, text: str | os.PathLike, dtype: str | torch.dtype | None = None, **options: Any
     ) -> UniMedForConditionalGeneration:
-        """A model of a pretrained vision tower and a pretrained language model, with a connector to be trained.
+        """Joins a pretrained vision tower and a pretrained language model by a connector that is yet to be trained.
 
         Args:
             vision: folder or Hub id of any vision model that `AutoModel` loads; of a model with several towers, such as
-                CLIP or BLIP-2, its vision tower is taken.
+                CLIP or BLIP-2, it uses the vision tower.
             text: folder or Hub id of any model that `AutoModelForCausalLM` loads.
             dtype: as in `from_pretrained`.
-            options: fields of [`UniMedConfig`], such as connector="moe_mlp". Without `image_token_id` it is the id that
-                `<image>` has in the tokenizer of `text`, or gets there when it is added.
+            options: fields of [`UniMedConfig`], such as connector="moe_mlp". `image_token_id` defaults to the id that
+                `<image>` has in the tokenizer of `text`, or gets when it is added.
 
         Raises:
-            ValueError: options that do not fit together, or `vision` has no weights for its vision tower.
-            TypeError: an option that the configuration does not have.
+            ValueError: the options do not fit together, or `vision` has no weights for its vision tower.
+            TypeError: the configuration does not have this option.
         """
         fields = UniMedConfig.__dataclass_fields__.keys() - {"vision_config", "text_config"}
         if unknown := options.keys() - fields:
@@ -142,7 +142,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         loading = {} if dtype is None else {"dtype": dtype}
         tower = _vision_tower(vision, loading)
         language_model = AutoModelForCausalLM.from_pretrained(text, **loading)
-        # Taking the two configurations in would reset how their models attend.
+        # UniMedConfig would reset the attention implementation of the two models.
         parts = {"vision_config": tower.config, "text_config": language_model.config}
         attention = {name: part._attn_implementation for name, part in parts.items()}
         config = UniMedConfig(**parts, attn_implementation=attention, **options)
@@ -160,15 +160,15 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         save_original_format: bool = False,
         **kwargs: Any,
     ) -> None:
-        """As of every model, with a model card. Tensors keep the names that they have in memory: Trainer resumes by those, and
-        would not find the weights of towers that Transformers saves under older names."""
+        """Saves the model as usual, and a model card. Tensors keep their names in memory, because Trainer resumes by them;
+        Transformers saves some towers under older names."""
         kwargs |= {"save_original_format": save_original_format}
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
         if self.should_save_on_this_rank(is_main_process):
             self._write_card(save_directory)
 
     def _upload_modified_files(self, working_dir: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
-        # By now Transformers has put the card of the repository into the folder, or a bare one.
+        # Transformers has just written the card of the repository, or an empty one, into the folder.
         self._write_card(working_dir)
         return super()._upload_modified_files(working_dir, *args, **kwargs)
 
@@ -177,7 +177,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
             write_card(Path(folder), uni_med_card(self))
 
     def train(self, mode: bool = True) -> UniMedForConditionalGeneration:
-        """As of every module, but that a frozen vision tower stays in evaluation mode."""
+        """Sets the training mode. A frozen vision tower stays in evaluation mode."""
         super().train(mode)
         if not any(parameter.requires_grad for parameter in self.vision_tower.parameters()):
             self.vision_tower.eval()
@@ -203,21 +203,21 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         interpolate_pos_encoding: bool = False,
         **kwargs: Any,
     ) -> UniMedImageFeatures:
-        """Images as embeddings for the language model.
+        """Returns images as embeddings for the language model.
 
         Args:
             pixel_values: (images, 3, height, width).
             image_tasks: (images,).
-            interpolate_pos_encoding: for images of another size than the tower's, if it can.
+            interpolate_pos_encoding: for images of another size than the tower's, if the tower supports it.
 
         Raises:
-            ValueError: a task is needed and missing or unknown, or the tower's tokens are not a grid that can be resampled.
+            ValueError: a required task is missing, a task is unknown, or the tower's tokens cannot be resampled.
         """
         if image_tasks is not None:
             torch_compilable_check(
                 (len(image_tasks) == len(pixel_values)) and ((image_tasks >= 0) & (image_tasks < len(self.config.tasks))).all(),
                 lambda: (
-                    f"image_tasks {image_tasks.tolist()} for {len(pixel_values)} images: there is one for each image, within 0…"
+                    f"image_tasks {image_tasks.tolist()} for {len(pixel_values)} images: give one for each image, within 0…"
                     f"{len(self.config.tasks) - 1} ({', '.join(self.config.tasks)})."
                 ),
             )
@@ -228,7 +228,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         return UniMedImageFeatures(last_hidden_state=tokens, pooler_output=embeddings, router_weights=weights)
 
     def _grid(self, tokens: torch.Tensor, size: torch.Size) -> tuple[torch.Tensor, tuple[int, int]]:
-        """The tower's tokens of patches, row by row, without those that come before them, such as a class token."""
+        """Returns the tower's tokens of patches, row by row, without earlier ones such as a class token, and their grid."""
         if tokens.dim() == 4:  # (images, size, height, width)
             return tokens.flatten(2).transpose(1, 2), (tokens.shape[2], tokens.shape[3])
         count = tokens.shape[1]
@@ -237,9 +237,11 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
             grid = size[0] // height, size[1] // width
             if (extra := count - grid[0] * grid[1]) >= 0:
                 return tokens[:, extra:], grid
-        height = round(math.sqrt(count * size[0] / size[1]))  # of a tower that merges patches
+        height = round(math.sqrt(count * size[0] / size[1]))  # the tower merges patches
         if height == 0 or count % height:
-            raise ValueError(f"The vision tower gives {count} tokens for {size[0]} x {size[1]} pixels, which are no grid.")
+            raise ValueError(
+                f"The vision tower gives {count} tokens for {size[0]} x {size[1]} pixels, which do not form a grid."
+            )
         return tokens, (height, count // height)
 
     @can_return_tuple
@@ -259,22 +261,22 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         interpolate_pos_encoding: bool = False,
         **kwargs: Any,
     ) -> UniMedCausalLMOutputWithPast:
-        """The language model's output, with images where `input_ids` has the image token.
+        """Returns the language model's output, with images in place of the image tokens.
 
         Args:
             input_ids: (batch, length), with an image token for each token of an image.
-            pixel_values: (images, 3, height, width), in the order in which they stand in the batch.
-            image_tasks: (images,), indices in `config.tasks` of what each is looked at for.
+            pixel_values: (images, 3, height, width), in the order of the batch.
+            image_tasks: (images,), the index of each image's task in `config.tasks`.
             attention_mask: (batch, length).
             inputs_embeds: (batch, length, text size), in place of `input_ids`, without images.
-            labels: (batch, length), -100 where nothing is to be learned; gives `loss`.
-            mm_encoder_outputs: {"image": what `get_image_features` gave}, in place of `pixel_values`.
-            output_router_weights: give them back, too.
-            interpolate_pos_encoding: for images of another size than the tower's, if it can.
-            position_ids, past_key_values, logits_to_keep, kwargs: of the language model.
+            labels: (batch, length), -100 for positions without loss; adds `loss`.
+            mm_encoder_outputs: {"image": output of `get_image_features`}, in place of `pixel_values`.
+            output_router_weights: also return the experts' weights.
+            interpolate_pos_encoding: for images of another size than the tower's, if the tower supports it.
+            position_ids, past_key_values, logits_to_keep, kwargs: arguments of the language model.
 
         Raises:
-            ValueError: inputs that exclude each other, or images and image tokens that do not match.
+            ValueError: inputs exclude each other, or images and image tokens do not match.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either input_ids or inputs_embeds.")
@@ -287,7 +289,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
             started = past_key_values is not None and past_key_values.get_seq_length() > 0
             inputs_embeds = self._embeddings(input_ids, None if images is None else images.pooler_output, started)
         elif images is not None:
-            raise ValueError("Images are placed by the image tokens in input_ids: give input_ids, not inputs_embeds.")
+            raise ValueError("Images replace the image tokens in input_ids: give input_ids, not inputs_embeds.")
         outputs = self.language_model(
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
@@ -308,7 +310,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         )
 
     def _embeddings(self, input_ids: torch.Tensor, images: torch.Tensor | None, started: bool = False) -> torch.Tensor:
-        """(batch, length, text size), with the images in the places of their tokens. `started`: the images came before."""
+        """Returns embeddings (batch, length, text size), with images inserted. `started`: images came before."""
         here = input_ids == self.config.image_token_id
         embeddings = self.get_input_embeddings()(input_ids.masked_fill(here, 0))
         if images is None:
@@ -327,8 +329,8 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         return embeddings.masked_scatter(here[..., None], images.to(embeddings.device, embeddings.dtype))
 
     def _joined(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """The same, with a gradient of zero for the connector: a training batch may be without images, and one of several
-        processes may get such a batch."""
+        """Returns the embeddings with a zero gradient for the connector. In distributed training, every process needs one, even
+        if its batch has no images."""
         if not (self.training and torch.is_grad_enabled()):
             return embeddings
         trained = [parameter.flatten()[0] for parameter in self.connector.parameters() if parameter.requires_grad]
@@ -339,7 +341,7 @@ def _vision_tower(source: str | os.PathLike, loading: dict[str, Any]) -> PreTrai
     config = AutoConfig.from_pretrained(source)
     if not hasattr(config, "vision_config"):
         return AutoModel.from_pretrained(source, **loading)
-    # A checkpoint of several towers keeps this one's tensors below a prefix.
+    # A checkpoint of several towers has a prefix for the tensors of each.
     tower, found = AutoModel.from_pretrained(
         source,
         config=config.vision_config,

@@ -1,4 +1,4 @@
-"""Images, questions and answers to a Uni-Med model's inputs, and back."""
+"""The processor: from images, questions and answers to a Uni-Med model's inputs."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, ProcessorMixin
 from transformers.image_utils import load_image
 
-# Up to 5.17, the name at the top of Transformers needs torchvision.
+# Up to 5.17, transformers.AutoImageProcessor requires torchvision.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from hf_ext.uni_med.boxes import Box, format_box, parse_boxes
@@ -46,15 +46,15 @@ CHAT_TEMPLATE = """\
 
 
 class UniMedProcessor(ProcessorMixin):
-    """Makes a Uni-Med model's inputs of images, questions and answers.
+    """Turns images, questions and answers into a Uni-Med model's inputs.
 
     Args:
-        image_processor: any of Transformers'; those for torchvision are not needed.
-        tokenizer: of the language model. `<image>` is added to it if it is not there, and it pads with its end token if it
-            has none of its own to pad with.
-        num_image_tokens: tokens that the connector makes of an image.
+        image_processor: any image processor of Transformers; torchvision is not required.
+        tokenizer: of the language model. `<image>` is added if it is missing. A tokenizer without a padding token uses its end
+            token.
+        num_image_tokens: number of tokens that the connector outputs for an image.
         tasks: names of the tasks, as in the model's configuration.
-        chat_template: Jinja template; the paper's prompt if None.
+        chat_template: Jinja template; defaults to the paper's prompt.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class UniMedProcessor(ProcessorMixin):
         chat_template: str | None = None,
     ):
         if tokenizer is None or tokenizer.eos_token is None:
-            raise ValueError("UniMedProcessor needs a tokenizer with an end token (eos_token), with which answers end.")
+            raise ValueError("UniMedProcessor requires a tokenizer with an end token (eos_token).")
         self.num_image_tokens = num_image_tokens
         self.tasks = list(tasks)
         self.image_token = IMAGE_TOKEN
-        # A word of the vocabulary becomes a special token too, which keeps its id, so that it is never split.
+        # If it is in the vocabulary, it becomes a special token with the same id, so that it is never split.
         tokenizer.add_tokens([AddedToken(IMAGE_TOKEN, special=True, normalized=False)], special_tokens=True)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -85,13 +85,13 @@ class UniMedProcessor(ProcessorMixin):
         model: UniMedForConditionalGeneration | None = None,
         **options: Any,
     ) -> "UniMedProcessor":
-        """The processor for [`UniMedForConditionalGeneration.from_vision_text_pretrained`] of the same two.
+        """Builds the processor for [`UniMedForConditionalGeneration.from_vision_text_pretrained`] of the same two models.
 
         Args:
             vision: folder or Hub id with an image processor and a vision model.
             text: folder or Hub id with a tokenizer.
-            model: whose tasks it takes, and which is shown an image to count its tokens; without it they are four
-                patches each.
+            model: gives the tasks and the number of image tokens; without it, an image token is assumed to be four
+                patches.
             options: of this class.
         """
         image_processor, tokenizer = AutoImageProcessor.from_pretrained(vision), AutoTokenizer.from_pretrained(text)
@@ -113,28 +113,28 @@ class UniMedProcessor(ProcessorMixin):
         answers: str | Sequence[str] | None = None,
         **kwargs: Any,
     ) -> BatchFeature:
-        """Inputs of [`UniMedForConditionalGeneration`].
+        """Returns inputs of [`UniMedForConditionalGeneration`].
 
         Args:
-            images: of each row an image (PIL in RGB, array of 3 channels, path or URL), a list of images, or None; for a
+            images: for each text an image (PIL in RGB, array of 3 channels, path or URL), a list of images, or None; for a
                 single text, its image or images.
-            text: questions, to which the prompt around them is added; or whole prompts with `<image>` in them, as chat
-                templates make them, if no task is given.
-            task: one of `tasks`, or "qa" for a question without an image; one for all rows or one for each. Of a whole
-                prompt it is the first that stands there in brackets, such as [vqa].
-            answers: what to learn to answer; gives `labels`, in which all but the answer and its end is -100.
-            kwargs: of the tokenizer and the image processor, such as return_tensors="pt" or max_length. Batches are
-                padded unless padding=False: to the left, as generation needs it, or to the right with answers.
+            text: questions, if `task` is given: the prompt is added around them. Otherwise whole prompts with `<image>` in
+                place of the images, as chat templates make them.
+            task: one of `tasks`, or "qa" for a question without an image; one for all texts or one for each. In a whole
+                prompt, the task is the first one in brackets, such as [vqa].
+            answers: target answers. They add `labels`, which are -100 except for the answer and its end token.
+            kwargs: options of the tokenizer and the image processor, such as return_tensors="pt" or max_length. Batches are
+                padded unless padding=False: on the left for generation, on the right with answers.
 
         Returns:
             input_ids and attention_mask (batch, length); with images pixel_values (images, 3, height, width) and, if there
             are tasks, image_tasks (images,); with answers labels (batch, length).
 
         Raises:
-            ValueError: something is wrong with a sample, which the message names.
+            ValueError: a sample is invalid; the message names it.
         """
         if text is None:
-            raise ValueError("There is no text: a Uni-Med model needs a question or a prompt.")
+            raise ValueError("There is no text: give a question or a prompt.")
         rows = [text] if isinstance(text, str) else list(text)
         tasks = [task] * len(rows) if task is None or isinstance(task, str) else list(task)
         replies = [answers] if isinstance(answers, str) else None if answers is None else list(answers)
@@ -152,7 +152,7 @@ class UniMedProcessor(ProcessorMixin):
             prompts.append(prompt.replace(self.image_token, self.image_token * self.num_image_tokens))
             image_tasks += [index] * len(pictures[i])
         if None in image_tasks and set(image_tasks) != {None}:
-            raise ValueError("Some samples with images have a task and others none; give each one, with task=.")
+            raise ValueError("Some samples with images have a task and others have none; give task= for all of them.")
 
         options = self._merge_kwargs(self.valid_processor_kwargs, tokenizer_init_kwargs=self.tokenizer.init_kwargs, **kwargs)
         tensors = options["text_kwargs"].pop("return_tensors", None)
@@ -165,11 +165,11 @@ class UniMedProcessor(ProcessorMixin):
         return BatchFeature(data, tensor_type=tensors)
 
     def format_box(self, box: Box, size: tuple[float, float]) -> str:
-        """A box (left, top, right, bottom in pixels) of an image of `size` (width, height) as the model writes it."""
+        """Returns a box (left, top, right, bottom in pixels) of an image of `size` (width, height) as the model writes it."""
         return format_box(box, size)
 
     def parse_boxes(self, text: str, size: tuple[float, float]) -> list[Box]:
-        """The boxes that the model wrote, in pixels of an image of `size` (width, height)."""
+        """Returns the boxes in a text, in pixels of an image of `size` (width, height)."""
         return parse_boxes(text, size)
 
     @property
@@ -200,7 +200,7 @@ class UniMedProcessor(ProcessorMixin):
         return [[next(rest) for _ in range(count)] for count in counts]
 
     def _prompt(self, i: int, text: str, task: str | None, images: int) -> tuple[str, int | None]:
-        """A row's prompt, with a single image token for each image, and the index of its task."""
+        """Returns the prompt of a row, with one image token per image, and the index of its task."""
         if not isinstance(text, str):
             raise ValueError(f"Sample {i}: the text is a {type(text).__name__}, not a string.")
         places = text.count(self.image_token)
@@ -229,9 +229,9 @@ class UniMedProcessor(ProcessorMixin):
         limit = options.pop("max_length", None) or self.tokenizer.model_max_length
         multiple = options.pop("pad_to_multiple_of", None)
         if options.pop("truncation", False):
-            raise ValueError("Prompts are not truncated, as images would be cut; shorten the text.")
+            raise ValueError("truncation=True is not supported, because it would cut images; shorten the text.")
         end = self.tokenizer.eos_token_id
-        # A tokenizer may end each text; the prompt does not end before the answer.
+        # Some tokenizers append an end token to each text. Remove it, because the answer follows.
         ids = [
             row[:-1] if row[-1:] == [end] and (row[-2:-1] == [end] or not prompt.endswith(self.tokenizer.eos_token)) else row
             for row, prompt in zip(self.tokenizer(prompts, **options)["input_ids"], prompts)
@@ -240,7 +240,7 @@ class UniMedProcessor(ProcessorMixin):
         if answers is not None:
             whole = self.tokenizer([f"{prompt} {answer}" for prompt, answer in zip(prompts, answers)], **options)["input_ids"]
             alone = self.tokenizer(answers, **options | {"add_special_tokens": False})["input_ids"]
-            # The answer as it is after a prompt, unless that changes the prompt's own tokens.
+            # Tokenize the answer together with its prompt, unless that changes the tokens of the prompt.
             ids = [
                 (full if full[: len(prompt)] == prompt else prompt + answer) for prompt, full, answer in zip(ids, whole, alone)
             ]
@@ -277,7 +277,7 @@ def _flat(images: Any) -> list[Any]:
 
 
 def _rgb(image: Any, where: str) -> Any:
-    """The image, if it can be read and has the three channels of RGB."""
+    """Returns the image if it is readable and has the three channels of RGB."""
     if isinstance(image, (str, os.PathLike)):
         try:
             image = ImageOps.exif_transpose(Image.open(image)) if os.path.exists(image) else load_image(os.fspath(image))
@@ -302,6 +302,6 @@ def _rgb(image: Any, where: str) -> Any:
 
 @torch.no_grad()
 def _count_tokens(model: UniMedForConditionalGeneration, image_processor: Any) -> int:
-    """How many tokens the connector makes of an image."""
+    """Returns the number of tokens that the connector outputs for an image."""
     pixels = image_processor(Image.new("RGB", (64, 64)), return_tensors="pt")["pixel_values"]
     return model.get_image_features(pixels.to(model.device), torch.zeros(1, dtype=torch.long)).pooler_output.shape[1]

@@ -27,6 +27,7 @@ from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig,
 from transformers.utils import logging
 
 from hf_ext import BaseModelError, CheckpointError, HfExtError, emr, fm_delta
+from hf_ext.emr.recipe import RECIPE
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +219,7 @@ def test_a_compressed_checkpoint_is_as_good_as_the_plain_one(tmp_path, folders):
     emr.merge(base, tasks, tmp_path / "plain")
     fm_delta.compress_checkpoint(tasks["cr"], base, tmp_path / "small")
     emr.merge(base, tasks | {"cr": tmp_path / "small"}, tmp_path / "merged")
+    (tmp_path / "merged" / RECIPE).write_bytes((tmp_path / "plain" / RECIPE).read_bytes())  # names another folder
     assert contents(tmp_path / "merged") == contents(tmp_path / "plain")
 
 
@@ -434,7 +436,7 @@ def test_an_unknown_rescaler(folders, nothing_written):
 
 def test_a_folder_that_is_not_there(folders, nothing_written):
     base, tasks = folders
-    with pytest.raises(CheckpointError, match="Task 'cr': there is no folder './nowhere'"):
+    with pytest.raises(CheckpointError, match="Task 'cr': ./nowhere is not a folder"):
         emr.merge(base, {"cr": "./nowhere"}, nothing_written)
     with pytest.raises(BaseModelError, match="no folder './nowhere'"):
         emr.merge("./nowhere", tasks, nothing_written)

@@ -147,9 +147,9 @@ def test_inputs_that_do_not_fit_are_errors():
     text = {name: value for name, value in inputs.items() if name not in ("pixel_values", "image_tasks")}
     with pytest.raises(ValueError, match="but no images: give pixel_values"):
         model(**text)
-    with pytest.raises(ValueError, match="for 3 images: there is one for each image, within 0…4"):
+    with pytest.raises(ValueError, match="for 3 images: give one for each image, within 0…4"):
         model(**inputs | {"image_tasks": inputs["image_tasks"] + 3})
-    with pytest.raises(ValueError, match="for 3 images: there is one for each image"):
+    with pytest.raises(ValueError, match="for 3 images: give one for each image"):
         model(**inputs | {"image_tasks": inputs["image_tasks"][:2]})
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model(attention_mask=inputs["attention_mask"])

@@ -1,0 +1,69 @@
+"""The recipe of a merge: a YAML file that names the base and the tasks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_ext.errors import CheckpointError
+
+RECIPE = "merge_recipe.yaml"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The arguments of `merge` that decide what comes out.
+
+    Attributes:
+        base: folder or Hub id.
+        tasks: folders or Hub ids by name, in order.
+        revision: of the base on the Hub.
+        rescale: "tensor" or "paper".
+    """
+
+    base: str
+    tasks: dict[str, str]
+    revision: str | None = None
+    rescale: str = "tensor"
+
+    @classmethod
+    def read(cls, path: str | os.PathLike) -> Recipe:
+        """Reads a recipe.
+
+        Raises:
+            CheckpointError: the file is not a recipe; the message says which key is missing, unknown or of another type.
+        """
+        try:
+            found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise CheckpointError(f"The recipe {path} cannot be read: {error}") from error
+        keys = [field.name for field in fields(cls)]
+        if not isinstance(found, dict) or not set(found) <= set(keys):
+            unknown = f"not {', '.join(map(str, set(found) - set(keys)))}" if isinstance(found, dict) else "at its top level"
+            raise CheckpointError(f"The recipe {path} must have the keys {', '.join(keys)}, {unknown}.")
+        problem = _problem(found)
+        if problem:
+            raise CheckpointError(f"The recipe {path}: {problem}")
+        return cls(**found)
+
+    def write(self, path: str | os.PathLike) -> None:
+        contents = {key: value for key, value in asdict(self).items() if value is not None}
+        Path(path).write_text(yaml.safe_dump(contents, sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def _problem(found: dict[str, Any]) -> str | None:
+    """Returns a sentence about the first value that is not valid."""
+    if not isinstance(found.get("base"), str):
+        return "'base' must be the folder or Hub id of the base model."
+    tasks = found.get("tasks")
+    if not isinstance(tasks, dict) or not tasks or not all(isinstance(part, str) for pair in tasks.items() for part in pair):
+        return "'tasks' must map the name of each task to its folder or Hub id, as in 'sst2: my-sst2'."
+    if not isinstance(found.get("revision"), str | None):
+        return "'revision' must be text; quote a number."
+    if found.get("rescale", "tensor") not in ("tensor", "paper"):
+        return "'rescale' must be 'tensor' or 'paper'."
+    return None

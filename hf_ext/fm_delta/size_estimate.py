@@ -1,0 +1,94 @@
+"""An estimate of a checkpoint's compressed size, from a few of its tensors."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import asdict, dataclass
+
+from hf_ext.storage.delta.codec import DEFAULT_LEVEL, encode_raw
+from hf_ext.storage.delta.folder import plain_files
+from hf_ext.storage.hub import downloaded
+from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.prefetch import progress, threads_for
+from hf_ext.storage.safetensors_file import RawTensor
+from hf_ext.storage.source import NoBase, TensorSource
+
+SAMPLES = 2  # of the tensors that differ only in the numbers of their names, as those of equal layers do
+
+
+@dataclass(frozen=True)
+class SizeEstimate:
+    """An estimate of a checkpoint's compressed size. Sizes are in bytes, without the headers of files.
+
+    Attributes:
+        base: None without a base.
+        original_bytes: of all tensors.
+        compressed_bytes: the estimate.
+        sampled_bytes: of the tensors that were compressed to find out.
+    """
+
+    base: str | None
+    original_bytes: int
+    compressed_bytes: int
+    sampled_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Compressed size as a share of the original."""
+        return self.compressed_bytes / max(self.original_bytes, 1)
+
+    def to_dict(self) -> dict:
+        return asdict(self) | {"ratio": self.ratio}
+
+    def summary(self) -> str:
+        """Returns the estimate in one line."""
+        base = "without a base" if self.base is None else f"base {self.base}"
+        sizes = f"about {self.compressed_bytes / 1e6:.2f} MB of {self.original_bytes / 1e6:.2f} MB"
+        sampled = 100 * self.sampled_bytes / max(self.original_bytes, 1)
+        return f"{sizes} ({100 * self.ratio:.1f} %), {base}; estimated from {sampled:.0f} % of the weights"
+
+
+def estimate(
+    src: str | os.PathLike, base: str | os.PathLike | None, revision: str | None = None, level: int = DEFAULT_LEVEL
+) -> SizeEstimate:
+    """Estimates the size that `compress_checkpoint` would give. Writes nothing.
+
+    Takes two tensors of each kind, such as the query projections of all layers, and compresses those.
+
+    Args:
+        src, base, revision, level: as in `compress_checkpoint`.
+
+    Raises:
+        CheckpointError, BaseModelError: as in `compress_checkpoint`.
+    """
+    src = downloaded(src)
+    plain_files(src)  # raises what compressing would raise
+    return estimate_size(open_checkpoint(src), NoBase() if base is None else open_checkpoint(base, revision), level)
+
+
+def estimate_size(source: TensorSource, base: TensorSource, level: int = DEFAULT_LEVEL) -> SizeEstimate:
+    """Estimates the size of a checkpoint that is compressed against a base, or `NoBase`."""
+    kinds: defaultdict[Hashable, list[str]] = defaultdict(list)
+    for name in source.names():
+        entry = source.entry(name)
+        kinds[re.sub(r"\d+", "#", name), entry.dtype, entry.shape].append(name)
+    original = compressed = sampled = 0
+    with progress("Compressing some", len(kinds)) as bar:
+        for names in kinds.values():
+            chosen = sorted({names[len(names) * (2 * i + 1) // (2 * SAMPLES)] for i in range(SAMPLES)})
+            tensors = [source.read(name) for name in chosen]
+            whole, part = (sum(source.entry(name).nbytes for name in some) for some in (names, chosen))
+            sizes = [len(_compressed(name, tensor, base, level)) for name, tensor in zip(chosen, tensors)]
+            original, sampled = original + whole, sampled + part
+            compressed += round(sum(sizes) * whole / part) if part else sum(sizes)
+            bar.update()
+    return SizeEstimate(None if isinstance(base, NoBase) else str(base.name), original, compressed, sampled)
+
+
+def _compressed(name: str, tensor: RawTensor, base: TensorSource, level: int) -> bytes:
+    twin = base.twin_of(name)
+    prior = None if twin is None else base.read(twin)
+    return encode_raw(tensor, prior, name, twin or "", threads_for(tensor.data.size), level)
