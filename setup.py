@@ -1,7 +1,8 @@
-"""Builds the C++ extension and copies model_cards/ into the package. All other settings are in setup.cfg."""
+"""Builds the C++ extension, copies model_cards/ into the package, names the repository. setup.cfg has all other settings."""
 
 import glob
 import os
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,8 +14,9 @@ from setuptools.command.build_py import build_py
 SOURCES = sorted(glob.glob("csrc/**/*.cpp", recursive=True))
 HEADERS = sorted(glob.glob("csrc/**/*.h", recursive=True))
 
+# No flag names a processor: the code chooses its vector instructions at run time.
 if sys.platform == "win32":
-    COMPILE, LINK = ["/std:c++17", "/O2", "/EHsc"], []
+    COMPILE, LINK = ["/std:c++17", "/O2", "/EHsc", "/DNOMINMAX"], []
 else:
     # Without -ffp-contract=off, some processors would fuse a product and a sum, which changes results. Without
     # -fno-trapping-math, gcc does not vectorize loops that compare floats.
@@ -32,6 +34,20 @@ NOT_BUILT = """
 """
 
 
+# The address of the repository, such as https://host/owner/name. The workflow that builds releases sets it; no file names it.
+REPOSITORY = os.environ.get("HF_EXT_REPOSITORY")
+LINK_TARGET = re.compile(r"(!?)(\[[^]]*\]\()(?!\w+:|#)")  # of a file in the repository
+
+
+def about_repository() -> dict[str, object]:
+    """Returns the metadata that name the repository: its URLs, and a README whose links lead to the files of this version."""
+    version = re.search(r'^__version__ = "(.+)"$', Path("hf_ext/__init__.py").read_text("utf-8"), re.M)[1]
+    files, raw = (f"{REPOSITORY}/{view}/v{version}" for view in ("blob", "raw"))
+    readme = LINK_TARGET.sub(lambda link: f"{link[0]}{raw if link[1] else files}/", Path("README.md").read_text("utf-8"))
+    urls = {"Source": REPOSITORY, "Changelog": f"{files}/CHANGELOG.md", "Security": f"{files}/SECURITY.md"}
+    return {"long_description": readme, "project_urls": urls}
+
+
 class BuildExtension(build_ext):
     def build_extension(self, ext):
         compile_all = self.compiler.compile  # one file after the other
@@ -41,7 +57,8 @@ class BuildExtension(build_ext):
 
         try:
             with ThreadPoolExecutor() as pool:
-                self.compiler.compile = compile_at_once
+                if sys.platform != "win32":  # setuptools looks for MSVC in the first call, which must end before the next
+                    self.compiler.compile = compile_at_once
                 super().build_extension(ext)
         except Exception as error:
             if REQUIRED:
@@ -72,6 +89,7 @@ def warn(message: str) -> None:
 
 
 setup(
+    **(about_repository() if REPOSITORY else {}),
     ext_modules=[
         Extension(
             "hf_ext._native",

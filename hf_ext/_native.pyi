@@ -30,9 +30,7 @@ def encode(
 def decode(body: Buffer, arguments: tuple[Buffer, Buffer | None, int, int, int, int], /) -> None:
     """Fills a tensor. `arguments` are (tensor, base, dtype, row_length, base_values, threads), as for `encode`."""
 
-def list_changes(
-    body: Buffer, base: Buffer, dtype: int, row_length: int, threads: int = 1, /
-) -> tuple[bytes, bytes] | None:
+def list_changes(body: Buffer, base: Buffer, dtype: int, row_length: int, threads: int = 1, /) -> tuple[bytes, bytes] | None:
     """Returns where a tensor differs from its base: places (uint32, increasing), and its values there (uint16).
 
     Returns None if the body does not list them: only bodies of 16-bit floats do, where few values changed.

@@ -1,6 +1,9 @@
-"""Without a C++ compiler the package installs, and only what needs the extension asks for it."""
+"""Without a C++ compiler the package installs, and only what needs the extension asks for it. The extension runs on any
+processor of its architecture."""
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,3 +73,35 @@ def test_the_error_is_one_of_ours_and_an_import_error() -> None:
 def test_the_extension_carries_no_debug_information() -> None:
     (path,) = Path(hf_ext.__file__).parent.glob("_native*.so")
     assert path.stat().st_size < 4_000_000
+
+
+# Without site-packages: NumPy needs a newer processor.
+ROUND_TRIP = """
+import array, importlib.util, random, sys, zlib
+
+spec = importlib.util.spec_from_file_location("hf_ext._native", sys.argv[1])
+native = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(native)
+random = random.Random(0)
+base = array.array("f", (random.gauss(0, 0.02) for _ in range(20000)))
+tensor = array.array("f", (value + random.gauss(0, 1e-4) for value in base))
+for name in native.instruction_sets():
+    native.use(name)
+    body, out = native.encode(tensor, base, 1, 500, len(base)), bytearray(4 * len(tensor))
+    native.decode(body, (out, base, 1, 500, len(base), 1))
+    assert out == tensor.tobytes()
+    print(name, zlib.crc32(body))
+"""
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64" or not shutil.which("qemu-x86_64"), reason="needs QEMU's user mode on x86-64"
+)
+def test_the_first_processors_of_x86_64_run_the_extension() -> None:
+    (path,) = Path(hf_ext.__file__).parent.glob("_native*.so")
+    command = [os.path.realpath(sys.executable), "-I", "-S", "-c", ROUND_TRIP, path]
+    here, there = (
+        subprocess.run([*emulated, *command], capture_output=True, text=True, timeout=100, check=True).stdout.split()
+        for emulated in ([], ["qemu-x86_64", "-cpu", "qemu64"])
+    )
+    assert there[0] == "scalar" and len(there) == 2 and {*here[1::2]} == {there[1]}

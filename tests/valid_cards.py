@@ -31,5 +31,6 @@ def valid_card(folder: Path, kind: str) -> tuple[ModelCardData, str]:
     assert not re.search(r"\{\{|\{%|%\}|\}\}|None\b|More Information", text)
     assert str(folder.parent) not in str(card) and str(folder.parent.parent) not in str(card)
     assert all(len(line) <= 128 for line in text.splitlines() if line[:1] not in ("|", "#", "<", "!"))
+    assert re.search(r"Run `pip install (peft|hf_ext|'hf_ext\[\w+\]')`", text)
     assert re.search(r"^# \S", text, re.MULTILINE) and "\n\n\n" not in text
     return data, text

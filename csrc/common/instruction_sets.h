@@ -35,17 +35,18 @@ constexpr const char* INSTRUCTIONS[] = {"scalar", "avx2", "avx512", "neon"};
 // Returns the sets that this processor supports, the fastest last.
 inline std::vector<Instructions> supported_instructions() {
 #ifdef HF_EXT_X86
-    __builtin_cpu_init();
-    const auto all = [](auto... supported) { return (supported && ...); };
-    // Some compilers do not know the names of these two features.
-    unsigned a, b, c, d;
-    const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && c >> 29 & 1;
-    const bool lzcnt = __get_cpuid(0x80000001, &a, &b, &c, &d) && c >> 5 & 1;
-    if (!all(f16c, lzcnt, __builtin_cpu_supports("avx2"), __builtin_cpu_supports("bmi"), __builtin_cpu_supports("bmi2"),
-             __builtin_cpu_supports("fma"), __builtin_cpu_supports("popcnt")))
+    // From the processor itself: the libraries of some compilers do not answer __builtin_cpu_supports. A set can be used if the
+    // system keeps its registers, which XGETBV tells: bits 1 and 2 for AVX, 5 to 7 more for AVX-512.
+    unsigned a, b, c, d, first = 0, seventh = 0, extended = 0, kept = 0;
+    if (__get_cpuid(1, &a, &b, &c, &d)) first = c;
+    if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) seventh = b;
+    if (__get_cpuid(0x80000001, &a, &b, &c, &d)) extended = c;
+    if (first & bit_OSXSAVE) asm("xgetbv" : "=a"(kept), "=d"(d) : "c"(0));
+    const auto all = [](unsigned bits, unsigned needed) { return (bits & needed) == needed; };
+    if (!all(kept, 0x06) || !all(first, bit_AVX | bit_F16C | bit_FMA | bit_POPCNT) || !all(extended, bit_LZCNT) ||
+        !all(seventh, bit_AVX2 | bit_BMI | bit_BMI2))
         return {Instructions::SCALAR};
-    if (!all(__builtin_cpu_supports("avx512f"), __builtin_cpu_supports("avx512bw"), __builtin_cpu_supports("avx512dq"),
-             __builtin_cpu_supports("avx512vl")))
+    if (!all(kept, 0xe6) || !all(seventh, bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL))
         return {Instructions::SCALAR, Instructions::AVX2};
     return {Instructions::SCALAR, Instructions::AVX2, Instructions::AVX512};
 #elif defined(HF_EXT_NEON)

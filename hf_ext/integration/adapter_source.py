@@ -67,9 +67,7 @@ class AdapterSource(TensorSource):
                 "(merge_and_unload), save the model, and give that folder."
             )
         if settings.is_prompt_learning:
-            raise CheckpointError(
-                f"{folder} is a {settings.peft_type.value} adapter, which cannot be merged into weights."
-            )
+            raise CheckpointError(f"{folder} is a {settings.peft_type.value} adapter, which cannot be merged into weights.")
         self.config = _config_of(settings, base, load_peft_weights(str(folder), device="cpu"))
         skeleton = _skeleton(settings, self.config)
         _fill_with_nothing(skeleton)

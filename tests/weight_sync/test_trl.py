@@ -29,9 +29,7 @@ def grpo(options: dict, words, callback: PublishWeights):
 
     arguments = trl.GRPOConfig(**options, num_generations=2, max_completion_length=4)
     model, data = tiny_models.llama(vocabulary=len(words)), Dataset.from_dict({"prompt": TEXTS})
-    return trl.GRPOTrainer(
-        model, reward, args=arguments, train_dataset=data, processing_class=words, callbacks=[callback]
-    )
+    return trl.GRPOTrainer(model, reward, args=arguments, train_dataset=data, processing_class=words, callbacks=[callback])
 
 
 @pytest.mark.parametrize("make", [sft, grpo])

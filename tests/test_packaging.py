@@ -1,0 +1,103 @@
+"""What is published holds all that it needs, and its metadata agree with the rest of the repository."""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from configparser import ConfigParser
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from valid_cards import KINDS
+
+import hf_ext
+
+ROOT = Path(__file__).parents[1]
+
+
+def setup(folder: Path, *commands: str, **environment: str) -> None:
+    line = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder), *commands]
+    subprocess.run(line, cwd=ROOT, env=os.environ | environment, check=True, capture_output=True, timeout=100)
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> Path:
+    """The unpacked source distribution."""
+    folder = tmp_path_factory.mktemp("sdist")
+    setup(folder, "sdist", "--dist-dir", str(folder))
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        files.extractall(folder, filter="data")
+    return folder / f"hf_ext-{hf_ext.__version__}"
+
+
+def test_the_sdist_has_all_that_builds_the_package(sdist):
+    needed = [path for folder in ("csrc", "model_cards") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    needed += [path for path in (ROOT / "hf_ext").rglob("*") if path.suffix in (".py", ".pyi", ".typed", ".txt")]
+    needed += [ROOT / name for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CITATION.cff")]
+    assert len(needed) > 150
+    for path in needed:
+        name = path.relative_to(ROOT)
+        assert (sdist / name).is_file() and (sdist / name).read_bytes() == path.read_bytes(), name
+
+
+def test_the_sdist_has_no_build_results_and_no_tests(sdist):
+    assert not [path for path in sdist.rglob("*") if path.suffix in (".so", ".pyc", ".o") or path.name == "__pycache__"]
+    assert not (sdist / "tests").exists()
+
+
+def test_the_package_that_the_sdist_builds_is_that_of_the_checkout(sdist, tmp_path):
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    subprocess.run(command, cwd=sdist, check=True, capture_output=True, timeout=100)
+    built = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    cards = {f"hf_ext/model_cards/{kind}.md" for kind in KINDS}
+    suffixes = (".py", ".pyi", ".typed", ".txt")
+    assert built == cards | {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "hf_ext").rglob("*") if path.suffix in suffixes
+    }
+
+
+def test_the_metadata_name_the_repository_that_a_release_is_built_from(tmp_path):
+    setup(tmp_path, HF_EXT_REPOSITORY="https://host.example/me/hf_ext")
+    metadata = message_from_string((tmp_path / "hf_ext.egg-info/PKG-INFO").read_text("utf-8"))
+    files = f"https://host.example/me/hf_ext/blob/v{hf_ext.__version__}/"
+    urls = dict(line.split(", ", 1) for line in metadata.get_all("Project-URL"))
+    assert urls["Source"] == "https://host.example/me/hf_ext" and urls["Changelog"] == f"{files}CHANGELOG.md"
+    links = re.findall(r"\]\(([^)]+)\)", metadata.get_payload())
+    inside = [link.removeprefix(files).partition("#")[0] for link in links if link.startswith(files)]
+    assert len(inside) > 10 and all((ROOT / path).exists() for path in inside)
+    assert all(re.match(r"\w+:|#", link) for link in links)
+
+
+def test_no_address_is_published_that_nobody_gave(tmp_path):
+    setup(tmp_path, HF_EXT_REPOSITORY="")
+    metadata = message_from_string((tmp_path / "hf_ext.egg-info/PKG-INFO").read_text("utf-8"))
+    assert "Project-URL" not in metadata and metadata["Version"] == hf_ext.__version__
+
+
+def test_the_extra_all_has_what_the_methods_can_use():
+    settings = ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    extras = settings["options.extras_require"]
+    whole = Requirement(extras["all"].strip())
+    before = list(extras)[: list(extras).index("all")]
+    assert whole.name == "hf_ext" and whole.extras == set(before)
+
+
+def test_the_citation_names_this_version_and_the_papers_of_the_readme():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert citation["version"] == hf_ext.__version__
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").replace("\n> ", " ").split())
+    assert len(citation["references"]) == 5
+    for paper in citation["references"]:
+        names = ", ".join(f"{author['given-names']} {author['family-names']}" for author in paper["authors"])
+        assert f"{names}. *{paper['title']}.*" in readme
+
+
+def test_the_changelog_has_this_version_first():
+    first = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)[1]
+    assert re.fullmatch(rf"{re.escape(hf_ext.__version__)} \((unreleased|\d{{4}}-\d\d-\d\d)\)", first)
