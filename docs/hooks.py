@@ -30,7 +30,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
     made = {"reference/index.md": overview(), **{f"reference/{module}.md": reference(module) for module in MODULES}}
     for page in files.documentation_pages():
-        targets = {outside(page.src_uri, link) for link in LINK.findall(page.content_string)} - {""}
+        targets = {outside(page.src_uri, link) for link in LINK.findall(page.content_string)} - {"", *ROOT_PAGES}
         made.update({f"{target}.md": source(target) for target in targets})
     for uri, text in made.items():
         files.append(File.generated(config, uri, content=text))
@@ -41,8 +41,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     uri = page.file.src_uri
 
     def replace(link: re.Match) -> str:
-        target = outside(uri, link[0])
-        return posixpath.relpath(f"{target}.md", posixpath.dirname(uri) or ".") if target else link[0]
+        if not (target := outside(uri, link[0])):
+            return link[0]
+        return posixpath.relpath(target if target in ROOT_PAGES else f"{target}.md", posixpath.dirname(uri) or ".")
 
     return LINK.sub(replace, markdown)
 
@@ -52,7 +53,7 @@ def outside(uri: str, link: str) -> str:
     origin = ROOT if uri in ROOT_PAGES else ROOT / "docs"
     path = Path(os.path.normpath(origin / posixpath.dirname(uri) / link))
     is_source = path.is_file() and path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "docs")
-    return path.relative_to(ROOT).as_posix() if is_source and path.name not in ROOT_PAGES else ""
+    return path.relative_to(ROOT).as_posix() if is_source else ""
 
 
 def source(path: str) -> str:

@@ -273,8 +273,13 @@ def readme() -> dict[str, Any]:
     return pissa() | {"fine_tuned": classifier(3, 1), "image": tiny_uni_med.image()}
 
 
+def index() -> dict[str, Any]:
+    classifiers("my-cola", "my-sst2")
+    return {}
+
+
 METHODS = (fm_delta, emr, pissa, trans_lora, uni_med, weight_sync)
-MAKERS = {"README.md": readme} | {f"{make.__name__}.md": make for make in (*METHODS, serving)}
+MAKERS = {"README.md": readme} | {f"{make.__name__}.md": make for make in (*METHODS, serving, index)}
 
 
 @contextlib.contextmanager

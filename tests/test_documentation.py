@@ -198,3 +198,14 @@ def test_the_site_is_built_without_a_warning_and_has_everything_public(tmp_path)
     names = {name for name, thing in public() if callable(thing)}
     assert names - set(re.findall(r'id="hf_ext\.(?:\w+\.)?(\w+)"', text)) == set()
     assert set(re.findall(r'(?:src|rel="stylesheet" href)="(https?:[^"]+)"', text)) == set()
+
+
+def test_the_pictures_show_the_numbers_that_the_tables_have(tmp_path):
+    script = [sys.executable, ROOT / "docs/pictures.py", tmp_path]
+    result = subprocess.run(script, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    drawn = sorted(tmp_path.glob("*.svg"))
+    assert drawn
+    for picture in drawn:
+        words = [re.findall(r"<text .*?>(.*?)</text>", shown(path)) for path in (picture, ROOT / "docs/assets" / picture.name)]
+        assert words[0] == words[1], f"{picture.name}: run python docs/pictures.py"
