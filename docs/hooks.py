@@ -2,11 +2,14 @@
 
 - Each public module gets a page of the reference: everything in its `__all__`. mkdocstrings fills it from the docstrings.
 - CHANGELOG.md and SECURITY.md become pages.
+- A notebook becomes a page with its outputs, which offers the notebook for download.
 - A link to a file outside this folder leads to a page that shows the file.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import posixpath
 import re
@@ -28,10 +31,14 @@ LANGUAGES = {".py": "python", ".md": "markdown"}
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in ROOT_PAGES:
         files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
-    made = {"reference/index.md": overview(), **{f"reference/{module}.md": reference(module) for module in MODULES}}
+    made: dict[str, str | bytes] = {}
+    for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        files.append(File.generated(config, f"notebooks/{notebook.name}", abs_src_path=str(notebook)))
+        made |= tutorial(notebook)
+    made |= {"reference/index.md": overview(), **{f"reference/{module}.md": reference(module) for module in MODULES}}
     for page in files.documentation_pages():
         targets = {outside(page.src_uri, link) for link in LINK.findall(page.content_string)} - {"", *ROOT_PAGES}
-        made.update({f"{target}.md": source(target) for target in targets})
+        made = {f"{target}.md": source(target) for target in targets} | made
     for uri, text in made.items():
         files.append(File.generated(config, uri, content=text))
     return files
@@ -54,6 +61,27 @@ def outside(uri: str, link: str) -> str:
     path = Path(os.path.normpath(origin / posixpath.dirname(uri) / link))
     is_source = path.is_file() and path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "docs")
     return path.relative_to(ROOT).as_posix() if is_source else ""
+
+
+def tutorial(notebook: Path) -> dict[str, str | bytes]:
+    """Returns the page of a notebook, and the pictures on it, by their paths."""
+    parts: list[str] = []
+    pictures: dict[str, str | bytes] = {}
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        if len(parts) == 1:
+            parts.append(f"[Download this notebook]({notebook.name}){{ download }}")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "image/png" in data:
+                name = f"{notebook.stem}-{len(pictures) + 1}.png"
+                pictures[f"notebooks/{name}"] = base64.b64decode("".join(data["image/png"]))
+                parts.append(f"![Output of the cell above]({name})")
+            else:
+                written = "".join(output.get("text") or data["text/plain"])
+                parts.append(f"```text\n{written.rstrip()}\n```")
+    return {f"notebooks/{notebook.name}.md": "\n\n".join(parts), **pictures}
 
 
 def source(path: str) -> str:

@@ -22,7 +22,7 @@ from processes import python
 import hf_ext
 from hf_ext.cli.main import app
 
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
 FOLDERS = ("docs", "examples", "benchmarks", "hf_ext", "tests")
 MARKDOWN = [*sorted(ROOT.glob("*.md")), *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md")))]
