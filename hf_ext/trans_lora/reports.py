@@ -137,7 +137,7 @@ class TransferReport:
         for name in ("dropped", "kept", "seeds"):
             if self.map.get(name):
                 x, y = zip(*self.map[name])
-                style = {"marker": "*", "s": 70} if name == "seeds" else {"marker": ".", "s": 10, "alpha": 0.5}
+                style = {"marker": "*", "s": 70} if name == "seeds" else {"marker": "o", "s": 9, "alpha": 0.5}
                 points.scatter(x, y, color=COLOR_OF[name], label=name, linewidths=0, **style)
         points.set_xticks([])
         points.set_yticks([])
