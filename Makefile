@@ -1,5 +1,5 @@
 # make demo, make test, make docs: each makes its own virtual environment, installs the package with the versions of
-# constraints.txt, builds the extension and runs; the reference is left in build/docs. make test-matrix runs the tests with each set
+# constraints.txt, builds the extension and runs; the site of make docs is left in build/docs. make test-matrix runs the tests with each set
 # of versions in constraints/, with the newest of everything, and with lowered instruction sets, then prints what runs where, the
 # table of docs/compatibility.md; make test-oldest runs one column, TESTS="tests/test_cli.py tests/emr" some of the tests. make test-vllm
 # and make test-sglang test the plugins beside vLLM and SGLang themselves. make bench
@@ -138,7 +138,7 @@ test-wheel test-sdist: test-%:
 	cd build/test-$* && PYTHONPATH= OMP_NUM_THREADS=1 $(FIND) ../../.venv-test-$*/bin/pytest @tests/of_the_extension.txt
 
 docs: $(VENV)/docs
-	$(BIN)/python docs/reference.py build/docs
+	$(BIN)/mkdocs build --strict
 
 fuzz: build/fuzz/decode
 	mkdir -p build/fuzz/corpus

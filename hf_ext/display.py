@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 from hf_ext.errors import HfExtError
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+# Paul Tol's bright scheme: color-blind readers can tell them apart, on white and on dark paper.
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
+PALE = "#bbbbbb"  # what the colored parts are compared with
 
 
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
@@ -43,6 +48,21 @@ def new_figure(width: float, height: float) -> Figure:
     except ImportError as error:
         raise HfExtError("Drawing requires matplotlib: pip install matplotlib.") from error
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def label(axes: Axes, title: str, x: str = "", y: str = "") -> None:
+    """Gives a panel of a picture its title, the names and units of its axes, and the style that all pictures share."""
+    axes.set_title(title, loc="left", fontsize="medium", fontweight="bold")
+    axes.set_xlabel(x, fontsize="small")
+    axes.set_ylabel(y, fontsize="small")
+    axes.tick_params(labelsize="small")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def legend(axes: Axes, title: str | None = None, outside: bool = False) -> None:
+    """Explains the colors of a panel, within it or at its right."""
+    place = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if outside else {}
+    axes.legend(title=title, fontsize="small", title_fontsize="small", frameon=False, **place)
 
 
 def save_figure(figure: Figure, path: str | os.PathLike) -> None:

@@ -48,7 +48,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_ext import UniMedProcessor
+from hf_ext import UniMedForConditionalGeneration, UniMedProcessor
 from hf_ext import emr as merging
 from hf_ext.cli.main import main as hf_ext
 from hf_ext.trans_lora import load_model
@@ -242,6 +242,21 @@ def uni_med() -> dict[str, Any]:
     }
 
 
+def uni_med_data() -> dict[str, Any]:
+    model = UniMedForConditionalGeneration.from_vision_text_pretrained(BLIP2, CHAT)
+    model.save_pretrained("my-uni-med")
+    UniMedProcessor.from_vision_text_pretrained(BLIP2, CHAT).save_pretrained("my-uni-med")
+    for folder in ("smears", "voc/JPEGImages", "voc/Annotations"):
+        Path(folder).mkdir(parents=True)
+    for file in ("smears/1.png", "voc/JPEGImages/1.jpg"):
+        tiny_uni_med.image().resize((640, 480)).save(file)
+    Path("boxes.csv").write_text("file,label,left,top,right,bottom\nsmears/1.png,white blood cell,128,96,320,288\n")
+    box = "".join(f"<{edge}>{value}</{edge}>" for edge, value in (("xmin", 1), ("ymin", 2), ("xmax", 30), ("ymax", 40)))
+    thing = f"<object><name>platelet</name><bndbox>{box}</bndbox></object>"
+    Path("voc/Annotations/1.xml").write_text(f"<annotation><filename>1.jpg</filename>{thing}</annotation>")
+    return {}
+
+
 def serving() -> dict[str, Any]:
     classifiers("my-cola", "sst2")
     merging.merge(BERT, {"my-cola": "my-cola", "sst2": "sst2"}, "my-bert-merged")
@@ -274,8 +289,13 @@ def readme() -> dict[str, Any]:
     return pissa() | {"fine_tuned": classifier(3, 1), "image": tiny_uni_med.image()}
 
 
+def index() -> dict[str, Any]:
+    classifiers("my-cola", "my-sst2")
+    return {}
+
+
 METHODS = (fm_delta, emr, pissa, trans_lora, uni_med, weight_sync)
-MAKERS = {"README.md": readme} | {f"{make.__name__}.md": make for make in (*METHODS, serving)}
+MAKERS = {"README.md": readme} | {f"{make.__name__}.md": make for make in (*METHODS, serving, index, uni_med_data)}
 
 
 @contextlib.contextmanager

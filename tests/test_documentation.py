@@ -22,7 +22,7 @@ from processes import python
 import hf_ext
 from hf_ext.cli.main import app
 
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", *DOCS]
 FOLDERS = ("docs", "examples", "benchmarks", "hf_ext", "tests")
 MARKDOWN = [*sorted(ROOT.glob("*.md")), *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md")))]
@@ -189,9 +189,23 @@ def test_everything_public_has_a_docstring_of_its_own():
             assert text and not text.startswith(f"{name}("), name  # as dataclasses have it by themselves
 
 
-def test_the_reference_is_made_without_a_warning_and_has_everything_public(tmp_path):
-    script = [sys.executable, "-W", "ignore", ROOT / "docs/reference.py", tmp_path]
-    result = subprocess.run(script, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120)
+def test_the_site_is_built_without_a_warning_and_has_everything_public(tmp_path):
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    result = subprocess.run(build, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    text = "".join(shown(path) for path in tmp_path.rglob("*.html"))
-    assert [name for name, thing in public() if callable(thing) and f'id="{name}"' not in text] == []
+    text = "".join(shown(path) for path in (tmp_path / "reference").glob("*.html"))
+    names = {name for name, thing in public() if callable(thing)}
+    assert names - set(re.findall(r'id="hf_ext\.(?:\w+\.)?(\w+)"', text)) == set()
+    assert set(re.findall(r'(?:src|rel="stylesheet" href)="(https?:[^"]+)"', text)) == set()
+
+
+def test_the_pictures_show_the_numbers_that_the_tables_have(tmp_path):
+    script = [sys.executable, ROOT / "docs/pictures.py", tmp_path]
+    result = subprocess.run(script, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    drawn = sorted(tmp_path.glob("*.svg"))
+    assert drawn
+    for picture in drawn:
+        words = [re.findall(r"<text .*?>(.*?)</text>", shown(path)) for path in (picture, ROOT / "docs/assets" / picture.name)]
+        assert words[0] == words[1], f"{picture.name}: run python docs/pictures.py"

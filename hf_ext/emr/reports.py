@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from hf_ext.display import new_figure, save_figure, table
+from hf_ext.display import COLORS, label, new_figure, save_figure, table
 from hf_ext.emr.modulators import TaskRecord
 
 
@@ -98,21 +98,19 @@ class MergeReport:
             HfExtError: matplotlib is not installed, or the file cannot be written.
         """
         panels = {
-            "cosine to the single model": ("cosine", 1),
-            "L2 distance, % of the task vector": ("relative", 100),
-            "sign conflicts, %": ("conflicts", 100),
-            "mask density, %": ("density", 100),
+            "Cosine to the single model": ("cosine", 1, "1 is the same direction"),
+            "L2 distance": ("relative", 100, "% of the task vector"),
+            "Sign conflicts": ("conflicts", 100, "% of the moved parameters"),
+            "Mask density": ("density", 100, "% of all parameters"),
         }
         names = [task.task for task in self.tasks]
-        figure = new_figure(11, max(2.2, 0.32 * len(names) + 1.1))
-        for axes, (title, (field, factor)) in zip(figure.subplots(1, len(panels), sharey=True), panels.items()):
+        figure = new_figure(11, max(2.4, 0.32 * len(names) + 1.3))
+        for axes, (title, (field, factor, unit)) in zip(figure.subplots(1, len(panels), sharey=True), panels.items()):
             values = [factor * getattr(task, field) for task in self.tasks]
-            bars = axes.barh(names, values, color="#4477aa")
+            bars = axes.barh(names, values, color=COLORS[0])
             axes.bar_label(bars, fmt="%.3g", fontsize="x-small", padding=2)
-            axes.set_title(title, fontsize="small")
             axes.set_xlim(0, 1.15 * max([*values, 1e-9]))
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.tick_params(labelsize="small")
+            label(axes, title, unit)
         figure.axes[0].invert_yaxis()
         save_figure(figure, path)
 

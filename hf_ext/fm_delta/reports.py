@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hf_ext.display import new_figure, save_figure, table
+from hf_ext.display import COLORS, PALE, label, legend, new_figure, save_figure, table
 from hf_ext.storage.delta.payload import STORED, Header
 from hf_ext.storage.delta.source import base_of, open_files, original_size
 
@@ -98,23 +98,18 @@ class CheckpointReport:
         figure = new_figure(max(6.0, 0.35 * len(layers) + 3), 4.5)
         axes = figure.subplots()
         positions = range(len(layers))
-        axes.bar(
-            positions, [_mb(t.original_bytes for t in group) for group in layers.values()], color="#e3e3e3", label="original"
-        )
+        axes.bar(positions, [_mb(t.original_bytes for t in group) for group in layers.values()], color=PALE, label="original")
         below = [0.0] * len(layers)
-        for kind in [*KINDS, "other"]:
+        for kind, color in zip([*KINDS, "other"], COLORS):
             sizes = [_mb(t.compressed_bytes for t in group if t.kind == kind) for group in layers.values()]
             if any(sizes):
-                axes.bar(positions, sizes, bottom=below, label=kind)
+                axes.bar(positions, sizes, bottom=below, color=color, label=f"{kind}, compressed")
                 below = [a + b for a, b in zip(below, sizes)]
         axes.set_xticks(
             list(positions), list(layers), rotation=45 if len(layers) > 8 else 0, ha="right" if len(layers) > 8 else "center"
         )
-        axes.set_xlabel("layer")
-        axes.set_ylabel("MB")
-        axes.set_title(self.sizes(), fontsize="small")
-        axes.legend(fontsize="small", frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
+        label(axes, f"Size of each layer: {self.sizes()}", "layer", "MB")
+        legend(axes, outside=True)
         save_figure(figure, path)
 
     def _parameters(self) -> int:

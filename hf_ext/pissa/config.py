@@ -46,8 +46,8 @@ class PissaConfig(LoraConfig):
     The layer computes W x + s (B A − B₀ A₀) x. s B₀ A₀ are the r principal components of W, and B and A start from B₀ and A₀.
     This has the gradients of the paper's form (W − s B₀ A₀) x + s B A x, and leaves W as it is.
 
-    The saved adapter is a plain LoRA of rank 2r, [B, −B₀] [A; A₀], for any program that loads LoRA. To resume training, load it
-    with `PeftModel.from_pretrained(base, folder, config=PissaConfig.from_pretrained(folder), is_trainable=True)`.
+    The saved adapter is a plain LoRA of rank 2r, `[B, −B₀] [A; A₀]`, for any program that loads LoRA. To resume training, load
+    it with `PeftModel.from_pretrained(base, folder, config=PissaConfig.from_pretrained(folder), is_trainable=True)`.
 
     It takes the options of `LoraConfig` that PiSSA supports. These are new or have another meaning:
 

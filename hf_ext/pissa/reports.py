@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from torch import nn
 
-from hf_ext.display import new_figure, save_figure, table
+from hf_ext.display import COLORS, PALE, label, legend, new_figure, save_figure, table
 from hf_ext.errors import HfExtError
 from hf_ext.pissa.adapters import active_adapter
 
@@ -76,19 +76,17 @@ class PissaReport:
             HfExtError: matplotlib is not installed, or the file cannot be written.
         """
         names = [layer.layer for layer in self.layers]
-        figure = new_figure(11 if self.quantized else 7, max(2.2, 0.18 * len(names) + 1.1))
+        figure = new_figure(11 if self.quantized else 7, max(2.2, 0.18 * len(names) + 1.3))
         panels = figure.subplots(1, 1 + bool(self.quantized), sharey=True, squeeze=False)[0]
-        panels[0].barh(names, [100 * layer.energy for layer in self.layers], color="#4477aa")
-        panels[0].set_title("energy in the adapter, %", fontsize="small")
+        panels[0].barh(names, [100 * layer.energy for layer in self.layers], color=COLORS[0])
+        label(panels[0], "Energy in the adapter", "% of the weight's squared Frobenius norm")
         if self.quantized:
             errors = [(100 * (layer.error or 0), 100 * (layer.plain_error or 0)) for layer in self.layers]
-            panels[1].barh(names, [plain for _, plain in errors], color="#dddddd", label="without adapter")
-            panels[1].barh(names, [error for error, _ in errors], color="#ee6677", label="with it")
-            panels[1].set_title("quantization error, % of the weight", fontsize="small")
-            panels[1].legend(fontsize="x-small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-        for axes in panels:
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.tick_params(labelsize="x-small")
+            panels[1].barh(names, [plain for _, plain in errors], color=PALE, label="without adapter")
+            panels[1].barh(names, [error for error, _ in errors], color=COLORS[1], label="with adapter")
+            label(panels[1], "Quantization error", "% of the weight's Frobenius norm")
+            legend(panels[1], outside=True)
+        panels[0].tick_params(axis="y", labelsize="x-small")
         panels[0].invert_yaxis()
         save_figure(figure, path)
 

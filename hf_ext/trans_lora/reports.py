@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import get_logger
 
-from hf_ext.display import new_figure, save_figure, table
+from hf_ext.display import COLORS, label, legend, new_figure, save_figure, table
 from hf_ext.errors import HfExtError
 from hf_ext.storage.atomic import write_atomically
 from hf_ext.trans_lora.duplicates import words_of
@@ -20,7 +20,7 @@ from hf_ext.trans_lora.statistics import distinct, mmd, nearest, plane
 
 logger = get_logger(__name__)
 
-COLORS = {"seeds": "#222222", "kept": "#4477aa", "dropped": "#ee6677"}
+COLOR_OF = {"seeds": "black", "kept": COLORS[0], "dropped": COLORS[1]}
 
 
 @dataclass(frozen=True)
@@ -120,31 +120,32 @@ class TransferReport:
         Raises:
             HfExtError: matplotlib is not installed, or the file cannot be written.
         """
-        figure = new_figure(12, 3.6)
+        figure = new_figure(12, 3.8)
         bars, lengths, points = figure.subplots(1, 3, width_ratios=(1.1, 1, 1.2))
         names = list(self.counts)
-        bars.barh(names, list(self.counts.values()), color=[COLORS["kept" if name == "kept" else "dropped"] for name in names])
+        colors = [COLOR_OF["kept" if name == "kept" else "dropped"] for name in names]
+        bars.bar_label(bars.barh(names, list(self.counts.values()), color=colors), fontsize="x-small", padding=2)
+        bars.margins(x=0.15)
         bars.invert_yaxis()
-        bars.set_title(f"{self.attempts:,} inputs written", fontsize="small")
         longest = max((max(values) for values in self.lengths.values() if values), default=1)
         edges = [longest * i / 24 for i in range(25)]
         for name in ("kept", "dropped"):
-            lengths.hist(self.lengths[name], edges, color=COLORS[name], alpha=0.6, label=name)
-        for value in self.lengths["seeds"]:
-            lengths.axvline(value, color=COLORS["seeds"], linewidth=0.8, linestyle=":")
-        lengths.set_title("words (dotted: seeds)", fontsize="small")
+            lengths.hist(self.lengths[name], edges, color=COLOR_OF[name], alpha=0.6, label=name)
+        for i, value in enumerate(self.lengths["seeds"]):
+            style = {"linewidth": 0.8, "linestyle": ":", "label": "" if i else "seeds"}
+            lengths.axvline(value, color=COLOR_OF["seeds"], **style)
         for name in ("dropped", "kept", "seeds"):
             if self.map.get(name):
                 x, y = zip(*self.map[name])
-                style = {"marker": "*", "s": 70} if name == "seeds" else {"marker": ".", "s": 10, "alpha": 0.5}
-                points.scatter(x, y, color=COLORS[name], label=name, linewidths=0, **style)
-        points.legend(fontsize="x-small", frameon=False)
-        points.set_title("map of embeddings", fontsize="small")
+                style = {"marker": "*", "s": 70} if name == "seeds" else {"marker": "o", "s": 9, "alpha": 0.5}
+                points.scatter(x, y, color=COLOR_OF[name], label=name, linewidths=0, **style)
         points.set_xticks([])
         points.set_yticks([])
-        for axes in (bars, lengths, points):
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.tick_params(labelsize="x-small")
+        label(bars, f"{self.attempts:,} inputs written", "inputs")
+        label(lengths, "Length of the inputs", "words", "inputs")
+        label(points, "Map of the embeddings", "first principal component", "second")
+        legend(lengths)
+        legend(points)
         save_figure(figure, path)
 
 

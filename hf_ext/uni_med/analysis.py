@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils.logging import tqdm
 
-from hf_ext.display import new_figure, save_figure, table
+from hf_ext.display import COLORS, label, legend, new_figure, save_figure, table
 from hf_ext.integration.modes import evaluating
 
 Batches = Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]
@@ -53,17 +54,18 @@ class Interference:
         Raises:
             HfExtError: matplotlib is not installed, or the file cannot be written.
         """
-        size = 1.6 + 0.8 * len(self.tasks)
-        figure = new_figure(2 * size, size)
-        for axes, title, values, low, colors in zip(
+        size = 2.0 + 0.8 * len(self.tasks)
+        figure = new_figure(2 * size + 0.8, size)
+        for axes, title, unit, values, low, colors in zip(
             figure.subplots(1, 2),
-            ("direction (GD)", "magnitude (GM)"),
+            ("Direction (GD)", "Magnitude (GM)"),
+            ("cosine of two gradients", "similarity of their lengths"),
             (self.direction, self.magnitude),
             (-1, 0),
             ("RdBu_r", "Blues"),
         ):
             drawn = axes.imshow(values.numpy(), vmin=low, vmax=1, cmap=colors)
-            axes.set_title(title)
+            label(axes, title)
             axes.set_xticks(range(len(self.tasks)), self.tasks, rotation=45, ha="right")
             axes.set_yticks(range(len(self.tasks)), self.tasks)
             for i in range(len(self.tasks)):
@@ -71,7 +73,7 @@ class Interference:
                     value = values[i, j].item()
                     color = "white" if abs(value) > 0.7 else "black"
                     axes.text(j, i, _cell(value), ha="center", va="center", color=color, fontsize=8)
-            figure.colorbar(drawn, ax=axes, shrink=0.8)
+            figure.colorbar(drawn, ax=axes, shrink=0.8).set_label(unit, fontsize="small")
         save_figure(figure, path)
 
     def __str__(self) -> str:
@@ -204,14 +206,14 @@ class FeatureMap:
         """
         figure = new_figure(9, 4.2)
         names = list(dict.fromkeys(self.tasks))
-        for axes, title, points in zip(figure.subplots(1, 2), ("before", "after"), (self.before, self.after)):
-            for name in names:
+        for axes, title, points in zip(figure.subplots(1, 2), ("Before", "After"), (self.before, self.after)):
+            for name, color in zip(names, cycle(COLORS)):
                 x, y = points[[task == name for task in self.tasks]].T.numpy()
-                axes.scatter(x, y, s=12, alpha=0.7, label=name)
-            axes.set_title(f"{title} the connector")
+                axes.scatter(x, y, s=12, alpha=0.7, label=name, color=color)
             axes.set_xticks([])
             axes.set_yticks([])
-        axes.legend(frameon=False)
+            label(axes, f"{title} the connector", "first principal component", "second")
+        legend(axes, "task", outside=True)
         save_figure(figure, path)
 
 

@@ -216,6 +216,8 @@ class UniMedProcessor(ProcessorMixin):
             raise ValueError(f"Sample {i}: there is no task '{task}'; they are {', '.join((*self.tasks, QA))}.")
         if places:
             raise ValueError(f"Sample {i}: with task=, images take their place by themselves; leave {self.image_token} out.")
+        if written := next((name for name in (*self.tasks, QA) if f"[{name}]" in text), None):
+            raise ValueError(f"Sample {i}: the text has the task token [{written}]. Leave it out; task='{task}' writes it.")
         if (task == QA) == (images > 0):
             what = "is without images" if task == QA else "needs an image"
             raise ValueError(f"Sample {i}: the task '{task}' {what}, and there are {images}.")

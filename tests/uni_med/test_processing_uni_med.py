@@ -225,6 +225,7 @@ def test_broken_images_are_errors(tmp_path):
     ("call", "message"),
     [
         ({"text": ["is", "what ?"], "task": ["qa", "clss"]}, "Sample 1: there is no task 'clss'; they are vqa, refer"),
+        ({"text": "[cls] what ?", "task": "vqa", "images": image()}, r"the task token \[cls\]. Leave it out; task='vqa'"),
         ({"text": ["what ?"] * 2, "task": "cls", "images": [1]}, "There are 1 images for 2 texts"),
         ({"text": ["what ?"] * 2, "task": "cls", "images": [image(), None]}, "Sample 1: the task 'cls' needs an image"),
         ({"text": ["what ?"] * 2, "task": "qa", "images": [None, image()]}, "Sample 1: the task 'qa' is without images"),

