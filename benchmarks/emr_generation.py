@@ -3,10 +3,9 @@
     python benchmarks/emr_generation.py --lm lm --data DIR --bbh BBH --out generation     # half an hour on one core
 
 ``lm`` is the folder that benchmarks/language_model.py makes; DIR holds the texts (see there), BBH is the folder bbh of
-github.com/suzgunmirac/BIG-Bench-Hard. SmolLM2-135M-Instruct is fine-tuned, all weights of it, on four tasks:
+github.com/suzgunmirac/BIG-Bench-Hard. SmolLM2-135M-Instruct is fine-tuned, all weights of it, on three tasks:
 
     trec       the type of the answer to a question, one of six words
-    mpqa       whether a phrase is positive or negative
     sort       three to five words in alphabetical order. The words are those of BIG-Bench Hard's word_sorting; lists of the
                test are of words that no list of the training has
     boolean    the value of a Boolean expression. The test is BIG-Bench Hard's boolean_expressions; training items are made by a
@@ -43,9 +42,9 @@ from hf_ext import emr
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from prompted_tasks import answers, encoded, load_tokenizer, prompted  # noqa: E402
 
-STEPS = {"trec": 80, "mpqa": 80, "sort": 120, "boolean": 120}
-HELD_OUT = 100  # training items by which steps and rate were chosen
-NEW_TOKENS = {"trec": 2, "mpqa": 2, "sort": 18, "boolean": 2}  # no expected answer is longer
+STEPS = {"trec": 80, "sort": 120, "boolean": 120}
+HELD_OUT = 100  # training items that judge the training
+NEW_TOKENS = {"trec": 2, "sort": 18, "boolean": 2}  # no expected answer is longer
 Pairs = list[tuple[str, str]]
 
 logging.disable_progress_bar()
@@ -78,7 +77,7 @@ def word_lists(draw: random.Random, words: list[str]) -> Iterator[tuple[str, str
 def items(data: Path, bbh: Path, task: str, count: int) -> tuple[Pairs, Pairs]:
     """Prompts with answers, to train on and to test on: 5000, fewer where a set has fewer, and `count`."""
     draw = random.Random(0)
-    if task in ("trec", "mpqa"):
+    if task == "trec":
         train, test = (prompted(task, rows) for rows in read_split(data, task))
         train = sorted(set(train) - set(test))
         draw.shuffle(train)
@@ -202,7 +201,7 @@ def accuracy(args: argparse.Namespace) -> dict:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lm", type=Path, required=True, help="folder made by benchmarks/language_model.py")
-    parser.add_argument("--data", type=Path, required=True, help="folder with TREC.train.all, mpqa.all, …")
+    parser.add_argument("--data", type=Path, required=True, help="folder with TREC.train.all and TREC.test.all")
     parser.add_argument("--bbh", type=Path, required=True, help="folder with word_sorting.json, boolean_expressions.json")
     parser.add_argument("--out", type=Path, required=True, help="where fine-tunes and merge go")
     parser.add_argument("--tasks", nargs="+", default=list(STEPS), choices=list(STEPS))
