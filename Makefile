@@ -189,6 +189,7 @@ bench: bench-data $(VENV)/bench $(VENV)/demo
 	$(BIN)/python benchmarks/small_steps.py --lm lm
 	$(BIN)/python benchmarks/weight_sync.py --lm lm
 	$(BIN)/python benchmarks/emr.py --pairs pairs --data $(DATA)
+	$(BIN)/python benchmarks/emr_generation.py --lm lm --data $(DATA) --bbh $(BBH) --out generation
 	$(BIN)/python benchmarks/attacks.py
 	$(BIN)/python benchmarks/pissa.py
 	$(BIN)/python benchmarks/uni_med.py

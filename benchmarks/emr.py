@@ -59,14 +59,16 @@ class Accuracy:
         return float(torch.cat(right).float().mean())
 
 
-def combined(folders: dict[str, Path], combine: Callable[[list[torch.Tensor]], torch.Tensor]) -> dict[str, torch.Tensor]:
+def combined(
+    base: dict[str, torch.Tensor],
+    tasks: list[dict[str, torch.Tensor]],
+    combine: Callable[[list[torch.Tensor]], torch.Tensor],
+) -> dict[str, torch.Tensor]:
     """The base's weights plus what `combine` makes of the task vectors, tensor by tensor."""
-    base = load_file(minilm() / "model.safetensors")
-    tasks = [load_file(folder / "model.safetensors") for folder in folders.values()]
     return {
-        f"bert.{name}": weight + combine([task[f"bert.{name}"] - weight for task in tasks])
+        name: weight + combine([task[name] - weight for task in tasks])
         for name, weight in base.items()
-        if f"bert.{name}" in tasks[0] and weight.is_floating_point()
+        if name in tasks[0] and weight.is_floating_point()
     }
 
 
@@ -84,14 +86,16 @@ def accuracy(args: argparse.Namespace) -> dict:
     """Test accuracies as {group: {method: {task: accuracy}}}, for the four tasks of the reference and for all."""
     measure, found = Accuracy(args.data), {}
     groups = {"four tasks": [task for task in args.tasks if task in REFERENCE_TASKS], "all tasks": args.tasks}
+    base = {f"bert.{name}": weight for name, weight in load_file(minilm() / "model.safetensors").items()}
     with torch.inference_mode():
         single = {task: measure(Classifier.from_pretrained(args.pairs / task), task) for task in args.tasks}
     for group, tasks in groups.items():
         folders = {task: args.pairs / task for task in tasks}
         rows = {"single models": {task: single[task] for task in tasks}}
         with torch.inference_mode():
+            states = [load_file(folder / "model.safetensors") for folder in folders.values()]
             for name, combine in peers(len(tasks)).items():
-                merged = combined(folders, combine)
+                merged = combined(base, states, combine)
                 rows[name] = {}
                 for task in tasks:
                     model = Classifier.from_pretrained(args.pairs / task)

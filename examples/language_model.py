@@ -23,17 +23,8 @@ from pathlib import Path
 import torch
 from follow_training import docstrings
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForSeq2Seq,
-    HfArgumentParser,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+from prompted_tasks import answers, encoded, learn, load_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, set_seed
 from transformers.utils import logging
 
 import hf_ext  # noqa: F401  # registers the methods, so that from_pretrained loads what they have written
@@ -71,28 +62,9 @@ def smollm2(folder: Path) -> Path:
     return folder
 
 
-def encoded(texts: list[str], tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[dict]:
-    """Tokens of a docstring and its name. Only the name, and the end of the text, is to be learned."""
-    rows = []
-    for text in texts:
-        docstring, name = text.split("\nName: ")
-        prompt = tokenizer(f"{docstring}\nName:")["input_ids"][: max_length - 16]
-        answer = tokenizer(f" {name}{tokenizer.eos_token}", add_special_tokens=False)["input_ids"][:16]
-        rows.append({"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer})
-    return rows
-
-
-def names(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, docstrings: list[str]) -> list[str]:
-    """Returns the names that the model gives to the functions of these docstrings."""
-    tokenizer.padding_side = "left"
-    written = []
-    for start in range(0, len(docstrings), 20):
-        prompts = [f"{docstring}\nName:" for docstring in docstrings[start : start + 20]]
-        tokens = tokenizer(prompts, return_tensors="pt", padding=True)
-        with torch.inference_mode():
-            output = model.generate(**tokens, max_new_tokens=12, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-        written += tokenizer.batch_decode(output[:, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
-    return [text.strip().split("\n")[0] for text in written]
+def asking(docstring: str) -> str:
+    """Returns the prompt whose answer is the name of the function with this docstring."""
+    return f"{docstring}\nName:"
 
 
 def megabytes(folder: Path) -> float:
@@ -116,19 +88,23 @@ def main():
     out = Path(args.out)
     logging.disable_progress_bar()
     base = args.model or smollm2(out / "base")
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer = load_tokenizer(base)
     set_seed(0)
     texts = docstrings()
     test = [text.split("\nName: ") for text in texts[:: max(len(texts) // args.test, 1)][: args.test]]
     held_back = {docstring for docstring, _ in test}
-    train = encoded([text for text in texts if text.split("\n")[0] not in held_back], tokenizer, args.max_length)
+    pairs = [text.split("\nName: ") for text in texts]
+    named = [(asking(docstring), name) for docstring, name in pairs if docstring not in held_back]
+    train = encoded(named, tokenizer, args.max_length)
+
+    def names(model: PreTrainedModel, docstrings: list[str]) -> list[str]:
+        return answers(model, tokenizer, [asking(docstring) for docstring in docstrings], args.max_length, max_new_tokens=12)
 
     def judged(model: PreTrainedModel) -> tuple[str, str]:
         """Share of held-back functions that get their very name, and what the prompt's function is called."""
-        answers = names(model, tokenizer, [docstring for docstring, _ in test])
-        right = sum(answer == name for answer, (_, name) in zip(answers, test))
-        return f"{right} of {len(test)}", names(model, tokenizer, [PROMPT])[0]
+        written = names(model, [docstring for docstring, _ in test])
+        right = sum(answer == name for answer, (_, name) in zip(written, test))
+        return f"{right} of {len(test)}", names(model, [PROMPT])[0]
 
     rows, curves = [], {}
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -136,23 +112,17 @@ def main():
     for method, config in CONFIGS.items():
         set_seed(0)
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        model = get_peft_model(
-            model, config(r=args.r, lora_alpha=args.r, target_modules="all-linear", task_type="CAUSAL_LM")
-        )
-        arguments = TrainingArguments(
-            str(out / "trainer"),
+        model = get_peft_model(model, config(r=args.r, lora_alpha=args.r, target_modules="all-linear", task_type="CAUSAL_LM"))
+        curves[method] = learn(
+            model,
+            tokenizer,
+            train,
+            out / "trainer",
             max_steps=args.steps,
             learning_rate=args.learning_rate,
             per_device_train_batch_size=args.batch_size,
             logging_steps=max(args.steps // 20, 1),
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
         )
-        collator = DataCollatorForSeq2Seq(tokenizer, padding=True)
-        trainer = Trainer(model, arguments, collator, train)
-        trainer.train()
-        curves[method] = [(entry["step"], float(entry["loss"])) for entry in trainer.state.log_history if "loss" in entry]
         merged = model.merge_and_unload().to(torch.bfloat16)
         merged.save_pretrained(out / method)
         tokenizer.save_pretrained(out / method)
@@ -173,7 +143,7 @@ def main():
         began = time.perf_counter()
         fm_delta.switch(loaded, out / f"{method}-small")
         seconds = time.perf_counter() - began
-        print(f"Switched to {method} in {seconds:.2f} s: it says {names(loaded, tokenizer, [PROMPT])[0]!r}.")
+        print(f"Switched to {method} in {seconds:.2f} s: it says {names(loaded, [PROMPT])[0]!r}.")
     draw(curves, out / "loss.png")
     print(f"The curves are in {out / 'loss.png'}.")
     if not same:

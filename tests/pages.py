@@ -159,6 +159,13 @@ def classifiers(*names: str) -> None:
         tiny_models.tokenizer().save_pretrained(name)
 
 
+def writers(*names: str) -> None:
+    """Folders of fine-tunes of the tiny Llama."""
+    for seed, name in enumerate(names):
+        tiny_models.perturb(AutoModelForCausalLM.from_pretrained(LLAMA), seed).save_pretrained(name)
+        AutoTokenizer.from_pretrained(LLAMA).save_pretrained(name)
+
+
 def fm_delta() -> dict[str, Any]:
     classifiers("my-bert", "my-model", "my-models/first", "my-models/second")
     trained(classifier(3, 1), LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"])).save_pretrained("my-adapter")
@@ -178,6 +185,7 @@ def emr() -> dict[str, Any]:
     classifiers("my-rte")  # moved as the first is, so that the others leave it enough
     model = AutoModelForSequenceClassification.from_pretrained(BERT, num_labels=3)
     trained(model, LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"])).save_pretrained("my-mnli-lora")
+    writers("my-sort", "my-trec")
     return {}
 
 
@@ -260,11 +268,8 @@ def uni_med_data() -> dict[str, Any]:
 def serving() -> dict[str, Any]:
     classifiers("my-cola", "sst2")
     merging.merge(BERT, {"my-cola": "my-cola", "sst2": "sst2"}, "my-bert-merged")
-    tasks = {"stories": AutoModelForCausalLM.from_pretrained(LLAMA), "letters": AutoModelForCausalLM.from_pretrained(LLAMA)}
-    for seed, (name, model) in enumerate(tasks.items()):
-        tiny_models.perturb(model, seed).save_pretrained(name)
-        AutoTokenizer.from_pretrained(LLAMA).save_pretrained(name)
-    merging.merge(LLAMA, {name: name for name in tasks}, "my-merge")
+    writers("stories", "letters")
+    merging.merge(LLAMA, {name: name for name in ("stories", "letters")}, "my-merge")
     model = AutoModelForCausalLM.from_pretrained(LLAMA)
     trained(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])).save_pretrained("my-adapter")
     return {"base": LLAMA}

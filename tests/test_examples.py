@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,15 @@ from PIL import Image, ImageDraw
 from processes import python
 from tiny_models import tokenizer
 from tiny_transfers import tokenizer as letters
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, set_seed
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.append(str(EXAMPLES))
+from prompted_tasks import LABELS, PROMPTS  # noqa: E402
+
 BOX = "<object><name>{}</name><bndbox><xmin>{}</xmin><ymin>{}</ymin><xmax>{}</xmax><ymax>{}</ymax></bndbox></object>"
 COLOURS = {"WBC": "purple", "RBC": "red", "Platelets": "black"}
 
@@ -91,10 +98,29 @@ def test_compress_and_push(tmp_path, base, texts):
     assert re.search(r"elsewhere +([\d.]+) +\(again/compressed\)", without)[1] == plain
 
 
-def test_end_to_end(tmp_path, base, texts):
+@pytest.fixture(scope="module")
+def word_model(tmp_path_factory) -> Path:
+    """A tiny language model to which fifteen words each mean much the same. Its tokenizer knows the words of all prompts."""
+    folder = tmp_path_factory.mktemp("examples") / "words"
+    said = " ".join([*PROMPTS.values(), *(" ".join(words) for words in LABELS.values())])
+    words = ["<pad>", "<end>", "<unk>", *(f"w{i}" for i in range(90)), *sorted(set(re.findall(r"\w+|[^\w\s]+", said)))]
+    inner = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = Whitespace()
+    ends = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=inner, **ends).save_pretrained(folder)
+    set_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=len(words), **sizes, pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    model = LlamaForCausalLM(config)
+    model.model.embed_tokens.weight.data[3:93] += torch.randn(6, 64).repeat_interleave(15, 0)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def test_end_to_end(tmp_path, word_model, texts):
     out, hub = pushed(
-        "end_to_end.py", tmp_path, "user/three", "--model_name_or_path", base, "--data", texts,
-        "--r", 8, "--learning_rate", 5e-3, "--num_train_epochs", 4, "--max_length", 16,
+        "end_to_end.py", tmp_path, "user/three", "--model", word_model, "--data", texts, "--tasks", "trec", "cr", "subj",
+        "--r", 8, "--learning_rate", 5e-3, "--num_train_epochs", 4, "--max_test_samples", 20,
     )  # fmt: skip
     heading, *table = out.splitlines()[-6:]
     assert heading.split() == ["accuracy", "trec", "cr", "subj", "MB", "in", "all"]
@@ -103,9 +129,10 @@ def test_end_to_end(tmp_path, base, texts):
     adapters, merged, compressed, together, served = steps.values()
     assert list(steps)[-1] == "served elsewhere, from the Hub"
     assert min(adapters[0]) > 0.6, "better than a guess at the commonest class"
-    assert max(abs(a - b) for a, b in zip(adapters[0], merged[0])) <= 0.05
+    assert max(abs(a - b) for a, b in zip(adapters[0], merged[0])) <= 0.1
     assert compressed[0] == merged[0] and compressed[1] < merged[1]
-    assert served == together and together[1] < compressed[1]
+    assert max(abs(a - b) for a, b in zip(served[0], together[0])) <= 0.1, "the server computes in bf16"
+    assert served[1] == together[1] < merged[1]
     assert {"user/three", "user/three-base"} == set(hub.repos)
     downloaded = {path.rsplit("/", 2)[-2] for _, path, _ in hub.log if "/user/three/resolve" in path}
     assert {"task-trec", "task-cr", "task-subj"} <= downloaded

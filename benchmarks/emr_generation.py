@@ -1,0 +1,212 @@
+"""Measure merging on fine-tunes of a language model whose answers are generated: exact matches beside other ways to merge.
+
+    python benchmarks/emr_generation.py --lm lm --data DIR --bbh BBH --out generation     # half an hour on one core
+
+``lm`` is the folder that benchmarks/language_model.py makes; DIR holds the texts (see there), BBH is the folder bbh of
+github.com/suzgunmirac/BIG-Bench-Hard. SmolLM2-135M-Instruct is fine-tuned, all weights of it, on three tasks:
+
+    trec       the type of the answer to a question, one of six words
+    sort       three to five words in alphabetical order. The words are those of BIG-Bench Hard's word_sorting; lists of the
+               test are of words that no list of the training has
+    boolean    the value of a Boolean expression. The test is BIG-Bench Hard's boolean_expressions; training items are made by a
+               program, in the same form, and none of them is in the test
+
+Weights are trained in float32 and saved in bf16, as ``generation/TASK``. What is already there is left alone. All methods
+have their weights in bf16 on disk and compute in float32, since few CPUs compute in bf16. A model writes the likeliest token
+each time, and an answer is right if its first line is the expected one, letter by letter. Simple average, task arithmetic
+(scale 0.3) and TIES are PEFT's.
+
+For EMR one model is in memory. Batches of all tasks, in random order, name theirs: ``model.generate(…, task="sort")``.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+from emr import combined, peers, size_of
+from fine_tunes import read_split
+from language_model import save, train
+from measuring import print_table, run_sections
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTrainedModel, set_seed
+from transformers.utils import logging
+
+from hf_ext import emr
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from prompted_tasks import answers, encoded, load_tokenizer, prompted  # noqa: E402
+
+STEPS = {"trec": 80, "sort": 120, "boolean": 120}
+HELD_OUT = 100  # training items that judge the training
+NEW_TOKENS = {"trec": 2, "sort": 18, "boolean": 2}  # no expected answer is longer
+Pairs = list[tuple[str, str]]
+
+logging.disable_progress_bar()
+logging.set_verbosity_error()
+
+
+# ---- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def expression(draw: random.Random, words: int) -> str:
+    """A Boolean expression of so many words."""
+    if words == 1:
+        return draw.choice(["True", "False"])
+    form = draw.choice(["not", "brackets", "and", "or"] if words > 2 else ["not"])
+    if form == "not":
+        return f"not {expression(draw, words - 1)}"
+    if form == "brackets":
+        return f"( {expression(draw, words - 2)} )"
+    left = draw.randrange(1, words - 1)
+    return f"{expression(draw, left)} {form} {expression(draw, words - 1 - left)}"
+
+
+def word_lists(draw: random.Random, words: list[str]) -> Iterator[tuple[str, str]]:
+    while True:
+        chosen = draw.sample(words, draw.randint(3, 5))
+        yield f"Sort the words alphabetically: {' '.join(chosen)}\nSorted:", " ".join(sorted(chosen))
+
+
+@cache
+def items(data: Path, bbh: Path, task: str, count: int) -> tuple[Pairs, Pairs]:
+    """Prompts with answers, to train on and to test on: 5000, fewer where a set has fewer, and `count`."""
+    draw = random.Random(0)
+    if task == "trec":
+        train, test = (prompted(task, rows) for rows in read_split(data, task))
+        train = sorted(set(train) - set(test))
+        draw.shuffle(train)
+        draw.shuffle(test)
+    elif task == "sort":
+        examples = json.loads((bbh / "word_sorting.json").read_text())["examples"]
+        words = sorted({word for example in examples for word in example["target"].split() if word.isalpha()})
+        draw.shuffle(words)
+        parts = (words[len(words) // 4 :], words[: len(words) // 4])
+        train, test = ([item for _, item in zip(range(5000), word_lists(draw, part))] for part in parts)
+    else:
+        examples = json.loads((bbh / "boolean_expressions.json").read_text())["examples"]
+        test = [(example["input"], example["target"]) for example in examples]
+        length = len(test[0][0].split()) - 1
+        made = {expression(draw, length): None for _ in range(20000)}
+        train = [(f"{text} is", str(eval(text))) for text in made if f"{text} is" not in dict(test)]
+        draw.shuffle(train)
+        train.sort(key=lambda item: item[1])  # as many of the one as of the other
+        half = min(sum(answer == value for _, answer in train) for value in ("True", "False"))
+        train = [item for pair in zip(train[:half], train[-half:]) for item in pair]
+    return train[:5000], test[:count]
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+def batches(pairs: Pairs, tokenizer, args: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches of items that are about as long as each other, in random order."""
+    rows = sorted(encoded(pairs, tokenizer, args.max_length), key=lambda row: len(row["input_ids"]))
+    parts = [rows[start : start + args.batch_size] for start in range(0, len(rows), args.batch_size)]
+    random.Random(0).shuffle(parts)
+    collate = DataCollatorForSeq2Seq(tokenizer, padding=True)
+    yield from (collate(part) for part in parts)
+
+
+def fine_tune(args: argparse.Namespace, task: str) -> Path:
+    """Returns the folder of a task's fine-tune, which is trained unless it is there."""
+    folder = args.out / task
+    if folder.exists():
+        return folder
+    set_seed(0)
+    tokenizer = load_tokenizer(args.lm / "base")
+    pairs, _ = items(args.data, args.bbh, task, args.test)
+    model = AutoModelForCausalLM.from_pretrained(args.lm / "base", dtype=torch.float32)
+    before = right(model, tokenizer, task, pairs[:HELD_OUT], args)
+    chosen = pairs[HELD_OUT : HELD_OUT + STEPS[task] * args.batch_size]
+    list(train(model, batches(chosen, tokenizer, args), args.rate, STEPS[task]))
+    after = right(model, tokenizer, task, pairs[:HELD_OUT], args)
+    print(f"{task}: {after:.3f} of the held-out training items are right, {before:.3f} before", flush=True)
+    save(model, tokenizer, folder)
+    return folder
+
+
+# ---- accuracy --------------------------------------------------------------------------------------------------------
+
+
+def right(model: PreTrainedModel, tokenizer, name: str, pairs: Pairs, args: argparse.Namespace, **options) -> float:
+    """The share of prompts of the task `name` that a model answers exactly."""
+    prompts, expected = zip(*pairs)
+    written = answers(model, tokenizer, list(prompts), args.max_length, max_new_tokens=NEW_TOKENS[name], **options)
+    return sum(map(str.__eq__, written, expected)) / len(pairs)
+
+
+def accuracy(args: argparse.Namespace) -> dict:
+    """Exact matches as {method: {task: share}}, and bytes of each method's folders."""
+    base, folders = args.lm / "base", {task: fine_tune(args, task) for task in args.tasks}
+    tokenizer = load_tokenizer(base)
+    tests = {task: sorted(items(args.data, args.bbh, task, args.test)[1], key=lambda item: len(item[0])) for task in folders}
+
+    def load(folder: Path) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def measured(model: PreTrainedModel, tasks: list[str]) -> dict[str, float]:
+        return {task: right(model, tokenizer, task, tests[task], args) for task in tasks}
+
+    plain = (base / "model.safetensors").stat().st_size
+    model = load(base)
+    rows, sizes = {"base": measured(model, args.tasks)}, {"base": plain}
+    print(rows, flush=True)
+    rows["single models"], sizes["single models"] = {}, len(folders) * plain
+    for task, folder in folders.items():
+        rows["single models"] |= measured(load(folder), [task])
+    print(rows, flush=True)
+
+    weights, *tasks = (
+        {name: weight.float() for name, weight in load_file(folder / "model.safetensors").items()}
+        for folder in (base, *folders.values())
+    )
+    for name, combine in peers(len(folders)).items():
+        merged = {key: weight.bfloat16() for key, weight in combined(weights, tasks, combine).items()}
+        model.load_state_dict(merged, strict=False)  # the head is the embedding
+        rows[name], sizes[name] = measured(model, args.tasks), plain
+        print(rows, flush=True)
+    del weights, tasks, merged
+
+    emr.merge(base, folders, args.out / "merged")
+    model = load(args.out / "merged")
+    requests = [(task, start) for task in folders for start in range(0, len(tests[task]), 25)]
+    random.Random(0).shuffle(requests)
+    hits = dict.fromkeys(folders, 0.0)
+    for task, start in requests:
+        part = tests[task][start : start + 25]
+        hits[task] += len(part) * right(model, tokenizer, task, part, args, task=task)
+    rows["EMR"] = {task: hits[task] / len(tests[task]) for task in folders}
+    sizes["EMR"] = size_of(args.out / "merged")
+
+    mean = {name: statistics.mean(row.values()) for name, row in rows.items()}
+    counts = ", ".join(f"{task} {len(tests[task])}" for task in folders)
+    print_table(
+        f"Exact matches of generated answers, and the size on disk of all tasks (test items: {counts})",
+        ["method", "mean", "of single", *folders, "MB"],
+        [
+            [name, *(f"{value:.3f}" for value in (mean[name], mean[name] / mean["single models"], *row.values()))]
+            + [f"{sizes[name] / 1e6:.0f}"]
+            for name, row in rows.items()
+        ],
+    )
+    return {"right": rows, "bytes": sizes}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lm", type=Path, required=True, help="folder made by benchmarks/language_model.py")
+    parser.add_argument("--data", type=Path, required=True, help="folder with TREC.train.all and TREC.test.all")
+    parser.add_argument("--bbh", type=Path, required=True, help="folder with word_sorting.json, boolean_expressions.json")
+    parser.add_argument("--out", type=Path, required=True, help="where fine-tunes and merge go")
+    parser.add_argument("--tasks", nargs="+", default=list(STEPS), choices=list(STEPS))
+    parser.add_argument("--rate", type=float, default=3e-5, help="learning rate")
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--max_length", type=int, default=64, help="tokens of a prompt that are used, the last ones")
+    parser.add_argument("--test", type=int, default=200, help="test items of each task")
+    run_sections(parser, {"accuracy": accuracy})
