@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from peft import PeftModel
@@ -65,12 +66,23 @@ def _answers(
 
 
 def _logits_at(model: PreTrainedModel | PeftModel, batch: dict[str, torch.Tensor], places: torch.Tensor) -> torch.Tensor:
-    """Returns a decoder's logits at some places of a batch, (places, vocabulary).
+    """Returns a decoder's logits at some places of a batch, (places, vocabulary)."""
+    with logits_at(model, places) as chosen:
+        logits = model(**batch).logits
+    return logits[0] if logits.shape[:2] == (1, int(places.sum())) else chosen(logits)[0]
+
+
+@contextmanager
+def logits_at(model: PreTrainedModel | PeftModel, places: torch.Tensor) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Makes a decoder compute logits at some places of a batch alone, (1, places, vocabulary), as long as the block lasts.
 
     The output layer gets the hidden states of these places alone: for all places, a vocabulary of 152,000 takes gigabytes.
 
     Args:
         places: (batch, tokens - 1), of the tokens that come after a place.
+
+    Yields:
+        A function that picks the places out of (batch, tokens, n).
     """
 
     def chosen(hidden: torch.Tensor) -> torch.Tensor:
@@ -80,10 +92,9 @@ def _logits_at(model: PreTrainedModel | PeftModel, batch: dict[str, torch.Tensor
     head = bare(model).get_output_embeddings()
     hook = head.register_forward_pre_hook(lambda _, inputs: (chosen(inputs[0]), *inputs[1:]))
     try:
-        logits = model(**batch).logits
+        yield chosen
     finally:
         hook.remove()
-    return logits[0] if logits.shape[:2] == (1, int(places.sum())) else chosen(logits)[0]
 
 
 def aligned(logits: torch.Tensor, labels: torch.Tensor, encoder_decoder: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import xxhash
 from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.nn import functional
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import TrainOutput
 from transformers.utils.logging import tqdm
 
@@ -49,12 +49,13 @@ from hf_ext.trans_lora.synthesis import (
     write_inputs,
 )
 from hf_ext.trans_lora.teacher import Teacher, label, name_of
+from hf_ext.trans_lora.training import AnswerTrainer
 
 SEEDS, LABELS = "seed_answers.jsonl", "labels.jsonl"
 DRAWN = 1000  # inputs of a kind that the report embeds
 
 
-class TransLoraTrainer(Trainer):
+class TransLoraTrainer(AnswerTrainer):
     """Moves what an adapter has learned to another base model, without the task's data (Trans-LoRA, arXiv 2405.17258).
 
     `train()` first asks the teacher on the seeds (seed_answers.jsonl in args.output_dir). It then writes synthetic inputs with
@@ -72,7 +73,8 @@ class TransLoraTrainer(Trainer):
         discriminator: or where it was saved, in which case it is loaded onto the teacher's own base model.
         peft_config: of the new adapter, of any type.
         synthesizer: what writes the inputs, if not the target model itself: a `Server`.
-        inputs: inputs to label and train on in place of synthetic ones; they go to labels.jsonl.
+        inputs: inputs to label and train on in place of synthetic ones, or such inputs with their labels; they go to
+            labels.jsonl.
         well_formed: whether a text is an input of the task at all; what is not is dropped before the filter.
 
     Attributes:
@@ -96,7 +98,7 @@ class TransLoraTrainer(Trainer):
         discriminator: Discriminator | str | os.PathLike | None = None,
         peft_config: PeftConfig | None = None,
         synthesizer: Generator | None = None,
-        inputs: Sequence[str] | None = None,
+        inputs: Sequence[str] | Mapping[str, str] | None = None,
         well_formed: Callable[[str], bool] | None = None,
         **kwargs: Any,
     ):
@@ -224,7 +226,7 @@ class TransLoraTrainer(Trainer):
             known = {candidate.input: candidate.label for candidate in candidates if candidate.kept}
             inputs = list(known)
         else:
-            known, inputs = {}, list(self.inputs)
+            known, inputs = dict(self.inputs) if isinstance(self.inputs, Mapping) else {}, list(self.inputs)
         records = read_lines(path)
         if [record.get("input") for record in records] != inputs[: len(records)]:
             raise HfExtError(f"{path} has labels of other inputs; delete it, or take another output_dir.")
@@ -258,25 +260,26 @@ class TransLoraTrainer(Trainer):
         """The cross-entropy of the teacher's text; with logits_weight w, (1 − w) of it and w T² KL(teacher ‖ student), both of
         distributions at temperature T (Hinton et al., arXiv 1503.02531)."""
         weight, T = self.args.logits_weight, self.args.distillation_temperature
+        if not weight:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["labels"]
         loss, outputs = super().compute_loss(model, dict(inputs), True, num_items_in_batch)
-        if weight:
-            teacher = self.teacher.model
-            assert teacher is not None  # _check_logits refuses a server
-            if teacher.device != labels.device:
-                teacher.to(labels.device)
-            with torch.no_grad(), evaluating(teacher):
-                taught = teacher(**inputs).logits
-            student, at = aligned(outputs["logits"], labels, self.encoder.encoder_decoder)
-            taught, _ = aligned(taught.to(student.device), labels, self.encoder.encoder_decoder)
-            chosen = at != -100
-            size = min(student.shape[-1], taught.shape[-1])  # models pad their vocabularies differently
-            student, taught = student[chosen][:, :size].float() / T, taught[chosen][:, :size].float() / T
-            divergence = functional.kl_div(student.log_softmax(-1), taught.log_softmax(-1), reduction="sum", log_target=True)
-            divergence = T * T * divergence / (chosen.sum() if num_items_in_batch is None else num_items_in_batch)
-            if self.args.average_tokens_across_devices and num_items_in_batch is not None:
-                divergence = divergence * self.accelerator.num_processes
-            loss = (1 - weight) * loss + weight * divergence
+        teacher = self.teacher.model
+        assert teacher is not None  # _check_logits refuses a server
+        if teacher.device != labels.device:
+            teacher.to(labels.device)
+        with torch.no_grad(), evaluating(teacher):
+            taught = teacher(**inputs).logits
+        student, at = aligned(outputs["logits"], labels, self.encoder.encoder_decoder)
+        taught, _ = aligned(taught.to(student.device), labels, self.encoder.encoder_decoder)
+        chosen = at != -100
+        size = min(student.shape[-1], taught.shape[-1])  # models pad their vocabularies differently
+        student, taught = student[chosen][:, :size].float() / T, taught[chosen][:, :size].float() / T
+        divergence = functional.kl_div(student.log_softmax(-1), taught.log_softmax(-1), reduction="sum", log_target=True)
+        divergence = T * T * divergence / (chosen.sum() if num_items_in_batch is None else num_items_in_batch)
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            divergence = divergence * self.accelerator.num_processes
+        loss = (1 - weight) * loss + weight * divergence
         return (loss, outputs) if return_outputs else loss
 
     # -------------------------------------------------------------------------------------------------------- its judges
