@@ -16,6 +16,7 @@ from hf_ext.trans_lora.config import TransLoraConfig, chat_variables
 from hf_ext.trans_lora.encoding import Encoder, prompt, without_bos
 from hf_ext.trans_lora.generation import Completion, Generator, ModelGenerator, Server
 from hf_ext.trans_lora.scoring import answer_log_probs, token_excess
+from hf_ext.trans_lora.synthesis import in_shares
 
 
 class Teacher:
@@ -97,6 +98,17 @@ class Teacher:
         """
         if args.filter == "token_excess" and not isinstance(self.model, PeftModel):
             raise HfExtError("filter='token_excess' compares the teacher with and without its adapter: give it as a PeftModel.")
+
+
+def agreement(
+    model: PreTrainedModel | PeftModel, encoder: Encoder, pairs: Sequence[tuple[str, str]], args: TransLoraConfig
+) -> float:
+    """Returns the share of inputs to which a model gives the answers that come with them, word for word."""
+    writer = ModelGenerator(model, encoder, args.generation_batch_size)
+    asked = [encoder.prompt(text) for text, _ in pairs]
+    with on_device(model, args.device):
+        said = in_shares(asked, lambda part: [one.text.strip() for one in writer(part, args.max_label_length)])
+    return sum(one == answer for one, (_, answer) in zip(said, pairs)) / len(pairs)
 
 
 def label(said: Completion) -> str | None:

@@ -48,7 +48,7 @@ from hf_ext.trans_lora.synthesis import (
     keep_best,
     write_inputs,
 )
-from hf_ext.trans_lora.teacher import Teacher, label, name_of
+from hf_ext.trans_lora.teacher import Teacher, agreement, label, name_of
 from hf_ext.trans_lora.training import AnswerTrainer
 
 SEEDS, LABELS = "seed_answers.jsonl", "labels.jsonl"
@@ -382,13 +382,10 @@ class TransLoraTrainer(AnswerTrainer):
             "kept": kept,
             "dropped": [candidate.input for candidate in candidates if not candidate.kept and candidate.score is not None],
         }
-        agreement = None
+        agreed = None
         if held_out:
-            writer = ModelGenerator(self.accelerator.unwrap_model(self.model), self.encoder, args.generation_batch_size)
-            asked = [self.encoder.prompt(text) for text, _ in held_out]
-            said = in_shares(asked, lambda part: [one.text.strip() for one in writer(part, args.max_label_length)])
-            agreement = sum(one == label for one, (_, label) in zip(said, held_out)) / len(held_out)
-            self.log({"agreement": agreement})
+            agreed = agreement(self.accelerator.unwrap_model(self.model), self.encoder, held_out, args)
+            self.log({"agreement": agreed})
         drawn = {name: random.Random(args.seed).sample(part, min(len(part), DRAWN)) for name, part in texts.items()}
         if args.embedding_model:
             encoder, tokenizer = load_encoder(args.embedding_model)
@@ -405,7 +402,7 @@ class TransLoraTrainer(AnswerTrainer):
             trained=len(trained),
             held_out=len(held_out),
             unlabelled=len(kept) - len(trained) - len(held_out),
-            agreement=agreement,
+            agreement=agreed,
             encoder=args.embedding_model or name_of(self.model),
             **describe(texts, embeddings),
         )

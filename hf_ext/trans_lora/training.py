@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_ext.trans_lora.adapters import bare
@@ -37,10 +37,11 @@ class AnswerTrainer(Trainer):
         with spare:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-    def _may_spare_logits(self, model: nn.Module) -> bool:
+    def _may_spare_logits(self, model: PreTrainedModel | PeftModel) -> bool:
         """Whether Transformers' own loss is computed, which takes labels that are shifted already."""
         prompts = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
         plain = self.label_smoother is None and self.compute_loss_func is None and self.model_accepts_loss_kwargs
         whole = self.args.n_gpu <= 1  # not split among devices by nn.DataParallel
-        decoder = not model.config.is_encoder_decoder and getattr(bare(model), "loss_function", None) is ForCausalLMLoss
+        inner = bare(model)
+        decoder = not inner.config.is_encoder_decoder and getattr(inner, "loss_function", None) is ForCausalLMLoss
         return plain and whole and decoder and not prompts
