@@ -38,7 +38,7 @@ class Attempt:
     Attributes:
         method: "copy", "titok" or "trans_lora".
         score: share of the evidence's inputs that the new adapter answers word for word; None if the way is not possible.
-        seconds: time that it took, without the inputs and labels that the ways share.
+        seconds: time that it took in this run, without the inputs and labels that the ways share.
         prompt: text around an input that the adapter takes, with {input} in place of an input.
         reason: why the way is not possible.
     """
@@ -58,7 +58,7 @@ class MigrationReport:
         source, target: the models.
         evidence: what the scores are.
         teacher: the score of the source model with its adapter; None where its answers are the evidence.
-        shared_seconds: time for the inputs and labels that "titok" and "trans_lora" share, and that are held out.
+        shared_seconds: time in this run for the inputs and labels that "titok" and "trans_lora" share.
         attempts: in the order in which they were made.
     """
 
