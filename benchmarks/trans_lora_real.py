@@ -224,9 +224,8 @@ def one_seed(args: argparse.Namespace, seed: int) -> dict:
     }
 
     def learn(name: str) -> dict:
-        # as many samples of each as of all others, but of five seeds
-        options = {"max_steps": args.steps // 3} if name == "seeds alone" else {}
-        trainer = student(f"trained on {name}".replace(" ", "-"), arms[name], held_out_share=0, **options)
+        steps = max(20, 5 * len(arms[name]) // 16)  # five epochs, but of five seeds more
+        trainer = student(f"trained on {name}".replace(" ", "-"), arms[name], held_out_share=0, max_steps=steps)
         trainer.train()
         agreement = accuracy(trainer.model, trainer.processing_class, held_out)
         return {"accuracy": accuracy(trainer.model, trainer.processing_class, test), "agreement": agreement}
@@ -261,9 +260,9 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of what is written and learned from it, one by one")
     parser.add_argument("--num_real", type=int, default=800, help="how much data the task has")
     parser.add_argument("--num_judged", type=int, default=200, help="how many of it the discriminator learns from")
-    parser.add_argument("--num_samples", type=int, default=250, help="synthetic inputs to keep")
+    parser.add_argument("--num_samples", type=int, default=120, help="synthetic inputs to keep and learn from")
     parser.add_argument("--longest", type=int, default=10, help="words of a question")
-    parser.add_argument("--steps", type=int, default=60, help="of each training")
+    parser.add_argument("--steps", type=int, default=60, help="of the training on real data, and of the discriminator")
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     run_sections(parser, {"gate": gate, "transfer": transfer})
