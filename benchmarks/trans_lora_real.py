@@ -32,6 +32,7 @@ from run_trans_lora import TEMPLATE, accuracy  # noqa: E402
 
 from hf_ext import TransLoraConfig, TransLoraTrainer, trans_lora  # noqa: E402
 from hf_ext.trans_lora.encoding import Encoder  # noqa: E402
+from hf_ext.trans_lora.generation import ModelGenerator  # noqa: E402
 from hf_ext.trans_lora.scoring import answer_log_probs  # noqa: E402
 from hf_ext.trans_lora.synthesis import counts  # noqa: E402
 from hf_ext.trans_lora.teacher import Teacher  # noqa: E402
@@ -78,7 +79,7 @@ def recipe(args: argparse.Namespace) -> dict:
 
 
 def settings(args: argparse.Namespace, folder: str, **options) -> TransLoraConfig:
-    own = {"num_samples": args.num_samples, "held_out_share": 0.2, "max_label_length": 4, "generation_batch_size": 16}
+    own = {"num_samples": args.num_samples, "held_out_share": 0, "max_label_length": 4, "generation_batch_size": 16}
     asked = {"prompt_template": TEMPLATE, "teacher_prompt_template": TEMPLATE}
     return TransLoraConfig(output_dir=str(args.out / folder), **recipe(args) | own | asked | options)
 
@@ -96,6 +97,12 @@ def learned(args: argparse.Namespace, name: str, data: Pairs, folder: str) -> tu
     AnswerTrainer(model, own, encoder.batch, samples, processing_class=tokenizer).train()
     model.save_pretrained(args.out / folder)
     return model.eval(), tokenizer
+
+
+def answers(model: nn.Module, tokenizer: PreTrainedTokenizerBase, test: Pairs) -> list[str]:
+    encoder = Encoder(tokenizer, model, TEMPLATE)
+    said = ModelGenerator(model, encoder, 125)([encoder.prompt(text) for text, _ in test], 4)
+    return [one.text.strip() for one in said]
 
 
 def preference(model: nn.Module, tokenizer: PreTrainedTokenizerBase, test: Pairs) -> float:
@@ -209,26 +216,26 @@ def one_seed(args: argparse.Namespace, seed: int) -> dict:
 
     written = stages("writing and sifting", write)
     candidates = student("discriminator").synthesize()
-    trained, held_out = stages("labels of the kept", lambda: student("discriminator").label(candidates))
-    apart = {text for text, _ in held_out}
-    judged = [one.input for one in candidates if one.score is not None and one.input not in apart]
+    trained, _ = stages("labels of the kept", lambda: student("discriminator").label(candidates))
+    judged = [one.input for one in candidates if one.score is not None]
     excess = stages("token excess of all", lambda: Teacher(teacher, words, settings(args, folder)).excess(judged))
     labelled = {text: (score, label) for text, (score, label) in zip(judged, excess) if label}
     best = sorted(labelled, key=lambda text: -labelled[text][0])
-    answers = {text: label for text, (_, label) in labelled.items()}
+    labels = {text: label for text, (_, label) in labelled.items()}
     arms = {
         "discriminator": dict(trained),
-        "token excess": {text: answers[text] for text in best[: len(trained)]},
-        "not sifted": dict(list(answers.items())[: len(trained)]),
-        "seeds alone": dict(zip(seeds, Teacher(teacher, words, settings(args, folder)).answers(seeds))),
+        "token excess": {text: labels[text] for text in best[: len(trained)]},
+        "not sifted": dict(list(labels.items())[: len(trained)]),
+        "seeds alone": dict(zip(seeds, answers(teacher, words, [(seed, "") for seed in seeds]))),
     }
+    taught = stages("the teacher's answers to the test", answers, teacher, words, test)
+    right = [answer for _, answer in test]
 
-    def learn(name: str) -> dict:
+    def learn(name: str) -> list[str]:
         steps = max(20, 5 * len(arms[name]) // 16)  # five epochs, but of five seeds more
-        trainer = student(f"trained on {name}".replace(" ", "-"), arms[name], held_out_share=0, max_steps=steps)
+        trainer = student(f"trained on {name}".replace(" ", "-"), arms[name], max_steps=steps)
         trainer.train()
-        agreement = accuracy(trainer.model, trainer.processing_class, held_out)
-        return {"accuracy": accuracy(trainer.model, trainer.processing_class, test), "agreement": agreement}
+        return answers(trainer.model, trainer.processing_class, test)
 
     for name in arms:
         stages(f"learned from: {name}", learn, name)
@@ -240,15 +247,18 @@ def one_seed(args: argparse.Namespace, seed: int) -> dict:
         [name, str(count), f"{100 * count / total:.0f}"] for name, count in written["counts"].items()
     ]
     print_table(f"seed {seed}: inputs (the discriminator keeps {metrics})", ["", "inputs", "%"], rows)
-    rows = [[name, str(len(arm)), *shares(stages.found[f"learned from: {name}"]["value"])] for name, arm in arms.items()]
-    title = f"seed {seed}: accuracy on the test, agreement with the teacher on {len(held_out)} held-out inputs"
+    said = {name: stages.found[f"learned from: {name}"]["value"] for name in arms}
+    rows = [[name, str(len(arm)), alike(said[name], right), alike(said[name], taught)] for name, arm in arms.items()]
+    title = (
+        f"seed {seed}: accuracy and agreement with the teacher on the test, % (the teacher's accuracy: {alike(taught, right)})"
+    )
     print_table(title, ["learned from", "inputs", "accuracy", "agreement"], rows)
     print("kept:", *written["kept"], sep="\n  ")
     return found
 
 
-def shares(value: dict) -> list[str]:
-    return [f"{100 * value[name]:.1f}" for name in ("accuracy", "agreement")]
+def alike(one: list[str], other: list[str]) -> str:
+    return f"{100 * sum(map(str.__eq__, one, other)) / len(one):.1f}"
 
 
 if __name__ == "__main__":
@@ -260,7 +270,7 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of what is written and learned from it, one by one")
     parser.add_argument("--num_real", type=int, default=800, help="how much data the task has")
     parser.add_argument("--num_judged", type=int, default=200, help="how many of it the discriminator learns from")
-    parser.add_argument("--num_samples", type=int, default=120, help="synthetic inputs to keep and learn from")
+    parser.add_argument("--num_samples", type=int, default=90, help="synthetic inputs to keep and learn from")
     parser.add_argument("--longest", type=int, default=10, help="words of a question")
     parser.add_argument("--steps", type=int, default=60, help="of the training on real data, and of the discriminator")
     logging.set_verbosity_error()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from peft import PeftModel
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hf_ext.integration.modes import evaluating
@@ -109,6 +110,22 @@ def aligned(logits: torch.Tensor, labels: torch.Tensor, encoder_decoder: bool) -
     """
     logits = logits[:, -labels.shape[1] :]
     return (logits, labels) if encoder_decoder else (logits[:, :-1], labels[:, 1:])
+
+
+def kl_divergence(
+    student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, encoder_decoder: bool, temperature: float
+) -> torch.Tensor:
+    """Returns KL(teacher ‖ student) of the distributions at a temperature, summed over the tokens of the answers.
+
+    Args:
+        student, teacher: logits, as for `aligned`; models pad their vocabularies differently.
+        labels: (batch, tokens).
+    """
+    student, at = aligned(student, labels, encoder_decoder)
+    teacher, _ = aligned(teacher.to(student.device), labels, encoder_decoder)
+    chosen, size = at != -100, min(student.shape[-1], teacher.shape[-1])
+    log_p, log_q = ((x[chosen][:, :size].float() / temperature).log_softmax(-1) for x in (teacher, student))
+    return functional.kl_div(log_q, log_p, reduction="sum", log_target=True)
 
 
 def token_excess(with_adapter: Sequence[torch.Tensor], without: Sequence[torch.Tensor]) -> list[float]:

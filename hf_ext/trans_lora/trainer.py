@@ -16,7 +16,6 @@ import torch
 import xxhash
 from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
-from torch.nn import functional
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import TrainOutput
 from transformers.utils.logging import tqdm
@@ -34,7 +33,7 @@ from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import Completion, Generator, ModelGenerator
 from hf_ext.trans_lora.prompts import membership_question
 from hf_ext.trans_lora.reports import TransferReport, describe
-from hf_ext.trans_lora.scoring import aligned
+from hf_ext.trans_lora.scoring import kl_divergence
 from hf_ext.trans_lora.stages import CHECKPOINTS, append_lines, claim, last_checkpoint, read_lines, write_lines
 from hf_ext.trans_lora.synthesis import (
     SYNTHESIS,
@@ -122,7 +121,8 @@ class TransLoraTrainer(AnswerTrainer):
         if inputs is None:
             require_discriminator(discriminator, args)
             self.teacher.require_for(args)
-        self._check_logits(args)
+        if args.logits_weight:
+            self.teacher.require_tokens_of(self.encoder)
         if isinstance(model, PeftModel) is (peft_config is not None):
             raise HfExtError("Give a target model and the peft_config of its new adapter, or a PeftModel and no peft_config.")
         if peft_config is not None:
@@ -265,18 +265,13 @@ class TransLoraTrainer(AnswerTrainer):
         labels = inputs["labels"]
         loss, outputs = super().compute_loss(model, dict(inputs), True, num_items_in_batch)
         teacher = self.teacher.model
-        assert teacher is not None  # _check_logits refuses a server
+        assert teacher is not None  # require_tokens_of refuses a server
         if teacher.device != labels.device:
             teacher.to(labels.device)
         with torch.no_grad(), evaluating(teacher):
             taught = teacher(**inputs).logits
-        student, at = aligned(outputs["logits"], labels, self.encoder.encoder_decoder)
-        taught, _ = aligned(taught.to(student.device), labels, self.encoder.encoder_decoder)
-        chosen = at != -100
-        size = min(student.shape[-1], taught.shape[-1])  # models pad their vocabularies differently
-        student, taught = student[chosen][:, :size].float() / T, taught[chosen][:, :size].float() / T
-        divergence = functional.kl_div(student.log_softmax(-1), taught.log_softmax(-1), reduction="sum", log_target=True)
-        divergence = T * T * divergence / (chosen.sum() if num_items_in_batch is None else num_items_in_batch)
+        divergence = kl_divergence(outputs["logits"], taught, labels, self.encoder.encoder_decoder, T)
+        divergence = T * T * divergence / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             divergence = divergence * self.accelerator.num_processes
         loss = (1 - weight) * loss + weight * divergence
@@ -314,20 +309,6 @@ class TransLoraTrainer(AnswerTrainer):
             raise HfExtError("With a teacher on a server, load the discriminator first: Discriminator.from_pretrained(…).")
         return Discriminator.from_pretrained(given, self.teacher.model, self.teacher.tokenizer)
 
-    def _check_logits(self, args: TransLoraConfig) -> None:
-        if not args.logits_weight:
-            return
-        own, other = self.encoder, self.teacher.encoder
-        if other is None:
-            raise HfExtError("logits_weight needs a teacher at hand, not one on a server.")
-        alike = own.encoder_decoder == other.encoder_decoder and own.tokenizer.get_vocab() == other.tokenizer.get_vocab()
-        probe = own.prompt("A text, 1 2 3.")
-        if not alike or probe != other.prompt("A text, 1 2 3.") or own.tokens([probe]) != other.tokens([probe]):
-            raise HfExtError(
-                "logits_weight compares teacher and student token by token, so both need the same tokenizer, the same kind of "
-                "model and the same prompt template. Use logits_weight=0, which needs none of them."
-            )
-
     def _no_labels(self, asked: str, path: Path) -> str:
         return (
             f"The teacher gave none of the {asked} a whole answer within max_label_length={self.args.max_label_length} tokens "
@@ -352,7 +333,7 @@ class TransLoraTrainer(AnswerTrainer):
         }
         names = ("num_samples", "filter", "keep_share", "held_out_share", "seed")
         settings |= {name: getattr(args, name) for name in names} | synthesis_settings(args)
-        settings |= self._label_settings() if args.filter == "token_excess" else {}
+        settings |= self.teacher.settings() if args.filter == "token_excess" else {}
         claim(folder, "inputs", settings, [SYNTHESIS])
         return folder / SYNTHESIS
 
@@ -362,13 +343,8 @@ class TransLoraTrainer(AnswerTrainer):
         Raises:
             HfExtError: the file belongs to another transfer, or has labels by other options.
         """
-        claim(Path(self.args.output_dir), "labels", self._label_settings(), [LABELS])
+        claim(Path(self.args.output_dir), "labels", self.teacher.settings(), [LABELS])
         return Path(self.args.output_dir, LABELS)
-
-    def _label_settings(self) -> dict[str, Any]:
-        names = ("max_label_length", "teacher_prompt_template", "teacher_system_prompt", "chat_template_kwargs")
-        teacher = {"teacher": self.teacher.name, "teacher's adapter (a checksum)": self.teacher.digest}
-        return teacher | {name: getattr(self.args, name) for name in names}
 
     # --------------------------------------------------------------------------------------------------------- its report
 
