@@ -9,11 +9,13 @@ Each stage is kept in OUT, so a run that was killed resumes. Seconds are those o
   gate       accuracy of both bases (the likeliest of the six words) and of LoRAs that learn from the real data
   transfer   the discriminator, the inputs that the target model writes, and LoRAs of the target that learn from them: sifted by
              the discriminator, by token excess or not at all; and from the five seeds alone
+  step       one step of training with the logits of all places, and with those of the answers alone
 """
 
 import argparse
 import json
 import random
+import statistics
 import sys
 import time
 from collections import Counter
@@ -24,7 +26,7 @@ import torch
 from measuring import print_table, run_sections
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 from transformers.utils import logging
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -257,6 +259,31 @@ def one_seed(args: argparse.Namespace, seed: int) -> dict:
     return found
 
 
+def step(args: argparse.Namespace) -> dict:
+    found, (real, _) = {}, task_data(args)
+    for name in (args.source, args.target):
+        model, tokenizer = load(name)
+        model = get_peft_model(model, lora(model)).train()
+        encoder = Encoder(tokenizer, model, TEMPLATE)
+        own = TrainingArguments(str(args.out / "step"), remove_unused_columns=False, **recipe(args))
+        batch = encoder.batch(encoder.samples([encoder.prompt(text) for text, _ in real[:16]], [one for _, one in real[:16]]))
+        count, seconds = (batch["labels"] != -100).sum(), {}
+        for trainer in (Trainer, AnswerTrainer):
+            trains, times = trainer(model, own, encoder.batch, [batch], processing_class=tokenizer), []
+            for _ in range(args.runs):
+                start = time.process_time()
+                trains.compute_loss(model, dict(batch), num_items_in_batch=count).backward()
+                times.append(time.process_time() - start)
+            seconds[trainer.__name__] = statistics.median(times)
+        found[Path(name).name] = seconds
+    rows = [
+        [name, *(f"{value:.2f}" for value in one.values()), f"{one['AnswerTrainer'] / one['Trainer']:.2f}"]
+        for name, one in found.items()
+    ]
+    print_table("A step of 16 questions, seconds", ["model", "all places", "answers alone", "ratio"], rows)
+    return found
+
+
 def alike(one: list[str], other: list[str]) -> str:
     return f"{100 * sum(map(str.__eq__, one, other)) / len(one):.1f}"
 
@@ -275,4 +302,4 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=60, help="of the training on real data, and of the discriminator")
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    run_sections(parser, {"gate": gate, "transfer": transfer})
+    run_sections(parser, {"gate": gate, "transfer": transfer, "step": step})
