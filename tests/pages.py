@@ -76,7 +76,7 @@ SHORTER = {
 }
 MORE = {
     command: [word for option in text.split(", ") for word in shlex.split(f"--{option}".replace("=", " ", 1))]
-    for command, text in (("train-discriminator", TRAINED), ("transfer", MOVED))
+    for command, text in (("train-discriminator", TRAINED), ("transfer", MOVED), ("migrate", MOVED))
 }
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
     from hf_ext import TransLoraConfig
+    from hf_ext.trans_lora import Server
 
 section = Section(
     "Move an adapter to another base model, without its training data (Trans-LoRA)",
@@ -29,6 +30,18 @@ ANY: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_un
 
 PeftType = Annotated[Literal["lora", "dora", "pissa", "prompt_tuning"], typer.Option(help="Type of the new adapter.")]
 Rank = Annotated[int, option("--rank", "Its rank, or its number of virtual tokens.", "N")]
+SourceModel = Annotated[str, option("--source-model", "Folder or Hub id of the base model of the adapter.")]
+SourceAdapter = Annotated[str, option("--source-adapter", "Folder or Hub id of the adapter, of any PEFT type.")]
+TargetModel = Annotated[str, option("--target-model", "Folder or Hub id of the base model to move to.")]
+Seeds = Annotated[str, option("--seeds", 'A few real inputs, one per line: {"input": "…"}', "FILE.jsonl")]
+DiscriminatorModel = Annotated[
+    str | None,
+    option("--discriminator-model", "Its base model, if it is not the source model, as in a chain of transfers."),
+]
+ServerUrl = Annotated[
+    str | None, option("--server", "OpenAI-compatible server of the target model, to write the inputs.", "URL")
+]
+ServerModel = Annotated[str | None, option("--server-model", "The server's name for it; defaults to --target-model.", "NAME")]
 TargetModules = Annotated[list[str], option("--target-modules", "Layers that get it: one name or several.", "NAME…")]
 
 
@@ -89,25 +102,18 @@ def train_discriminator(
 )
 def transfer(
     context: typer.Context,
-    source_model: Annotated[str, option("--source-model", "Folder or Hub id of the base model of the adapter.")],
-    source_adapter: Annotated[str, option("--source-adapter", "Folder or Hub id of the adapter, of any PEFT type.")],
-    target_model: Annotated[str, option("--target-model", "Folder or Hub id of the base model to move to.")],
-    seeds: Annotated[str, option("--seeds", 'A few real inputs, one per line: {"input": "…"}', "FILE.jsonl")],
+    source_model: SourceModel,
+    source_adapter: SourceAdapter,
+    target_model: TargetModel,
+    seeds: Seeds,
     out: Out,
     discriminator: Annotated[
         str | None,
         option("--discriminator", "Folder or Hub id. Without one, use --filter token_excess or --filter none."),
     ] = None,
-    discriminator_model: Annotated[
-        str | None,
-        option("--discriminator-model", "Its base model, if it is not the source model, as in a chain of transfers."),
-    ] = None,
-    server: Annotated[
-        str | None, option("--server", "OpenAI-compatible server of the target model, to write the inputs.", "URL")
-    ] = None,
-    server_model: Annotated[
-        str | None, option("--server-model", "The server's name for it; defaults to --target-model.", "NAME")
-    ] = None,
+    discriminator_model: DiscriminatorModel = None,
+    server: ServerUrl = None,
+    server_model: ServerModel = None,
     peft_type: PeftType = "lora",
     rank: Rank = 16,
     target_modules: TargetModules = ["all-linear"],  # noqa: B006
@@ -115,7 +121,6 @@ def transfer(
     settings = training_arguments(context, out)
     from hf_ext import trans_lora
 
-    sampling = cast("dict[str, Any]", settings.generation_kwargs or {})  # TrainingArguments has parsed JSON
     trainer = trans_lora.transfer(
         source_model,
         source_adapter,
@@ -125,10 +130,70 @@ def transfer(
         peft_config(peft_type, rank, target_modules, target_model),
         discriminator,
         discriminator_model,
-        trans_lora.Server(server, server_model or target_model, options=sampling) if server else None,
+        synthesizer(server, server_model or target_model, settings),
     )
     report = trainer.report if trainer.is_world_process_zero() else None
     return Result(str(report), report.to_dict()) if report else None
+
+
+@section.command(
+    "move an adapter by several ways, the cheapest first, and keep the best",
+    "  hf-ext migrate --source-model SmolLM2-135M --source-adapter my-lora --target-model SmolLM2-135M-Instruct \\\n"
+    "    --seeds seeds.jsonl --out my-lora-migrated --learning_rate 2e-4 --num_train_epochs 5",
+    "Copies the adapter if it fits the target, trains one by TiTok, and, with --discriminator, one by Trans-LoRA. Each has a "
+    "folder in --out, which gets the best one, and a report with the score and the time of each. The score is the agreement "
+    "with the old adapter on held-out synthetic inputs, or the accuracy on --test.\n\n"
+    "To resume a run that was killed, run the same command again.\n\n"
+    f"{ANY_OPTION} --learning_rate 2e-4  --num_train_epochs 20  --bf16  --num_samples 500",
+    RESUMABLE,
+    **ANY,
+)
+def migrate(
+    context: typer.Context,
+    source_model: SourceModel,
+    source_adapter: SourceAdapter,
+    target_model: TargetModel,
+    seeds: Seeds,
+    out: Out,
+    discriminator: Annotated[str | None, option("--discriminator", "Folder or Hub id; needed by Trans-LoRA.")] = None,
+    discriminator_model: DiscriminatorModel = None,
+    test: Annotated[
+        str | None, option("--test", 'Inputs with right answers, one per line: {"input": "…", "output": "…"}', "FILE.jsonl")
+    ] = None,
+    enough: Annotated[float, option("--enough", "Score from 0 to 1 at which no further way is tried.", "SCORE")] = 1.0,
+    server: ServerUrl = None,
+    server_model: ServerModel = None,
+    peft_type: PeftType = "lora",
+    rank: Rank = 16,
+    target_modules: TargetModules = ["all-linear"],  # noqa: B006
+) -> Result | None:
+    settings = training_arguments(context, out)
+    from accelerate import PartialState
+
+    from hf_ext import trans_lora
+
+    report = trans_lora.migrate(
+        source_model,
+        source_adapter,
+        target_model,
+        trans_lora.read_inputs(seeds),
+        settings,
+        peft_config(peft_type, rank, target_modules, target_model),
+        discriminator,
+        discriminator_model,
+        synthesizer(server, server_model or target_model, settings),
+        trans_lora.read_pairs(test) if test else None,
+        enough,
+    )
+    return Result(str(report), report.to_dict()) if PartialState().is_main_process else None
+
+
+def synthesizer(url: str | None, model: str, settings: TransLoraConfig) -> Server | None:
+    """Returns the server that writes the inputs, if there is one."""
+    from hf_ext import trans_lora
+
+    sampling = cast("dict[str, Any]", settings.generation_kwargs or {})  # TrainingArguments has parsed JSON
+    return trans_lora.Server(url, model, options=sampling) if url else None
 
 
 def training_arguments(context: typer.Context, out: str) -> TransLoraConfig:

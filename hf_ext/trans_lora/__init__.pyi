@@ -2,8 +2,12 @@ from .discriminator import Discriminator as Discriminator
 from .discriminator import train_discriminator as train_discriminator
 from .generation import Completion as Completion
 from .generation import Server as Server
+from .migration import Attempt as Attempt
+from .migration import MigrationReport as MigrationReport
+from .migration import migrate as migrate
 from .pipeline import load_model as load_model
 from .pipeline import read_inputs as read_inputs
+from .pipeline import read_pairs as read_pairs
 from .pipeline import transfer as transfer
 from .reports import TransferReport as TransferReport
 from .statistics import distinct as distinct

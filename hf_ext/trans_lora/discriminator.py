@@ -23,7 +23,6 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Trainer,
     set_seed,
 )
 from transformers.utils import cached_file
@@ -40,6 +39,7 @@ from hf_ext.trans_lora.prompts import NO, YES, membership_question
 from hf_ext.trans_lora.scoring import log_odds
 from hf_ext.trans_lora.stages import CHECKPOINTS, claim, last_checkpoint
 from hf_ext.trans_lora.synthesis import SYNTHESIS, write_inputs
+from hf_ext.trans_lora.training import AnswerTrainer
 
 NAME = "discriminator"  # of the adapter
 FILE = "discriminator.json"
@@ -250,7 +250,7 @@ def train_discriminator(
         claim(folder, "training", training_settings(model, args, NAME), [CHECKPOINTS])
         prompts = [encoder.prompt(membership_question(text, task)) for text, _ in rows]
         unseen = [encoder.prompt(membership_question(text, task)) for text, _ in held_out]
-        trainer = Trainer(
+        trainer = AnswerTrainer(
             model=model,
             args=args,
             train_dataset=encoder.samples(prompts, [answer for _, answer in rows]),

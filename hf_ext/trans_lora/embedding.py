@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_ext.integration.modes import evaluating
+from hf_ext.trans_lora.adapters import bare
 
 
 @torch.inference_mode()
@@ -21,7 +22,7 @@ def embed(
     Args:
         model: an encoder, a decoder with a head or without, or an encoder-decoder, of which the encoder is used.
     """
-    encoder = model.get_encoder() if model.config.is_encoder_decoder else model
+    encoder = model.get_encoder() if model.config.is_encoder_decoder else bare(model).base_model  # without its head
     means = [torch.empty(0, model.config.get_text_config().hidden_size)]
     longest = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or 512)
     with evaluating(model):

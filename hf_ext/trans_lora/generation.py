@@ -46,6 +46,8 @@ SAMPLING: dict[str, Any] = PLAIN | {
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
 }
+# The same for servers: what vLLM and SGLang take beside OpenAI's fields. Others ignore or refuse them.
+NEUTRAL: dict[str, Any] = {"repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0}
 ONE_EACH: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "min_new_tokens": 0}
 
 
@@ -197,7 +199,8 @@ class Server:
     """Writes through a server with OpenAI's protocol, such as vLLM or `transformers serve`, by its /completions.
 
     The server must sample when asked for a temperature; `transformers serve` does so only if the model's own
-    generation_config.json says do_sample.
+    generation_config.json says do_sample. Penalties of the model's generation_config.json are switched off where the server
+    takes such fields (vLLM, SGLang).
 
     Args:
         url: up to and with the version: http://localhost:8000/v1.
@@ -228,6 +231,8 @@ class Server:
         key = self.api_key or os.environ.get("OPENAI_API_KEY") or "none"
         self._client = openai.OpenAI(base_url=self.url, api_key=key, max_retries=self.retries, timeout=self.timeout)
         self._errors = openai.OpenAIError
+        self._refusals = openai.BadRequestError, openai.UnprocessableEntityError
+        self._neutral = NEUTRAL
 
     def __call__(
         self, prompts: Sequence[str], max_new_tokens: int, seed: int | None = None, **sampling: Any
@@ -237,13 +242,21 @@ class Server:
             ServerError: it does not answer, or refuses.
         """
         stop, _ = sampling.pop("stop", None), sampling.pop("longest", None)
-        request = {"model": self.model, "max_tokens": max_new_tokens, "extra_body": self.options or None}
+        request = {"model": self.model, "max_tokens": max_new_tokens}
         request |= {"temperature": 0.0} if seed is None else sampling
         request |= {"stop": [stop]} if stop else {}
 
         def ask(number: int, prompt: str) -> Completion:
             seeded = {} if seed is None else {"seed": seed + number}
-            choice = self._client.completions.create(prompt=prompt, **request, **seeded).choices[0]
+            fields, neutral = {"prompt": prompt, **request, **seeded}, self._neutral
+            try:
+                answer = self._client.completions.create(**fields, extra_body=neutral | self.options)
+            except self._refusals:
+                if not neutral:
+                    raise
+                answer = self._client.completions.create(**fields, extra_body=self.options)
+                self._neutral = {}
+            choice = answer.choices[0]
             text, stopped, _ = choice.text.partition(stop) if stop else (choice.text, "", "")
             return Completion(text, ended=choice.finish_reason == "stop" or bool(stopped))
 

@@ -47,27 +47,16 @@ def transfer(
         HfExtError: they do not go together.
     """
     require_discriminator(discriminator, args)
-    if discriminator is not None:
-        record_of(discriminator)
-    try:
-        PeftConfig.from_pretrained(source_adapter)
-    except ValueError as error:
-        raise HfExtError(f"{source_adapter} is no adapter: {error}") from error
-    source, source_tokenizer = load_model(source_model)
+    source = Source(source_model, source_adapter, discriminator, discriminator_model)
     target, target_tokenizer = load_model(target_model)
-    teacher = _with_adapter(source, source_adapter, source_model)
-    found = None
-    if discriminator is not None:
-        own, tokenizer = (teacher, source_tokenizer) if discriminator_model is None else load_model(discriminator_model)
-        found = Discriminator.from_pretrained(discriminator, own, tokenizer)
     trainer = TransLoraTrainer(
         target,
         args,
         processing_class=target_tokenizer,
-        teacher=teacher,
-        teacher_processing_class=source_tokenizer,
+        teacher=source.teacher,
+        teacher_processing_class=source.tokenizer,
         seeds=seeds,
-        discriminator=found,
+        discriminator=source.discriminator,
         peft_config=peft_config,
         synthesizer=synthesizer,
     )
@@ -76,7 +65,33 @@ def transfer(
     return trainer
 
 
-def _with_adapter(model: PreTrainedModel, adapter: str, name: str) -> PeftModel:
+class Source:
+    """The source model with its adapter, and the discriminator of its task if there is one, loaded by their names.
+
+    Args:
+        model, adapter, discriminator, discriminator_model: as in `transfer`.
+
+    Raises:
+        HfExtError: they do not go together.
+    """
+
+    def __init__(self, model: str, adapter: str, discriminator: str | None = None, discriminator_model: str | None = None):
+        if discriminator is not None:
+            record_of(discriminator)
+        try:
+            PeftConfig.from_pretrained(adapter)
+        except ValueError as error:
+            raise HfExtError(f"{adapter} is no adapter: {error}") from error
+        self.adapter = adapter
+        base, self.tokenizer = load_model(model)
+        self.teacher = with_adapter(base, adapter, model)
+        self.discriminator: Discriminator | None = None
+        if discriminator is not None:
+            own, words = (self.teacher, self.tokenizer) if discriminator_model is None else load_model(discriminator_model)
+            self.discriminator = Discriminator.from_pretrained(discriminator, own, words)
+
+
+def with_adapter(model: PreTrainedModel, adapter: str, name: str) -> PeftModel:
     """Puts a saved adapter on the model called `name`.
 
     Raises:
@@ -116,6 +131,20 @@ def read_inputs(path: str | os.PathLike) -> list[str]:
     Raises:
         HfExtError: the file cannot be read, or a line is something else.
     """
+    return [text for (text,) in _texts(path, ("input",))]
+
+
+def read_pairs(path: str | os.PathLike) -> list[tuple[str, str]]:
+    """The inputs of a JSON lines file with their right answers, as "input" and "output" of each line's object.
+
+    Raises:
+        HfExtError: the file cannot be read, or a line is something else.
+    """
+    return [(text, answer.strip()) for text, answer in _texts(path, ("input", "output"))]
+
+
+def _texts(path: str | os.PathLike, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Returns the texts of these names of each line of a file; a line that is only a text has it as the first name."""
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -126,10 +155,11 @@ def read_inputs(path: str | os.PathLike) -> list[str]:
             continue
         try:
             record = json.loads(line)
-            text = record["input"] if isinstance(record, dict) else record
+            texts = tuple(record[name] for name in names) if isinstance(record, dict) else (record,)
         except (ValueError, KeyError):
-            text = None
-        if not isinstance(text, str):
-            raise HfExtError(f'Line {number} of {path} is not of the form {{"input": "…"}}.')
-        found.append(text)
+            texts = ()
+        if len(texts) != len(names) or not all(isinstance(text, str) for text in texts):
+            form = ", ".join(f'"{name}": "…"' for name in names)
+            raise HfExtError(f"Line {number} of {path} is not of the form {{{form}}}.")
+        found.append(texts)
     return found

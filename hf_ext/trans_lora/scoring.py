@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from peft import PeftModel
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hf_ext.integration.modes import evaluating
@@ -65,12 +67,23 @@ def _answers(
 
 
 def _logits_at(model: PreTrainedModel | PeftModel, batch: dict[str, torch.Tensor], places: torch.Tensor) -> torch.Tensor:
-    """Returns a decoder's logits at some places of a batch, (places, vocabulary).
+    """Returns a decoder's logits at some places of a batch, (places, vocabulary)."""
+    with logits_at(model, places) as chosen:
+        logits = model(**batch).logits
+    return logits[0] if logits.shape[:2] == (1, int(places.sum())) else chosen(logits)[0]
+
+
+@contextmanager
+def logits_at(model: PreTrainedModel | PeftModel, places: torch.Tensor) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Makes a decoder compute logits at some places of a batch alone, (1, places, vocabulary), as long as the block lasts.
 
     The output layer gets the hidden states of these places alone: for all places, a vocabulary of 152,000 takes gigabytes.
 
     Args:
         places: (batch, tokens - 1), of the tokens that come after a place.
+
+    Yields:
+        A function that picks the places out of (batch, tokens, n).
     """
 
     def chosen(hidden: torch.Tensor) -> torch.Tensor:
@@ -80,10 +93,9 @@ def _logits_at(model: PreTrainedModel | PeftModel, batch: dict[str, torch.Tensor
     head = bare(model).get_output_embeddings()
     hook = head.register_forward_pre_hook(lambda _, inputs: (chosen(inputs[0]), *inputs[1:]))
     try:
-        logits = model(**batch).logits
+        yield chosen
     finally:
         hook.remove()
-    return logits[0] if logits.shape[:2] == (1, int(places.sum())) else chosen(logits)[0]
 
 
 def aligned(logits: torch.Tensor, labels: torch.Tensor, encoder_decoder: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,6 +110,22 @@ def aligned(logits: torch.Tensor, labels: torch.Tensor, encoder_decoder: bool) -
     """
     logits = logits[:, -labels.shape[1] :]
     return (logits, labels) if encoder_decoder else (logits[:, :-1], labels[:, 1:])
+
+
+def kl_divergence(
+    student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, encoder_decoder: bool, temperature: float
+) -> torch.Tensor:
+    """Returns KL(teacher ‖ student) of the distributions at a temperature, summed over the tokens of the answers.
+
+    Args:
+        student, teacher: logits, as for `aligned`; models pad their vocabularies differently.
+        labels: (batch, tokens).
+    """
+    student, at = aligned(student, labels, encoder_decoder)
+    teacher, _ = aligned(teacher.to(student.device), labels, encoder_decoder)
+    chosen, size = at != -100, min(student.shape[-1], teacher.shape[-1])
+    log_p, log_q = ((x[chosen][:, :size].float() / temperature).log_softmax(-1) for x in (teacher, student))
+    return functional.kl_div(log_q, log_p, reduction="sum", log_target=True)
 
 
 def token_excess(with_adapter: Sequence[torch.Tensor], without: Sequence[torch.Tensor]) -> list[float]:

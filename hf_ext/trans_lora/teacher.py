@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -16,6 +17,7 @@ from hf_ext.trans_lora.config import TransLoraConfig, chat_variables
 from hf_ext.trans_lora.encoding import Encoder, prompt, without_bos
 from hf_ext.trans_lora.generation import Completion, Generator, ModelGenerator, Server
 from hf_ext.trans_lora.scoring import answer_log_probs, token_excess
+from hf_ext.trans_lora.synthesis import in_shares
 
 
 class Teacher:
@@ -90,6 +92,28 @@ class Teacher:
         scores = dict(zip(whole, token_excess(taught, untaught)))
         return [(scores.get(i), label(one)) for i, one in enumerate(said)]
 
+    def settings(self) -> dict[str, Any]:
+        """Returns what its labels depend on."""
+        names = ("max_label_length", "teacher_prompt_template", "teacher_system_prompt", "chat_template_kwargs")
+        own = {"teacher": self.name, "teacher's adapter (a checksum)": self.digest}
+        return own | {name: getattr(self.args, name) for name in names}
+
+    def require_tokens_of(self, student: Encoder) -> None:
+        """
+        Raises:
+            HfExtError: the student does not read and write the same tokens.
+        """
+        if self.encoder is None:
+            raise HfExtError("logits_weight needs a teacher at hand, not one on a server.")
+        own, other = student, self.encoder
+        alike = own.encoder_decoder == other.encoder_decoder and own.tokenizer.get_vocab() == other.tokenizer.get_vocab()
+        probe = own.prompt("A text, 1 2 3.")
+        if not alike or probe != other.prompt("A text, 1 2 3.") or own.tokens([probe]) != other.tokens([probe]):
+            raise HfExtError(
+                "logits_weight compares teacher and student token by token, so both need the same tokenizer, the same kind of "
+                "model and the same prompt template. Use logits_weight=0, which needs none of them."
+            )
+
     def require_for(self, args: TransLoraConfig) -> None:
         """
         Raises:
@@ -97,6 +121,17 @@ class Teacher:
         """
         if args.filter == "token_excess" and not isinstance(self.model, PeftModel):
             raise HfExtError("filter='token_excess' compares the teacher with and without its adapter: give it as a PeftModel.")
+
+
+def agreement(
+    model: PreTrainedModel | PeftModel, encoder: Encoder, pairs: Sequence[tuple[str, str]], args: TransLoraConfig
+) -> float:
+    """Returns the share of inputs to which a model gives the answers that come with them, word for word."""
+    writer = ModelGenerator(model, encoder, args.generation_batch_size)
+    asked = [encoder.prompt(text) for text, _ in pairs]
+    with on_device(model, args.device):
+        said = in_shares(asked, lambda part: [one.text.strip() for one in writer(part, args.max_label_length)])
+    return sum(one == answer for one, (_, answer) in zip(said, pairs)) / len(pairs)
 
 
 def label(said: Completion) -> str | None:

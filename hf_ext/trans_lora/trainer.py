@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ import torch
 import xxhash
 from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
-from torch.nn import functional
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import TrainOutput
 from transformers.utils.logging import tqdm
 
@@ -34,7 +33,7 @@ from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import Completion, Generator, ModelGenerator
 from hf_ext.trans_lora.prompts import membership_question
 from hf_ext.trans_lora.reports import TransferReport, describe
-from hf_ext.trans_lora.scoring import aligned
+from hf_ext.trans_lora.scoring import kl_divergence
 from hf_ext.trans_lora.stages import CHECKPOINTS, append_lines, claim, last_checkpoint, read_lines, write_lines
 from hf_ext.trans_lora.synthesis import (
     SYNTHESIS,
@@ -48,13 +47,14 @@ from hf_ext.trans_lora.synthesis import (
     keep_best,
     write_inputs,
 )
-from hf_ext.trans_lora.teacher import Teacher, label, name_of
+from hf_ext.trans_lora.teacher import Teacher, agreement, label, name_of
+from hf_ext.trans_lora.training import AnswerTrainer
 
 SEEDS, LABELS = "seed_answers.jsonl", "labels.jsonl"
 DRAWN = 1000  # inputs of a kind that the report embeds
 
 
-class TransLoraTrainer(Trainer):
+class TransLoraTrainer(AnswerTrainer):
     """Moves what an adapter has learned to another base model, without the task's data (Trans-LoRA, arXiv 2405.17258).
 
     `train()` first asks the teacher on the seeds (seed_answers.jsonl in args.output_dir). It then writes synthetic inputs with
@@ -72,7 +72,8 @@ class TransLoraTrainer(Trainer):
         discriminator: or where it was saved, in which case it is loaded onto the teacher's own base model.
         peft_config: of the new adapter, of any type.
         synthesizer: what writes the inputs, if not the target model itself: a `Server`.
-        inputs: inputs to label and train on in place of synthetic ones; they go to labels.jsonl.
+        inputs: inputs to label and train on in place of synthetic ones, or such inputs with their labels; they go to
+            labels.jsonl.
         well_formed: whether a text is an input of the task at all; what is not is dropped before the filter.
 
     Attributes:
@@ -96,7 +97,7 @@ class TransLoraTrainer(Trainer):
         discriminator: Discriminator | str | os.PathLike | None = None,
         peft_config: PeftConfig | None = None,
         synthesizer: Generator | None = None,
-        inputs: Sequence[str] | None = None,
+        inputs: Sequence[str] | Mapping[str, str] | None = None,
         well_formed: Callable[[str], bool] | None = None,
         **kwargs: Any,
     ):
@@ -120,7 +121,8 @@ class TransLoraTrainer(Trainer):
         if inputs is None:
             require_discriminator(discriminator, args)
             self.teacher.require_for(args)
-        self._check_logits(args)
+        if args.logits_weight:
+            self.teacher.require_tokens_of(self.encoder)
         if isinstance(model, PeftModel) is (peft_config is not None):
             raise HfExtError("Give a target model and the peft_config of its new adapter, or a PeftModel and no peft_config.")
         if peft_config is not None:
@@ -224,7 +226,7 @@ class TransLoraTrainer(Trainer):
             known = {candidate.input: candidate.label for candidate in candidates if candidate.kept}
             inputs = list(known)
         else:
-            known, inputs = {}, list(self.inputs)
+            known, inputs = dict(self.inputs) if isinstance(self.inputs, Mapping) else {}, list(self.inputs)
         records = read_lines(path)
         if [record.get("input") for record in records] != inputs[: len(records)]:
             raise HfExtError(f"{path} has labels of other inputs; delete it, or take another output_dir.")
@@ -258,25 +260,21 @@ class TransLoraTrainer(Trainer):
         """The cross-entropy of the teacher's text; with logits_weight w, (1 − w) of it and w T² KL(teacher ‖ student), both of
         distributions at temperature T (Hinton et al., arXiv 1503.02531)."""
         weight, T = self.args.logits_weight, self.args.distillation_temperature
+        if not weight:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         labels = inputs["labels"]
         loss, outputs = super().compute_loss(model, dict(inputs), True, num_items_in_batch)
-        if weight:
-            teacher = self.teacher.model
-            assert teacher is not None  # _check_logits refuses a server
-            if teacher.device != labels.device:
-                teacher.to(labels.device)
-            with torch.no_grad(), evaluating(teacher):
-                taught = teacher(**inputs).logits
-            student, at = aligned(outputs["logits"], labels, self.encoder.encoder_decoder)
-            taught, _ = aligned(taught.to(student.device), labels, self.encoder.encoder_decoder)
-            chosen = at != -100
-            size = min(student.shape[-1], taught.shape[-1])  # models pad their vocabularies differently
-            student, taught = student[chosen][:, :size].float() / T, taught[chosen][:, :size].float() / T
-            divergence = functional.kl_div(student.log_softmax(-1), taught.log_softmax(-1), reduction="sum", log_target=True)
-            divergence = T * T * divergence / (chosen.sum() if num_items_in_batch is None else num_items_in_batch)
-            if self.args.average_tokens_across_devices and num_items_in_batch is not None:
-                divergence = divergence * self.accelerator.num_processes
-            loss = (1 - weight) * loss + weight * divergence
+        teacher = self.teacher.model
+        assert teacher is not None  # require_tokens_of refuses a server
+        if teacher.device != labels.device:
+            teacher.to(labels.device)
+        with torch.no_grad(), evaluating(teacher):
+            taught = teacher(**inputs).logits
+        divergence = kl_divergence(outputs["logits"], taught, labels, self.encoder.encoder_decoder, T)
+        divergence = T * T * divergence / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            divergence = divergence * self.accelerator.num_processes
+        loss = (1 - weight) * loss + weight * divergence
         return (loss, outputs) if return_outputs else loss
 
     # -------------------------------------------------------------------------------------------------------- its judges
@@ -311,20 +309,6 @@ class TransLoraTrainer(Trainer):
             raise HfExtError("With a teacher on a server, load the discriminator first: Discriminator.from_pretrained(…).")
         return Discriminator.from_pretrained(given, self.teacher.model, self.teacher.tokenizer)
 
-    def _check_logits(self, args: TransLoraConfig) -> None:
-        if not args.logits_weight:
-            return
-        own, other = self.encoder, self.teacher.encoder
-        if other is None:
-            raise HfExtError("logits_weight needs a teacher at hand, not one on a server.")
-        alike = own.encoder_decoder == other.encoder_decoder and own.tokenizer.get_vocab() == other.tokenizer.get_vocab()
-        probe = own.prompt("A text, 1 2 3.")
-        if not alike or probe != other.prompt("A text, 1 2 3.") or own.tokens([probe]) != other.tokens([probe]):
-            raise HfExtError(
-                "logits_weight compares teacher and student token by token, so both need the same tokenizer, the same kind of "
-                "model and the same prompt template. Use logits_weight=0, which needs none of them."
-            )
-
     def _no_labels(self, asked: str, path: Path) -> str:
         return (
             f"The teacher gave none of the {asked} a whole answer within max_label_length={self.args.max_label_length} tokens "
@@ -349,7 +333,7 @@ class TransLoraTrainer(Trainer):
         }
         names = ("num_samples", "filter", "keep_share", "held_out_share", "seed")
         settings |= {name: getattr(args, name) for name in names} | synthesis_settings(args)
-        settings |= self._label_settings() if args.filter == "token_excess" else {}
+        settings |= self.teacher.settings() if args.filter == "token_excess" else {}
         claim(folder, "inputs", settings, [SYNTHESIS])
         return folder / SYNTHESIS
 
@@ -359,13 +343,8 @@ class TransLoraTrainer(Trainer):
         Raises:
             HfExtError: the file belongs to another transfer, or has labels by other options.
         """
-        claim(Path(self.args.output_dir), "labels", self._label_settings(), [LABELS])
+        claim(Path(self.args.output_dir), "labels", self.teacher.settings(), [LABELS])
         return Path(self.args.output_dir, LABELS)
-
-    def _label_settings(self) -> dict[str, Any]:
-        names = ("max_label_length", "teacher_prompt_template", "teacher_system_prompt", "chat_template_kwargs")
-        teacher = {"teacher": self.teacher.name, "teacher's adapter (a checksum)": self.teacher.digest}
-        return teacher | {name: getattr(self.args, name) for name in names}
 
     # --------------------------------------------------------------------------------------------------------- its report
 
@@ -379,13 +358,10 @@ class TransLoraTrainer(Trainer):
             "kept": kept,
             "dropped": [candidate.input for candidate in candidates if not candidate.kept and candidate.score is not None],
         }
-        agreement = None
+        agreed = None
         if held_out:
-            writer = ModelGenerator(self.accelerator.unwrap_model(self.model), self.encoder, args.generation_batch_size)
-            asked = [self.encoder.prompt(text) for text, _ in held_out]
-            said = in_shares(asked, lambda part: [one.text.strip() for one in writer(part, args.max_label_length)])
-            agreement = sum(one == label for one, (_, label) in zip(said, held_out)) / len(held_out)
-            self.log({"agreement": agreement})
+            agreed = agreement(self.accelerator.unwrap_model(self.model), self.encoder, held_out, args)
+            self.log({"agreement": agreed})
         drawn = {name: random.Random(args.seed).sample(part, min(len(part), DRAWN)) for name, part in texts.items()}
         if args.embedding_model:
             encoder, tokenizer = load_encoder(args.embedding_model)
@@ -402,7 +378,7 @@ class TransLoraTrainer(Trainer):
             trained=len(trained),
             held_out=len(held_out),
             unlabelled=len(kept) - len(trained) - len(held_out),
-            agreement=agreement,
+            agreement=agreed,
             encoder=args.embedding_model or name_of(self.model),
             **describe(texts, embeddings),
         )

