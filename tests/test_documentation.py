@@ -83,7 +83,7 @@ def test_each_method_has_a_page_that_shows_it_from_both_sides():
         page = ROOT / f"docs/{method}.md"
         assert page.name in MAKERS and f"docs/{page.name}" in shown(ROOT / "README.md")
         assert "python" in {block.language for block in blocks(shown(page))}
-        for heading in ("How to", "Options", "What to expect", "When not to use it", "Errors and what to do"):
+        for heading in ("Usage", "Options", "Behavior", "Limitations", "Troubleshooting"):
             assert f"\n## {heading}\n" in shown(page), heading
 
 
@@ -155,7 +155,7 @@ def messages() -> list[str]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_errors_that_are_explained_are_errors_of_the_package(method):
-    table = shown(ROOT / f"docs/{method}.md").split("## Errors and what to do\n")[1].split("\n## ")[0]
+    table = shown(ROOT / f"docs/{method}.md").split("## Troubleshooting\n")[1].split("\n## ")[0]
     errors = re.findall(r"^\| `(\w+Error): ([^`]+)`", table, re.M)
     assert len(errors) >= 5
     for kind, text in errors:
