@@ -37,7 +37,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTrainedModel, set_seed
 from transformers.utils import logging
 
-from hf_ext import emr
+from hf_ext import emr, fm_delta
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from prompted_tasks import answers, encoded, load_tokenizer, prompted  # noqa: E402
@@ -153,14 +153,18 @@ def accuracy(args: argparse.Namespace) -> dict:
     def measured(model: PreTrainedModel, tasks: list[str]) -> dict[str, float]:
         return {task: right(model, tokenizer, task, tests[task], args) for task in tasks}
 
-    plain = (base / "model.safetensors").stat().st_size
     model = load(base)
-    rows, sizes = {"base": measured(model, args.tasks)}, {"base": plain}
+    rows, sizes = {"base": measured(model, args.tasks)}, {"base": size_of(base)}
     print(rows, flush=True)
-    rows["single models"], sizes["single models"] = {}, len(folders) * plain
+    rows["single models"], sizes["single models"] = {}, sum(map(size_of, folders.values()))
     for task, folder in folders.items():
         rows["single models"] |= measured(load(folder), [task])
     print(rows, flush=True)
+    compressed = "single models by FM-Delta"
+    rows[compressed], sizes[compressed] = rows["single models"], 0  # it is lossless
+    for task, folder in folders.items():
+        fm_delta.compress_checkpoint(folder, base, args.out / "compressed" / task)
+        sizes[compressed] += size_of(args.out / "compressed" / task)
 
     weights, *tasks = (
         {name: weight.float() for name, weight in load_file(folder / "model.safetensors").items()}
@@ -169,7 +173,7 @@ def accuracy(args: argparse.Namespace) -> dict:
     for name, combine in peers(len(folders)).items():
         merged = {key: weight.bfloat16() for key, weight in combined(weights, tasks, combine).items()}
         model.load_state_dict(merged, strict=False)  # the head is the embedding
-        rows[name], sizes[name] = measured(model, args.tasks), plain
+        rows[name], sizes[name] = measured(model, args.tasks), size_of(base)
         print(rows, flush=True)
     del weights, tasks, merged
 
