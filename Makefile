@@ -104,6 +104,7 @@ FORCE:
 
 style: $(VENV)/dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.cpp csrc/*/* tests/cpp/* tests/fuzz/*.cpp)

@@ -289,9 +289,9 @@ def weight_sync() -> dict[str, Any]:
 
 
 def readme() -> dict[str, Any]:
-    classifiers("my-cola", "my-sst2")
+    classifiers("my-bert", "my-cola", "my-sst2")
     files_of_a_transfer("old-model", "old-lora", "new-model", "inputs.jsonl", "five-inputs.jsonl")
-    return pissa() | {"fine_tuned": classifier(3, 1), "image": tiny_uni_med.image()}
+    return pissa() | {"image": tiny_uni_med.image()}
 
 
 def index() -> dict[str, Any]:

@@ -88,14 +88,14 @@ def test_the_extra_all_has_what_the_methods_can_use():
     assert whole.name == "hf_ext" and whole.extras == set(before)
 
 
-def test_the_citation_names_this_version_and_the_papers_of_the_readme():
+def test_the_citation_names_this_version_and_the_papers_of_the_pages():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     assert citation["version"] == hf_ext.__version__
-    readme = " ".join((ROOT / "README.md").read_text("utf-8").replace("\n> ", " ").split())
+    page = " ".join((ROOT / "docs/index.md").read_text("utf-8").replace("\n> ", " ").split())
     assert len(citation["references"]) == 5
     for paper in citation["references"]:
         names = ", ".join(f"{author['given-names']} {author['family-names']}" for author in paper["authors"])
-        assert f"{names}. *{paper['title']}.*" in readme
+        assert f"{names}. *{paper['title']}.*" in page
 
 
 def test_the_changelog_has_this_version_first():
