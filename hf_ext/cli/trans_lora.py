@@ -137,7 +137,7 @@ def transfer(
 
 
 @section.command(
-    "move an adapter by several ways, the cheapest first, and keep the best",
+    "move an adapter by several methods, the cheapest first, and keep the best",
     "  hf-ext migrate --source-model SmolLM2-135M --source-adapter my-lora --target-model SmolLM2-135M-Instruct \\\n"
     "    --seeds seeds.jsonl --out my-lora-migrated --learning_rate 2e-4 --num_train_epochs 5",
     "Copies the adapter if it fits the target, trains one by TiTok, and, with --discriminator, one by Trans-LoRA. Each has a "

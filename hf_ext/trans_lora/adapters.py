@@ -26,7 +26,7 @@ def bare(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def base_sample(model: PreTrainedModel | PeftModel) -> list[float]:
-    """What the model without its adapters says to a fixed row of tokens, by which it is known again in whatever type it is
+    """Returns the output of the model without adapters for fixed tokens, which identifies it in whatever type it is
     loaded: 64 logits, less their mean."""
     with base_of(model) as base, evaluating(base):
         size = base.get_input_embeddings().weight.shape[0]

@@ -1,4 +1,4 @@
-"""What a user sets of a transfer."""
+"""The configuration of a transfer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TransLoraConfig(TrainingArguments):
     and without warm-up.
 
     Raises:
-        ValueError: a value that cannot be meant.
+        ValueError: an invalid value.
     """
 
     # Values that the command line takes as JSON.
@@ -114,7 +114,7 @@ def chat_variables(args: TransLoraConfig) -> dict[str, Any]:
 
 
 def synthesis_settings(args: TransLoraConfig) -> dict[str, Any]:
-    """What the inputs that are written depend on."""
+    """Returns the settings that the written inputs depend on."""
     names = (
         *("num_shots", "num_items", "temperature", "top_p", "generation_kwargs"),
         *("near_duplicate_threshold", "max_input_length", "chat_template_kwargs"),
@@ -123,7 +123,7 @@ def synthesis_settings(args: TransLoraConfig) -> dict[str, Any]:
 
 
 def training_settings(model: PeftModel, args: TransLoraConfig, adapter: str = "default") -> dict[str, Any]:
-    """What a checkpoint of the training depends on."""
+    """Returns the settings that a checkpoint of the training depends on."""
     names = (
         *("learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"),
         *("lr_scheduler_type", "warmup_steps", "weight_decay", "logits_weight", "distillation_temperature", "seed"),

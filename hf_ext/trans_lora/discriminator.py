@@ -202,7 +202,7 @@ def train_discriminator(
     """Trains the discriminator while the task's data is still there: real inputs against ones that the source model writes.
 
     Of the real inputs only the seeds are shown to any model that writes, and none is saved; args.output_dir receives the
-    synthetic ones and the checkpoints of the training, and a run that was killed goes on from them.
+    synthetic ones and the checkpoints of the training, and a killed run resumes from them.
 
     Args:
         model: the source model, with the teacher's adapter or without. The adapter "discriminator" is put into it, and is

@@ -20,7 +20,7 @@ def shingles(text: str) -> frozenset[tuple[str, ...]]:
 
 
 def jaccard(one: frozenset, other: frozenset) -> float:
-    """What two sets share, of all that either holds; 1 for two empty ones."""
+    """Returns the Jaccard similarity of two sets: shared elements over all elements; 1 for two empty sets."""
     return len(one & other) / len(one | other) if one or other else 1.0
 
 

@@ -15,7 +15,7 @@ from hf_ext.errors import HfExtError
 
 
 class Encoder:
-    """How one model is asked.
+    """The prompts of one model.
 
     Args:
         template: text with `{input}` in it; None for the tokenizer's chat template, or, if it has none, the input and a line
@@ -58,7 +58,7 @@ class Encoder:
             )
 
     def prompt(self, text: str) -> str:
-        """What the model reads when asked for the answer to an input."""
+        """Returns the prompt for the answer to an input."""
         return prompt(text, self.tokenizer, self.template, self.system, self.variables)
 
     def request(self, text: str) -> str:
@@ -72,7 +72,7 @@ class Encoder:
         return [row[:-1] if len(row) > 1 and row[-1] == end else row for row in rows]
 
     def lengths(self, texts: Sequence[str]) -> list[int]:
-        """How many tokens texts have, by themselves."""
+        """Returns the number of tokens of each text alone."""
         return [len(row) for row in self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]] if texts else []
 
     def answer_tokens(self, prompts: Sequence[str], asked: Sequence[list[int]], answers: Sequence[str]) -> list[list[int]]:
@@ -115,7 +115,7 @@ class Encoder:
         return samples
 
     def fits(self, prompt: str, room: int) -> bool:
-        """Whether a prompt, with so many tokens after it, is within the model's context."""
+        """Returns whether a prompt and so many further tokens fit into the model's context."""
         length = len(self.tokens([prompt])[0]) + (0 if self.encoder_decoder else room)
         return self.limit is None or length <= self.limit
 
@@ -165,7 +165,7 @@ def without_bos(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> l
 
 @contextmanager
 def loading(name: str, what: str = "model") -> Iterator[None]:
-    """What cannot be found in the block is an error that names it."""
+    """Turns an error of the block into one that names the model."""
     try:
         yield
     except OSError as error:

@@ -53,7 +53,7 @@ ONE_EACH: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "return_d
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model wrote after a prompt.
+    """A text that a model wrote after a prompt.
 
     Attributes:
         ended: it ended by itself, rather than by the limit of tokens.
@@ -156,7 +156,7 @@ class ModelGenerator:
         return Completion(kept, at is not None or bool(stopped), tokens[:at])
 
     def _ends(self) -> list[int]:
-        """What ends a text: for the model (chat models know several) or for the tokenizer, with which we train."""
+        """Returns the tokens that end a text: those of the model (chat models have several) and of the tokenizer."""
         known = self.model.generation_config.eos_token_id
         known = known if isinstance(known, list) else [known]
         return sorted({token for token in [*known, self.encoder.tokenizer.eos_token_id] if token is not None})

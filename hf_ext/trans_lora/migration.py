@@ -1,4 +1,4 @@
-"""An adapter on another base by the cheapest way that does: copied, by TiTok or by Trans-LoRA, each with its evidence."""
+"""Moving an adapter to another base by several methods: copying it, TiTok and Trans-LoRA. The best one is kept."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ Pairs = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Attempt:
-    """One way to move an adapter.
+    """One method of moving an adapter, tried.
 
     Attributes:
         method: "copy", "titok" or "trans_lora".
-        score: share of the evidence's inputs that the new adapter answers word for word; None if the way is not possible.
-        seconds: time that it took in this run, without the inputs and labels that the ways share.
-        prompt: text around an input that the adapter takes, with {input} in place of an input.
-        reason: why the way is not possible.
+        score: share of the evidence's inputs that the new adapter answers word for word; None if the method does not apply.
+        seconds: time in this run, without the inputs and labels that the methods share.
+        prompt: the adapter's prompt, with {input} in place of an input.
+        reason: why the method does not apply.
     """
 
     method: str
@@ -52,14 +52,14 @@ class Attempt:
 
 @dataclass(frozen=True)
 class MigrationReport:
-    """Ways to move an adapter, and how well each did; `str()` of it is a table.
+    """The methods that were tried, and their scores. `str()` gives a table.
 
     Attributes:
         source, target: the models.
-        evidence: what the scores are.
-        teacher: the score of the source model with its adapter; None where its answers are the evidence.
+        evidence: description of the scores.
+        teacher: score of the source model with its adapter; None if its answers are the evidence.
         shared_seconds: time in this run for the inputs and labels that "titok" and "trans_lora" share.
-        attempts: in the order in which they were made.
+        attempts: in the order of the run.
     """
 
     source: str
@@ -71,14 +71,14 @@ class MigrationReport:
 
     @property
     def best(self) -> Attempt:
-        """The attempt with the highest score; of equal ones the cheapest."""
+        """The attempt with the highest score, and the cheapest among equals."""
         return max(self.attempts, key=lambda one: -1.0 if one.score is None else one.score)
 
     def to_dict(self) -> dict:
         return asdict(self) | {"best": self.best.method}
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """The methods, their scores and their costs."""
+        """Returns the methods, their scores and their seconds."""
         rows = [] if self.teacher is None else [("source model with its adapter", _percent(self.teacher), "")]
         if self.shared_seconds:
             rows.append(("inputs and labels", "", f"{self.shared_seconds:.0f}"))
@@ -108,9 +108,9 @@ def migrate(
     test: Pairs | None = None,
     enough: float = 1.0,
 ) -> MigrationReport:
-    """Moves an adapter by each way, the cheapest first, and keeps the best one in args.output_dir.
+    """Moves an adapter by several methods, the cheapest first, and keeps the best result in args.output_dir.
 
-    "copy" puts the adapter on the target as it is, if its weights fit and the tokenizers are the same. "titok" trains a new one
+    "copy" puts the adapter on the target unchanged, if its weights fit and the tokenizers are the same. "titok" trains one
     on the inputs with the highest token excess (arXiv 2510.04682). "trans_lora" trains one on inputs that the discriminator
     keeps, if there is a discriminator. Each has a folder of its own in args.output_dir. The last two share the inputs that the
     target writes. A run that was killed resumes, and its folder has the best adapter so far.

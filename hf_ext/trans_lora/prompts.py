@@ -74,5 +74,5 @@ def parse_items(text: str, first: int, last: int, ended: bool, seeds: Sequence[s
 
 
 def membership_question(text: str, task: str) -> str:
-    """What the discriminator is asked, to be answered by YES or NO (section 3.2)."""
+    """Returns the question for the discriminator, whose answer is YES or NO (section 3.2)."""
     return f"{text}\nIs the above question from {task} dataset?"

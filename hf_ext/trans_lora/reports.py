@@ -1,4 +1,4 @@
-"""What a transfer was made of: counts, variety, nearness to the seeds, and how well the student follows the teacher."""
+"""The report of a transfer: counts, variety, distance to the seeds, and the student's agreement with the teacher."""
 
 from __future__ import annotations
 

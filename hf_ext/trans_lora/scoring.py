@@ -1,4 +1,4 @@
-"""How likely a model holds given answers to be."""
+"""Likelihoods of given answers under a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder, and goes on from when it is begun again."""
+"""The files of a run, from which it resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How varied texts are, and how near two sets of them lie."""
+"""The variety of texts, and the distance between two sets of them."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def duration(seconds: float) -> str:
 
 
 def passed(candidates: Iterable[Candidate]) -> int:
-    """How many the filter let through."""
+    """Returns the number of candidates that passed the filter."""
     return sum(candidate.kept or candidate.reason == RANK for candidate in candidates)
 
 
@@ -231,7 +231,7 @@ def _sift(
 
 
 def keep_best(candidates: list[Candidate], count: int, path: Path) -> list[Candidate]:
-    """Of the candidates that the filter scored, keeps those with the highest scores, in the file too."""
+    """Keeps the candidates with the highest scores of the filter, in the file too."""
     scores = {i: candidate.score for i, candidate in enumerate(candidates) if candidate.score is not None}
     best = set(sorted(scores, key=lambda i: (-scores[i], i))[:count])
     for i in scores:
@@ -241,7 +241,7 @@ def keep_best(candidates: list[Candidate], count: int, path: Path) -> list[Candi
 
 
 def counts(candidates: Iterable[Candidate]) -> dict[str, int]:
-    """How many inputs were kept, and how many dropped for each reason."""
+    """Returns the number of kept inputs, and of dropped ones for each reason."""
     found = Counter("kept" if candidate.kept else candidate.reason for candidate in candidates)
     return {name: found[name] for name in ("kept", MALFORMED, SEED, DUPLICATE, NEAR_DUPLICATE, FILTER, RANK) if found[name]}
 

@@ -66,7 +66,7 @@ class Teacher:
         return [label(one) for one in self.completions(inputs)]
 
     def completions(self, inputs: Sequence[str]) -> list[Completion]:
-        """What it writes when it is asked."""
+        """Returns the answers to inputs."""
         args = self.args
         asked = [
             prompt(text, self.tokenizer, args.teacher_prompt_template, args.teacher_system_prompt, chat_variables(args))
@@ -135,7 +135,7 @@ def agreement(
 
 
 def label(said: Completion) -> str | None:
-    """What was said, if it is whole and not empty."""
+    """Returns the answer if it is complete and not empty."""
     return said.text.strip() or None if said.ended else None
 
 

@@ -290,7 +290,7 @@ class TransLoraTrainer(AnswerTrainer):
             return [(score, score is not None, label) for score, label in self.teacher.excess(inputs)]
 
     def _usable(self, text: str) -> bool:
-        """Whether a text is an input as far as the user can tell, and fits into all that will read it."""
+        """Returns whether a text passes the user's test and fits into the context of all models."""
         readers = [(self.encoder, text, self.args.max_label_length)]
         if self.teacher.encoder is not None:
             readers.append((self.teacher.encoder, text, self.args.max_label_length))
