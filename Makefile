@@ -193,6 +193,7 @@ bench: bench-data $(VENV)/bench $(VENV)/demo
 	$(BIN)/python benchmarks/emr_generation.py --lm lm --data $(DATA) --bbh $(BBH) --out generation
 	$(BIN)/python benchmarks/attacks.py
 	$(BIN)/python benchmarks/pissa.py
+	$(BIN)/python benchmarks/pissa_training.py --data $(DATA) --lm lm --out pissa-runs
 	$(BIN)/python benchmarks/uni_med.py
 	$(BIN)/python benchmarks/trans_lora.py --data $(BBH)
 
