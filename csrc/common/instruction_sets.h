@@ -41,7 +41,8 @@ inline std::vector<Instructions> supported_instructions() {
     if (__get_cpuid(1, &a, &b, &c, &d)) first = c;
     if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) seventh = b;
     if (__get_cpuid(0x80000001, &a, &b, &c, &d)) extended = c;
-    if (first & bit_OSXSAVE) asm("xgetbv" : "=a"(kept), "=d"(d) : "c"(0));
+    // volatile, or the compiler may run it before the condition, and older processors do not know it.
+    if (first & bit_OSXSAVE) asm volatile("xgetbv" : "=a"(kept), "=d"(d) : "c"(0));
     const auto all = [](unsigned bits, unsigned needed) { return (bits & needed) == needed; };
     if (!all(kept, 0x06) || !all(first, bit_AVX | bit_F16C | bit_FMA | bit_POPCNT) || !all(extended, bit_LZCNT) ||
         !all(seventh, bit_AVX2 | bit_BMI | bit_BMI2))

@@ -239,7 +239,7 @@ def test_broken_images_are_errors(tmp_path):
         ({"text": ["is", "is"], "task": "qa", "answers": ["yes"]}, "There are 1 answers for 2 texts"),
         ({"text": ["is", "is"], "task": ["qa"]}, "There are 1 tasks for 2 texts"),
         ({"text": ["is", 3], "task": "qa"}, "Sample 1: the text is a int"),
-        ({"text": "is", "task": "qa", "truncation": True}, "Prompts are not truncated"),
+        ({"text": "is", "task": "qa", "truncation": True}, "truncation=True is not supported"),
         ({"images": image()}, "There is no text"),
         ({"text": []}, "There are no texts"),
         ({"text": ["is", "is"], "task": "qa", "answers": ["yes", None]}, "Sample 1: the answer is None"),

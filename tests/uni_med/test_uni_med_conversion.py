@@ -184,7 +184,7 @@ def test_bad_checkpoints_are_errors_and_nothing_is_written(tmp_path, capsys):
 
     refuses(
         CheckpointError,
-        "1 tensors that have no place here, such as visual_encoder.x",
+        "1 unknown tensors, such as visual_encoder.x",
         state | {"visual_encoder.x": state["router.fc2.bias"]},
     )  # noqa: E501
     refuses(CheckpointError, "lacks the router, or part of it: it has fc1.weight", without("router.fc2"))
