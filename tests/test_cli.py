@@ -102,6 +102,14 @@ def test_a_dry_run_prints_the_estimate_and_writes_nothing(folder, capsys):
     assert contents(folder) == before
 
 
+def test_a_source_is_not_deleted_for_a_result_that_only_an_upload_keeps(folder, capsys):
+    before = contents(folder)
+    command = ("compress", folder / "tuned", "--base", folder / "base", "--base-id", "user/base", "--delete-source")
+    assert "give --out too" in mistaken(capsys, *command, "--push-to-hub", "user/small")
+    assert "give --out too" in mistaken(capsys, *command, "--dry-run")
+    assert contents(folder) == before
+
+
 def test_a_model_of_the_hub_is_compressed_and_pushed(tmp_path, capsys):
     src, base = pair(tmp_path)
     with LocalHub() as hub:
@@ -611,6 +619,8 @@ def test_an_interrupted_run_says_what_it_has_left(folder, monkeypatch, capsys):
     assert run(capsys, *command, folder / "out") == (130, "", "hf-ext: interrupted; nothing was written.\n")
     left = f"hf-ext: interrupted; {folder / 'small'} is unchanged, or has the whole model.\n"
     assert run(capsys, *command, folder / "small") == (130, "", left)
+    pushed = (*command[:-1], "--base-id", "user/base", "--push-to-hub", "user/small")
+    assert run(capsys, *pushed) == (130, "", "hf-ext: interrupted; nothing was written.\n")
 
 
 def test_another_tool_runs_with_the_package_imported(tmp_path, monkeypatch, capsys):

@@ -128,7 +128,7 @@ def reporting(function: Callable[..., Result | None], left: str, threaded: bool 
             with contextlib.redirect_stdout(sys.stderr), limited(threads):
                 result = function(**arguments)
         except KeyboardInterrupt:
-            nothing = "out" in arguments and not os.path.exists(arguments["out"])
+            nothing = "out" in arguments and not os.path.exists(arguments["out"] or "")
             say(f"interrupted; {NOTHING if nothing else left.format(**arguments)}.")
             return 130
         except Exception as error:

@@ -92,6 +92,8 @@ def compress(
 ) -> Result:
     if out is None and not dry_run and not push_to_hub:
         raise mistake("give a folder to write, --push-to-hub or --dry-run", "--out")
+    if out is None and delete_source:  # a failed upload would lose the model
+        raise mistake("give --out too, which keeps the result", "--delete-source")
     if no_base and (base or candidates):
         raise mistake("cannot be combined with --base or --candidates", "--no-base")
     check_base(base, revision, candidates, base_id)

@@ -43,9 +43,10 @@ class Recipe:
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise CheckpointError(f"The recipe {path} cannot be read: {error}") from error
         keys = [field.name for field in fields(cls)]
-        if not isinstance(found, dict) or not set(found) <= set(keys):
-            unknown = f"not {', '.join(map(str, set(found) - set(keys)))}" if isinstance(found, dict) else "at its top level"
-            raise CheckpointError(f"The recipe {path} must have the keys {', '.join(keys)}, {unknown}.")
+        if not isinstance(found, dict):
+            raise CheckpointError(f"The recipe {path} must have the keys {', '.join(keys)}, at its top level.")
+        if unknown := [str(key) for key in found if key not in keys]:
+            raise CheckpointError(f"The recipe {path} must have the keys {', '.join(keys)}, not {', '.join(unknown)}.")
         problem = _problem(found)
         if problem:
             raise CheckpointError(f"The recipe {path}: {problem}")

@@ -99,7 +99,8 @@ class Teacher:
         return own | {name: getattr(self.args, name) for name in names}
 
     def require_tokens_of(self, student: Encoder) -> None:
-        """
+        """Checks that the student can be compared with the teacher token by token.
+
         Raises:
             HfExtError: the student does not read and write the same tokens.
         """
