@@ -21,5 +21,6 @@ from .trans_lora.trainer import TransLoraTrainer as TransLoraTrainer
 from .uni_med.configuration_uni_med import UniMedConfig as UniMedConfig
 from .uni_med.modeling_uni_med import UniMedForConditionalGeneration as UniMedForConditionalGeneration
 from .uni_med.processing_uni_med import UniMedProcessor as UniMedProcessor
+from .uni_med.upcycling.config import CMoEConfig as CMoEConfig
 
 __version__: str

@@ -111,16 +111,18 @@ def _add_peft_types() -> None:
 
     from hf_ext.pissa.config import QPissaConfig
     from hf_ext.pissa.model import QPissaModel
+    from hf_ext.uni_med.upcycling.config import CMoEConfig
+    from hf_ext.uni_med.upcycling.model import CMoEModel
 
-    name = "QPISSA"
-    if name not in PeftType.__members__:  # PEFT registers methods only under members of this enumeration
-        member = str.__new__(PeftType, name)
-        member._name_ = member._value_ = name
-        PeftType._member_map_[name] = PeftType._value2member_map_[name] = member
-        PeftType._member_names_.append(name)
-        type.__setattr__(PeftType, name, member)
-    if PeftType(name) not in PEFT_TYPE_TO_TUNER_MAPPING:
-        register_peft_method(name="qpissa", config_cls=QPissaConfig, model_cls=QPissaModel, prefix="lora_")
+    for name, config, model in (("QPISSA", QPissaConfig, QPissaModel), ("CMOE", CMoEConfig, CMoEModel)):
+        if name not in PeftType.__members__:  # PEFT registers methods only under members of this enumeration
+            member = str.__new__(PeftType, name)
+            member._name_ = member._value_ = name
+            PeftType._member_map_[name] = PeftType._value2member_map_[name] = member
+            PeftType._member_names_.append(name)
+            type.__setattr__(PeftType, name, member)
+        if PeftType(name) not in PEFT_TYPE_TO_TUNER_MAPPING:
+            register_peft_method(name=name.lower(), config_cls=config, model_cls=model, prefix="lora_")
 
 
 def _add_callback() -> None:

@@ -18,3 +18,4 @@ from .evaluation import bleu1 as bleu1
 from .evaluation import box_ious as box_ious
 from .evaluation import evaluate as evaluate
 from .evaluation import scores as scores
+from .upcycling.config import CMoEConfig as CMoEConfig

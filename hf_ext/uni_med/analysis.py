@@ -98,7 +98,7 @@ def interference(
 
     Args:
         batches_by_task: for each task, one batch with labels, or several, whose gradients are averaged.
-        parameters: parameters to compare; defaults to the trained ones of the connector.
+        parameters: parameters to compare; defaults to the trained ones of the connector, or of an adapter's experts.
 
     Raises:
         ValueError: there are fewer than two tasks, no trained parameters, or no labels.
@@ -107,7 +107,9 @@ def interference(
         raise ValueError("Interference requires batches of at least two tasks.")
     if parameters is None:
         parameters = (
-            parameter for name, parameter in model.named_parameters() if "connector." in name and parameter.requires_grad
+            parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and ("connector." in name or ".lora_experts." in name)
         )
     parameters = list(parameters)
     if not parameters or not all(parameter.requires_grad for parameter in parameters):

@@ -45,18 +45,20 @@ def resample(features: torch.Tensor, grid: tuple[int, int], how: Resampling, rat
 
 
 class Router(nn.Module):
-    """Logits over experts: W₂ GELU(W₁ [task token ; visual token] + b₁) + b₂ with a hidden size of four times the input's.
+    """Logits over experts: W₂ GELU(W₁ [task token ; visual token] + b₁) + b₂.
 
     W₁ has two parts, so that the task's part is computed once per image and not once per token.
 
     Args:
         token_size: size of the visual tokens; 0 to route by the task alone.
         task_size: size of the task tokens; 0 to route by the visual tokens alone.
+        hidden_size: size of the hidden layer; None for four times the input's, as in the paper.
     """
 
-    def __init__(self, token_size: int, task_size: int, num_experts: int):
+    def __init__(self, token_size: int, task_size: int, num_experts: int, hidden_size: int | None = None):
         super().__init__()
-        hidden = 4 * (token_size + task_size)
+        self.input_size = token_size + task_size
+        hidden = hidden_size or 4 * self.input_size
         self.token_weight = nn.Parameter(torch.empty(hidden, token_size)) if token_size else None
         self.task_weight = nn.Parameter(torch.empty(hidden, task_size)) if task_size else None
         self.bias = nn.Parameter(torch.empty(hidden))
@@ -67,9 +69,9 @@ class Router(nn.Module):
     def reset_parameters(self) -> None:
         hidden = len(self.bias)
         for parameter, inputs in (
-            (self.token_weight, hidden // 4),
-            (self.task_weight, hidden // 4),
-            (self.bias, hidden // 4),
+            (self.token_weight, self.input_size),
+            (self.task_weight, self.input_size),
+            (self.bias, self.input_size),
             (self.out_weight, hidden),
             (self.out_bias, hidden),
         ):
@@ -92,6 +94,11 @@ class Router(nn.Module):
             if self.token_weight is not None:
                 hidden = F.linear(tokens, self.token_weight).add_(hidden)  # in place, as it is large
         return F.linear(F.gelu(hidden), self.out_weight, self.out_bias)
+
+
+def soft_weights(logits: torch.Tensor) -> torch.Tensor:
+    """Returns sigmoid(logits) over their sum, in float32, computed so that half precision does not underflow to zero."""
+    return F.logsigmoid(logits.float()).softmax(-1)
 
 
 class Experts(nn.Module):
@@ -237,8 +244,7 @@ class Connector(nn.Module):
                 top = top.softmax(-1)
                 out = self.experts(tokens, top.flatten(0, 1), chosen.flatten(0, 1))
                 return out.unflatten(0, (images, count)), torch.zeros_like(logits).scatter(-1, chosen, top)
-            # sigmoid(logits) over their sum, computed so that half precision does not underflow to zero.
-            weights = F.logsigmoid(logits.float()).softmax(-1).to(x.dtype)
+            weights = soft_weights(logits).to(x.dtype)
         return self.experts(tokens, weights.flatten(0, 1)).unflatten(0, (images, count)), weights
 
     def _fixed(self, images: int, experts: int, tasks: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

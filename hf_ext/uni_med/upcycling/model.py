@@ -1,0 +1,87 @@
+"""Uni-Med's connector as a PEFT tuner: LoRA's, with mixtures of experts where the model has projectors."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+from peft.tuners.lora.model import LoraModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import get_pattern_key
+from torch import nn
+
+from hf_ext.uni_med.upcycling.config import CMoEConfig
+from hf_ext.uni_med.upcycling.layer import MixtureProjector
+from hf_ext.uni_med.upcycling.projectors import find_projectors, layers_of
+from hf_ext.uni_med.upcycling.tasks import BatchTasks
+
+
+class CMoEModel(LoraModel):
+    """The tuner behind `get_peft_model(model, CMoEConfig(…))`.
+
+    The model then takes `tasks=`, the task of each sample, in calls and in `generate`.
+    """
+
+    tuner_layer_cls = BaseTunerLayer
+
+    def _prepare_adapter_config(self, config: CMoEConfig, model_config: dict) -> CMoEConfig:
+        return config  # without target_modules there are no LoRA layers
+
+    def _prepare_model(self, config: CMoEConfig, model: nn.Module) -> None:
+        super()._prepare_model(config, model)
+        config.projectors = find_projectors(model, config.connectors)
+        if not any(isinstance(module, MixtureProjector) for module in model.modules()):
+            tasks = BatchTasks(model)
+            model.generate = tasks.generate  # type: ignore[assignment]
+            model.register_forward_pre_hook(tasks, with_kwargs=True)
+
+    @staticmethod
+    def _check_target_module_exists(config: CMoEConfig, key: str) -> Any:
+        if key in config.projectors:
+            return True
+        is_inside = any(key.startswith(f"{name}.") for name in config.projectors)
+        return False if is_inside or config.target_modules is None else LoraModel._check_target_module_exists(config, key)
+
+    def _create_and_replace(
+        self,
+        config: CMoEConfig,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        **kwargs: Any,
+    ) -> None:
+        if current_key not in config.projectors:
+            return super()._create_and_replace(config, adapter_name, target, target_name, parent, current_key, **kwargs)
+        if isinstance(target, MixtureProjector):
+            mixture = target
+        elif isinstance(target, BaseTunerLayer):
+            raise ValueError(f"{current_key} already has an adapter of another kind: unload() that first.")
+        else:
+            tasks = next(hook for hook in self.model._forward_pre_hooks.values() if isinstance(hook, BatchTasks))
+            mixture = MixtureProjector(target, layers_of(target, current_key), tasks)
+            setattr(parent, target_name, mixture)
+        rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, current_key), config.r)
+        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, current_key), config.lora_alpha)
+        mixture.update_layer(adapter_name, config, rank, alpha)
+        if adapter_name not in self.active_adapters:
+            mixture.experts(adapter_name).requires_grad_(False)
+
+    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> nn.Module:
+        model = super()._unload_and_optionally_merge(*args, **kwargs)
+        hooks = model._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, BatchTasks)]:
+            del hooks[key], model._forward_pre_hooks_with_kwargs[key]
+            del model.generate
+        return model
+
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any):
+        if kwargs.get("adapter_names") is not None:
+            raise ValueError("adapter_names: a CMoE model has one active adapter for a batch. Call set_adapter.")
+        with super()._enable_peft_forward_hooks(*args, **kwargs):
+            yield
+
+    def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError("Mixtures of experts cannot be combined: the routers of two adapters have no common weights.")

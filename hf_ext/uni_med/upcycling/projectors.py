@@ -1,0 +1,118 @@
+"""The projectors of vision-language models: which layers each class has, and how to find them in a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Names of a projector's layers, within the projector.
+
+    Attributes:
+        hidden: linear layers from a visual token to hidden units, which only elementwise functions follow. A gated projector
+            has two; a linear one has none.
+        output: linear layer to the embedding. If the projector multiplies by a parameter of its own instead: that parameter.
+        token: module whose output the parameter multiplies; None for a linear layer.
+    """
+
+    hidden: tuple[str, ...]
+    output: str
+    token: str | None = None
+
+
+_TWO = Layers(("linear_1",), "linear_2")
+_MERGER = Layers(("mlp.0",), "mlp.2")
+_MERGER_3 = Layers(("linear_fc1",), "linear_fc2")
+_GATED = Layers(("gate_proj", "up_proj"), "down_proj")
+_SHUFFLE = Layers((), "modality_projection.proj")
+
+PROJECTORS = {
+    "LlavaMultiModalProjector": _TWO,
+    "LlavaNextMultiModalProjector": _TWO,
+    "LlavaNextVideoMultiModalProjector": _TWO,
+    "LlavaOnevisionMultiModalProjector": _TWO,
+    "VideoLlavaMultiModalProjector": _TWO,
+    "VipLlavaMultiModalProjector": _TWO,
+    "InternVLMultiModalProjector": _TWO,
+    "Lfm2VlMultiModalProjector": _TWO,
+    "Mistral3MultiModalProjector": _TWO,
+    "Gemma3MultiModalProjector": Layers((), "mm_input_projection_weight", token="mm_soft_emb_norm"),
+    "PaliGemmaMultiModalProjector": Layers((), "linear"),
+    "Llama4MultiModalProjector": Layers((), "linear_1"),
+    "Idefics3Connector": _SHUFFLE,
+    "SmolVLMConnector": _SHUFFLE,
+    "PatchMerger": _MERGER,  # Qwen2-VL
+    "Qwen2_5_VLPatchMerger": _MERGER,
+    "Qwen2_5OmniPatchMerger": _MERGER,
+    "Qwen3VLVisionPatchMerger": _MERGER_3,
+    "Qwen3VLMoeVisionPatchMerger": _MERGER_3,
+    "Qwen3_5VisionPatchMerger": _MERGER_3,
+    "Qwen3_5MoeVisionPatchMerger": _MERGER_3,
+    "Glm4vVisionPatchMerger": _GATED,
+    "Glm4vMoeVisionPatchMerger": _GATED,
+}
+
+
+def layers_of(projector: nn.Module, name: str) -> Layers:
+    """Returns the layers of a projector, by its class or, for an unknown class, by its linear layers.
+
+    Raises:
+        ValueError: the class is unknown and has not one or two linear layers.
+    """
+    known = PROJECTORS.get(type(projector).__name__)
+    if known is not None:
+        return known
+    linear = [name for name, module in projector.named_modules() if isinstance(module, nn.Linear)]
+    if len(linear) not in (1, 2):
+        raise ValueError(
+            f"'{name}' ({type(projector).__name__}) has {len(linear)} linear layers, so it cannot become a mixture. Name a "
+            "module with one linear layer, or with two and an elementwise activation in between."
+        )
+    return Layers(tuple(linear[:-1]), linear[-1])
+
+
+def find_projectors(model: nn.Module, names: Sequence[str] | None) -> list[str]:
+    """Returns the names of a model's projectors.
+
+    Args:
+        names: the modules to take, by their whole name or its end; None to find them by class.
+
+    Raises:
+        ValueError: the model has none, or not those that were named.
+    """
+    modules = {name: module for name, module in model.named_modules() if not name.endswith(".base_layer")}
+    if names is None:
+        classes = {name: type(getattr(module, "base_layer", module)).__name__ for name, module in modules.items()}
+        projectors = [name for name, class_name in classes.items() if class_name in PROJECTORS]
+        if not projectors:
+            raise ValueError(
+                f"{type(model).__name__} has no projector of a known class ({', '.join(PROJECTORS)}). Name its module: "
+                "CMoEConfig(connectors=[…])."
+            )
+        return projectors
+    ends = tuple(f".{name}" for name in names)
+    projectors = [name for name in modules if name in names or name.endswith(ends)]
+    if missing := [name for name in names if not any(f".{found}".endswith(f".{name}") for found in projectors)]:
+        raise ValueError(f"connectors={missing}: {type(model).__name__} has no such module.")
+    return projectors
+
+
+def weights_of(projector: nn.Module, layers: Layers) -> list[nn.Parameter]:
+    """Returns the weight of each layer, those with hidden units first."""
+    if layers.token is not None:
+        return [projector.get_parameter(layers.output)]
+    return [projector.get_submodule(name).weight for name in (*layers.hidden, layers.output)]  # type: ignore[misc]
+
+
+def shapes_of(projector: nn.Module, layers: Layers) -> list[tuple[int, int]]:
+    """Returns inputs and outputs of each layer, those with hidden units first. A quantized weight has another shape."""
+    if layers.token is not None:
+        inputs, outputs = projector.get_parameter(layers.output).shape
+        return [(inputs, outputs)]
+    linear: list[Any] = [projector.get_submodule(name) for name in (*layers.hidden, layers.output)]
+    return [(layer.in_features, layer.out_features) for layer in linear]

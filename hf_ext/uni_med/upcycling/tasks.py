@@ -1,0 +1,99 @@
+"""The tasks of a batch, from the call of the model to the routers of its projectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+UNKNOWN = -1
+PIXELS = ("pixel_values", "pixel_values_videos", "pixel_values_images")
+
+
+class BatchTasks:
+    """Takes `tasks=` out of the model's arguments and says which task each visual token is of.
+
+    One object is a model's: a hook before its forward (`__call__`), the call behind its `generate`, and what its routers ask.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.tasks: list[int | str] | None = None  # of the samples of this batch
+        self.default: Any = None  # in `generate`, whose calls of forward have no argument for it
+        self.input_ids: torch.Tensor | None = None
+        self.image_sizes: Any = None
+
+    def __call__(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        tasks = kwargs.pop("tasks", None)
+        tasks = self.default if tasks is None else tasks
+        if any(kwargs.get(name) is not None for name in PIXELS):
+            self.tasks = tasks.tolist() if isinstance(tasks, torch.Tensor) else None if tasks is None else list(tasks)
+            self.input_ids = kwargs.get("input_ids", args[0] if args else None)
+            self.image_sizes = kwargs.get("image_sizes")
+        return args, kwargs
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """`model.generate(…, tasks=names)`: generates with the task of each sample."""
+        self.default = kwargs.pop("tasks", None)
+        try:
+            return type(self.model).generate(self.model, *args, **kwargs)
+        finally:
+            self.default = None
+
+    def of_tokens(self, count: int, names: Sequence[str]) -> int | torch.Tensor:
+        """Returns the index of each visual token's task, (count,), or one index for all of them.
+
+        Args:
+            count: number of visual tokens that a projector computes for the batch.
+            names: names of the tasks.
+
+        Raises:
+            ValueError: a task is unknown, or the tokens of the samples cannot be told apart.
+        """
+        if self.tasks is None:
+            return UNKNOWN
+        indices = [self._index(task, names) for task in self.tasks]
+        if len(set(indices)) == 1:
+            return indices[0]
+        if self.input_ids is None:
+            raise ValueError("Batches of mixed tasks require input_ids: their placeholders say which sample an image is of.")
+        rows = len(self.input_ids)
+        if rows % len(indices):
+            raise ValueError(f"tasks has {len(indices)} entries for {rows} samples. Give one task for each sample.")
+        of_rows = torch.tensor(indices, device=self.input_ids.device).repeat_interleave(rows // len(indices))  # beams
+        found = [tasks for tasks in self._candidates(of_rows) if len(tasks) == count]
+        if not found or any(not torch.equal(tasks, found[0]) for tasks in found):
+            raise ValueError(
+                f"The projector computes {count} visual tokens, and the placeholders do not say which sample each is of. Put "
+                "one image in each sample, or one task in each batch."
+            )
+        return found[0]
+
+    def _index(self, task: int | str, names: Sequence[str]) -> int:
+        if isinstance(task, str) and task in names:
+            return names.index(task)
+        if isinstance(task, int) and UNKNOWN <= task < len(names):
+            return task
+        raise ValueError(f"The adapter has no task {task!r}, only {', '.join(names) or 'none'}. Use -1 for an unknown task.")
+
+    def _candidates(self, of_rows: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the tokens' tasks if they are the placeholders of images or videos, or of images cut into patches."""
+        assert self.input_ids is not None  # of_tokens raises without them
+        config, found = self.model.config, []
+        for kind in ("image", "video"):
+            placeholder = getattr(config, f"{kind}_token_id", None)
+            if placeholder is not None:
+                found.append(of_rows.repeat_interleave((self.input_ids == placeholder).sum(1)))
+        # LLaVA-NeXT adds and removes tokens after the projector.
+        if hasattr(config, "image_grid_pinpoints") and self.image_sizes is not None and len(self.image_sizes) == len(of_rows):
+            from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+            vision = config.vision_config
+            patches = [
+                image_size_to_num_patches(size, config.image_grid_pinpoints, vision.image_size) for size in self.image_sizes
+            ]
+            tokens = (vision.image_size // vision.patch_size) ** 2
+            found.append(of_rows.repeat_interleave(torch.tensor(patches, device=of_rows.device) * tokens))
+        return found

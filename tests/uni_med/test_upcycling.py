@@ -1,0 +1,353 @@
+"""Uni-Med's connector as an adapter of the vision-language models of Transformers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import BitsAndBytesConfig, LlavaForConditionalGeneration, Trainer, TrainingArguments
+from vision_language_models import FAMILIES, IMAGE, batch, build
+
+from hf_ext import CMoEConfig
+from hf_ext.uni_med import interference
+from hf_ext.uni_med.upcycling.layer import MixtureProjector
+
+TASKS = ("vqa", "cls")
+MIXED = ["vqa", "cls", "vqa"]
+
+
+def adapted(model, **options):
+    return get_peft_model(model, CMoEConfig(**{"r": 4, "tasks": TASKS} | options)).eval()
+
+
+def mixtures(model) -> list[MixtureProjector]:
+    return [module for module in model.modules() if isinstance(module, MixtureProjector)]
+
+
+def diverge(model) -> None:
+    """Gives each expert a change, as training does."""
+    torch.manual_seed(1)
+    for mixture in mixtures(model):
+        for B in mixture.experts("default").B:
+            nn.init.normal_(B)
+
+
+@torch.no_grad()
+def logits(model, inputs, **more):
+    return model(**inputs, **more).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_output_is_the_models_own_until_training_moves_it(family, tmp_path):
+    model, inputs = build(family)
+    expected = logits(model, inputs)
+    adapter = adapted(model, target_modules=r".*language_model.*\.q_proj")
+    assert torch.equal(logits(adapter, inputs, tasks=MIXED), expected)
+
+    adapter.train()
+    optimizer = torch.optim.SGD([parameter for parameter in adapter.parameters() if parameter.requires_grad], 1.0)
+    before = {name: parameter.clone() for name, parameter in adapter.named_parameters() if parameter.requires_grad}
+    for _ in range(3):
+        adapter(**inputs, labels=inputs["input_ids"], tasks=MIXED).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    adapter.eval()
+    still = {name for name, parameter in adapter.named_parameters() if name in before and torch.equal(parameter, before[name])}
+    assert not still
+    assert any("q_proj.lora_A" in name for name in before) and any("router" in name for name in before)
+    trained = logits(adapter, inputs, tasks=MIXED)
+    assert not torch.allclose(trained, expected)
+
+    adapter.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(build(family)[0], tmp_path).eval()
+    assert torch.equal(logits(loaded, inputs, tasks=MIXED), trained)
+    with adapter.disable_adapter():
+        assert torch.equal(logits(adapter, inputs, tasks=MIXED), expected)
+    unloaded = adapter.unload()
+    assert torch.equal(logits(unloaded, inputs), expected)
+    assert unloaded.state_dict().keys() == build(family)[0].state_dict().keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_sample_has_the_router_of_its_task(family):
+    model, inputs = build(family)
+    adapter = adapted(model, num_experts=2, router="hard")
+    diverge(adapter)
+    alone = [logits(adapter, inputs, tasks=[task] * 3) for task in TASKS]
+    assert not torch.allclose(alone[0], alone[1], atol=1e-3)
+    mixed = logits(adapter, inputs, tasks=torch.tensor([1, 0, 1]))
+    for row, task in enumerate((1, 0, 1)):
+        torch.testing.assert_close(mixed[row], alone[task][row], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma3", "paligemma", "qwen2_vl", "glm4v"])
+@pytest.mark.parametrize("router", ["soft", "sparse", "constant"])
+def test_the_mixture_is_the_weighted_sum_of_projectors(family, router):
+    model, inputs = build(family)
+    adapter = adapted(model, router=router, num_experts=3, use_rslora=True)
+    diverge(adapter)
+    (mixture,) = mixtures(adapter)
+    mixture.double()
+    experts, tokens, projectors = mixture.experts("default"), [], []
+    for expert in range(3):
+        projector = copy.deepcopy(mixture.base_layer)
+        names = [*mixture.layers.hidden, mixture.layers.output]
+        for index, name in enumerate(names):
+            change = experts.B[index][expert].T @ experts.A[index][expert] * (8 / 4**0.5)  # lora_alpha / √r
+            if mixture.layers.token is None:
+                projector.get_submodule(name).weight.data += change
+            else:
+                projector.get_parameter(name).data += change.T
+        projectors.append(projector)
+    seen = mixture.layers.token or names[0]
+    hook = mixture.base_layer.get_submodule(seen).register_forward_hook(
+        lambda module, args, output: tokens.append(output if mixture.layers.token else args[0])
+    )
+    features = torch.randn({"qwen2_vl": (16, 24), "glm4v": (4, 32)}.get(family, (2, 16, 24)), dtype=torch.float64)
+    with torch.no_grad():
+        output = mixture(features)
+        hook.remove()
+        flat = tokens[0].flatten(0, -2)
+        weights = experts.weights(flat, -1).expand(len(flat), -1)
+        assert torch.allclose(weights.sum(1), torch.ones(len(flat), dtype=torch.float64))
+        parts = torch.stack([projector(features).flatten(0, -2) for projector in projectors], 1)
+    torch.testing.assert_close(output.flatten(0, -2), (weights[:, :, None] * parts).sum(1), rtol=1e-6, atol=1e-6)
+
+
+def test_unknown_tasks_have_the_mean_of_all():
+    model, inputs = build("llava")
+    adapter = adapted(model)
+    diverge(adapter)
+    (mixture,) = mixtures(adapter)
+    experts = mixture.experts("default")
+    nn.init.normal_(experts.task_tokens)
+    known = logits(adapter, inputs, tasks=["vqa"] * 3)
+    unknown = logits(adapter, inputs)
+    assert torch.equal(unknown, logits(adapter, inputs, tasks=[-1, -1, -1])) and not torch.allclose(unknown, known)
+    with torch.no_grad():
+        experts.task_tokens[0] = experts.task_tokens.mean(0)
+    torch.testing.assert_close(logits(adapter, inputs, tasks=["vqa"] * 3), unknown)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl", "idefics3"])
+def test_generate_takes_tasks_also_with_beams(family):
+    model, inputs = build(family)
+    adapter = adapted(model, num_experts=2, router="hard")
+    diverge(adapter)
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "num_beams": 2}
+    alone = [adapter.generate(**inputs, tasks=[task] * 3, **options) for task in TASKS]
+    mixed = adapter.generate(**inputs, tasks=MIXED, **options)
+    assert torch.equal(mixed, torch.stack([alone[0][0], alone[1][1], alone[0][2]]))
+    assert not torch.equal(alone[0], alone[1])
+    adapter(**inputs)  # the tasks of generate are gone
+    assert mixtures(adapter)[0].tasks.tasks is None
+
+
+def test_batches_without_images_and_wrong_tasks():
+    model, inputs = build("llava")
+    adapter = adapted(model)
+    text = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    text["input_ids"] = text["input_ids"].masked_fill(text["input_ids"] == IMAGE, 3)
+    assert torch.equal(logits(adapter, text, tasks=MIXED), logits(adapter.base_model.model, text))
+    with pytest.raises(ValueError, match="no task 'caption', only vqa, cls"):
+        adapter(**inputs, tasks=["vqa", "caption", "vqa"])
+    with pytest.raises(ValueError, match="2 entries for 3 samples"):
+        adapter(**inputs, tasks=["vqa", "cls"])
+    with pytest.raises(ValueError, match="require input_ids"):
+        embeddings = adapter.get_input_embeddings()(inputs["input_ids"])
+        adapter(inputs_embeds=embeddings, pixel_values=inputs["pixel_values"], tasks=MIXED)
+    assert mixtures(adapter)[0]._mixing is None  # after the error
+
+
+def test_images_that_cannot_be_told_apart_raise():
+    model, inputs = build("llava_next")
+    adapter = adapted(model)
+    with pytest.raises(ValueError, match="do not say which sample"):
+        two = batch([104, 88], inputs["pixel_values"], image_sizes=inputs["image_sizes"][torch.tensor([0, 2, 1])])
+        adapter(**two, tasks=["vqa", "cls"])
+
+
+def test_four_bits():
+    pytest.importorskip("bitsandbytes")
+    model, inputs = build("llava")
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    model.config.text_config.hidden_size  # noqa: B018
+    folder = pytest.importorskip("tempfile").mkdtemp()
+    model.save_pretrained(folder)
+    quantized = LlavaForConditionalGeneration.from_pretrained(folder, quantization_config=quantization).eval()
+    assert type(quantized.model.multi_modal_projector.linear_1).__name__ == "Linear4bit"
+    expected = logits(quantized, inputs)
+    adapter = adapted(quantized)
+    assert torch.equal(logits(adapter, inputs, tasks=MIXED), expected)
+    adapter.train()
+    for _ in range(2):
+        adapter(**inputs, labels=inputs["input_ids"], tasks=MIXED).loss.backward()
+        torch.optim.SGD([p for p in adapter.parameters() if p.requires_grad], 1.0).step()
+    assert not torch.allclose(logits(adapter.eval(), inputs, tasks=MIXED), expected)
+    constant = adapted(adapter.unload(), router="constant", num_experts=1)
+    with pytest.raises(ValueError, match="quantized"):
+        constant.merge_and_unload()
+
+
+class Samples(Dataset):
+    def __init__(self, inputs):
+        self.inputs = inputs
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        sample = {name: value[index % 3] for name, value in self.inputs.items()}
+        return sample | {"labels": sample["input_ids"], "tasks": MIXED[index % 3]}
+
+
+def collate(samples):
+    tensors = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0] if name != "tasks"}
+    return tensors | {"tasks": [sample["tasks"] for sample in samples]}
+
+
+def test_trainer_with_gradient_checkpointing(tmp_path):
+    model, inputs = build("llava")
+    adapter = adapted(model, target_modules=["q_proj"])
+    arguments = TrainingArguments(
+        tmp_path,
+        max_steps=4,
+        per_device_train_batch_size=2,
+        gradient_checkpointing=True,
+        remove_unused_columns=False,
+        learning_rate=1e-2,
+        report_to=[],
+        save_steps=4,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(adapter, arguments, train_dataset=Samples(inputs), data_collator=collate)
+    trainer.train()
+    (mixture,) = mixtures(adapter)
+    assert all(B.abs().max() > 0 for B in mixture.experts("default").B)
+    trained = logits(adapter.eval(), inputs, tasks=MIXED)
+    loaded = PeftModel.from_pretrained(build("llava")[0], tmp_path / "checkpoint-4").eval()
+    torch.testing.assert_close(logits(loaded, inputs, tasks=MIXED), trained)
+
+
+@pytest.mark.parametrize("family, options", [
+    ("paligemma", {"router": "constant"}),
+    ("gemma3", {"router": "constant"}),
+    ("idefics3", {"router": "hard", "tasks": ("vqa",)}),
+    ("qwen2_vl", {"num_experts": 1}),
+    ("llava", {"router": "hard", "tasks": ("vqa",), "target_modules": ["q_proj"]}),
+])  # fmt: skip
+def test_a_constant_router_merges(family, options):
+    model, inputs = build(family)
+    base = copy.deepcopy(model)
+    adapter = adapted(model, **options)
+    diverge(adapter)
+    expected = logits(adapter, inputs)
+    adapter.merge_adapter()
+    torch.testing.assert_close(logits(adapter, inputs), expected, rtol=1e-4, atol=1e-4)
+    adapter.unmerge_adapter()
+    torch.testing.assert_close(logits(adapter, inputs), expected, rtol=1e-4, atol=1e-4)
+    merged = adapter.merge_and_unload()
+    torch.testing.assert_close(logits(merged, inputs), expected, rtol=1e-4, atol=1e-4)
+    assert merged.state_dict().keys() == base.state_dict().keys()
+    assert not torch.allclose(logits(base, inputs), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("family, options, words", [
+    ("paligemma", {}, "differ between tokens or tasks"),
+    ("idefics3", {"router": "hard"}, "differ between tokens or tasks"),
+    ("llava", {"router": "constant"}, "hidden units"),
+])  # fmt: skip
+def test_other_mixtures_do_not_merge(family, options, words):
+    model, inputs = build(family)
+    adapter = adapted(model, **options)
+    diverge(adapter)
+    before = logits(adapter, inputs)
+    with pytest.raises(ValueError, match=words):
+        adapter.merge_and_unload()
+    assert torch.equal(logits(adapter, inputs), before)
+
+
+def test_interference_of_tasks_at_the_experts():
+    model, inputs = build("llava")
+    adapter = adapted(model)
+    diverge(adapter)
+    labels = inputs["input_ids"]
+    batches = {task: inputs | {"labels": labels, "tasks": [task] * 3} for task in TASKS}
+    measured = interference(adapter, batches)
+    assert measured.tasks == list(TASKS) and 0 < measured.mean_direction <= 1
+
+
+def test_two_adapters_and_a_copy():
+    model, inputs = build("llava")
+    adapter = adapted(model)
+    adapter.add_adapter("other", CMoEConfig(r=2, num_experts=3, tasks=("a", "b")))
+    diverge(adapter)
+    first = logits(adapter, inputs, tasks=MIXED)
+    adapter.set_adapter("other")
+    base = logits(adapter, inputs, tasks=["a", "b", "a"])
+    twin = copy.deepcopy(adapter)
+    twin.set_adapter("default")
+    assert torch.equal(logits(twin, inputs, tasks=MIXED), first)
+    assert twin.generate(**inputs, tasks=MIXED, max_new_tokens=2).shape[0] == 3
+    assert mixtures(twin)[0].tasks is not mixtures(adapter)[0].tasks
+    adapter.set_adapter("default")
+    assert torch.equal(logits(adapter, inputs, tasks=MIXED), first) and not torch.equal(first, base)
+    with pytest.raises(ValueError, match="set_adapter"):
+        adapter(**inputs, adapter_names=["default", "other", "default"])
+    adapter.delete_adapter("other")
+    assert torch.equal(logits(adapter, inputs, tasks=MIXED), first)
+
+
+def test_transformers_own_add_adapter(tmp_path):
+    model, inputs = build("qwen2_5_vl")
+    expected = logits(model, inputs)
+    model.add_adapter(CMoEConfig(r=2, tasks=TASKS))
+    assert torch.equal(logits(model, inputs, tasks=MIXED), expected)
+    diverge(model)
+    changed = logits(model, inputs, tasks=MIXED)
+    model.save_pretrained(tmp_path)
+    loaded = build("qwen2_5_vl")[0]
+    loaded.load_adapter(tmp_path)
+    torch.testing.assert_close(logits(loaded.eval(), inputs, tasks=MIXED), changed)
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bridge = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.deep = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x):
+        return self.bridge(x)
+
+
+def test_projectors_of_other_classes_by_name():
+    model, x = Plain(), torch.randn(5, 6)
+    expected = model(x)
+    with pytest.raises(ValueError, match="no projector of a known class"):
+        get_peft_model(model, CMoEConfig())
+    with pytest.raises(ValueError, match="no such module"):
+        get_peft_model(model, CMoEConfig(connectors=["bridges"]))
+    with pytest.raises(ValueError, match="3 linear layers"):
+        get_peft_model(model, CMoEConfig(connectors=["deep"]))
+    adapter = get_peft_model(model, CMoEConfig(connectors=["bridge"]))
+    assert torch.equal(adapter(x), expected)
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"num_experts": 0}, "1 or more"),
+    ({"router": "best"}, "'soft', 'sparse'"),
+    ({"router_input": "image"}, "'task_token'"),
+    ({"tasks": ("a", "a")}, "each name once"),
+    ({"router": "hard"}, "requires tasks"),
+    ({"router_input": "task"}, "requires tasks"),
+    ({"router": "hard", "tasks": ("a", "b"), "num_experts": 1}, "less than the 2 tasks"),
+    ({"router": "sparse", "num_experts_per_tok": 6}, "within 1…5"),
+])  # fmt: skip
+def test_options_that_do_not_fit(options, words):
+    with pytest.raises(ValueError, match=words):
+        CMoEConfig(**options)
