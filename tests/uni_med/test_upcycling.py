@@ -28,12 +28,12 @@ def mixtures(model) -> list[MixtureProjector]:
     return [module for module in model.modules() if isinstance(module, MixtureProjector)]
 
 
-def diverge(model) -> None:
+def diverge(model, std: float = 1.0) -> None:
     """Gives each expert a change, as training does."""
     torch.manual_seed(1)
     for mixture in mixtures(model):
         for B in mixture.experts("default").B:
-            nn.init.normal_(B)
+            nn.init.normal_(B, std=std)
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def logits(model, inputs, **more):
 def test_the_output_is_the_models_own_until_training_moves_it(family, tmp_path):
     model, inputs = build(family)
     expected = logits(model, inputs)
-    adapter = adapted(model, target_modules=r".*language_model.*\.q_proj")
+    adapter = adapted(model, target_modules=r".*(language|text)_model.*\.q_proj")
     assert torch.equal(logits(adapter, inputs, tasks=MIXED), expected)
 
     adapter.train()
@@ -63,7 +63,7 @@ def test_the_output_is_the_models_own_until_training_moves_it(family, tmp_path):
     assert not torch.allclose(trained, expected)
 
     adapter.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(build(family)[0], tmp_path).eval()
+    loaded = PeftModel.from_pretrained(build(family)[0], tmp_path, adapter_name="other").eval()
     assert torch.equal(logits(loaded, inputs, tasks=MIXED), trained)
     with adapter.disable_adapter():
         assert torch.equal(logits(adapter, inputs, tasks=MIXED), expected)
@@ -137,14 +137,21 @@ def test_unknown_tasks_have_the_mean_of_all():
 def test_generate_takes_tasks_also_with_beams(family):
     model, inputs = build(family)
     adapter = adapted(model, num_experts=2, router="hard")
-    diverge(adapter)
-    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "num_beams": 2}
-    alone = [adapter.generate(**inputs, tasks=[task] * 3, **options) for task in TASKS]
-    mixed = adapter.generate(**inputs, tasks=MIXED, **options)
-    assert torch.equal(mixed, torch.stack([alone[0][0], alone[1][1], alone[0][2]]))
-    assert not torch.equal(alone[0], alone[1])
-    adapter(**inputs)  # the tasks of generate are gone
-    assert mixtures(adapter)[0].tasks.tasks is None
+    diverge(adapter, std=100)
+
+    def scores(tasks):
+        options = {"max_new_tokens": 4, "num_beams": 2, "output_scores": True, "return_dict_in_generate": True}
+        return adapter.generate(**inputs, tasks=tasks, **options).sequences_scores
+
+    alone = [scores([task] * 3) for task in TASKS]
+    torch.testing.assert_close(scores(MIXED), torch.stack([alone[0][0], alone[1][1], alone[0][2]]))
+    assert not torch.allclose(alone[0], alone[1])
+    images = {name: value for name, value in inputs.items() if name in ("pixel_values", "image_grid_thw")}
+    features = []
+    for task in TASKS:
+        scores([task] * 3)
+        features.append(adapter.get_image_features(**images).pooler_output)
+    assert all(torch.equal(*pair) for pair in zip(*features))  # the tasks of a call end with it
 
 
 def test_batches_without_images_and_wrong_tasks():
@@ -171,14 +178,12 @@ def test_images_that_cannot_be_told_apart_raise():
         adapter(**two, tasks=["vqa", "cls"])
 
 
-def test_four_bits():
+def test_four_bits(tmp_path):
     pytest.importorskip("bitsandbytes")
     model, inputs = build("llava")
+    model.save_pretrained(tmp_path)
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
-    model.config.text_config.hidden_size  # noqa: B018
-    folder = pytest.importorskip("tempfile").mkdtemp()
-    model.save_pretrained(folder)
-    quantized = LlavaForConditionalGeneration.from_pretrained(folder, quantization_config=quantization).eval()
+    quantized = LlavaForConditionalGeneration.from_pretrained(tmp_path, quantization_config=quantization).eval()
     assert type(quantized.model.multi_modal_projector.linear_1).__name__ == "Linear4bit"
     expected = logits(quantized, inputs)
     adapter = adapted(quantized)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -125,7 +126,9 @@ class MixtureProjector(nn.Module, BaseTunerLayer):
     base_layer: nn.Module
     layers: Layers
     lora_experts: nn.ModuleDict
+    active_adapters: list[str]
     merged_adapters: list[str]
+    set_adapter: Callable[..., None]
     tasks: BatchTasks
     _hooks: list[RemovableHandle]
 

@@ -31,9 +31,7 @@ class CMoEModel(LoraModel):
         super()._prepare_model(config, model)
         config.projectors = find_projectors(model, config.connectors)
         if not any(isinstance(module, MixtureProjector) for module in model.modules()):
-            tasks = BatchTasks(model)
-            model.generate = tasks.generate  # type: ignore[assignment]
-            model.register_forward_pre_hook(tasks, with_kwargs=True)
+            BatchTasks(model)
 
     @staticmethod
     def _check_target_module_exists(config: CMoEConfig, key: str) -> Any:
@@ -59,8 +57,7 @@ class CMoEModel(LoraModel):
         elif isinstance(target, BaseTunerLayer):
             raise ValueError(f"{current_key} already has an adapter of another kind: unload() that first.")
         else:
-            tasks = next(hook for hook in self.model._forward_pre_hooks.values() if isinstance(hook, BatchTasks))
-            mixture = MixtureProjector(target, layers_of(target, current_key), tasks)
+            mixture = MixtureProjector(target, layers_of(target, current_key), self.model.generate.__self__)
             setattr(parent, target_name, mixture)
         rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, current_key), config.r)
         alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, current_key), config.lora_alpha)
@@ -70,10 +67,7 @@ class CMoEModel(LoraModel):
 
     def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> nn.Module:
         model = super()._unload_and_optionally_merge(*args, **kwargs)
-        hooks = model._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(hook, BatchTasks)]:
-            del hooks[key], model._forward_pre_hooks_with_kwargs[key]
-            del model.generate
+        model.generate.__self__.remove()
         return model
 
     @contextmanager
@@ -82,6 +76,11 @@ class CMoEModel(LoraModel):
             raise ValueError("adapter_names: a CMoE model has one active adapter for a batch. Call set_adapter.")
         with super()._enable_peft_forward_hooks(*args, **kwargs):
             yield
+
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        before, name, after = key.partition(f".lora_experts.{adapter_name}.")
+        return f"{before}.lora_experts.{after}" if name else super()._remove_adapter_name_from_key(key, adapter_name)
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError("Mixtures of experts cannot be combined: the routers of two adapters have no common weights.")

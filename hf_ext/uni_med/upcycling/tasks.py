@@ -9,38 +9,54 @@ import torch
 from transformers import PreTrainedModel
 
 UNKNOWN = -1
-PIXELS = ("pixel_values", "pixel_values_videos", "pixel_values_images")
 
 
 class BatchTasks:
-    """Takes `tasks=` out of the model's arguments and says which task each visual token is of.
+    """Takes `tasks=` out of the arguments of a model's calls, and says which task each visual token is of.
 
-    One object is a model's: a hook before its forward (`__call__`), the call behind its `generate`, and what its routers ask.
+    One object is a model's: its hooks around forward, the call behind its `generate`, and what the routers ask.
     """
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
-        self.tasks: list[int | str] | None = None  # of the samples of this batch
-        self.default: Any = None  # in `generate`, whose calls of forward have no argument for it
-        self.input_ids: torch.Tensor | None = None
-        self.image_sizes: Any = None
+        self._tasks: list[int | str] | None = None  # of the samples
+        self._input_ids: torch.Tensor | None = None
+        self._image_sizes: Any = None
+        self._in_generate: list[int | str] | None = None
+        self._hooks = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward, always_call=True),
+        ]
+        model.generate = self.generate
 
-    def __call__(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        tasks = kwargs.pop("tasks", None)
-        tasks = self.default if tasks is None else tasks
-        if any(kwargs.get(name) is not None for name in PIXELS):
-            self.tasks = tasks.tolist() if isinstance(tasks, torch.Tensor) else None if tasks is None else list(tasks)
-            self.input_ids = kwargs.get("input_ids", args[0] if args else None)
-            self.image_sizes = kwargs.get("image_sizes")
-        return args, kwargs
+    def remove(self) -> None:
+        """Gives the model its own calls back."""
+        for hook in self._hooks:
+            hook.remove()
+        del self.model.generate
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`model.generate(…, tasks=names)`: generates with the task of each sample."""
-        self.default = kwargs.pop("tasks", None)
+        # Some versions of Transformers compute the images before forward, with the samples as they are here.
+        input_ids = next((kwargs[name] for name in ("inputs", "input_ids") if name in kwargs), args[0] if args else None)
+        self._in_generate = _listed(kwargs.pop("tasks", None))
+        self._set(self._in_generate, input_ids, kwargs)
         try:
             return type(self.model).generate(self.model, *args, **kwargs)
         finally:
-            self.default = None
+            self._in_generate = None
+            self._set(None, None, {})
+
+    def _before_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        tasks = _listed(kwargs.pop("tasks", None))
+        self._set(tasks or self._in_generate, kwargs.get("input_ids", args[0] if args else None), kwargs)
+        return args, kwargs
+
+    def _after_forward(self, *_: Any) -> None:
+        self._set(None, None, {})
+
+    def _set(self, tasks: list[int | str] | None, input_ids: torch.Tensor | None, inputs: dict[str, Any]) -> None:
+        self._tasks, self._input_ids, self._image_sizes = tasks, input_ids, inputs.get("image_sizes")
 
     def of_tokens(self, count: int, names: Sequence[str]) -> int | torch.Tensor:
         """Returns the index of each visual token's task, (count,), or one index for all of them.
@@ -52,17 +68,17 @@ class BatchTasks:
         Raises:
             ValueError: a task is unknown, or the tokens of the samples cannot be told apart.
         """
-        if self.tasks is None:
+        if self._tasks is None:
             return UNKNOWN
-        indices = [self._index(task, names) for task in self.tasks]
+        indices = [self._index(task, names) for task in self._tasks]
         if len(set(indices)) == 1:
             return indices[0]
-        if self.input_ids is None:
+        if self._input_ids is None:
             raise ValueError("Batches of mixed tasks require input_ids: their placeholders say which sample an image is of.")
-        rows = len(self.input_ids)
+        rows = len(self._input_ids)
         if rows % len(indices):
             raise ValueError(f"tasks has {len(indices)} entries for {rows} samples. Give one task for each sample.")
-        of_rows = torch.tensor(indices, device=self.input_ids.device).repeat_interleave(rows // len(indices))  # beams
+        of_rows = torch.tensor(indices, device=self._input_ids.device).repeat_interleave(rows // len(indices))  # beams
         found = [tasks for tasks in self._candidates(of_rows) if len(tasks) == count]
         if not found or any(not torch.equal(tasks, found[0]) for tasks in found):
             raise ValueError(
@@ -80,20 +96,24 @@ class BatchTasks:
 
     def _candidates(self, of_rows: torch.Tensor) -> list[torch.Tensor]:
         """Returns the tokens' tasks if they are the placeholders of images or videos, or of images cut into patches."""
-        assert self.input_ids is not None  # of_tokens raises without them
+        assert self._input_ids is not None  # of_tokens raises without them
         config, found = self.model.config, []
         for kind in ("image", "video"):
             placeholder = getattr(config, f"{kind}_token_id", None)
             if placeholder is not None:
-                found.append(of_rows.repeat_interleave((self.input_ids == placeholder).sum(1)))
+                found.append(of_rows.repeat_interleave((self._input_ids == placeholder).sum(1)))
         # LLaVA-NeXT adds and removes tokens after the projector.
-        if hasattr(config, "image_grid_pinpoints") and self.image_sizes is not None and len(self.image_sizes) == len(of_rows):
+        if hasattr(config, "image_grid_pinpoints") and self._image_sizes is not None and len(self._image_sizes) == len(of_rows):
             from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
             vision = config.vision_config
             patches = [
-                image_size_to_num_patches(size, config.image_grid_pinpoints, vision.image_size) for size in self.image_sizes
+                image_size_to_num_patches(size, config.image_grid_pinpoints, vision.image_size) for size in self._image_sizes
             ]
             tokens = (vision.image_size // vision.patch_size) ** 2
             found.append(of_rows.repeat_interleave(torch.tensor(patches, device=of_rows.device) * tokens))
         return found
+
+
+def _listed(tasks: Sequence[str] | torch.Tensor | None) -> list[int | str] | None:
+    return None if tasks is None else tasks.tolist() if isinstance(tasks, torch.Tensor) else list(tasks)
