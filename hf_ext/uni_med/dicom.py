@@ -115,7 +115,7 @@ def _decode(path: str | os.PathLike, header: Dataset, index: int) -> np.ndarray:
     from pydicom import dcmread
     from pydicom.pixels import get_decoder, pixel_array
     from pydicom.pixels.utils import get_expected_length
-    from pydicom.uid import DeflatedExplicitVRLittleEndian
+    from pydicom.uid import DeflatedExplicitVRLittleEndian, RLELossless
 
     advice = "Restore the file, or leave it out."
     try:
@@ -123,7 +123,9 @@ def _decode(path: str | os.PathLike, header: Dataset, index: int) -> np.ndarray:
         decoder = get_decoder(syntax)
         available, missing = decoder.is_available, " ".join(decoder.missing_dependencies)
         deflated = syntax == DeflatedExplicitVRLittleEndian
-        needed = 0 if syntax.is_encapsulated or deflated else get_expected_length(header)
+        # Two bytes of RLE are at most 128 pixels' bytes. Other compressions have no such limit.
+        factor = 64 if syntax == RLELossless else 0 if syntax.is_encapsulated or deflated else 1
+        needed = get_expected_length(header) // factor if factor else 0
     except Exception as error:  # whatever missing or invalid attributes lead to, and formats such as video
         raise CorruptFileError(f"The image in '{path}' cannot be decoded: {error}. {advice}") from error
     if packages := re.findall(r"pylibjpeg[\w-]*>=[\d.]+", missing):
@@ -132,12 +134,15 @@ def _decode(path: str | os.PathLike, header: Dataset, index: int) -> np.ndarray:
             raise HfExtError(f"'{path}' is compressed as {syntax.name}; pydicom requires more packages for it: {install}.")
         advice = f"{advice} If the file is intact, another decoder may read it: {install}."
     if needed > (size := os.path.getsize(path)):
-        raise CorruptFileError(f"'{path}' is cut off: its pixels need {needed} bytes, and the file has {size}. {advice}")
+        raise CorruptFileError(
+            f"'{path}' is cut off: its pixels need {needed} bytes or more, and the file has {size}. {advice}"
+        )
     try:
         # Of a path, pydicom reads the one frame only; it cannot do so in a deflated file.
         return pixel_array(dcmread(path) if deflated else path, index=index)
     except Exception as error:  # whatever damaged data lead to
-        raise CorruptFileError(f"The image in '{path}' cannot be decoded: {error}. {advice}") from error
+        reason = " ".join(str(error).split())
+        raise CorruptFileError(f"The image in '{path}' cannot be decoded: {reason}. {advice}") from error
 
 
 def _grey(stored: np.ndarray, header: Dataset, index: int, window: tuple[float, float] | None) -> np.ndarray:

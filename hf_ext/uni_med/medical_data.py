@@ -264,9 +264,8 @@ def _each(source: str | os.PathLike, rows: Sequence[Any], convert: Callable[[Any
                 reasons.append(message)
     if skipped:
         listed = ", ".join(skipped)
-        logger.warning(
-            "\n".join([f"Skipped {len(skipped)} of {len(rows)} rows of {source}: {listed}. First reasons:", *reasons])
-        )
+        summary = f"Skipped {len(skipped)} of {len(rows)} rows of {source}: {listed}. The first reasons:"
+        logger.warning("\n".join([summary, *reasons]))
     return results
 
 
