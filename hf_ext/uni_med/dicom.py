@@ -61,7 +61,7 @@ def read_dicom(path: str | os.PathLike, frame: int | None = None, window: tuple[
             raise ValueError(f"photometric interpretation {kind} with {header.get('SamplesPerPixel')} samples is not supported")
     except Exception as error:  # whatever invalid attributes lead to
         raise CorruptFileError(
-            f"The image in '{path}' cannot be displayed: {error}. Convert the file, or leave it out."
+            f"The image in '{path}' cannot be displayed: {_line(error)}. Convert the file, or leave it out."
         ) from error
     pixels = np.rint(255 * shares).astype(np.uint8)
     return Image.fromarray(pixels).convert("RGB")
@@ -96,9 +96,11 @@ def _read_header(path: str | os.PathLike) -> Dataset:
     except InvalidDicomError as error:
         raise CorruptFileError(f"'{path}' is not a DICOM file: it lacks the mark 'DICM' at byte 128.") from error
     except Exception as error:  # whatever a damaged header leads to
-        raise CorruptFileError(f"'{path}' cannot be read: {error}") from error
+        raise CorruptFileError(f"'{path}' cannot be read: {_line(error)}. Restore the file, or leave it out.") from error
     if not (isinstance(rows, int) and isinstance(columns, int) and rows > 0 and columns > 0):
-        raise CorruptFileError(f"'{path}' has no image: Rows is {rows}, Columns is {columns}. Leave the file out.")
+        raise CorruptFileError(
+            f"'{path}' has no image: Rows is {_line(rows)}, Columns is {_line(columns)}. Leave the file out."
+        )
     limit = Image.MAX_IMAGE_PIXELS
     if limit and rows * columns > limit:
         raise CorruptFileError(
@@ -106,7 +108,7 @@ def _read_header(path: str | os.PathLike) -> Dataset:
             "PIL.Image.MAX_IMAGE_PIXELS."
         )
     if frames is not None and not (isinstance(frames, int) and frames > 0):
-        raise CorruptFileError(f"'{path}' is damaged: NumberOfFrames is {frames}.")
+        raise CorruptFileError(f"'{path}' is damaged: NumberOfFrames is {_line(frames)}.")
     return header
 
 
@@ -127,7 +129,7 @@ def _decode(path: str | os.PathLike, header: Dataset, index: int) -> np.ndarray:
         factor = 64 if syntax == RLELossless else 0 if syntax.is_encapsulated or deflated else 1
         needed = get_expected_length(header) // factor if factor else 0
     except Exception as error:  # whatever missing or invalid attributes lead to, and formats such as video
-        raise CorruptFileError(f"The image in '{path}' cannot be decoded: {error}. {advice}") from error
+        raise CorruptFileError(f"The image in '{path}' cannot be decoded: {_line(error)}. {advice}") from error
     if packages := re.findall(r"pylibjpeg[\w-]*>=[\d.]+", missing):
         install = f"pip install {shlex.join(packages)}"
         if not available:
@@ -141,8 +143,7 @@ def _decode(path: str | os.PathLike, header: Dataset, index: int) -> np.ndarray:
         # Of a path, pydicom reads the one frame only; it cannot do so in a deflated file.
         return pixel_array(dcmread(path) if deflated else path, index=index)
     except Exception as error:  # whatever damaged data lead to
-        reason = " ".join(str(error).split())
-        raise CorruptFileError(f"The image in '{path}' cannot be decoded: {reason}. {advice}") from error
+        raise CorruptFileError(f"The image in '{path}' cannot be decoded: {_line(error)}. {advice}") from error
 
 
 def _grey(stored: np.ndarray, header: Dataset, index: int, window: tuple[float, float] | None) -> np.ndarray:
@@ -220,3 +221,7 @@ def _apply_window(values: np.ndarray, center: float, width: float, function: str
     if width == 0:
         return (values > center).astype(float)
     return np.clip((values - center) / width + 0.5, 0, 1)
+
+
+def _line(value: Any) -> str:
+    return " ".join(str(value).split())
