@@ -38,10 +38,6 @@ def read_dicom(path: str | os.PathLike, frame: int | None = None, window: tuple[
         CorruptFileError: the file is damaged, is no DICOM file, has no image, or claims more than `PIL.Image.MAX_IMAGE_PIXELS`.
         ValueError: there is no such frame, or the choice of a frame is missing.
     """
-    try:
-        from pydicom.pixels import apply_color_lut
-    except ImportError as error:
-        raise HfExtError("Reading DICOM files requires pydicom: pip install 'pydicom>=3'.") from error
     if window is not None and not window[1] > 0:
         raise ValueError(f"The window (center, width) is {window}; the width must be positive.")
     header = _read_header(path)
@@ -53,6 +49,8 @@ def read_dicom(path: str | os.PathLike, frame: int | None = None, window: tuple[
             shares = _grey(stored, header, index, window)
             shares = 1 - shares if kind == "MONOCHROME1" else shares
         elif kind == "PALETTE COLOR" and stored.ndim == 2:
+            from pydicom.pixels import apply_color_lut
+
             colors = apply_color_lut(stored, header)[..., :3]
             shares = colors / np.iinfo(colors.dtype).max
         elif kind in COLOR and stored.ndim == 3:
@@ -125,7 +123,7 @@ def _decode(path: str | os.PathLike, header: Dataset, index: int) -> np.ndarray:
         decoder = get_decoder(syntax)
         available, missing = decoder.is_available, " ".join(decoder.missing_dependencies)
         deflated = syntax == DeflatedExplicitVRLittleEndian
-        # Two bytes of RLE are at most 128 pixels' bytes. Other compressions have no such limit.
+        # Two bytes of RLE become 128 at most. Other compressions have no such limit.
         factor = 64 if syntax == RLELossless else 0 if syntax.is_encapsulated or deflated else 1
         needed = get_expected_length(header) // factor if factor else 0
     except Exception as error:  # whatever missing or invalid attributes lead to, and formats such as video

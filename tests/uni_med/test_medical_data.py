@@ -18,7 +18,6 @@ from datasets import Dataset
 from PIL import Image
 from pydicom import Dataset as Attributes
 from pydicom import dcmread
-from pydicom.dataset import FileMetaDataset
 from pydicom.encaps import encapsulate
 from pydicom.pixels import apply_modality_lut, apply_voi_lut, convert_color_space
 from pydicom.uid import (
@@ -29,9 +28,8 @@ from pydicom.uid import (
     JPEGBaseline8Bit,
     JPEGLosslessSV1,
     RLELossless,
-    SecondaryCaptureImageStorage,
-    generate_uid,
 )
+from tiny_medical_data import coco, reports, save, slake, vqa_rad, write, write_json
 from tiny_uni_med import processor
 from transformers.utils import logging
 
@@ -50,37 +48,6 @@ from hf_ext.uni_med import (
 )
 
 RAMP = np.array([[0, 500, 1000, 1500], [2000, 2500, 3000, 4095]], np.uint16)
-
-
-def write(path: Path, pixels: np.ndarray, syntax: str = ExplicitVRLittleEndian, frames: int = 0, **attributes: Any) -> Path:
-    """Writes a DICOM file. Pixels are (frames,) rows, columns(, 3)."""
-    shape = pixels.shape[1:] if frames else pixels.shape
-    found = Attributes()
-    found.file_meta = FileMetaDataset()
-    found.file_meta.TransferSyntaxUID = RLELossless if syntax == RLELossless else syntax
-    found.file_meta.MediaStorageSOPClassUID = found.SOPClassUID = SecondaryCaptureImageStorage
-    found.file_meta.MediaStorageSOPInstanceUID = found.SOPInstanceUID = generate_uid()
-    found.Rows, found.Columns = shape[:2]
-    found.SamplesPerPixel = shape[2] if len(shape) == 3 else 1
-    found.PhotometricInterpretation = "RGB" if len(shape) == 3 else "MONOCHROME2"
-    if len(shape) == 3:
-        found.PlanarConfiguration = 0
-    if frames:
-        found.NumberOfFrames = frames
-    found.BitsAllocated = found.BitsStored = 8 * pixels.itemsize
-    found.HighBit = found.BitsAllocated - 1
-    found.PixelRepresentation = int(pixels.dtype.kind == "i")
-    for name, value in attributes.items():
-        setattr(found, name, value)
-    if syntax == RLELossless:
-        found.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    data = pixels.astype(pixels.dtype.newbyteorder(">" if syntax == ExplicitVRBigEndian else "<")).tobytes()
-    found.PixelData = data + b"\0" * (len(data) % 2)
-    found["PixelData"].VR = "OW" if found.BitsAllocated > 8 else "OB"
-    if syntax == RLELossless:
-        found.compress(RLELossless, generate_instance_uid=False)
-    found.save_as(path, enforce_file_format=True)
-    return path
 
 
 def grey(image: Image.Image) -> np.ndarray:
@@ -359,12 +326,6 @@ def test_sizes_in_headers_are_not_believed(tmp_path, syntax):
         tracemalloc.stop()
 
 
-def save(path: Path, size: tuple[int, int] = (80, 40), mode: str = "RGB", value: Any = 77) -> str:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new(mode, size, value).save(path)
-    return str(path)
-
-
 def test_images_are_opened_when_a_batch_needs_them(tmp_path):
     dicom = str(write(tmp_path / "scan", RAMP, WindowCenter=2000, WindowWidth=4001))  # recognized without a suffix
     video = str(write(tmp_path / "video.dcm", np.arange(24, dtype=np.uint8).reshape(3, 2, 4), frames=3))
@@ -430,30 +391,6 @@ def test_checking_opens_each_image_once_and_names_the_rows(tmp_path, warnings):
         check_images(data, on_error="ignore")
 
 
-def write_json(path: Path, content: Any) -> Path:
-    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-    return path
-
-
-def vqa_rad(folder: Path) -> tuple[Path, Path]:
-    def row(qid: int, kind: str, question: str, answer: Any) -> dict[str, Any]:
-        return {
-            **{"qid": qid, "phrase_type": kind, "qid_linked_id": "03f451ca", "image_name": "synpic54610.jpg"},
-            **{"image_case_url": "https://example.org/54610", "image_organ": "HEAD", "evaluation": "evaluated"},
-            **{"question": question, "question_rephrase": "NULL", "question_relation": "NULL", "question_frame": "NULL"},
-            **{"question_type": "PRES", "answer": answer, "answer_type": "CLOSED "},
-        }
-
-    rows = [
-        row(0, "freeform", "Are regions of the brain infarcted?", "Yes"),
-        row(1, "para", "how many cells are there ? ", 2),
-        row(2, "test_freeform", "Is this a cell ?", "no "),
-        row(3, "test_para", "Is it red ?", "No"),
-    ]
-    save(folder / "VQA_RAD Image Folder/synpic54610.jpg", mode="L")
-    return write_json(folder / "VQA_RAD Dataset Public.json", rows), folder / "VQA_RAD Image Folder"
-
-
 def test_vqa_rad(tmp_path):
     file, images = vqa_rad(tmp_path)
     data = read_vqa_rad(file, images)
@@ -466,24 +403,6 @@ def test_vqa_rad(tmp_path):
         read_vqa_rad(file, images, split="val")
 
 
-def slake(folder: Path) -> tuple[Path, Path]:
-    def row(qid: int, image: str, language: str, question: str, answer: str) -> dict[str, Any]:
-        return {
-            **{"img_id": 1, "img_name": image, "question": question, "answer": answer, "q_lang": language},
-            **{"location": "Abdomen", "modality": "MRI", "answer_type": "OPEN", "base_type": "vqa"},
-            **{"content_type": "Modality", "triple": ["vhead", "_", "_"], "qid": qid},
-        }
-
-    rows = [
-        row(0, "xmlab1/source.jpg", "en", "What modality is used to take this image?", "MRI"),
-        row(1, "xmlab2/source.jpg", "en", "is this a cell ?", "no"),
-        row(9835, "xmlab1/source.jpg", "zh", "图中是什么模态？", "MRI"),
-    ]
-    for i in (1, 2):
-        save(folder / f"imgs/xmlab{i}/source.jpg")
-    return write_json(folder / "slake.json", rows), folder / "imgs"
-
-
 def test_slake(tmp_path):
     file, images = slake(tmp_path)
     assert len(read_slake(file, images)) == 3
@@ -491,24 +410,8 @@ def test_slake(tmp_path):
     assert data["image"] == [[str(images / f"xmlab{i}/source.jpg")] for i in (1, 2)]
     assert data["answer"] == ["MRI", "no"] and set(data["task"]) == {"vqa"}
     assert read_slake(file, images, language="zh")["text"] == ["图中是什么模态？"]
-    with pytest.raises(ValueError, match=r"slake\.json' has no row that can be used; is the split or language right"):
+    with pytest.raises(ValueError, match=r"train\.json' has no row that can be used; is the split or language right"):
         read_slake(file, images, language="fr")
-
-
-def reports(folder: Path) -> tuple[Path, Path]:
-    def row(name: str, views: list[str], split: str) -> dict[str, Any]:
-        known = {"id": name, "study_id": 50414267, "subject_id": 10000032, "image_path": views, "split": split}
-        return known | {"report": " the red cell is there . no w1 "}
-
-    first, second = ["CXR1/0.png", "CXR1/1.png"], ["p10/p10000032/s50414267/02aa804e.jpg"]
-    splits = {
-        "train": [row("CXR1", first, "train"), row("02aa804e", second, "train")],
-        "val": [],
-        "test": [row("t", second, "test")],
-    }
-    for name in (*first, *second):
-        save(folder / "views" / name, mode="L")
-    return write_json(folder / "annotation.json", splits), folder / "views"
 
 
 def test_reports(tmp_path):
@@ -522,39 +425,6 @@ def test_reports(tmp_path):
         read_reports(file, images, "val")
     with pytest.raises(ValueError, match=r"annotation\.json' has no list 'validation', only train, val, test"):
         read_reports(file, images, "validation")
-
-
-def coco(folder: Path) -> tuple[Path, Path]:
-    def box(i: int, image: int, category: int, *corner: float) -> dict[str, Any]:
-        area = corner[2] * corner[3]
-        return {
-            "id": i,
-            "image_id": image,
-            "category_id": category,
-            "bbox": corner,
-            "area": area,
-            "iscrowd": 0,
-            "segmentation": [],
-        }
-
-    content = {
-        "info": {"year": 2024},
-        "licenses": [],
-        "images": [
-            {"id": 10, "file_name": "a.png", "width": 640, "height": 480},
-            {"id": 11, "file_name": "b.dcm", "width": 8, "height": 4},
-        ],
-        "categories": [{"id": 1, "name": "red cell", "supercategory": "cell"}, {"id": 3, "name": "platelet"}],
-        "annotations": [
-            box(1, 10, 1, 10, 10, 20, 20),
-            box(2, 10, 1, 128, 96, 192, 192),
-            box(3, 10, 3, 600, 400, 80, 80),
-            box(4, 11, 3, 2, 1, 2, 1),
-        ],
-    }
-    save(folder / "a.png", (640, 480))
-    write(folder / "b.dcm", np.zeros((4, 8), np.uint8))
-    return write_json(folder / "instances.json", content), folder
 
 
 def test_coco_boxes_are_hundredths_of_their_own_image(tmp_path):
