@@ -29,7 +29,7 @@ def check_images(data: Dataset, on_error: str = "raise") -> Dataset:
     Args:
         data: rows with the columns image and, optionally, frame. It may have a transform.
         on_error: "raise" stops at the first row that cannot be read. "skip" leaves such rows out and logs a warning with their
-            number, the rows and the first reasons.
+            count, their row numbers and the first reasons.
 
     Returns:
         the rows that can be read.

@@ -137,6 +137,7 @@ def test_voi_tables_come_before_windows(tmp_path, vr):
     assert grey(read_dicom(path)).tolist() == np.rint(255 * expected / 1023).tolist()
     header = dcmread(path)
     assert apply_voi_lut(header.pixel_array, header).tolist() == expected.tolist()
+    assert grey(read_dicom(path, window=(1000, 2000))).tolist() == [[0, 64, 128, 191], [255] * 4]
 
 
 def test_a_table_of_8_bits_with_many_entries_does_not_wrap_around(tmp_path):
