@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import tiny_medical_data
 import tiny_models
 import tiny_transfers
 import tiny_uni_med
@@ -262,6 +263,7 @@ def uni_med_data() -> dict[str, Any]:
     box = "".join(f"<{edge}>{value}</{edge}>" for edge, value in (("xmin", 1), ("ymin", 2), ("xmax", 30), ("ymax", 40)))
     thing = f"<object><name>platelet</name><bndbox>{box}</bndbox></object>"
     Path("voc/Annotations/1.xml").write_text(f"<annotation><filename>1.jpg</filename>{thing}</annotation>")
+    tiny_medical_data.save_all()
     return {}
 
 

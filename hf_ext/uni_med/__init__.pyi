@@ -11,6 +11,7 @@ from .conversion import convert_checkpoint as convert_checkpoint
 from .data import RATIOS as RATIOS
 from .data import UniMedCollator as UniMedCollator
 from .data import mix_datasets as mix_datasets
+from .dicom import read_dicom as read_dicom
 from .evaluation import Evaluation as Evaluation
 from .evaluation import accuracy as accuracy
 from .evaluation import answer as answer
@@ -18,4 +19,10 @@ from .evaluation import bleu1 as bleu1
 from .evaluation import box_ious as box_ious
 from .evaluation import evaluate as evaluate
 from .evaluation import scores as scores
+from .images import load_images as load_images
+from .medical_data import check_images as check_images
+from .medical_data import read_coco as read_coco
+from .medical_data import read_reports as read_reports
+from .medical_data import read_slake as read_slake
+from .medical_data import read_vqa_rad as read_vqa_rad
 from .upcycling.config import CMoEConfig as CMoEConfig
