@@ -14,7 +14,16 @@ from .data import mix_datasets as mix_datasets
 from .evaluation import Evaluation as Evaluation
 from .evaluation import accuracy as accuracy
 from .evaluation import answer as answer
+from .evaluation import authors_scores as authors_scores
 from .evaluation import bleu1 as bleu1
 from .evaluation import box_ious as box_ious
+from .evaluation import containment_accuracy as containment_accuracy
 from .evaluation import evaluate as evaluate
+from .evaluation import first_words as first_words
+from .evaluation import normalize_answer as normalize_answer
+from .evaluation import normalized_accuracy as normalized_accuracy
+from .evaluation import normalized_bleu1 as normalized_bleu1
+from .evaluation import normalized_f1 as normalized_f1
+from .evaluation import pixel_box_ious as pixel_box_ious
+from .evaluation import report_bleu1 as report_bleu1
 from .evaluation import scores as scores
