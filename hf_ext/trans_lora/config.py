@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 from peft import PeftModel
@@ -76,6 +77,20 @@ class TransLoraConfig(TrainingArguments):
     learning_rate: float = _setting(2e-5, "Initial learning rate of the distillation.")
     remove_unused_columns: bool = _setting(False, "Samples have no other columns.")
     label_names: list[str] | None = _setting(lambda: ["labels"], "The keys of a sample that are labels.")
+
+    @classmethod
+    def paper(cls, output_dir: str | Path, dataset_size: int, **options: Any) -> TransLoraConfig:
+        """Returns the settings of the paper's runs: as many synthetic inputs as there was real data, and no filter of near
+        duplicates beside the discriminator. All other defaults are the paper's where it gives a value.
+
+        The paper's adapters are LoRAs on the query and value projections, `LoraConfig(target_modules=["q_proj", "v_proj"])`.
+        For MMLU it takes num_train_epochs=10 and learning_rate=2e-4, for prompt tuning learning_rate=2e-3.
+
+        Args:
+            dataset_size: number of real inputs that the source adapter was trained on.
+            options: further fields, which replace those of the paper.
+        """
+        return cls(str(output_dir), **{"num_samples": dataset_size, "near_duplicate_threshold": 1.0} | options)
 
     def __post_init__(self) -> None:
         super().__post_init__()

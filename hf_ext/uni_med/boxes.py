@@ -9,12 +9,14 @@ Box = tuple[float, float, float, float]
 PATTERN = re.compile(r"\{\s*" + r"\s*".join([r"<\s*(\d{1,3})\s*>"] * 4) + r"\s*\}")
 
 
-def format_box(box: Box, size: tuple[float, float]) -> str:
+def format_box(box: Box, size: tuple[float, float], round_down: bool = False) -> str:
     """Returns a box as text, clipped to the image.
 
     Args:
         box: left, top, right, bottom in pixels.
         size: width and height of the image in pixels.
+        round_down: round all edges down, as the authors' code does. A box of less than a hundredth may then be empty. By
+            default, edges are rounded to the nearest hundredth.
 
     Raises:
         ValueError: the box is empty, reversed or outside the image.
@@ -25,14 +27,16 @@ def format_box(box: Box, size: tuple[float, float]) -> str:
         raise ValueError(f"The box {tuple(box)} is empty or reversed; it is left, top, right, bottom in pixels.")
     if not (left < width and right > 0 and top < height and bottom > 0):
         raise ValueError(f"The box {tuple(box)} is outside the image of {width} x {height} pixels.")
-    x1, x2 = _hundredths(left / width, right / width)
-    y1, y2 = _hundredths(top / height, bottom / height)
+    x1, x2 = _hundredths(left / width, right / width, round_down)
+    y1, y2 = _hundredths(top / height, bottom / height, round_down)
     return f"{{<{x1}><{y1}><{x2}><{y2}>}}"
 
 
-def _hundredths(start: float, end: float) -> tuple[int, int]:
-    """Rounds both to integers within 0…100 that are at least one apart."""
+def _hundredths(start: float, end: float, round_down: bool) -> tuple[int, int]:
+    """Rounds both to integers within 0…100, which are at least one apart unless both are rounded down."""
     start, end = 100 * max(start, 0.0), 100 * min(end, 1.0)
+    if round_down:
+        return int(start), int(end)
     first, last = round(start), round(end)
     return (first, last) if first < last else (math.floor(start), math.ceil(end))
 

@@ -56,8 +56,8 @@ class Converted:
 def convert_checkpoint(
     checkpoint: str | os.PathLike, out: str | os.PathLike, vision: str | os.PathLike, text: str | os.PathLike
 ) -> Converted:
-    """Converts a checkpoint of the authors' code to a folder for `from_pretrained`, with a processor. Its LoRA goes to
-    `out`/adapter, for PEFT.
+    """Converts a checkpoint of the authors' code to a folder for `from_pretrained`, with a processor that makes their tokens
+    (`prompt_format="authors"`). Its LoRA goes to `out`/adapter, for PEFT.
 
     Args:
         checkpoint: a .pth file with a dict `model` of tensors. No code from it is run.
@@ -84,7 +84,8 @@ def convert_checkpoint(
     with staged_folder(out, stale) as stage:
         model.save_pretrained(stage)
         write_card(stage, uni_med_card(model), Path(out))
-        UniMedProcessor.from_vision_text_pretrained(vision, text, model).save_pretrained(stage)
+        processor = UniMedProcessor.from_vision_text_pretrained(vision, text, model, prompt_format="authors")
+        processor.save_pretrained(stage)
     if not layers:
         return Converted(os.fspath(out), options, None)
     rank = len(adapter[f"{layers[0]}.lora_A.weight"])

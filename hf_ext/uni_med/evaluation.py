@@ -1,8 +1,11 @@
-"""The metrics of each task (Uni-Med, arXiv 2409.17508, section 4.1)."""
+"""The metrics of each task: plain ones (`scores`), and those of the paper's figures (`authors_scores`; Uni-Med, arXiv
+2409.17508, section 4.1, and the authors' evaluation scripts)."""
 
 from __future__ import annotations
 
+import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +17,29 @@ from transformers.utils.logging import tqdm
 from hf_ext.display import table
 from hf_ext.errors import HfExtError
 from hf_ext.integration.modes import evaluating
-from hf_ext.uni_med.boxes import box_iou, parse_boxes
+from hf_ext.uni_med.boxes import PATTERN, Box, box_iou, parse_boxes
 from hf_ext.uni_med.processing_uni_med import UniMedProcessor
 
-SQUARE = (100, 100)  # boxes are compared in the units of the text, hundredths of the image
+SQUARE = (100, 100)  # `box_ious` compares boxes in the units of the text, hundredths of the image
+
+# The normalization of VQA's evaluation, as the authors have it.
+ARTICLES = {"a", "an", "the"}
+NUMBERS = dict(zip("zero one two three four five six seven eight nine ten".split(), map(str, range(11)))) | {"none": "0"}
+CONTRACTIONS = {
+    f"{word}{end.replace(chr(39), '')}": f"{word}{end}"
+    for end, words in {
+        "n't": "ai are ca could did do does had has is might must need ought sha should was were wo would",
+        "'ve": "could might must not should they we what where who would you",
+        "'ll": "how it somebody someone something they what who why you",
+        "'re": "there they what why you",
+        "'s": "he how somebody someone that there what when where who why",
+        "'d": "he how it someone something there they where who you",
+    }.items()
+    for word in words.split()
+}
+PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'
+# Tokens that COCO's caption evaluation leaves out. Brackets stay.
+REPORT_PUNCTUATION = {"''", "'", "``", "`", ".", "?", "!", ",", ":", "-", "--", "...", ";"}
 
 
 def bleu1(predictions: Sequence[str], references: Sequence[str]) -> float:
@@ -54,15 +76,160 @@ def box_ious(predictions: Sequence[str], references: Sequence[str]) -> list[floa
     return found
 
 
-def scores(task: str, predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+def scores(task: str, predictions: Sequence[str], samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Returns the metrics of a task, each in 0…1: IoU and the share above 0.5 for "refer"; accuracy for "cls" and "qa"; BLEU-1
-    and accuracy for all other tasks."""
+    and accuracy for all other tasks.
+
+    Args:
+        samples: with the right `answer` of each prediction.
+    """
+    references = [sample["answer"] for sample in samples]
     if task == "refer":
         ious = box_ious(predictions, references)
         return {"iou": statistics.fmean(ious), "recall@0.5": statistics.fmean(iou > 0.5 for iou in ious)}
     if task in ("cls", "qa"):
         return {"accuracy": accuracy(predictions, references)}
     return {"bleu1": bleu1(predictions, references), "accuracy": accuracy(predictions, references)}
+
+
+def normalize_answer(text: str) -> str:
+    """Returns an answer in lower case, without articles and punctuation, number words up to ten as digits, and contractions
+    with their apostrophe: the normalization of VQA's evaluation."""
+    between_digits = re.search(r"\d,\d", text) is not None
+    clean = text
+    for sign in PUNCTUATION:
+        beside_space = f"{sign} " in text or f" {sign}" in text
+        clean = clean.replace(sign, "" if beside_space or between_digits else " ")
+    clean = re.sub(r"\.(?!\d)", "", clean)
+    words = (NUMBERS.get(word, word) for word in clean.lower().split())
+    return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in ARTICLES)
+
+
+def normalized_bleu1(predictions: Sequence[str], references: Sequence[str]) -> float:
+    """Returns the mean BLEU-1 of normalized sentences, in 0…1; the authors' for "vqa" and "identify"."""
+    return bleu1([normalize_answer(text) for text in predictions], [normalize_answer(text) for text in references])
+
+
+def normalized_f1(predictions: Sequence[str], references: Sequence[str]) -> float:
+    """Returns the authors' mean F1 of the words of normalized answers, in 0…1. A word that the reference has once counts as
+    often as the prediction has it."""
+    found = []
+    for a, b in zip(predictions, references, strict=True):
+        said, expected = (Counter(normalize_answer(text).split()) for text in (a, b))
+        hits = sum(count for word, count in said.items() if word in expected)
+        missed = sum(count for word, count in expected.items() if word not in said)
+        found.append(2 * hits / (hits + said.total() + missed) if hits else 0.0)
+    return statistics.fmean(found)
+
+
+def normalized_accuracy(predictions: Sequence[str], references: Sequence[str]) -> float:
+    """Returns the share of answers that equal their reference after normalization; the authors' for "cls" and "identify"."""
+    pairs = zip(predictions, references, strict=True)
+    return statistics.fmean(normalize_answer(a) == normalize_answer(b) for a, b in pairs)
+
+
+def containment_accuracy(predictions: Sequence[str], references: Sequence[str]) -> float:
+    """Returns the share of answers that contain their reference after normalization, as characters; the authors' for closed
+    questions of "vqa"."""
+    pairs = zip(predictions, references, strict=True)
+    return statistics.fmean(normalize_answer(b) in normalize_answer(a) for a, b in pairs)
+
+
+def report_bleu1(predictions: Sequence[str], references: Sequence[str]) -> float:
+    """Returns BLEU-1 of all reports together, in 0…1, on tokens of the Penn Treebank in lower case and without punctuation; the
+    authors' for "caption". Pairs with an empty text are left out; 0 if none is left.
+
+    Raises:
+        HfExtError: NLTK is not installed.
+    """
+    try:
+        from nltk.translate.bleu_score import corpus_bleu
+    except ImportError as error:
+        raise HfExtError("BLEU requires NLTK: pip install nltk.") from error
+    pairs = [(a, b) for a, b in zip(predictions, references, strict=True) if a and b]
+    if not pairs:
+        return 0.0
+    return float(corpus_bleu([[_report_words(b)] for _, b in pairs], [_report_words(a) for a, _ in pairs], weights=(1,)))
+
+
+def _report_words(text: str) -> list[str]:
+    from nltk.tokenize import TreebankWordTokenizer
+
+    tokenize = TreebankWordTokenizer().tokenize
+    sentences = re.split(r"(?<=[.?!])\s+", text.lower())  # it takes only the period at the end for punctuation
+    return [word for sentence in sentences for word in tokenize(sentence) if word not in REPORT_PUNCTUATION]
+
+
+def pixel_box_ious(predictions: Sequence[str], boxes: Sequence[Box], sizes: Sequence[tuple[float, float]]) -> list[float]:
+    """Returns the intersection over union of the box at the start of each prediction with the box in the image; 0 if the
+    prediction does not start with one. The authors' for "refer": an edge is a pixel of its own, so a side from 10 to 19 is ten
+    pixels long.
+
+    Args:
+        boxes: left, top, right, bottom in pixels, as annotated.
+        sizes: width and height of each image in pixels.
+    """
+    found = []
+    for text, box, (width, height) in zip(predictions, boxes, sizes, strict=True):
+        if match := PATTERN.match(text.replace("<unk>", "").replace(" ", "")):
+            x1, y1, x2, y2 = (int(value) / 100 for value in match.groups())
+            found.append(_pixel_iou((x1 * width, y1 * height, x2 * width, y2 * height), box))
+        else:
+            found.append(0.0)
+    return found
+
+
+def _pixel_iou(box: Box, other: Box) -> float:
+    across = max(0.0, min(box[2], other[2]) - max(box[0], other[0]) + 1)
+    down = max(0.0, min(box[3], other[3]) - max(box[1], other[1]) + 1)
+    areas = [(b[2] - b[0] + 1) * (b[3] - b[1] + 1) for b in (box, other)]
+    union = sum(areas) - across * down
+    return across * down / union if union > 0 else 0.0
+
+
+def first_words(text: str, count: int = 50) -> str:
+    """Returns a text's first words, with single spaces between them. The authors cut questions and answers to 50 words."""
+    return " ".join(re.sub(r"\s{2,}", " ", text).strip(" \n").split(" ")[:count])
+
+
+def authors_scores(task: str, predictions: Sequence[str], samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns the metrics of a task as the authors' scripts compute them, each in 0…1, for `evaluate(…, score=authors_scores)`.
+    References are cut to 50 words.
+
+    | task | metrics |
+    |---|---|
+    | "vqa" | `normalized_bleu1`, `normalized_f1`; `containment_accuracy` of the closed questions, if samples have `closed` |
+    | "refer" | mean of `pixel_box_ious`, and the share above 0.5 |
+    | "identify" | `normalized_bleu1`, `normalized_f1`, `normalized_accuracy` |
+    | "caption" | `report_bleu1`; `normalized_f1` of the pairs without an empty text |
+    | all others | `normalized_accuracy`; there is no script for "qa" |
+
+    Args:
+        samples: with the right `answer` of each prediction. Samples of "refer" have `box` (left, top, right, bottom in pixels)
+            and `size` (width, height of the image); those of "vqa" may have `closed` (bool).
+
+    Raises:
+        ValueError: a sample of "refer" has no box or no size.
+    """
+    if task == "refer":
+        for i, sample in enumerate(samples):
+            if missing := [name for name in ("box", "size") if sample.get(name) is None]:
+                raise ValueError(f"Sample {i} has no {' and no '.join(missing)}, which the authors' IoU requires.")
+        ious = pixel_box_ious(predictions, [sample["box"] for sample in samples], [sample["size"] for sample in samples])
+        return {"iou": statistics.fmean(ious), "recall@0.5": statistics.fmean(iou > 0.5 for iou in ious)}
+    said = [text.lower().replace("<unk>", "").strip() for text in predictions]
+    expected = [first_words(sample["answer"]) for sample in samples]
+    if task == "caption":
+        pairs = [(a, b) for a, b in zip(said, expected, strict=True) if a and b]
+        return {"bleu1": report_bleu1(said, expected), "f1": normalized_f1(*zip(*pairs)) if pairs else 0.0}
+    if task not in ("vqa", "identify"):
+        return {"accuracy": normalized_accuracy(said, expected)}
+    found = {"bleu1": normalized_bleu1(said, expected), "f1": normalized_f1(said, expected)}
+    if task == "identify":
+        found["accuracy"] = normalized_accuracy(said, expected)
+    elif closed := [i for i, sample in enumerate(samples) if sample.get("closed")]:
+        found["closed_accuracy"] = containment_accuracy([said[i] for i in closed], [expected[i] for i in closed])
+    return found
 
 
 @dataclass(frozen=True)
@@ -92,7 +259,7 @@ def evaluate(
     processor: UniMedProcessor,
     datasets: Mapping[str, Sequence[Mapping[str, Any]]],
     batch_size: int = 16,
-    score: Callable[[str, Sequence[str], Sequence[str]], dict[str, float]] = scores,
+    score: Callable[[str, Sequence[str], Sequence[Mapping[str, Any]]], dict[str, float]] = scores,
     **generation: Any,
 ) -> Evaluation:
     """Generates answers greedily and computes the metrics of each task.
@@ -100,7 +267,8 @@ def evaluate(
     Args:
         datasets: by name; each is a sequence of {"image", "text", "task", "answer"}, all of one task. "image" may be None
             or a list.
-        score: function of (task, predictions, references) that returns values by name.
+        score: function of (task, predictions, samples) that returns values by name: `scores`, `authors_scores` or your own. The
+            samples have all columns but the image.
         generation: options of `generate`, such as max_new_tokens=50.
 
     Raises:
@@ -110,7 +278,7 @@ def evaluate(
     generation = {"do_sample": False, "num_beams": 1} | generation
     if processor.tasks != model.config.tasks:
         raise ValueError(f"The processor has the tasks {processor.tasks}, and the model {model.config.tasks}.")
-    asked = {name: _references(name, data, score) for name, data in datasets.items()}
+    asked = {name: _samples(name, data, score) for name, data in datasets.items()}
     metrics, predictions = {}, {}
     with evaluating(model), tqdm(total=sum(map(len, datasets.values())), desc="Answering") as bar:
         for name, data in datasets.items():
@@ -119,24 +287,26 @@ def evaluate(
                 rows = [data[i] for i in range(start, min(start + batch_size, len(data)))]
                 answers += answer(model, processor, rows, **generation)
                 bar.update(len(rows))
-            task, references = asked[name]
-            metrics[name], predictions[name] = score(task, answers, references), answers
+            task, samples = asked[name]
+            metrics[name], predictions[name] = score(task, answers, samples), answers
     return Evaluation(metrics, predictions)
 
 
-def _references(name: str, data: Sequence[Mapping[str, Any]], score: Callable[..., dict[str, float]]) -> tuple[str, list[str]]:
-    """Returns the task and the right answers of a data set. Raises errors before any answer is generated."""
+def _samples(
+    name: str, data: Sequence[Mapping[str, Any]], score: Callable[..., dict[str, float]]
+) -> tuple[str, list[dict[str, Any]]]:
+    """Returns the task and the samples of a data set, without images. Raises errors before any answer is generated."""
     if not len(data):
         raise ValueError(f"The data set '{name}' is empty.")
-    pairs = [(row["task"], row["answer"]) for row in (data[i] for i in range(len(data)))]
-    tasks, references = sorted({task for task, _ in pairs}), [reference for _, reference in pairs]
+    samples = [{key: value for key, value in data[i].items() if key != "image"} for i in range(len(data))]
+    tasks, references = sorted({sample["task"] for sample in samples}), [sample["answer"] for sample in samples]
     if len(tasks) > 1:
         raise ValueError(f"The data set '{name}' mixes the tasks {', '.join(tasks)}; give a data set for each.")
     for i, reference in enumerate(references):
         if not isinstance(reference, str):
             raise ValueError(f"The data set '{name}': the answer of sample {i} is {reference!r}, not a text.")
-    score(tasks[0], references, references)
-    return tasks[0], references
+    score(tasks[0], references, samples)
+    return tasks[0], samples
 
 
 def answer(

@@ -19,30 +19,36 @@ from hf_ext.uni_med.boxes import Box, format_box, parse_boxes
 from hf_ext.uni_med.configuration_uni_med import QA, TASKS
 from hf_ext.uni_med.modeling_uni_med import IMAGE_TOKEN, UniMedForConditionalGeneration
 
-# Uni-Med's prompt, appendix B of its paper. The task of apply_chat_template(…, task="vqa") goes to the first images.
+# Uni-Med's prompt, appendix B of its paper. The task of apply_chat_template(…, task="vqa") goes to the first images. With
+# `authors`, it is the prompt of their evaluation: [qa] is written too, reports have one space more, later turns a start token.
 CHAT_TEMPLATE = """\
 {%- macro words(content) -%}
 {%- if content is string %}{{ content }}{% else -%}
 {%- for part in content if part['type'] == 'text' %}{{ part['text'] }}{% endfor -%}
 {%- endif -%}
 {%- endmacro -%}
-{%- set now = namespace(task=task, system='') -%}
+{%- set now = namespace(task=task, system='', turns=0) -%}
 {%- for message in messages -%}
 {%- if message['role'] == 'system' -%}
 {%- set now.system = words(message['content']) + ' ' -%}
 {%- elif message['role'] == 'assistant' -%}
 {{ ' ' + words(message['content']) + eos_token }}
 {%- else -%}
+{%- if authors and now.turns %}{{ bos_token }}{% endif -%}
+{%- set now.turns = now.turns + 1 -%}
+{%- set end = '  [/INST]' if authors and now.task == 'caption' else ' [/INST]' -%}
 {{ '[INST] ' }}
+{%- if authors and now.task == 'qa' %}{{ '[qa] ' }}{% set now.task = none %}{% endif -%}
 {%- if message['content'] is not string -%}
 {%- for part in message['content'] if part['type'] == 'image' %}{{ '<Img><image></Img> ' }}
 {%- if loop.last and now.task and now.task != 'qa' %}{{ '[' + now.task + '] ' }}{% set now.task = none %}{% endif -%}
 {%- endfor -%}
 {%- endif -%}
-{{ now.system + words(message['content']) + ' [/INST]' }}
+{{ now.system + words(message['content']) + end }}
 {%- set now.system = '' -%}
 {%- endif -%}
 {%- endfor -%}"""
+CHAT_TEMPLATES = {"paper": CHAT_TEMPLATE, "authors": "{%- set authors = true -%}\n" + CHAT_TEMPLATE}
 
 
 class UniMedProcessor(ProcessorMixin):
@@ -54,7 +60,12 @@ class UniMedProcessor(ProcessorMixin):
             token.
         num_image_tokens: number of tokens that the connector outputs for an image.
         tasks: names of the tasks, as in the model's configuration.
-        chat_template: Jinja template; defaults to the paper's prompt.
+        chat_template: Jinja template; defaults to that of `prompt_format`.
+        prompt_format: "paper" writes the paper's prompt; "authors" makes the tokens of the authors' code, for models that
+            their code trained.
+
+    Raises:
+        ValueError: the tokenizer has no end token, or there is no such prompt format.
     """
 
     def __init__(
@@ -64,9 +75,13 @@ class UniMedProcessor(ProcessorMixin):
         num_image_tokens: int = 64,
         tasks: Sequence[str] = TASKS,
         chat_template: str | None = None,
+        prompt_format: str = "paper",
     ):
         if tokenizer is None or tokenizer.eos_token is None:
             raise ValueError("UniMedProcessor requires a tokenizer with an end token (eos_token).")
+        if prompt_format not in CHAT_TEMPLATES:
+            raise ValueError(f"There is no prompt_format '{prompt_format}'; they are {', '.join(CHAT_TEMPLATES)}.")
+        self.prompt_format = prompt_format
         self.num_image_tokens = num_image_tokens
         self.tasks = list(tasks)
         self.image_token = IMAGE_TOKEN
@@ -75,7 +90,9 @@ class UniMedProcessor(ProcessorMixin):
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         self.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
-        super().__init__(image_processor, tokenizer, chat_template=chat_template or CHAT_TEMPLATE)
+        if chat_template is None or chat_template in CHAT_TEMPLATES.values():
+            chat_template = CHAT_TEMPLATES[prompt_format]
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
 
     @classmethod
     def from_vision_text_pretrained(
@@ -146,7 +163,7 @@ class UniMedProcessor(ProcessorMixin):
         pictures = self._images_by_row(images, rows, isinstance(text, str), tasks)
         prompts, image_tasks = [], []
         for i, row in enumerate(rows):
-            prompt, index = self._prompt(i, row, tasks[i], len(pictures[i]))
+            prompt, index = self._prompt(i, row, tasks[i], len(pictures[i]), trained=replies is not None)
             if replies is not None and not (isinstance(replies[i], str) and self.image_token not in replies[i]):
                 raise ValueError(f"Sample {i}: the answer is {replies[i]!r}, not a text without {self.image_token}.")
             prompts.append(prompt.replace(self.image_token, self.image_token * self.num_image_tokens))
@@ -165,8 +182,9 @@ class UniMedProcessor(ProcessorMixin):
         return BatchFeature(data, tensor_type=tensors)
 
     def format_box(self, box: Box, size: tuple[float, float]) -> str:
-        """Returns a box (left, top, right, bottom in pixels) of an image of `size` (width, height) as the model writes it."""
-        return format_box(box, size)
+        """Returns a box (left, top, right, bottom in pixels) of an image of `size` (width, height) as the model writes it.
+        With the prompt format "authors", edges are rounded down."""
+        return format_box(box, size, round_down=self.prompt_format == "authors")
 
     def parse_boxes(self, text: str, size: tuple[float, float]) -> list[Box]:
         """Returns the boxes in a text, in pixels of an image of `size` (width, height)."""
@@ -199,7 +217,7 @@ class UniMedProcessor(ProcessorMixin):
         rest = iter(images)
         return [[next(rest) for _ in range(count)] for count in counts]
 
-    def _prompt(self, i: int, text: str, task: str | None, images: int) -> tuple[str, int | None]:
+    def _prompt(self, i: int, text: str, task: str | None, images: int, trained: bool) -> tuple[str, int | None]:
         """Returns the prompt of a row, with one image token per image, and the index of its task."""
         if not isinstance(text, str):
             raise ValueError(f"Sample {i}: the text is a {type(text).__name__}, not a string.")
@@ -221,9 +239,13 @@ class UniMedProcessor(ProcessorMixin):
         if (task == QA) == (images > 0):
             what = "is without images" if task == QA else "needs an image"
             raise ValueError(f"Sample {i}: the task '{task}' {what}, and there are {images}.")
-        if task == QA:
-            return f"[INST] {text} [/INST]", None
-        return f"[INST] {f'<Img>{self.image_token}</Img> ' * images}[{task}] {text} [/INST]", self.tasks.index(task)
+        index = None if task == QA else self.tasks.index(task)
+        pictures = f"<Img>{self.image_token}</Img> " * images
+        if self.prompt_format == "authors":
+            # To train, their questions about images end in a space; to evaluate, only those for a report do.
+            gap = "  " if images and (trained or task == "caption") else " "
+            return f"[INST] {pictures}[{task}] {text.strip()}{gap}[/INST]", index
+        return f"[INST] {text} [/INST]" if task == QA else f"[INST] {pictures}[{task}] {text} [/INST]", index
 
     def _tokens(self, prompts: list[str], answers: list[str] | None, **options: Any) -> dict[str, Any]:
         padding = options.pop("padding", True)
@@ -232,21 +254,8 @@ class UniMedProcessor(ProcessorMixin):
         multiple = options.pop("pad_to_multiple_of", None)
         if options.pop("truncation", False):
             raise ValueError("truncation=True is not supported, because it would cut images; shorten the text.")
-        end = self.tokenizer.eos_token_id
-        # Some tokenizers append an end token to each text. Remove it, because the answer follows.
-        ids = [
-            row[:-1] if row[-1:] == [end] and (row[-2:-1] == [end] or not prompt.endswith(self.tokenizer.eos_token)) else row
-            for row, prompt in zip(self.tokenizer(prompts, **options)["input_ids"], prompts)
-        ]
-        starts = [len(row) for row in ids]
-        if answers is not None:
-            whole = self.tokenizer([f"{prompt} {answer}" for prompt, answer in zip(prompts, answers)], **options)["input_ids"]
-            alone = self.tokenizer(answers, **options | {"add_special_tokens": False})["input_ids"]
-            # Tokenize the answer together with its prompt, unless that changes the tokens of the prompt.
-            ids = [
-                (full if full[: len(prompt)] == prompt else prompt + answer) for prompt, full, answer in zip(ids, whole, alone)
-            ]
-            ids = [row if row[-1] == end else [*row, end] for row in ids]
+        make = self._authors_ids if self.prompt_format == "authors" else self._ids
+        ids, starts = make(prompts, answers, **options)
         for i, row in enumerate(ids):
             if len(row) > limit:
                 raise ValueError(f"Sample {i}: {len(row)} tokens, but the context has {limit}. Shorten the text.")
@@ -263,6 +272,50 @@ class UniMedProcessor(ProcessorMixin):
                 labels = [-100] * start + row[start:]
                 data["labels"].append(ignored + labels if side == "left" else labels + ignored)
         return data
+
+    def _ids(self, prompts: list[str], answers: list[str] | None, **options: Any) -> tuple[list[list[int]], list[int]]:
+        """Returns the tokens of each row, with its answer and an end token, and the length of each prompt."""
+        end = self.tokenizer.eos_token_id
+        # Some tokenizers append an end token to each text. Remove it, because the answer follows.
+        ids = [
+            row[:-1] if row[-1:] == [end] and (row[-2:-1] == [end] or not prompt.endswith(self.tokenizer.eos_token)) else row
+            for row, prompt in zip(self.tokenizer(prompts, **options)["input_ids"], prompts)
+        ]
+        starts = [len(row) for row in ids]
+        if answers is not None:
+            whole = self.tokenizer([f"{prompt} {answer}" for prompt, answer in zip(prompts, answers)], **options)["input_ids"]
+            alone = self.tokenizer(answers, **options | {"add_special_tokens": False})["input_ids"]
+            # Tokenize the answer together with its prompt, unless that changes the tokens of the prompt.
+            ids = [
+                (full if full[: len(prompt)] == prompt else prompt + answer) for prompt, full, answer in zip(ids, whole, alone)
+            ]
+            ids = [row if row[-1] == end else [*row, end] for row in ids]
+        return ids, starts
+
+    def _authors_ids(self, prompts: list[str], answers: list[str] | None, **options: Any) -> tuple[list[list[int]], list[int]]:
+        """Returns what `_ids` returns, as the authors' code makes it: texts around images and special tokens are tokenized
+        apart, so that Llama's tokenizer puts a space before each. To train, a start token precedes the prompt. To answer, there
+        are two, because their prompt has one and their tokenizer adds another.
+        """
+        bos, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        special = {self.image_token: self.image_token_id, self.tokenizer.eos_token: end}
+        first = []
+        if bos is not None:
+            special[self.tokenizer.bos_token] = bos
+            first = [bos] * (2 if answers is None else 1) if options.pop("add_special_tokens", True) else []
+        options["add_special_tokens"] = False
+        apart = re.compile("(" + "|".join(map(re.escape, special)) + ")")
+
+        def ids_of(text: str) -> list[int]:
+            parts = [part for part in apart.split(text) if part]
+            found = ([special[part]] if part in special else self.tokenizer(part, **options)["input_ids"] for part in parts)
+            return [i for ids in found for i in ids]
+
+        ids = [first + ids_of(prompt) for prompt in prompts]
+        starts = [len(row) for row in ids]
+        if answers is not None:
+            ids = [[*row, *ids_of(answer.strip()), end] for row, answer in zip(ids, answers)]
+        return ids, starts
 
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:

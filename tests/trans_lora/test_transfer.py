@@ -24,6 +24,7 @@ from valid_cards import valid_card
 from hf_ext import HfExtError, PissaConfig, QPissaConfig, TransLoraConfig, TransLoraTrainer
 from hf_ext.cli.main import main
 from hf_ext.trans_lora import Completion, read_inputs, train_discriminator
+from hf_ext.trans_lora.duplicates import SeenTexts
 from hf_ext.trans_lora.encoding import Encoder, without_bos
 from hf_ext.trans_lora.generation import ModelGenerator
 from hf_ext.trans_lora.pipeline import transfer as run_transfer
@@ -564,6 +565,24 @@ def test_labels_of_other_inputs_are_refused(tmp_path):
 def test_settings_that_cannot_be_meant_are_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         settings(tmp_path, **options)
+
+
+def test_the_papers_settings_keep_near_duplicates_and_as_many_inputs_as_there_were(tmp_path):
+    quiet = {"use_cpu": True, "report_to": [], "save_strategy": "no"}
+    args = TransLoraConfig.paper(tmp_path, dataset_size=250, num_train_epochs=10, learning_rate=2e-4, **quiet)
+    assert (args.num_samples, args.near_duplicate_threshold, args.filter, args.num_train_epochs) == (
+        250,
+        1,
+        "discriminator",
+        10,
+    )
+    args = TransLoraConfig.paper(tmp_path, 250, **quiet)
+    assert (args.num_train_epochs, args.learning_rate, args.per_device_train_batch_size) == (20, 2e-5, 8)
+    assert (args.weight_decay, args.warmup_steps, args.lr_scheduler_type) == (0, 0, "linear")
+    seen = SeenTexts(args.near_duplicate_threshold)
+    words = [f"word{i}" for i in range(60)]
+    seen.add(" ".join(words))
+    assert not seen.has_near(" ".join([*words[:-1], "other"])) and seen.has(" ".join(words).upper())
 
 
 # ---------------------------------------------------------------------------------------------------- the command line

@@ -1,5 +1,7 @@
 """UniMedProcessor: prompts, images and answers in, tensors out; what is wrong with a sample is said of that sample."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ from tiny_uni_med import (
     uni_med,
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
 
 from hf_ext import UniMedProcessor
 
@@ -96,6 +98,69 @@ def test_training_chat_and_asking_have_the_same_tokens(ending):
     chat = [{"role": "user", "content": [part, {"type": "text", "text": ask["text"]}]}]
     chat.append({"role": "assistant", "content": "the red cell"})
     assert make.apply_chat_template(chat, task="vqa", tokenize=True, return_dict=True)["input_ids"][0] == ids
+
+
+def llama_tokenizer(legacy: bool) -> LlamaTokenizer:
+    """A tokenizer of Llama's kind: it puts a space before each text, in which two spaces stay two. The words of the prompts are
+    one token each."""
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    texts = [
+        "[INST] <Img> </Img> [qa] [vqa] [refer] [identify] [caption] [cls] what is {<1><2><30><40>} ? [/INST] a red cell"
+    ] * 3
+    words.train_from_iterator(texts, trainers.BpeTrainer(special_tokens=["<unk>", "<s>", "</s>"], vocab_size=400))
+    found = json.loads(words.to_str())["model"]
+    merges = [tuple(pair) for pair in found["merges"]]
+    return LlamaTokenizer(vocab=found["vocab"], merges=merges, legacy=legacy)
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+@pytest.mark.parametrize("task", ["qa", "vqa", "refer", "identify", "caption", "cls"])
+def test_the_authors_format_makes_the_tokens_of_their_code(task, legacy, tmp_path):
+    make = UniMedProcessor(image_processor(), llama_tokenizer(legacy), num_image_tokens=2, prompt_format="authors")
+    make.save_pretrained(tmp_path)
+    make = UniMedProcessor.from_pretrained(tmp_path)
+    picture = None if task == "qa" else image()
+    question, answer = "what is {<1><2><30><40>} ?", "a red cell"
+    # By hand: to train, one start token, a space before each text around the image, two spaces at the end of an image prompt.
+    head = [] if task == "qa" else ["▁<Img>", "<image>", "<image>", "▁</Img>"]
+    asked = ["▁[INST]", *head, f"▁[{task}]", "▁what", "▁is", "▁{<1><2><30><40>}", "▁?"]
+    trained = ["<s>", *asked, *([] if task == "qa" else ["▁"]), "▁[/INST]"]
+    # To answer, their template and their tokenizer each add a start token, and only questions for a report end in a space.
+    evaluated = ["<s>", "<s>", *asked, *(["▁"] if task == "caption" else []), "▁[/INST]"]
+
+    def tokens(inputs) -> list[str]:
+        return make.tokenizer.convert_ids_to_tokens(inputs["input_ids"][0])
+
+    inputs = make(images=picture, text=question, task=task, answers=answer)
+    assert tokens(inputs) == [*trained, "▁a", "▁red", "▁cell", "</s>"]
+    assert inputs["labels"][0] == [-100] * len(trained) + inputs["input_ids"][0][-4:]
+    inputs = make(images=picture, text=f"{question} ", task=task)  # a space that is there already is not doubled
+    assert tokens(inputs) == evaluated
+    assert inputs.get("image_tasks") == (None if task == "qa" else [make.tasks.index(task)])
+    parts = [{"type": "image", "image": picture}] * (task != "qa") + [{"type": "text", "text": question}]
+    chat = [{"role": "user", "content": parts}]
+    assert tokens(make.apply_chat_template(chat, task=task, tokenize=True, return_dict=True)) == evaluated
+    chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": "what ?"}]
+    more = ["▁a", "▁red", "▁cell", "</s>", "<s>", "▁[INST]", "▁what", "▁?", "▁[/INST]"]
+    assert tokens(make.apply_chat_template(chat, task=task, tokenize=True, return_dict=True)) == [*evaluated, *more]
+
+
+def test_the_prompt_format_is_chosen_when_made_and_when_loaded(tmp_path):
+    processor().save_pretrained(tmp_path)
+    assert UniMedProcessor.from_pretrained(tmp_path).prompt_format == "paper"
+    loaded = UniMedProcessor.from_pretrained(tmp_path, prompt_format="authors")
+    chat = [{"role": "user", "content": "is this a cell ?"}]
+    assert loaded.apply_chat_template(chat, task="qa") == "[INST] [qa] is this a cell ? [/INST]"
+    assert text_of(loaded, loaded(text="is this a cell ?", task="qa")["input_ids"][0]) == (
+        "<s> <s> [INST] <unk> is this a cell ? [/INST]"  # the tokenizer of these tests has no [qa]
+    )
+    assert loaded(text="is this", task="qa", add_special_tokens=False)["input_ids"][0][0] != loaded.tokenizer.bos_token_id
+    assert loaded.format_box((199, 399, 599, 799), (1000, 1000)) == "{<19><39><59><79>}"
+    own = "{{ messages[0]['content'] }}"
+    assert processor(prompt_format="authors", chat_template=own).apply_chat_template(chat) == "is this a cell ?"
+    with pytest.raises(ValueError, match="no prompt_format 'author'; they are paper, authors"):
+        processor(prompt_format="author")
 
 
 def test_images_come_in_many_forms(tmp_path):

@@ -149,7 +149,8 @@ def test_the_lora_is_an_adapter_of_peft(tmp_path, capsys):
         if f"{key}A.default.weight" in factors:
             change = 6 / RANK * factors[f"{key}B.default.weight"] @ factors[f"{key}A.default.weight"]
         torch.testing.assert_close(weight, expected[name] + change, rtol=1e-4, atol=1e-4)
-    assert AutoProcessor.from_pretrained(tmp_path / "out").num_image_tokens == 8
+    processor = AutoProcessor.from_pretrained(tmp_path / "out")
+    assert processor.num_image_tokens == 8 and processor.prompt_format == "authors"
 
 
 def test_a_checkpoint_without_its_configuration_is_taken_as_the_papers(tmp_path):
