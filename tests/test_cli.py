@@ -105,8 +105,8 @@ def test_a_dry_run_prints_the_estimate_and_writes_nothing(folder, capsys):
 def test_a_source_is_not_deleted_for_a_result_that_only_an_upload_keeps(folder, capsys):
     before = contents(folder)
     command = ("compress", folder / "tuned", "--base", folder / "base", "--base-id", "user/base", "--delete-source")
-    assert "give --out too" in mistaken(capsys, *command, "--push-to-hub", "user/small")
-    assert "give --out too" in mistaken(capsys, *command, "--dry-run")
+    assert "requires --out" in mistaken(capsys, *command, "--push-to-hub", "user/small")
+    assert "requires --out" in mistaken(capsys, *command, "--dry-run")
     assert contents(folder) == before
 
 
@@ -546,11 +546,11 @@ def test_the_version_comes_with_those_of_the_libraries(capsys):
         (["compress", "a"], "for '--out': give a folder to write, --push-to-hub or --dry-run"),
         (["compress", "a", "--out", "b", "--verfy"], "--verify"),  # Typer's versions word it in several ways
         (["compress", "a", "--out", "b", "--level", "9"], "hf-ext compress: Invalid value for '--level': "),
-        (["compress", "a", "--out", ""], "hf-ext compress: Invalid value for '--out': '' is empty; give a name"),
-        (["compress", "a", "--out", "b", "--base-id", "org/name"], "for '--base-id': names the base; give --base too"),
+        (["compress", "a", "--out", ""], "hf-ext compress: Invalid value for '--out': the value is empty; give a path"),
+        (["compress", "a", "--out", "b", "--base-id", "org/name"], "for '--base-id': requires --base"),
         (["compress", "a", "--out", "b", "--no-base", "--base", "c"], "for '--no-base': cannot be combined with --base"),
         (["compress-all", "a", "--out", "b", "--base", "c", "--candidates", "d", "e"], "leave it out with --base"),
-        (["verify", ""], "hf-ext verify: Invalid value for 'SRC': '' is empty"),
+        (["verify", ""], "hf-ext verify: Invalid value for 'SRC': the value is empty"),
         (["transfer"], "hf-ext transfer: Missing option '--source-model'"),
     ],
 )
