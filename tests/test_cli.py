@@ -151,7 +151,7 @@ def test_without_a_base_it_is_found_or_the_candidates_are_shown(tmp_path, capsys
     (src / "config.json").write_text(json.dumps(config | {"_name_or_path": str(base)}))
     code, out, _ = run(capsys, "compress", src, "--out", tmp_path / "small", "--verify")
     assert code == 0 and out.startswith(f"The base of {src} is {base}.\n")
-    assert "give --base too" in mistaken(capsys, "compress", src, "--revision", "main", "--out", tmp_path / "out")
+    assert "requires --base" in mistaken(capsys, "compress", src, "--revision", "main", "--out", tmp_path / "out")
 
 
 def test_find_base_prints_a_table_or_json_of_the_same_report(folder, capsys):
@@ -549,7 +549,10 @@ def test_the_version_comes_with_those_of_the_libraries(capsys):
         (["compress", "a", "--out", ""], "hf-ext compress: Invalid value for '--out': the value is empty; give a path"),
         (["compress", "a", "--out", "b", "--base-id", "org/name"], "for '--base-id': requires --base"),
         (["compress", "a", "--out", "b", "--no-base", "--base", "c"], "for '--no-base': cannot be combined with --base"),
-        (["compress-all", "a", "--out", "b", "--base", "c", "--candidates", "d", "e"], "leave it out with --base"),
+        (
+            ["compress-all", "a", "--out", "b", "--base", "c", "--candidates", "d", "e"],
+            "for '--candidates': cannot be combined with --base",
+        ),
         (["verify", ""], "hf-ext verify: Invalid value for 'SRC': the value is empty"),
         (["transfer"], "hf-ext transfer: Missing option '--source-model'"),
     ],

@@ -42,7 +42,7 @@ Report = Annotated[
     "    --out my-bert-merged --report\n"
     "  hf-ext merge my-bert-merged/merge_recipe.yaml --out my-bert-again",
     'from_pretrained loads OUT. model.set_task("sst2") switches the model\'s weights, head and labels. A recipe is a YAML '
-    "file with the keys base and tasks (name: path), and optionally revision and rescale. The command writes the recipe to OUT.",
+    "file with the keys base and tasks (name: path), and optionally revision and rescale. The command writes it to OUT.",
     threaded=True,
 )
 def merge(

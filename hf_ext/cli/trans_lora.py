@@ -143,8 +143,8 @@ def transfer(
     "  hf-ext migrate --source-model SmolLM2-135M --source-adapter my-lora --target-model SmolLM2-135M-Instruct \\\n"
     "    --seeds seeds.jsonl --out my-lora-migrated --learning_rate 2e-4 --num_train_epochs 5",
     "Copies the adapter if it fits the target, trains one by TiTok, and, with --discriminator, one by Trans-LoRA. Writes the "
-    "best adapter to OUT, each adapter to a folder in OUT, and a report with the scores and times. The score is the accuracy on "
-    "--test or, without --test, the agreement with the old adapter on held-out synthetic inputs.\n\n"
+    "best adapter to OUT, each adapter to a folder in OUT, and a report with the scores and times. The score is the accuracy "
+    "on --test or, without --test, the agreement with the old adapter on held-out synthetic inputs.\n\n"
     "To resume a run that was killed, run the same command again.\n\n"
     f"{ANY_OPTION} --learning_rate 2e-4  --num_train_epochs 20  --bf16  --num_samples 500",
     RESUMABLE,

@@ -19,8 +19,8 @@ section = Section(
     "  hf-ext follow /mnt/share/run --server http://gpu1:8000 http://gpu2:8000\n"
     "  hf-ext follow hf://buckets/me/run --server http://localhost:8000 --requests keep",
     "PLACE is where hf_ext.weight_sync publishes: a folder, hf://OWNER/NAME or hf://buckets/OWNER/NAME. The servers must be "
-    "able to read it under the same name. Start each server with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config "
-    '\'{"backend": "hf_ext"}\'. Ctrl-C ends the command; the servers keep their current weights.',
+    "able to read it under the same name. Start each server with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL "
+    '--weight-transfer-config \'{"backend": "hf_ext"}\'. Ctrl-C ends the command; the servers keep their current weights.',
     left="the servers keep their current weights",
 )
 def follow(
