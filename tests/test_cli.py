@@ -20,6 +20,7 @@ import hf_ext
 from hf_ext import emr, fm_delta
 from hf_ext.cli.command import app
 from hf_ext.cli.main import main
+from hf_ext.integration.model_cards import is_ours
 from hf_ext.storage import prefetch
 
 COMMANDS = typer.main.get_command(app).commands
@@ -390,6 +391,10 @@ def test_a_report_prints_a_table_and_draws_a_picture(tmp_path, tasks, capsys):
     estimates = [fm_delta.estimate(folders[task], base).compressed_bytes for task in ("cr", "trec")]
     assert f"the 2 models without loss in about {sum(estimates) / 1e6:.2f} MB, " in lossless
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG\r\n")
+    card = out / "README.md"
+    assert card.read_text().count("](report.png)") == 1 and is_ours(card, "emr")
+    assert run(capsys, "merge", "--base", base, *options, "--out", out)[0] == 0
+    assert "report.png" not in card.read_text()  # the old picture is not of this merge
 
 
 def test_a_task_is_added_by_a_command(tmp_path, tasks, capsys):

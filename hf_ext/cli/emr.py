@@ -151,5 +151,8 @@ def with_lossless_size(made: Result, recipe: Recipe) -> Result:
 def merged(report: MergeReport, out: str, show: bool) -> Result:
     """Returns the result of `merge` and `add-task`."""
     if show:
+        from hf_ext.integration.model_cards import add_picture
+
         report.plot(Path(out, "report.png"))
+        add_picture(Path(out), "report.png", "How close each task is to its own model")
     return Result(str(report) if show else report.summary(), report.to_dict())
