@@ -159,7 +159,7 @@ def test_an_adapter_says_what_it_started_from(llama, tmp_path, kind, quantizatio
     model.save_pretrained(tmp_path / "one")  # PEFT writes into the card before it is written anew
     data, text = valid_card(tmp_path / "one", name)
     report = pissa.report(model)
-    assert f"At the start of training: {report.summary()}." in text and "the 4 largest" in text
+    assert f"At the start of training:\n{report.summary()}." in text and "the 4 largest" in text
     for layer in report.layers:
         assert f"| {layer.layer} | 4 | {100 * layer.energy:.1f} % |" in text
     assert (data.pipeline_tag, data.library_name, data.license) == ("text-generation", "peft", "mit") and name in data.tags
