@@ -97,7 +97,7 @@ CHARTS = {
         "uni_med.md",
         {
             "Uni-Med": "Uni-Med",
-            "best same answer for all": "Best same\nanswer for all",
+            "best constant answer": "Best constant\nanswer",
             "with images of other samples": "With images of\nother samples",
         },
         "score, 0 to 1",
@@ -113,7 +113,7 @@ CHARTS = {
         "seconds",
         log=True,
         shared=True,
-        ours="switch from the base, the request before drained",
+        ours="switch from the base, after the running request has ended",
     ),
 }
 

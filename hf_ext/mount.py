@@ -1,6 +1,6 @@
 """A read-only file system that shows compressed models and merges as the plain folders they stand for.
 
-Programs that know nothing of this package read it: other servers, converters, `sha256sum`. Requires FUSE.
+Programs without this package can read it: other servers, converters, `sha256sum`. Requires FUSE.
 """
 
 from __future__ import annotations

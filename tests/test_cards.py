@@ -93,8 +93,8 @@ def test_the_checkpoints_of_a_series_name_what_they_are_stored_against(tmp_path)
     against = {found.name: Path(found.base).name for found in fm_delta.inspect_series(tmp_path / "run").checkpoints}
     for step in (1, 3):
         _, text = valid_card(tmp_path / f"run/checkpoint-{step}", "fm_delta")
-        assert ("the chain of checkpoints it is stored against, and the base, are" in text) == (step == 1)
-        assert ("the base is needed too." in text) == (step == 3)
+        assert ("you also need the base and the other checkpoints of its chain." in text) == (step == 1)
+        assert ("you also need the base." in text) == (step == 3)
         assert f"differences from `{against[f'checkpoint-{step}']}`" in text and "# A fine-tune of `base`" in text
     assert (tmp_path / "run/checkpoint-2/README.md").read_text() == MINE
     assert against["checkpoint-1"] == "checkpoint-2"
@@ -159,7 +159,7 @@ def test_an_adapter_says_what_it_started_from(llama, tmp_path, kind, quantizatio
     model.save_pretrained(tmp_path / "one")  # PEFT writes into the card before it is written anew
     data, text = valid_card(tmp_path / "one", name)
     report = pissa.report(model)
-    assert f"At its start: {report.summary()}." in text and "the 4 largest" in text
+    assert f"At the start of training:\n{report.summary()}." in text and "the 4 largest" in text
     for layer in report.layers:
         assert f"| {layer.layer} | 4 | {100 * layer.energy:.1f} % |" in text
     assert (data.pipeline_tag, data.library_name, data.license) == ("text-generation", "peft", "mit") and name in data.tags

@@ -20,6 +20,7 @@ import hf_ext
 from hf_ext import emr, fm_delta
 from hf_ext.cli.command import app
 from hf_ext.cli.main import main
+from hf_ext.integration.model_cards import is_ours
 from hf_ext.storage import prefetch
 
 COMMANDS = typer.main.get_command(app).commands
@@ -105,8 +106,8 @@ def test_a_dry_run_prints_the_estimate_and_writes_nothing(folder, capsys):
 def test_a_source_is_not_deleted_for_a_result_that_only_an_upload_keeps(folder, capsys):
     before = contents(folder)
     command = ("compress", folder / "tuned", "--base", folder / "base", "--base-id", "user/base", "--delete-source")
-    assert "give --out too" in mistaken(capsys, *command, "--push-to-hub", "user/small")
-    assert "give --out too" in mistaken(capsys, *command, "--dry-run")
+    assert "requires --out" in mistaken(capsys, *command, "--push-to-hub", "user/small")
+    assert "requires --out" in mistaken(capsys, *command, "--dry-run")
     assert contents(folder) == before
 
 
@@ -151,7 +152,7 @@ def test_without_a_base_it_is_found_or_the_candidates_are_shown(tmp_path, capsys
     (src / "config.json").write_text(json.dumps(config | {"_name_or_path": str(base)}))
     code, out, _ = run(capsys, "compress", src, "--out", tmp_path / "small", "--verify")
     assert code == 0 and out.startswith(f"The base of {src} is {base}.\n")
-    assert "give --base too" in mistaken(capsys, "compress", src, "--revision", "main", "--out", tmp_path / "out")
+    assert "requires --base" in mistaken(capsys, "compress", src, "--revision", "main", "--out", tmp_path / "out")
 
 
 def test_find_base_prints_a_table_or_json_of_the_same_report(folder, capsys):
@@ -390,6 +391,10 @@ def test_a_report_prints_a_table_and_draws_a_picture(tmp_path, tasks, capsys):
     estimates = [fm_delta.estimate(folders[task], base).compressed_bytes for task in ("cr", "trec")]
     assert f"the 2 models without loss in about {sum(estimates) / 1e6:.2f} MB, " in lossless
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG\r\n")
+    card = out / "README.md"
+    assert card.read_text().count("](report.png)") == 1 and is_ours(card, "emr")
+    assert run(capsys, "merge", "--base", base, *options, "--out", out)[0] == 0
+    assert "report.png" not in card.read_text()  # the old picture is not of this merge
 
 
 def test_a_task_is_added_by_a_command(tmp_path, tasks, capsys):
@@ -546,11 +551,14 @@ def test_the_version_comes_with_those_of_the_libraries(capsys):
         (["compress", "a"], "for '--out': give a folder to write, --push-to-hub or --dry-run"),
         (["compress", "a", "--out", "b", "--verfy"], "--verify"),  # Typer's versions word it in several ways
         (["compress", "a", "--out", "b", "--level", "9"], "hf-ext compress: Invalid value for '--level': "),
-        (["compress", "a", "--out", ""], "hf-ext compress: Invalid value for '--out': '' is empty; give a name"),
-        (["compress", "a", "--out", "b", "--base-id", "org/name"], "for '--base-id': names the base; give --base too"),
+        (["compress", "a", "--out", ""], "hf-ext compress: Invalid value for '--out': the value is empty; give a path"),
+        (["compress", "a", "--out", "b", "--base-id", "org/name"], "for '--base-id': requires --base"),
         (["compress", "a", "--out", "b", "--no-base", "--base", "c"], "for '--no-base': cannot be combined with --base"),
-        (["compress-all", "a", "--out", "b", "--base", "c", "--candidates", "d", "e"], "leave it out with --base"),
-        (["verify", ""], "hf-ext verify: Invalid value for 'SRC': '' is empty"),
+        (
+            ["compress-all", "a", "--out", "b", "--base", "c", "--candidates", "d", "e"],
+            "for '--candidates': cannot be combined with --base",
+        ),
+        (["verify", ""], "hf-ext verify: Invalid value for 'SRC': the value is empty"),
         (["transfer"], "hf-ext transfer: Missing option '--source-model'"),
     ],
 )

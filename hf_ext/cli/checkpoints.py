@@ -17,8 +17,8 @@ section = Section(
 @section.command(
     "show how large each tensor is, or how close each task is to its own model",
     "  hf-ext inspect my-bert-small --plot sizes.png\n  hf-ext inspect my-bert-merged --json",
-    "The first example is for a compressed model, the second for a merge. The base is not needed. docs/emr.md explains the "
-    "columns of a merge.",
+    "The first example below is for a compressed model, the second for a merge. The base is not required. docs/emr.md explains "
+    "the columns for a merge.",
 )
 def inspect(
     src: Annotated[str, argument("SRC", "Compressed folder or file, or folder of a merge.")],
@@ -37,7 +37,7 @@ def inspect(
     "decode every tensor and compare it with its checksum",
     "  hf-ext verify my-bert-small\n"
     "  hf-ext verify my-bert-merged --base /mnt/models/bert-base-uncased    # the base has moved",
-    "Also reads every mask of a merge. If anything is damaged, the error names it and the exit code is 1.",
+    "For a merge, also checks every mask. If a file is damaged, the error names it and the exit code is 1.",
     threaded=True,
 )
 def verify(src: Annotated[str, argument("SRC", "Compressed folder, or folder of a merge.")], base: MovedBase = None) -> Result:
@@ -48,8 +48,8 @@ def verify(src: Annotated[str, argument("SRC", "Compressed folder, or folder of 
 @section.command(
     "show a compressed model, or the tasks of a merge, as plain files to any program",
     "  hf-ext mount my-bert-small /mnt/my-bert\n  hf-ext mount my-bert-merged /mnt/my-tasks    # a folder for each task",
-    "WHERE is a read-only file system whose files are decoded when they are read. Ctrl-C, or `fusermount3 -u WHERE`, ends it. "
-    "Requires FUSE: pip install 'hf_ext[mount]', and libfuse of your system.",
+    "Mounts a read-only file system at WHERE, which decodes files when a program reads them. Ctrl-C, or `fusermount3 -u "
+    "WHERE`, unmounts it. Requires FUSE: pip install 'hf_ext[mount]', and your system's libfuse.",
     threaded=True,
 )
 def mount(
@@ -59,7 +59,7 @@ def mount(
 ) -> Result:
     from hf_ext.mount import mount as show
 
-    say(f"Mounting {src} at {where}. Ctrl-C, or `fusermount3 -u {where}`, ends it.")
+    say(f"Mounting {src} at {where}. Ctrl-C, or `fusermount3 -u {where}`, unmounts it.")
     show(src, where, base)
     return Result(f"{where} is unmounted.", {"src": src, "where": where})
 

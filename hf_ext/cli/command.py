@@ -19,7 +19,7 @@ from hf_ext.errors import HfExtError
 
 UNCHANGED = "nothing was changed"
 NOTHING = "nothing was written"
-RESUMABLE = "{out} has the finished part, run the command again to resume"
+RESUMABLE = "{out} has the finished part; run the command again to resume"
 
 
 class Command(typer.core.TyperCommand):
@@ -200,7 +200,7 @@ def mistake(message: str, option: str | None = None) -> typer.BadParameter:
 def not_empty(value: str | list[str] | None) -> str | list[str] | None:
     """Rejects an empty path or Hub id, such as an unset variable of the shell gives. It would mean the working directory."""
     if value == "" or isinstance(value, list) and "" in value:
-        raise typer.BadParameter("'' is empty; give a name.")
+        raise typer.BadParameter("the value is empty; give a path or a Hub id.")
     return value
 
 
@@ -219,16 +219,17 @@ def flag(name: str, help: str) -> Any:
     return typer.Option(name, help=help)
 
 
-Out = Annotated[str, option("--out", "Folder to write. Files of the same names in it are replaced.")]
+OUT = "Folder to write. Overwrites files of the same names."
+Out = Annotated[str, option("--out", OUT)]
 Revision = Annotated[
     str | None, option("--revision", "Branch, tag or commit of the base on the Hub; defaults to main.", metavar="REV")
 ]
 MovedBase = Annotated[
-    str | None, option("--base", "Folder or Hub id of the base, if it is no longer where SRC's config.json says.")
+    str | None, option("--base", "Folder or Hub id of the base, if it has moved. Defaults to the base in SRC's config.json.")
 ]
 PushToHub = Annotated[
     str | None,
-    option("--push-to-hub", "Upload the result to this repository of the Hub too. OUT may then be left out.", "ORG/NAME"),
+    option("--push-to-hub", "Also upload the result to this Hub repository. --out is then optional.", "ORG/NAME"),
 ]
 Threads = Annotated[
     int | None,
@@ -237,7 +238,7 @@ Threads = Annotated[
         min=1,
         metavar="N",
         show_default=False,
-        help="Threads that work on tensors, at most. Defaults to the cores that this process may use: those of its CPU "
-        "affinity (taskset, Slurm), or fewer by the CPU quota of its container. The results are the same.",
+        help="Maximum number of threads for work on tensors. Defaults to the cores that CPU affinity (taskset, Slurm) and the "
+        "container's CPU quota grant. Does not change the results.",
     ),
 ]

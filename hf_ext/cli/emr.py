@@ -26,7 +26,7 @@ Rescale = Annotated[
     Literal["tensor", "paper", "tensor_mean"],
     option(
         "--rescale",
-        "'tensor' for a rescaler per tensor, 'paper' for one per model, 'tensor_mean' for one as in the authors' scripts.",
+        "'tensor': one rescaler per tensor. 'paper': one per model. 'tensor_mean': one per model, as in the authors' scripts.",
         "tensor|paper|tensor_mean",
     ),
 ]
@@ -41,8 +41,8 @@ Report = Annotated[
     "  hf-ext merge --base google-bert/bert-base-uncased --task cola=my-cola --task sst2=my-sst2 \\\n"
     "    --out my-bert-merged --report\n"
     "  hf-ext merge my-bert-merged/merge_recipe.yaml --out my-bert-again",
-    'from_pretrained loads OUT. model.set_task("sst2") switches its weights, head and labels. A recipe is a YAML file with the '
-    "keys base and tasks (name: path), and if need be revision and rescale. OUT gets the recipe of the merge.",
+    'from_pretrained loads OUT. model.set_task("sst2") switches the model\'s weights, head and labels. A recipe is a YAML '
+    "file with the keys base and tasks (name: path), and optionally revision and rescale. The command writes it to OUT.",
     threaded=True,
 )
 def merge(
@@ -53,7 +53,7 @@ def merge(
         list[str] | None,
         option(
             "--task",
-            "Once for each task: a checkpoint (plain or compressed) or a PEFT adapter. The first task is active after loading.",
+            "A checkpoint (plain or compressed) or a PEFT adapter. Repeat for each task; the first is active after loading.",
             "NAME=PATH",
         ),
     ] = None,
@@ -67,7 +67,7 @@ def merge(
         if names.count(name) > 1:
             raise mistake(f"there are two tasks called '{name}'; give each its own name", "--task")
     if recipe and (base or tasks or revision or rescale != "tensor"):
-        raise mistake("a recipe says all that --base, --task, --revision and --rescale say; leave them out", "RECIPE")
+        raise mistake("cannot be combined with --base, --task, --revision or --rescale, which the recipe contains", "RECIPE")
     if not recipe and not (base and tasks):
         raise mistake("give the base model and the tasks, or a recipe", "--task" if base else "--base")
     from hf_ext import emr
@@ -89,7 +89,7 @@ def add_task(
     task: Annotated[str, option("--task", "The new task: a checkpoint (plain or compressed) or a PEFT adapter.", "NAME=PATH")],
     out: Out,
     base: MovedBase = None,
-    reelect: Annotated[bool, flag("--reelect", "Repeat the election, which changes the other tasks a little.")] = False,
+    reelect: Annotated[bool, flag("--reelect", "Elect all weights again. This changes the other tasks slightly.")] = False,
     rescale: Rescale = "tensor",
     report: Report = False,
 ) -> Result:
@@ -129,7 +129,7 @@ def named(text: str) -> tuple[str, str]:
 
 
 def with_lossless_size(made: Result, recipe: Recipe) -> Result:
-    """Adds to the report of a merge how large its models would be if FM-Delta stored each of them."""
+    """Adds to the report of a merge the size of its models if FM-Delta stored each of them."""
     from hf_ext.emr.merging import open_task
     from hf_ext.fm_delta.size_estimate import estimate_size
     from hf_ext.storage.open import open_checkpoint
@@ -143,7 +143,7 @@ def with_lossless_size(made: Result, recipe: Recipe) -> Result:
     text = (
         f"FM-Delta (hf-ext compress) would store the {len(recipe.tasks)} models without loss in about {size / 1e6:.2f} MB, "
         + ("less than this merge. " if smaller else "more than this merge. ")
-        + "Take FM-Delta for small or exact files, the merge for one model in memory that switches tasks."
+        + "Use FM-Delta if files must be small or exact. Use the merge if one model in memory must switch tasks."
     )
     return Result(f"{made.text}\n{text}", made.data | {"fm_delta_bytes": size})
 
@@ -151,5 +151,8 @@ def with_lossless_size(made: Result, recipe: Recipe) -> Result:
 def merged(report: MergeReport, out: str, show: bool) -> Result:
     """Returns the result of `merge` and `add-task`."""
     if show:
+        from hf_ext.integration.model_cards import add_picture
+
         report.plot(Path(out, "report.png"))
+        add_picture(Path(out), "report.png", "How close each task is to its own model")
     return Result(str(report) if show else report.summary(), report.to_dict())

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from hf_ext.cli.command import (
+    OUT,
     RESUMABLE,
     MovedBase,
     Out,
@@ -28,7 +29,7 @@ from hf_ext.cli.command import (
 )
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
 
-WHOLE = "every checkpoint is complete, run the command again to resume"
+WHOLE = "every checkpoint is complete; run the command again to resume"
 
 one_model = Section(
     "Store a fine-tune in a fraction of its size, without loss (FM-Delta)",
@@ -45,7 +46,7 @@ many_models = Section(
 Src = Annotated[str, argument("SRC", "Folder or Hub id of the fine-tuned model, with safetensors weights.")]
 Candidates = Annotated[
     list[str] | None,
-    option("--candidates", "Without --base: folders or Hub ids to choose it from; defaults to the local Hub cache.", "DIR…"),
+    option("--candidates", "Without --base: possible bases (folders or Hub ids). Defaults to the local Hub cache.", "DIR…"),
 ]
 BaseId = Annotated[
     str | None, option("--base-id", "Hub id to record for the base, if --base is a local copy of it.", "ORG/NAME")
@@ -68,18 +69,17 @@ Level = Annotated[
     "  hf-ext compress my-model --no-base --out my-model-small    # a base model or a PEFT adapter\n"
     "  hf-ext compress my-bert --dry-run                         # about how large would it be?\n"
     "  hf-ext compress me/my-bert --base google-bert/bert-base-uncased --push-to-hub me/my-bert-small",
-    "OUT has every file of SRC. from_pretrained loads it bit for bit as SRC, on any machine that can read the base.",
+    "OUT contains every file of SRC, with compressed weights. from_pretrained loads the same bits from OUT as from SRC, on any "
+    "machine that has the base or can download it. Without --base, the command searches for the base, as find-base does.",
     "{out} is unchanged, or has the whole model",
     threaded=True,
 )
 def compress(
     src: Src,
-    out: Annotated[str | None, option("--out", "Folder to write. Files of the same names in it are replaced.")] = None,
-    base: Annotated[
-        str | None, option("--base", "Folder or Hub id of the model it was tuned from; defaults to what find-base finds.")
-    ] = None,
+    out: Annotated[str | None, option("--out", OUT)] = None,
+    base: Annotated[str | None, option("--base", "Folder or Hub id of the model that SRC was fine-tuned from.")] = None,
     no_base: Annotated[
-        bool, flag("--no-base", "Compress the weights by themselves: of a base model, or of a PEFT adapter.")
+        bool, flag("--no-base", "Compress the weights without a base, such as those of a base model or a PEFT adapter.")
     ] = False,
     revision: Revision = None,
     candidates: Candidates = None,
@@ -93,7 +93,7 @@ def compress(
     if out is None and not dry_run and not push_to_hub:
         raise mistake("give a folder to write, --push-to-hub or --dry-run", "--out")
     if out is None and delete_source:  # a failed upload would lose the model
-        raise mistake("give --out too, which keeps the result", "--delete-source")
+        raise mistake("requires --out, so that a failed upload does not lose the model", "--delete-source")
     if no_base and (base or candidates):
         raise mistake("cannot be combined with --base or --candidates", "--no-base")
     check_base(base, revision, candidates, base_id)
@@ -150,12 +150,12 @@ def find_base(
 
 
 @many_models.command(
-    "compress many fine-tunes, each to OUT/its name; resumes an earlier run",
+    "compress many fine-tunes, each to OUT/NAME; skip those that are done",
     "  hf-ext compress-all my-models --base google-bert/bert-base-uncased --out my-models-small --workers 4 --verify\n"
     "  hf-ext compress-all my-bert my-gpt2 --out small --candidates bert-base gpt2    # finds the base of each model\n"
     "  hf-ext compress-all my-models --out small --scheduler tcp://host:8786",
-    "OUT/compress_all.json records the result for each model. A model that fails does not stop the others; the exit code is "
-    "then 1.",
+    "OUT/compress_all.json records the result for each model. Failures do not stop the run; the exit code is then 1. Run the "
+    "command again to resume.",
     RESUMABLE,
     threaded=True,
 )
@@ -164,12 +164,14 @@ def compress_all(
     out: Out,
     base: Annotated[
         str | None,
-        option("--base", "Folder or Hub id of the model that all were tuned from; defaults to finding the base of each."),
+        option("--base", "Folder or Hub id of the base of all models. Defaults to searching for the base of each model."),
     ] = None,
     revision: Revision = None,
     candidates: Candidates = None,
     base_id: BaseId = None,
-    workers: Annotated[int, typer.Option("--workers", min=1, metavar="N", help="Processes, which share the --threads.")] = 1,
+    workers: Annotated[
+        int, typer.Option("--workers", min=1, metavar="N", help="Number of processes. They share the threads of --threads.")
+    ] = 1,
     scheduler: Annotated[
         str | None, option("--scheduler", "Use the workers of a Dask cluster, such as tcp://host:8786.", "ADDRESS")
     ] = None,
@@ -220,8 +222,8 @@ def dask_cluster(address: str) -> Iterator[Executor]:
 @many_models.command(
     "compress the checkpoints of a training run in place",
     "  hf-ext compress-series my-run --base google-bert/bert-base-uncased",
-    "Stores each checkpoint as differences from the base or from the next newer checkpoint, whichever is smaller. "
-    "resume_from_checkpoint and from_pretrained read them as before.",
+    "Stores each checkpoint as differences from the base or from the next newer checkpoint, whichever is smaller. In a script "
+    "with `import hf_ext`, from_pretrained and Trainer's resume_from_checkpoint read the checkpoints as before.",
     WHOLE,
     threaded=True,
 )
@@ -237,7 +239,7 @@ def compress_series(
 
 
 @many_models.command(
-    "delete a checkpoint of a compressed run, unless others need it",
+    "delete a checkpoint of a compressed run, unless other checkpoints need it",
     "  hf-ext remove-checkpoint my-run/checkpoint-500\n"
     "  hf-ext remove-checkpoint my-run/checkpoint-500 --rebase    # rewrites the checkpoints that need it, then deletes",
     left=WHOLE,
@@ -245,7 +247,9 @@ def compress_series(
 )
 def remove_checkpoint(
     src: Annotated[str, argument("RUN/checkpoint-N", "Folder of the checkpoint.")],
-    rebase: Annotated[bool, flag("--rebase", "Store those that need it as differences from another, then delete it.")] = False,
+    rebase: Annotated[
+        bool, flag("--rebase", "First compress the checkpoints that need it against another one, then delete it.")
+    ] = False,
 ) -> Result:
     from hf_ext import fm_delta
 
@@ -255,9 +259,9 @@ def remove_checkpoint(
 
 def check_base(base: str | None, revision: str | None, candidates: list[str] | None, base_id: str | None) -> None:
     if revision and not base:
-        raise mistake("selects a revision of the base; give --base too", "--revision")
+        raise mistake("requires --base, whose revision it selects", "--revision")
     if base_id and not base:
-        raise mistake("names the base; give --base too, the folder of the local copy", "--base-id")
+        raise mistake("requires --base, the folder with the local copy of this model", "--base-id")
     if base_id:
         from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -266,4 +270,4 @@ def check_base(base: str | None, revision: str | None, candidates: list[str] | N
         except HFValidationError:
             raise mistake(f"'{base_id}' is not a Hub id such as org/name", "--base-id") from None
     if candidates and base:
-        raise mistake("is for finding the base; leave it out with --base", "--candidates")
+        raise mistake("cannot be combined with --base", "--candidates")

@@ -14,18 +14,18 @@ from hf_ext.cli import checkpoints, emr, fm_delta, tools, trans_lora, uni_med, w
 from hf_ext.cli.command import app, flag
 
 INTRODUCTION = """\
-Work on saved models: folders that save_pretrained has written, or models on the
-Hugging Face Hub, by their ids. In a script with `import hf_ext`, from_pretrained
-loads the results as usual."""
+Work on saved models: folders that save_pretrained has written, or ids of models
+on the Hugging Face Hub. In a script with `import hf_ext`, from_pretrained loads
+the results as usual."""
 CLOSING = """\
 `hf-ext COMMAND --help` explains a command, with examples. With --json, a command
-prints its result for programs. Results go to stdout, everything else to stderr.
+prints its result as JSON. Results go to stdout, everything else to stderr.
 The exit code is 0 for success, 1 for a failure, 2 for a mistake in the command line."""
 HOSTS = ("transformers", "peft", "torch", "huggingface_hub")
 
 
 def show_version(wanted: bool) -> None:
-    """Prints the versions to report with a bug: the package's and those of the libraries that it plugs into."""
+    """Prints the versions to include in a bug report: this package's and those of the libraries that it plugs into."""
     if wanted:
         hosts = ", ".join(f"{host} {installed_version(host)}" for host in HOSTS)
         print(f"hf_ext {hf_ext.__version__} ({hosts}, Python {sys.version.split()[0]})", flush=True)
@@ -50,9 +50,10 @@ def tutorial() -> str:
 @app.callback(help=tutorial())
 def options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=show_version, help="Print the versions to report with a bug.")
+        bool,
+        typer.Option("--version", is_eager=True, callback=show_version, help="Print the versions to include in a bug report."),
     ] = False,
-    traceback: Annotated[bool, flag("--traceback", "Show where in the code an error was raised.")] = False,
+    traceback: Annotated[bool, flag("--traceback", "Print the traceback of an error.")] = False,
 ) -> None:
     """Declares the options that stand before the command. `failure` reads --traceback."""
 

@@ -11,7 +11,7 @@ import typer
 from hf_ext.cli.command import Section, argument, failure, say
 
 section = Section(
-    "Use all of this in other tools, which do not import hf_ext themselves",
+    "Load compressed models and merges in tools that do not import hf_ext",
     "$ hf-ext run transformers serve my-bert-small",
 )
 
@@ -28,12 +28,12 @@ def run(
     context: typer.Context,
     program: Annotated[str, argument("PROGRAM", "A command of this Python environment, such as transformers or lm_eval.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENT", help="Its arguments.", show_default=False)
+        list[str] | None, typer.Argument(metavar="ARGUMENT", help="Arguments of PROGRAM.", show_default=False)
     ] = None,
 ) -> Any:
     found = entry_points(group="console_scripts", name=program)
     if not found:
-        say(f"There is no command '{program}' in this Python environment ({sys.prefix}). Install the package that has it.")
+        say(f"There is no command '{program}' in this Python environment ({sys.prefix}). Install the package that provides it.")
         return 1
     sys.argv = [program, *(arguments or ())]
     try:

@@ -1,4 +1,4 @@
-"""Trans-LoRA's commands. They pass options that they do not declare to TransLoraConfig."""
+"""Trans-LoRA's commands. TransLoraConfig parses the options that they do not declare."""
 
 from __future__ import annotations
 
@@ -25,28 +25,30 @@ section = Section(
     "    --target-model gemma-7b --discriminator boolean-d --seeds five.jsonl --out my-lora-on-gemma \\\n"
     "    --learning_rate 2e-4 --num_train_epochs 5",
 )
-ANY_OPTION = "Also takes every option of TransLoraConfig, and so of TrainingArguments, by its own name:\n\n\b\n "
+ANY_OPTION = "Also takes every option of TransLoraConfig and of TrainingArguments under its Python name:\n\n\b\n "
 ANY: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 
 PeftType = Annotated[Literal["lora", "dora", "pissa", "prompt_tuning"], typer.Option(help="Type of the new adapter.")]
-Rank = Annotated[int, option("--rank", "Its rank, or its number of virtual tokens.", "N")]
+Rank = Annotated[int, option("--rank", "Rank of the new adapter, or its number of virtual tokens.", "N")]
 SourceModel = Annotated[str, option("--source-model", "Folder or Hub id of the base model of the adapter.")]
 SourceAdapter = Annotated[str, option("--source-adapter", "Folder or Hub id of the adapter, of any PEFT type.")]
-TargetModel = Annotated[str, option("--target-model", "Folder or Hub id of the base model to move to.")]
+TargetModel = Annotated[str, option("--target-model", "Folder or Hub id of the base model to move the adapter to.")]
 Seeds = Annotated[str, option("--seeds", 'A few real inputs, one per line: {"input": "…"}', "FILE.jsonl")]
 DiscriminatorModel = Annotated[
     str | None,
-    option("--discriminator-model", "Its base model, if it is not the source model, as in a chain of transfers."),
+    option("--discriminator-model", "Base model of the discriminator. Defaults to --source-model."),
 ]
 ServerUrl = Annotated[
-    str | None, option("--server", "OpenAI-compatible server of the target model, to write the inputs.", "URL")
+    str | None, option("--server", "OpenAI-compatible server with the target model, which writes the inputs.", "URL")
 ]
-ServerModel = Annotated[str | None, option("--server-model", "The server's name for it; defaults to --target-model.", "NAME")]
-TargetModules = Annotated[list[str], option("--target-modules", "Layers that get it: one name or several.", "NAME…")]
+ServerModel = Annotated[
+    str | None, option("--server-model", "Name of the target model on the server. Defaults to --target-model.", "NAME")
+]
+TargetModules = Annotated[list[str], option("--target-modules", "Layers that get the adapter: one name or several.", "NAME…")]
 
 
 @section.command(
-    "train a classifier of a task's own inputs against synthetic ones",
+    "train a classifier that tells a task's real inputs from synthetic ones",
     "  hf-ext train-discriminator --source-model Llama-2-7b-hf --inputs boolean.jsonl --task boolean --out boolean-d \\\n"
     "    --learning_rate 2e-4 --num_train_epochs 5",
     "Train it while you have the task's data. `hf-ext transfer` filters synthetic inputs with it.\n\n"
@@ -58,10 +60,10 @@ def train_discriminator(
     context: typer.Context,
     source_model: Annotated[str, option("--source-model", "Folder or Hub id of the base model of the task's adapter.")],
     inputs: Annotated[str, option("--inputs", 'The task\'s inputs, one per line: {"input": "…"}', "FILE.jsonl")],
-    task: Annotated[str, option("--task", "Name of the task, which the prompt for the model contains.", "NAME")],
+    task: Annotated[str, option("--task", "Name of the task. The prompts contain it.", "NAME")],
     out: Out,
     seeds: Annotated[
-        str | None, option("--seeds", "Inputs to write synthetic ones from; defaults to some of --inputs.", "FILE.jsonl")
+        str | None, option("--seeds", "Example inputs for the synthetic inputs. Defaults to some of --inputs.", "FILE.jsonl")
     ] = None,
     peft_type: PeftType = "lora",
     rank: Rank = 16,
@@ -92,7 +94,7 @@ def train_discriminator(
 
 
 @section.command(
-    "move an adapter: write inputs, have the old adapter answer, train a new one",
+    "move an adapter: generate inputs, label them with the old adapter, train a new one",
     "  hf-ext transfer --source-model Llama-2-7b-hf --source-adapter my-lora --target-model gemma-7b \\\n"
     "    --discriminator boolean-d --seeds seeds.jsonl --out my-lora-on-gemma --learning_rate 2e-4 --num_train_epochs 5",
     "To resume a run that was killed, run the same command again.\n\n"
@@ -109,7 +111,7 @@ def transfer(
     out: Out,
     discriminator: Annotated[
         str | None,
-        option("--discriminator", "Folder or Hub id. Without one, use --filter token_excess or --filter none."),
+        option("--discriminator", "Folder or Hub id. If you have none, use --filter token_excess or --filter none."),
     ] = None,
     discriminator_model: DiscriminatorModel = None,
     server: ServerUrl = None,
@@ -140,9 +142,9 @@ def transfer(
     "move an adapter by several methods, the cheapest first, and keep the best",
     "  hf-ext migrate --source-model SmolLM2-135M --source-adapter my-lora --target-model SmolLM2-135M-Instruct \\\n"
     "    --seeds seeds.jsonl --out my-lora-migrated --learning_rate 2e-4 --num_train_epochs 5",
-    "Copies the adapter if it fits the target, trains one by TiTok, and, with --discriminator, one by Trans-LoRA. Each has a "
-    "folder in --out, which gets the best one, and a report with the score and the time of each. The score is the agreement "
-    "with the old adapter on held-out synthetic inputs, or the accuracy on --test.\n\n"
+    "Copies the adapter if it fits the target, trains one by TiTok, and, with --discriminator, one by Trans-LoRA. Writes the "
+    "best adapter to OUT, each adapter to a folder in OUT, and a report with the scores and times. The score is the accuracy "
+    "on --test or, without --test, the agreement with the old adapter on held-out synthetic inputs.\n\n"
     "To resume a run that was killed, run the same command again.\n\n"
     f"{ANY_OPTION} --learning_rate 2e-4  --num_train_epochs 20  --bf16  --num_samples 500",
     RESUMABLE,
@@ -155,12 +157,12 @@ def migrate(
     target_model: TargetModel,
     seeds: Seeds,
     out: Out,
-    discriminator: Annotated[str | None, option("--discriminator", "Folder or Hub id; needed by Trans-LoRA.")] = None,
+    discriminator: Annotated[str | None, option("--discriminator", "Folder or Hub id. Trans-LoRA requires it.")] = None,
     discriminator_model: DiscriminatorModel = None,
     test: Annotated[
-        str | None, option("--test", 'Inputs with right answers, one per line: {"input": "…", "output": "…"}', "FILE.jsonl")
+        str | None, option("--test", 'Inputs with correct answers, one per line: {"input": "…", "output": "…"}', "FILE.jsonl")
     ] = None,
-    enough: Annotated[float, option("--enough", "Score from 0 to 1 at which no further way is tried.", "SCORE")] = 1.0,
+    enough: Annotated[float, option("--enough", "Stop at the first method with this score (0 to 1).", "SCORE")] = 1.0,
     server: ServerUrl = None,
     server_model: ServerModel = None,
     peft_type: PeftType = "lora",

@@ -15,12 +15,12 @@ section = Section(
 
 
 @section.command(
-    "convert the checkpoint for from_pretrained, its LoRA to OUT/adapter",
+    "convert the checkpoint for from_pretrained; write its LoRA to OUT/adapter",
     "  hf-ext convert-uni-med checkpoint_0.pth my-uni-med --vision Salesforce/blip2-opt-2.7b \\\n"
     "    --text meta-llama/Llama-2-7b-chat-hf",
 )
 def convert_uni_med(
-    checkpoint: Annotated[str, argument("CKPT", "The .pth file. Only tensors and plain values are read from it.")],
+    checkpoint: Annotated[str, argument("CKPT", "The .pth file. The command loads only tensors and plain values from it.")],
     out: Annotated[str, argument("OUT", "Folder to write.")],
     vision: Annotated[str, option("--vision", "Folder or Hub id of the vision tower, such as a BLIP-2 with ViT-g.")],
     text: Annotated[str, option("--text", "Folder or Hub id of the language model.")],

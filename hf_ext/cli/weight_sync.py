@@ -1,4 +1,4 @@
-"""The commands for servers that follow a training."""
+"""The command that updates servers during a training."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ section = Section(
     "update servers whenever a training publishes a step",
     "  hf-ext follow /mnt/share/run --server http://gpu1:8000 http://gpu2:8000\n"
     "  hf-ext follow hf://buckets/me/run --server http://localhost:8000 --requests keep",
-    "PLACE is where hf_ext.weight_sync publishes: a folder, hf://OWNER/NAME or hf://buckets/OWNER/NAME, which the servers "
-    "reach under the same name. Start them so: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config "
-    '\'{"backend": "hf_ext"}\'. Ctrl-C ends the command; the servers go on with the weights that they have.',
-    left="the servers go on with the weights that they have",
+    "PLACE is where hf_ext.weight_sync publishes: a folder, hf://OWNER/NAME or hf://buckets/OWNER/NAME. The servers must be "
+    "able to read it under the same name. Start each server with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL "
+    '--weight-transfer-config \'{"backend": "hf_ext"}\'. Ctrl-C ends the command; the servers keep their current weights.',
+    left="the servers keep their current weights",
 )
 def follow(
     place: Annotated[str, argument("PLACE", "Where the steps are published.")],
     server: Annotated[list[str], option("--server", "Addresses of the servers.", metavar="URL…")],
     requests: Annotated[
         Literal["wait", "keep", "abort"],
-        typer.Option("--requests", help="What becomes of requests during an update: they end first, go on, or are ended."),
+        typer.Option(
+            "--requests",
+            help="Requests that run when an update arrives: wait until they are done, keep them running, or abort them.",
+        ),
     ] = "wait",
     last: Annotated[
         int | None, typer.Option("--last", metavar="STEP", show_default=False, help="End when all servers are at this step.")
     ] = None,
-    every: Annotated[float, typer.Option("--every", metavar="SECONDS", help="Time between two looks at the place.")] = 1.0,
+    every: Annotated[float, typer.Option("--every", metavar="SECONDS", help="Time between two checks of PLACE.")] = 1.0,
     api_key: Annotated[
-        str | None, option("--api-key", "Key of the servers, by default that of VLLM_API_KEY.", metavar="KEY")
+        str | None, option("--api-key", "API key of the servers. Defaults to VLLM_API_KEY.", metavar="KEY")
     ] = None,
 ) -> Result:
     from hf_ext.weight_sync.servers import VLLMServer, follow

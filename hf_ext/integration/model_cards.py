@@ -135,6 +135,21 @@ def tag_card(folder: Path, tags: Iterable[str]) -> None:
         write_atomically(folder / CARD, card.save)
 
 
+def add_picture(folder: Path, name: str, text: str) -> None:
+    """Shows a picture that lies in a folder in the folder's card, before the first section, if the card is a generated one.
+
+    Args:
+        folder: with the card and the picture.
+        name: of the picture's file.
+        text: description of the picture.
+    """
+    if is_ours(folder / CARD):
+        card = ModelCard.load(folder / CARD)
+        introduction, heading, sections = card.text.partition("\n## ")
+        card.text = f"{introduction}\n![{text}]({name})\n{heading}{sections}"
+        write_atomically(folder / CARD, _marked(card, _kind(card)).save)
+
+
 def outdated(folder: Path) -> list[Path]:
     """Returns the generated card to remove when other files replace those of a folder, relative to it."""
     return [Path(CARD)] if is_ours(folder / CARD) else []
@@ -301,15 +316,20 @@ def class_of(config: dict[str, Any]) -> str:
 def _tagged(card: ModelCard, tags: Iterable[str]) -> ModelCard:
     """Returns a generated card with these tags added."""
     card.data["tags"] = sorted({*_tags(card.data.to_dict()), *tags})
+    return _marked(card, _kind(card))
+
+
+def _kind(card: ModelCard) -> str:
+    """Returns the template of a generated card."""
     mark = MARK.search(card.text)
     assert mark is not None
-    return _marked(card, mark["kind"])
+    return mark["kind"]
 
 
 def _marked(card: ModelCard, kind: str) -> ModelCard:
     """Returns a card with the mark of its contents at the end."""
     checksum = _checksum(card.data.to_dict(), card.text)
-    mark = f"<!-- hf_ext {kind} {checksum}: replaced at every save until somebody changes this card -->"
+    mark = f"<!-- hf_ext {kind} {checksum}: every save replaces this card, unless you change it -->"
     card.text = f"\n{MARK.sub('', card.text).strip()}\n\n{mark}\n"
     return card
 

@@ -20,9 +20,10 @@ class MissingExtension:
             raise AttributeError(name)
         raise MissingDependencyError(
             f"FM-Delta and EMR-Merging need the C++ extension of hf_ext, which cannot be imported: {self._cause}. Install a "
-            "C++17 compiler (Debian: apt-get install g++; macOS: xcode-select --install), then build the extension in a "
-            "checkout of hf_ext: pip install --force-reinstall --no-deps . (to run from the checkout: "
-            "python setup.py build_ext --inplace)."
+            "wheel for your platform, which contains the extension: pip install --force-reinstall --no-deps --only-binary "
+            "hf_ext hf_ext. If there is no such wheel, install a C++17 compiler (Debian: apt-get install g++; macOS: "
+            "xcode-select --install), then run in a checkout of hf_ext: pip install --force-reinstall --no-deps . (to use "
+            "the checkout itself: python setup.py build_ext --inplace)."
         ) from self._cause
 
 

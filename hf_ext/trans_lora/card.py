@@ -12,7 +12,13 @@ from hf_ext.trans_lora.reports import TransferReport
 
 
 def transfer_card(report: TransferReport, task_type: str | None, folder: Path) -> ModelCard:
-    """The card of the new adapter, of this PEFT type of task; a report.png in its folder is shown."""
+    """Returns the card of the new adapter. If its folder has a report.png, the card shows it.
+
+    Args:
+        report: of the transfer.
+        task_type: PEFT's type of task.
+        folder: of the new adapter.
+    """
     return adapter_card(
         "trans_lora_adapter",
         report.target,
@@ -28,7 +34,7 @@ def transfer_card(report: TransferReport, task_type: str | None, folder: Path) -
 
 
 def discriminator_card(task: str, metrics: dict[str, float], base: str, task_type: str | None) -> ModelCard:
-    """The card of a discriminator of a task's inputs, an adapter of `base`."""
+    """Returns the card of a discriminator of a task's inputs, an adapter of `base`."""
     kept = {"real_kept": "real inputs", "synthetic_kept": "inputs that the base model wrote"}
     return adapter_card(
         "trans_lora_discriminator",

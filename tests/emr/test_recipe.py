@@ -64,6 +64,6 @@ def test_a_wrong_recipe_is_refused(tmp_path, text, message):
 
 def test_a_recipe_and_options_do_not_mix(tmp_path, capsys):
     assert main(["merge", "recipe.yaml", "--base", "b", "--out", "o"]) == 2
-    assert "a recipe says all that --base, --task" in capsys.readouterr().err
+    assert "cannot be combined with --base, --task" in capsys.readouterr().err
     assert main(["merge", "--base", "b", "--out", "o"]) == 2
     assert "give the base model and the tasks, or a recipe" in capsys.readouterr().err
