@@ -27,6 +27,7 @@ import tiny_medical_data
 import tiny_models
 import tiny_transfers
 import tiny_uni_med
+import tiny_vision_language_models
 import torch
 from datasets import Dataset, Features, Image, Value
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -267,6 +268,11 @@ def uni_med_data() -> dict[str, Any]:
     return {}
 
 
+def uni_med_cmoe() -> dict[str, Any]:
+    (model, batch), (base, _) = (tiny_vision_language_models.build("llava") for _ in range(2))
+    return {"model": model, "base": base, "batch": batch, "labels": batch["input_ids"]}
+
+
 def serving() -> dict[str, Any]:
     classifiers("my-cola", "sst2")
     merging.merge(BERT, {"my-cola": "my-cola", "sst2": "sst2"}, "my-bert-merged")
@@ -302,7 +308,9 @@ def index() -> dict[str, Any]:
 
 
 METHODS = (fm_delta, emr, pissa, trans_lora, uni_med, weight_sync)
-MAKERS = {"README.md": readme} | {f"{make.__name__}.md": make for make in (*METHODS, serving, index, uni_med_data)}
+MAKERS = {"README.md": readme} | {
+    f"{make.__name__}.md": make for make in (*METHODS, serving, index, uni_med_data, uni_med_cmoe)
+}
 
 
 @contextlib.contextmanager

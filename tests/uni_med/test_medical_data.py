@@ -598,6 +598,6 @@ def test_box_samples_have_the_prompt_of_their_task_and_keep_their_answer(tmp_pat
         row = read_coco(*coco(tmp_path), task).with_transform(load_images)[0]
         assert (row["text"], row["answer"]) == (question, answer)
         batch = UniMedCollator(made)([row])
-        prompt, _ = made._prompt(0, row["text"], task, 1)
+        prompt, _ = made._prompt(0, row["text"], task, 1, False)
         assert prompt == f"[INST] <Img><image></Img> [{task}] {question} [/INST]"
         assert batch["image_tasks"].tolist() == [made.tasks.index(task)]

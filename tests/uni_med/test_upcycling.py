@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
+from tiny_vision_language_models import FAMILIES, IMAGE, batch, build
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import BitsAndBytesConfig, LlavaForConditionalGeneration, Trainer, TrainingArguments
-from vision_language_models import FAMILIES, IMAGE, batch, build
 
 from hf_ext import CMoEConfig
 from hf_ext.uni_med import interference

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig, PeftType
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 
+from hf_ext.integration.model_cards import adapter_card, write_card
 from hf_ext.uni_med.connector import RouterInput, Routing
 
 
@@ -77,6 +81,15 @@ class CMoEConfig(LoraConfig):
             )
         if self.router == "sparse" and not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} is not within 1…{self.num_experts}.")
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Writes the configuration, and the card of an adapter whose weights are in the folder."""
+        super().save_pretrained(save_directory, **kwargs)
+        # PEFT and Transformers save the adapter's weights before its configuration.
+        if any(Path(save_directory, name).exists() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
+            trained_class = (kwargs.get("auto_mapping_dict") or self.auto_mapping or {}).get("base_model_class")
+            base, tags = self.base_model_name_or_path, ("cmoe", "mixture-of-experts")
+            write_card(Path(save_directory), adapter_card("cmoe", base, self.task_type, tags, trained_class, config=self))
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"tasks": list(self.tasks)}
