@@ -1,4 +1,4 @@
-"""Synthetic inputs of a task: written from a few seeds, sifted, and kept in a file that says of each what became of it."""
+"""Synthetic inputs of a task: written from a few seeds, filtered, and saved in a file with the result for each."""
 
 from __future__ import annotations
 
