@@ -144,7 +144,7 @@ class Discriminator:
             record = json.loads(Path(path).read_text(encoding="utf-8"))
             task, sample, metrics = record["task"], torch.tensor(record["base_sample"]), record["metrics"]
         except (ValueError, KeyError, TypeError) as error:
-            raise HfExtError(f"{path} does not say what a discriminator is asked; save it again.") from error
+            raise HfExtError(f"{path} is not a valid record of a discriminator; save the discriminator again.") from error
         asked = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}
         config = PeftConfig.from_pretrained(name, **kwargs)
         base = config.base_model_name_or_path
@@ -154,8 +154,8 @@ class Discriminator:
         found = torch.tensor(base_sample(model))
         if found.shape != sample.shape or torch.cosine_similarity(found, sample, dim=0) < 0.97:
             raise HfExtError(
-                f"The discriminator in {name} was trained on {base}, and {model.name_or_path or 'the model given'} is "
-                "another. In a chain of transfers it stays with its own: load it without `model`."
+                f"The discriminator in {name} was trained on {base}, but {model.name_or_path or 'the given model'} is another "
+                "model. In a chain of transfers, it needs its own base: load it without `model`."
             )
         tokenizer = tokenizer or load_tokenizer(bare(model).name_or_path or base, **asked)
         with adapters_kept(model), _second_adapter():
@@ -225,7 +225,7 @@ def train_discriminator(
         )
     seeds = seeds or random.Random(args.seed).sample(real, args.num_shots)
     if synthetic_inputs is not None and not synthetic_inputs:
-        raise HfExtError("synthetic_inputs is empty, and without any there is nothing to tell the real ones from.")
+        raise HfExtError("synthetic_inputs is empty. Give some, or leave it out to let the model write them.")
     encoder = _encoder(tokenizer, model)
     folder, base_name = Path(args.output_dir), bare(model).name_or_path
     known = {"kind": "discriminator", "task": task, "model": base_name, "seeds": seeds, "seed": args.seed}

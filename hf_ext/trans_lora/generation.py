@@ -267,8 +267,8 @@ class Server:
             except self._errors as error:
                 pool.shutdown(cancel_futures=True)
                 raise ServerError(
-                    f"{self.url} stopped answering after {self.retries} retries, or refuses: {error} What was written before "
-                    "is kept; run again to go on."
+                    f"{self.url} does not answer after {self.retries} retries, or rejects the request: {error} Inputs and "
+                    "labels written so far are kept; run again to resume."
                 ) from error
 
 

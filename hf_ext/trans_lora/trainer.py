@@ -152,7 +152,7 @@ class TransLoraTrainer(AnswerTrainer):
         """
         last = last_checkpoint(self.args.output_dir)
         if resume_from_checkpoint is True and last is None:
-            raise ValueError(f"There is no whole checkpoint in {self.args.output_dir} to resume from.")
+            raise ValueError(f"There is no complete checkpoint in {self.args.output_dir} to resume from.")
         self.ask_about_seeds()
         candidates = self.synthesize() if self.inputs is None else []
         trained, held_out = self.label(candidates)

@@ -90,8 +90,8 @@ class Publisher:
         found = Index.read(self.place, rank)
         if found is not None and not resume:
             raise CheckpointError(
-                f"{self.place} holds the steps of another training ('{found.run}'). Give an empty place, or go on with it: "
-                "resume=True."
+                f"{self.place} holds the steps of another training ('{found.run}'). Give an empty place, or continue that "
+                "training with resume=True."
             )
         if found is not None and (run or found.run, world_size) != (found.run, found.world_size):
             raise CheckpointError(

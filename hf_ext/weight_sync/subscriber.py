@@ -86,7 +86,9 @@ class Subscriber:
         while True:
             indices = self._indices()
             if self._ranks and [index.run for index in indices] != [self._run] * len(self._ranks):
-                logger.warning(f"{self.place} no longer holds the run '{self._run}', which the tensors are of.")
+                logger.warning(
+                    f"{self.place} no longer holds the run '{self._run}' of the tensors. They start again from an anchor."
+                )
                 self._ranks = []
             target, paths = self._find(indices, step, damaged)
             try:

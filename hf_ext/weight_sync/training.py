@@ -57,8 +57,8 @@ class PublishWeights(TrainerCallback):
         model = unwrap_model(model)
         if not isinstance(model, PreTrainedModel) or getattr(model, "_hf_peft_config_loaded", False):
             raise CheckpointError(
-                f"PublishWeights takes a Transformers model that is trained whole, not a {type(model).__name__} with adapters: "
-                "an adapter is small, and servers load it as it is saved."
+                f"PublishWeights requires a Transformers model without adapters, not a {type(model).__name__} with adapters. "
+                "Save the adapter instead: it is small, and servers load it without conversion."
             )
         if getattr(model, "hf_quantizer", None) is not None:
             raise CheckpointError("The weights of a quantized model cannot be published.")
