@@ -1,4 +1,4 @@
-"""Sizes and speeds of weights that are compressed without a base: those of all-MiniLM-L6-v2 in each type."""
+"""Measure sizes and speeds of weights that are compressed without a base: those of all-MiniLM-L6-v2 in each type."""
 
 import argparse
 import statistics

@@ -1,16 +1,16 @@
-"""What becomes of a stored model that was damaged, mixed up or forged: this package beside plain safetensors and zstd.
+"""Read models whose files were damaged, mixed up or forged: this package compared with plain safetensors and zstd.
 
 Each attempt changes one file of weights, at random places from a fixed seed, and reads the whole model in a process of its own.
 The result is one of these:
 
     caught      reading raised an error
-    unharmed    every tensor is right all the same, as after a change of padding
+    unharmed    every tensor is right, as after a change of padding
     WRONG       reading gave other tensors, without an error
     CRASH       the process died, took over 20 seconds, or took over 1 GB of memory for files of 1 MB
 
-"Forged" changes sizes, types, names and contents, and computes lengths and the checksums of the stored bytes again, not that
-of the decoded tensor. Other tensors are no fault there and count as "read". zstd is a safetensors file compressed with a
-checksum, as its command line does. The model and its fine-tunes are random numbers, made here.
+"Forged" changes sizes, types, names and contents. It computes lengths and the checksums of the stored bytes again, but not the
+checksum of the decoded tensor. Reading other tensors is no failure there and counts as "read". "zstd" is a safetensors file
+compressed with a checksum, as zstd's command line does. The model and its fine-tunes are random numbers.
 
     python benchmarks/attacks.py --tries 300
 """

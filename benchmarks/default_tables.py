@@ -1,11 +1,10 @@
-"""Make csrc/delta/default_tables.h and geometric_tables.h: the symbol frequencies that every delta starts from.
+"""Write csrc/delta/default_tables.h and geometric_tables.h: the default symbol frequencies of every delta.
 
     python benchmarks/default_tables.py --base BASE --fine-tune FINE_TUNE
 
-Counts symbols over the matrices of one fine-tune in float32, float16 and bfloat16, each weighing the same, and over the
-base's own weights for the table of values that have no base. The tables for the gaps and sizes of few changes follow from a
-formula instead. All are part of the file format (docs/fm_delta_format.md): once a version is released they change only with its
-number.
+Counts symbols over the matrices of one fine-tune in float32, float16 and bfloat16, with equal weight, and over the base's own
+weights for the table of values that have no base. The tables for the gaps and sizes of few changes follow from a formula. All
+tables are part of the file format (docs/fm_delta_format.md). After a release, they change only with the format's version.
 """
 
 import argparse

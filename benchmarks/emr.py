@@ -1,4 +1,4 @@
-"""Measure merging on real fine-tunes: accuracy beside other ways to merge, size, merging and switching speed, memory.
+"""Measure merging of real fine-tunes: accuracy compared with other methods, size, speed of merging and switching, memory.
 
     python benchmarks/emr.py --pairs pairs --data DIR
 

@@ -1,4 +1,4 @@
-"""Measure merging on fine-tunes of a language model whose answers are generated: exact matches beside other ways to merge.
+"""Measure merging of fine-tunes that generate answers: exact matches compared with other methods.
 
     python benchmarks/emr_generation.py --lm lm --data DIR --bbh BBH --out generation     # half an hour on one core
 
@@ -11,12 +11,12 @@ github.com/suzgunmirac/BIG-Bench-Hard. SmolLM2-135M-Instruct is fine-tuned, all 
     boolean    the value of a Boolean expression. The test is BIG-Bench Hard's boolean_expressions; training items are made by a
                program, in the same form, and none of them is in the test
 
-Weights are trained in float32 and saved in bf16, as ``generation/TASK``. What is already there is left alone. All methods
-have their weights in bf16 on disk and compute in float32, since few CPUs compute in bf16. A model writes the likeliest token
-each time, and an answer is right if its first line is the expected one, letter by letter. Simple average, task arithmetic
-(scale 0.3) and TIES are PEFT's.
+Weights are trained in float32 and saved in bf16, as ``generation/TASK``. Existing folders are skipped. All methods have their
+weights in bf16 on disk and compute in float32, since few CPUs compute in bf16. Decoding is greedy. An answer is right if its
+first line equals the expected one exactly. Simple average, task arithmetic (scale 0.3) and TIES are PEFT's.
 
-For EMR one model is in memory. Batches of all tasks, in random order, name theirs: ``model.generate(…, task="sort")``.
+For EMR, one model is in memory. Batches of all tasks come in random order, and each call names its task:
+``model.generate(…, task="sort")``.
 """
 
 import argparse

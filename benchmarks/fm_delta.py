@@ -1,10 +1,10 @@
-"""Measure the fine-tune codec against its peers on real pairs: size, speed, loading with transformers, sending over links; and
-how it does with a model of a billion parameters and with one-byte types.
+"""Measure the fine-tune codec and its peers on real pairs of base and fine-tune: size, speed, loading with Transformers,
+sending over links, a model of a billion parameters, and one-byte types.
 
     python benchmarks/fm_delta.py --pairs pairs
 
-``pairs`` is the folder that benchmarks/fine_tunes.py makes. bf16 and fp16 pairs are the float32 ones cast with torch,
-base too. Every codec must give back the same bits for every tensor measured, or the run stops.
+``pairs`` is the folder that benchmarks/fine_tunes.py makes. bf16 and fp16 pairs are the float32 ones, both cast with torch.
+Every codec must restore the same bits of every measured tensor; otherwise the run stops.
 """
 
 import argparse

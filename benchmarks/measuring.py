@@ -1,4 +1,4 @@
-"""What the benchmarks share: a clock, the memory of a process, and tables."""
+"""Shared by the benchmarks: a clock, the memory of a process, and tables."""
 
 import argparse
 import json

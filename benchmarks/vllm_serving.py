@@ -1,6 +1,6 @@
-"""vLLM with compressed fine-tunes: how soon it starts, how long a switch takes, and many fine-tunes on one server.
+"""Measure vLLM with compressed fine-tunes: time to start, time of a switch, and many fine-tunes on one server.
 
-Needs the folder of benchmarks/language_model.py, and runs where vLLM is installed (`make test-vllm` makes such an environment):
+Requires the folder of benchmarks/language_model.py, and an environment with vLLM, such as `make test-vllm` makes:
 
     python benchmarks/vllm_serving.py --lm lm
 

@@ -1,4 +1,4 @@
-"""Measure what it costs to send the weights of each training step to inference servers, as deltas and as other stacks do it.
+"""Measure the cost of sending the weights of each training step to inference servers, with this package and as others do.
 
     pip install trl
     python benchmarks/weight_sync.py --lm lm
@@ -7,7 +7,7 @@
 of Python's standard library, with weights in float32 and AdamW: with TRL's GRPOTrainer at a learning rate of 1e-6 (section
 ``grpo``: 4 prompts a step, 4 completions each, rewarded for the share of the letter "e"), and with its SFTTrainer at 1e-5
 (section ``sft``). After each optimizer step the weights, rounded to bf16, go to receivers that hold those of the step before,
-in each of these ways. Each receiver must end up with the same bits.
+with each of these methods. Each receiver must end up with the same bits.
 
 - ours: one payload of FM-Delta for each tensor, at level 1.
 - XOR, zstd -1: the bits of a tensor XOR those of the step before, in one frame for each tensor. The default of slime

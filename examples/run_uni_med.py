@@ -5,10 +5,11 @@
     python examples/run_uni_med.py --data … --pubmedqa … --connectors moe_mlp mlp --routers soft hard constant sparse
     ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 examples/run_uni_med.py --data … --pubmedqa …
 
---data is a VOC folder (Annotations, ImageSets, JPEGImages); --pubmedqa has ori_pqal.json and test_ground_truth.json. A vision
-tower is trained on the boxes and frozen; then each seed trains a connector and a language model. Figures are of the images in
-ImageSets/Main/test.txt. Beside them: the best answer that is the same for all test samples, and the model's figures when the
-test samples have one another's images. All options of Transformers' `TrainingArguments` apply. Models: OUTPUT_DIR/NAME-SEED.
+--data is a VOC folder (Annotations, ImageSets, JPEGImages). --pubmedqa is a folder with ori_pqal.json and
+test_ground_truth.json. The script trains a vision tower on the boxes and freezes it. Then each seed trains a connector and a
+language model, saved in OUTPUT_DIR/NAME-SEED. The scores are for the images in ImageSets/Main/test.txt. The script also prints
+the scores of the best constant answer, and the model's scores when each test sample has the image of another sample. All
+options of Transformers' `TrainingArguments` apply.
 """
 
 import copy

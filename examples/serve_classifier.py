@@ -1,9 +1,10 @@
-"""Serve a text classifier over HTTP: a plain model, one that FM-Delta has compressed, or a merge, which is asked by task.
+"""Serve a text classifier over HTTP: a plain model, one that FM-Delta has compressed, or a merge, whose requests name a task.
 
     python examples/serve_classifier.py --model my-bert-merged --port 8000
     curl localhost:8000 --data '{"task": "sst2", "texts": ["a film to remember"]}'
 
-The answer is a list with a label and a score for each text. `transformers serve` is for models that write; see docs/serving.md.
+The answer is a list with a label and a score for each text. For models that generate text, use `transformers serve`: see
+docs/serving.md.
 """
 
 import json

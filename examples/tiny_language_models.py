@@ -1,12 +1,12 @@
-"""Two small language models, trained from scratch in a few minutes on text that a program writes: a GPT-2 and a Llama.
+"""Train two small language models, a GPT-2 and a Llama, from scratch in a few minutes, on text that a program writes.
 
     python examples/tiny_language_models.py --data DIR --out tiny-models
 
-They differ in architecture, size and tokenizer, as base models of different families do, and have seen what run_trans_lora.py
-needs, as a large model has seen everything: lists of exercises of one kind, stories in which it can be told who lies, and
-questions that are answered by Yes or No. They have never seen an answer to an exercise of the task web_of_lies. DIR holds
-BIG-Bench Hard (github.com/suzgunmirac/BIG-Bench-Hard, folder bbh): no item of its web_of_lies, nor one with the same people in
-the same order, is in their text.
+The models differ in architecture, size and tokenizer, as base models of different families do. Their training text contains
+what run_trans_lora.py requires, and what a large model has seen anyway: lists of exercises of one kind, stories that say who
+lies, and questions with the answer Yes or No. It contains no answer to an exercise of the task web_of_lies. DIR is the folder
+bbh of BIG-Bench Hard (github.com/suzgunmirac/BIG-Bench-Hard). The text contains no item of its web_of_lies, nor an item with
+the same people in the same order.
 """
 
 import argparse

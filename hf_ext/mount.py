@@ -1,4 +1,4 @@
-"""A read-only file system that shows compressed models and merges as the plain folders they stand for.
+"""A read-only file system that shows compressed models and merges as plain folders.
 
 Programs without this package can read it: other servers, converters, `sha256sum`. Requires FUSE.
 """

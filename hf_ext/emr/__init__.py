@@ -1,4 +1,4 @@
-"""EMR-Merging: many fine-tunes of one base model in one folder, each to be had again by name (NeurIPS 2024)."""
+"""EMR-Merging: many fine-tunes of one base model in one folder, which a loaded model switches by name (NeurIPS 2024)."""
 
 import lazy_loader
 

@@ -147,17 +147,17 @@ def compress_all(
     report lists adapters and models in other formats as skipped.
 
     Args:
-        sources: a folder whose subfolders hold weights, or a list of such folders.
+        sources: a folder whose subfolders are models, or a list of models' folders.
         out: folder to write.
-        base: folder or Hub id of the model that all were fine-tuned from; by default `find_base` finds each model's own.
+        base: folder or Hub id of the model that all were fine-tuned from. By default, `find_base` finds the base of each model.
         revision: branch, tag or commit of the base on the Hub.
         workers: models to compress at a time, each in a process with its share of the cores and a few tensors in memory.
         executor: compresses the models instead, each on one core: any executor like those of `concurrent.futures`, such as
             `dask.distributed.Client(…).get_executor(pure=False)`. All its machines must see `sources`, `out` and the base
             under the same paths.
         verify, delete_source, level: see `compress_checkpoint`. A source in which another model's base lies is not deleted.
-        candidates: folders or Hub ids among which `find_base` looks, without `base`; by default the local Hub cache.
-        base_id: Hub id to record for a base that is given as a local copy, so that others can load the results.
+        candidates: without `base`, folders or Hub ids among which `find_base` searches; by default the local Hub cache.
+        base_id: Hub id to record for the base if `base` is a local copy of it, so that others can load the results.
 
     Raises:
         CheckpointError: there is nothing to compress, two models have the same name, or another process is writing to `out`.

@@ -1,4 +1,4 @@
-"""Folders of checkpoints compressed and restored, with their model cards."""
+"""Compressing and restoring folders of checkpoints, with their model cards."""
 
 from __future__ import annotations
 
@@ -49,19 +49,20 @@ def compress_checkpoint(
     Args:
         src: folder or Hub id of a model with safetensors weights; without a base, also of a PEFT adapter.
         base: folder or Hub id of the model that `src` was fine-tuned from, plain or compressed itself; or None to compress the
-            weights by themselves.
-        out: folder to write. On failure it stays as it was.
-        revision: of the base on the Hub; the commit it leads to is recorded.
-        verify: decode everything and compare it with `src`, byte for byte, before `out` gets it.
-        delete_source: after that (it implies `verify`), remove `src`.
-        level: 1 is fast; 2 looks for a low-rank part of every matrix's change, and 3 longer. Reading takes about as long.
-        base_id: Hub id to record for a base that is given as a local copy, so that others can load the result.
+            weights without a base.
+        out: folder to write. On failure it is unchanged.
+        revision: branch, tag or commit of the base on the Hub; config.json records the commit.
+        verify: decode everything and compare it with `src`, byte for byte, before `out` is written.
+        delete_source: verify the result, then delete `src`.
+        level: 1 is fast. 2 also searches for a low-rank part of every matrix's change, and 3 searches longer. The level hardly
+            changes the time to read.
+        base_id: Hub id to record for the base if `base` is a local copy of it, so that others can load the result.
 
     Raises:
-        CheckpointError: `src` has no safetensors weights, is quantized or compressed already, or `out` is `src` or the base;
-            or `src` is to be deleted, but `out` or the base lies in it.
+        CheckpointError: `src` has no safetensors weights, or is already quantized or compressed; `out` is `src` or the base; or
+            `src` cannot be deleted, because `out` or the base is a folder in it.
         BaseModelError: the base cannot be read.
-        CorruptFileError: a file does not come out as it was; `out` and `src` stay as they were.
+        CorruptFileError: a decoded file differs from the source; `out` and `src` are unchanged.
         ValueError: `revision` or `base_id` is given without a base.
     """
     if base is None and (revision or base_id):
@@ -113,14 +114,14 @@ def write_with_card(
 
 
 def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: str | os.PathLike | None = None) -> None:
-    """Writes the folder that was compressed: safetensors files and all others, byte for byte as they were.
+    """Restores the original folder of a compressed one: safetensors and all other files, byte for byte.
 
-    The model card that the compression added is left out, unless it was changed since.
+    Leaves out the model card that the compression added, unless it was changed since.
 
     Args:
         src: compressed folder.
-        out: folder to write. On failure it stays as it was.
-        base: folder or Hub id of the base, if it is no longer where config.json says.
+        out: folder to write. On failure it is unchanged.
+        base: folder or Hub id of the base, if it has moved. Defaults to the base in config.json.
 
     Raises:
         CorruptFileError: a file is damaged or from a newer version.

@@ -1,4 +1,4 @@
-"""Single tensors of checkpoints, plain or compressed, read when they are asked for, as with safetensors' `safe_open`."""
+"""Reading single tensors of plain or compressed checkpoints, as with safetensors' `safe_open`."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def open(
     """Opens a checkpoint to read some of its tensors, as safetensors' `safe_open` does with one file.
 
     The checkpoint may be plain or compressed, in one file or in shards, and its base may be compressed too. Files in a folder
-    or in the Hub cache are read from there. From other repositories on the Hub, only the headers and what is asked for are
-    downloaded, from the compressed repository and from its base. Those bytes are not kept in the cache.
+    or in the Hub cache are read from there. From other repositories on the Hub, only the headers and the requested tensors are
+    downloaded, from the compressed repository and from its base. The Hub cache does not keep these bytes.
 
-    Every payload and every decoded tensor is checked when it is read. A plain base that is read from the Hub is not compared
-    with the recorded fingerprint, which covers a few bytes of all its tensors. The checksum of each decoded tensor takes its
-    place.
+    Every payload and every decoded tensor is checked when it is read. A plain base on the Hub is not compared with the recorded
+    fingerprint, because that would read a few bytes of all its tensors. Instead, the checksum of each decoded tensor detects
+    another base.
 
     Args:
         name: a folder, or the id of a repository on the Hub.
@@ -45,8 +45,8 @@ def open(
         token, cache_dir, local_files_only: as for `from_pretrained`, and for the base too.
 
     Raises:
-        BaseModelError: there are no weights of that name, the base they need is missing or another, or the server does not send
-            parts of files.
+        BaseModelError: there are no weights of that name, the base is missing or is another model, or the server does not
+            support range requests.
         CheckpointError: the files hold several models merged into one. `hf-ext extract` writes one of them.
         CorruptFileError: a header is damaged.
     """
@@ -54,7 +54,7 @@ def open(
 
 
 class OpenCheckpoint:
-    """An open checkpoint, which reads a tensor when it is asked for. `open` returns it.
+    """An open checkpoint, which reads single tensors. `open` returns it.
 
     It is a context manager. Several threads may read at a time.
     """
@@ -119,10 +119,9 @@ class OpenCheckpoint:
 
 
 class TensorSlice:
-    """A tensor of an open checkpoint, of which a part is read by indexing it: `[a:b]`, `[i]` or `[a:b, :, j]`.
+    """A tensor of an open checkpoint. Indexing reads a part of it: `[a:b]`, `[i]` or `[a:b, :, j]`.
 
-    Of a plain tensor, only the rows from `a` to `b` are read. A compressed tensor is read and decoded whole, whatever part is
-    asked for.
+    Of a plain tensor, only the rows from `a` to `b` are read. A compressed tensor is always read and decoded whole.
     """
 
     def __init__(self, source: TensorSource, name: str):

@@ -184,7 +184,9 @@ def secure(run: Path, step: int, best: str | None = None) -> None:
             try:
                 needed = needed_by(folder)
             except HfExtError as error:  # a damaged checkpoint does not stop the training
-                logger.warning(f"{folder} is left as it is, and may need a checkpoint that the training replaces: {error}")
+                logger.warning(
+                    f"{folder} cannot be read and is not changed. It may need a checkpoint that the training replaces: {error}"
+                )
                 continue
             if needed is None or not needed.exists():
                 continue

@@ -34,9 +34,9 @@ class CompressCheckpoints(TrainerCallback):
     trainer = Trainer(model, args, callbacks=[fm_delta.CompressCheckpoints()], …)
     ```
 
-    During the training, its newest and its best checkpoint stay plain; each save compresses the others. The end of the training
-    compresses all. `save_total_limit` works, and `resume_from_checkpoint` takes any checkpoint of the run, because the model's
-    `load_state_dict` reads compressed weights. Checkpoints that hold only an adapter stay as they are.
+    During training, the newest and the best checkpoint stay plain, and each save compresses the others. When training ends, all
+    are compressed. `save_total_limit` works. Trainer can resume from every checkpoint of the run, because the model's
+    `load_state_dict` reads compressed weights. Checkpoints that contain only an adapter do not change.
 
     Args:
         base: folder or Hub id of the model that is fine-tuned; defaults to the name that it was loaded from.

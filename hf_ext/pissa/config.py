@@ -44,7 +44,7 @@ class PissaConfig(LoraConfig):
     """A LoRA that starts from the principal singular components of the weights (PiSSA, arXiv 2404.02948).
 
     The layer computes W x + s (B A − B₀ A₀) x. s B₀ A₀ are the r principal components of W, and B and A start from B₀ and A₀.
-    This has the gradients of the paper's form (W − s B₀ A₀) x + s B A x, and leaves W as it is.
+    This has the gradients of the paper's form (W − s B₀ A₀) x + s B A x, and does not change W.
 
     The saved adapter is a plain LoRA of rank 2r, `[B, −B₀] [A; A₀]`, for any program that loads LoRA. To resume training, load
     it with `PeftModel.from_pretrained(base, folder, config=PissaConfig.from_pretrained(folder), is_trainable=True)`.
@@ -178,7 +178,7 @@ def _shortest(number: float) -> float:
 
 @dataclass
 class QPissaConfig(PissaConfig):
-    """PiSSA on a base in 4 or 8 bits, where the adapter's start makes up for quantization error (QPiSSA, arXiv 2404.02948).
+    """PiSSA on a base in 4 or 8 bits, where the adapter's start absorbs quantization error (QPiSSA, arXiv 2404.02948).
 
     The layers' weight becomes quantized(W − s B₀ A₀). If the model is quantized, QPiSSA reads W tensor by tensor from the
     base's checkpoint. If it is in full precision, QPiSSA quantizes it.

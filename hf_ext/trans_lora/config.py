@@ -19,9 +19,10 @@ def _setting(default: Any, help: str) -> Any:
 
 @dataclass
 class TransLoraConfig(TrainingArguments):
-    """`TrainingArguments` of the distillation, with what comes before it. The defaults are the paper's (Trans-LoRA, arXiv
-    2405.17258, section 4.1) where it gives a value: 20 epochs of batches of 8, AdamW at 2e-5 without decay of the weights
-    and without warm-up.
+    """`TrainingArguments` of a transfer: of the distillation, and of the stages before it.
+
+    The defaults are the paper's (Trans-LoRA, arXiv 2405.17258, section 4.1) where it gives a value: 20 epochs of batches of 8,
+    AdamW at 2e-5 without weight decay and without warm-up.
 
     Raises:
         ValueError: an invalid value.

@@ -46,13 +46,13 @@ FILE = "discriminator.json"
 
 
 class Discriminator:
-    """Says of an input how likely it is one of the task's own (Trans-LoRA, arXiv 2405.17258, section 3.2).
+    """Scores how likely an input is a real one of the task (Trans-LoRA, arXiv 2405.17258, section 3.2).
 
     Attributes:
-        model: the source model, with the adapter "discriminator" beside whatever others it has. The adapter is active only
-            while inputs are scored, so the model computes with it and without it as it did before.
-        task: the name that the model is asked about.
-        metrics: how it did on inputs that it was not trained on.
+        model: the source model with the adapter "discriminator", and its other adapters, if any. The adapter is active only
+            while inputs are scored, so it does not change other computations of the model.
+        task: name of the task in the question to the model.
+        metrics: shares of real and synthetic inputs that it keeps, among those that it was not trained on.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Discriminator:
         self.encoder = _encoder(tokenizer, model)
 
     def score(self, inputs: Sequence[str], batch_size: int = 32, device: torch.device | None = None) -> list[float]:
-        """p(yes) / (p(yes) + p(no)) for each input; above a half it is taken for the task's own.
+        """Returns p(yes) / (p(yes) + p(no)) for each input. A score above 0.5 means a real input of the task.
 
         Args:
-            device: where to compute; by default where the model is.
+            device: device to compute on; by default the model's.
         """
         if not inputs:
             return []
@@ -76,10 +76,10 @@ class Discriminator:
         return torch.tensor(odds).sigmoid().tolist()
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Writes the adapter, as PEFT does, with what the discriminator is asked and whom it belongs to.
+        """Writes the adapter, as PEFT does, with the discriminator's task and base model.
 
         Args:
-            kwargs: of `push_to_hub`, repo_id among them, when it is to be pushed too.
+            kwargs: arguments of `push_to_hub`, such as repo_id, to push the adapter too.
         """
         record = {"task": self.task, "base_sample": base_sample(self.model), "metrics": self.metrics}
         base = self.model.get_base_model().name_or_path
@@ -103,7 +103,7 @@ class Discriminator:
         commit_message: str = "Upload discriminator",
         create_pr: bool = False,
     ) -> CommitInfo:
-        """Pushes to the Hub, into a repository that is made if it is not there."""
+        """Pushes the discriminator to a repository on the Hub, which is created if it does not exist."""
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not create_pr:
@@ -130,13 +130,13 @@ class Discriminator:
         """Loads a discriminator from a folder or the Hub.
 
         Args:
-            model: the source model it belongs to, with the teacher's adapter or without, so that only one is held in memory;
-                by default it is loaded by the name that the adapter has for it.
-            tokenizer: of that model; by default loaded by its name.
-            kwargs: revision, token, cache_dir and the like; the last two hold for the model too.
+            model: the source model that the discriminator was trained on, with or without the teacher's adapter, so that memory
+                holds only one copy of it. By default, the model that the adapter names is loaded.
+            tokenizer: tokenizer of that model; by default, the one that the adapter names.
+            kwargs: revision, token, cache_dir and others; token and cache_dir apply to the model too.
 
         Raises:
-            HfExtError: it is no discriminator, or `model` is not the one that it was trained on.
+            HfExtError: this is not a discriminator, or `model` is not the one that it was trained on.
         """
         name = os.fspath(pretrained_model_name_or_path)
         path = record_of(name, **kwargs)
@@ -144,7 +144,7 @@ class Discriminator:
             record = json.loads(Path(path).read_text(encoding="utf-8"))
             task, sample, metrics = record["task"], torch.tensor(record["base_sample"]), record["metrics"]
         except (ValueError, KeyError, TypeError) as error:
-            raise HfExtError(f"{path} does not say what a discriminator is asked; save it again.") from error
+            raise HfExtError(f"{path} is not a valid record of a discriminator; save the discriminator again.") from error
         asked = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}
         config = PeftConfig.from_pretrained(name, **kwargs)
         base = config.base_model_name_or_path
@@ -154,8 +154,8 @@ class Discriminator:
         found = torch.tensor(base_sample(model))
         if found.shape != sample.shape or torch.cosine_similarity(found, sample, dim=0) < 0.97:
             raise HfExtError(
-                f"The discriminator in {name} was trained on {base}, and {model.name_or_path or 'the model given'} is "
-                "another. In a chain of transfers it stays with its own: load it without `model`."
+                f"The discriminator in {name} was trained on {base}, but {model.name_or_path or 'the given model'} is another "
+                "model. In a chain of transfers, it needs its own base: load it without `model`."
             )
         tokenizer = tokenizer or load_tokenizer(bare(model).name_or_path or base, **asked)
         with adapters_kept(model), _second_adapter():
@@ -199,21 +199,21 @@ def train_discriminator(
     synthetic_inputs: Sequence[str] | None = None,
     synthesizer: Generator | None = None,
 ) -> Discriminator:
-    """Trains the discriminator while the task's data is still there: real inputs against ones that the source model writes.
+    """Trains the discriminator while you have the task's data, on real inputs and inputs that the source model writes.
 
-    Of the real inputs only the seeds are shown to any model that writes, and none is saved; args.output_dir receives the
-    synthetic ones and the checkpoints of the training, and a killed run resumes from them.
+    The model that writes inputs sees only the seeds of the real inputs, and no real input is saved. args.output_dir receives
+    the synthetic inputs and the checkpoints of the training. A killed run resumes from these.
 
     Args:
-        model: the source model, with the teacher's adapter or without. The adapter "discriminator" is put into it, and is
-            active only while it scores.
+        model: the source model, with or without the teacher's adapter. It gets the adapter "discriminator", which is active
+            only while it scores.
         real_inputs: the task's inputs, without answers.
-        task: its name, which the model is asked about.
-        args: of the training, and of the writing of synthetic inputs, as for the transfer.
-        peft_config: of the adapter; by default a LoRA where PEFT puts it.
-        seeds: what the synthetic inputs are written from; by default as many as a prompt shows, drawn from the real ones.
-        synthetic_inputs: ones that are there already.
-        synthesizer: what writes them, if not the model itself: a `Server`.
+        task: name of the task in the question to the model.
+        args: settings of the training and of the writing of synthetic inputs, as for the transfer.
+        peft_config: configuration of the adapter; by default a LoRA on PEFT's default layers.
+        seeds: example inputs for the synthetic inputs; by default as many as a prompt shows, drawn from the real inputs.
+        synthetic_inputs: existing synthetic inputs, to use instead of writing new ones.
+        synthesizer: a `Server` that writes the synthetic inputs. By default, the model writes them.
 
     Raises:
         HfExtError: there are too few inputs, the tokenizer lacks a token, or the model has adapters of another kind.
@@ -225,7 +225,7 @@ def train_discriminator(
         )
     seeds = seeds or random.Random(args.seed).sample(real, args.num_shots)
     if synthetic_inputs is not None and not synthetic_inputs:
-        raise HfExtError("synthetic_inputs is empty, and without any there is nothing to tell the real ones from.")
+        raise HfExtError("synthetic_inputs is empty. Give some, or leave it out to let the model write them.")
     encoder = _encoder(tokenizer, model)
     folder, base_name = Path(args.output_dir), bare(model).name_or_path
     known = {"kind": "discriminator", "task": task, "model": base_name, "seeds": seeds, "seed": args.seed}

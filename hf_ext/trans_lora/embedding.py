@@ -17,7 +17,7 @@ from hf_ext.trans_lora.adapters import bare
 def embed(
     texts: Sequence[str], model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, batch_size: int = 32
 ) -> torch.Tensor:
-    """The mean over a text's tokens of what the last layer makes of them, at unit length: (texts, width), float32.
+    """Returns the mean of the last layer's hidden states over a text's tokens, at unit length: (texts, width), float32.
 
     Args:
         model: an encoder, a decoder with a head or without, or an encoder-decoder, of which the encoder is used.
@@ -39,5 +39,5 @@ def embed(
 
 
 def load_encoder(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A sentence encoder from a folder or the Hub, with its tokenizer."""
+    """Loads a sentence encoder and its tokenizer from a folder or the Hub."""
     return AutoModel.from_pretrained(name), AutoTokenizer.from_pretrained(name)

@@ -53,8 +53,7 @@ class Encoder:
             raise HfExtError(f"{whose} tokenizer has no token that ends a text; set tokenizer.eos_token.")
         if tokenizer.pad_token_id is None:
             raise HfExtError(
-                f"{whose} tokenizer has no token to pad with; set tokenizer.pad_token, if there is no other choice to "
-                "tokenizer.eos_token."
+                f"{whose} tokenizer has no padding token; set tokenizer.pad_token, for example to tokenizer.eos_token."
             )
 
     def prompt(self, text: str) -> str:

@@ -1,4 +1,4 @@
-"""Texts written by a model: here, in batches, or by a server that speaks OpenAI's protocol."""
+"""Text generation: by a model in memory, in batches, or by a server with OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Completion:
 
 
 class Generator(Protocol):
-    """Whatever writes after prompts."""
+    """The interface of text generators: a model in memory or a server."""
 
     def __call__(
         self, prompts: Sequence[str], max_new_tokens: int, seed: int | None = None, **sampling: Any
@@ -81,11 +81,11 @@ class Generator(Protocol):
 
 @dataclass
 class ModelGenerator:
-    """Writes with a model at hand, in batches of prompts of like length, by its own `generate`.
+    """Generates texts with a model in memory, with its `generate`, in batches of prompts of similar length.
 
     Args:
-        model: with adapters or without; it writes in evaluation mode and is then as it was.
-        options: more arguments of `generate` for sampling.
+        model: model with or without adapters. It generates in evaluation mode; afterwards, its mode is restored.
+        options: further arguments of `generate` for sampling.
     """
 
     model: PreTrainedModel | PeftModel
@@ -196,20 +196,20 @@ class _End(StoppingCriteria):
 
 @dataclass
 class Server:
-    """Writes through a server with OpenAI's protocol, such as vLLM or `transformers serve`, by its /completions.
+    """Generates texts through /completions of a server with OpenAI's protocol, such as vLLM or `transformers serve`.
 
-    The server must sample when asked for a temperature; `transformers serve` does so only if the model's own
-    generation_config.json says do_sample. Penalties of the model's generation_config.json are switched off where the server
-    takes such fields (vLLM, SGLang).
+    The server must sample if a request has a temperature. `transformers serve` does so only if the model's
+    generation_config.json sets do_sample. Requests disable the penalties of generation_config.json if the server supports such
+    fields (vLLM, SGLang).
 
     Args:
-        url: up to and with the version: http://localhost:8000/v1.
-        model: as the server calls it.
-        api_key: by default from the environment, OPENAI_API_KEY.
-        concurrency: requests at once, which the server batches.
-        retries: of a request that fails, after waits that grow from half a second to eight.
+        url: address including the version, such as http://localhost:8000/v1.
+        model: name of the model on the server.
+        api_key: API key; by default OPENAI_API_KEY of the environment.
+        concurrency: number of requests at the same time, which the server batches.
+        retries: number of retries of a failed request, after waits that grow from half a second to eight seconds.
         timeout: seconds that one request may take.
-        options: more fields of the request, such as {"min_p": 0.05} for vLLM.
+        options: further fields of the request, such as {"min_p": 0.05} for vLLM.
 
     Raises:
         HfExtError: openai is not installed.
@@ -267,8 +267,8 @@ class Server:
             except self._errors as error:
                 pool.shutdown(cancel_futures=True)
                 raise ServerError(
-                    f"{self.url} stopped answering after {self.retries} retries, or refuses: {error} What was written before "
-                    "is kept; run again to go on."
+                    f"{self.url} does not answer after {self.retries} retries, or rejects the request: {error} Inputs and "
+                    "labels written so far are kept; run again to resume."
                 ) from error
 
 

@@ -117,11 +117,11 @@ def migrate(
 
     Args:
         source_model, source_adapter, target_model, discriminator, discriminator_model, synthesizer: as in `transfer`.
-        args: `filter` is ignored, as each way has its own.
-        peft_config: of the adapter that "titok" or "trans_lora" trains.
-        test: inputs of the task with the right answers. The score is then the accuracy on them. Without a test, it is the
+        args: as in `transfer`, but `filter` is ignored, because each method has its own.
+        peft_config: configuration of the adapter that "titok" or "trans_lora" trains.
+        test: inputs of the task with the correct answers. The score is then the accuracy on them. Without a test, it is the
             agreement with the source model and its adapter on held-out synthetic inputs.
-        enough: score at which no further way is tried.
+        enough: score at which the run stops: it tries no further method.
 
     Raises:
         HfExtError: the models, the adapter and the discriminator do not go together, or there is nothing to score with.

@@ -1,4 +1,4 @@
-"""The whole transfer by names, as the command line has it."""
+"""The whole transfer from names of models, as the command line runs it."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def transfer(
     discriminator_model: str | None = None,
     synthesizer: Generator | None = None,
 ) -> TransLoraTrainer:
-    """Loads what is needed, runs the transfer and saves the new adapter to args.output_dir.
+    """Loads the models, runs the transfer and saves the new adapter to args.output_dir.
 
     Args:
         source_model, source_adapter, target_model, discriminator: folders or Hub ids.
-        discriminator_model: the base of the discriminator, where it is not the source model: in a chain of transfers.
+        discriminator_model: base of the discriminator. Defaults to `source_model`; another one is used in a chain of transfers.
 
     Raises:
-        HfExtError: they do not go together.
+        HfExtError: the models, the adapter and the discriminator do not fit together.
     """
     require_discriminator(discriminator, args)
     source = Source(source_model, source_adapter, discriminator, discriminator_model)
@@ -115,7 +115,9 @@ def _misfit(adapter: str, name: str) -> str:
 
 
 def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A language model from a folder or the Hub, with its tokenizer; one that cannot pad pads with the end of a text.
+    """Loads a language model and its tokenizer from a folder or the Hub.
+
+    A tokenizer without a padding token pads with the end-of-text token.
 
     Raises:
         HfExtError: there is no such model.
@@ -126,16 +128,16 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def read_inputs(path: str | os.PathLike) -> list[str]:
-    """The inputs of a JSON lines file: of each line a text, or an object with the text as "input".
+    """Returns the inputs in a JSON lines file. Each line is a text, or an object with the text as "input".
 
     Raises:
-        HfExtError: the file cannot be read, or a line is something else.
+        HfExtError: the file cannot be read, or a line is neither of these.
     """
     return [text for (text,) in _texts(path, ("input",))]
 
 
 def read_pairs(path: str | os.PathLike) -> list[tuple[str, str]]:
-    """The inputs of a JSON lines file with their right answers, as "input" and "output" of each line's object.
+    """Returns the inputs and correct answers in a JSON lines file. Each line is an object with "input" and "output".
 
     Raises:
         HfExtError: the file cannot be read, or a line is something else.

@@ -1,4 +1,4 @@
-"""The words that a model is asked with, and what is read out of its answer (Trans-LoRA, arXiv 2405.17258, section 3)."""
+"""Prompts for a model, and the parsing of its answers (Trans-LoRA, arXiv 2405.17258, section 3)."""
 
 from __future__ import annotations
 

@@ -34,22 +34,22 @@ class Nearest:
 
 @dataclass(frozen=True)
 class TransferReport:
-    """A transfer; `str()` of it is a table.
+    """The report of a transfer. `str()` gives a table.
 
     Attributes:
         source, target: the models.
-        prompt: what the student was trained with, with {input} in place of an input.
-        filter: what sifted the inputs.
-        counts: of the inputs: kept, and dropped by reason.
-        trained, held_out, unlabelled: how many of the kept inputs were trained on, held out, and left without a whole label.
-        distinct: for kept inputs and seeds, distinct-1 to distinct-3.
-        lengths: words of each seed, of each kept, and of each dropped input.
-        mmd: maximum mean discrepancy of kept and of dropped inputs to the seeds, of unit embeddings under
-            a Gaussian kernel whose width is the median distance among them all.
-        nearest: for each seed.
-        agreement: share of the held-out inputs that the student answers word for word as the teacher; None if there are none.
-        encoder: what embedded the inputs.
-        map: the two principal components of the embeddings, of seeds, kept and dropped inputs.
+        prompt: the prompt that the student was trained with, with {input} in place of an input.
+        filter: the filter of the inputs.
+        counts: numbers of kept inputs, and of dropped ones by reason.
+        trained, held_out, unlabelled: numbers of kept inputs that were trained on, held out, or left without a complete label.
+        distinct: distinct-1 to distinct-3 of kept inputs and of seeds.
+        lengths: number of words of each seed, each kept and each dropped input.
+        mmd: maximum mean discrepancy between kept or dropped inputs and the seeds, for unit embeddings under
+            a Gaussian kernel whose width is the median of all distances.
+        nearest: the nearest synthetic input of each seed.
+        agreement: share of the held-out inputs that the student answers word for word as the teacher; None without such inputs.
+        encoder: name of the model that computed the embeddings.
+        map: the two principal components of the embeddings of seeds, kept and dropped inputs.
     """
 
     source: str
@@ -74,14 +74,14 @@ class TransferReport:
 
     @property
     def acceptance_rate(self) -> float:
-        """Kept inputs, of all that were written."""
+        """Returns the share of kept inputs among all written inputs."""
         return self.counts.get("kept", 0) / max(self.attempts, 1)
 
     def to_dict(self) -> dict:
         return asdict(self) | {"attempts": self.attempts, "acceptance_rate": self.acceptance_rate}
 
     def rows(self) -> list[tuple[str, str]]:
-        """The figures, each with its name."""
+        """Returns the figures with their names."""
         rows = [("inputs written", f"{self.attempts:,}")]
         rows += [(f"  {name}", f"{count:,} ({_percent(count / self.attempts)})") for name, count in self.counts.items()]
         rows.append(
@@ -115,7 +115,7 @@ class TransferReport:
             logger.warning(f"The report was not drawn: {error}")
 
     def plot(self, path: str | os.PathLike) -> None:
-        """Draws what became of the inputs, their lengths, and a map of them.
+        """Draws the numbers of kept and dropped inputs, their lengths, and a map of them.
 
         Raises:
             HfExtError: matplotlib is not installed, or the file cannot be written.

@@ -1,4 +1,4 @@
-"""Synthetic inputs of a task: written from a few seeds, sifted, and kept in a file that says of each what became of it."""
+"""Synthetic inputs of a task: written from a few seeds, filtered, and saved in a file with the result for each."""
 
 from __future__ import annotations
 
@@ -256,10 +256,9 @@ def _require_progress(candidates: list[Candidate], kept: int, needed: int, of_wh
     dropped = ", ".join(f"{count:,} {name}" for name, count in counts(candidates).items() if name != "kept") or "none"
     rate = f"; at this rate they would take about {math.ceil(needed * attempts / kept):,}" if kept else ""
     raise HfExtError(
-        f"{needed:,} inputs{of_which} cannot be had within max_attempts={limit:,}. Of the first {attempts:,}, {kept:,} were "
-        f"kept and the others dropped ({dropped}){rate}. All are in {path}. Look at what was dropped there; raise "
-        "max_attempts, or, in another output_dir, lower num_samples, give seeds that are nearer to each other, or take another "
-        "filter."
+        f"{needed:,} inputs{of_which} are not possible within max_attempts={limit:,}. Of the first {attempts:,}, {kept:,} were "
+        f"kept and the others dropped ({dropped}){rate}. {path} lists all of them with the reasons. Raise max_attempts, or, in "
+        "another output_dir, lower num_samples, give seeds that are more alike, or use another filter."
     )
 
 

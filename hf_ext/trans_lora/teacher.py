@@ -1,4 +1,4 @@
-"""The teacher: the source model with its adapter, here or on a server, and what it says to inputs."""
+"""The teacher: the source model with its adapter, in memory or on a server, and its answers to inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transfer as a Trainer: write inputs, have the teacher label them, distil (Trans-LoRA, arXiv 2405.17258)."""
+"""The transfer as a Trainer: writes inputs, lets the teacher label them, distills (Trans-LoRA, arXiv 2405.17258)."""
 
 from __future__ import annotations
 
@@ -57,30 +57,34 @@ DRAWN = 1000  # inputs of a kind that the report embeds
 class TransLoraTrainer(AnswerTrainer):
     """Moves what an adapter has learned to another base model, without the task's data (Trans-LoRA, arXiv 2405.17258).
 
-    `train()` first asks the teacher on the seeds (seed_answers.jsonl in args.output_dir). It then writes synthetic inputs with
-    the target model (synthesis.jsonl has the fate of each), has the teacher label them (labels.jsonl), trains the adapter on
-    that as any Trainer does, and reports (report.json, report.png). Each stage resumes where a run that was killed left it,
-    from these files and the Trainer's checkpoints.
+    `train()` runs these stages, with files in args.output_dir:
+
+    1. the teacher answers the seeds (seed_answers.jsonl);
+    2. the target model writes synthetic inputs, and a filter selects some of them (synthesis.jsonl);
+    3. the teacher labels the kept inputs (labels.jsonl);
+    4. the adapter is trained on them as by any Trainer, and a report is written (report.json, report.png).
+
+    A killed run resumes from these files and the Trainer's checkpoints.
 
     Args:
         model: the target model; a `PeftModel` of it, if `peft_config` is None.
         args: see `TransLoraConfig`.
         processing_class: the target model's tokenizer.
-        teacher: the source model with its adapter, of any PEFT type, or merged; or a `Server` that has it.
-        teacher_processing_class: its tokenizer; by default the target's. A server needs it for a chat template only.
-        seeds: a few real inputs of the task, without answers; all that is known of it but the teacher.
-        discriminator: or where it was saved, in which case it is loaded onto the teacher's own base model.
-        peft_config: of the new adapter, of any type.
-        synthesizer: what writes the inputs, if not the target model itself: a `Server`.
-        inputs: inputs to label and train on in place of synthetic ones, or such inputs with their labels; they go to
+        teacher: the source model with its adapter, of any PEFT type, or merged; or a `Server` with this model.
+        teacher_processing_class: the teacher's tokenizer; by default the target's. A server needs only its chat template.
+        seeds: a few real inputs of the task, without answers.
+        discriminator: the discriminator, or the folder or Hub id of a saved one, which is loaded onto the teacher's base model.
+        peft_config: configuration of the new adapter, of any type.
+        synthesizer: a `Server` that writes the inputs. By default, the target model writes them.
+        inputs: inputs to label and train on instead of synthetic ones, optionally with their labels. They are written to
             labels.jsonl.
-        well_formed: whether a text is an input of the task at all; what is not is dropped before the filter.
+        well_formed: function that returns whether a text can be an input of the task. Others are dropped before the filter.
 
     Attributes:
-        report: a `TransferReport`, when `train()` has ended.
+        report: the `TransferReport`, after `train()`.
 
     Raises:
-        HfExtError: the models, tokenizers, seeds or files of output_dir do not go together.
+        HfExtError: the models, tokenizers, seeds or files of output_dir do not fit together.
     """
 
     eval_dataset: Any  # as Trainer takes it
@@ -140,15 +144,15 @@ class TransLoraTrainer(AnswerTrainer):
     # ------------------------------------------------------------------------------------------------ the three stages
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Runs the three stages, each from where it was left.
+        """Runs all stages. Each resumes from its files.
 
         Args:
-            resume_from_checkpoint: as a Trainer has it, but by default the last checkpoint in output_dir, if there is one;
-                False distils anew.
+            resume_from_checkpoint: as in Trainer, but defaults to the last checkpoint in output_dir, if there is one. False
+                starts the training of the adapter again.
         """
         last = last_checkpoint(self.args.output_dir)
         if resume_from_checkpoint is True and last is None:
-            raise ValueError(f"There is no whole checkpoint in {self.args.output_dir} to resume from.")
+            raise ValueError(f"There is no complete checkpoint in {self.args.output_dir} to resume from.")
         self.ask_about_seeds()
         candidates = self.synthesize() if self.inputs is None else []
         trained, held_out = self.label(candidates)
@@ -175,7 +179,7 @@ class TransLoraTrainer(AnswerTrainer):
         """Returns the teacher's answers to the seeds, and writes them to seed_answers.jsonl.
 
         Raises:
-            HfExtError: none of them is whole, so that no synthetic input would have a label.
+            HfExtError: no answer is complete, so no synthetic input would have a label.
         """
         args, path, start = self.args, Path(self.args.output_dir, SEEDS), time.monotonic()
         bar = tqdm(total=len(self.seeds), desc="Answers to the seeds", disable=not self.is_world_process_zero())
@@ -198,7 +202,7 @@ class TransLoraTrainer(AnswerTrainer):
         return said
 
     def synthesize(self) -> list[Candidate]:
-        """Stage one: inputs, written by the target model from the seeds and sifted, as synthesis.jsonl has them."""
+        """Returns the inputs that the target model wrote and the filter has checked. synthesis.jsonl contains the same."""
         args, path = self.args, self._claim_inputs()
         held_out = round(args.held_out_share * args.num_samples)
         needed = args.num_samples + held_out

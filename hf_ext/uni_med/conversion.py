@@ -159,9 +159,7 @@ def split(
             or "llm_proj.4.weight" in rest
             or any(f"{name}.bias" not in rest for name in plain)
         ):
-            raise CheckpointError(
-                "The checkpoint has no connector that is known here: linear, mlp2x_gelu, moe_linear or moe_mlp."
-            )
+            raise CheckpointError("The checkpoint has no supported connector: linear, mlp2x_gelu, moe_linear or moe_mlp.")
         if len(plain) == 2:
             connector["experts.up"] = rest.pop("llm_proj.0.weight")[None]
             connector["experts.up_bias"] = rest.pop("llm_proj.0.bias")[None]

@@ -212,7 +212,7 @@ class UniMedProcessor(ProcessorMixin):
         counts = [row.count(self.image_token) for row in rows]
         if sum(counts) != len(images):
             raise ValueError(
-                f"There are {len(images)} images, but {self.image_token} stands {sum(counts)} times in the texts ({counts})."
+                f"There are {len(images)} images, but {self.image_token} occurs {sum(counts)} times in the texts ({counts})."
             )
         rest = iter(images)
         return [[next(rest) for _ in range(count)] for count in counts]
@@ -225,8 +225,8 @@ class UniMedProcessor(ProcessorMixin):
         if task is None:
             if places != images:
                 raise ValueError(
-                    f"Sample {i}: {images} images, but {self.image_token} stands {places} times in the text. Give a question "
-                    "with task=, or a prompt with one for each image."
+                    f"Sample {i}: {images} images, but {self.image_token} occurs {places} times in the text. Give a question "
+                    f"with task=, or a prompt with one {self.image_token} for each image."
                 )
             found = re.search("|".join(rf"\[({re.escape(name)})\]" for name in self.tasks), text)
             return text, self.tasks.index(found[0][1:-1]) if found else None

@@ -1,4 +1,4 @@
-"""Memory of a reader for the parts of published tensors: its own tensors, or copies of them."""
+"""The memory in which a receiver keeps the parts of published tensors: its own tensors, or copies of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Parts = list[tuple[str, Part, Header]]  # of a tensor: the key of each, and the 
 
 
 class Piece(NamedTuple):
-    """The place of a published tensor's rows from `begin` to `end` (by default all) in a reader: its tensor `tensor`, from row
-    `at` on. That tensor may hold several published ones, as a fused projection does."""
+    """The place where a receiver keeps rows `begin` to `end` (by default all) of a published tensor: in its tensor `tensor`,
+    from row `at` on. That tensor may contain several published ones, such as a fused projection."""
 
     tensor: str
     at: int = 0

@@ -30,12 +30,12 @@ LEVEL = 1  # of compression: the change of a step has no low-rank part worth loo
 
 
 class Rows(NamedTuple):
-    """Rows of a tensor that is sharded over several publishers: those of the whole tensor from `begin` on.
+    """A range of rows of a tensor that is sharded over several publishers.
 
     Attributes:
         tensor: the rows.
-        begin: index of the first one.
-        shape: of the whole tensor.
+        begin: index of the first row in the whole tensor.
+        shape: shape of the whole tensor.
     """
 
     tensor: torch.Tensor
@@ -49,23 +49,23 @@ NamedTensors = Mapping[str, torch.Tensor | Rows] | Iterable[tuple[str, torch.Ten
 class Publisher:
     """Writes each step of a training to a place, as its lossless difference from the step published before.
 
-    `publish` returns when the tensors are copied; encoding and writing go on in a thread. Memory: two copies of the weights in
-    the type they are published in, and what changed, encoded.
+    `publish` returns when the tensors are copied. A thread encodes and writes them. The publisher needs memory for two
+    copies of the weights in the published type, and for the encoded changes.
 
     Args:
         place: a folder; `hf://owner/name` (a Hub repository) or `hf://buckets/owner/name`; or an object with the methods of
             `Place`.
-        anchor_every: every so many steps, all weights are written too, so that a subscriber can begin there.
-        keep_anchors: how many anchors stay at the place, and all steps since the oldest of them. Older files are removed.
-        dtype: floats are rounded to this type first, such as torch.bfloat16 for a training in float32. None keeps theirs.
-        run: name of the training; needed if several ranks publish, and the same for each. Random by default.
-        resume: go on with the run that the place holds, if it holds one. The first step is then an anchor. Several ranks resume
-            together, under torch.distributed.
+        anchor_every: number of steps from one anchor to the next. An anchor has all weights, so a subscriber can start there.
+        keep_anchors: number of anchors to keep at the place, with all steps since the oldest of them. Older files are removed.
+        dtype: type that floats are rounded to, such as torch.bfloat16 for a training in float32. None keeps the tensors' types.
+        run: name of the training. Required if several ranks publish, and the same for all of them. Random by default.
+        resume: continue the run at the place, if there is one. The first step is then an anchor. Several ranks resume together,
+            under torch.distributed.
         rank, world_size: of this publisher, if each publishes a share of the weights: sharded tensors (DTensor), `Rows`, or
             whole tensors that no other rank publishes.
 
     Raises:
-        CheckpointError: the place holds steps already and `resume` is not set, or holds those of another run.
+        CheckpointError: the place has steps and `resume` is not set, or has steps of another run.
         CorruptFileError: the index there is damaged.
     """
 
@@ -90,8 +90,8 @@ class Publisher:
         found = Index.read(self.place, rank)
         if found is not None and not resume:
             raise CheckpointError(
-                f"{self.place} holds the steps of another training ('{found.run}'). Give an empty place, or go on with it: "
-                "resume=True."
+                f"{self.place} holds the steps of another training ('{found.run}'). Give an empty place, or continue that "
+                "training with resume=True."
             )
         if found is not None and (run or found.run, world_size) != (found.run, found.world_size):
             raise CheckpointError(
@@ -112,17 +112,17 @@ class Publisher:
     def publish(self, named_tensors: NamedTensors, step: int) -> None:
         """Copies the tensors, from any device, and publishes them in the background as the weights of this step.
 
-        It first waits for the step before. If that one could not be written, its error is raised here; the next call publishes
-        the difference from the last step that was.
+        First waits for the previous step. If that step could not be written, raises its error; the next call then publishes the
+        difference from the last step that was written.
 
         Args:
-            named_tensors: all weights, under the names and in the shapes of the checkpoint, the same ones in each step.
-            step: 0 or more, and larger than that of the step before.
+            named_tensors: all weights, with the names and shapes of the checkpoint. They must be the same in each step.
+            step: number of the step, 0 or more, and larger than that of the previous step.
 
         Raises:
             CheckpointError: names, types or shapes differ from those of the step before, or another publisher writes to the
                 place.
-            OSError: the step before could not be written.
+            OSError: the previous step could not be written.
         """
         step = operator.index(step)
         if step < 0:
@@ -136,7 +136,7 @@ class Publisher:
             self._running = self._pool.submit(self._write, weights, parts, step)
 
     def wait(self) -> None:
-        """Waits until the last step is at the place. Raises the error if it could not be written."""
+        """Waits until the last step is written to the place. Raises the error if it could not be written."""
         with self._lock:
             running, self._running = self._running, None
             if running is not None:

@@ -1,4 +1,4 @@
-"""Tells running vLLM servers to take a step, over vLLM's own HTTP interface."""
+"""Updates running vLLM servers to a step, through vLLM's own HTTP interface."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ LONGEST = 600  # seconds that a server may take for one thing, such as ending it
 class VLLMServer:
     """A running server: `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "hf_ext"}'`.
 
-    The mode is what vLLM asks for to accept new weights. Whoever reaches the port can then change them, so keep it to yourself.
+    vLLM accepts new weights only in this development mode. Everyone who can reach the port can then change the weights, so do
+    not expose the port.
 
     Args:
-        url: such as http://localhost:8000.
-        place: where the steps are, reachable from the server under the same name: a folder or one on the Hub.
-        requests: what becomes of those under way at an update: "wait" lets them end first, "keep" lets them go on with the new
-            weights, "abort" ends them.
-        api_key: of the server, by default the environment's VLLM_API_KEY.
+        url: address of the server, such as http://localhost:8000.
+        place: place of the steps, which the server must be able to read under the same name: a folder, or a place on the Hub.
+        requests: treatment of running requests at an update. "wait" waits until they are done, "keep" continues them with the
+            new weights, "abort" aborts them.
+        api_key: API key of the server; by default VLLM_API_KEY of the environment.
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class VLLMServer:
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
     def update(self, step: int) -> None:
-        """Brings the server to a step. If that fails, it goes on with the weights that it has.
+        """Updates the server to a step. If the update fails, the server keeps its current weights.
 
         Raises:
-            ServerError: it cannot be reached, or refuses; the message holds its answer.
+            ServerError: the server cannot be reached, or rejects the update; the message contains its answer.
         """
         try:
             self._post(f"pause?mode={self.requests}")
@@ -89,16 +90,16 @@ def follow(
     every: float = 1.0,
     tell: Callable[[str], object] = logger.info,
 ) -> int:
-    """Brings servers to each new step until all are at step `last` or beyond; by default without end.
+    """Updates servers to each new step until all are at step `last` or beyond; by default without end.
 
-    An update takes the newest step, so those that came during the update before are skipped. Errors are logged, and tried
-    again.
+    An update goes to the newest step, and skips steps that were published during the previous update. Errors are logged, and
+    the update is tried again.
 
     Args:
-        place: of the steps.
-        servers: are updated at the same time.
-        every: seconds from one look at the place to the next.
-        tell: is called with what happens.
+        place: place of the steps.
+        servers: servers to update at the same time.
+        every: seconds between two checks of the place.
+        tell: function that receives messages about the progress.
 
     Returns:
         The step.

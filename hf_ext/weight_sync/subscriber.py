@@ -27,17 +27,17 @@ logger = logging.getLogger(__name__)
 
 
 class Subscriber:
-    """Follows what a `Publisher` writes to a place.
+    """Reads the steps that a `Publisher` writes to a place.
 
-    Every file is checked before any tensor is touched, and every tensor that changes before and after. If a file is missing or
-    damaged, a warning names it, and the tensors begin again at the newest anchor.
+    Checks every file before it changes a tensor, and the checksum of every changed tensor before and after. If a file is
+    missing or damaged, a warning names it, and the tensors start again from the newest anchor.
 
     Args:
         place: as for `Publisher`.
 
     Attributes:
         step: the step that the tensors are at; None before the first `update` and after one that failed halfway.
-        tensors: copies in this machine's memory of those tensors that cannot change where the caller keeps them.
+        tensors: copies in CPU memory of the tensors that cannot change where the caller keeps them.
         changed: names of the published tensors that the last `update` changed.
     """
 
@@ -64,29 +64,31 @@ class Subscriber:
         step: int | None = None,
         locate: Callable[[str], Piece | None] | None = None,
     ) -> int:
-        """Changes tensors in place to those of a step, from whatever step they are at.
+        """Updates tensors in place to a step, whichever step they are at.
 
-        What was missed is applied in one pass over the tensors. Contiguous tensors in this machine's memory change where they
-        are. Of others, such as those on a GPU, this object keeps a copy, and changed rows are copied from there.
+        Applies all missed steps in one pass over the tensors. Contiguous tensors in CPU memory change where they are. Of other
+        tensors, such as those on a GPU, this object keeps a copy in CPU memory and copies the changed rows from there.
 
         Args:
-            named_tensors: the tensors to change, by name. By default those of the attribute `tensors`, which are then all.
-            step: the newest by default.
-            locate: returns where a published tensor is kept, or None if it is not; by default under its own name.
+            named_tensors: the tensors to change, by name. By default, copies of all published tensors, in `tensors`.
+            step: number of the step; the newest by default.
+            locate: returns where the caller keeps a published tensor, or None if it does not. Defaults to the same name.
 
         Returns:
-            The step. If damaged files are in the way, it is the newest one that can be reached.
+            The step. If damaged files prevent a newer one, this is the newest step that can be reached.
 
         Raises:
             CheckpointError: nothing is published, `step` is not there, or the tensors do not fit the published ones.
-            CorruptFileError: damaged files leave no way. The tensors are as they were, unless the message says otherwise.
+            CorruptFileError: damaged files prevent the update. The tensors are unchanged, unless the message says otherwise.
         """
         damaged: dict[str, _DamagedFile] = {}
         files: dict[str, StepFile] = {}
         while True:
             indices = self._indices()
             if self._ranks and [index.run for index in indices] != [self._run] * len(self._ranks):
-                logger.warning(f"{self.place} no longer holds the run '{self._run}', which the tensors are of.")
+                logger.warning(
+                    f"{self.place} no longer holds the run '{self._run}' of the tensors. They start again from an anchor."
+                )
                 self._ranks = []
             target, paths = self._find(indices, step, damaged)
             try:

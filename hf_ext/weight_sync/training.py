@@ -23,19 +23,19 @@ logger = logging.get_logger(__name__)
 class PublishWeights(TrainerCallback):
     """Publishes the weights at the beginning of a training, after every `every` optimizer steps, and at the end.
 
-    For `Trainer` and what derives from it, such as TRL's `SFTTrainer` and `GRPOTrainer`. A training that resumes from a
-    checkpoint goes on with the run at the place. If a step cannot be published, a warning says why and the training goes on.
+    Works with `Trainer` and its subclasses, such as TRL's `SFTTrainer` and `GRPOTrainer`. If you resume from a checkpoint, the
+    steps continue at the same place. If a step cannot be published, a warning says why, and training continues.
 
     Args:
         place: see `Publisher`.
-        every: optimizer steps.
-        dtype: that servers hold the weights in.
-        on_step: called with the number of each step when it is at the place, before the training goes on. Its errors end the
-            training. Without it, a step is written while the training goes on.
-        options: more of `Publisher`'s.
+        every: number of optimizer steps from one published step to the next.
+        dtype: float type in which servers hold the weights.
+        on_step: function to call with the number of each step after it is published. Training waits for it; its errors end the
+            training. Without `on_step`, a thread writes the step while training continues.
+        options: further arguments of `Publisher`.
 
     Raises from `Trainer.train`:
-        CheckpointError: the model has adapters or is quantized, or the place holds the steps of another training.
+        CheckpointError: the model has adapters or is quantized, or the place has steps of another training.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class PublishWeights(TrainerCallback):
         model = unwrap_model(model)
         if not isinstance(model, PreTrainedModel) or getattr(model, "_hf_peft_config_loaded", False):
             raise CheckpointError(
-                f"PublishWeights takes a Transformers model that is trained whole, not a {type(model).__name__} with adapters: "
-                "an adapter is small, and servers load it as it is saved."
+                f"PublishWeights requires a Transformers model without adapters, not a {type(model).__name__} with adapters. "
+                "Save the adapter instead: it is small, and servers load it without conversion."
             )
         if getattr(model, "hf_quantizer", None) is not None:
             raise CheckpointError("The weights of a quantized model cannot be published.")

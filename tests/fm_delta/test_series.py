@@ -315,7 +315,7 @@ def test_a_damaged_checkpoint_does_not_stop_a_training(tmp_path, caplog):
     fm_delta.compress_series(run, tmp_path / "base")
     (run / "checkpoint-1/model.safetensors").write_bytes(b"damaged")
     secure(run, 2)
-    assert not needed_by(run / "checkpoint-2") and "checkpoint-1 is left as it is" in caplog.text
+    assert not needed_by(run / "checkpoint-2") and "checkpoint-1 cannot be read and is not changed" in caplog.text
 
 
 # ---- what is refused, what is killed ---------------------------------------------------------------------------------

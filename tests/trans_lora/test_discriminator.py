@@ -160,7 +160,7 @@ def test_a_run_that_is_begun_again_goes_on_from_its_files(saved, tmp_path):
 def test_another_model_is_refused_and_named(saved):
     folder, _, _ = saved
     model, words = pretrained("llama")
-    with pytest.raises(HfExtError, match="tiny-llama is another. In a chain"):
+    with pytest.raises(HfExtError, match="tiny-llama is another model. In a chain"):
         Discriminator.from_pretrained(folder / "discriminator", model, words)
     model, words = teacher("gpt2")
     with pytest.raises(HfExtError, match="is another"):

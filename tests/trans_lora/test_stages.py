@@ -105,7 +105,7 @@ def test_a_checkpoint_that_was_half_written_is_passed_over(tmp_path, left):
 
 
 def test_resuming_where_there_is_nothing_to_resume_is_an_early_error(tmp_path):
-    with pytest.raises(ValueError, match="no whole checkpoint"):
+    with pytest.raises(ValueError, match="no complete checkpoint"):
         transfer(tmp_path, **SMALL).train(resume_from_checkpoint=True)
     assert not (tmp_path / "synthesis.jsonl").exists() and last_checkpoint(tmp_path / "nowhere") is None
 

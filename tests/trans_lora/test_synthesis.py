@@ -158,7 +158,9 @@ def test_the_best_are_kept_when_all_are_scored(tmp_path):
 
 def test_a_rate_that_never_gets_there_is_an_early_and_clear_error(tmp_path):
     script = Script(*(f" sort {a} {b}" for a in "abcdefgh" for b in "abcdefgh"))
-    with pytest.raises(HfExtError, match=r"40 inputs cannot be had within max_attempts=800\. .* 0 were kept .*\(\d+ filter\)"):
+    with pytest.raises(
+        HfExtError, match=r"40 inputs are not possible within max_attempts=800\. .* 0 were kept .*\(\d+ filter\)"
+    ):
         write(tmp_path, script, 40, lambda texts: [(0.1, False, None)] * len(texts))
     attempts = len((tmp_path / "synthesis.jsonl").read_text().splitlines())
     assert attempts < 400
@@ -169,8 +171,8 @@ def test_a_rate_that_never_gets_there_is_an_early_and_clear_error(tmp_path):
 def test_what_is_beyond_hope_ends_before_a_twentieth_of_the_attempts(tmp_path):
     args = settings(tmp_path, generation_batch_size=8)
     script, path = Script(" pick a a a", *[" sort"] * 999), tmp_path / "synthesis.jsonl"
-    said = r"1,050 inputs \(1,000 and 50\) cannot be had within max_attempts=21,000\. Of the first \d+, 1 were kept and "
-    said += r"the others dropped \(\d+ malformed\); at this rate they would take about \d+,\d+\. All"
+    said = r"1,050 inputs \(1,000 and 50\) are not possible within max_attempts=21,000\. Of the first \d+, 1 were kept and "
+    said += r"the others dropped \(\d+ malformed\); at this rate they would take about \d+,\d+\."
     with pytest.raises(HfExtError, match=said):
         write_inputs(script, encoder(), SEEDS, args, path, 1050, None, lambda text: "pick" in text, " (1,000 and 50)")
     assert 300 < len(path.read_text().splitlines()) < 600

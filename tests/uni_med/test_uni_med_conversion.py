@@ -193,8 +193,8 @@ def test_bad_checkpoints_are_errors_and_nothing_is_written(tmp_path, capsys):
     refuses(CheckpointError, "one task token of each", without("task_tokens.cls"))
     trained = {"ln_vision.weight": torch.ones(3)}
     refuses(CheckpointError, "unknown tensors, such as ln_vision.weight", state | trained)
-    refuses(CheckpointError, "no connector that is known here", {"llm_proj.weight": torch.ones(64, 128)})
-    refuses(CheckpointError, "no connector that is known here", {"router.fc1.weight": state["router.fc1.weight"]})
+    refuses(CheckpointError, "no supported connector", {"llm_proj.weight": torch.ones(64, 128)})
+    refuses(CheckpointError, "no supported connector", {"router.fc1.weight": state["router.fc1.weight"]})
     refuses(CheckpointError, r"connector.experts.up is \(3, 64, 100\) there, and \(3, 64, 128\)", {
         k: v[:, :100] if k.endswith("0.weight") else v for k, v in state.items()})  # fmt: skip
     refuses(CheckpointError, "resample_method='cnn'", state, SETTINGS | {"resample_method": "cnn"})

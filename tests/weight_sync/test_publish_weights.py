@@ -104,5 +104,5 @@ def test_the_training_goes_on_while_nothing_can_be_written(tmp_path: Path, caplo
 
 def test_adapters_are_refused(tmp_path: Path):
     model = get_peft_model(tiny_models.llama(), LoraConfig(target_modules="all-linear"))
-    with pytest.raises(CheckpointError, match="trained whole, not a PeftModel with adapters"):
+    with pytest.raises(CheckpointError, match="without adapters, not a PeftModel with adapters"):
         train(model, tmp_path / "run", callbacks=[PublishWeights(tmp_path / "place")], causal=True)
