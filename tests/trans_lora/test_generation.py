@@ -300,7 +300,7 @@ def test_a_server_that_refuses_or_is_gone_is_an_error_that_says_so(served):
     url, folder, _ = served
     with pytest.raises(ServerError, match="run again to resume"):
         Server(url, str(folder / "nothing"), retries=0)(["a"], 4)
-    with pytest.raises(ServerError, match=r"http://127.0.0.1:9/v1 stopped answering after 1 retries"):
+    with pytest.raises(ServerError, match=r"http://127.0.0.1:9/v1 does not answer after 1 retries"):
         Server("http://127.0.0.1:9/v1", "m", retries=1)(["a"], 4)
 
 
