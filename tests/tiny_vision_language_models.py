@@ -65,9 +65,9 @@ PLACEHOLDERS = dict(image_token_id=IMAGE, video_token_id=IMAGE + 1, vision_start
 Built = tuple[PreTrainedModel, dict[str, torch.Tensor]]
 
 
-def batch(tokens: list[int], pixels: torch.Tensor, **more: Any) -> dict[str, torch.Tensor]:
-    """Returns a batch with `tokens[i]` placeholders in row i, padded on the left."""
-    rows = [[1, 5 + i, *[IMAGE] * count, 7, 8, 9 + i] for i, count in enumerate(tokens)]
+def batch(tokens: list[int], pixels: torch.Tensor, before: int = 3, **more: Any) -> dict[str, torch.Tensor]:
+    """Returns a batch with `tokens[i]` placeholders in row i, after the token `before`, padded on the left."""
+    rows = [[1, 5 + i, before, *[IMAGE] * count, 7, 8, 9 + i] for i, count in enumerate(tokens)]
     length = max(map(len, rows))
     ids = torch.tensor([[0] * (length - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
@@ -138,7 +138,7 @@ def paligemma() -> Built:
 def _qwen_inputs() -> dict[str, torch.Tensor]:
     grid = torch.tensor([[1, 4, 4], [1, 4, 8], [1, 4, 4]])  # patches; four become one token
     pixels = torch.randn(int(grid.prod(1).sum()), 3 * 2 * 4 * 4)
-    inputs = batch([4, 8, 4], pixels, image_grid_thw=grid)
+    inputs = batch([4, 8, 4], pixels, PLACEHOLDERS["vision_start_token_id"], image_grid_thw=grid)
     return inputs | {"mm_token_type_ids": (inputs["input_ids"] == IMAGE).int()}
 
 

@@ -98,7 +98,7 @@ def interference(
 
     Args:
         batches_by_task: for each task, one batch with labels, or several, whose gradients are averaged.
-        parameters: parameters to compare; defaults to the trained ones of the connector, or of an adapter's experts.
+        parameters: parameters to compare; defaults to the trained ones of the connector, or of an adapter's experts and router.
 
     Raises:
         ValueError: there are fewer than two tasks, no trained parameters, or no labels.
@@ -109,7 +109,7 @@ def interference(
         parameters = (
             parameter
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and ("connector." in name or ".lora_experts." in name)
+            if parameter.requires_grad and any(part in name for part in ("connector.", ".lora_experts.", ".lora_router."))
         )
     parameters = list(parameters)
     if not parameters or not all(parameter.requires_grad for parameter in parameters):

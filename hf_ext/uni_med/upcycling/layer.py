@@ -19,30 +19,19 @@ from hf_ext.uni_med.upcycling.projectors import Layers, shapes_of, weights_of
 from hf_ext.uni_med.upcycling.tasks import UNKNOWN, BatchTasks
 
 
-class Experts(nn.Module):
-    """The parameters of one adapter at one projector: the experts' changes, task tokens and the router.
+class TaskRouter(Router):
+    """The learned router of one adapter at one projector.
 
     Attributes:
-        A: for each layer of the projector, (experts, rank, inputs).
-        B: for each layer, (experts, rank, outputs). It starts at 0.
-        task_tokens: (tasks, router_hidden_size), or None.
+        task_tokens: (tasks, router_hidden_size); None if the router sees the visual token alone.
     """
 
-    def __init__(self, config: CMoEConfig, shapes: list[tuple[int, int]], rank: int, alpha: float):
-        super().__init__()
-        experts = config.num_experts
-        self.config, self.rank = config, rank
-        self.scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-        self.dropout = nn.Dropout(config.lora_dropout) if config.lora_dropout else nn.Identity()
-        self.A = nn.ParameterList(torch.empty(experts, rank, inputs) for inputs, _ in shapes)
-        self.B = nn.ParameterList(torch.zeros(experts, rank, outputs) for _, outputs in shapes)
-        for A in self.A:
-            nn.init.uniform_(A, -(A.shape[2] ** -0.5), A.shape[2] ** -0.5)  # as LoRA's
-        learned = config.router in ("soft", "sparse")
-        task_size = config.router_hidden_size if learned and config.router_input != "token" else 0
+    def __init__(self, config: CMoEConfig, token_size: int):
+        size = config.router_hidden_size
+        task_size = size if config.router_input != "token" else 0
+        super().__init__(token_size if config.router_input != "task" else 0, task_size, config.num_experts, size)
+        self.top_k = config.num_experts_per_tok if config.router == "sparse" else None
         self.task_tokens = nn.Parameter(torch.randn(len(config.tasks), task_size) * 0.02) if task_size else None
-        token_size = shapes[0][0] if config.router_input != "task" else 0
-        self.router = Router(token_size, task_size, experts, config.router_hidden_size) if learned else None
 
     def weights(self, tokens: torch.Tensor, tasks: int | torch.Tensor) -> torch.Tensor:
         """Returns the experts' weights, (tokens, experts) or (1, experts). Their sum is 1.
@@ -51,19 +40,57 @@ class Experts(nn.Module):
             tokens: (tokens, inputs). The router sees them normalized, as towers differ in the scale of their features.
             tasks: index of each token's task, (tokens,), or one index for all. -1 stands for the mean of all tasks.
         """
-        experts, dtype = self.config.num_experts, self.A[0].dtype
-        if self.router is None:
-            table = torch.eye(experts, dtype=dtype, device=tokens.device)[: len(self.config.tasks) or 1]
-            if self.config.router == "constant":
-                table = torch.full_like(table, 1 / experts)
-            return _with_mean(table)[tasks].view(-1, experts)
-        x = F.layer_norm(tokens.to(dtype), tokens.shape[1:])
+        x = F.layer_norm(tokens.to(self.bias.dtype), tokens.shape[1:])
         task = None if self.task_tokens is None else _with_mean(self.task_tokens)[tasks].view(-1, self.task_tokens.shape[1])
-        logits = self.router(x[:, None], task)[:, 0]
-        if self.config.router == "soft":
-            return soft_weights(logits).to(dtype)
-        top, chosen = logits.topk(self.config.num_experts_per_tok, dim=-1)
+        logits = self(x[:, None], task)[:, 0]
+        if self.top_k is None:
+            return soft_weights(logits).to(logits.dtype)
+        top, chosen = logits.topk(self.top_k, dim=-1)
         return torch.zeros_like(logits).scatter(-1, chosen, top.softmax(-1))
+
+
+class FixedRouter(nn.Module):
+    """A router without parameters: equal weights, or expert i for task i."""
+
+    def __init__(self, config: CMoEConfig):
+        super().__init__()
+        experts = config.num_experts
+        self.table = torch.full((1, experts), 1 / experts)  # a row for each task
+        if config.router == "hard" and experts > 1:
+            self.table = torch.eye(experts)[: len(config.tasks)]
+
+    def weights(self, tokens: torch.Tensor, tasks: int | torch.Tensor) -> torch.Tensor:
+        """Returns the experts' weights as `TaskRouter` does."""
+        tasks = tasks if len(self.table) > 1 else UNKNOWN
+        return _with_mean(self.table.to(tokens.device))[tasks].view(-1, self.table.shape[1])
+
+
+class Experts(nn.Module):
+    """The low-rank changes of one adapter at one projector.
+
+    Attributes:
+        A: for each layer of the projector, (experts, rank, inputs); the parameters A_0, A_1, …
+        B: for each layer, (experts, rank, outputs); the parameters B_0, B_1, … They start at 0.
+    """
+
+    def __init__(self, config: CMoEConfig, shapes: list[tuple[int, int]], rank: int, alpha: float):
+        super().__init__()
+        self.config, self.rank, self.layers = config, rank, len(shapes)
+        self.scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+        self.dropout = nn.Dropout(config.lora_dropout) if config.lora_dropout else nn.Identity()
+        # PEFT finds the adapter's name in a parameter's only where one more name follows it, so there are no lists here.
+        for i, (inputs, outputs) in enumerate(shapes):
+            A = torch.empty(config.num_experts, rank, inputs).uniform_(-(inputs**-0.5), inputs**-0.5)  # as LoRA's
+            self.register_parameter(f"A_{i}", nn.Parameter(A))
+            self.register_parameter(f"B_{i}", nn.Parameter(torch.zeros(config.num_experts, rank, outputs)))
+
+    @property
+    def A(self) -> list[nn.Parameter]:
+        return [self.get_parameter(f"A_{i}") for i in range(self.layers)]
+
+    @property
+    def B(self) -> list[nn.Parameter]:
+        return [self.get_parameter(f"B_{i}") for i in range(self.layers)]
 
     def change(self, index: int, inputs: torch.Tensor) -> torch.Tensor:
         """Returns each expert's change of a layer's output, s Bₑ Aₑ x: (tokens, experts, outputs).
@@ -91,7 +118,7 @@ class Experts(nn.Module):
         return (reduced * (weights * self.scaling)[:, :, None]).flatten(1) @ B.flatten(0, 1)
 
     def merged(self, index: int) -> torch.Tensor:
-        """Returns the change of a layer's weight if the router's weights are constant: (outputs, inputs), in float32.
+        """Returns the change of a layer's weight if all tokens have the same weights: (outputs, inputs), in float32.
 
         Raises:
             ValueError: the weights are not constant, or the sum of the experts is not a projector of this size.
@@ -102,10 +129,13 @@ class Experts(nn.Module):
                 f"router={config.router!r}: the experts' weights differ between tokens or tasks, so the mixture is not one "
                 "projector. Keep the adapter."
             )
-        if config.router == "constant" and config.num_experts > 1 and len(self.A) > 1:
+        if config.router == "constant" and config.num_experts > 1 and self.layers > 1:
             raise ValueError("The sum of experts with hidden units is not one projector of this size. Keep the adapter.")
-        weights = self.weights(torch.zeros(1, self.A[0].shape[2]), UNKNOWN) if config.num_experts > 1 else torch.ones(1, 1)
-        weights = weights[0].to(self.A[index])
+        if config.router == "constant":
+            weights = torch.full((config.num_experts,), 1 / config.num_experts)
+        else:
+            weights = torch.eye(config.num_experts)[0]
+        weights = weights.to(self.A[index])
         return torch.einsum("e,ero,eri->oi", weights, self.B[index], self.A[index]).float() * self.scaling
 
 
@@ -122,10 +152,11 @@ class MixtureProjector(nn.Module, BaseTunerLayer):
     and its layers may be quantized.
     """
 
-    adapter_layer_names = ("lora_experts",)
+    adapter_layer_names = ("lora_experts", "lora_router")
     base_layer: nn.Module
     layers: Layers
     lora_experts: nn.ModuleDict
+    lora_router: nn.ModuleDict
     active_adapters: list[str]
     merged_adapters: list[str]
     set_adapter: Callable[..., None]
@@ -135,7 +166,7 @@ class MixtureProjector(nn.Module, BaseTunerLayer):
     def __init__(self, base_layer: nn.Module, layers: Layers, tasks: BatchTasks):
         super().__init__()
         self.base_layer, self.layers, self.tasks = base_layer, layers, tasks
-        self.lora_experts = nn.ModuleDict()
+        self.lora_experts, self.lora_router = nn.ModuleDict(), nn.ModuleDict()
         self.merged_adapters = []
         self._mixing: _Mixing | None = None  # while the projector computes
         hidden = [base_layer.get_submodule(name) for name in layers.hidden]
@@ -154,15 +185,22 @@ class MixtureProjector(nn.Module, BaseTunerLayer):
         """
         if self.merged:
             raise ValueError("The model has merged adapters. Call unmerge_adapter() before you add another.")
-        experts = Experts(config, shapes_of(self.base_layer, self.layers), rank, alpha)
-        if experts.A[0].device.type != "meta":
-            experts.to(next(self.base_layer.parameters()).device)
-        self.lora_experts[adapter_name] = experts
+        shapes = shapes_of(self.base_layer, self.layers)
+        learned = config.router in ("soft", "sparse") and config.num_experts > 1
+        self.lora_experts[adapter_name] = Experts(config, shapes, rank, alpha)
+        self.lora_router[adapter_name] = TaskRouter(config, shapes[0][0]) if learned else FixedRouter(config)
+        if self.lora_experts[adapter_name].A_0.device.type != "meta":
+            for part in (self.lora_experts, self.lora_router):
+                part[adapter_name].to(next(self.base_layer.parameters()).device)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def experts(self, adapter: str) -> Experts:
         """Returns the experts of an adapter."""
         return cast(Experts, self.lora_experts[adapter])
+
+    def router(self, adapter: str) -> TaskRouter | FixedRouter:
+        """Returns the router of an adapter."""
+        return cast("TaskRouter | FixedRouter", self.lora_router[adapter])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         active = [name for name in self.active_adapters if name in self.lora_experts]
@@ -170,7 +208,7 @@ class MixtureProjector(nn.Module, BaseTunerLayer):
             return self.base_layer(*args, **kwargs)
         if len(active) > 1:
             raise ValueError(f"A projector has one mixture at a time, not {', '.join(active)}. Call set_adapter with one name.")
-        self._mixing = mixing = _Mixing(self.experts(active[0]), self.tasks)
+        self._mixing = mixing = _Mixing(self.experts(active[0]), self.router(active[0]), self.tasks)
         try:
             output = self.base_layer(*args, **kwargs)
         finally:
@@ -227,8 +265,8 @@ class _Mixing:
         inputs: of the last layer, (tokens, inputs), or (tokens, experts, inputs) if it follows hidden units.
     """
 
-    def __init__(self, experts: Experts, tasks: BatchTasks):
-        self.experts, self.tasks = experts, tasks
+    def __init__(self, experts: Experts, router: TaskRouter | FixedRouter, tasks: BatchTasks):
+        self.experts, self.router, self.tasks = experts, router, tasks
         self.weights: torch.Tensor | None = None
         self.inputs: torch.Tensor | None = None
 
@@ -261,5 +299,6 @@ class _Mixing:
     def _weigh(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.weights is None:
             tasks = self.tasks.of_tokens(len(tokens), self.experts.config.tasks)
-            self.weights = self.experts.weights(tokens, tasks.to(tokens.device) if isinstance(tasks, torch.Tensor) else tasks)
+            tasks = tasks.to(tokens.device) if isinstance(tasks, torch.Tensor) else tasks
+            self.weights = self.router.weights(tokens, tasks).to(self.experts.A[0].dtype)
         return self.weights

@@ -64,6 +64,7 @@ class CMoEModel(LoraModel):
         mixture.update_layer(adapter_name, config, rank, alpha)
         if adapter_name not in self.active_adapters:
             mixture.experts(adapter_name).requires_grad_(False)
+            mixture.router(adapter_name).requires_grad_(False)
 
     def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> nn.Module:
         model = super()._unload_and_optionally_merge(*args, **kwargs)
@@ -76,11 +77,6 @@ class CMoEModel(LoraModel):
             raise ValueError("adapter_names: a CMoE model has one active adapter for a batch. Call set_adapter.")
         with super()._enable_peft_forward_hooks(*args, **kwargs):
             yield
-
-    @classmethod
-    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
-        before, name, after = key.partition(f".lora_experts.{adapter_name}.")
-        return f"{before}.lora_experts.{after}" if name else super()._remove_adapter_name_from_key(key, adapter_name)
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError("Mixtures of experts cannot be combined: the routers of two adapters have no common weights.")
