@@ -104,6 +104,13 @@ CHARTS = {
         shared=True,
         ours="Uni-Med",
     ),
+    "uni_med_mixture": Chart(
+        "uni_med_cmoe.md",
+        {"exact: projector": "Projector alone", "exact: CMoE": "CMoE, five experts"},
+        "share of exact answers",
+        shared=True,
+        ours="exact: CMoE",
+    ),
     "weight_sync_size": Chart(
         "weight_sync.md", {"GRPO: MB": "One step of GRPO", "SFT: MB": "One step of SFT"}, "MB", log=True, shared=True
     ),
