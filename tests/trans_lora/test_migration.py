@@ -66,7 +66,7 @@ def test_an_adapter_that_fits_a_relative_is_copied_and_nothing_else_is_done(fold
     assert config["base_model_name_or_path"] == str(folders / "relative")
     assert accuracy(loaded(folders, "relative", tmp_path), AutoTokenizer.from_pretrained(tmp_path)) >= 0.9
     _, text = valid_card(tmp_path, "trans_lora_migration")
-    assert "the best one, copy:" in text and f"| copy | {100 * report.best.score:.1f} % |" in text
+    assert "the best one: copy." in text and f"| copy | {100 * report.best.score:.1f} % |" in text
 
 
 def test_on_another_family_the_ways_share_inputs_and_the_best_is_kept(folders, tmp_path, capsys):
