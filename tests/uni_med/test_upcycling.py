@@ -166,6 +166,11 @@ def test_batches_without_images_and_wrong_tasks():
         adapter(**inputs, tasks=["vqa", "caption", "vqa"])
     with pytest.raises(ValueError, match="2 entries for 3 samples"):
         adapter(**inputs, tasks=["vqa", "cls"])
+    with pytest.raises(ValueError, match="1 entries for 3 samples"):
+        adapter.generate(**inputs, tasks=["vqa"], max_new_tokens=1)
+    four = {name: torch.cat([value, value[:1]]) for name, value in inputs.items()}
+    with pytest.raises(ValueError, match="2 entries for 4 samples"):  # not two beams of each
+        adapter(**four, tasks=["vqa", "cls"])
     with pytest.raises(ValueError, match="require input_ids"):
         embeddings = adapter.get_input_embeddings()(inputs["input_ids"])
         adapter(inputs_embeds=embeddings, pixel_values=inputs["pixel_values"], tasks=MIXED)
@@ -178,6 +183,26 @@ def test_images_that_cannot_be_told_apart_raise():
     with pytest.raises(ValueError, match="do not say which sample"):
         two = batch([104, 88], inputs["pixel_values"], image_sizes=inputs["image_sizes"][torch.tensor([0, 2, 1])])
         adapter(**two, tasks=["vqa", "cls"])
+    with pytest.raises(ValueError, match="do not say which sample"):  # as many images as samples, both in the first
+        both = batch([104, 0], inputs["pixel_values"][[0, 2]], image_sizes=inputs["image_sizes"][[0, 2]])
+        adapter(**both, tasks=["vqa", "cls"])
+
+
+def test_images_of_some_samples():
+    model, inputs = build("llava_next")
+    adapter = adapted(model, num_experts=2, router="hard")
+    diverge(adapter)
+    some = batch([52, 0, 88], inputs["pixel_values"][:2], image_sizes=inputs["image_sizes"][:2])
+    alone = [logits(adapter, some, tasks=[task] * 3) for task in TASKS]
+    mixed = logits(adapter, some, tasks=["vqa", "vqa", "cls"])
+    torch.testing.assert_close(mixed[0], alone[0][0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mixed[2], alone[1][2], rtol=1e-4, atol=1e-5)
+
+
+def test_replicas_raise():
+    adapter = adapted(build("llava")[0])
+    with pytest.raises(RuntimeError, match="DataParallel"):
+        mixtures(adapter)[0]._replicate_for_data_parallel()  # as torch.nn.DataParallel does, which requires two GPUs
 
 
 def test_four_bits(tmp_path):
@@ -270,12 +295,16 @@ def test_a_constant_router_merges(family, options):
 ])  # fmt: skip
 def test_other_mixtures_do_not_merge(family, options, words):
     model, inputs = build(family)
-    adapter = adapted(model, **options)
+    adapter = adapted(model, target_modules=["q_proj"], **options)
     diverge(adapter)
-    before = logits(adapter, inputs)
-    with pytest.raises(ValueError, match=words):
-        adapter.merge_and_unload()
-    assert torch.equal(logits(adapter, inputs), before)
+    for name, parameter in adapter.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    before, names = logits(adapter, inputs), adapter.state_dict().keys()
+    for merge in (adapter.merge_adapter, adapter.merge_and_unload):
+        with pytest.raises(ValueError, match=words):
+            merge()
+        assert torch.equal(logits(adapter, inputs), before) and adapter.state_dict().keys() == names
 
 
 def test_interference_of_tasks_at_the_experts():
@@ -340,6 +369,8 @@ def test_projectors_of_other_classes_by_name():
         get_peft_model(model, CMoEConfig())
     with pytest.raises(ValueError, match="no such module"):
         get_peft_model(model, CMoEConfig(connectors=["bridges"]))
+    with pytest.raises(ValueError, match="no such modules for LoRA"):
+        get_peft_model(model, CMoEConfig(connectors=["bridge"], target_modules=["depth"]))
     with pytest.raises(ValueError, match="3 linear layers"):
         get_peft_model(model, CMoEConfig(connectors=["deep"]))
     adapter = get_peft_model(model, CMoEConfig(connectors=["bridge"]))

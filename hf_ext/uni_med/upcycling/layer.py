@@ -228,6 +228,19 @@ class MixtureProjector(nn.Module, BaseTunerLayer):
         if self._mixing is not None:
             self._mixing.mix(output, False)
 
+    def _replicate_for_data_parallel(self) -> nn.Module:
+        # A replica's layers have the hooks of the original, so its experts would compute nothing.
+        raise RuntimeError(
+            "CMoE does not support torch.nn.DataParallel. Start one process for each GPU (torchrun, accelerate launch), or "
+            "show one GPU to the process (CUDA_VISIBLE_DEVICES=0)."
+        )
+
+    def check_merge(self, adapter_names: list[str] | None) -> None:
+        """Raises the ValueError of `merge` if an adapter cannot be merged, and changes nothing."""
+        for adapter in self.active_adapters if adapter_names is None else adapter_names:
+            if adapter in self.lora_experts and adapter not in self.merged_adapters:
+                self._changes(adapter)
+
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         for adapter in check_adapters_to_merge(self, adapter_names):
             if adapter in self.lora_experts:
@@ -240,14 +253,18 @@ class MixtureProjector(nn.Module, BaseTunerLayer):
 
     @torch.no_grad()
     def _add_to_weights(self, adapter: str, sign: int, safe: bool) -> None:
+        changes = [sign * change for change in self._changes(adapter)]
+        if safe and not all(torch.isfinite(change).all() for change in changes):
+            raise ValueError(f"The adapter '{adapter}' has NaN or infinite weights and was not merged.")
+        for weight, change in zip(weights_of(self.base_layer, self.layers), changes):
+            weight.add_((change if self.layers.token is None else change.T).to(weight))
+
+    @torch.no_grad()
+    def _changes(self, adapter: str) -> list[torch.Tensor]:
         weights = weights_of(self.base_layer, self.layers)
         if not all(weight.is_floating_point() for weight in weights):
             raise ValueError("The projector is quantized, so the mixture cannot be merged. Load the base in full precision.")
-        changes = [sign * self.experts(adapter).merged(index) for index in range(len(weights))]
-        if safe and not all(torch.isfinite(change).all() for change in changes):
-            raise ValueError(f"The adapter '{adapter}' has NaN or infinite weights and was not merged.")
-        for weight, change in zip(weights, changes):
-            weight.add_((change if self.layers.token is None else change.T).to(weight))
+        return [self.experts(adapter).merged(index) for index in range(len(weights))]
 
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None) -> nn.Module:
         if merge:

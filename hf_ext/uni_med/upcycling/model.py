@@ -30,6 +30,12 @@ class CMoEModel(LoraModel):
     def _prepare_model(self, config: CMoEConfig, model: nn.Module) -> None:
         super()._prepare_model(config, model)
         config.projectors = find_projectors(model, config.connectors)
+        names = (name for name, _ in model.named_modules() if name not in config.projectors)
+        if config.target_modules not in (None, "all-linear") and not any(
+            self._check_target_module_exists(config, name) for name in names
+        ):
+            # PEFT would not notice, as it finds the projectors.
+            raise ValueError(f"target_modules={config.target_modules}: {type(model).__name__} has no such modules for LoRA.")
         if not any(isinstance(module, MixtureProjector) for module in model.modules()):
             BatchTasks(model)
 
@@ -66,8 +72,21 @@ class CMoEModel(LoraModel):
             mixture.experts(adapter_name).requires_grad_(False)
             mixture.router(adapter_name).requires_grad_(False)
 
-    def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> nn.Module:
-        model = super()._unload_and_optionally_merge(*args, **kwargs)
+    def _check_mixtures(self, adapter_names: list[str] | None) -> None:
+        for module in self.model.modules():
+            if isinstance(module, MixtureProjector):
+                module.check_merge(adapter_names)
+
+    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+        self._check_mixtures(adapter_names)  # before any LoRA layer merges
+        super().merge_adapter(adapter_names, safe_merge)
+
+    def _unload_and_optionally_merge(
+        self, merge: bool = True, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
+    ) -> nn.Module:
+        if merge:
+            self._check_mixtures(adapter_names)
+        model = super()._unload_and_optionally_merge(merge, progressbar, safe_merge, adapter_names)
         model.generate.__self__.remove()
         return model
 

@@ -39,7 +39,7 @@ class BatchTasks:
         """`model.generate(…, tasks=names)`: generates with the task of each sample."""
         # Some versions of Transformers compute the images before forward, with the samples as they are here.
         input_ids = next((kwargs[name] for name in ("inputs", "input_ids") if name in kwargs), args[0] if args else None)
-        self._in_generate = _listed(kwargs.pop("tasks", None))
+        self._in_generate = _one_per_sample(kwargs.pop("tasks", None), kwargs.get("inputs_embeds", input_ids))
         self._set(self._in_generate, input_ids, kwargs)
         try:
             return type(self.model).generate(self.model, *args, **kwargs)
@@ -48,8 +48,10 @@ class BatchTasks:
             self._set(None, None, {})
 
     def _before_forward(self, model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        tasks = _listed(kwargs.pop("tasks", None))
-        self._set(tasks or self._in_generate, kwargs.get("input_ids", args[0] if args else None), kwargs)
+        input_ids = kwargs.get("input_ids", args[0] if args else None)
+        samples = kwargs.get("inputs_embeds") if input_ids is None else input_ids
+        tasks = _one_per_sample(kwargs.pop("tasks", None), samples)
+        self._set(tasks or self._in_generate, input_ids, kwargs)
         return args, kwargs
 
     def _after_forward(self, *_: Any) -> None:
@@ -75,10 +77,8 @@ class BatchTasks:
             return indices[0]
         if self._input_ids is None:
             raise ValueError("Batches of mixed tasks require input_ids: their placeholders say which sample an image is of.")
-        rows = len(self._input_ids)
-        if rows % len(indices):
-            raise ValueError(f"tasks has {len(indices)} entries for {rows} samples. Give one task for each sample.")
-        of_rows = torch.tensor(indices, device=self._input_ids.device).repeat_interleave(rows // len(indices))  # beams
+        beams = len(self._input_ids) // len(indices)
+        of_rows = torch.tensor(indices, device=self._input_ids.device).repeat_interleave(beams)
         found = [tasks for tasks in self._candidates(of_rows) if len(tasks) == count]
         if not found or any(not torch.equal(tasks, found[0]) for tasks in found):
             raise ValueError(
@@ -97,13 +97,18 @@ class BatchTasks:
     def _candidates(self, of_rows: torch.Tensor) -> list[torch.Tensor]:
         """Returns the tokens' tasks if they are the placeholders of images or videos, or of images cut into patches."""
         assert self._input_ids is not None  # of_tokens raises without them
-        config, found = self.model.config, []
-        for kind in ("image", "video"):
-            placeholder = getattr(config, f"{kind}_token_id", None)
-            if placeholder is not None:
-                found.append(of_rows.repeat_interleave((self._input_ids == placeholder).sum(1)))
+        config = self.model.config
+        counts = {
+            kind: (self._input_ids == getattr(config, f"{kind}_token_id")).sum(1)
+            for kind in ("image", "video")
+            if getattr(config, f"{kind}_token_id", None) is not None
+        }
         # LLaVA-NeXT adds and removes tokens after the projector.
-        if hasattr(config, "image_grid_pinpoints") and self._image_sizes is not None and len(self._image_sizes) == len(of_rows):
+        if not hasattr(config, "image_grid_pinpoints"):
+            return [of_rows.repeat_interleave(count) for count in counts.values()]
+        of_images = of_rows[counts["image"] > 0]  # if each of these samples has one image
+        has_videos = "video" in counts and bool(counts["video"].any())
+        if not has_videos and self._image_sizes is not None and len(self._image_sizes) == len(of_images):
             from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
             vision = config.vision_config
@@ -111,9 +116,18 @@ class BatchTasks:
                 image_size_to_num_patches(size, config.image_grid_pinpoints, vision.image_size) for size in self._image_sizes
             ]
             tokens = (vision.image_size // vision.patch_size) ** 2
-            found.append(of_rows.repeat_interleave(torch.tensor(patches, device=of_rows.device) * tokens))
-        return found
+            return [of_images.repeat_interleave(torch.tensor(patches, device=of_rows.device) * tokens)]
+        return []
 
 
-def _listed(tasks: Sequence[str] | torch.Tensor | None) -> list[int | str] | None:
-    return None if tasks is None else tasks.tolist() if isinstance(tasks, torch.Tensor) else list(tasks)
+def _one_per_sample(tasks: Sequence[str] | torch.Tensor | None, samples: torch.Tensor | None) -> list[int | str] | None:
+    """Returns the tasks as a list.
+
+    Raises:
+        ValueError: there are more or fewer tasks than samples.
+    """
+    if tasks is None:
+        return None
+    if samples is not None and len(tasks) != len(samples):
+        raise ValueError(f"tasks has {len(tasks)} entries for {len(samples)} samples. Give one task for each sample.")
+    return tasks.tolist() if isinstance(tasks, torch.Tensor) else list(tasks)
