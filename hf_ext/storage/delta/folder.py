@@ -179,7 +179,7 @@ def verify_folder(src: str | os.PathLike, base: str | os.PathLike | None = None)
         The number of tensors.
 
     Raises:
-        CorruptFileError, BaseModelError: naming the first tensor that does not come out as it was saved.
+        CorruptFileError, BaseModelError: names the first tensor that differs from the saved one.
     """
     files = open_files(Path(src))
     decode_all(files, open_base(files, Path(src), base))
@@ -190,7 +190,7 @@ def decode_all(files: Sequence[CompressedFile], base: TensorSource) -> None:
     """Decodes every tensor of these files.
 
     Raises:
-        CorruptFileError, BaseModelError: naming the first tensor that does not come out as it was saved.
+        CorruptFileError, BaseModelError: names the first tensor that differs from the saved one.
     """
     with progress("Verifying", sum(len(file.original) for file in files)) as bar:
         for file in files:
@@ -217,7 +217,7 @@ def write_model(
         settings: more values for the entry.
 
     Raises:
-        CheckpointError: the base is read from these files.
+        CheckpointError: the base lies in these files.
     """
     src = sets[0][0].path.parent
     if any(path.parent.samefile(src) for path in base.paths):
@@ -257,7 +257,7 @@ def compare_with_source(src: Path, out: Path, others: Iterable[Path], base: Tens
     """Decodes the compressed weights in `out` and compares them with `src`, and all `others` too, byte for byte.
 
     Raises:
-        CorruptFileError: naming the first file or tensor that is not the same.
+        CorruptFileError: names the first file or tensor that differs.
     """
 
     def require(same: bool, what: str) -> None:
