@@ -82,7 +82,8 @@ def logits_at(model: PreTrainedModel | PeftModel, places: torch.Tensor) -> Itera
     Args:
         places: (batch, tokens - 1), true at each position whose next token is needed.
 
-    Yields: A function that selects the positions from (batch, tokens, n).
+    Yields:
+        A function that selects the positions from (batch, tokens, n).
     """
 
     def chosen(hidden: torch.Tensor) -> torch.Tensor:
