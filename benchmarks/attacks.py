@@ -73,7 +73,7 @@ class Format:
 
 
 def write_models(root: Path) -> None:
-    """A base and fine-tunes of it, each in two shards."""
+    """Writes a base and fine-tunes of it, each in two shards."""
     generator = torch.Generator().manual_seed(0)
     base = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in SHAPES.items()}
     for model in ("base", "one", "other", "third", "another base"):
@@ -112,7 +112,7 @@ def store(root: Path) -> dict[str, Format]:
 
 
 def read_safetensors(folder: Path) -> Tensors:
-    """As the safetensors library reads it."""
+    """Reads a folder with the safetensors library."""
     files = [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
     return {name: array.tobytes() for file in files for name, array in load(file).items()}
 
@@ -130,7 +130,7 @@ def read_delta(folder: Path) -> Tensors:
 
 
 def read_merge(folder: Path) -> Tensors:
-    """Makes each tensor of each task."""
+    """Computes each tensor of each task."""
     merged = MergeFolder(folder)
     return {f"{task}:{name}": merged.tensor(task, name).data.tobytes() for task in merged.tasks for name in SHAPES}
 
@@ -139,39 +139,39 @@ def read_merge(folder: Path) -> Tensors:
 
 
 def flipped(rng: np.random.Generator, file: bytes, other: bytes) -> bytes:
-    """One bit."""
+    """Flips one bit."""
     data = bytearray(file)
     data[rng.integers(len(data))] ^= 1 << rng.integers(8)
     return bytes(data)
 
 
 def zeroed(rng: np.random.Generator, file: bytes, other: bytes) -> bytes:
-    """One page, as after a bad sector or a hole in a download."""
+    """Zeroes one page, as after a bad sector or a hole in a download."""
     start = rng.integers(len(file) // PAGE + 1) * PAGE
     end = min(start + PAGE, len(file))
     return file[:start] + bytes(end - start) + file[end:]
 
 
 def exchanged(rng: np.random.Generator, file: bytes, other: bytes) -> bytes:
-    """Two pages."""
+    """Exchanges two pages."""
     one, two = sorted(rng.choice(len(file) // PAGE, 2, replace=False) * PAGE)
     pages = file[one : one + PAGE], file[two : two + PAGE]
     return file[:one] + pages[1] + file[one + PAGE : two] + pages[0] + file[two + PAGE :]
 
 
 def cut(rng: np.random.Generator, file: bytes, other: bytes) -> bytes:
-    """The end is missing."""
+    """Cuts off the end."""
     return file[: rng.integers(len(file))]
 
 
 def continued(rng: np.random.Generator, file: bytes, other: bytes) -> bytes:
-    """The beginning of one save, then the rest of another, as after a write that was interrupted."""
+    """Joins the beginning of one save and the rest of another, as after an interrupted write."""
     place = rng.integers(len(file))
     return file[:place] + other[place:]
 
 
 def replaced(rng: np.random.Generator, file: bytes, other: bytes) -> bytes:
-    """One shard of another save."""
+    """Replaces one shard by that of another save."""
     return other
 
 
@@ -189,7 +189,7 @@ DAMAGE: dict[str, Attack] = {
 
 
 def forged_header(rng: np.random.Generator, header: bytes) -> bytes:
-    """A safetensors header with one entry that says something else."""
+    """Returns a safetensors header with one changed entry."""
     metadata, entries = parse_header(header)
     name = rng.choice(list(entries))
     entry = entries[name]
@@ -216,7 +216,7 @@ def forge_safetensors(rng: np.random.Generator, file: bytes, other: bytes) -> by
 
 
 def forge_zstd(rng: np.random.Generator, file: bytes, other: bytes) -> bytes:
-    """Changes the header of what is packed, or the size that the frame promises."""
+    """Changes the header of the packed file, or the size in the frame."""
     if rng.integers(2):
         size = int(2 ** rng.integers(20, 62))
         return file[:4] + bytes([0b11100100]) + size.to_bytes(8, "little") + file[4 + 1 + 4 :]
@@ -250,7 +250,7 @@ def forge_delta(rng: np.random.Generator, file: bytes, other: bytes) -> bytes:
 
 
 def outcome(read: Callable[[Path], Tensors], folder: Path, right: dict[str, int], forged: bool) -> str:
-    """Reads a folder in a process of its own, and returns what came of it."""
+    """Reads a folder in a process of its own, and returns the outcome."""
     pid = os.fork()
     if not pid:
         code = 3
@@ -272,7 +272,7 @@ def outcome(read: Callable[[Path], Tensors], folder: Path, right: dict[str, int]
 
 
 def attempt(root: Path, kind: str, form: Format, attack: Attack, rng: np.random.Generator, right: dict[str, int]) -> str:
-    """Damages one file of a copy of the model, reads it, and puts it right again."""
+    """Damages one file of a copy of the model, reads the model, and restores the file."""
     file = str(rng.choice(form.files))
     path, other = (root / kind / model / file for model in ("one", "other"))
     before = path.read_bytes()

@@ -64,7 +64,7 @@ def combined(
     tasks: list[dict[str, torch.Tensor]],
     combine: Callable[[list[torch.Tensor]], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """The base's weights plus what `combine` makes of the task vectors, tensor by tensor."""
+    """Returns the base's weights plus the result of `combine` on the task vectors, tensor by tensor."""
     return {
         name: weight + combine([task[name] - weight for task in tasks])
         for name, weight in base.items()
@@ -73,7 +73,7 @@ def combined(
 
 
 def peers(count: int) -> dict[str, Callable[[list[torch.Tensor]], torch.Tensor]]:
-    """Other ways to merge, each making one task vector of many."""
+    """Returns other merging methods, each of which makes one task vector from many."""
     one = torch.ones(count)
     return {
         "simple average": lambda vectors: task_arithmetic(vectors, one / count),
@@ -83,7 +83,7 @@ def peers(count: int) -> dict[str, Callable[[list[torch.Tensor]], torch.Tensor]]
 
 
 def accuracy(args: argparse.Namespace) -> dict:
-    """Test accuracies as {group: {method: {task: accuracy}}}, for the four tasks of the reference and for all."""
+    """Returns test accuracies as {group: {method: {task: accuracy}}}, for the four tasks of the reference and for all."""
     measure, found = Accuracy(args.data), {}
     groups = {"four tasks": [task for task in args.tasks if task in REFERENCE_TASKS], "all tasks": args.tasks}
     base = {f"bert.{name}": weight for name, weight in load_file(minilm() / "model.safetensors").items()}
@@ -127,7 +127,7 @@ def accuracy(args: argparse.Namespace) -> dict:
 
 
 def half(args: argparse.Namespace, dtype: str, scratch: Path) -> tuple[Path, dict[str, Path]]:
-    """Base and fine-tunes in another float type."""
+    """Returns base and fine-tunes in another float type."""
     if dtype == "fp32":
         return minilm(), {task: args.pairs / task for task in args.tasks}
     AutoModel.from_pretrained(minilm(), dtype=TORCH[dtype]).save_pretrained(scratch / "base")
@@ -137,7 +137,7 @@ def half(args: argparse.Namespace, dtype: str, scratch: Path) -> tuple[Path, dic
 
 
 def size(args: argparse.Namespace) -> dict:
-    """Bytes of the merge of all tasks and of its parts, by type."""
+    """Returns the bytes of the merge of all tasks and of its parts, by type."""
     found = {}
     for dtype in TORCH:
         with tempfile.TemporaryDirectory() as scratch:
@@ -165,7 +165,8 @@ def size(args: argparse.Namespace) -> dict:
 
 
 def formula(base: Path, tasks: dict[str, Path], out: Path) -> None:
-    """The paper's formula in plain PyTorch over whole state dicts, its results saved as tensors and masks of bools."""
+    """Computes the paper's formula in plain PyTorch over whole state dicts, and saves the results as tensors and masks of
+    bools."""
     prior = {f"bert.{name}": weight for name, weight in load_file(base / "model.safetensors").items()}
     states = [load_file(folder / "model.safetensors") for folder in tasks.values()]
     names = [name for name in prior if name in states[0] and prior[name].is_floating_point()]
@@ -192,11 +193,11 @@ def ours(base: Path, tasks: dict[str, Path], out: Path) -> None:
 
 
 def nothing(base: Path, tasks: dict[str, Path], out: Path) -> None:
-    """What a process takes that has the libraries loaded."""
+    """Does nothing, to measure the memory of a process that has loaded the libraries."""
 
 
 def merging(args: argparse.Namespace) -> dict:
-    """Seconds from folders to folder, and peak memory of fresh processes."""
+    """Returns the seconds from folders to folder, and the peak memory of fresh processes."""
     tasks = {task: args.pairs / task for task in args.tasks}
     ways = {"formula in PyTorch": formula, "hf_ext": ours}
     found = {name: {"seconds": []} for name in [*ways, "libraries alone"]}
@@ -226,7 +227,7 @@ def merging(args: argparse.Namespace) -> dict:
 
 
 def switching(args: argparse.Namespace) -> dict:
-    """Seconds of a switch and of copying all weights of the model in memory, by type and number of threads."""
+    """Returns the seconds of a switch and of copying all weights of the model in memory, by type and number of threads."""
     found, threads = {}, torch.get_num_threads()
     for dtype in TORCH:
         with tempfile.TemporaryDirectory() as scratch:

@@ -44,12 +44,12 @@ logging.disable_progress_bar()
 
 
 def size(args: argparse.Namespace, dtype: str) -> dict:
-    """Bits per parameter as {"dense" or "whole": {peer: {task: bits}}}, printed with the share of fm-delta's size."""
+    """Returns bits per parameter as {"dense" or "whole": {peer: {task: bits}}}, printed with the share of fm-delta's size."""
     return sizes({task: load_pairs(args.pairs / task, dtype) for task in args.tasks}, dtype)
 
 
 def widened(args: argparse.Namespace) -> dict:
-    """The same of the first task in fp32, whose values, and those of its base, are those of bf16 or fp16."""
+    """Returns the same for the first task in fp32, with values (and those of its base) rounded to bf16 or fp16."""
     task, found = args.tasks[0], {}
     for values in ("bf16", "fp16"):
         print(f"\nThe values are those of {values}:")
@@ -58,7 +58,7 @@ def widened(args: argparse.Namespace) -> dict:
 
 
 def merged(args: argparse.Namespace, dtype: str) -> dict:
-    """The same of the LoRA of the first task, merged by PEFT into the base in its type."""
+    """Returns the same for the LoRA of the first task, merged by PEFT into the base in its type."""
     task = f"{args.tasks[0]}-lora"
     adapter = args.pairs / task
     labels = len(load_file(adapter / "adapter_model.safetensors")["base_model.model.classifier.bias"])
@@ -69,7 +69,7 @@ def merged(args: argparse.Namespace, dtype: str) -> dict:
 
 
 def sizes(tasks: dict[str, list[Pair]], dtype: str) -> dict:
-    """Of each task's tensors."""
+    """Returns the sizes for each task's tensors."""
     found = {"dense": {}, "whole": {}}
     for task, pairs in tasks.items():
         for peer in [ours(), *all_peers()]:
@@ -97,7 +97,7 @@ def sizes(tasks: dict[str, list[Pair]], dtype: str) -> dict:
 
 
 def speed(args: argparse.Namespace, dtype: str) -> dict:
-    """MB of original per second on the dense matrices of the first task, as {peer: {direction: [one number a round]}}.
+    """Returns MB of original per second on the dense matrices of the first task, as {peer: {direction: [one number a round]}}.
 
     All peers run in every round, each round from another first peer; an untimed round before warms up and verifies.
     """
@@ -138,13 +138,14 @@ def speed(args: argparse.Namespace, dtype: str) -> dict:
 
 
 def empty_model(folder: str) -> None:
-    """Builds the model of a folder without weights: what every load pays besides them."""
+    """Builds the model of a folder without weights: the part of a load that does not depend on them."""
     with torch.device("meta"):
         Classifier.from_config(AutoConfig.from_pretrained(folder))
 
 
 def load(args: argparse.Namespace, dtype: str) -> dict:
-    """Seconds to load the plain and the compressed first task, warm, and the peak memory of fresh processes in MB."""
+    """Returns the seconds to load the plain and the compressed first task, warm, and the peak memory of fresh processes in
+    MB."""
     with tempfile.TemporaryDirectory() as scratch:
         base, plain, packed, again = (str(Path(scratch) / name) for name in ("base", "plain", "packed", "again"))
         AutoModel.from_pretrained(minilm(), dtype=TORCH[dtype]).save_pretrained(base)
@@ -178,7 +179,8 @@ def load(args: argparse.Namespace, dtype: str) -> dict:
 
 
 def search(args: argparse.Namespace, dtype: str) -> dict:
-    """How `find_base` sees the first task's fine-tune beside its base, the other fine-tunes, and made-up strangers."""
+    """Returns the verdicts of `find_base` on the first task's fine-tune: for its base, the other fine-tunes, and unrelated
+    models."""
     generator = torch.Generator().manual_seed(0)
     origin = {name: tensor for name, tensor in load_file(minilm() / "model.safetensors").items() if tensor.is_floating_point()}
 
@@ -211,8 +213,9 @@ def cast_to(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, t
 
 
 def series(args: argparse.Namespace, dtype: str) -> dict:
-    """Sizes as a fine-tuning goes on: each checkpoint of the first task against the base, the one before and the one after it,
-    as {"base", "before" or "after": {peer: {step: bits per parameter}}}; and the bytes that compress_series leaves."""
+    """Returns sizes during a fine-tuning: of each checkpoint of the first task against the base, the one before and the one
+    after it, as {"base", "before" or "after": {peer: {step: bits per parameter}}}; and the bytes that compress_series
+    leaves."""
     folder = args.pairs / f"{args.tasks[0]}-trainer"
     run = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     if len(run) < 2:
@@ -258,7 +261,8 @@ def series(args: argparse.Namespace, dtype: str) -> dict:
 
 
 def quantized(args: argparse.Namespace) -> dict:
-    """What becomes of the dense matrices of the first task in one-byte types: per cent of the original, MB/s on one thread."""
+    """Returns results for the dense matrices of the first task in one-byte types: per cent of the original, MB/s on one
+    thread."""
     peers = [ours(), *(peer for peer in all_peers() if peer.name in ("zstd-3 raw", "zstd-3 XOR planes", "zipnn", "memcpy"))]
     found = {}
     for dtype in QUANTIZED:
@@ -287,7 +291,8 @@ def quantized(args: argparse.Namespace) -> dict:
 
 
 def language_model(args: argparse.Namespace) -> dict:
-    """The fine-tunes of SmolLM2-135M in bf16: per cent of the original, and MB/s on one thread, as {name: {peer: {…}}}."""
+    """Returns results for the fine-tunes of SmolLM2-135M in bf16: per cent of the original, and MB/s on one thread, as {name:
+    {peer: {…}}}."""
     if args.lm is None:
         raise SystemExit("the section language_model needs --lm, the folder that benchmarks/language_model.py makes")
     default_threads = torch.get_num_threads()
@@ -316,7 +321,7 @@ def language_model(args: argparse.Namespace) -> dict:
 
 
 def in_each_type(section: Callable[[argparse.Namespace, str], dict]) -> Callable[[argparse.Namespace], dict]:
-    """A section that is run for each of `--dtypes`."""
+    """Returns a section that runs for each of `--dtypes`."""
     return lambda args: {dtype: section(args, dtype) for dtype in args.dtypes}
 
 

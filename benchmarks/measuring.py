@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: a clock, the memory of a process, and tables."""
+"""Measures time and the memory of a process, and prints tables, for all benchmarks."""
 
 import argparse
 import json
@@ -21,14 +21,14 @@ def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
 
 
 def timed(action: Callable, *args) -> float:
-    """Seconds that one call takes."""
+    """Returns the seconds that one call takes."""
     start = time.perf_counter()
     action(*args)
     return time.perf_counter() - start
 
 
 def in_turns(ways: Mapping[str, Callable], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way, once a round, after one round that does not count."""
+    """Returns the seconds of each method in each round, after an untimed round."""
     times = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, way in ways.items():
@@ -37,18 +37,18 @@ def in_turns(ways: Mapping[str, Callable], rounds: int) -> dict[str, list[float]
 
 
 def ratio(seconds: list[float], others: list[float]) -> float:
-    """The median over rounds of how long the one takes beside the other."""
+    """Returns the median over rounds of the ratio of two methods' times."""
     return statistics.median(a / b for a, b in zip(seconds, others))
 
 
 def peak_of(action: Callable, *args) -> float:
-    """Peak memory of this process in MB after one call; on Linux ru_maxrss would count in that of its parent."""
+    """Returns the peak memory of this process in MB after one call. On Linux, ru_maxrss would include that of its parent."""
     action(*args)
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
 
 
 def run_sections(parser: argparse.ArgumentParser, sections: Mapping[str, Callable[[argparse.Namespace], dict]]) -> None:
-    """Runs the parts of a benchmark that the command line asks for, and keeps their numbers if it says where."""
+    """Runs the sections of a benchmark that the command line names, and saves their numbers if it names a file."""
     parser.add_argument("--sections", nargs="+", default=list(sections), choices=list(sections))
     parser.add_argument("--runs", type=int, default=5, help="rounds that the medians are taken over")
     parser.add_argument("--json", type=Path, help="also write every number to this file")

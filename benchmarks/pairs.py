@@ -27,8 +27,8 @@ class Pair:
 
 
 def load_tensors(folder: Path, base: Path | None = None) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """All float tensors of a fine-tune that have a twin of the same shape in the base, or in another folder: their names, they,
-    their twins."""
+    """Returns all float tensors of a fine-tune that have a twin of the same shape in the base, or in another folder: names,
+    tensors and twins."""
     bases = load_file((base or minilm()) / "model.safetensors")
     tensors = []
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -43,8 +43,8 @@ def is_dense(name: str, tensor: torch.Tensor) -> bool:
 
 
 def load_pairs(folder: Path, dtype: str, base: Path | None = None, values: str = "fp32") -> list[Pair]:
-    """The tensors of a fine-tune in a type, their values rounded to another before. In one of QUANTIZED only the dense ones, as
-    only those are kept so."""
+    """Returns the tensors of a fine-tune in a type, after rounding their values to another type. For a type of QUANTIZED,
+    returns only the dense ones, because only these are stored so."""
     return [
         Pair(name, bits(tensor.to(TORCH[values]), dtype), bits(twin.to(TORCH[values]), dtype), is_dense(name, tensor))
         for name, tensor, twin in load_tensors(folder, base)
@@ -53,7 +53,7 @@ def load_pairs(folder: Path, dtype: str, base: Path | None = None, values: str =
 
 
 def bits(tensor: torch.Tensor, dtype: str) -> np.ndarray:
-    """A tensor's bit patterns in a type. For int8 each row is scaled by its own largest value, for fp8 each tensor."""
+    """Returns a tensor's bit patterns in a type. For int8 each row is scaled by its own largest value, for fp8 each tensor."""
     if dtype == "int8":
         tensor = (tensor / tensor.abs().amax(-1, keepdim=True) * 127).round()
     elif dtype in QUANTIZED:
@@ -65,7 +65,7 @@ BEST = _native.instruction_sets()[-1]
 
 
 def ours(level: int = codec.DEFAULT_LEVEL, instructions: str = BEST) -> Peer:
-    """Our codec as one more peer."""
+    """Returns our codec as a peer."""
     names = ["ours", f"level {level}" if level != codec.DEFAULT_LEVEL else "", instructions if instructions != BEST else ""]
 
     def tensor(bits, dtype):

@@ -26,11 +26,11 @@ from pcodec import standalone as pco
 
 WORDS = {"fp32": np.uint32, "bf16": np.uint16, "fp16": np.uint16} | dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "int8"), np.uint8)
 ZIPNN_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-ZIPNN_NAMES["int8"] = "float8_e4m3fn"  # it knows no integers of a byte; these it codes as they are, too
+ZIPNN_NAMES["int8"] = "float8_e4m3fn"  # pcodec does not support integers of one byte
 
 
 class OfThread(threading.local):
-    """Coders that serve one thread at a time, so each thread has its own."""
+    """A coder for each thread, because a coder serves only one thread at a time."""
 
     def __init__(self):
         self.zstd = zstandard.ZstdCompressor(level=3)
@@ -61,14 +61,14 @@ def to_ordered(x: np.ndarray) -> np.ndarray:
 
 
 def from_ordered(x: np.ndarray) -> np.ndarray:
-    """The inverse of `to_ordered`."""
+    """Inverts `to_ordered`."""
     top = 8 * x.itemsize - 1
     positive = (x.view(f"i{x.itemsize}") >> top).view(x.dtype)
     return x ^ (~positive | x.dtype.type(1 << top))
 
 
 def memcpy() -> Peer:
-    """One copy of the bytes each way: the ceiling of any speed."""
+    """Returns a peer that copies the bytes each way: the upper limit of any speed."""
 
     def decompress(blob, base, dtype, shape):
         return np.frombuffer(blob, WORDS[dtype]).reshape(shape).copy()
@@ -77,7 +77,7 @@ def memcpy() -> Peer:
 
 
 def zstd_raw() -> Peer:
-    """zstd level 3 on the bytes as they are; the base is not used."""
+    """Returns zstd, level 3, on the plain bytes, without the base."""
 
     def decompress(blob, base, dtype, shape):
         return np.frombuffer(of_thread.unzstd.decompress(blob), WORDS[dtype]).reshape(shape)
@@ -86,7 +86,7 @@ def zstd_raw() -> Peer:
 
 
 def zstd_xor_planes() -> Peer:
-    """XOR with the base, then the i-th bytes of all numbers together as one zstd level 3 frame, for each i."""
+    """Returns XOR with the base, followed by one zstd frame (level 3) for the i-th bytes of all numbers, for each i."""
 
     def compress(x, base, dtype):
         planes = (x ^ base).reshape(-1).view(np.uint8).reshape(-1, x.itemsize)
@@ -106,7 +106,7 @@ def zstd_xor_planes() -> Peer:
 
 
 def zip_nn() -> Peer:
-    """ZipNN told the dtype, which sets its byte groups and bit order; it uses no base.
+    """Returns ZipNN, without the base. The dtype sets its byte groups and bit order.
 
     Its compress reorders its input in place, so the copy made by ``tobytes`` is needed.
     """
@@ -118,7 +118,7 @@ def zip_nn() -> Peer:
 
 
 def pcodec_delta() -> Peer:
-    """pcodec, at its default level, on the wrapping difference to the base of the numbers as ordered integers."""
+    """Returns pcodec, at its default level, on the numbers' wrapping difference from the base, as ordered integers."""
     config = ChunkConfig(mode_spec=ModeSpec.classic(), delta_spec=DeltaSpec.no_op())
 
     def compress(x, base, dtype):
@@ -133,10 +133,10 @@ def pcodec_delta() -> Peer:
 
 
 def fm_delta() -> Peer | None:
-    """The code of the FM-Delta authors, or None where it is not installed.
+    """Returns the code of the FM-Delta authors; None if it is not installed.
 
-    It has no bf16; bf16 goes in as float16, which that code treats as plain signed-magnitude bit patterns. It raises an
-    error where it would enlarge a tensor by more than 28 bytes; such a tensor is stored as it is, behind a tag byte.
+    It has no bf16; bf16 goes in as float16, which that code treats as plain signed-magnitude bit patterns. It raises an error
+    where it would enlarge a tensor by more than 28 bytes; such a tensor is stored unchanged, behind a tag byte.
     """
     try:
         import fmd
@@ -161,7 +161,7 @@ def fm_delta() -> Peer | None:
 
 
 def z4_ai() -> Peer | None:
-    """z4ai at its default level, with a base on the XOR with it. None if it is not installed."""
+    """Returns z4ai at its default level, on the XOR with the base if there is one; None if it is not installed."""
     if (z4ai := _optional("z4ai")) is None:
         return None
 
@@ -178,8 +178,8 @@ def z4_ai() -> Peer | None:
 
 
 def glyd() -> Peer | None:
-    """glyd's codec for the CPU at its default level, which is told nothing of types, with or without a base. None if it is not
-    installed."""
+    """Returns glyd's CPU codec at its default level, with or without a base; None if it is not installed. The codec does not
+    take the type."""
     if (library := _optional("glyd")) is None:
         return None
 
@@ -205,8 +205,8 @@ class FilePeer:
 
 
 def lmzip() -> FilePeer | None:
-    """lmzip on safetensors files, which names the types, without a base: it takes differences only within an archive that holds
-    the base too. None if it is not installed."""
+    """Returns lmzip on safetensors files, whose headers name the types; None if it is not installed. It uses no base, because
+    it takes differences only within an archive that holds the base too."""
     if (lmz := _optional("lmz", "lmzip")) is None:
         return None
     return FilePeer(
@@ -227,12 +227,12 @@ def _optional(module: str, package: str = "") -> ModuleType | None:
 
 @cache
 def all_peers() -> list[Peer]:
-    """Every peer that can run here, fm-delta first."""
+    """Returns every peer that can run here, fm-delta first."""
     peers = [fm_delta(), pcodec_delta(), z4_ai(), glyd(), zstd_xor_planes(), zip_nn(), zstd_raw(), memcpy()]
     return [peer for peer in peers if peer]
 
 
 @cache
 def without_base() -> list[Peer]:
-    """Every peer that can run here and that compresses a tensor without a base."""
+    """Returns every peer that can run here and compresses a tensor without a base."""
     return [peer for peer in (zip_nn(), z4_ai(), glyd(), zstd_raw()) if peer]

@@ -1,4 +1,4 @@
-"""Questions about the adapters of a PEFT model."""
+"""Queries of a PEFT model's adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def active_adapter(model: nn.Module) -> str:
     """Returns the name of the LoRA or PiSSA adapter that is active in a model.
 
     Raises:
-        HfExtError: none is active, or several are.
+        HfExtError: no adapter is active, or several are.
     """
     layers = (module for module in model.modules() if isinstance(module, LoraLayer))
     names = list(dict.fromkeys(name for layer in layers for name in layer.active_adapters))

@@ -339,7 +339,7 @@ class PissaEmbedding(PissaLayer, Embedding):
 
 
 def starts_of(config: LoraConfig) -> list[LayerReport]:
-    """Returns the reports on the start of the adapter with this very configuration, layer by layer."""
+    """Returns the reports on the start of the adapter with this configuration object, layer by layer."""
     found = {}
     for layer in list(LAYERS.values()):
         for adapter, report in layer.started.items():
@@ -357,7 +357,7 @@ def another_base(layer: object) -> BaseModelError:
 
 
 def refuse(target: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Stands in the place of a layer class, for targets that have no matrix.
+    """Raises an error in place of a layer class, for targets that have no matrix.
 
     Raises:
         ValueError: always.
@@ -377,7 +377,7 @@ def refuse(target: nn.Module, *args: Any, **kwargs: Any) -> None:
 def accept_pissa(model: nn.Module) -> None:
     """Prepares a model that already has LoRA adapters for PiSSA adapters: replaces PEFT's layers by this package's.
 
-    Layers that PiSSA does not support (quantized layers, convolutions) stay as they are and refuse a PiSSA adapter.
+    Layers that PiSSA does not support (quantized layers, convolutions) do not change and refuse a PiSSA adapter.
 
     Args:
         model: a `PeftModel`, or a model with injected adapters.

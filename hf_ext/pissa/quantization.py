@@ -75,7 +75,7 @@ class Quantization:
     def round(self, weight: torch.Tensor) -> torch.Tensor:
         """Quantizes and dequantizes a weight: float32, the values of `dequantize(quantize(weight))`.
 
-        On CPUs, bitsandbytes finds the 4-bit code of each value by bisection, one after the other. To compare all values with
+        On CPUs, bitsandbytes finds the 4-bit code of each value by bisection, one after the other. Comparing all values with
         each of the 15 bounds is faster.
         """
         if weight.device.type != "cpu" or self.bits == 8 or weight.numel() % self.blocksize:

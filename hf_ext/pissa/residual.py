@@ -110,9 +110,9 @@ def _digest(weight: torch.Tensor) -> int:
 
 
 class ResidualLinear(nn.Module):
-    """Computes quantized(W − s B₀ A₀) x + s B₀ A₀ x (+ bias), from which QPiSSA's training starts.
+    """A layer that computes quantized(W − s B₀ A₀) x + s B₀ A₀ x (+ bias), from which QPiSSA's training starts.
 
-    It wraps a layer and keeps its bias. Until `put` or `rebuild` it computes what the wrapped layer does.
+    It wraps a layer and keeps its bias. Until `put` or `rebuild`, it computes the same as the wrapped layer.
 
     Args:
         layer: Linear or Conv1D in full precision, or bitsandbytes' Linear4bit or Linear8bitLt.

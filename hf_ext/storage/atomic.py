@@ -65,7 +65,7 @@ def locked(folder: str | os.PathLike) -> Iterator[None]:
     """Lets one thread of one process write to a folder at a time. A thread may take the lock again.
 
     Raises:
-        CheckpointError: another one has it, or nothing can be written there.
+        CheckpointError: another thread or process has the lock, or the folder cannot be written.
     """
     folder = Path(os.path.realpath(folder))
     above = next((path for path in (folder, *folder.parents) if os.path.exists(path)), None)
@@ -84,7 +84,7 @@ def locked(folder: str | os.PathLike) -> Iterator[None]:
     try:
         yield
     finally:
-        if lock.lock_counter == 1:  # removed by its holder; who opened it before notices that it has no name any more
+        if lock.lock_counter == 1:  # its holder deletes it; a process that opened it before notices
             with contextlib.suppress(OSError):
                 os.unlink(lock.lock_file)
         lock.release()
@@ -92,14 +92,14 @@ def locked(folder: str | os.PathLike) -> Iterator[None]:
 
 
 def _key(folder: Path) -> str:
-    """Returns the folder's name, for names of files beside it, which have a limit of 255 bytes."""
+    """Returns the folder's name, shortened for use in the names of files beside it (at most 255 bytes)."""
     name = os.fsencode(folder.name)
     return folder.name if len(name) <= 200 else xxhash.xxh3_128_hexdigest(name)
 
 
 def _may_be_exchanged(target: Path) -> bool:
-    """Returns whether another folder may take the place of `target`: it is no mount, this process does not stand in it, and
-    files may be written beside it."""
+    """Checks whether another folder may replace `target`. It must not be a mount or the working directory, and files must be
+    writable beside it."""
     try:
         stands_in_it = Path.cwd().is_relative_to(target)
     except OSError:  # the working directory was deleted
@@ -133,13 +133,13 @@ def _renamed(stage: Path, target: Path) -> bool:
     try:
         os.rename(stage, target)
     except OSError:
-        if not os.path.lexists(target):  # else another process, such as one of a distributed training, has just made it
+        if not os.path.lexists(target):  # else another process has just created it, for example in distributed training
             raise
     return not stage.exists()
 
 
 def _replaced(files: set[Path], target: Path) -> set[Path]:
-    """Returns weights of `target` that are of the same save as weights in `files`, and their indices."""
+    """Returns the weights of `target` that belong to the same save as weights in `files`, and their indices."""
     saves = {save_of(path) for path in files if WEIGHTS.fullmatch(str(path))}
     indices = {Path(INDEX.replace(".json", save.removeprefix("model") + ".json")) for save in saves}
     weights = {Path(path.name) for path in target.glob("*.safetensors") if WEIGHTS.fullmatch(path.name)}
@@ -147,9 +147,9 @@ def _replaced(files: set[Path], target: Path) -> set[Path]:
 
 
 def _exchanged(stage: Path, target: Path, files: set[Path], dropped: set[Path]) -> bool:
-    """Gives a stage the other files of `target`, then exchanges the two folders.
+    """Links the other files of `target` into a stage, then exchanges the two folders.
 
-    Returns false if the file system cannot, or if `target` has other folders: the files in them stay where they are."""
+    Returns false if the file system does not support it, or if `target` has other folders, whose files stay where they are."""
     before = scan(target)
     others = {path: entry for path, entry in before.items() if path not in dropped and not os.path.lexists(stage / path)}
     folders = {path for path, entry in others.items() if stat.S_ISDIR(entry.st_mode)}
@@ -159,11 +159,11 @@ def _exchanged(stage: Path, target: Path, files: set[Path], dropped: set[Path]) 
         for path in others.keys() - folders:
             os.link(target / path, stage / path, follow_symlinks=False)
         shutil.copymode(target, stage)
-    except OSError:  # no hard links here, or not to files of another user
+    except OSError:  # hard links are not supported, or not to another user's files
         return False
     if not _exchange(stage, target):
         return False
-    # Meanwhile, other processes may have written into the folder, such as those of a distributed training.
+    # Other processes may have written into the folder meanwhile, for example in distributed training.
     for path, entry in scan(stage).items():
         new = path not in before or before[path].st_ino != entry.st_ino
         if new and path not in files and not stat.S_ISDIR(entry.st_mode):
@@ -173,7 +173,7 @@ def _exchanged(stage: Path, target: Path, files: set[Path], dropped: set[Path]) 
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges two folders in one step. Returns false if the system or the file system cannot."""
+    """Exchanges two folders in one step. Returns false if the system or the file system does not support it."""
     sys.audit("hf_ext.exchange", os.fspath(one), os.fspath(other))
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
@@ -191,7 +191,7 @@ def _require_no_links(files: Iterable[Path], target: Path) -> None:
 
 
 def _move_files(stage: Path, target: Path, dropped: set[Path]) -> None:
-    """Moves the files of a stage one by one, while `target` has a journal. Where it was interrupted, another call goes on."""
+    """Moves the files of a stage one by one, while `target` has a journal. After an interruption, another call resumes."""
     files = [path for path, entry in scan(stage).items() if not stat.S_ISDIR(entry.st_mode)]
     _require_no_links(files, target)
     last = [path for path in FIRST_AND_LAST if path in files]
@@ -206,7 +206,8 @@ def _move_files(stage: Path, target: Path, dropped: set[Path]) -> None:
 
 
 def _complete(target: Path) -> None:
-    """Completes the move that a kill interrupted, and removes other stages of `target`. Nobody uses them: the lock is ours."""
+    """Completes the move that a kill interrupted, and removes other stages of `target`. No process uses them, because we hold
+    the lock."""
     stages = [*_stages(target.parent, _key(target)), *_stages(target, _key(target))]
     if (target / JOURNAL).exists():
         name, dropped = _read_journal(target)
@@ -219,8 +220,8 @@ def _complete(target: Path) -> None:
 
 
 def _read_journal(target: Path) -> tuple[str, set[Path]]:
-    """Returns the name of the stage and the files to remove. A stranger may have written the journal, so paths that lead out of
-    the folder do not count."""
+    """Returns the name of the stage and the files to remove. Ignores paths out of the folder, because the journal may come from
+    an untrusted source."""
     try:
         journal = json.loads((target / JOURNAL).read_text(encoding="utf-8"))
         dropped = {Path(path) for path in journal["dropped"]}
@@ -231,7 +232,7 @@ def _read_journal(target: Path) -> tuple[str, set[Path]]:
 
 
 def recover(folder: Path) -> None:
-    """Completes what kills interrupted in the folders that `folder` holds: moves and deletions."""
+    """Completes moves and deletions that kills interrupted, in the folders that `folder` holds."""
     for stage in _stages(folder):
         target = folder / stage.name[1:].rsplit(".", 2)[0]
         with locked(target):
@@ -249,7 +250,7 @@ def recover(folder: Path) -> None:
 
 
 def _stages(place: Path, key: str | None = None) -> list[Path]:
-    """Returns the stages in a folder, of one target or of all."""
+    """Returns the stages in a folder, for one target or for all."""
     name = re.compile(rf"\.{re.escape(key) if key else '.+'}\.[0-9a-f]{{8}}{re.escape(STAGE)}")
     found = [path for path in place.iterdir() if name.fullmatch(path.name)] if place.is_dir() else []
     return [path for path in found if path.is_dir() and not path.is_symlink()]
@@ -262,7 +263,7 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 
 def write_atomically(path: str | os.PathLike, write: Callable[[Path], object]) -> None:
-    """Calls `write` with a path beside `path`, then renames that file to `path`."""
+    """Calls `write` with a temporary path beside `path`, then renames that file to `path`."""
     path = Path(path)
     beside = path.with_name(f".{path.name}.partial")
     beside.unlink(missing_ok=True)  # it could be a link
@@ -274,7 +275,7 @@ def write_atomically(path: str | os.PathLike, write: Callable[[Path], object]) -
 
 
 def rewrite(path: Path, change: Callable[[str], str]) -> None:
-    """Changes the text of a file, if it exists. Line ends stay; a read-only file is replaced too."""
+    """Changes the text of a file, if it exists. Keeps line ends. Replaces read-only files too."""
     if path.exists():
         text = change(path.read_bytes().decode())
 

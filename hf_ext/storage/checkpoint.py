@@ -29,7 +29,7 @@ class Checkpoint(TensorSource):
 
     Args:
         name: a folder, or the id of a repository on the Hub.
-        revision: branch, tag or commit on the Hub; `self.revision` is the commit it led to, None for a folder.
+        revision: branch, tag or commit on the Hub; `self.revision` is the resolved commit, None for a folder.
         hub: access settings.
         check: called with the headers of weights that would have to be downloaded; raises BaseModelError to prevent that.
 
@@ -63,11 +63,11 @@ class Checkpoint(TensorSource):
             return self._open_on_hub(hub, check)
 
     def _select(self, folder: Path) -> list[Path]:
-        """Returns the files of a folder to open."""
+        """Returns the files to open in a folder."""
         return select_weights(folder)
 
     def _open_on_hub(self, hub: Hub, check: Check | None) -> Sequence[SafetensorsFile | RemoteFile]:
-        """Opens the files of a repository, and sets `revision` to the commit that they are from."""
+        """Opens the files of a repository, and sets `revision` to their commit."""
 
         def download(files: list[str]) -> list[Path]:
             if check and (headers := hub.headers(self.name, files, self.revision)):
@@ -99,7 +99,7 @@ class Checkpoint(TensorSource):
             file.require_whole()
 
     def read_sparsely(self) -> None:
-        """Turns off read-ahead, for readers that need only a few places of each tensor."""
+        """Turns off read-ahead, for readers that need only a few parts of each tensor."""
         for file in self.files:
             file.read_sparsely()
 
@@ -109,7 +109,7 @@ class Checkpoint(TensorSource):
 
 
 class LazyCheckpoint(Checkpoint):
-    """A checkpoint of which nothing is downloaded but the headers and what is read. Files in the cache are read from there.
+    """A checkpoint that downloads only the headers and the tensors that are read. Reads files in the cache from there.
 
     A folder may hold a PEFT adapter too.
     """

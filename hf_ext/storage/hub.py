@@ -49,10 +49,9 @@ class Hub(NamedTuple):
         return Path(path) if isinstance(path, str) else None
 
     def commit_of(self, name: str, file: str, revision: str | None) -> str:
-        """Returns the commit that a revision stands for, without downloading `file`, which must be there.
+        """Returns the commit of a revision, without downloading `file`, which must exist there.
 
-        If the Hub cannot be reached, that is the commit which the cache has for the revision. Raises the errors of
-        `huggingface_hub`.
+        If the Hub cannot be reached, returns the cached commit of the revision. Raises the errors of `huggingface_hub`.
         """
         path = self.cached(name, file, revision)
         if path is not None and path.parent.name == revision:
@@ -70,9 +69,10 @@ class Hub(NamedTuple):
         return commit
 
     def headers(self, name: str, files: list[str], revision: str | None) -> list[SafetensorsFileMetadata]:
-        """Returns the headers of safetensors files that are not downloaded yet; none if one of them is, or cannot be read.
+        """Returns the headers of safetensors files that are not downloaded yet; an empty result if a file is downloaded or
+        cannot be read.
 
-        Raises EntryNotFoundError, or another error of `huggingface_hub` by which the Hub refuses.
+        Raises EntryNotFoundError, or another error of `huggingface_hub` if the Hub refuses access.
         """
         if self.local_files_only or HF_HUB_OFFLINE or any(self.cached(name, file, revision) for file in files):
             return []
@@ -82,10 +82,10 @@ class Hub(NamedTuple):
         except HfHubHTTPError:
             raise
         except (HTTPError, SafetensorsParsingError, TypeError, AttributeError, KeyError, ValueError):
-            return []  # the download tries again, and finds out what is wrong
+            return []  # the download tries again and reports the error
 
 
-# Files of a repository that hold its weights once more, in other formats.
+# Files of a repository that hold its weights in other formats.
 OTHER_WEIGHTS = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.onnx", "*.onnx_data", "*.tflite"]
 HUB = Hub()  # settings of the environment
 
@@ -120,7 +120,7 @@ def downloaded(name: str | os.PathLike, what: str = "", allow_patterns: list[str
         allow_patterns: of the files to download; defaults to all but weights that are not safetensors.
 
     Raises:
-        CheckpointError: it is neither.
+        CheckpointError: there is no such folder or repository.
     """
     name = os.fspath(name)
     if os.path.isdir(name):

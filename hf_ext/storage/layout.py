@@ -17,7 +17,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(\.[\w-]+)?(-\d{5}-of-\d{5})?\.safetensors")
-#: Stands where someone without this package looks when a checkpoint does not load.
+#: Tells users without this package how to load a checkpoint.
 HINT = (
     "The weights are compressed, as differences from the base model if one is named. To load them, run `pip install hf_ext`, "
     "and `import hf_ext` before from_pretrained. Without this entry they cannot be loaded."
@@ -31,7 +31,7 @@ def select_weights(folder: Path, adapter: bool = False) -> list[Path]:
         adapter: accept the weights of a PEFT adapter if the folder has no others.
 
     Raises:
-        CheckpointError: there are none, or an interrupted command left some of them elsewhere.
+        CheckpointError: there are no weights, or an interrupted command left some of them elsewhere.
     """
     _require_complete(folder)
     if (folder / SINGLE).exists():
@@ -70,7 +70,7 @@ def _require_complete(folder: Path) -> None:
 
 
 def no_weights(folder: Path) -> CheckpointError:
-    """Returns the error for a folder without safetensors weights: what the folder holds instead, and what to do."""
+    """Returns the error for a folder without safetensors weights. It says what the folder holds instead, and what to do."""
     held = weights_instead(folder)
     return CheckpointError(
         f"{folder} {held}" if held else f"{folder} holds no safetensors weights (model.safetensors or shards of it)."
@@ -141,7 +141,8 @@ def add_settings(text: str, settings: dict) -> str:
 
 
 def remove_settings(text: str) -> str:
-    """Undoes `add_settings`. If another program has rewritten the file since, the contents are right but not every byte."""
+    """Undoes `add_settings`. If another program has rewritten the file since, its contents are right, but its bytes may
+    differ."""
     before, brace, rest = text.partition("{")
     if entry := re.match(r'\s*"quantization_config":\s*', rest):
         end = json.JSONDecoder().raw_decode(rest, entry.end())[1]
@@ -151,7 +152,8 @@ def remove_settings(text: str) -> str:
 
 
 def save_of(path: Path) -> str:
-    """Returns what the shards of one checkpoint and its single file have in common: `model`, or `model.fp16` for a variant."""
+    """Returns the common start of the names of a checkpoint's shards and its single file: `model`, or `model.fp16` for a
+    variant."""
     return re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", path.name)
 
 
@@ -192,7 +194,7 @@ def require_another_folder(out: Path, needed: Iterable[Path]) -> None:
 
 
 def require_deletable(src: Path, out: Path, needed: Iterable[str | os.PathLike]) -> None:
-    """Raises CheckpointError if `src` and `out` lie one in the other, or if `src` holds a file or folder of `needed`, or
+    """Raises CheckpointError if one of `src` and `out` lies in the other, or if `src` holds a file or folder of `needed`, or
     temporary files of this package, which are not copied."""
     if src.is_symlink():
         raise CheckpointError(f"{src} is a link and is not deleted; give the folder that it leads to.")

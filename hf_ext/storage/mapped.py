@@ -1,4 +1,5 @@
-"""Memory-mapped files that stay mapped without an open file: a model may have more shards than a process may open files."""
+"""Memory-mapped files that stay mapped without an open file, because a model may have more shards than a process may open
+files."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _WITHOUT_FILE = os.name == "posix"
 
 
 class MappedFile:
-    """A file, memory-mapped. Where the file is replaced, the mapping keeps the old contents.
+    """A memory-mapped file. If the file is replaced, the mapping keeps the old contents.
 
     Attributes:
         data: the bytes of the file, read-only. They stay mapped as long as this array or a view of it is in use.
@@ -49,7 +50,7 @@ class MappedFile:
 def fresh_memory(size: int) -> np.ndarray:
     """Returns uninitialized memory for a tensor of this size in bytes.
 
-    On Linux, one call brings in the pages of a small tensor, which takes two thirds of the time of a fault for each.
+    On Linux, one call brings in all pages of a small tensor, in two thirds of the time that a fault for each page takes.
     """
     memory = np.empty(size, np.uint8)
     start = memory.ctypes.data

@@ -10,13 +10,13 @@ from hf_ext.errors import MissingDependencyError
 
 
 class MissingExtension:
-    """Stands in for the extension where it cannot be imported: raises an error when one of its functions is used."""
+    """A stand-in for the extension where it cannot be imported. It raises an error when one of its functions is used."""
 
     def __init__(self, cause: ImportError):
         self._cause = cause
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # asked for by copy, inspect and the like
+        if name.startswith("__"):  # looked up by copy, inspect and others
             raise AttributeError(name)
         raise MissingDependencyError(
             f"FM-Delta and EMR-Merging need the C++ extension of hf_ext, which cannot be imported: {self._cause}. Install a "
@@ -41,7 +41,8 @@ WIDTHS = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
 
 
 def aligned(data: np.ndarray, dtype: str) -> np.ndarray:
-    """Returns the same bytes at an address that is a multiple of the float type's width. A file may hold them anywhere."""
+    """Returns the same bytes at an address that is a multiple of the float type's width, because their offset in a file may not
+    be one."""
     return data if data.ctypes.data % WIDTHS[dtype] == 0 else data.copy()
 
 

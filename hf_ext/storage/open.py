@@ -24,7 +24,7 @@ def open_checkpoint(name: str | os.PathLike, revision: str | None = None, hub: H
         hub: access settings, for the base of a compressed checkpoint too.
 
     Raises:
-        BaseModelError: there are no weights of that name, or the base they need is missing or another.
+        BaseModelError: there are no weights of that name, or their base is missing or is another model.
         CheckpointError: the files hold several models merged into one.
         CorruptFileError: they are damaged.
     """
@@ -35,7 +35,7 @@ def open_checkpoint(name: str | os.PathLike, revision: str | None = None, hub: H
 
 
 def open_plain(name: str | os.PathLike, revision: str | None = None) -> Checkpoint:
-    """Opens a base model, whose tensors must be stored plainly.
+    """Opens a base model, which must be uncompressed.
 
     Raises:
         BaseModelError: it cannot be read, is compressed itself, or holds several models merged into one.
@@ -49,7 +49,7 @@ def open_plain(name: str | os.PathLike, revision: str | None = None) -> Checkpoi
 
 
 def holds_several_models(folder: str | os.PathLike) -> bool:
-    """Returns whether the files of a local folder hold several models merged into one, or a name ends in that of a task."""
+    """Checks whether the files of a local folder hold several models merged into one, or whether a name ends with a task."""
     if OF_TASK in os.fspath(folder) and not os.path.exists(folder):
         return True
     return os.path.isdir(folder) and bool(all_weights(Path(folder))) and Checkpoint(folder).has_metadata(PARTS_OF)

@@ -1,4 +1,4 @@
-"""Plain safetensors files written tensor by tensor, from whatever computes the tensors."""
+"""Plain safetensors files, written tensor by tensor from any function that computes tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def shards_of(
     max_shard_size: int | str,
     metadata: Mapping[str, str] | None = None,
 ) -> list[ComputedFile]:
-    """Returns the files of a checkpoint, cut as `save_pretrained` would, and writes the index if there are several.
+    """Returns the files of a checkpoint, sharded as by `save_pretrained`, and writes the index if there are several.
 
     Args:
         tensors: dtype and shape of each tensor, by name.
@@ -46,7 +46,7 @@ def shards_of(
 
 
 def write_files(files: Sequence[TensorFile], out: Path, what: str) -> None:
-    """Writes files into a folder, under their own names, with a progress bar that says `what` is being done."""
+    """Writes files into a folder under their own names, with a progress bar labeled `what`."""
     with progress(what, sum(len(file.entries) for file in files)) as bar:
         for file in files:
             with open(out / file.path.name, "wb") as target:

@@ -1,4 +1,4 @@
-"""Works on tensors before they are asked for, on all cores and within bounded memory."""
+"""Works on tensors before their results are requested, on all cores and within bounded memory."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from huggingface_hub.utils import tqdm
 from hf_ext.storage.native import MissingExtension, _native
 from hf_ext.storage.processors import available_cores
 
-AHEAD = 256 * 1024 * 1024  # bytes of results that may wait to be asked for
+AHEAD = 256 * 1024 * 1024  # bytes of results that may wait for a reader
 CORES = available_cores()
 
-_limit: ContextVar[int | None] = ContextVar("limit", default=None)  # of cores, where other work shares them
+_limit: ContextVar[int | None] = ContextVar("limit", default=None)  # limits of cores for work that shares them
 _closed: ContextVar[Event | None] = ContextVar("closed", default=None)  # set when nobody waits for this thread's result
 
 Result = TypeVar("Result")
 
 
 class Prefetcher(Generic[Result]):
-    """Runs `work(name)` on all cores before its result is asked for, as long as waiting results stay below AHEAD bytes.
+    """A pool that runs `work(name)` on all cores before the result is requested, as long as waiting results stay below AHEAD
+    bytes.
 
     Args:
         work: returns the result for a name; called from several threads.
-        sizes: the bytes of each result, by name, in the order in which they will be asked for. Any other order is slower.
+        sizes: the bytes of each result, by name, in the order of the requests. Requests in another order are slower.
     """
 
     def __init__(self, work: Callable[[str], Result], sizes: dict[str, int]):
@@ -43,7 +44,7 @@ class Prefetcher(Generic[Result]):
         self._start()
 
     def result(self, name: str) -> Result:
-        """Returns the result for a name, computing it here if it is not under way."""
+        """Returns the result for a name. Computes it in this thread if no other thread does."""
         future = self._running.pop(name, None)
         if future is None:
             return self._work(name)
@@ -60,11 +61,11 @@ class Prefetcher(Generic[Result]):
             self.close()
 
     def close(self) -> None:
-        """Stops working ahead. Work that is under way ends at its next `check_awaited`."""
+        """Stops working ahead. Running work ends at its next `check_awaited`."""
         self._closed.set()
         self._pool.shutdown(cancel_futures=True)
         if torch := sys.modules.get("torch"):
-            torch.set_num_threads(torch.get_num_threads())  # for new threads, which take the number that was set last
+            torch.set_num_threads(torch.get_num_threads())  # for new threads, which use the number that was set last
 
     def _start(self) -> None:
         while (self._ahead < AHEAD or not self._running) and (name := next(self._coming, None)) is not None:
@@ -73,8 +74,8 @@ class Prefetcher(Generic[Result]):
 
 
 def check_awaited() -> None:
-    """Raises CancelledError if nobody waits for what this thread computes. Long work calls it now and then; the extension does
-    so by itself."""
+    """Raises CancelledError if no thread waits for this thread's result. Long work calls it regularly; the extension calls it
+    by itself."""
     closed = _closed.get()
     if closed is not None and closed.is_set():
         raise CancelledError
@@ -92,12 +93,13 @@ def _start_thread(limit: int | None, closed: Event) -> None:
 
 
 def threads_for(size: int) -> int:
-    """Returns how many threads work on a result of this size in bytes: all cores if it fills the memory for waiting results."""
+    """Returns the number of threads for a result of this size in bytes: all cores if it fills the memory for waiting
+    results."""
     return cores() if size > AHEAD // 16 else 1
 
 
 def cores() -> int:
-    """Returns how many cores may be used: those that this process may run on, or the limit of `at_most_cores`."""
+    """Returns the number of cores to use: those that this process may run on, or the limit of `at_most_cores`."""
     return min(CORES, _limit.get() or CORES)
 
 
@@ -112,7 +114,7 @@ def at_most_cores(count: int) -> Iterator[None]:
         count: 1 or more. A number above the default changes nothing.
 
     Raises:
-        ValueError: it is less.
+        ValueError: `count` is less than 1.
     """
     if count < 1:
         raise ValueError(f"at_most_cores takes 1 or more, not {count}")
@@ -127,6 +129,6 @@ def progress(what: str, count: int | None) -> tqdm:
     """Returns a progress bar that counts tensors. Transformers' and huggingface_hub's settings hide it.
 
     Args:
-        count: how many; None if that is not known.
+        count: number of tensors; None if unknown.
     """
     return tqdm(total=count, desc=f"{what} tensors")

@@ -44,7 +44,7 @@ def _quotas(root: Path) -> Iterator[float]:
                     quota, period = read(root / mount / group.relative_to("/"))
                     if quota > 0 and period > 0:
                         yield quota / period
-                except (OSError, ValueError):  # no such group, or no limit
+                except (OSError, ValueError):  # the group does not exist or has no limit
                     continue
 
 

@@ -18,7 +18,7 @@ from hf_ext.storage.hub import reaching
 from hf_ext.storage.safetensors_file import MAX_HEADER, RawTensor, parse_header, require_valid
 
 HEADER_START = 100_000  # bytes of the first request; most headers are shorter, as huggingface_hub has counted
-TRIES = 5  # for each range, if connections are lost
+TRIES = 5  # attempts for each range, if connections are lost
 CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
@@ -28,7 +28,7 @@ class RemoteFile:
     Args:
         name: of the repository.
         file: the file's path there.
-        commit: that the file is read at.
+        commit: of the file.
         token: see `Hub`.
 
     Attributes:
@@ -87,7 +87,7 @@ class RemoteFile:
 
     def _download(self, begin: int, end: int) -> np.ndarray:
         """Returns the bytes of the file from `begin` to `end`, or to the end of the file."""
-        data = bytearray()  # grows with what arrives, so that no size in a header reserves memory
+        data = bytearray()  # grows with the data received, so that a forged size in a header reserves no memory
         with reaching(self._name, self._commit):
             for tries in count(1):
                 try:

@@ -1,4 +1,4 @@
-"""Safetensors files and their tensors as bytes: headers are read and written here, tensor data stay in the mapped file."""
+"""Safetensors files and their tensors as bytes. Reads and writes headers; tensor data stay in the mapped file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DTYPES = {
     "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
 }  # fmt: skip
 ITEMSIZE = {name: size for name, (_, size) in DTYPES.items()}
-MAX_HEADER = 100_000_000  # bytes; the safetensors library reads no longer header
+MAX_HEADER = 100_000_000  # bytes; the safetensors library's limit of a header
 
 
 class Entry(NamedTuple):
@@ -67,7 +67,7 @@ class RawTensor:
         return cls(dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy())
 
     def to_torch(self) -> torch.Tensor:
-        """Returns the same memory as a tensor, so `data` must be writable and not in use elsewhere."""
+        """Returns a tensor that shares this memory, so `data` must be writable and not in use elsewhere."""
         import torch
 
         dtype = torch_dtype(self.dtype)
@@ -77,7 +77,7 @@ class RawTensor:
 
 
 class TensorFile(Protocol):
-    """One safetensors file whose tensors are read, decoded or computed when they are asked for."""
+    """A safetensors file whose tensors are read, decoded or computed on request."""
 
     path: Path
     header_bytes: bytes
@@ -122,14 +122,14 @@ class SafetensorsFile:
         return RawTensor(entry.dtype, entry.shape, self._data[entry.begin : entry.end])
 
     def require_whole(self) -> None:
-        """Raises CorruptFileError if the file was cut off since it was opened: reading it would end the process."""
+        """Raises CorruptFileError if the file was truncated since it was opened: reading it would end the process."""
         if self.path.exists():
             now = self.path.stat()
             if now.st_ino == self._mapped.inode and now.st_size < self._mapped.data.size:
                 raise CorruptFileError(f"{self.path} was cut off while it was in use. Restore it, and load the model again.")
 
     def read_sparsely(self) -> None:
-        """Turns off read-ahead, for readers that need only a few places of each tensor."""
+        """Turns off read-ahead, for readers that need only a few parts of each tensor."""
         self._mapped.read_sparsely()
 
     def release(self, name: str, begin: int = 0, end: int | None = None) -> None:
@@ -139,7 +139,7 @@ class SafetensorsFile:
 
 
 class ComputedFile:
-    """A safetensors file yet to be written, whose tensors are computed when they are asked for.
+    """A safetensors file yet to be written. Its tensors are computed on request.
 
     Args:
         name: of the file.
@@ -219,7 +219,7 @@ def itemsize(dtype: str) -> int:
 
 
 def float_name(dtypes: Iterable[str]) -> str | None:
-    """Returns torch's name of the first float type among these; None if there is none.
+    """Returns torch's name of the first float type among `dtypes`; None if there is none.
 
     Given the types in the order of the tensors' names, that is the type that Transformers loads for `dtype="auto"`.
     """

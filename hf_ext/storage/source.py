@@ -1,4 +1,4 @@
-"""The interface of whatever has tensors by name: plain and compressed checkpoints, tasks of a merge, merged adapters."""
+"""The interface of all sources of tensors by name: plain and compressed checkpoints, tasks of a merge, merged adapters."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import xxhash
 from hf_ext.storage.safetensors_file import Entry, RawTensor
 
 FINGERPRINT_SAMPLE = 1024  # bytes read at each of three places of a tensor
-MAX_PARTS = 64  # of a name, between its dots; longer names have no other endings, because these take quadratic memory
+MAX_PARTS = 64  # parts of a name, between its dots; longer names have no endings, because these take quadratic memory
 
 
 class TensorSource(ABC):
-    """Tensors by name, each read only when it is asked for.
+    """A source of tensors by name, each read on request.
 
     Attributes:
         name: folder, Hub id or another name for messages.
         revision: commit on the Hub; None for anything local.
-        paths: the files that are read, those of bases included, the own ones first; empty if the tensors come from memory.
+        paths: the files of the source, then those of its bases; empty if the tensors come from memory.
     """
 
     name: str
@@ -43,12 +43,12 @@ class TensorSource(ABC):
         """Returns a tensor.
 
         Args:
-            out: writable bytes of the tensor's size. A source that must compute the tensor may do so there; its result then
-                holds this very array.
+            out: writable bytes of the tensor's size. A source that computes the tensor may do so there; its result then holds
+                this array.
         """
 
     def read_rows(self, name: str, begin: int, end: int) -> RawTensor:
-        """Returns the rows from `begin` to `end` of a tensor, which are parts of its first dimension."""
+        """Returns the rows from `begin` to `end` of a tensor, along its first dimension."""
         tensor = self.read(name)
         row = tensor.data.size // max(tensor.shape[0], 1)
         return RawTensor(tensor.dtype, (end - begin, *tensor.shape[1:]), tensor.data[begin * row : end * row])
@@ -61,7 +61,7 @@ class TensorSource(ABC):
         """Gives back the memory that reading these bytes of a tensor took, where they are mapped from a file."""
 
     def require_whole(self) -> None:  # noqa: B027
-        """Raises CorruptFileError if a mapped file was cut off since it was opened: reading it would end the process."""
+        """Raises CorruptFileError if a mapped file was truncated since it was opened: reading it would end the process."""
 
     def __contains__(self, name: object) -> bool:
         return name in self._known
@@ -77,8 +77,8 @@ class TensorSource(ABC):
     def twin_of(self, name: str) -> str | None:
         """Returns the name that the parameter `name` has here; None if it is not here.
 
-        That is the name itself, or one that differs by a prefix (`bert.`, `model.`) or by the old names of normalization
-        parameters (gamma, beta).
+        The two names are equal, or differ by a prefix (`bert.`, `model.`) or by the old names of normalization parameters
+        (gamma, beta).
         """
         if name in self:
             return name
@@ -117,7 +117,7 @@ class NoBase(TensorSource):
 
 
 def sample(name: str, tensor: RawTensor) -> bytes:
-    """Returns the bytes that a fingerprint takes of a tensor."""
+    """Returns the bytes of a tensor that a fingerprint covers."""
     size = tensor.data.size
     parts = [tensor.data[start:][:FINGERPRINT_SAMPLE] for start in (0, size // 2, max(size - FINGERPRINT_SAMPLE, 0))]
     return f"{name}\0{tensor.dtype}\0{tensor.shape}\0".encode() + b"".join(part.tobytes() for part in parts)

@@ -22,7 +22,7 @@ from hf_ext.errors import CheckpointError
 OURS = ".hf_ext-"  # in the names of temporary files and folders of this package
 STAGE = f"{OURS}partial"
 JOURNAL = f"{OURS}journal"  # in a folder into which files are moving: the stage that they come from, and what they replace
-FICLONE = 0x40049409  # Linux: lets a file share the blocks of another, until either is written
+FICLONE = 0x40049409  # Linux: makes a file share the blocks of another until either is written
 HELD, GRAVE = f"{OURS}held", f"{OURS}deleted"  # names of a folder while it is checked, and while it is deleted
 
 
@@ -33,7 +33,7 @@ def scan(folder: Path, with_ours: bool = False) -> dict[Path, os.stat_result]:
         with_ours: whether temporary files of this package count.
 
     Raises:
-        CheckpointError: a folder cannot be listed, or changes while it is.
+        CheckpointError: a folder cannot be listed, or changes while it is listed.
     """
 
     def stop(error: OSError) -> None:
@@ -62,8 +62,8 @@ def stamp(folder: Path) -> str:
 
 
 def copy_entries(src: Path, paths: Iterable[Path], out: Path, like: Path | None = None) -> None:
-    """Copies files, folders and links, given relative to `src`, with their times and modes. The contents of a folder are paths
-    of their own.
+    """Copies files, folders and links, given relative to `src`, with their times and modes. The contents of a folder are
+    separate paths.
 
     A link to a file becomes a copy of the file. Other links stay links: to folders, and to nothing.
 
@@ -93,8 +93,7 @@ def copy_entries(src: Path, paths: Iterable[Path], out: Path, like: Path | None 
 
 
 def _place_of_link(link: Path, src: Path) -> str:
-    """Returns what the copy of a link must contain: a relative path if the link leads to something in `src`, else an absolute
-    one."""
+    """Returns the path for the copy of a link: relative if the link leads into `src`, else absolute."""
     place = os.readlink(link)
     leads_to = Path(os.path.normpath(link.parent.absolute() / place))
     if not leads_to.is_relative_to(src.absolute()):
@@ -117,7 +116,7 @@ def copy(source: Path, target: Path, twin: Path | None = None) -> None:
 
 
 def _clone(source: Path, target: Path) -> bool:
-    """Lets a new file share the blocks of another, and returns whether the file system can do that."""
+    """Makes a new file share the blocks of another. Returns whether the file system supports it."""
     if fcntl is None:
         return False
     with open(source, "rb") as old, open(target, "wb") as new:
@@ -139,7 +138,7 @@ def link(source: Path, target: Path) -> None:
 
 def flush_folder(folder: Path) -> None:
     """Waits until the files of a folder are on the disk, so that they survive a loss of power."""
-    if os.name != "posix":  # elsewhere a folder cannot be opened
+    if os.name != "posix":  # other systems cannot open a folder
         return
     entries = scan(folder).items()
     inside = [folder / path for path, entry in entries if stat.S_ISREG(entry.st_mode) or stat.S_ISDIR(entry.st_mode)]
@@ -148,20 +147,21 @@ def flush_folder(folder: Path) -> None:
         try:
             os.fsync(handle)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot do it for folders
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not supported for folders on this file system
                 raise
         finally:
             os.close(handle)
 
 
 def delete_folder(folder: Path, seen: str | None = None) -> None:
-    """Deletes a folder in one step as seen by others: it is renamed first. A second call completes what a kill interrupted.
+    """Deletes a folder in one step for other processes, by renaming it first. After a kill, a second call completes the
+    deletion.
 
     Args:
         seen: its `stamp` when it was read.
 
     Raises:
-        CheckpointError: it could not be deleted, is not as it was seen, or is a link; it stays then.
+        CheckpointError: the folder cannot be deleted, has changed since `seen`, or is a link; it is unchanged then.
     """
     if folder.is_symlink():
         raise CheckpointError(f"{folder} is a link and is not deleted; give the folder that it leads to.")
@@ -169,7 +169,7 @@ def delete_folder(folder: Path, seen: str | None = None) -> None:
     held, grave = (folder.with_name(f".{folder.name}{suffix}") for suffix in (HELD, GRAVE))
     try:
         if not finish_deletion(folder) and folder.exists():
-            os.rename(folder, held)  # nothing is written by its name any more
+            os.rename(folder, held)  # no process writes to it by its name any more
             try:
                 if seen is not None and stamp(held) != seen:
                     raise CheckpointError(
@@ -187,7 +187,7 @@ def delete_folder(folder: Path, seen: str | None = None) -> None:
 
 def finish_deletion(folder: Path) -> bool:
     """Completes the deletion of a folder that a kill interrupted, or restores the folder if it was not checked yet. Returns
-    whether a folder was deleted, and there is none of that name now."""
+    whether a folder was deleted and none of that name exists now."""
     folder = folder.absolute()
     held, grave = (folder.with_name(f".{folder.name}{suffix}") for suffix in (HELD, GRAVE))
     if held.exists() and not folder.exists():

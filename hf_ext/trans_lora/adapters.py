@@ -1,4 +1,4 @@
-"""A model and its adapters: which of them compute, and where."""
+"""Activates, disables and moves the adapters of a model."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CHANGES_BASE = {"pissa", "olora", "corda", "loftq"}  # PEFT's own starts that su
 
 
 def bare(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """The model that adapters are around of, or in."""
+    """Returns the model without the wrapper of its adapters."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 @torch.no_grad()
 def base_sample(model: PreTrainedModel | PeftModel) -> list[float]:
-    """Returns the output of the model without adapters for fixed tokens, which identifies it in whatever type it is
-    loaded: 64 logits, less their mean."""
+    """Returns the output of the model without adapters for fixed tokens: 64 logits minus their mean. They identify the model in
+    any dtype."""
     with base_of(model) as base, evaluating(base):
         size = base.get_input_embeddings().weight.shape[0]
         tokens = torch.linspace(0, size - 1, 16).long().to(base.device)[None]
@@ -38,7 +38,7 @@ def base_sample(model: PreTrainedModel | PeftModel) -> list[float]:
 
 
 def adapter_digest(model: PreTrainedModel | PeftModel) -> str:
-    """A checksum of all that is adapter in a model, or, of one without, of what it says (`base_sample`)."""
+    """Returns a checksum of a model's adapter weights; for a model without adapters, of its output (`base_sample`)."""
     digest = xxhash.xxh3_64()
     if not isinstance(model, PeftModel):
         digest.update(str([round(value, 2) for value in base_sample(model)]).encode())
@@ -52,10 +52,10 @@ def adapter_digest(model: PreTrainedModel | PeftModel) -> str:
 
 @contextmanager
 def base_of(model: PreTrainedModel | PeftModel) -> Iterator[PreTrainedModel]:
-    """The model without its adapters, as long as the block lasts.
+    """Yields the model without its adapters, within the block.
 
     Raises:
-        HfExtError: an adapter has changed the weights that it came to, so that without it the model is not its base.
+        HfExtError: an adapter changed the base's weights when it was added, so the model without it is not its base.
     """
     if not isinstance(model, PeftModel):
         yield model
@@ -71,7 +71,7 @@ def base_of(model: PreTrainedModel | PeftModel) -> Iterator[PreTrainedModel]:
     trainable = _trainable(model)
     with model.disable_adapter():
         yield model.get_base_model()
-    _set_trainable(model, trainable)  # PEFT makes all adapters trainable as it enables them again
+    _set_trainable(model, trainable)  # PEFT makes all adapters trainable when it enables them again
 
 
 def only(model: nn.Module, name: str, trainable: bool = False) -> None:
@@ -86,7 +86,7 @@ def only(model: nn.Module, name: str, trainable: bool = False) -> None:
 
 @contextmanager
 def adapters_kept(model: nn.Module) -> Iterator[None]:
-    """Sets a model's adapters back, as the block ends, to what was active before; those that came in are not."""
+    """Restores the active adapters of a model when the block ends. Adapters added meanwhile become inactive."""
     kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     before = {m: (list(m.active_adapters), m.disable_adapters) for m in model.modules() if isinstance(m, kinds)}
     trainable = _trainable(model)
@@ -113,7 +113,7 @@ def _set_trainable(model: nn.Module, trainable: set[nn.Parameter]) -> None:
 
 @contextmanager
 def on_device(model: PreTrainedModel | PeftModel, device: torch.device) -> Iterator[None]:
-    """The model on a device, as long as the block lasts; one that was spread or quantized stays where it is."""
+    """Moves the model to a device within the block. A dispatched or quantized model stays where it is."""
     home = model.device
     fixed = home == device or getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False)
     if not fixed:

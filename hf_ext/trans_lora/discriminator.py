@@ -164,7 +164,7 @@ class Discriminator:
 
 
 def record_of(name: str, **kwargs: Any) -> str:
-    """The file by which a discriminator is known, of a folder or downloaded from the Hub.
+    """Returns the record file of a discriminator, from a folder or downloaded from the Hub.
 
     Raises:
         HfExtError: there is none.
@@ -270,13 +270,13 @@ def train_discriminator(
 
 
 def _encoder(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | PeftModel) -> Encoder:
-    """Asks as a chat, or by the question alone."""
+    """Returns the encoder of the discriminator's questions: a chat, or the question alone."""
     return Encoder(tokenizer, model, None if tokenizer.chat_template else "{input}", "The discriminator's")
 
 
 def _split(real: list[str], synthetic: list[str], seed: int) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Returns a tenth of both kinds to look at, and the rest to train on, as inputs with their answers. Of a few inputs, all
-    are trained on. The kind with fewer is repeated, as a discriminator of unequal kinds gives the answer of the larger one."""
+    """Returns a tenth of both kinds for evaluation, and the rest for training, as inputs with their answers. Trains on all if
+    there are few. Repeats the smaller kind, because a discriminator trained on unequal kinds answers with the larger one."""
     held_out: list[tuple[str, str]] = []
     rows: list[tuple[str, str]] = []
     longer = max(len(texts) - len(texts) // 10 for texts in (real, synthetic))
@@ -291,7 +291,7 @@ def _split(real: list[str], synthetic: list[str], seed: int) -> tuple[list[tuple
 
 @contextmanager
 def _second_adapter() -> Iterator[None]:
-    """PEFT warns of a second adapter in a model; here it is meant, and which of them is active is seen to."""
+    """Silences PEFT's warning about a second adapter in a model, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(second time|multiple adapters|Already found).*")
         yield

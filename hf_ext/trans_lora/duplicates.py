@@ -1,4 +1,4 @@
-"""Texts that say the same as one seen before, word for word or nearly."""
+"""Finds texts that repeat an earlier one, word for word or nearly."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ SHINGLE = 3  # words
 
 
 def words_of(text: str) -> tuple[str, ...]:
-    """The words and the single signs of a text, without case and space."""
+    """Returns the words and the single signs of a text, in lower case and without spaces."""
     return tuple(re.findall(r"\w+|[^\w\s]", text.casefold()))
 
 
 def shingles(text: str) -> frozenset[tuple[str, ...]]:
-    """All runs of SHINGLE words; of a shorter text the whole."""
+    """Returns all runs of SHINGLE words; for a shorter text, all its words as one run."""
     words = words_of(text)
     return frozenset(words[i : i + SHINGLE] for i in range(max(1, len(words) - SHINGLE + 1)))
 
@@ -25,7 +25,8 @@ def jaccard(one: frozenset, other: frozenset) -> float:
 
 
 class SeenTexts:
-    """Finds out, exactly, whether a text is as near to an earlier one as `threshold` (Jaccard index of shingles).
+    """An index of earlier texts, which finds exactly whether a text is as near to one of them as `threshold` (Jaccard index of
+    shingles).
 
     Two sets that are so near share one of the first n − ⌈threshold·n⌉ + 1 shingles of each, in any fixed order, n being
     the size of each (prefix filtering; Bayardo, Ma and Srikant, WWW 2007), so few earlier texts have to be compared.
@@ -40,7 +41,7 @@ class SeenTexts:
         self._by_shingle: dict[tuple[str, ...], list[frozenset]] = {}
 
     def has(self, text: str) -> bool:
-        """An earlier text is the same but for case and space."""
+        """Checks whether an earlier text is the same except for case and spaces."""
         return words_of(text) in self._exact
 
     def has_near(self, text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Texts as points."""
+"""Embeds texts as points."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Encoder:
     ):
         self.tokenizer = tokenizer
         self.encoder_decoder = bool(model.config.is_encoder_decoder)
-        self.limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # T5 and its kin have none
+        self.limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # T5 and similar models have none
         if self.limit and isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
             self.limit -= model.active_peft_config.num_virtual_tokens
         self.begin = [model.generation_config.forced_bos_token_id] if self.encoder_decoder else []  # BART's
@@ -61,11 +61,12 @@ class Encoder:
         return prompt(text, self.tokenizer, self.template, self.system, self.variables)
 
     def request(self, text: str) -> str:
-        """Returns the prompt of a chat about something else than the task: without the system message."""
+        """Returns the prompt of a chat that is not about the task, so without the system message."""
         return prompt(text, self.tokenizer, self.template, None, self.variables)
 
     def tokens(self, prompts: Sequence[str]) -> list[list[int]]:
-        """Prompts as tokens; a chat template has put the special ones in already. What ends a text is for encoders only."""
+        """Returns the tokens of prompts. A chat template has inserted the special tokens already. Only encoders get the token
+        that ends a text."""
         rows = self.tokenizer(list(prompts), add_special_tokens=not self.chats)["input_ids"] if prompts else []
         end = None if self.encoder_decoder or self.chats else self.tokenizer.eos_token_id
         return [row[:-1] if len(row) > 1 and row[-1] == end else row for row in rows]
@@ -75,8 +76,9 @@ class Encoder:
         return [len(row) for row in self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]] if texts else []
 
     def answer_tokens(self, prompts: Sequence[str], asked: Sequence[list[int]], answers: Sequence[str]) -> list[list[int]]:
-        """Answers as a model writes them after prompts, without what ends them: after a space, unless the prompt (a decoder's)
-        ends with one or is a chat, and with the tokens that the whole text has there, if the prompt's stay the same in it."""
+        """Returns the tokens of answers as a model writes them after prompts, without the end token. A space precedes an
+        answer, unless the prompt (of a decoder) ends with one or is a chat. The tokens are those of the whole text, if they
+        begin with the prompt's."""
         if not answers:
             return []
         if not self.encoder_decoder and not self.chats:
@@ -88,7 +90,8 @@ class Encoder:
         return [both[len(row) :] if both[: len(row)] == row else answer for row, both, answer in zip(asked, whole, alone)]
 
     def samples(self, prompts: Sequence[str], answers: Sequence[str], end: bool = True) -> list[dict[str, list[int]]]:
-        """Samples to train on or to score: of decoders prompt and answer in one row, of encoder-decoders apart.
+        """Returns samples to train on or to score: for decoders with prompt and answer in one row, for encoder-decoders in
+        separate rows.
 
         Args:
             end: whether the answer is followed by the token that ends a text.
@@ -102,7 +105,7 @@ class Encoder:
         return self.joined(rows, [begin + answer + ends for answer in self.answer_tokens(prompts, rows, answers)])
 
     def joined(self, asked: Sequence[list[int]], answers: Sequence[list[int]]) -> list[dict[str, list[int]]]:
-        """The same of tokens, as a model read and wrote them."""
+        """Returns samples as `samples` does, from tokens as a model read and wrote them."""
         samples = []
         for row, answer in zip(asked, answers):
             if self.encoder_decoder:
@@ -114,13 +117,13 @@ class Encoder:
         return samples
 
     def fits(self, prompt: str, room: int) -> bool:
-        """Returns whether a prompt and so many further tokens fit into the model's context."""
+        """Checks whether a prompt and this many further tokens fit into the model's context."""
         length = len(self.tokens([prompt])[0]) + (0 if self.encoder_decoder else room)
         return self.limit is None or length <= self.limit
 
     def batch(self, samples: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        """Samples as one batch, padded on the right whatever the tokenizer does for generating: without position ids, padding
-        on the left would move tokens to other absolute positions."""
+        """Returns samples as one batch, always padded on the right: without position ids, padding on the left would move tokens
+        to other absolute positions."""
 
         def padded(name: str, padding: int) -> torch.Tensor:
             width = max(len(sample[name]) for sample in samples)
@@ -148,7 +151,7 @@ def prompt(
     system: str | None = None,
     variables: dict[str, Any] | None = None,
 ) -> str:
-    """An input as a model is asked for its answer: by the template, else as a chat, else with a line break after it."""
+    """Returns the prompt for an input: by the template, else as a chat, else with a line break after it."""
     if template is None and tokenizer.chat_template:
         chat = [{"role": "system", "content": system}] if system is not None else []
         chat.append({"role": "user", "content": text})
@@ -175,7 +178,7 @@ def loading(name: str, what: str = "model") -> Iterator[None]:
 
 
 def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; one that cannot pad pads with the end of a text."""
+    """Loads the tokenizer of a model. If it has no padding token, it pads with the end-of-text token."""
     tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

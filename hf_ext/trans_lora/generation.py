@@ -29,8 +29,8 @@ from hf_ext.integration.modes import evaluating
 from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.encoding import Encoder
 
-# Overrides of a model's generation_config.json. A penalty on repetition punishes the words of the seeds, and the warpers cut
-# off what was not asked to be cut. Every prompt gets one text (of both lengths min_new_tokens is what counts).
+# Overrides of a model's generation_config.json. A penalty on repetition punishes the words of the seeds, and the warpers would
+# restrict the sampling without a request. Every prompt gets one text (of both lengths min_new_tokens is what counts).
 PLAIN: dict[str, Any] = {
     "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
@@ -46,7 +46,7 @@ SAMPLING: dict[str, Any] = PLAIN | {
     "epsilon_cutoff": 0.0,
     "eta_cutoff": 0.0,
 }
-# The same for servers: what vLLM and SGLang take beside OpenAI's fields. Others ignore or refuse them.
+# The same for servers, in fields that vLLM and SGLang add to OpenAI's. Other servers ignore or refuse them.
 NEUTRAL: dict[str, Any] = {"repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0}
 ONE_EACH: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False, "min_new_tokens": 0}
 
@@ -56,7 +56,7 @@ class Completion:
     """A text that a model wrote after a prompt.
 
     Attributes:
-        ended: it ended by itself, rather than by the limit of tokens.
+        ended: whether it ended by itself, not by the limit of tokens.
         tokens: as the model wrote them, without what ended them; None where a server keeps them to itself.
     """
 
@@ -74,8 +74,8 @@ class Generator(Protocol):
         """
         Args:
             seed: of sampling; None takes the likeliest token each time.
-            sampling: temperature, top_p, `stop`, a text that ends what is wanted, and `longest`, the most tokens of a list's
-                item, after which a text may be given up.
+            sampling: temperature; top_p; `stop`, a text that ends the output; and `longest`, the limit of tokens of a list's
+                item, after which generation may stop.
         """
 
 
@@ -96,7 +96,7 @@ class ModelGenerator:
 
     @classmethod
     def of(cls, model: PreTrainedModel | PeftModel, encoder: Encoder, args: TransLoraConfig) -> ModelGenerator:
-        """Set as a transfer is."""
+        """Returns a generator with the settings of a transfer."""
         options = cast("dict[str, Any]", args.generation_kwargs or {})  # TrainingArguments has parsed JSON
         return cls(model, encoder, args.generation_batch_size, args.continuous_batching, options)
 
@@ -131,11 +131,11 @@ class ModelGenerator:
         self, rows: list[list[int]], how: dict[str, Any], seed: int | None, stop: str | None, longest: int | None
     ) -> list[list[int]]:
         if self.continuous:
-            # A CPU's memory is not the cache's alone, as an accelerator's is.
+            # A CPU's memory, unlike an accelerator's, is not for the cache alone.
             share = 0.02 if self.model.device.type == "cpu" else None
             batching = ContinuousBatchingConfig(seed=seed, max_memory_percent=share)
             found = self.model.generate_batch(rows, GenerationConfig(**how), batching)
-            # Requests are numbered as they come in, and the last number of a name is the request's.
+            # Requests are numbered in order, and a name ends with the request's number.
             return [found[name].generated_tokens for name in sorted(found, key=lambda name: int(name.rsplit("_", 1)[-1]))]
         pad = self.encoder.tokenizer.pad_token_id
         width = max(map(len, rows))
@@ -163,13 +163,14 @@ class ModelGenerator:
 
 
 class _End(StoppingCriteria):
-    """Ends a text after `stop`, or after `longest` tokens without a line that begins with a number: it holds up its batch.
+    """A stopping rule: ends a text after `stop`, or after `longest` tokens without a line that begins with a number, as such a
+    text delays its batch.
 
     Transformers' own stop strings would search the vocabulary anew for each batch, which takes a second.
 
     Args:
-        start: place of the first token that the model writes.
-        wrote: called after each step with the number of texts that go on.
+        start: position of the first token that the model writes.
+        wrote: called after each step with the number of unfinished texts.
     """
 
     def __init__(
@@ -239,7 +240,7 @@ class Server:
     ) -> list[Completion]:
         """
         Raises:
-            ServerError: it does not answer, or refuses.
+            ServerError: the server does not answer, or refuses the request.
         """
         stop, _ = sampling.pop("stop", None), sampling.pop("longest", None)
         request = {"model": self.model, "max_tokens": max_new_tokens}
@@ -278,7 +279,7 @@ def _prompt_learning(model: PreTrainedModel | PeftModel) -> bool:
 
 @contextmanager
 def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Random numbers from a seed, without a trace in those of training."""
+    """Seeds the random numbers within the block, and restores the generator's state for training."""
     if seed is None:
         yield
         return

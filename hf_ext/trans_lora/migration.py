@@ -168,11 +168,11 @@ def migrate(
 
 
 class _NotPossible(HfExtError):
-    """One way is closed, which closes none of the others."""
+    """An error that rules out one method, but not the others."""
 
 
 class _Ways:
-    """The ways to move one adapter, which share the teacher, the inputs that the target writes, and their labels."""
+    """The methods of moving one adapter. They share the teacher, the inputs that the target writes, and their labels."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class _Ways:
 
     @cached_property
     def written(self) -> tuple[list[Candidate], Pairs]:
-        """All that the target wrote, and inputs with their labels that no way trains on."""
+        """Returns all inputs that the target wrote, and the held-out inputs with their labels."""
         trainer = self._trainer("titok" if self.source.discriminator is None else "trans_lora")
         trainer.ask_about_seeds()
         candidates = trainer.synthesize()

@@ -11,7 +11,7 @@ YES, NO = "Yes", "No"
 
 @dataclass(frozen=True)
 class Item:
-    """One numbered item of a list that a model went on with.
+    """One numbered item of a list that a model continued.
 
     Attributes:
         finished: something came after it: the next number, the end of text, or the end of the list.
@@ -22,9 +22,9 @@ class Item:
 
 
 def synthesis_prompt(seeds: Sequence[str], count: int) -> str:
-    """A list of `count` inputs whose first ones are the seeds and whose next one is open.
+    """Returns a list of `count` inputs that begins with the seeds; the next one is open.
 
-    The number that is open ends the prompt without a space after it, since most tokenizers take the space into the next word.
+    The prompt ends with the open number, without a space, because most tokenizers join the space to the next word.
     """
     lines = [f"{number}. {seed}" for number, seed in enumerate(seeds, 1)]
     return "\n".join([f"Here are {count} examples:", *lines, f"{len(seeds) + 1}."])

@@ -150,11 +150,11 @@ class TransferReport:
 
 
 def describe(texts: Mapping[str, Sequence[str]], embeddings: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The part of a report that the texts alone say.
+    """Returns the part of a report that depends only on the texts.
 
     Args:
         texts: "seeds", "kept" and "dropped" inputs.
-        embeddings: of the same, (n, d) each, possibly of some of them only.
+        embeddings: of these texts, or of some of them, (n, d) each.
     """
     seeds, kept = texts["seeds"], texts["kept"]
     points = plane(torch.cat(list(embeddings.values())))
@@ -170,7 +170,7 @@ def describe(texts: Mapping[str, Sequence[str]], embeddings: Mapping[str, torch.
 
 
 def _width(embeddings: Mapping[str, torch.Tensor]) -> float:
-    """One kernel for all, or their discrepancies could not be compared."""
+    """Returns the width of one kernel for all discrepancies, so that they can be compared."""
     return torch.pdist(torch.cat(list(embeddings.values())).double()).median().item() or 1.0
 
 

@@ -1,4 +1,4 @@
-"""Likelihoods of given answers under a model."""
+"""Computes likelihoods of given answers under a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def answer_log_probs(
     """Returns log p of each token of each answer, given its prompt and the tokens before.
 
     Args:
-        model: a causal or a sequence-to-sequence language model, with adapters or without; its dropout is off meanwhile.
+        model: a causal or a sequence-to-sequence language model, with adapters or without. Dropout is off.
         samples: as the encoder makes them.
     """
     found: list[torch.Tensor] = [torch.empty(0)] * len(samples)
@@ -48,9 +48,9 @@ def log_odds(
 def _answers(
     model: PreTrainedModel | PeftModel, encoder: Encoder, samples: Sequence[dict[str, list[int]]], batch_size: int
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yields a sample's number, log p of its answer's tokens and of all that may stand in their places, (n, vocabulary), and
-    the answer's tokens, (n,)."""
-    order = sorted(range(len(samples)), key=lambda i: len(samples[i]["input_ids"]))  # so that little is padded
+    """Yields a sample's number, log p of every token at the positions of its answer, (n, vocabulary), and the answer's tokens,
+    (n,)."""
+    order = sorted(range(len(samples)), key=lambda i: len(samples[i]["input_ids"]))  # to need little padding
     with evaluating(model):
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
@@ -67,7 +67,7 @@ def _answers(
 
 
 def _logits_at(model: PreTrainedModel | PeftModel, batch: dict[str, torch.Tensor], places: torch.Tensor) -> torch.Tensor:
-    """Returns a decoder's logits at some places of a batch, (places, vocabulary)."""
+    """Returns a decoder's logits at some positions of a batch, (positions, vocabulary)."""
     with logits_at(model, places) as chosen:
         logits = model(**batch).logits
     return logits[0] if logits.shape[:2] == (1, int(places.sum())) else chosen(logits)[0]
@@ -75,15 +75,15 @@ def _logits_at(model: PreTrainedModel | PeftModel, batch: dict[str, torch.Tensor
 
 @contextmanager
 def logits_at(model: PreTrainedModel | PeftModel, places: torch.Tensor) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Makes a decoder compute logits at some places of a batch alone, (1, places, vocabulary), as long as the block lasts.
+    """Makes a decoder compute logits only at some positions of a batch, (1, positions, vocabulary), within the block.
 
-    The output layer gets the hidden states of these places alone: for all places, a vocabulary of 152,000 takes gigabytes.
+    The output layer gets only the hidden states at these positions. At all positions, a vocabulary of 152,000 takes gigabytes.
 
     Args:
-        places: (batch, tokens - 1), of the tokens that come after a place.
+        places: (batch, tokens - 1), true at each position whose next token is needed.
 
     Yields:
-        A function that picks the places out of (batch, tokens, n).
+        A function that selects the positions from (batch, tokens, n).
     """
 
     def chosen(hidden: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def logits_at(model: PreTrainedModel | PeftModel, places: torch.Tensor) -> Itera
 
 
 def aligned(logits: torch.Tensor, labels: torch.Tensor, encoder_decoder: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits beside the labels that they are for: a decoder's come one token earlier, and after those of virtual tokens.
+    """Aligns logits with their labels: a decoder's come one token earlier, and after those of virtual tokens.
 
     Args:
         logits: (batch, virtual tokens + tokens, vocabulary).
@@ -129,5 +129,5 @@ def kl_divergence(
 
 
 def token_excess(with_adapter: Sequence[torch.Tensor], without: Sequence[torch.Tensor]) -> list[float]:
-    """The mean over an answer's tokens of log p(with the adapter) − log p(without) (TiTok, arXiv 2510.04682)."""
+    """Returns the mean over an answer's tokens of log p(with the adapter) − log p(without) (TiTok, arXiv 2510.04682)."""
     return [(one - other).mean().item() for one, other in zip(with_adapter, without)]

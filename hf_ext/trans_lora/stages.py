@@ -19,12 +19,12 @@ CHECKPOINTS = "checkpoint-*"
 
 
 def claim(folder: Path, part: str, settings: dict[str, Any], files: Sequence[str], anew: bool = False) -> None:
-    """Records in a folder what the files of one part of a run depend on.
+    """Records in a folder the settings that the files of one part of a run depend on.
 
     Args:
         part: "inputs", "labels" or "training".
-        files: patterns of their names; while there are none, the settings may change.
-        anew: change them anyway.
+        files: patterns of their names. Without such files, the settings may change.
+        anew: change the settings anyway.
 
     Raises:
         HfExtError: there are such files, and they were made with other settings.
@@ -62,7 +62,7 @@ def _plain(value: Any) -> Any:
 
 
 def last_checkpoint(folder: str | os.PathLike) -> str | None:
-    """The last checkpoint that was written whole: a Trainer writes trainer_state.json at its end."""
+    """Returns the last complete checkpoint: a Trainer writes trainer_state.json last."""
 
     def number(path: Path) -> int:
         return int(path.name.rpartition("-")[2]) if path.name.rpartition("-")[2].isdigit() else -1
@@ -85,16 +85,16 @@ def append_lines(path: Path, records: Iterable[dict]) -> None:
 
 
 def write_lines(path: Path, records: Iterable[dict]) -> None:
-    """Writes a file of JSON lines anew."""
+    """Writes a file of JSON lines, or overwrites it."""
     text = "".join(map(_line, records))
     write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The JSON lines of a file, on every process what the main one finds; without a last line that was not finished.
+    """Returns the JSON lines of a file, as the main process reads them. Leaves out an unfinished last line.
 
     Raises:
-        HfExtError: a line is no JSON object.
+        HfExtError: a line is not a JSON object.
     """
     found: list = [None]
     if PartialState().is_main_process:

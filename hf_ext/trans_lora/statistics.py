@@ -1,4 +1,4 @@
-"""The variety of texts, and the distance between two sets of them."""
+"""Measures the variety of texts, and the distance between two sets of them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from hf_ext.trans_lora.duplicates import jaccard, shingles, words_of
 
 
 def distinct(texts: Sequence[str], n: int) -> float:
-    """Distinct-n (Li et al., arXiv 1510.03055): different runs of n words, of all runs of n words; 0 if there are none."""
+    """Returns distinct-n (Li et al., arXiv 1510.03055): the share of different runs among all runs of n words; 0 without
+    any."""
     words = [words_of(text) for text in texts]
     runs = [row[i : i + n] for row in words for i in range(len(row) - n + 1)]
     return len(set(runs)) / len(runs) if runs else 0.0
 
 
 def nearest(text: str, others: Sequence[str]) -> tuple[str, float]:
-    """The one of the others that shares most with a text, and their Jaccard index of three-word shingles."""
+    """Returns the text among the others that is nearest to a text, and their Jaccard index of three-word shingles."""
     own = shingles(text)
     return max(((other, jaccard(own, shingles(other))) for other in others), key=lambda pair: pair[1])
 
 
 def mmd(x: torch.Tensor, y: torch.Tensor, bandwidth: float | None = None) -> float:
-    """Maximum mean discrepancy of two samples under a Gaussian kernel (Gretton et al., JMLR 13, 2012; equation 5, biased).
+    """Computes the maximum mean discrepancy of two samples under a Gaussian kernel (Gretton et al., JMLR 13, 2012; equation 5,
+    biased).
 
     Args:
         x, y: (m, d) and (n, d).
@@ -44,7 +46,7 @@ def mmd(x: torch.Tensor, y: torch.Tensor, bandwidth: float | None = None) -> flo
 
 
 def plane(points: torch.Tensor) -> torch.Tensor:
-    """The two principal components of points, (n, d), as a map, (n, 2)."""
+    """Returns the two principal components of points, (n, d), as a map, (n, 2)."""
     centred = points.double() - points.double().mean(0)
     _, _, directions = torch.linalg.svd(centred, full_matrices=False)
     flat = centred @ directions[:2].T

@@ -28,7 +28,7 @@ from hf_ext.trans_lora.stages import append_lines, read_lines, write_lines
 
 SYNTHESIS = "synthesis.jsonl"
 MALFORMED, SEED, DUPLICATE, NEAR_DUPLICATE = "malformed", "repeats a seed", "duplicate", "near duplicate"
-FILTER, RANK = "filter", "low score"  # what the filter refused, and what others were better than
+FILTER, RANK = "filter", "low score"  # reasons: the filter refused the input, or other inputs were better
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Candidate:
     """One input that the target model wrote.
 
     Attributes:
-        kept: it will be labelled and trained on.
-        score: what the filter gave it; None if it did not get there, or there is no filter.
-        reason: why it was dropped; None if it was not.
-        label: what the teacher says to it, where the filter had to ask.
-        round: the batch it came in.
-        round_size: how many inputs of this round are in the file.
+        kept: whether it will be labeled and trained on.
+        score: the filter's score; None if an earlier check dropped it, or without a filter.
+        reason: why it was dropped; None if it was kept.
+        label: the teacher's answer, if the filter required it.
+        round: number of its round.
+        round_size: number of inputs of this round in the file.
     """
 
     input: str
@@ -68,17 +68,17 @@ def write_inputs(
     well_formed: Callable[[str], bool] | None = None,
     of_which: str = "",
 ) -> list[Candidate]:
-    """Writes and sifts inputs until `needed` are kept, all of them going to the JSON lines file `path` (section 3.1).
+    """Writes and filters inputs until `needed` are kept. The JSON lines file `path` gets all of them (section 3.1).
 
-    Resumes from the file's contents. A last round that was cut off is written again from its own seed, hence as it was.
+    Resumes from the file's contents. Repeats an incomplete last round from its seed, with the same result.
 
     Args:
-        judge: the filter; None keeps what is well-formed and new.
-        well_formed: whether a text is an input of the task at all, as far as can be told.
-        of_which: in the error, what `needed` consists of.
+        judge: the filter; None keeps all inputs that are well-formed and new.
+        well_formed: function that returns whether a text can be an input of the task.
+        of_which: the parts of `needed`, for the error.
 
     Raises:
-        HfExtError: too few inputs are kept for this ever to end.
+        HfExtError: too few inputs are kept to reach `needed`.
     """
     state = PartialState()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def write_inputs(
 
 
 def _outlook(new: Sequence[Candidate], missing: int, seconds: float) -> str:
-    """Returns ten inputs of a run's first round with their fate, and an estimate of the time for those that are missing."""
+    """Returns ten inputs of a run's first round with their results, and an estimate of the remaining time."""
     shown = [new[i * len(new) // min(10, len(new))] for i in range(min(10, len(new)))]
     rows = [(one.reason or "kept", "" if one.score is None else f"{one.score:.2f}", first_line(one.input)) for one in shown]
     kept = passed(new)
@@ -137,13 +137,13 @@ def passed(candidates: Iterable[Candidate]) -> int:
 
 
 def _until(candidates: list[Candidate], needed: int) -> list[Candidate]:
-    """The candidates up to the one with which enough are kept."""
+    """Returns the candidates up to the one that completes the required number."""
     kept = list(itertools.accumulate(candidate.kept for candidate in candidates))
     return candidates[: bisect.bisect_left(kept, needed) + 1]
 
 
 class Prompts:
-    """The prompts of a round, and the inputs in what is written after them."""
+    """The prompts of a round, and the inputs in the completions."""
 
     def __init__(self, seeds: Sequence[str], args: TransLoraConfig, encoder: Encoder):
         self.seeds, self.args, self.encoder = list(dict.fromkeys(seeds)), args, encoder
@@ -158,7 +158,7 @@ class Prompts:
         self.room = (args.num_items - args.num_shots) * self.longest
 
     def answers(self, generate: Generator, number: int, process: int) -> list[tuple[str, bool]]:
-        """The inputs that one process writes in a round, and of each whether it was finished."""
+        """Returns the inputs that one process writes in a round, and whether each is finished."""
         args, first = self.args, self.args.num_shots + 1
         order = random.Random(f"{args.seed} {number} {process}")
         shown = [order.sample(self.seeds, args.num_shots) for _ in range(args.generation_batch_size)]
@@ -178,7 +178,7 @@ class Prompts:
     def require_room(self) -> None:
         """
         Raises:
-            HfExtError: the longest seeds, with what is to be written after them, do not fit into the model's context.
+            HfExtError: the longest seeds and the text to write do not fit into the model's context.
         """
         longest = sorted(self.seeds, key=len)[-self.args.num_shots :]
         length = len(self.encoder.tokens([self._prompt(longest)])[0]) + (0 if self.encoder.encoder_decoder else self.room)
@@ -248,9 +248,9 @@ def counts(candidates: Iterable[Candidate]) -> dict[str, int]:
 
 def _require_progress(candidates: list[Candidate], kept: int, needed: int, of_which: str, limit: int, path: Path) -> None:
     attempts = len(candidates)
-    # As many as the most favourable rate that what was seen still allows would keep (three standard deviations up).
+    # The number kept at the most favorable rate that the results so far allow (three standard deviations up).
     hope = (kept + 3 * math.sqrt(kept + 1)) / max(attempts, 1) * limit
-    # A twentieth of the attempts is waited for, as a filter's rate may vary; not where even a fifth is beyond hope.
+    # Waits for a twentieth of the attempts, as a filter's rate may vary, unless even a fifth cannot be reached.
     if attempts < limit and hope >= (needed / 5 if attempts < limit / 20 else needed):
         return
     dropped = ", ".join(f"{count:,} {name}" for name, count in counts(candidates).items() if name != "kept") or "none"
@@ -263,7 +263,7 @@ def _require_progress(candidates: list[Candidate], kept: int, needed: int, of_wh
 
 
 def in_shares(items: Sequence, work: Callable[[Sequence], list]) -> list:
-    """`work(items)`, each process doing its share of them; all get all results, in order."""
+    """Runs `work` on each process's share of the items. All processes get all results, in order."""
     state = PartialState()
     share = math.ceil(len(items) / state.num_processes)
     own = items[state.process_index * share :][:share]

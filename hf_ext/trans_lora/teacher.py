@@ -24,7 +24,7 @@ class Teacher:
     """
     Attributes:
         model: the source model, of any PEFT type or merged; None if a server has it.
-        encoder: how the model is asked; None with a server.
+        encoder: of the model's prompts; None with a server.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class Teacher:
 
     @property
     def digest(self) -> str | None:
-        """A checksum of its adapter."""
+        """Returns a checksum of its adapter."""
         return None if self.model is None else adapter_digest(self.model)
 
     def on(self, device: torch.device) -> contextlib.AbstractContextManager:
-        """On a device, as long as the block lasts."""
+        """Moves the teacher to a device within the block."""
         return contextlib.nullcontext() if self.model is None else on_device(self.model, device)
 
     def answers(self, inputs: Sequence[str]) -> list[str | None]:
-        """The likeliest answers; None where there is no whole one."""
+        """Returns the likeliest answers; None for an incomplete one."""
         return [label(one) for one in self.completions(inputs)]
 
     def completions(self, inputs: Sequence[str]) -> list[Completion]:
@@ -77,9 +77,9 @@ class Teacher:
         return self.generator(asked, args.max_label_length)
 
     def excess(self, inputs: Sequence[str]) -> list[tuple[float | None, str | None]]:
-        """Each input's token excess and label; neither, where there is no whole answer.
+        """Returns each input's token excess and label; neither for an incomplete answer.
 
-        The tokens are those that the teacher wrote: the same text cut into others would say less of it.
+        The tokens are those that the teacher wrote, because another tokenization of the same text is less likely.
         """
         assert self.model is not None and self.encoder is not None  # require_for refuses a server
         said = self.completions(inputs)
@@ -118,7 +118,7 @@ class Teacher:
     def require_for(self, args: TransLoraConfig) -> None:
         """
         Raises:
-            HfExtError: it has not what the filter needs.
+            HfExtError: the teacher lacks something that the filter requires.
         """
         if args.filter == "token_excess" and not isinstance(self.model, PeftModel):
             raise HfExtError("filter='token_excess' compares the teacher with and without its adapter: give it as a PeftModel.")

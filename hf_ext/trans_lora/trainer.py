@@ -118,7 +118,7 @@ class TransLoraTrainer(AnswerTrainer):
         if evaluated and args.held_out_share == 0:
             raise HfExtError("There is nothing to evaluate on with held_out_share=0; raise it, or give an eval_dataset.")
         if args.embedding_model:
-            AutoConfig.from_pretrained(args.embedding_model)  # so that it is not missed only at the end
+            AutoConfig.from_pretrained(args.embedding_model)  # so that a missing model is noticed before the run
         if self.teacher.model is not None and bare(self.teacher.model) is bare(model):
             raise HfExtError("The teacher and the target are one model; load the target once more.")
         self.discriminator = self._discriminator(discriminator)
@@ -217,8 +217,8 @@ class TransLoraTrainer(AnswerTrainer):
         return keep_best(found, needed, path) if by_excess else found
 
     def label(self, candidates: Sequence[Candidate] = ()) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-        """Stage two: kept inputs with the teacher's answers, to train on and to hold out, as labels.jsonl has them. An
-        answer that is empty, or that reached max_label_length, is no label.
+        """Returns the kept inputs with the teacher's answers, for training and held out, as in labels.jsonl. An answer that is
+        empty, or that reached max_label_length, is no label.
 
         Raises:
             HfExtError: no input has a label.
@@ -261,8 +261,8 @@ class TransLoraTrainer(AnswerTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """The cross-entropy of the teacher's text; with logits_weight w, (1 − w) of it and w T² KL(teacher ‖ student), both of
-        distributions at temperature T (Hinton et al., arXiv 1503.02531)."""
+        """Returns the cross-entropy CE of the teacher's text. With logits_weight w, returns (1 − w) CE + w T² KL(teacher ‖
+        student), with the distributions of KL at temperature T (Hinton et al., arXiv 1503.02531)."""
         weight, T = self.args.logits_weight, self.args.distillation_temperature
         if not weight:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -289,7 +289,7 @@ class TransLoraTrainer(AnswerTrainer):
         return [(score, score > 0.5, None) for score in scores]
 
     def _judge_by_excess(self, inputs: Sequence[str]) -> list[tuple[float | None, bool, str | None]]:
-        """All with a label pass for now; which of them are best is known at the end."""
+        """Passes all inputs with a label. `keep_best` selects among them at the end."""
         with self.teacher.on(self.args.device):
             return [(score, score is not None, label) for score, label in self.teacher.excess(inputs)]
 
@@ -394,7 +394,7 @@ class TransLoraTrainer(AnswerTrainer):
             self._write_card(self.report, Path(output_dir or self.args.output_dir))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """The card that `push_to_hub` pushes: with the report, if there is one."""
+        """Writes the card that `push_to_hub` pushes, with the report if there is one."""
         if self.report is None:
             super().create_model_card(*args, **kwargs)
         elif self.is_world_process_zero():

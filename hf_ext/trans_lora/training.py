@@ -16,9 +16,10 @@ from hf_ext.trans_lora.scoring import logits_at
 
 
 class AnswerTrainer(Trainer):
-    """A Trainer whose model computes logits where an answer's tokens are predicted, and nowhere else.
+    """A Trainer whose model computes logits only where an answer's tokens are predicted.
 
-    The loss is the same. For all places, the logits of a batch of 8 × 512 tokens over Gemma's vocabulary of 262,000 take 4 GB.
+    The loss is the same. At all positions, the logits of a batch of 8 × 512 tokens over Gemma's vocabulary of 262,000 take 4
+    GB.
     """
 
     def compute_loss(
@@ -38,7 +39,7 @@ class AnswerTrainer(Trainer):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _may_spare_logits(self, model: PreTrainedModel | PeftModel) -> bool:
-        """Whether Transformers' own loss is computed, which takes labels that are shifted already."""
+        """Checks whether Transformers' own loss is used, which accepts labels that are shifted already."""
         prompts = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
         plain = self.label_smoother is None and self.compute_loss_func is None and self.model_accepts_loss_kwargs
         whole = self.args.n_gpu <= 1  # not split among devices by nn.DataParallel

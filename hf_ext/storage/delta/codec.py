@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from hf_ext.storage.delta.low_rank import Factors
 
-DEFLATE_AT_ONCE = 1 << 22  # bytes that are deflated between two checks whether the result is awaited
+DEFLATE_AT_ONCE = 1 << 22  # bytes that are deflated between two calls of `check_awaited`
 
 
 def encode_raw(
@@ -44,10 +44,10 @@ def encode_raw(
     threads: int = 1,
     level: int = DEFAULT_LEVEL,
 ) -> bytes:
-    """Compresses a tensor, without loss, to a payload of at most its own size and a header.
+    """Compresses a tensor losslessly to a payload, which is at most a header larger than the tensor.
 
     Args:
-        tensor: of any type. Floats of 16, 32 and 64 bits are coded, other types are deflated.
+        tensor: of any dtype. Floats of 16, 32 and 64 bits are coded, other dtypes are deflated.
         base: its counterpart in the base model. For floats: a float tensor of the same shape, or of another number of rows (a
             resized embedding). For other types: a tensor of the same type and shape. Any other tensor is ignored.
         name, base_name: the names of the two tensors in their checkpoints.
@@ -72,7 +72,7 @@ def encode_raw(
             candidate_mode, candidate = _encode_floats(tensor, coded, base, predicted, threads, level)
             if len(candidate) < len(body):
                 mode, base_values, body = candidate_mode, predicted, memoryview(candidate)
-            # A base that saves a quarter is the right one. Any other may be unrelated: the second attempt does without it.
+            # A base that saves a quarter is the right one. Any other base may be unrelated, so the second attempt uses none.
             if len(candidate) < 0.75 * coded.data.size:
                 break
         if mode == STORED:
@@ -144,10 +144,10 @@ def decode_raw(
 
 
 def apply_raw(payload: np.ndarray | bytes, tensor: RawTensor, header: Header | None = None, threads: int = 1) -> np.ndarray:
-    """Turns the base's tensor into the one that was compressed against it, in place. On an error it stays as it was.
+    """Turns the base's tensor into the one that was compressed against it, in place. On an error, the tensor is unchanged.
 
-    Where few values changed, only these are written, and the memory this takes is 6 bytes for each; otherwise the new tensor is
-    decoded beside the old one.
+    Where few values changed, writes only these, which takes 6 bytes of memory for each. Otherwise decodes the new tensor beside
+    the old one.
 
     Args:
         payload, header, threads: as for `decode_raw`.
@@ -157,7 +157,7 @@ def apply_raw(payload: np.ndarray | bytes, tensor: RawTensor, header: Header | N
         The rows that changed: indices of the first dimension (int64), in increasing order.
 
     Raises:
-        CorruptFileError, BaseModelError: as `decode_raw` does; also if type or shape of the two tensors differ.
+        CorruptFileError, BaseModelError: as `decode_raw`; also if the two tensors differ in type or shape.
     """
     header = header or read_header(payload)
     if (header.dtype, header.shape) != (tensor.dtype, tensor.shape) or header.base_values not in (0, header.values):
@@ -194,7 +194,7 @@ def apply_raw(payload: np.ndarray | bytes, tensor: RawTensor, header: Header | N
         if xxhash.xxh3_64_intdigest(tensor.data) != header.checksum:
             raise _another_base(header)
     except BaseException:  # Ctrl-C included
-        if values != listed[1]:  # they are what the tensor held
+        if values != listed[1]:  # they are the tensor's old values
             _native.exchange(tensor.data, places, values, row_values, changed)
         raise
     return np.flatnonzero(changed)
@@ -215,7 +215,7 @@ def apply(payload: bytes, tensor: torch.Tensor, threads: int = 1) -> torch.Tenso
     """Changes a contiguous tensor in the CPU's memory; see `apply_raw`."""
     import torch
 
-    # The values of a conjugate or negative view differ from what its memory holds.
+    # The values of a conjugate or negative view differ from its memory.
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise ValueError("only a contiguous tensor in the CPU's memory can be changed in place")
     return torch.from_numpy(apply_raw(payload, RawTensor.from_torch(tensor), threads=threads))
@@ -229,7 +229,7 @@ def _another_base(header: Header) -> BaseModelError:
 
 
 def _deflate(data: np.ndarray) -> bytes:
-    # Z_RLE looks for runs only: in tensors, longer matches at other distances hardly occur.
+    # Z_RLE searches only for runs: matches at other distances are rare in tensors.
     packer = zlib.compressobj(strategy=zlib.Z_RLE)
     parts = []
     for start in range(0, data.size, DEFLATE_AT_ONCE):
@@ -273,8 +273,8 @@ def _predicted_values(tensor: RawTensor, base: RawTensor | None) -> int:
 def _encode_floats(
     tensor: RawTensor, coded: RawTensor, base: RawTensor | None, predicted: int, threads: int, level: int
 ) -> tuple[int, bytes]:
-    """Returns the mode byte and the body of a tensor if the base predicts its first `predicted` values. `coded` is the same
-    tensor in the type in which its values are coded."""
+    """Returns the mode byte and the body of a tensor whose first `predicted` values the base predicts. `coded` is the same
+    tensor in the type of its coded values."""
     is_own, length = coded is tensor, row_length(tensor.shape)
     if is_own and not predicted and has_long_rows(tensor.shape) and (mixed := encode_mixed(tensor, length, threads)):
         return MIXED | FLOATS[mixed[0]] << 4, mixed[1]

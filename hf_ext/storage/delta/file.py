@@ -25,8 +25,8 @@ from hf_ext.storage.remote import RemoteFile
 from hf_ext.storage.safetensors_file import MAX_HEADER, Entry, SafetensorsFile, TensorFile, parse_header, write_header
 
 KEY, CHECKSUM_KEY = "fm_delta", "fm_delta_checksum"  # keys of the metadata
-HEADER_GROWTH, HEADER_START = 16, 1 << 20  # limit of the original header: so many times the compressed file's, and this more
-MAX_USES = 16  # tensors that one of the base may predict: to read each of them takes reading that one
+HEADER_GROWTH, HEADER_START = 16, 1 << 20  # limits of the original header: a multiple of the compressed file's, plus a constant
+MAX_USES = 16  # tensors that one base tensor may predict: reading any of them reads that one too
 PAYLOAD_HEADER = 1 << 18  # limit of a payload's header: 255 dimensions and two names of 65,535 bytes
 
 
@@ -86,11 +86,11 @@ class CompressedFile:
             raise CorruptFileError(f"The header of {self.path} is damaged: its tensors differ from the original file's.")
 
     def payload(self, name: str) -> np.ndarray:
-        """Returns the payload of a tensor, unchecked."""
+        """Returns the payload of a tensor, without checking it."""
         return self.file[name].data
 
     def size(self, name: str) -> int:
-        """Returns the bytes of a tensor in the original file."""
+        """Returns a tensor's size in bytes in the original file."""
         return self.original[name].nbytes
 
     @cached_property
@@ -128,7 +128,7 @@ def check_shards(files: Sequence[CompressedFile]) -> None:
     """Checks that these files are all the shards of one save.
 
     Raises:
-        CorruptFileError: a file belongs to another save, shards are missing, or too many tensors need one of the base.
+        CorruptFileError: a file belongs to another save, shards are missing, or too many tensors need the same base tensor.
     """
     digest = digest_of((header.name, header.checksum) for file in files for header in file.headers.values())
     require_one_save(files, digest)
@@ -138,7 +138,7 @@ def check_shards(files: Sequence[CompressedFile]) -> None:
 
 
 def require_one_save(files: Sequence[CompressedFile], digest: str | None = None) -> None:
-    """Raises CorruptFileError unless all files record one base and one digest of all tensors: `digest`, if it is given."""
+    """Raises CorruptFileError unless all files record the same base and the same digest of all tensors: `digest`, if given."""
     for file in files:
         if file.digest != (digest or files[0].digest) or file.base != files[0].base:
             raise CorruptFileError(
@@ -148,13 +148,13 @@ def require_one_save(files: Sequence[CompressedFile], digest: str | None = None)
 
 
 class CompressedWriter:
-    """Writes a compressed file payload by payload. It first reserves space for the header, and writes it in `finish`, when the
-    payloads of all shards are known. `close` comes before that, so that only one shard is open at a time.
+    """A writer of a compressed file, payload by payload. It reserves space for the header first. `finish` writes the header
+    when the payloads of all shards are known; `close` comes before, so that only one shard is open at a time.
 
     Args:
         path: of the new file.
-        original: the file that is compressed; only its header is used.
-        base: what the file records as its base; None if it has none.
+        original: the file to compress; only its header is used.
+        base: the base to record in the file; None without one.
     """
 
     def __init__(self, path: Path, original: TensorFile, base: BaseInfo | None):
@@ -184,7 +184,7 @@ class CompressedWriter:
         self._file.write(payload)
 
     def finish(self, digest: str, fingerprint: str) -> None:
-        """Writes the header, after `close`."""
+        """Writes the header. Call `close` first."""
         header = self._header(self._entries, digest, fingerprint).ljust(self._room)
         with open(self._path, "r+b") as file:
             file.write(len(header).to_bytes(8, "little") + header)
@@ -209,7 +209,8 @@ def header_checksum(record: str, entries: Iterable[tuple[str, Entry]]) -> str:
 
 
 def _unpack_header(packed: str, size: int) -> bytes:
-    """Returns the original header, which must fit the compressed file's own header of `size` bytes: both name all tensors."""
+    """Returns the original header, after checking that it names the same tensors as the compressed file's own header of `size`
+    bytes."""
     limit = min(HEADER_GROWTH * size + HEADER_START, MAX_HEADER)
     unpacker = zlib.decompressobj()
     header = unpacker.decompress(base64.b85decode(packed), limit)
@@ -219,7 +220,7 @@ def _unpack_header(packed: str, size: int) -> bytes:
 
 
 def _others(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Returns the metadata that are not this format's own."""
+    """Returns the metadata that do not belong to this format."""
     return {key: text for key, text in metadata.items() if key not in (KEY, CHECKSUM_KEY)}
 
 

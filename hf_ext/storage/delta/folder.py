@@ -72,12 +72,13 @@ def compress_folder(
     Args:
         src: folder with safetensors weights; without a base, also that of a PEFT adapter.
         base: folder or Hub id of the model that `src` was fine-tuned from, plain or compressed itself; or that model, open; or
-            None to compress the weights by themselves.
-        out: folder to write. On failure it stays as it was.
-        revision: of the base on the Hub; the commit it leads to is recorded.
+            None to compress the weights without a base.
+        out: folder to write. On failure it is unchanged.
+        revision: branch, tag or commit of the base on the Hub; config.json records the commit.
         verify: decode everything and compare it with `src`, byte for byte, before `out` gets it.
-        level: 1 is fast; 2 looks for a low-rank part of every matrix's change, and 3 longer. Reading takes about as long.
-        base_id: Hub id to record for a base that is given as a local copy.
+        level: 1 is fast. 2 also searches for a low-rank part of every matrix's change, and 3 searches longer. The level hardly
+            changes the time to read.
+        base_id: Hub id to record for the base if `base` is a local copy of it.
         leave: files of `src` not to copy, relative to it.
         write: writes the compressed weights into a folder, instead of `write_model`.
 
@@ -85,7 +86,7 @@ def compress_folder(
         CheckpointError: `src` has no safetensors weights, is quantized or compressed already, or `out` is `src` or the base; or
             one of `src` and `out` is a model and the other an adapter.
         BaseModelError: the base cannot be read.
-        CorruptFileError: a file does not come out as it was; `out` and `src` stay as they were.
+        CorruptFileError: a decoded file differs from the source; `out` and `src` are unchanged.
     """
     src, out = Path(src), Path(out)
     if not src.is_dir():
@@ -112,11 +113,11 @@ def decompress_folder(
     leave: Collection[Path] = (),
     stale: Iterable[Path] = (),
 ) -> None:
-    """Writes the folder that was compressed: safetensors files and all others, byte for byte as they were.
+    """Restores the original folder of a compressed one: safetensors and all other files, byte for byte.
 
     Args:
         src: compressed folder.
-        out: folder to write. On failure it stays as it was.
+        out: folder to write. On failure it is unchanged.
         base: folder or Hub id of the base, if it is no longer where config.json says.
         leave: files of `src` not to copy, relative to it.
         stale: files of `out` to remove unless `src` has them, relative to it.
@@ -162,7 +163,7 @@ def _require_one_kind(src: Path, out: Path) -> None:
 
 
 def copy_modes(src: Path, out: Path) -> None:
-    """Gives weights the permissions of the files that they were made from."""
+    """Copies the permissions of the source files to the weights made from them."""
     for path in weights_or_adapter(out):
         shutil.copymode(src / path.name, path)
 
@@ -178,7 +179,7 @@ def verify_folder(src: str | os.PathLike, base: str | os.PathLike | None = None)
         The number of tensors.
 
     Raises:
-        CorruptFileError, BaseModelError: naming the first tensor that does not come out as it was saved.
+        CorruptFileError, BaseModelError: names the first tensor that differs from the saved one.
     """
     files = open_files(Path(src))
     decode_all(files, open_base(files, Path(src), base))
@@ -189,7 +190,7 @@ def decode_all(files: Sequence[CompressedFile], base: TensorSource) -> None:
     """Decodes every tensor of these files.
 
     Raises:
-        CorruptFileError, BaseModelError: naming the first tensor that does not come out as it was saved.
+        CorruptFileError, BaseModelError: names the first tensor that differs from the saved one.
     """
     with progress("Verifying", sum(len(file.original) for file in files)) as bar:
         for file in files:
@@ -216,7 +217,7 @@ def write_model(
         settings: more values for the entry.
 
     Raises:
-        CheckpointError: the base is read from these files.
+        CheckpointError: the base lies in these files.
     """
     src = sets[0][0].path.parent
     if any(path.parent.samefile(src) for path in base.paths):
@@ -256,7 +257,7 @@ def compare_with_source(src: Path, out: Path, others: Iterable[Path], base: Tens
     """Decodes the compressed weights in `out` and compares them with `src`, and all `others` too, byte for byte.
 
     Raises:
-        CorruptFileError: naming the first file or tensor that is not the same.
+        CorruptFileError: names the first file or tensor that differs.
     """
 
     def require(same: bool, what: str) -> None:

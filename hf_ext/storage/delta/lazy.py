@@ -1,4 +1,4 @@
-"""Checkpoints opened for some of their tensors: each is read, with the base's tensor, when it is asked for."""
+"""Checkpoints opened for some of their tensors. Each tensor is read on request, with the base's tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hf_ext.storage.source import TensorSource
 
 
 class LazyDeltaCheckpoint(DeltaCheckpoint):
-    """A compressed checkpoint whose payloads are checked one by one, as they are read, instead of all when it is opened."""
+    """A compressed checkpoint that checks each payload when it is read, instead of all payloads when it is opened."""
 
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
         file = self._file_of[name]
@@ -50,7 +50,7 @@ def open_lazily(
     """Opens a checkpoint, plain or compressed, without downloading or checking more than its headers.
 
     The fingerprint of a plain base covers a few bytes of every tensor. It is not compared if the base is read over the network,
-    where it would take requests for each tensor. The checksum of each decoded tensor shows another base as well.
+    because that takes requests for each tensor. The checksum of each decoded tensor detects a wrong base too.
 
     Args:
         name: a folder, or the id of a repository on the Hub.
@@ -59,8 +59,8 @@ def open_lazily(
         hub: access settings, for the base too.
 
     Raises:
-        BaseModelError: there are no weights of that name, the base they need is missing or another, or a server does not send
-            parts of files.
+        BaseModelError: there are no weights of that name, their base is missing or is another model, or the server does not
+            support range requests.
         CheckpointError: the files hold several models merged into one.
         CorruptFileError: a header is damaged.
     """
@@ -76,7 +76,7 @@ def _with_base(
     """Returns a plain checkpoint as it is, and a compressed one with its base, which may be compressed itself.
 
     Args:
-        readers: the compressed checkpoints that this one is opened for.
+        readers: the compressed checkpoints that need this one.
     """
     if not checkpoint.has_metadata(KEY):
         return checkpoint

@@ -1,7 +1,7 @@
 """Finds the low-rank part of a matrix's change, as a product of two matrices of small integers.
 
-The change of a full fine-tune is partly of low rank, that of a merged LoRA completely. Taking such a part out of the difference
-costs the factors and saves bits of every value.
+The change of a full fine-tune is partly of low rank; that of a merged LoRA is completely so. Removing this part from the
+difference costs the bits of the factors and saves bits of every value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_ext.storage.safetensors_file import torch_dtype
 
 MAX_RANK = 64  # each component adds a product to the decoding of every value
 MAX_RANK_OF_ALL = {2: MAX_RANK, 3: 256}  # by level, for changes that are completely of low rank
-MARGIN = 4  # components that a sample must show beside those that pay
+MARGIN = 4  # components that a sample must show in addition to those that pay
 LEAST = 64  # smaller numbers of rows or columns are not worth it
 FEW = 16  # components that the first look at a sample of the rows shows
 ROWS_PER_COMPONENT = 10  # of that sample
@@ -69,13 +69,13 @@ class Grid(NamedTuple):
         return float(self.variances @ self.shares)
 
     def bits(self, variance):
-        """Returns how many bits a value takes that is predicted with an error of this variance, beside a constant. The variance
-        is a number or an array."""
+        """Returns the bits that a value takes, up to a constant, if it is predicted with an error of this variance. The
+        variance is a number or an array."""
         return np.log2(np.add.outer(variance, self.variances) + TINY) @ self.shares / 2
 
 
 class Change:
-    """The difference between a matrix and its prediction, computed anew whenever some of its rows are needed.
+    """The difference between a matrix and its prediction. Rows are computed each time they are needed.
 
     Args:
         data: bytes of the matrix, with rows of `length` values.
@@ -96,21 +96,22 @@ class Change:
         return torch.from_numpy(change), energies
 
     def weights(self, rows: slice | np.ndarray, top: int) -> torch.Tensor:
-        """Returns how much the values in some rows say (float32): 1 where the exponent of the spacing is `top` or more, and 4
-        times as much with each lower exponent, down to FINEST below `top`."""
+        """Returns the weights of the values in some rows (float32): 1 where the exponent of the spacing is `top` or more. The
+        weight is 4 times as large with each lower exponent, down to FINEST below `top`."""
         values = np.ascontiguousarray(self._values[rows])
         weights = np.empty((len(values), self.shape[1]), np.float32)
         _native.weigh(values, FLOATS[self.dtype], top, FINEST, weights)
         return torch.from_numpy(weights)
 
     def bands(self, rows: int | None = None) -> Iterator[slice]:
-        """Yields the ranges of about PIECE values that all together make the first rows, or the whole matrix."""
+        """Yields the ranges of about PIECE values that together cover the first rows, or the whole matrix."""
         rows, step = self.shape[0] if rows is None else rows, max(1, PIECE // self.shape[1])
         for start in range(0, rows, step):
             yield slice(start, min(start + step, rows))
 
     def sample(self, values: int) -> np.ndarray:
-        """Returns the indices of rows of at most this many values: a random one of each stretch, always the same ones."""
+        """Returns the indices of rows with at most this many values in total: a random row of each stretch, with a fixed
+        seed."""
         count = min(max(1, values // self.shape[1]), self.shape[0])
         if count == self.shape[0]:
             return np.arange(count)
@@ -144,15 +145,15 @@ class Components(NamedTuple):
         return self.turn[:, :rank].T @ self.basis.T
 
     def energy_left(self, rank: int) -> float:
-        """Returns the energy that components beyond this rank have."""
+        """Returns the energy of the components beyond this rank."""
         return max(self.energy - float(np.square(self.values[:rank]).sum()), 0.0)
 
 
 def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, level: int) -> list[Factors]:
     """Returns low-rank changes that may bring a base closer to a tensor, to be tried one by one.
 
-    A sample of the rows shows whether any can pay. Beside the sample, at most 2^23 values, memory holds the factors and a few
-    bands of rows.
+    A sample of the rows shows whether any change can pay. Memory: the sample (at most 2^23 values), the factors and a few bands
+        of rows.
 
     Args:
         data: bytes of the tensor, a matrix with rows of `length` values.
@@ -188,7 +189,7 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
         if is_all and level == 2 and WIDTHS[dtype] == 2:
             halvings = [best_step(change, left, right, rest, halvings)]
         quantized = [quantize(left, right, rest, finer) for finer in halvings]
-        # Those that would be finer than exact sums allow are the same.
+        # Steps finer than exact sums allow give the same factors.
         results += {factors.exponent: factors for factors in quantized if factors is not None}.values()
     return results
 
@@ -241,8 +242,8 @@ def whole_values(values: np.ndarray, energy: float, sampled: int, shape: tuple[i
 
 
 def singular(gram: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
-    """Returns the singular values of a matrix, falling, and its right singular vectors (float32), from its Gram matrix. Tiny
-    ones are left out."""
+    """Returns the singular values of a matrix, in decreasing order, and its right singular vectors (float32), from its Gram
+    matrix. Leaves out tiny ones."""
     squares, turn = torch.linalg.eigh(gram)
     values = squares.clamp(min=0).sqrt().flip(0).numpy()
     values = values[values > 1e-6 * values[0]]
@@ -250,15 +251,15 @@ def singular(gram: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
 
 
 def search(rank: int, is_all: bool, dtype: str, level: int) -> list[tuple[int, Sequence[int]]]:
-    """Returns the ranks to try, each with the step sizes to try: how often the squared step of the factors is halved, starting
-    from the best one for a rest of white noise.
+    """Returns the ranks to try, each with its step sizes: the numbers of times to halve the squared step of the factors,
+    starting from the best step for a rest of white noise.
 
-    A change that is completely of low rank leaves hardly any rest. Each value is then predicted exactly or is off by one step,
-    and finer factors make the latter rarer.
+    A change that is completely of low rank leaves almost no rest. Each predicted value is then exact or off by one step; finer
+    factors make errors rarer.
     """
     if is_all and level == 2:
         return [(rank, range(1, 10, 2) if WIDTHS[dtype] == 2 else [4, 7])]
-    if is_all:  # fitted with weights, more components may pay than it seemed
+    if is_all:  # a weighted fit may make more components pay
         return [(near, range(0, 14, 2)) for near in (rank, rank * 3 // 2 + 1)]
     if level == 2:
         return [(rank, [0])]
@@ -275,8 +276,8 @@ def spacing(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def decompose(change: Change, start: torch.Tensor, passes: int) -> Components | None:
-    """Computes the leading singular components from some vectors near the right singular ones (columns × width), which power
-    iterations over bands of rows bring nearer. Returns None if squares of the change are not finite."""
+    """Computes the leading singular components from vectors near the right singular ones (columns × width), by power iterations
+    over bands of rows. Returns None if squares of the change are not finite."""
     for _ in range(passes):
         image = torch.zeros_like(start)
         for band in change.bands():
@@ -304,7 +305,7 @@ def best_rank(values: np.ndarray, energy: float, shape: tuple[int, int], grid: G
     counts as LEAST_GAIN bits more for each value, because it takes time. Returns 0 if no rank saves a share of LEAST_SAVED.
 
     Args:
-        values: the leading singular values of the change, falling.
+        values: the leading singular values of the change, in decreasing order.
         energy: sum of the squares of the whole change.
         shape: of the change.
         grid: the rounding of the tensor's values to their type.
@@ -327,8 +328,8 @@ def best_rank(values: np.ndarray, energy: float, shape: tuple[int, int], grid: G
 
 
 def best_step(change: Change, left: torch.Tensor, right: torch.Tensor, rest: float, halvings: Sequence[int]) -> int:
-    """Returns the step size that takes the fewest bits, of those that `search` gives. They are compared by how many values the
-    rounded factors do not predict in a sample of rows."""
+    """Returns the step size of `search` that takes the fewest bits. Compares step sizes by the number of values in a sample of
+    rows that the rounded factors do not predict."""
     rows = change.sample(STEP_SAMPLE)
     values, base = change.pair(rows)
     some = left[torch.from_numpy(rows)]
@@ -339,7 +340,7 @@ def best_step(change: Change, left: torch.Tensor, right: torch.Tensor, rest: flo
             break
         product = torch.from_numpy(factors.rows).float() @ torch.from_numpy(factors.columns).float()
         missed = float(((base + product * 2.0**-factors.exponent).to(values.dtype) != values).double().mean())
-        # A value that is missed takes a bit more for its sign.
+        # A mispredicted value takes one more bit for its sign.
         likely = min(missed, 0.5)
         entropy = missed - sum(share * math.log2(share) for share in (likely, 1 - likely) if share)
         bits.append(len(left) * right.shape[1] * entropy + finer / 2 * (left.numel() + right.numel()))
@@ -351,7 +352,7 @@ def quantize(left: torch.Tensor, right: torch.Tensor, rest: float, finer: int = 
     Returns None if no step gives exact sums.
 
     Args:
-        rest: variance of what the product leaves of a value, including the rounding of its type.
+        rest: variance of a value's rest after the product, including the rounding of its type.
         finer: number of times that the squared step is halved.
         whole: number of rows of the matrix, if these are a sample.
     """

@@ -9,18 +9,19 @@ from hf_ext.storage.safetensors_file import RawTensor
 
 #: The narrower types of each float type, and how many low bits of a value are zero if such a type holds it.
 NARROWER = {"F32": {"BF16": 16, "F16": 13}, "F64": {"BF16": 45, "F16": 42, "F32": 29}}
-LEAST_SHARE = 1 / 64  # of the rows that fit a narrower type, for which they are coded apart
+LEAST_SHARE = 1 / 64  # least share of rows that fit a narrower type, to code them apart
 SAMPLED_ROWS, SAMPLED_VALUES = 1024, 16  # rows, and values of a row, that show whether more need to be read
 
 
 def narrow_rows(tensor: RawTensor, length: int) -> tuple[str, np.ndarray]:
-    """Finds the narrower type that fits most rows of a float tensor: those whose values it holds, each bit of them.
+    """Finds the narrower type that fits most rows of a float tensor. A type fits a row if it holds all values exactly.
 
     Args:
-        length: values of a row, which divide those of the tensor.
+        length: number of values in a row; divides that of the tensor.
 
     Returns:
-        The type, and a flag for each row that it fits. A NaN fits if it is the one that a cast makes, quiet without a payload.
+        The type, and a flag for each row that is true if the type fits. A NaN fits only if it is quiet and has no payload, as a
+        cast makes it.
     """
     bits = aligned(tensor.data, tensor.dtype).view(f"<u{WIDTHS[tensor.dtype]}").reshape(-1, length)
     narrow, fits = tensor.dtype, np.zeros(len(bits), bool)

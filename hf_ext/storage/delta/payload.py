@@ -1,7 +1,7 @@
 """A payload: the body of one encoded tensor, behind a header with the tensor's identity and checksums.
 
-docs/fm_delta_format.md describes the header. A payload needs nothing but the base's tensor: wherever it is stored (in a
-safetensors file, in a state dict), it can be recognized, checked and decoded.
+docs/fm_delta_format.md describes the header. A payload needs only the base's tensor. Wherever it is stored (in a safetensors
+file or a state dict), it can be recognized, checked and decoded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAGIC = b"FMD" + bytes([VERSION])
 STORED, CODED, DEFLATED, MIXED = 0, 1, 2, 3
 SHORT_ROW, FLAT_ROW = 64, 1024  # rows shorter than SHORT_ROW are joined to rows of up to FLAT_ROW values
 MAX_EXPANSION = 64  # limit of values without a base per byte of a body; valid bodies have at most 4/3, as low bits are verbatim
-MAX_INFLATION = 1032  # limit of bytes that one byte of a Deflate stream stands for
+MAX_INFLATION = 1032  # limit of decoded bytes per byte of a Deflate stream
 
 _FIXED = struct.Struct("<4sBBBBHHQQQ")  # magic, mode, ndim, lengths of 2 dtypes and 2 names, base values, 2 checksums
 
@@ -69,7 +69,7 @@ class Header:
         return self.values * ITEMSIZE[self.dtype]
 
     def require_base(self, dtype: str, shape: Sequence[int]) -> None:
-        """Raises BaseModelError unless a tensor of this type and shape can be the one of the base that predicts this tensor."""
+        """Raises BaseModelError unless a base tensor of this type and shape can predict this tensor."""
         same = tuple(shape) == self.shape if self.mode == DEFLATED else tuple(shape[1:]) == self.shape[1:]
         if dtype != self.base_dtype or not same or math.prod(shape) < self.base_values:
             raise BaseModelError(
@@ -86,7 +86,7 @@ def payload_shape(ndim: int, size: int) -> tuple[int, ...]:
 
 
 def is_payload(data: np.ndarray | torch.Tensor) -> bool:
-    """Checks whether an array of bytes begins as a payload of this format version does."""
+    """Checks whether an array of bytes begins like a payload of this format version."""
     if str(data.dtype).removeprefix("torch.") != "uint8":
         return False
     flat = data.reshape(-1)
@@ -94,13 +94,13 @@ def is_payload(data: np.ndarray | torch.Tensor) -> bool:
 
 
 def row_length(shape: tuple[int, ...]) -> int:
-    """Returns the number of values that share a row scale: those of one first index, or of several if they are few."""
+    """Returns the number of values that share a row scale: those of one first index, or of several indices if they are few."""
     trailing = max(math.prod(shape[1:]), 1)
     return trailing if trailing >= SHORT_ROW else FLAT_ROW // trailing * trailing
 
 
 def has_long_rows(shape: tuple[int, ...]) -> bool:
-    """Returns whether a row is that of one first index, so that all rows have the same length."""
+    """Checks whether each row has one first index, so that all rows have the same length."""
     return row_length(shape) == math.prod(shape[1:])
 
 
@@ -111,7 +111,7 @@ def write_payload(
 
     Args:
         texts: dtype of the tensor and of the base's, name of the tensor and of the base's.
-        mode: with the code of the narrower type, if there is one, in its high four bits.
+        mode: see `Header`; its high four bits hold the code of the narrower type, if any.
         shape, base_values, checksum: see `Header`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Compressed files read as a source of tensors, and the base they need found and checked."""
+"""Compressed files as a source of tensors; opens and checks their base."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 #: Metadata entry of files that hold parts of several models; its value is the method that puts the models together.
 PARTS_OF = "parts_of"
 SEVERAL_MODELS = "holds several models merged into one; `hf-ext extract` writes one of them."
-MAX_CHAIN = 64  # compressed checkpoints that are opened to read one
+MAX_CHAIN = 64  # limit of compressed checkpoints that are opened to read one
 MOVED = (
     'If the base has moved, set "base" under "quantization_config" in config.json to its folder or Hub id '
     "(on the command line: --base)."
@@ -36,7 +36,7 @@ MOVED = (
 
 
 class DeltaCheckpoint(TensorSource):
-    """The tensors of compressed files, each decoded when it is asked for.
+    """The tensors of compressed files, each decoded on request.
 
     Attributes:
         base: the base, plain or compressed, checked against the fingerprint that the files record; `NoBase` if they record
@@ -76,7 +76,7 @@ class DeltaCheckpoint(TensorSource):
 
 
 class RestoredFile:
-    """The original file of a compressed one, its tensors decoded when they are asked for."""
+    """The original file of a compressed one. Its tensors are decoded on request."""
 
     def __init__(self, file: CompressedFile, base: TensorSource):
         self.path = file.path
@@ -146,8 +146,8 @@ def open_base(files: Sequence[CompressedFile], src: Path, base: str | os.PathLik
 
 
 def base_of(file: CompressedFile, folder: Path | None) -> tuple[str | None, str | None]:
-    """Returns name and revision of a file's base: as config.json of the folder has them, else as the file does. Both are None
-    without a base."""
+    """Returns the name and revision of a file's base, from the folder's config.json, else from the file. Both are None without
+    a base."""
     settings = storage_settings(folder) if folder else {}
     if "base" in settings:
         return settings["base"], settings.get("revision")
@@ -162,15 +162,15 @@ def matching_base(
     readers: Sequence[Path] = (),
     hub: Hub = HUB,
 ) -> TensorSource:
-    """Opens `name`, which may be compressed itself, and checks that it is the recorded base: before a download by the names,
-    types and sizes of its tensors, then by its fingerprint.
+    """Opens `name`, which may be compressed itself, and checks that it is the recorded base. Before a download, compares the
+    names, types and sizes of its tensors; then its fingerprint.
 
     Args:
         needing: the compressed files.
         beside: folder of the checkpoint that needs the base. A relative folder is looked up from here first, so that both can
             move together.
-        readers: folders of the compressed checkpoints that `beside` is opened for.
-        hub: access settings. By default the base is kept in the cache that the checkpoint lies in.
+        readers: folders of the compressed checkpoints that need `beside`.
+        hub: access settings. By default, the base is cached where the checkpoint is.
     """
     recorded = needing[0].base
     if recorded is None:
@@ -195,7 +195,7 @@ def matching_base(
 
 
 def no_base(name: str | os.PathLike | None, reader: object) -> NoBase:
-    """Returns the base of weights that record none.
+    """Returns `NoBase`, for weights that record no base.
 
     Raises:
         BaseModelError: a base is given by name.
@@ -244,10 +244,10 @@ def require_fingerprint(base: TensorSource, recorded: BaseInfo, reader: object) 
 
 
 def _require_fitting(needing: Sequence[CompressedFile], headers: Sequence[SafetensorsFileMetadata]) -> None:
-    """Raises BaseModelError unless weights with these headers can be those that compressed files need."""
+    """Raises BaseModelError unless weights with these headers can be the base of the compressed files."""
     tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
     if any({KEY, PARTS_OF} & header.metadata.keys() for header in headers):
-        return  # compressed itself: small, and its fingerprint is in its own record
+        return  # the base is compressed itself: small, and its own record has the fingerprint
     for payload in (payload for file in needing for payload in file.headers.values() if payload.base_values):
         twin = tensors.get(payload.base_name)
         if twin is None:
@@ -259,7 +259,7 @@ def _require_fitting(needing: Sequence[CompressedFile], headers: Sequence[Safete
 
 
 def original_size(file: CompressedFile) -> int:
-    """Returns the size in bytes of the file that a compressed one stands for."""
+    """Returns the size in bytes of a compressed file's original."""
     return 8 + len(file.original_header) + sum(entry.nbytes for entry in file.original.values())
 
 
@@ -270,7 +270,7 @@ def require_one_model(files: Sequence[CompressedFile], src: Path) -> None:
 
 
 def decoded(file: CompressedFile, base: TensorSource, names: Iterable[str]) -> Iterator[tuple[str, RawTensor]]:
-    """Returns the tensors of a file with their names, decoded on all cores, some ahead of the reader."""
+    """Returns an iterator over the tensors of a file and their names. Decodes them on all cores, some ahead of the reader."""
     sizes = {name: file.original[name].nbytes for name in names}
     return iter(Prefetcher(lambda name: decode_tensor(file, base, name), sizes))
 
@@ -300,10 +300,10 @@ def decode_tensor(
 
 
 def payload_name(payload: torch.Tensor) -> str | None:
-    """Returns the name of the tensor that is stored as this tensor of bytes; None if it is not a payload."""
+    """Returns the name of the tensor encoded in this tensor of bytes; None if it is not a payload."""
     return peek_header(payload.reshape(-1).cpu().numpy()).name if is_payload(payload) else None
 
 
 def base_tensor(base: TensorSource, name: str) -> RawTensor | None:
-    """Returns the tensor that predicts another; None if none does or the base has none of that name."""
+    """Returns the base tensor that predicts a tensor; None if no tensor does or the base has none of that name."""
     return base.read(name) if name in base else None

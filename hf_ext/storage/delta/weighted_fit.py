@@ -1,7 +1,7 @@
 """Fits a product of two matrices to a change that is completely of low rank, by weighted least squares.
 
-A value is known as exactly as its type resolves, so values with a small spacing say the most. With the columns' factors fixed,
-each row of the other factors is a small problem of its own, and the other way round. Both are solved exactly in turn.
+A value is known as exactly as its type resolves it, so values with a small spacing have the largest weights. With the columns'
+factors fixed, each row of the other factors is a separate small problem, and vice versa. Both are solved exactly in turn.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ROUNDS = {2: 2, 3: 3}  # by level
 SAMPLE = {2: 1 << 20, 3: 1 << 23}  # by level: values from which the factors of the columns are fitted
-ROWS_PER_FACTOR = 64  # at least, of that sample
+ROWS_PER_FACTOR = 64  # least number of rows in that sample
 MOST = 1 << 23  # values of the largest sample
 TOGETHER = 16  # components that are solved for at once: the work for each grows with their number
 TINY = 1e-6  # a share of the largest equation's coefficient that keeps others from being 0
@@ -32,7 +32,7 @@ class Weighted(NamedTuple):
     left: torch.Tensor  # rows × rank: their factors
 
     def rest(self, right: torch.Tensor) -> torch.Tensor:
-        """Returns what the product leaves of the change, times the weights."""
+        """Returns the change minus the product, times the weights."""
         return torch.addmm(self.change, self.left, right, alpha=-1).mul_(self.weights)
 
 
@@ -93,7 +93,7 @@ def fit_columns(bands: list[Weighted], right: torch.Tensor) -> None:
 
 
 def pairs(factors: torch.Tensor) -> torch.Tensor:
-    """Returns the products of any two rows, those of the first row with itself and the others first."""
+    """Returns the products of all pairs of rows, beginning with those of the first row."""
     return torch.cat([factors[i] * factors[i:] for i in range(len(factors))])
 
 

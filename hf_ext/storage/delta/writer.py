@@ -47,7 +47,7 @@ def write_delta(
     """
     alone = isinstance(base, NoBase)
     if level != LEVELS[0] and not alone:
-        importlib.import_module("hf_ext.storage.delta.low_rank")  # brings PyTorch, before threads limit theirs
+        importlib.import_module("hf_ext.storage.delta.low_rank")  # imports PyTorch before threads limit their number of threads
     files = [file for shards in sets for file in shards]
     info = None if alone else BaseInfo(name or absolute(base.name), base.revision, base.fingerprint)
     writers: dict[str, CompressedWriter] = {}
@@ -84,7 +84,7 @@ def write_delta(
 
 
 def _twins(shards: Sequence[TensorFile], base: TensorSource) -> list[dict[str, str | None]]:
-    """Returns, for each file, which tensor of the base predicts each of its tensors."""
+    """Returns, for each file, the base tensor that predicts each of its tensors."""
     uses: Counter[str | None] = Counter()
 
     def twin_of(name: str) -> str | None:
