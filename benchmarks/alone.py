@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 
 def alone(args: argparse.Namespace, dtype: str) -> dict:
-    """Per cent of the original, and MB of original per second on one thread, as {values: {peer: {"share", "compress",
-    "decompress"}}}: of weights in a type and, for fp32, of the same whose values are those of bf16 or fp16."""
+    """Returns per cent of the original and MB of original per second on one thread, as {values: {peer: {"share", "compress",
+    "decompress"}}}. The values are weights of a type and, for fp32, also weights with values of bf16 or fp16."""
     return {values: of_values(args, dtype, values) for values in (TORCH if dtype == "fp32" else [dtype])}
 
 

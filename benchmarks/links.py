@@ -66,12 +66,13 @@ class Codec:
         return [transfer, *in_file, base, 1 / self.decompress]
 
     def one_after_another(self, way: str, link: float) -> float:
-        """Each step waits for the end of the one before, and hands it a file: as with compressing or saving, then uploading;
-        and with `from_pretrained`, which downloads, then loads."""
+        """Returns the time if each step waits for the end of the one before: compressing or saving, then uploading, or
+        `from_pretrained`, which downloads, then loads."""
         return sum(self.stages(way, link, files=True))
 
     def overlapping(self, way: str, link: float) -> float:
-        """All steps run at once, each on another part of the data; the slowest counts. What streaming could reach at best."""
+        """Returns the time if all steps run at once, each on another part of the data. The slowest step counts. This is the
+        best that streaming could reach."""
         return max(self.stages(way, link, files=False))
 
 
@@ -82,7 +83,8 @@ MODES: dict[str, Callable[[Codec, str, float], float]] = {
 
 
 def break_even(codec: Codec, plain: Codec, way: str, mode: Callable[[Codec, str, float], float]) -> float:
-    """The speed in Mbit/s from which on the plain file is no slower; 0 if it never is slower, infinity if it always is."""
+    """Returns the speed in Mbit/s from which on the plain file is no slower: 0 if it never is slower, infinity if it always
+    is."""
     low, high = 1.0, 1e6
     if mode(codec, way, low) >= mode(plain, way, low):
         return 0.0
@@ -146,7 +148,7 @@ def speed_name(mbit: float) -> str:
 
 
 def disk_speed(original: Path, rounds: int = 3) -> tuple[float, float]:
-    """MB per second of reading a file that is not in the page cache, and of writing it to the disk; medians."""
+    """Returns medians of MB per second: reading a file that is not in the page cache, and writing it to the disk."""
     data = original.read_bytes()
     reading, writing = [], []
     with tempfile.TemporaryDirectory() as scratch:
@@ -171,7 +173,7 @@ def disk_speed(original: Path, rounds: int = 3) -> tuple[float, float]:
 
 
 def plot(codecs: list[Codec], dtype: str, path: Path) -> None:
-    """Both ways as a picture: seconds for 1 GB over the speed of the link."""
+    """Draws both ways: seconds for 1 GB by the speed of the link."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -205,7 +207,7 @@ class Link:
         self.lock = Lock()
 
     def pieces(self, content: bytes, size: int = 1 << 16) -> Iterable[bytes]:
-        """The content, piece by piece, each when the link has carried it."""
+        """Yields the content piece by piece, each when the link has carried it."""
         for start in range(0, len(content), size):
             piece = content[start : start + size]
             with self.lock:
@@ -308,7 +310,7 @@ def cold(args: argparse.Namespace, dtype: str) -> dict:
 
 
 def load_evicted(folder: Path, base: Path, runs: int) -> float:
-    """The median over some loads of a folder when neither it nor the base is in the page cache."""
+    """Returns the median time of some loads of a folder when neither it nor the base is in the page cache."""
     seconds = []
     for _ in range(runs + 1):  # the first warms up all but the files
         gc.collect()  # a file that a model still maps would stay

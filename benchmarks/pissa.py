@@ -35,13 +35,13 @@ logging.set_verbosity_error()
 
 
 def encoder_matrices() -> list[torch.Tensor]:
-    """36 matrices of 384 × 384, 1536 × 384 and 384 × 1536."""
+    """Returns 36 matrices of 384 × 384, 1536 × 384 and 384 × 1536."""
     weights = load_file(minilm() / "model.safetensors")
     return [weight.float() for name, weight in weights.items() if weight.dim() == 2 and "encoder.layer" in name]
 
 
 def decaying(rows: int, columns: int, power: float = 0.7) -> torch.Tensor:
-    """A matrix whose i-th singular value is i^-power, scaled to the spread of a trained weight."""
+    """Returns a matrix whose i-th singular value is i^-power, scaled to the spread of a trained weight."""
     generator = torch.Generator().manual_seed(0)
     rank = min(rows, columns)
     left, right = (torch.linalg.qr(torch.randn(size, rank, generator=generator)).Q for size in (rows, columns))
@@ -61,7 +61,7 @@ def configuration(kind: str, rank: int) -> LoraConfig:
 
 
 def energy_of(model: PeftModel, originals: dict[str, torch.Tensor]) -> float:
-    """The adapters' share of the squared norm of the weights that they are on."""
+    """Returns the adapters' share of the squared norm of their weights."""
     held = total = 0.0
     for name, module in model.named_modules():
         if hasattr(module, "get_delta_weight"):
@@ -72,12 +72,12 @@ def energy_of(model: PeftModel, originals: dict[str, torch.Tensor]) -> float:
 
 
 def start(args: argparse.Namespace) -> dict:
-    """get_peft_model on MiniLM: seconds, energy, and how far the model is from the original."""
+    """Measures get_peft_model on MiniLM: seconds, energy, and the distance of the model from the original."""
     return starts(args, "MiniLM", lambda: AutoModel.from_pretrained(minilm()), RANKS) | starts(args, "Llama", llama, [16, 128])
 
 
 def llama() -> LlamaModel:
-    """Two layers of a width of 2048, with weights whose singular values fall as i^-0.7."""
+    """Returns two layers of width 2048, with weights whose singular values fall as i^-0.7."""
     config = LlamaConfig(
         hidden_size=2048, intermediate_size=5504, num_hidden_layers=2, num_attention_heads=16, vocab_size=2048
     )  # fmt: skip
@@ -123,7 +123,7 @@ def starts(args: argparse.Namespace, name: str, build: Callable, ranks: list[int
 
 
 def large(args: argparse.Namespace) -> dict:
-    """One matrix of 4096 × 4096: the decomposition, and QPiSSA, beside the exact ones."""
+    """Measures the decomposition and QPiSSA of one matrix of 4096 × 4096, beside the exact ones."""
     matrix, found, rows = decaying(4096, 4096), {}, []
     exact = in_turns({"exact": lambda: torch.linalg.svd(matrix, full_matrices=False)}, 1)["exact"][0]
     singular = torch.linalg.svdvals(matrix)
@@ -165,7 +165,7 @@ def exact_part(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def authors(matrix: torch.Tensor, rank: int, iterations: int) -> Start:
-    """QPiSSA as its authors run it: an exact decomposition in each iteration."""
+    """Runs QPiSSA as its authors do, with an exact decomposition in each iteration."""
     rest = matrix
     for _ in range(iterations):
         B, A = exact_part(rest, rank)
@@ -175,7 +175,7 @@ def authors(matrix: torch.Tensor, rank: int, iterations: int) -> Start:
 
 
 def loftq(matrix: torch.Tensor, rank: int, iterations: int) -> Start:
-    """The steps of peft.utils.loftq_utils.loftq_init, which itself asks for a GPU."""
+    """Runs the steps of peft.utils.loftq_utils.loftq_init, which itself requires a GPU."""
     B = A = None
     for _ in range(iterations):
         quantized = NF4.quantize(matrix if B is None else matrix - B @ A)
@@ -192,7 +192,8 @@ def ours(matrix: torch.Tensor, rank: int, iterations: int) -> Start:
 
 
 def reduction(matrices: list[torch.Tensor], starts: list[Start]) -> float:
-    """100 (1 − ‖W − (nf4(W′) + BA)‖ / ‖W − nf4(W)‖), nuclear norms, the mean over matrices (the paper's equation 8)."""
+    """Returns 100 (1 − ‖W − (nf4(W′) + BA)‖ / ‖W − nf4(W)‖) in nuclear norms, the mean over matrices (the paper's equation
+    8)."""
 
     def nuclear(matrix: torch.Tensor) -> float:
         return torch.linalg.svdvals(matrix).sum().item()
@@ -205,7 +206,7 @@ def reduction(matrices: list[torch.Tensor], starts: list[Start]) -> float:
 
 
 def error(args: argparse.Namespace) -> dict:
-    """Quantization error of MiniLM's encoder at equal rank, and how long it takes to get there."""
+    """Measures the quantization error of MiniLM's encoder at equal rank, and the time to compute it."""
     matrices, found = encoder_matrices(), {}
     ways = {
         "QLoRA": (qlora, 0),
@@ -286,7 +287,7 @@ def load_and_adapt(folder: str) -> None:
 
 
 def memory(args: argparse.Namespace) -> dict:
-    """Peak memory of a fresh process that loads a model in 4 bits, without and with QPiSSA's start."""
+    """Measures the peak memory of a fresh process that loads a model in 4 bits, without and with QPiSSA's start."""
     config = LlamaConfig(
         hidden_size=4096, intermediate_size=11008, num_hidden_layers=3, num_attention_heads=32, vocab_size=4096,
         tie_word_embeddings=True,

@@ -65,7 +65,7 @@ def adapted(model: PreTrainedModel, config: Callable[..., LoraConfig], **options
 
 
 def loftq(model: PreTrainedModel, **options) -> PeftModel:
-    """LoftQ of five iterations: PEFT's `loftq_init` itself asks for a GPU. The decompositions are this package's."""
+    """Starts LoftQ with five iterations. PEFT's `loftq_init` requires a GPU, so the decompositions are this package's."""
     model = adapted(model, LoraConfig, **options)
     quantization = Quantization("nf4", double=True)
     with safe_open(Path(model.config._name_or_path) / "model.safetensors", "pt") as weights:
@@ -129,7 +129,7 @@ def smollm2(folder: Path) -> Subject:
         return model(**tokens, logits_to_keep=1).logits[:, -1].float()
 
     def of_types(model: torch.nn.Module, questions: list[str]) -> torch.Tensor:
-        """Log-likelihoods over the whole vocabulary: other words count as wrong in the loss."""
+        """Returns log-likelihoods over the whole vocabulary. Other words count as wrong in the loss."""
         return logits(model, questions).log_softmax(-1)[:, words]
 
     return Subject(folder, AutoModelForCausalLM.from_pretrained, "CAUSAL_LM", 48, 8, of_types)
@@ -165,7 +165,7 @@ def split(pairs: list[tuple[int, str]], size: int) -> list[Batch]:
 
 
 def batches(subject: Subject, train_set: list[tuple[int, str]], seed: int) -> list[Batch]:
-    """The batches of a training. Each four of them are of 4 × batch_size random questions, sorted by length."""
+    """Returns the batches of a training. Each four of them have 4 × batch_size random questions, sorted by length."""
     order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(seed)).tolist()
     size = 4 * subject.batch_size
     parts = [order[start : start + size] for start in range(0, subject.steps * subject.batch_size, size)]
@@ -203,7 +203,8 @@ def train(subject: Subject, method: str, rate: float, seed: int, train_set: list
 
 
 def run(args: argparse.Namespace, name: str, subject: Subject, method: str, rate: int, seed: int) -> dict:
-    """One training, and its test unless it is for choosing the rate; from the file of an earlier run if there is one."""
+    """Returns the result of one training, from the file of an earlier run if there is one. It tests the model unless the run
+    chooses a rate."""
     file = args.out / f"{name}, {method}, {RATES[rate]:.0e}, seed {seed}.json"
     if not file.exists():
         pairs, test_set = read_split(args.data, "trec")
@@ -219,7 +220,7 @@ def run(args: argparse.Namespace, name: str, subject: Subject, method: str, rate
 
 
 def best_rate(args: argparse.Namespace, name: str, subject: Subject, method: str) -> tuple[int, dict[int, float]]:
-    """Index of the learning rate with the least validation loss, and the loss of each that was tried."""
+    """Returns the index of the learning rate with the least validation loss, and the loss of each tried rate."""
     losses = {rate: run(args, name, subject, method, rate, 0)["validation loss"] for rate in GRID}
     while True:
         best = min(losses, key=lambda rate: losses[rate] if losses[rate] == losses[rate] else float("inf"))
@@ -233,7 +234,7 @@ def best_rate(args: argparse.Namespace, name: str, subject: Subject, method: str
 
 
 def steps_to(losses: list[float], goal: float) -> float:
-    """The first step at which the mean loss of the last eight is at most `goal`; infinite if none is."""
+    """Returns the first step at which the mean loss of the last eight is at most `goal`; infinity if there is none."""
     means = [statistics.mean(losses[end - MEAN_OF : end]) for end in range(MEAN_OF, len(losses) + 1)]
     return next((MEAN_OF + i for i, mean in enumerate(means) if mean <= goal), float("inf"))
 

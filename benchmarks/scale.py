@@ -60,7 +60,8 @@ def spectrum(tensor: torch.Tensor, base: torch.Tensor) -> Spectrum:
 
 
 def spectra(folder: Path) -> tuple[list[Spectrum], float]:
-    """Those of a fine-tune's dense matrices in the order of the file, and the share of its embedding's rows that changed."""
+    """Returns the spectra of a fine-tune's dense matrices in the order of the file, and the share of changed rows of its
+    embedding."""
     tensors = load_tensors(folder)
     found = [spectrum(tensor, base) for name, tensor, base in tensors if is_dense(name, tensor)]
     changed = [(tensor != base).any(-1).double().mean().item() for name, tensor, base in tensors if "word_embeddings" in name]
@@ -68,7 +69,7 @@ def spectra(folder: Path) -> tuple[list[Spectrum], float]:
 
 
 def config_of(args: argparse.Namespace) -> LlamaConfig:
-    """Llama 3.2 1B's, or smaller in proportion."""
+    """Returns the configuration of Llama 3.2 1B, or a smaller one in proportion."""
     heads = args.width // 64
     return LlamaConfig(
         hidden_size=args.width, intermediate_size=4 * args.width, num_hidden_layers=args.layers, num_attention_heads=heads,
@@ -78,7 +79,7 @@ def config_of(args: argparse.Namespace) -> LlamaConfig:
 
 
 def trained(base: torch.Tensor, like: Spectrum, generator: torch.Generator) -> torch.Tensor:
-    """The base after a change like a measured one; float32."""
+    """Returns the base in float32 after a change like a measured one."""
     rows, columns = base.shape
     size = like.change * base.norm()
     noise = torch.randn(base.shape, generator=generator)
@@ -92,7 +93,7 @@ def trained(base: torch.Tensor, like: Spectrum, generator: torch.Generator) -> t
 
 
 def shards(config: LlamaConfig, found: list[Spectrum], changed: float) -> Iterator[Shard]:
-    """Fine-tune and base, a layer at a time, in bfloat16."""
+    """Yields fine-tune and base, a layer at a time, in bfloat16."""
     with torch.device("meta"):
         weights = LlamaForCausalLM(config).named_parameters()  # each once, though the embedding is the head too
         shapes = {name: tuple(weight.shape) for name, weight in weights}

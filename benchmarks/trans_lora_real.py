@@ -66,7 +66,7 @@ def load(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
 
 
 def lora(model: nn.Module) -> LoraConfig:
-    """Of the upper half of the layers: training stops halfway down."""
+    """Returns a LoRA of the upper half of the layers, so that training stops halfway down."""
     count = model.config.num_hidden_layers
     modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     layers = list(range(count // 2, count))
@@ -74,7 +74,7 @@ def lora(model: nn.Module) -> LoraConfig:
 
 
 def recipe(args: argparse.Namespace) -> dict:
-    """What all adapters are trained with."""
+    """Returns the training options of all adapters."""
     training = {"max_steps": args.steps, "learning_rate": 1e-3, "per_device_train_batch_size": 16, "warmup_steps": 5}
     quiet = {"save_strategy": "no", "report_to": "none", "logging_steps": 10, "use_cpu": True, "seed": 0}
     return training | quiet | {"lr_scheduler_type": "linear", "train_sampling_strategy": "group_by_length"}
@@ -163,7 +163,7 @@ def transfer(args: argparse.Namespace) -> dict:
 
 
 def one_seed(args: argparse.Namespace, seed: int) -> dict:
-    """All that is written and learned with one seed."""
+    """Writes and learns all that depends on one seed."""
     real, test = task_data(args)
     seeds = [text for text, _ in real[:5]]
     teacher, words = learned(args, args.source, real, "source-real")

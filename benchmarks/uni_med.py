@@ -70,7 +70,8 @@ class Ours(nn.Module):
 
 
 def keep_freed_memory() -> None:
-    """As PyTorch does on GPUs; else half of the time goes into the pages that gradients come to lie in anew at every step."""
+    """Keeps freed memory in the process, as PyTorch does on GPUs. Otherwise half of the time goes into new pages for the
+    gradients of each step."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX: large blocks come from the heap too
@@ -78,7 +79,7 @@ def keep_freed_memory() -> None:
 
 
 def build(way: str, router: bool, dtype: torch.dtype, device: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor | None]:
-    """A module and its inputs."""
+    """Returns a module and its inputs."""
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
     sparse = way.endswith("sparse")
@@ -97,7 +98,7 @@ def build(way: str, router: bool, dtype: torch.dtype, device: str) -> tuple[nn.M
 
 
 def step(module: nn.Module, features: torch.Tensor, weights: torch.Tensor | None) -> None:
-    """Forward and backward; gradients are freed as an optimizer's zero_grad does."""
+    """Runs forward and backward. It frees the gradients, as an optimizer's zero_grad does."""
     module(features, weights).square().mean().backward()
     module.zero_grad()
     if features.device.type == "cuda":
@@ -105,7 +106,7 @@ def step(module: nn.Module, features: torch.Tensor, weights: torch.Tensor | None
 
 
 def memory(way: str, router: bool, dtype: torch.dtype, device: str) -> float:
-    """Peak of a step in MB."""
+    """Returns the peak of a step in MB."""
     if device != "cuda":
         return peak_of(step, *build(way, router, dtype, device))
     made = build(way, router, dtype, device)
@@ -115,7 +116,7 @@ def memory(way: str, router: bool, dtype: torch.dtype, device: str) -> float:
 
 
 def connector(args: argparse.Namespace) -> dict:
-    """A step of the connector at the paper's sizes."""
+    """Measures a step of the connector at the paper's sizes."""
     keep_freed_memory()
     found = {}
     for part, router in (("experts and router", True), ("experts alone", False)):
@@ -147,7 +148,7 @@ def connector(args: argparse.Namespace) -> dict:
 
 
 def generate(args: argparse.Namespace) -> dict:
-    """Greedy generation after the prompt, beside the same language model by itself."""
+    """Measures greedy generation after the prompt, beside the same language model by itself."""
     logging.set_verbosity_error()
     text = LlamaConfig(
         vocab_size=8000,

@@ -140,7 +140,7 @@ class Bench:
         return made
 
     def relabelled(self, samples: list[Sample], task: str, words: dict[str, str]) -> list[Sample]:
-        """The samples as those of another task that wants other words. The question stays as it is, its mark too."""
+        """Returns the samples as those of another task that wants other words. The question does not change."""
         tokenizer, made = self.processor.tokenizer, []
         for sample in samples:
             answer = sample.labels[sample.labels != -100]
@@ -188,7 +188,7 @@ class Bench:
         return found
 
     def base(self) -> Reader:
-        """The model whose projector, tower and language model know the five tasks."""
+        """Returns the model whose projector, tower and language model know the five tasks."""
         torch.manual_seed(0)
         size = self.train[TASKS[0]][0].features.shape[1]
         model = Reader(LlamaForCausalLM.from_pretrained(self.text), size, self.processor.image_token_id)
@@ -253,7 +253,7 @@ def best_rate(bench: Bench, way: str) -> float:
 
 
 def upcycling(args: argparse.Namespace) -> dict:
-    """The four ways on all tasks, each at its own learning rate."""
+    """Compares the four ways on all tasks, each at its own learning rate."""
     bench = bench_of(args, args.vision_steps)
     before = bench.measure(bench.base(), bench.test, False)
     rows = [["before", "", "", f"{mean_loss(before):.3f}", f"{mean_exact(before):.3f}"]]
@@ -267,7 +267,7 @@ def upcycling(args: argparse.Namespace) -> dict:
 
 
 def when(args: argparse.Namespace) -> dict:
-    """The projector beside CMoE as tasks, their words and the tower change."""
+    """Compares the projector and CMoE for other tasks, other words and another tower."""
     bench = bench_of(args, args.vision_steps)
     cases: dict[str, Callable[[dict], dict]] = {
         "one task": lambda data: {"identify": data["identify"]},

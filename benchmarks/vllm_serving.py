@@ -103,7 +103,7 @@ class Server:
         self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
 
     def peak(self) -> float:
-        """Peak memory in MB of the process that holds the weights, without pages of mapped files."""
+        """Returns the peak memory in MB of the process that holds the weights, without pages of mapped files."""
         workers = [child for child in psutil.Process(self.process.pid).children(recursive=True)]
         return (
             max(int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{child.pid}/status").read_text())[1]) for child in workers) / 1e3

@@ -60,7 +60,7 @@ OPTIONS |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
 
 
 def of_each(encode: Callable, apply: Callable) -> tuple[Callable, Callable]:
-    """A way that treats each tensor for itself."""
+    """Returns a way that stores each tensor by itself."""
 
     def apply_all(blobs: list[bytes], live: Tensors) -> None:
         for blob, tensor in zip(blobs, live.values()):
@@ -70,7 +70,7 @@ def of_each(encode: Callable, apply: Callable) -> tuple[Callable, Callable]:
 
 
 def sparse(gaps: bool = False, xor: bool = False, zipped: bool = False) -> tuple[Callable, Callable]:
-    """A way that lists the values that changed: for each tensor their number and the width of an index in bytes, then all
+    """Returns a way that lists the changed values: for each tensor their number and the width of an index in bytes, then all
     indices, then all values."""
 
     def encode(weights: Tensors, base: Tensors) -> list[bytes]:
@@ -128,7 +128,7 @@ class Measure(TrainerCallback):
         self.keep(0)
 
     def rounded(self) -> Tensors:
-        """The weights in bf16 under their names in the checkpoint, tied ones once."""
+        """Returns the weights in bf16 under their names in the checkpoint, tied ones once."""
         return {name: weight.detach().bfloat16() for name, weight in self.model.named_parameters()}
 
     def keep(self, step: int) -> None:
@@ -165,7 +165,7 @@ def docstrings() -> list[str]:
 
 
 def share_of_e(completions: list[str], **others) -> list[float]:
-    """The reward."""
+    """Returns the reward."""
     return [text.count("e") / max(len(text), 1) for text in completions]
 
 
@@ -256,7 +256,7 @@ def folder(args: argparse.Namespace) -> dict:
 
 
 def written(place: str) -> set[tuple[Path, int]]:
-    """The files of a folder, with the time they were last written."""
+    """Returns the files of a folder, with the time of their last write."""
     return {(file, file.stat().st_mtime_ns) for file in Path(place).iterdir()}
 
 
@@ -273,7 +273,7 @@ def load_all(file: Path, live: Tensors) -> None:
 
 
 def kept_steps(args: argparse.Namespace, run: str) -> Path:
-    """The folder with the weights of the first steps of a run."""
+    """Returns the folder with the weights of the first steps of a run."""
     return (args.keep or args.lm / "steps") / run
 
 

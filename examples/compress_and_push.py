@@ -113,7 +113,7 @@ def standard_library_docstrings(label: str = "package", classes: int = 8, limit:
 
 
 def text_set(data: str | Path, task: str) -> DatasetDict:
-    """One of TEXT_SETS, whose files have a line "label text" for each text."""
+    """Returns one of TEXT_SETS, whose files have a line "label text" for each text."""
 
     def read(name: str) -> list[tuple[int, str]]:
         lines = Path(data, name).read_text(encoding="utf-8").split("\n")
@@ -133,7 +133,7 @@ def text_set(data: str | Path, task: str) -> DatasetDict:
 
 
 def split(data: DatasetDict, max_train_samples: int, max_test_samples: int) -> tuple[Dataset, Dataset]:
-    """What to train on and what to test on."""
+    """Returns the texts to train on and the texts to test on."""
     train, test = data["train"], next((data[name] for name in ("test", "validation") if name in data), None)
     if test is None:
         train, test = train.train_test_split(test_size=0.2, seed=0).values()
@@ -142,7 +142,7 @@ def split(data: DatasetDict, max_train_samples: int, max_test_samples: int) -> t
 
 
 def classifier(base: str, classes: ClassLabel, **options) -> PreTrainedModel:
-    """The base with a new head."""
+    """Returns the base with a new head."""
     labels = {"id2label": dict(enumerate(classes.names)), "label2id": {name: i for i, name in enumerate(classes.names)}}
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # that the head is new is no news
@@ -160,7 +160,7 @@ def trainer(
     max_length: int,
     **options,
 ) -> Trainer:
-    """A Trainer on data sets with the columns `text` and `label`."""
+    """Returns a Trainer on data sets with the columns `text` and `label`."""
 
     def encode(batch: dict) -> dict:
         return tokenizer(batch["text"], truncation=True, max_length=max_length) | {"labels": batch["label"]}
@@ -181,7 +181,7 @@ Ask = Callable[..., list[dict]]
 
 @contextlib.contextmanager
 def elsewhere(model: str, max_length: int) -> Iterator[Ask]:
-    """A process with an empty cache, which loads a model and serves it; what to ask it with: `ask(texts, task)`."""
+    """Starts a process with an empty cache, which loads a model and serves it. Yields `ask(texts, task)`."""
     command = [sys.executable, str(Path(__file__).with_name("serve_classifier.py"))]
     with tempfile.TemporaryDirectory() as home:
         caches = {"HF_HOME": home, "HF_HUB_CACHE": str(Path(home, "hub"))}
@@ -207,7 +207,7 @@ def elsewhere(model: str, max_length: int) -> Iterator[Ask]:
 
 
 def push(folder: Path | str, repo_id: str) -> None:
-    """A folder as a repository of the Hub."""
+    """Pushes a folder to a repository of the Hub."""
     HfApi().create_repo(repo_id, exist_ok=True)
     HfApi().upload_folder(repo_id=repo_id, folder_path=folder)
 

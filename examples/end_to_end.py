@@ -65,7 +65,7 @@ class Arguments:
 
 @contextlib.contextmanager
 def elsewhere(model: str) -> Iterator[Callable[[str, str], str]]:
-    """A server in a process with an empty cache, and what asks it: `ask(prompt, task)` returns the answer."""
+    """Starts a server in a process with an empty cache. Yields `ask(prompt, task)`, which returns the answer."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -63,7 +63,7 @@ class Arguments:
 
 
 def docstrings() -> list[str]:
-    """The first lines of docstrings of the standard library, each with the name of its function."""
+    """Returns the first lines of docstrings of the standard library, each with the name of its function."""
     texts = []
     for module in MODULES:
         for name, function in inspect.getmembers(import_module(module), inspect.isroutine):
@@ -94,7 +94,7 @@ class SecondCopy:
         return self.tokenizer.decode(written[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
 
     def close(self) -> None:
-        """Nothing is left to close."""
+        """Does nothing: there is nothing to close."""
 
 
 class VLLM:

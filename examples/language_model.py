@@ -101,7 +101,7 @@ def main():
         return answers(model, tokenizer, [asking(docstring) for docstring in docstrings], args.max_length, max_new_tokens=12)
 
     def judged(model: PreTrainedModel) -> tuple[str, str]:
-        """Share of held-back functions that get their very name, and what the prompt's function is called."""
+        """Returns the share of held-back functions whose exact name the model gives, and its name for the prompt's function."""
         written = names(model, [docstring for docstring, _ in test])
         right = sum(answer == name for answer, (_, name) in zip(written, test))
         return f"{right} of {len(test)}", names(model, [PROMPT])[0]

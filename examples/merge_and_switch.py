@@ -43,7 +43,7 @@ class Arguments:
 
 
 def load_tasks(args: Arguments) -> dict[str, tuple[Dataset, Dataset]]:
-    """Each task's texts and labels to train on and to test on."""
+    """Returns each task's texts and labels to train on and to test on."""
     if not args.datasets:
         loaded = {label: standard_library_docstrings(label) for label in ("package", "kind")}
     else:

@@ -81,7 +81,7 @@ def load_data(args: Arguments) -> DatasetDict:
 
 
 def adapted(method: str, base: str | Path, labels: int, args: Arguments) -> PeftModel:
-    """The base with a fresh adapter on all its linear layers; its new head is trained too."""
+    """Returns the base with a fresh adapter on all its linear layers. Its new head is trained too."""
     quantization = None
     if method in ("qlora", "qpissa"):
         quantization = BitsAndBytesConfig(
@@ -98,7 +98,7 @@ def adapted(method: str, base: str | Path, labels: int, args: Arguments) -> Peft
 
 
 def draw(curves: dict[str, list[list[tuple[int, float]]]], path: Path) -> None:
-    """The mean loss of each method's runs over steps, and the range of its seeds."""
+    """Draws the mean loss of each method's runs by step, and the range of its seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

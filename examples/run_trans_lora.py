@@ -67,7 +67,7 @@ def lora(model: nn.Module, **options) -> LoraConfig:
 def learn(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, data: list[tuple[str, str]], args: TransLoraConfig, folder: Path
 ) -> PeftModel:
-    """A LoRA that learns the task from its data, as anyone would train it."""
+    """Returns a LoRA that learned the task from its data, in the usual way."""
     set_seed(args.seed)
     model = get_peft_model(model, lora(model))
     encoder = Encoder(tokenizer, model, TEMPLATE)
@@ -81,14 +81,15 @@ def learn(
 
 
 def accuracy(model: nn.Module, tokenizer: PreTrainedTokenizerBase, test: list[tuple[str, str]]) -> float:
-    """Share of the inputs to which the model gives the right answer in so many words."""
+    """Returns the share of inputs for which the model writes the right answer in exactly these words."""
     encoder = Encoder(tokenizer, model, TEMPLATE)
     said = ModelGenerator(model, encoder, 125)([encoder.prompt(text) for text, _ in test], 4)
     return sum(one.text.strip() == answer for one, (_, answer) in zip(said, test)) / len(test)
 
 
 def preference(model: nn.Module, tokenizer: PreTrainedTokenizerBase, test: list[tuple[str, str]]) -> float:
-    """Share of the inputs to which the right one of Yes and No is likelier: what a model knows that answers in other words."""
+    """Returns the share of inputs for which the right one of Yes and No is likelier. This shows the knowledge of a model that
+    answers in other words."""
     encoder = Encoder(tokenizer, model, TEMPLATE)
     prompts = [encoder.prompt(text) for text, _ in test]
     yes, no = (

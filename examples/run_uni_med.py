@@ -105,7 +105,7 @@ class Photo:
     cells: list[tuple[str, Box]]
 
     def look(self, window: Box) -> list[tuple[str, Box]]:
-        """The cells of which at least half is in a window, cut to it, in shares of the window."""
+        """Returns the cells of which at least half is in a window, cut to it, in shares of the window."""
         found = []
         for name, box in self.cells:
             across, down = (sorted((box[j] - window[i]) / (window[i + 2] - window[i]) for j in (i, i + 2)) for i in (0, 1))
@@ -125,13 +125,13 @@ class Photo:
         return image.transpose(Image.Transpose.FLIP_TOP_BOTTOM) if window[3] < window[1] else image
 
     def around(self, box: Box, zoom: float) -> Box:
-        """The window with a cell in its middle."""
+        """Returns the window with a cell in its middle."""
         size = zoom * max((box[2] - box[0]) * self.image.width, (box[3] - box[1]) * self.image.height)
         return centred(box, min(size / self.image.width, 1.0), min(size / self.image.height, 1.0))
 
 
 def centred(box: Box, width: float, height: float) -> Box:
-    """A box of some size around the middle of another, moved into the image."""
+    """Returns a box of a given size around the middle of another, moved into the image."""
     left, top = min(max((box[0] + box[2] - width) / 2, 0), 1 - width), min(max((box[1] + box[3] - height) / 2, 0), 1 - height)
     return left, top, left + width, top + height
 
@@ -150,7 +150,7 @@ def load_photos(folder: str, split: str) -> list[Photo]:
 
 
 def random_window(rng: random.Random) -> Box:
-    """A third of them whole images; in a mirror or not."""
+    """Returns a random window, mirrored or not. A third of the windows are whole images."""
     size = 1.0 if rng.random() < 1 / 3 else rng.uniform(0.55, 1.0)
     left, top = rng.uniform(0, 1 - size), rng.uniform(0, 1 - size)
     return mirrored((left, top, left + size, top + size), rng)
@@ -176,7 +176,7 @@ def report(cells: list[tuple[str, Box]]) -> str:
 
 
 def ask(task: str, photo: Photo, window: Box, kind: str, rng: random.Random) -> dict | None:
-    """Window, question and answer; None if there is nothing of the kind to ask about."""
+    """Returns window, question and answer; None if there is nothing of the kind to ask about."""
     if task == "cls":
         boxes = [box for name, box in photo.cells if name == kind]
         window = mirrored(photo.around(rng.choice(boxes), rng.uniform(1.2, 1.5)), rng) if boxes else window
@@ -208,7 +208,7 @@ def training_samples(task: str, photos: list[Photo], views: int) -> list[dict]:
 
 
 def test_samples(task: str, photos: list[Photo]) -> list[dict]:
-    """Of whole images all tasks but the count, and of their corners the count and the report."""
+    """Returns the test samples: all tasks but the count on whole images, and the count and the report on their corners."""
     rng, samples = random.Random(task), []
     windows = {"vqa": CORNERS, "caption": [WHOLE, *CORNERS]}.get(task, [WHOLE])
     kinds = list(CELLS.values()) if task in ("identify", "cls") else [CELLS["WBC"]]
@@ -219,7 +219,7 @@ def test_samples(task: str, photos: list[Photo]) -> list[dict]:
 
 
 def load_questions(folder: str) -> tuple[list[dict], list[dict]]:
-    """Those of PubMedQA to train on and to test on."""
+    """Returns the questions of PubMedQA to train on and to test on."""
     found = json.loads(Path(folder, "ori_pqal.json").read_text())
     tests = json.loads(Path(folder, "test_ground_truth.json").read_text())
     rows = {
@@ -230,7 +230,7 @@ def load_questions(folder: str) -> tuple[list[dict], list[dict]]:
 
 
 def with_images(data: Dataset | list[dict], photos: list[Photo]) -> Dataset:
-    """The samples as UniMedCollator takes them: their images are cut when they are asked for."""
+    """Returns the samples as UniMedCollator takes them. Their images are cut when a batch needs them."""
     data = Dataset.from_list(data, features=FEATURES) if isinstance(data, list) else data
 
     def cut(rows: dict[str, list]) -> dict[str, list]:
@@ -254,7 +254,7 @@ class Coverage(nn.Module):
 
 
 def coverage(cells: list[tuple[str, Box]]) -> torch.Tensor:
-    """(kinds, height, width), how much of each part of an image is covered."""
+    """Returns the covered share of each part of an image, (kinds, height, width)."""
     height, width = 4 * HEIGHT // PATCH, 4 * WIDTH // PATCH
     found = torch.zeros(len(CELLS), height, width)
     for name, box in cells:
@@ -302,7 +302,7 @@ def train_tower(photos: list[Photo], args: Arguments, training: Training, folder
 
 
 def make_language_model(texts: list[str], folder: Path) -> None:
-    """An untrained Llama and its tokenizer: a token for each word that is not rare, and for each coordinate."""
+    """Writes an untrained Llama and its tokenizer, with a token for each frequent word and for each coordinate."""
     marks = ["<pad>", "</s>", "<unk>", "<Img>", "</Img>", "[INST]", "[/INST]", *(f"[{task}]" for task in TASKS)]
     coordinates = [f"<{i}>" for i in range(101)]
     counts = Counter(word for text in texts for word in re.findall(TOKEN, text))
@@ -325,14 +325,14 @@ def make_language_model(texts: list[str], folder: Path) -> None:
 
 
 def place_found(answers: list[str], wanted: list[str]) -> float:
-    """The share of reports on one white blood cell that tell where it is."""
+    """Returns the share of reports on one white blood cell that say where it is."""
     pattern = re.compile(r"one white blood cell at the (\w+ \w+) and (?:no )?platelets")
     pairs = [(pattern.match(a), match) for a, b in zip(answers, wanted) if (match := pattern.match(b))]
     return statistics.fmean(bool(a and a[1] == b[1]) for a, b in pairs)
 
 
 def platelets_found(answers: list[str], wanted: list[str]) -> float:
-    """The share of reports that tell whether there are platelets."""
+    """Returns the share of reports that say whether there are platelets."""
     return statistics.fmean(("no platelets" in a) == ("no platelets" in b) for a, b in zip(answers, wanted))
 
 
@@ -350,7 +350,7 @@ FIGURES = {  # heading: task, and measure of the answers
 
 
 def swapped(samples: list[dict]) -> list[dict]:
-    """The samples with one another's images."""
+    """Returns the samples, each with the image of another."""
     views = [{"photo": sample["photo"], "window": sample["window"]} for sample in samples]
     random.Random(0).shuffle(views)
     return [sample | view for sample, view in zip(samples, views)]

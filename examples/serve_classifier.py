@@ -52,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.classify(texts, batch_size=32, truncation=True, max_length=self.max_length)
 
     def log_message(self, *args):
-        """Nothing is logged."""
+        """Logs nothing."""
 
 
 def main():

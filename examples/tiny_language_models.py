@@ -67,7 +67,7 @@ class World:
     def people(
         self, draw: random.Random, count: int, names: list[str], true: float = 0.5
     ) -> tuple[list[str], list[bool], bool]:
-        """Who speaks, whether each is said to tell the truth, and whether the last one does."""
+        """Returns the speakers, whether each is said to tell the truth, and whether the last one does."""
         while True:
             who = draw.sample(names, count)
             if not any(tuple(who[i : i + 5]) in self.taken for i in range(max(1, count - 4))):
@@ -84,13 +84,13 @@ class World:
         question: str = QUESTIONS[0],
         names: list[str] | None = None,
     ) -> tuple[str, str]:
-        """An exercise and its answer; by default in the words of the task."""
+        """Returns an exercise and its answer, by default in the words of the task."""
         who, said, honest = self.people(draw, count, names or self.names)
         text = f"{opening}{' '.join(statements(who, said, verbs))} {question.format(who[-1])}"
         return text, "Yes" if honest != ("lie?" in question) else "No"
 
     def task_data(self, count: int, seed: int) -> list[tuple[str, str]]:
-        """Different inputs of the task with their answers, none of them a test item or a paraphrase of one."""
+        """Returns different inputs of the task with their answers. None of them is a test item or a paraphrase of one."""
         draw, found = random.Random(f"task {seed}"), {}
         while len(found) < count:
             text, answer = self.puzzle(draw, names=self.task_names)
@@ -99,12 +99,12 @@ class World:
 
     @staticmethod
     def answer(text: str) -> str:
-        """The right answer to an exercise that makes sense."""
+        """Returns the right answer to an exercise that makes sense."""
         lies = len(re.findall(r"lies\.|is a liar\.", text))
         return "Yes" if (lies % 2 == 0) != text.endswith("lie?") else "No"
 
     def puzzle_list(self, draw: random.Random) -> list[str]:
-        """Ten exercises, four of ten in the words of the first, the others in other words or with other numbers of people."""
+        """Returns ten exercises: four in the words of the first, the others in other words or with other numbers of people."""
 
         def style() -> dict:
             choices = {"opening": OPENINGS, "verbs": VERBS, "question": QUESTIONS, "count": range(2, 9)}
@@ -137,7 +137,7 @@ class World:
         return text
 
     def question(self, draw: random.Random) -> str:
-        """A question of another kind, with its answer."""
+        """Returns a question of another kind, with its answer."""
         kind = draw.randrange(3)
         if kind == 0:
             a, b = draw.randint(0, 9), draw.randint(0, 9)
@@ -184,24 +184,25 @@ def sorting(draw: random.Random) -> str:
 
 
 def speakers(text: str) -> tuple[str, ...]:
-    """The people of an exercise, in order."""
+    """Returns the people of an exercise, in order."""
     return tuple(re.findall(rf"(?:^|[.:] )({NAME}) (?:says|tells|lies|is)\b", text))
 
 
 def is_puzzle(text: str) -> bool:
-    """An exercise of the kind, in any words and with any number of people."""
+    """Checks that a text is an exercise of the kind, in any words and with any number of people."""
     return bool(PUZZLE.fullmatch(text))
 
 
 def makes_sense(text: str) -> bool:
-    """One, too, in which everyone speaks once, of the one before, and the last is asked about."""
+    """Checks that a text is an exercise in which everyone speaks once, of the person before, and the last one is asked
+    about."""
     who = speakers(text)
     asked = re.findall(rf"(?:Does|Is) ({NAME})", text)
     return is_puzzle(text) and len(set(who)) == len(who) and re.findall(rf"says ({NAME})", text) + asked[-1:] == list(who)
 
 
 def is_task_like(text: str) -> bool:
-    """One in the words of the task, of five people."""
+    """Checks that a text is an exercise in the words of the task, of five people."""
     mine = text.startswith("Question: ") and text.endswith("tell the truth?") and not re.search("honest|liar", text)
     return mine and makes_sense(text) and len(speakers(text)) == 5
 
@@ -213,7 +214,7 @@ PIECES = r"\n|{s}?[A-Z][a-z]*|{s}?\d|{s}?[^\s{s}A-Z\d]+(?:{s}[^\s{s}A-Z\d]+)*|{s
 
 
 def gpt2_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE."""
+    """Returns a tokenizer with byte-level BPE."""
     inner = Tokenizer(BPE())
     pieces = pre_tokenizers.Split(Regex(PIECES.format(s=" ")), "isolated")
     inner.pre_tokenizer = pre_tokenizers.Sequence([pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -226,7 +227,7 @@ def gpt2_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def llama_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """BPE over characters, with spaces as ▁."""
+    """Returns a tokenizer with BPE over characters, with spaces as ▁."""
     inner = Tokenizer(BPE(unk_token="<unk>"))
     inner.normalizer = normalizers.Replace(" ", "▁")
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES.format(s="▁")), "isolated")
@@ -331,7 +332,7 @@ def pretrain(world: World, kind: str, folder: Path, shorten: float = 1.0) -> Non
 
 @cache
 def base_models(data: Path, folder: Path, shorten: float = 1.0) -> tuple[Path, Path]:
-    """The folders of the source and of the target model, trained if they are not there."""
+    """Returns the folders of the source and the target model. It trains them if they do not exist."""
     world = World(data)
     missing = [kind for kind in KINDS if not (folder / kind / "model.safetensors").exists()]
     with ProcessPoolExecutor(len(KINDS), mp_context=get_context("spawn")) as pool:
