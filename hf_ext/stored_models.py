@@ -47,7 +47,7 @@ class StoredModel(NamedTuple):
         return cls(path, revision, task) if of_task and not os.path.exists(name) else cls(name, revision)
 
     def is_encoded(self) -> bool:
-        """Returns whether its config.json says that the weights are compressed or merged."""
+        """Checks whether its config.json says that the weights are compressed or merged."""
         folder = Path(self.path)
         if not is_local(self.path):
             try:

@@ -53,7 +53,7 @@ def assets_of(folder: Path) -> dict[str, Path]:
 
 
 def is_merge(folder: str | os.PathLike) -> bool:
-    """Returns whether a folder holds a merge, according to its config.json."""
+    """Checks whether a folder holds a merge, according to its config.json."""
     return storage_settings(Path(folder)).get("quant_method") == METHOD
 
 
@@ -205,7 +205,7 @@ class MergeFolder:
         return files_of(self.folder, self.files)
 
     def is_elected(self, name: str) -> bool:
-        """Returns whether a stored tensor was elected; if not, it belongs to the tasks that have it."""
+        """Checks whether a stored tensor was elected; if not, it belongs to the tasks that have it."""
         return any(name in file.record.modulated for file in self.files.values())
 
     def prior(self, name: str) -> np.ndarray:
@@ -294,7 +294,7 @@ def open_merge(folder: Path, base: str | os.PathLike | None = None, revision: st
 
 
 def _belongs(path: Path, elected: str) -> bool:
-    """Returns whether a file is one of a task of the merge with these elected weights."""
+    """Checks whether a file is one of a task of the merge with these elected weights."""
     try:
         return TaskFile(path).record.elected == elected
     except CorruptFileError:  # of which merge, nobody can tell

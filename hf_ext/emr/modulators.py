@@ -33,7 +33,7 @@ MASK, OWN, ROWS = "mask/", "own/", "rows/"  # the kinds of entries: each name is
 
 
 def is_asset(name: str) -> bool:
-    """Returns whether a file belongs to a model besides config.json and weights: tokenizer, generation settings, code."""
+    """Checks whether a file belongs to a model besides config.json and weights: tokenizer, generation settings, code."""
     return name.endswith(ASSETS) and name not in NO_ASSETS and not name.endswith(".index.json")
 
 

@@ -240,7 +240,7 @@ class SetTask:
                 self._modulators[task] = dict(Prefetcher(read, {name: self._prior[name].size // 8 for name in names}))
 
     def _is_in_place(self, loaded: Loaded, weight: torch.Tensor, *tasks: str) -> bool:
-        """Returns whether a parameter can change from one task to another in its own memory."""
+        """Checks whether a parameter can change from one task to another in its own memory."""
         names = loaded.all_names()
         if loaded.converter or len(names) != 1 or weight.device.type != "cpu" or not weight.is_contiguous():
             return False
@@ -286,7 +286,7 @@ def _checksum(tensor: torch.Tensor) -> str:
 
 
 def _same(weight: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Returns whether a weight equals a tensor bit for bit, after the tensor is moved to the weight's type and device."""
+    """Checks whether a weight equals a tensor bit for bit, after the tensor is moved to the weight's type and device."""
     tensor = tensor.to(dtype=weight.dtype, device=weight.device)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
     return weight.shape == tensor.shape and torch.equal(weight.detach().contiguous().view(bits), tensor.contiguous().view(bits))

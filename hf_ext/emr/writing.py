@@ -105,7 +105,7 @@ class MergeWriter:
         return list(self.sources)
 
     def votes(self, task: str, name: str) -> bool:
-        """Returns whether a task's tensor takes part in the election. If not, it is stored as the task's own: a head, for
+        """Checks whether a task's tensor takes part in the election. If not, it is stored as the task's own: a head, for
         instance, or integers."""
         twin, entry = self.base.twin_of(name), self.sources[task].tensors.entry(name)
         if twin is None or entry.dtype not in FLOATS or self.base.entry(twin).dtype not in FLOATS or not math.prod(entry.shape):
@@ -130,7 +130,7 @@ class MergeWriter:
         return True
 
     def is_elected(self, name: str) -> bool:
-        """Returns whether any task takes part in the election of a tensor."""
+        """Checks whether any task takes part in the election of a tensor."""
         return bool(self.voters[name])
 
     def _twin(self, name: str) -> str:
@@ -228,7 +228,7 @@ class MergeWriter:
         return min(shape[0], rows)
 
     def _is_held(self, task: str, name: str) -> bool:
-        """Returns whether the stored tensor of this name, which is not elected, equals the task's."""
+        """Checks whether the stored tensor of this name, which is not elected, equals the task's."""
         if self.holders[name] == task:
             return True
         held, mine = (self.sources[owner].tensors.read(name) for owner in (self.holders[name], task))

@@ -216,7 +216,7 @@ class _Run:
                 )
 
     def is_done(self, source: Path, base: Checkpoint | None, base_id: str | None) -> bool:
-        """Returns whether an earlier run compressed this model as requested, and source and result have not changed."""
+        """Checks whether an earlier run compressed this model as requested, and source and result have not changed."""
         model = self.models.get(source.name)
         if model is None or self.verify > model.verified or source.exists() and stamp(source) != model.stamp:
             return False

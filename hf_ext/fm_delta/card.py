@@ -52,7 +52,7 @@ def compressed_card(sets: Sets, out: Path, root: TensorSource, name: str | None,
 
 
 def came_with_compression(card: Path) -> bool:
-    """Returns whether the card of a compressed folder was added by the compression."""
+    """Checks whether the card of a compressed folder was added by the compression."""
     settings = storage_settings(card.parent)
     return bool(settings) and is_ours(card, METHOD) and settings.get("card") != ORIGINAL
 

@@ -87,7 +87,7 @@ def _ordered(values: np.ndarray) -> np.ndarray:
 
 
 def _comparable(src: TensorSource, name: str, other: TensorSource, twin: str) -> bool:
-    """Returns whether two tensors are the same parameter, perhaps with another number of rows (resized embeddings).
+    """Checks whether two tensors are the same parameter, perhaps with another number of rows (resized embeddings).
 
     The names in a model of one layer have endings that fit every layer, so the numbers of the layers must be equal.
     """
@@ -102,7 +102,7 @@ def _count(entry: Entry) -> int:
 
 
 def _as_high(names: Iterable[str], common: Iterable[str]) -> bool:
-    """Returns whether each stack with names in `common` has names of all its layers there. Other stacks are new heads."""
+    """Checks whether each stack with names in `common` has names of all its layers there. Other stacks are new heads."""
     layers = {layer for name in common if (layer := layer_of(name))}
     stacks = {stack for stack, _ in layers}
     return all(layer in layers for name in names if (layer := layer_of(name)) and layer[0] in stacks)

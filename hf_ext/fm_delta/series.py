@@ -248,7 +248,7 @@ def step_of(folder: Path) -> int:
 
 
 def is_compressed(folder: Path) -> bool:
-    """Returns whether the weights of a folder are compressed."""
+    """Checks whether the weights of a folder are compressed."""
     return any(KEY in SafetensorsFile(path).metadata for path in all_weights(folder)[:1])
 
 
@@ -280,7 +280,7 @@ def newer_than(folder: Path, folders: list[Path]) -> Path | None:
 
 
 def in_order(older: Path, newer: Path) -> bool:
-    """Returns whether a Trainer deletes `older` first. It sorts by time, and by name if the times are equal."""
+    """Checks whether a Trainer deletes `older` first. It sorts by time, and by name if the times are equal."""
     return (os.path.getmtime(older), older.name) < (os.path.getmtime(newer), newer.name)
 
 

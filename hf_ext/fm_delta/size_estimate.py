@@ -27,7 +27,7 @@ class SizeEstimate:
         base: None without a base.
         original_bytes: of all tensors.
         compressed_bytes: the estimate.
-        sampled_bytes: of the tensors that were compressed to find out.
+        sampled_bytes: size of the tensors that were compressed for the estimate.
     """
 
     base: str | None

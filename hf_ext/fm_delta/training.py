@@ -159,7 +159,7 @@ class DecodeStateDict:
 
 
 def _seems_compressed(folder: Path) -> bool:
-    """Returns whether a folder holds compressed weights; a folder that cannot be read counts as not compressed."""
+    """Checks whether a folder holds compressed weights; a folder that cannot be read counts as not compressed."""
     try:
         return is_compressed(folder)
     except (HfExtError, OSError):

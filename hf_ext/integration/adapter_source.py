@@ -197,7 +197,7 @@ def _fill_with_nothing(model: PreTrainedModel) -> None:
 
 
 def _is_nothing(tensor: torch.Tensor) -> bool:
-    """Returns whether `_fill_with_nothing` made this tensor."""
+    """Checks whether `_fill_with_nothing` made this tensor."""
     return not any(tensor.stride()) and tensor.numel() > 0
 
 

@@ -104,7 +104,7 @@ class Checkpoint(TensorSource):
             file.read_sparsely()
 
     def has_metadata(self, key: str) -> bool:
-        """Returns whether the header of any file has this metadata entry."""
+        """Checks whether the header of any file has this metadata entry."""
         return any(key in file.metadata for file in self.files)
 
 
@@ -136,7 +136,7 @@ class LazyCheckpoint(Checkpoint):
 
     @property
     def is_remote(self) -> bool:
-        """Returns whether any file is read over the network."""
+        """Checks whether any file is read over the network."""
         return any(isinstance(file, RemoteFile) for file in self.files)
 
     def read_rows(self, name: str, begin: int, end: int) -> RawTensor:

@@ -107,7 +107,7 @@ def reaching(name: str, revision: str | None) -> Iterator[None]:
 
 
 def is_local(name: str | os.PathLike) -> bool:
-    """Returns whether a name stands for a path, existing or not, rather than for a repository on the Hub."""
+    """Checks whether a name stands for a path, existing or not, rather than for a repository on the Hub."""
     name = os.fspath(name)
     return os.path.exists(name) or name.startswith((".", "/", "~"))
 

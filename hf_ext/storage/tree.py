@@ -116,7 +116,7 @@ def copy(source: Path, target: Path, twin: Path | None = None) -> None:
 
 
 def _clone(source: Path, target: Path) -> bool:
-    """Makes a new file share the blocks of another. Returns whether the file system supports it."""
+    """Makes a new file share the blocks of another. Returns true if the file system supports it."""
     if fcntl is None:
         return False
     with open(source, "rb") as old, open(target, "wb") as new:

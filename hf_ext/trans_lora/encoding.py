@@ -133,9 +133,10 @@ class Encoder:
         return {name: padded(name, padding) for name, padding in paddings.items()}
 
     def require_room(self, length: int, what: str) -> None:
-        """
+        """Checks that a number of tokens fits into the model's context.
+
         Raises:
-            HfExtError: so many tokens do not fit into the model's context.
+            HfExtError: they do not fit.
         """
         if self.limit is not None and length > self.limit:
             raise HfExtError(

@@ -57,7 +57,7 @@ class Completion:
 
     Attributes:
         ended: whether it ended by itself, not by the limit of tokens.
-        tokens: as the model wrote them, without what ended them; None where a server keeps them to itself.
+        tokens: as the model wrote them, without the end token; None if a server does not return them.
     """
 
     text: str
@@ -71,7 +71,8 @@ class Generator(Protocol):
     def __call__(
         self, prompts: Sequence[str], max_new_tokens: int, seed: int | None = None, **sampling: Any
     ) -> list[Completion]:
-        """
+        """Returns a completion of each prompt.
+
         Args:
             seed: of sampling; None takes the likeliest token each time.
             sampling: temperature; top_p; `stop`, a text that ends the output; and `longest`, the limit of tokens of a list's
@@ -238,7 +239,8 @@ class Server:
     def __call__(
         self, prompts: Sequence[str], max_new_tokens: int, seed: int | None = None, **sampling: Any
     ) -> list[Completion]:
-        """
+        """Returns a completion of each prompt, as `Generator` says.
+
         Raises:
             ServerError: the server does not answer, or refuses the request.
         """

@@ -176,9 +176,10 @@ class Prompts:
         return [(item.text, item.finished) for item in items]
 
     def require_room(self) -> None:
-        """
+        """Checks that the longest seeds and the text to write fit into the model's context.
+
         Raises:
-            HfExtError: the longest seeds and the text to write do not fit into the model's context.
+            HfExtError: they do not fit.
         """
         longest = sorted(self.seeds, key=len)[-self.args.num_shots :]
         length = len(self.encoder.tokens([self._prompt(longest)])[0]) + (0 if self.encoder.encoder_decoder else self.room)

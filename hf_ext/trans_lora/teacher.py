@@ -116,9 +116,10 @@ class Teacher:
             )
 
     def require_for(self, args: TransLoraConfig) -> None:
-        """
+        """Checks that the teacher has what the filter requires.
+
         Raises:
-            HfExtError: the teacher lacks something that the filter requires.
+            HfExtError: it lacks something.
         """
         if args.filter == "token_excess" and not isinstance(self.model, PeftModel):
             raise HfExtError("filter='token_excess' compares the teacher with and without its adapter: give it as a PeftModel.")

@@ -294,7 +294,7 @@ class TransLoraTrainer(AnswerTrainer):
             return [(score, score is not None, label) for score, label in self.teacher.excess(inputs)]
 
     def _usable(self, text: str) -> bool:
-        """Returns whether a text passes the user's test and fits into the context of all models."""
+        """Checks whether a text passes the user's test and fits into the context of all models."""
         readers = [(self.encoder, text, self.args.max_label_length)]
         if self.teacher.encoder is not None:
             readers.append((self.teacher.encoder, text, self.args.max_label_length))

@@ -43,7 +43,7 @@ class PlaceUpdateInfo(WeightTransferUpdateInfo):
 
 
 def _all(succeeded: bool) -> bool:
-    """Returns whether all workers succeeded."""
+    """Checks whether all workers succeeded."""
     group = get_world_group()
     if group.world_size == 1:
         return succeeded

@@ -94,7 +94,7 @@ class PublishWeights(TrainerCallback):
                 self.on_step(step)
 
     def _try(self, work: Callable[[], object]) -> bool:
-        """Returns whether work succeeded that touches the place."""
+        """Checks whether work succeeded that touches the place."""
         try:
             work()
         except (HfExtError, OSError) as error:
