@@ -60,6 +60,7 @@ TEXT = SMALL | dict(
 )
 VISION = SMALL | dict(image_size=16, patch_size=4, hidden_size=24)
 
+MERGING = dict(depth=2, hidden_size=24, out_hidden_size=32, num_heads=2, patch_size=4, intermediate_size=32)  # Qwen's and GLM's
 PLACEHOLDERS = dict(image_token_id=IMAGE, video_token_id=IMAGE + 1, vision_start_token_id=88)
 
 Built = tuple[PreTrainedModel, dict[str, torch.Tensor]]
@@ -153,55 +154,27 @@ def qwen2_vl() -> Built:
 
 
 def qwen2_5_vl() -> Built:
-    vision = dict(
-        depth=2,
-        hidden_size=24,
-        out_hidden_size=32,
-        num_heads=2,
-        patch_size=4,
-        intermediate_size=32,
-        window_size=16,
-        fullatt_block_indexes=[1],
-    )
+    vision = MERGING | dict(window_size=16, fullatt_block_indexes=[1])
     config = Qwen2_5_VLConfig(text_config=_qwen_text(), vision_config=vision, **PLACEHOLDERS)
     return Qwen2_5_VLForConditionalGeneration(config), _qwen_inputs()
 
 
 def qwen3_vl() -> Built:
-    vision = dict(
-        depth=2,
-        hidden_size=24,
-        out_hidden_size=32,
-        num_heads=2,
-        patch_size=4,
-        intermediate_size=32,
-        num_position_embeddings=64,
-        deepstack_visual_indexes=[0],
-    )
+    vision = MERGING | dict(num_position_embeddings=64, deepstack_visual_indexes=[0])
     config = Qwen3VLConfig(text_config=_qwen_text(), vision_config=vision, **PLACEHOLDERS)
     return Qwen3VLForConditionalGeneration(config), _qwen_inputs()
 
 
 def glm4v() -> Built:
-    vision = dict(
-        depth=2,
-        hidden_size=24,
-        out_hidden_size=32,
-        num_heads=2,
-        patch_size=4,
-        image_size=32,
-        intermediate_size=32,
-    )
-    config = Glm4vConfig(
-        text_config=_qwen_text(), vision_config=vision, **PLACEHOLDERS, image_start_token_id=86, image_end_token_id=87
-    )
+    marks = dict(image_start_token_id=86, image_end_token_id=87)
+    config = Glm4vConfig(text_config=_qwen_text(), vision_config=MERGING | dict(image_size=32), **PLACEHOLDERS, **marks)
     return Glm4vForConditionalGeneration(config), _qwen_inputs()
 
 
 def _idefics(config: type, model: type) -> Built:
     vision = dict(**VISION)
     built = config(vision_config=vision, text_config=LlamaConfig(**TEXT), image_token_id=IMAGE, scale_factor=2, pad_token_id=0)
-    return model(built), batch([4, 4, 8], torch.randn(3, 2, 3, 16, 16).index_fill(1, torch.tensor([]).long(), 0))
+    return model(built), batch([4, 4, 8], torch.randn(3, 2, 3, 16, 16))
 
 
 def idefics3() -> Built:
