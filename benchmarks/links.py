@@ -46,7 +46,7 @@ CORES = os.cpu_count() or 1
 
 @dataclass
 class Codec:
-    """What a way of sending costs. Speeds in MB of original per second on all cores, `disk` in MB of file per second."""
+    """The costs of a way of sending. Speeds in MB of original per second on all cores, `disk` in MB of file per second."""
 
     name: str
     share: float  # of the original's size
@@ -248,7 +248,7 @@ class SlowHub(LocalHub):
 
 
 class SlowFile:
-    """What a request writes to, at the speed of a link."""
+    """The file that a request writes to, at the speed of a link."""
 
     def __init__(self, file, link: Link):
         self.file, self.link = file, link

@@ -32,8 +32,8 @@ BASE_SCALE = 0.02  # of the random base's values
 
 @dataclass(frozen=True)
 class Spectrum:
-    """How training changed a matrix: the change's size beside the base's (of root mean squares), the low-rank part's share of
-    its energy, and that part's singular values (of unit energy), the largest first."""
+    """The change of a matrix by training: its size beside the base's (of root mean squares), the low-rank part's share of its
+    energy, and that part's singular values (of unit energy), the largest first."""
 
     change: float
     share: float

@@ -51,7 +51,7 @@ PUZZLE = re.compile(f"(?:Question: |Puzzle: )?{NAME} {SAYS}\\.(?: {NAME} says {N
 
 
 class World:
-    """What the text is about: people who speak of one another.
+    """The subject of the text: people who speak of one another.
 
     Args:
         data: folder of BIG-Bench Hard, with the task's test items, whose people's names appear in the text as others do.

@@ -75,7 +75,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: CMoEConfig, shapes: list[tuple[int, int]], rank: int, alpha: float):
         super().__init__()
-        self.config, self.rank, self.layers = config, rank, len(shapes)
+        self.config, self.layers = config, len(shapes)
         self.scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
         self.dropout = nn.Dropout(config.lora_dropout) if config.lora_dropout else nn.Identity()
         # PEFT finds the adapter's name in a parameter's only where one more name follows it, so there are no lists here.
@@ -131,11 +131,7 @@ class Experts(nn.Module):
             )
         if config.router == "constant" and config.num_experts > 1 and self.layers > 1:
             raise ValueError("The sum of experts with hidden units is not one projector of this size. Keep the adapter.")
-        if config.router == "constant":
-            weights = torch.full((config.num_experts,), 1 / config.num_experts)
-        else:
-            weights = torch.eye(config.num_experts)[0]
-        weights = weights.to(self.A[index])
+        weights = FixedRouter(config).table.mean(0).to(self.A[index])
         return torch.einsum("e,ero,eri->oi", weights, self.B[index], self.A[index]).float() * self.scaling
 
 
