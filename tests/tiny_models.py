@@ -69,11 +69,11 @@ def bert(labels: int = 3) -> PreTrainedModel:
     return BertForSequenceClassification(config)
 
 
-def t5() -> PreTrainedModel:
+def t5(width: int = 32) -> PreTrainedModel:
     """Keeps some of its weights in float32 when loaded in float16."""
     torch.manual_seed(0)
     return T5ForConditionalGeneration(
-        T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
+        T5Config(vocab_size=VOCABULARY, d_model=width, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
     )
 
 

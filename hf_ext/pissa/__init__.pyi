@@ -2,6 +2,6 @@ from .config import PissaConfig as PissaConfig
 from .config import QPissaConfig as QPissaConfig
 from .conversion import LoraConversion as LoraConversion
 from .conversion import convert_to_lora as convert_to_lora
-from .layer import accept_pissa as accept_pissa
+from .kinds import accept_pissa as accept_pissa
 from .reports import PissaReport as PissaReport
 from .reports import report as report

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import warnings
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from peft import LoraConfig, PeftType
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from torch import nn
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import cached_file
 
 from hf_ext.integration.model_cards import write_card
-from hf_ext.pissa.adapters import refuse_combination
 from hf_ext.pissa.card import pissa_card
-from hf_ext.pissa.layer import PRINCIPAL, PissaEmbedding, PissaLinear, refuse, starts_of
+from hf_ext.pissa.kinds import PissaConv1d, PissaConv2d, PissaConv3d, PissaEmbedding, PissaLinear, refuse
+from hf_ext.pissa.layer import PRINCIPAL, starts_of
 from hf_ext.pissa.quantization import QuantType
 from hf_ext.pissa.reports import PissaReport
+
+#: File beside adapter_config.json, which has no place for PiSSA's own options: PEFT warns about options that it does not know.
+FILE = "pissa_config.json"
+DECOMPOSITION = ("svd", "niter", "seed")
 
 # LoRA options that PiSSA does not support, with the values that leave them off.
 NEUTRAL = {
@@ -76,7 +82,6 @@ class PissaConfig(LoraConfig):
     seed: int = field(default=0, metadata={"help": "Seed of the randomized decomposition."})
 
     def __post_init__(self):
-        refuse_combination()
         super().__post_init__()
         self.lora_alpha = self.r if self.lora_alpha is None else self.lora_alpha
         unsupported = sorted(name for name, value in NEUTRAL.items() if getattr(self, name, value) != value)
@@ -102,7 +107,15 @@ class PissaConfig(LoraConfig):
                 stacklevel=3,
             )
         self._register_custom_module(
-            {nn.Linear: PissaLinear, Conv1D: PissaLinear, nn.Embedding: PissaEmbedding, nn.Module: refuse}
+            {
+                nn.Linear: PissaLinear,
+                Conv1D: PissaLinear,
+                nn.Embedding: PissaEmbedding,
+                nn.Conv1d: PissaConv1d,
+                nn.Conv2d: PissaConv2d,
+                nn.Conv3d: PissaConv3d,
+                nn.Module: refuse,
+            }
         )
 
     def to_dict(self) -> dict:
@@ -126,8 +139,10 @@ class PissaConfig(LoraConfig):
         return config
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> None:
-        """Writes the configuration of `to_lora_config` and the adapter's card."""
+        """Writes the configuration of `to_lora_config`, the options of the decomposition, and the adapter's card."""
         self.to_lora_config().save_pretrained(save_directory, **kwargs)
+        options = {name: getattr(self, name) for name in DECOMPOSITION}
+        Path(save_directory, FILE).write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
         self._write_card(save_directory, kwargs.get("auto_mapping_dict"))
 
     def _write_card(self, folder: str | os.PathLike, auto_mapping: dict[str, str] | None) -> None:
@@ -163,7 +178,27 @@ class PissaConfig(LoraConfig):
             "alpha_pattern": {key: _shortest(alpha / factor) for key, alpha in lora.alpha_pattern.items()},
             "init_lora_weights": False,
         }
-        return cls(**options)
+        return cls(**options, **_saved_decomposition(pretrained_model_name_or_path, kwargs))
+
+
+def _saved_decomposition(name: str | os.PathLike, options: dict[str, Any]) -> dict[str, Any]:
+    """Reads svd, niter and seed of a saved adapter. Adapters of earlier versions have none.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    known = ("subfolder", "revision", "token", "cache_dir", "force_download", "local_files_only")
+    asked = {key: options[key] for key in known if options.get(key) is not None}
+    path = cached_file(
+        name, FILE, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False, **asked
+    )
+    if path is None:
+        return {}
+    try:
+        saved = json.loads(Path(path).read_text(encoding="utf-8"))
+        return {key: saved[key] for key in DECOMPOSITION}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: it must name {', '.join(DECOMPOSITION)}. Save the adapter again.") from error
 
 
 def _alpha_factor(use_rslora: bool) -> float:

@@ -117,15 +117,15 @@ def convert_to_lora(
     if rank is not None and rank < 1:
         raise HfExtError(f"rank={rank} is not supported: a LoRA has at least rank 1.")
     state = get_peft_model_state_dict(model, adapter_name=adapter_name)
-    state = {key.replace(f"{RESIDUAL}bias", ".base_layer.bias"): tensor for key, tensor in state.items()}
-    state = {key: tensor for key, tensor in state.items() if RESIDUAL not in key}
+    state = {key: tensor for key, tensor in state.items() if RESIDUAL not in key or key.endswith(f"{RESIDUAL}bias")}
     records = []
     with progress("Converting", len(layers)) as bar:
         for name, module in layers.items():
             a, b = (key for part in "AB" for key in state if key.startswith(f"{name}.lora_") and f"_{part}" in key[len(name) :])
-            if state[a].dim() != 2:
-                raise HfExtError(f"{name} is a convolution. Only adapters of linear layers and embeddings can be converted.")
-            A, B = state[a], state[b] * module.scaling[adapter_name]
+            shapes = state[a].shape[1:], state[b].shape[2:]  # of a convolution's kernels
+            A, B = state[a].flatten(1), state[b].flatten(1) * module.scaling[adapter_name]
+            if B.shape[1] != len(A):
+                raise HfExtError(f"{name} is a convolution with groups. Adapters of such layers cannot be converted.")
             if isinstance(module, QPissaLinear):
                 B, A, error = _quantized(module, B, A, rank, onto)
             else:
@@ -135,7 +135,7 @@ def convert_to_lora(
                     error = (singular[kept:].square().sum() / singular.square().sum().clamp_min(1e-300)).sqrt().item()
                 else:
                     error = 0.0
-            state[a], state[b] = A.contiguous(), B.contiguous()
+            state[a], state[b] = A.reshape(-1, *shapes[0]).contiguous(), B.reshape(*B.shape, *shapes[1]).contiguous()
             records.append(LayerConversion(name.removeprefix("base_model.model."), len(A), error))
             bar.update()
     kind = "qpissa" if config.peft_type == "QPISSA" else "pissa" if isinstance(config, PissaConfig) else "lora"

@@ -1,9 +1,11 @@
-"""Layers that compute W x + s (B A − B₀ A₀) x: PEFT's LoRA layers with a variant of their own."""
+"""The base of the layers that compute W x + s (B A − B₀ A₀) x: PEFT's LoRA layers with a variant of their own."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
@@ -11,18 +13,17 @@ from weakref import WeakValueDictionary
 import torch
 from peft import LoraConfig
 from peft.tuners._buffer_dict import BufferDict
-from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, LoraVariant
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.lora import LoraModel
+from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from torch import nn
-from torch.nn import functional
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.peft import PeftAdapterMixin
-from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import tqdm
 
 from hf_ext.errors import BaseModelError, HfExtError
 from hf_ext.integration.compat import config_and_name_of_layer, variables_of_caller
-from hf_ext.pissa.adapters import is_pissa, refuse_combination
+from hf_ext.pissa.adapters import is_pissa
+from hf_ext.pissa.combination import PissaModel
 from hf_ext.pissa.decomposition import energy, initial_factors, is_of, principal_components
 from hf_ext.pissa.reports import LayerReport
 
@@ -45,7 +46,7 @@ class PissaVariant(LoraVariant):
         if module.merged:
             raise ValueError("The model has merged adapters. Call unmerge_adapter() before you add a PiSSA adapter.")
         A, B = module.factors(adapter_name)
-        rank, shape = module.r[adapter_name], (module.out_features, module.in_features)
+        rank, shape = module.r[adapter_name], (len(B), A[0].numel())
         if rank > min(shape):
             raise ValueError(
                 f"r={rank} is more than the {min(shape)} principal components that {module.name or 'a layer'} "
@@ -57,7 +58,7 @@ class PissaVariant(LoraVariant):
                 raise ValueError("PiSSA cannot decompose weights that DeepSpeed ZeRO-3 has partitioned. Use ZeRO-2.")
             with torch.no_grad():
                 for parameter, start in zip((A, B), module.start(adapter_name, config)):
-                    parameter.copy_(start)
+                    parameter.copy_(start.view_as(parameter))
             PissaLayer.count_decomposition()
         module.initial_A[adapter_name] = A.detach().clone()
         module.initial_B[adapter_name] = B.detach().clone()
@@ -116,13 +117,14 @@ class PissaLayer(LoraLayer):
 
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         self.prepare()
-        refuse_combination()
         config, name = config_and_name_of_layer(kwargs)
         if is_pissa(config) and variables_of_caller(PeftAdapterMixin.load_adapter) is not None:
             raise HfExtError(
                 f"model.load_adapter of Transformers cannot load an adapter of {type(config).__name__}. Use PeftModel: "
                 "PeftModel.from_pretrained(model, folder)."
             )
+        if (making := variables_of_caller(LoraModel._create_and_replace)) is not None:
+            PissaModel.adopt(making["self"])
         self.configs[adapter_name], self.name = config, name or self.name
         self._adapter_to_update = adapter_name
         try:
@@ -170,7 +172,7 @@ class PissaLayer(LoraLayer):
 
     @abstractmethod
     def factors(self, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:
-        """Returns A, (r, n), and B, (m, r)."""
+        """Returns the parameters A, (r, n), and B, (m, r). In a convolution, n and r have further dimensions."""
 
     @abstractmethod
     def matrix(self) -> torch.Tensor:
@@ -190,6 +192,12 @@ class PissaLayer(LoraLayer):
     def initial(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns A₀ and B₀ in the dtype of A and B."""
         A, A0 = self.factors(adapter)[0], self.initial_A[adapter]
+        if A.shape[1:] != A0.shape[1:] or not len(A):
+            raise ValueError(
+                f"A of the adapter '{adapter}' is a shard of the shape {tuple(A.shape)} instead of {tuple(A0.shape)}, because "
+                "DeepSpeed ZeRO-3 or FSDP has partitioned it. Gather the parameters first, with "
+                "deepspeed.zero.GatheredParameters or FullyShardedDataParallel.summon_full_params."
+            )
         if A.shape != A0.shape:
             raise ValueError(
                 f"A of the adapter '{adapter}' has the shape {tuple(A.shape)} instead of {tuple(A0.shape)}. PiSSA's training "
@@ -205,8 +213,8 @@ class PissaLayer(LoraLayer):
     @torch.no_grad()
     def report(self, adapter: str, name: str) -> LayerReport:
         """Reports what an adapter started from in this layer; `name` is the layer's name."""
-        A, B = self.initial(adapter)
-        part = energy(B.float(), A.float(), self.start_scaling(adapter))
+        A, B = (factor.float().flatten(1) for factor in self.initial(adapter))
+        part = energy(B, A, self.start_scaling(adapter))
         share = part / torch.linalg.norm(self.matrix()).square().clamp_min(torch.finfo(part.dtype).tiny)
         return LayerReport(name, self.r[adapter], share.item(), None, None)
 
@@ -215,16 +223,37 @@ class PissaLayer(LoraLayer):
         self.started[adapter] = self.report(adapter, self.name)
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        delta = super().get_delta_weight(adapter)
         if adapter not in self.pissa_adapters():
-            return delta
-        A, B = self.initial(adapter)
-        before = (B.float() @ A.float() * self.scaling[adapter]).to(delta.dtype)
-        return delta - (before.T if self.is_transposed() else before)
+            return super().get_delta_weight(adapter)
+        now, before = (
+            (B.float().flatten(1) @ A.float().flatten(1)) * self.scaling[adapter]
+            for A, B in (self.factors(adapter), self.initial(adapter))
+        )
+        delta = (now - before).to(self.factors(adapter)[0].dtype)
+        return delta.T if self.is_transposed() else delta
 
-    @abstractmethod
+    @contextmanager
+    def as_lora(self, adapter: str) -> Iterator[None]:
+        """Turns a PiSSA adapter into the LoRA that it is saved as, until the context ends."""
+        factors, whole = self.factors(adapter), self.stacked(adapter)
+        before, variant = [factor.data for factor in factors], self.lora_variant.pop(adapter)
+        for factor, data in zip(factors, whole):
+            factor.data = data
+        try:
+            yield
+        finally:
+            for factor, data in zip(factors, before):
+                factor.data = data
+            self.lora_variant[adapter] = variant
+
+    def stacked(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns [A; A₀] and [B, −B₀], the factors of the saved LoRA."""
+        (A, B), (A0, B0) = self.factors(adapter), self.initial(adapter)
+        return torch.cat([A.detach(), A0]), torch.cat([B.detach(), -B0], dim=1)
+
     def is_transposed(self) -> bool:
         """Tells whether the weight is stored as (n, m)."""
+        return False
 
     @abstractmethod
     def change(self, adapter: str, x: torch.Tensor) -> torch.Tensor:
@@ -235,7 +264,8 @@ class PissaLayer(LoraLayer):
         for adapter in self.pissa_adapters():
             A0, B0 = self.initial(adapter)
             a, b = (prefix + key for key in self.keys(adapter))
-            state[a], state[b] = torch.cat([state[a], A0]), torch.cat([state[b], -B0], dim=1)
+            with _replicated(state[a]):
+                state[a], state[b] = torch.cat([state[a], A0]), torch.cat([state[b], -B0], dim=1)
         return state
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
@@ -254,88 +284,23 @@ class PissaLayer(LoraLayer):
             BaseModelError: they are not principal components of this layer's weight.
         """
         weight = self.get_base_layer().weight
-        if weight.device.type != "meta" and not is_of(
-            B0.to(weight.device), A0.to(weight.device), self.start_scaling(adapter), self.matrix()
-        ):
-            raise another_base(self.get_base_layer())
         device = weight.device
+        if device.type != "meta":
+            B, A = (factor.to(device).flatten(1) for factor in (B0, A0))
+            if not is_of(B, A, self.start_scaling(adapter), self.matrix()):
+                raise another_base(self.get_base_layer())
         self.initial_A[adapter], self.initial_B[adapter] = A0.to(device), B0.to(device)
         if weight.device.type != "meta":
             self.note_start(adapter)
 
 
-class PissaLinear(PissaLayer, Linear):
-    """The layer for `torch.nn.Linear` and for Transformers' `Conv1D`, whose weight is stored as (n, m)."""
+def _replicated(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Lets a tensor that FSDP2 has sharded meet plain ones, of which every rank has a copy."""
+    if not hasattr(tensor, "full_tensor"):
+        return nullcontext()
+    from torch.distributed.tensor.experimental import implicit_replication
 
-    def __init__(self, base_layer: nn.Module, adapter_name: str, **kwargs: Any):
-        inner = base_layer.get_base_layer() if isinstance(base_layer, BaseTunerLayer) else base_layer
-        config, _ = config_and_name_of_layer(kwargs)
-        config.fan_in_fan_out = isinstance(inner, Conv1D)
-        if "fan_in_fan_out" in kwargs:  # PEFT 0.18 passes each option
-            kwargs["fan_in_fan_out"] = config.fan_in_fan_out
-        super().__init__(base_layer, adapter_name, is_target_conv_1d_layer=config.fan_in_fan_out, **kwargs)
-
-    def keys(self, adapter: str) -> tuple[str, str]:
-        return f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
-
-    def factors(self, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:
-        return self.lora_A[adapter].weight, self.lora_B[adapter].weight
-
-    def is_transposed(self) -> bool:
-        return self.fan_in_fan_out
-
-    def matrix(self) -> torch.Tensor:
-        weight = self.get_base_layer().weight
-        # bitsandbytes may pack its codes into a float dtype.
-        if type(weight).__name__ in ("Params4bit", "Int8Params"):
-            raise ValueError(
-                f"The weight of {self.get_base_layer()} is quantized: PiSSA cannot start from it. Use QPissaConfig."
-            )
-        if not weight.is_floating_point() or weight.shape != self._matrix_shape():
-            raise ValueError(f"The weight of {self.get_base_layer()} is not a matrix of floats: PiSSA cannot start from it.")
-        matrix = weight.detach().float()
-        return matrix.T if self.is_transposed() else matrix
-
-    def _matrix_shape(self) -> tuple[int, int]:
-        shape = self.out_features, self.in_features
-        return shape[::-1] if self.is_transposed() else shape
-
-    def change(self, adapter: str, x: torch.Tensor) -> torch.Tensor:
-        x, scaling = self.lora_dropout[adapter](x), self.scaling[adapter]
-        A0, B0 = self.initial(adapter)
-        # The small tensors are scaled and negated. The difference of two equal products is still exactly zero.
-        A, B = self.lora_A[adapter], self.lora_B[adapter]
-        return B(A(x) * scaling) + functional.linear(functional.linear(x, A0) * scaling, -B0)
-
-
-class PissaEmbedding(PissaLayer, Embedding):
-    """The layer for `torch.nn.Embedding`. PiSSA decomposes the transpose of its weight (entries, width)."""
-
-    def keys(self, adapter: str) -> tuple[str, str]:
-        return f"lora_embedding_A.{adapter}", f"lora_embedding_B.{adapter}"
-
-    def factors(self, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:
-        return self.lora_embedding_A[adapter], self.lora_embedding_B[adapter]
-
-    def is_transposed(self) -> bool:
-        return True
-
-    def matrix(self) -> torch.Tensor:
-        return self.get_base_layer().weight.detach().float().T
-
-    def change(self, adapter: str, x: torch.Tensor) -> torch.Tensor:
-        """Computes s (B A − B₀ A₀) of the entries x."""
-        now, before = (self._embed(x, A.T) @ B.T for A, B in (self.factors(adapter), self.initial(adapter)))
-        change = (now - before) * self.scaling[adapter]
-        scale = self._get_embed_scale()
-        return change if scale is None else change * scale.to(change.dtype)
-
-    def _mixed_batch_forward(self, x: torch.Tensor, *args: Any, adapter_names: list[str], **kwargs: Any) -> torch.Tensor:
-        if any(name in self.pissa_adapters() for name in adapter_names):
-            raise ValueError(
-                "Embeddings with PiSSA adapters cannot mix adapters in a batch. Save the adapter and load it as a LoRA."
-            )
-        return super()._mixed_batch_forward(x, *args, adapter_names=adapter_names, **kwargs)
+    return implicit_replication()
 
 
 def starts_of(config: LoraConfig) -> list[LayerReport]:
@@ -354,39 +319,3 @@ def another_base(layer: object) -> BaseModelError:
         f"The adapter's principal components are not those of the weight of {layer}: it was trained on another base, or not "
         "by PiSSA. Load it on the base that its adapter_config.json names."
     )
-
-
-def refuse(target: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Raises an error in place of a layer class, for targets that have no matrix.
-
-    Raises:
-        ValueError: always.
-    """
-    _, name = config_and_name_of_layer(kwargs)
-    if parameter := kwargs.get("parameter_name"):
-        raise ValueError(
-            f"PiSSA has no adapter for the parameter {parameter} of {type(target).__name__} ({name}). "
-            'Name the linear layers in target_modules, instead of "all-linear" or target_parameters.'
-        )
-    raise ValueError(
-        f"PiSSA has no adapter for {type(target).__name__} ({name}), only for Linear, Conv1D and "
-        "Embedding layers. Leave it out of target_modules, or name it in exclude_modules."
-    )
-
-
-def accept_pissa(model: nn.Module) -> None:
-    """Prepares a model that already has LoRA adapters for PiSSA adapters: replaces PEFT's layers by this package's.
-
-    Layers that PiSSA does not support (quantized layers, convolutions) do not change and refuse a PiSSA adapter.
-
-    Args:
-        model: a `PeftModel`, or a model with injected adapters.
-    """
-    for name, module in list(model.named_modules()):
-        for theirs, ours in ((Linear, PissaLinear), (Embedding, PissaEmbedding)):
-            if type(module) is theirs:
-                layer = ours.__new__(ours)
-                layer.__dict__ = module.__dict__
-                layer.prepare()
-                parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent), child, layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from hf_ext.errors import BaseModelError, HfExtError
 from hf_ext.integration.compat import config_and_name_of_layer, saves_only_lora_tensors
 from hf_ext.pissa.config import QPissaConfig
 from hf_ext.pissa.decomposition import energy
-from hf_ext.pissa.layer import PissaLinear
+from hf_ext.pissa.kinds import PissaLinear
 from hf_ext.pissa.quantization import Quantization, QuantizedWeight, bitsandbytes, dequantize, quantized_residual
 from hf_ext.pissa.reports import LayerReport
 from hf_ext.pissa.residual import OriginalModel, OriginalWeight, ResidualLinear
@@ -26,7 +27,8 @@ from hf_ext.storage.prefetch import progress
 
 logger = get_logger(__name__)
 
-RESIDUAL = ".base_layer.layer."  # part of the keys of the quantized weight, its scales and the bias in a state dict
+RESIDUAL = ".base_layer."  # part of the keys of the quantized weight, its scales and the bias in a state dict
+OLD_RESIDUAL = ".base_layer.layer."  # the same in files of earlier versions
 
 
 class QPissaLinear(PissaLinear):
@@ -123,11 +125,10 @@ class QPissaLinear(PissaLinear):
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         for adapter in check_adapters_to_merge(self, adapter_names):
             if adapter in self.lora_A:
-                (A, B), (A0, B0) = self.factors(adapter), self.initial(adapter)
-                factors = torch.cat([B, -B0], dim=1).detach(), torch.cat([A, A0]).detach()
-                if safe_merge and not all(torch.isfinite(factor).all() for factor in factors):
+                A, B = self.stacked(adapter)
+                if safe_merge and not (torch.isfinite(A).all() and torch.isfinite(B).all()):
                     raise ValueError(f"The adapter '{adapter}' has NaN or infinite weights and was not merged.")
-                self.base_layer.merge(factors[0] * (self.scaling[adapter] / self.base_layer.scaling), factors[1])
+                self.base_layer.merge(B * (self.scaling[adapter] / self.base_layer.scaling), A)
                 self.merged_adapters.append(adapter)
 
     def unmerge(self) -> None:
@@ -215,6 +216,17 @@ class QPissaModel(LoraModel):
             self.original_model = OriginalModel(name, revision)
         return self.original_model
 
+    def add_weighted_adapter(self, adapters: Sequence[str], *args: Any, **kwargs: Any) -> None:
+        """Raises an error: the sum of adapters on a residual has no LoRA on the base.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"The adapters {list(adapters)} are of QPiSSA, which add_weighted_adapter cannot combine. Convert each of them to "
+            "a LoRA with hf_ext.pissa.convert_to_lora, and combine these."
+        )
+
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> nn.Module:
         layers = [module for module in self.modules() if isinstance(module, QPissaLinear)]
         merged = super().merge_and_unload(*args, **kwargs)
@@ -240,6 +252,7 @@ class QPissaModel(LoraModel):
     def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
         # The keys of the residual are still those of the file, which have the prefix of a `PeftModel`.
         state = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        state = {key.replace(OLD_RESIDUAL, RESIDUAL): value for key, value in state.items()}
         if isinstance(model, PeftModel):
             return state
         return {key.removeprefix("base_model.model.") if RESIDUAL in key else key: state[key] for key in state}

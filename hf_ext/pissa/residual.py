@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -267,6 +267,15 @@ class ResidualLinear(nn.Module):
         if self.A is None or self.B is None:
             raise HfExtError(f"{self.original.layer} has no quantized residual yet: load the adapter's weights first.")
         return self.A, self.B
+
+    def state_dict(self, *args: Any, destination: dict | None = None, prefix: str = "", keep_vars: bool = False) -> dict:
+        # The keys of the wrapped layer, so that PEFT's get_base_model_state_dict gives those of the base.
+        return self.layer.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(f"{prefix}layer.")]:
+            state_dict[f"{prefix}layer.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result = self.layer(x)

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora.layer import LoraLayer
 from peft.utils.hotswap import hotswap_adapter
 from peft.utils.other import ModulesToSaveWrapper
@@ -292,18 +292,41 @@ COMBINATIONS = ["cat", "linear", "svd"] + [
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-@pytest.mark.parametrize("targets", [["v_proj"], ["q_proj", "v_proj", "down_proj"]], ids=["fewer layers", "more layers"])
-def test_combining_by_weights_is_an_error_in_the_training_form(combination, targets):
-    model = trained(llama(), config(target_modules=["q_proj", "v_proj"]))
-    model.add_adapter("plain", LoraConfig(r=4, target_modules=targets))
+@pytest.mark.parametrize("adapters", [["default", "plain"], ["plain", "default"], ["default", "second"], ["second"]], ids=str)
+def test_combining_by_weights_is_that_of_the_saved_loras(tmp_path, combination, adapters):
+    model = trained(llama(), config(target_modules=["q_proj", "embed_tokens"]))
     model.add_adapter("second", config(target_modules=["q_proj", "v_proj"], seed=1))
-    expected, names = logits(model), list(model.state_dict())
-    orders = [["default", "plain"], ["plain", "default"], ["default", "second"], ["plain", "plain", "second"], ["second"]]
-    for adapters in orders:
-        with pytest.raises(ValueError, match="training form, which add_weighted_adapter cannot combine. Save them"):
-            model.add_weighted_adapter(adapters, [0.5] * len(adapters), "both", combination, density=0.5)
-        assert list(model.peft_config) == ["default", "plain", "second"]
-        assert list(model.state_dict()) == names and torch.equal(logits(model), expected)
+    model.add_adapter("plain", LoraConfig(r=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    loras = PeftModel.from_pretrained(llama(), tmp_path)
+    for name in ("plain", "second"):
+        loras.load_adapter(tmp_path / name, name)
+    expected, before = logits(model), model.state_dict()
+    configs = dict(model.peft_config)
+    options = {"combination_type": combination, "density": None if combination in ("cat", "linear", "svd") else 0.5}
+    for one in (model, loras):
+        torch.manual_seed(0)
+        one.add_weighted_adapter(adapters, [0.5, -2.0][: len(adapters)], "both", **options)
+    states = [get_peft_model_state_dict(one, adapter_name="both", save_embedding_layers=False) for one in (model, loras)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert type(model.peft_config["both"]) is LoraConfig
+    assert all(model.peft_config[name] is configs[name] for name in configs)
+    assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
+    assert torch.equal(logits(model), expected)
+    model.set_adapter("both")
+    loras.set_adapter("both")
+    assert difference(logits(model), logits(loras)) < 2e-6
+
+
+def test_a_combination_that_fails_leaves_the_adapters_as_they_were():
+    model = trained(llama(), config())
+    model.add_adapter("second", config(r=2))
+    expected = logits(model)
+    with pytest.raises(ValueError, match="same r value"):
+        model.add_weighted_adapter(["default", "second"], [0.5, 0.5], "both", "linear")
+    assert list(model.peft_config) == ["default", "second"] and torch.equal(logits(model), expected)
+    assert all(type(one) is PissaConfig for one in model.peft_config.values())
 
 
 def test_plain_adapters_beside_pissa_are_combined_by_weights():

@@ -204,12 +204,24 @@ def test_it_goes_to_the_hub_and_back(tmp_path):
 @pytest.mark.parametrize("alpha", [4, 6.5, 16])
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_the_configuration_comes_back_exactly(tmp_path, alpha, use_rslora):
-    options = config(lora_alpha=alpha, use_rslora=use_rslora, rank_pattern={"q_proj": 8}, alpha_pattern={"v_proj": alpha / 2})
-    options.save_pretrained(tmp_path)
-    loaded = PissaConfig.from_pretrained(tmp_path)
-    for name in ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules"):
-        assert getattr(loaded, name) == getattr(options, name)
-    assert loaded.init_lora_weights is False
+    patterns = {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"v_proj": alpha / 2}}
+    options = config(lora_alpha=alpha, use_rslora=use_rslora, svd="exact", niter=1, seed=7, **patterns)
+    options.save_pretrained(tmp_path / "adapter")
+    for loaded in (
+        PissaConfig.from_pretrained(tmp_path / "adapter"),
+        PissaConfig.from_pretrained(tmp_path, subfolder="adapter"),
+    ):
+        assert loaded.to_dict() == options.to_dict() | {"init_lora_weights": False}
+
+
+def test_an_adapter_of_an_earlier_version_has_the_options_of_the_decomposition_by_default(tmp_path):
+    config(niter=1).save_pretrained(tmp_path)
+    (tmp_path / "pissa_config.json").unlink()
+    assert PissaConfig.from_pretrained(tmp_path).niter == config().niter
+    for text in ("{", "[]", '{"svd": "exact"}'):
+        (tmp_path / "pissa_config.json").write_text(text)
+        with pytest.raises(ValueError, match="is damaged: it must name svd, niter, seed. Save the adapter again"):
+            PissaConfig.from_pretrained(tmp_path)
 
 
 def test_the_state_dict_is_the_loras(tmp_path):
