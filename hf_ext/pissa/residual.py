@@ -268,9 +268,9 @@ class ResidualLinear(nn.Module):
             raise HfExtError(f"{self.original.layer} has no quantized residual yet: load the adapter's weights first.")
         return self.A, self.B
 
-    def state_dict(self, *args: Any, destination: dict | None = None, prefix: str = "", keep_vars: bool = False) -> dict:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict:  # type: ignore[override]
         # The keys of the wrapped layer, so that PEFT's get_base_model_state_dict gives those of the base.
-        return self.layer.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return self.layer.state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(f"{prefix}layer.")]:

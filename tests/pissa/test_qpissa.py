@@ -11,7 +11,6 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from peft.utils.save_and_load import get_base_model_state_dict, set_base_model_state_dict
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from tiny_adapters import (
     FP4_IN_FLOATS,
     INT8,
@@ -271,16 +270,6 @@ def test_the_base_has_its_own_names_in_a_state_dict(llama_base, quantization):
     expected = logits(model)
     set_base_model_state_dict(model, {name: tensor.clone() for name, tensor in state.items()})
     assert torch.equal(logits(model), expected)
-
-
-@SAVED_RESIDUALS
-def test_residuals_of_an_earlier_version_are_read(tmp_path, llama_base):
-    model = trained(load(llama_base, NF4), config(save_residual=True, bias="all"))
-    model.save_pretrained(tmp_path / "adapter")
-    file = tmp_path / "adapter" / "adapter_model.safetensors"
-    tensors = {name.replace(".base_layer.", ".base_layer.layer."): tensor for name, tensor in load_file(file).items()}
-    save_file(tensors, file, {"format": "pt"})
-    assert torch.equal(logits(PeftModel.from_pretrained(load(llama_base, NF4), tmp_path / "adapter")), logits(model))
 
 
 def test_combining_by_weights_is_an_error(llama_base):

@@ -1,0 +1,74 @@
+"""A pytest plugin that runs PEFT's own tests with `PissaConfig` in place of `LoraConfig` (`make test-peft`).
+
+It keeps the tests that use `LoraConfig`. A test that fails because PiSSA refuses something, or differs from LoRA by design,
+counts as expected ("xfailed"), for one of the reasons below. Any other failure is a finding.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+
+from hf_ext import PissaConfig
+
+peft.LoraConfig = PissaConfig  # before PEFT's test modules are imported
+
+# Modules that need a GPU, or download a data set when they are imported.
+LEFT_OUT = ("gpu", "gptq", "stablediffusion", "vision")
+
+#: Reasons, and a pattern of the test's name and its error. The first match counts.
+EXPECTED = {
+    "needs the Hub": r"couldn't connect to|Can't find '.*' at|OfflineModeIsEnabled|outgoing traffic has been disabled",
+    "another variant of LoRA: PiSSA has its own initialization and forward": r"PissaConfig does not support",
+    "another init_lora_weights: PiSSA's start is its definition": r"init_lora_weights=.* is not supported: PissaConfig starts",
+    "the layer has fewer components than the test's rank": r"is more than the \d+ principal components",
+    "no matrix to decompose: attention modules with fused parameters": r"PiSSA has no adapter for",
+    "PEFT's LoRA of this convolution is another operation than the convolution": r"has groups, dilation or a padding_mode",
+    "adapter_config.json holds the LoRA of rank 2r, not PiSSA's options": r"test_from_json_file\[.* AssertionError",
+    "PissaConfig reads a LoRA, so errors name LoraConfig": r"test_from_pretrained_(forward_compatible|sanity_check)",
+}
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    left_out = any(word in collection_path.stem for word in LEFT_OUT)
+    return True if left_out or "LoraConfig" not in collection_path.read_text(encoding="utf-8") else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = [item for item in items if _uses_lora(item)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+
+
+def _uses_lora(item: Any) -> bool:
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    configs = [value for value in values if isinstance(value, type) and issubclass(value, peft.PeftConfig)]
+    return PissaConfig in configs if configs else "LoraConfig" in inspect.getsource(item.function)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and call.excinfo is not None:
+        failure = f"{report.nodeid} {call.excinfo.typename}: {call.excinfo.value}"
+        reason = next((reason for reason, pattern in EXPECTED.items() if re.search(pattern, failure)), None)
+        if reason is not None:
+            report.outcome, report.wasxfail = "skipped", reason
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    reasons = Counter(report.wasxfail for report in terminalreporter.stats.get("xfailed", []) if hasattr(report, "wasxfail"))
+    terminalreporter.section("PiSSA in place of LoRA")
+    terminalreporter.write_line(f"{len(terminalreporter.stats.get('passed', [])):6,} pass")
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count:6,} expected: {reason}")
