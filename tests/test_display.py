@@ -30,6 +30,7 @@ TRANSFER = TransferReport(
     distinct={"kept": [0.5, 0.6, 0.7], "seeds": [0.5, 0.6, 0.7]},
     lengths={"seeds": [3, 4], "kept": [3, 5, 6], "dropped": [9]},
     mmd={"kept": 0.1},
+    mmd_to_real={},
     nearest=[Nearest("a", "b", 0.5)],
     agreement=1.0,
     encoder="words",

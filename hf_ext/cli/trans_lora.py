@@ -44,7 +44,19 @@ ServerUrl = Annotated[
 ServerModel = Annotated[
     str | None, option("--server-model", "Name of the target model on the server. Defaults to --target-model.", "NAME")
 ]
-TargetModules = Annotated[list[str], option("--target-modules", "Layers that get the adapter: one name or several.", "NAME…")]
+TargetModules = Annotated[
+    list[str] | None,
+    option("--target-modules", "Layers with the adapter. Defaults to all-linear, with --paper to query and value.", "NAME…"),
+]
+Paper = Annotated[
+    int | None,
+    option(
+        "--paper",
+        "Use the paper's settings for a data set of SIZE inputs, except where you give an option. They concern num_samples, "
+        "near_duplicate_threshold, discriminator_prompt, the layers of the adapter, and the start of prompt tuning.",
+        "SIZE",
+    ),
+]
 
 
 @section.command(
@@ -67,9 +79,10 @@ def train_discriminator(
     ] = None,
     peft_type: PeftType = "lora",
     rank: Rank = 16,
-    target_modules: TargetModules = ["all-linear"],  # noqa: B006
+    target_modules: TargetModules = None,
+    paper: Paper = None,
 ) -> Result | None:
-    settings = training_arguments(context, out)
+    settings = training_arguments(context, out, paper, peft_type)
     from accelerate import PartialState
 
     from hf_ext import trans_lora
@@ -81,7 +94,7 @@ def train_discriminator(
         trans_lora.read_inputs(inputs),
         task=task,
         args=settings,
-        peft_config=peft_config(peft_type, rank, target_modules, source_model),
+        peft_config=peft_config(peft_type, rank, target_modules, source_model, paper),
         seeds=trans_lora.read_inputs(seeds) if seeds else None,
     )
     first = PartialState().is_main_process
@@ -114,13 +127,18 @@ def transfer(
         option("--discriminator", "Folder or Hub id. If you have none, use --filter token_excess or --filter none."),
     ] = None,
     discriminator_model: DiscriminatorModel = None,
+    real_inputs: Annotated[
+        str | None,
+        option("--real-inputs", "Real inputs to compare the synthetic ones with. Only the report uses them.", "FILE.jsonl"),
+    ] = None,
     server: ServerUrl = None,
     server_model: ServerModel = None,
     peft_type: PeftType = "lora",
     rank: Rank = 16,
-    target_modules: TargetModules = ["all-linear"],  # noqa: B006
+    target_modules: TargetModules = None,
+    paper: Paper = None,
 ) -> Result | None:
-    settings = training_arguments(context, out)
+    settings = training_arguments(context, out, paper, peft_type)
     from hf_ext import trans_lora
 
     trainer = trans_lora.transfer(
@@ -129,10 +147,11 @@ def transfer(
         target_model,
         trans_lora.read_inputs(seeds),
         settings,
-        peft_config(peft_type, rank, target_modules, target_model),
+        peft_config(peft_type, rank, target_modules, target_model, paper),
         discriminator,
         discriminator_model,
         synthesizer(server, server_model or target_model, settings),
+        trans_lora.read_inputs(real_inputs) if real_inputs else (),
     )
     report = trainer.report if trainer.is_world_process_zero() else None
     return Result(str(report), report.to_dict()) if report else None
@@ -167,9 +186,10 @@ def migrate(
     server_model: ServerModel = None,
     peft_type: PeftType = "lora",
     rank: Rank = 16,
-    target_modules: TargetModules = ["all-linear"],  # noqa: B006
+    target_modules: TargetModules = None,
+    paper: Paper = None,
 ) -> Result | None:
-    settings = training_arguments(context, out)
+    settings = training_arguments(context, out, paper, peft_type)
     from accelerate import PartialState
 
     from hf_ext import trans_lora
@@ -180,7 +200,7 @@ def migrate(
         target_model,
         trans_lora.read_inputs(seeds),
         settings,
-        peft_config(peft_type, rank, target_modules, target_model),
+        peft_config(peft_type, rank, target_modules, target_model, paper),
         discriminator,
         discriminator_model,
         synthesizer(server, server_model or target_model, settings),
@@ -198,13 +218,22 @@ def synthesizer(url: str | None, model: str, settings: TransLoraConfig) -> Serve
     return trans_lora.Server(url, model, options=sampling) if url else None
 
 
-def training_arguments(context: typer.Context, out: str) -> TransLoraConfig:
-    """Parses the options that the command does not declare."""
+def training_arguments(context: typer.Context, out: str, paper: int | None, peft_type: str) -> TransLoraConfig:
+    """Parses the options that the command does not declare.
+
+    Args:
+        paper: size of a data set, with which the paper's settings are the defaults.
+        peft_type: type of the new adapter.
+    """
     from transformers import HfArgumentParser
 
     from hf_ext import TransLoraConfig
+    from hf_ext.trans_lora.config import paper_settings
 
     parser = HfArgumentParser(TransLoraConfig, prog="hf-ext", exit_on_error=False)  # type: ignore[arg-type]
+    if paper is not None:
+        rate = {"learning_rate": 2e-3} if peft_type == "prompt_tuning" else {}
+        parser.set_defaults(**paper_settings(paper), **rate)
     try:
         settings, unknown = parser.parse_args_into_dataclasses([*context.args, "--output_dir", out], True)
     except argparse.ArgumentError as error:
@@ -216,18 +245,29 @@ def training_arguments(context: typer.Context, out: str) -> TransLoraConfig:
     return settings
 
 
-def peft_config(kind: str, rank: int, target_modules: list[str], model: str) -> PeftConfig:
-    """Returns the configuration of the new adapter."""
+def peft_config(kind: str, rank: int, target_modules: list[str] | None, model: str, paper: int | None) -> PeftConfig:
+    """Returns the configuration of the new adapter; with `paper`, that of the paper's adapters."""
     from peft import LoraConfig, PromptTuningConfig
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULT_MODULES
     from transformers import AutoConfig
 
     from hf_ext import PissaConfig
     from hf_ext.trans_lora.encoding import loading
+    from hf_ext.trans_lora.prompts import PAPERS_SOFT_PROMPT
 
     with loading(model):
-        task_type = "SEQ_2_SEQ_LM" if AutoConfig.from_pretrained(model).is_encoder_decoder else "CAUSAL_LM"
+        config = AutoConfig.from_pretrained(model)
+    task_type = "SEQ_2_SEQ_LM" if config.is_encoder_decoder else "CAUSAL_LM"
     if kind == "prompt_tuning":
-        return PromptTuningConfig(task_type=task_type, num_virtual_tokens=rank)
-    modules = target_modules if len(target_modules) > 1 else target_modules[0]
+        text = {"prompt_tuning_init_text": PAPERS_SOFT_PROMPT, "tokenizer_name_or_path": model}
+        start: dict[str, Any] = {} if paper is None else {"prompt_tuning_init": "TEXT"} | text
+        return PromptTuningConfig(task_type=task_type, num_virtual_tokens=rank, **start)
+    modules: list[str] | str
+    if target_modules:
+        modules = target_modules if len(target_modules) > 1 else target_modules[0]
+    elif paper is not None:  # PEFT knows other names of query and value in many families
+        modules = DEFAULT_MODULES.get(config.model_type, ["q_proj", "v_proj"])
+    else:
+        modules = "all-linear"
     options: dict[str, Any] = {"task_type": task_type, "r": rank, "lora_alpha": rank, "target_modules": modules}
     return PissaConfig(**options) if kind == "pissa" else LoraConfig(**options, use_dora=kind == "dora")

@@ -9,6 +9,8 @@ from typing import Any, cast
 from peft import PeftModel
 from transformers import TrainingArguments
 
+from hf_ext.trans_lora.prompts import MEMBERSHIP, PAPERS_MEMBERSHIP
+
 FILTERS = ("discriminator", "token_excess", "none")
 
 
@@ -64,6 +66,11 @@ class TransLoraConfig(TrainingArguments):
     chat_template_kwargs: dict | str | None = _setting(
         None, 'Variables of the chat templates of student and teacher, such as {"enable_thinking": false} for Qwen3.'
     )
+    discriminator_prompt: str = _setting(
+        MEMBERSHIP,
+        "How train_discriminator asks whether an input is real, with {input} and {task} in it. A transfer asks as the "
+        "discriminator was trained.",
+    )
     held_out_share: float = _setting(0.05, "Share of the kept inputs on which student and teacher are compared.")
     logits_weight: float = _setting(
         0.0,
@@ -81,17 +88,20 @@ class TransLoraConfig(TrainingArguments):
 
     @classmethod
     def paper(cls, output_dir: str | Path, dataset_size: int, **options: Any) -> TransLoraConfig:
-        """Returns the settings of the paper's runs: as many synthetic inputs as there was real data, and no filter of near
-        duplicates beside the discriminator. All other defaults are the paper's where it gives a value.
+        """Returns the settings of the paper's runs: as many synthetic inputs as there was real data, no filter of near
+        duplicates beside the discriminator, and the paper's question to the discriminator. All other defaults are the paper's
+        where it gives a value. For MMLU it takes num_train_epochs=10 and learning_rate=2e-4, for prompt tuning
+        learning_rate=2e-3.
 
-        The paper's adapters are LoRAs on the query and value projections, `LoraConfig(target_modules=["q_proj", "v_proj"])`.
-        For MMLU it takes num_train_epochs=10 and learning_rate=2e-4, for prompt tuning learning_rate=2e-3.
+        The adapters are not part of a TransLoraConfig. The paper's are LoRAs on the query and value projections,
+        `LoraConfig(target_modules=["q_proj", "v_proj"])`, and prompts that start at a text, `PromptTuningConfig(
+        prompt_tuning_init="TEXT", prompt_tuning_init_text="Answer the following question correctly:", …)`.
 
         Args:
             dataset_size: number of real inputs that the source adapter was trained on.
             options: further fields, which replace those of the paper.
         """
-        return cls(str(output_dir), **{"num_samples": dataset_size, "near_duplicate_threshold": 1.0} | options)
+        return cls(str(output_dir), **paper_settings(dataset_size) | options)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,6 +132,14 @@ class TransLoraConfig(TrainingArguments):
             template = getattr(self, name)
             if template is not None and "{input}" not in template:
                 raise ValueError(f"{name}={template!r} has no {{input}} in it.")
+        for part in ("{input}", "{task}"):
+            if part not in self.discriminator_prompt:
+                raise ValueError(f"discriminator_prompt={self.discriminator_prompt!r} has no {part} in it.")
+
+
+def paper_settings(dataset_size: int) -> dict[str, Any]:
+    """Returns the paper's values of the fields that have other defaults."""
+    return {"num_samples": dataset_size, "near_duplicate_threshold": 1.0, "discriminator_prompt": PAPERS_MEMBERSHIP}
 
 
 def chat_variables(args: TransLoraConfig) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from hf_ext.trans_lora.card import discriminator_card
 from hf_ext.trans_lora.config import TransLoraConfig, synthesis_settings, training_settings
 from hf_ext.trans_lora.encoding import Encoder, load_tokenizer, loading
 from hf_ext.trans_lora.generation import Generator, ModelGenerator
-from hf_ext.trans_lora.prompts import NO, YES, membership_question
+from hf_ext.trans_lora.prompts import MEMBERSHIP, NO, YES, membership_question
 from hf_ext.trans_lora.scoring import log_odds
 from hf_ext.trans_lora.stages import CHECKPOINTS, claim, last_checkpoint
 from hf_ext.trans_lora.synthesis import SYNTHESIS, write_inputs
@@ -53,13 +53,23 @@ class Discriminator:
             while inputs are scored, so it does not change other computations of the model.
         task: name of the task in the question to the model.
         metrics: shares of real and synthetic inputs that it keeps, among those that it was not trained on.
+        prompt: the question to the model, with {input} and {task} in it.
     """
 
     def __init__(
-        self, model: PeftModel, tokenizer: PreTrainedTokenizerBase, task: str, metrics: dict[str, float] | None = None
+        self,
+        model: PeftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        task: str,
+        metrics: dict[str, float] | None = None,
+        prompt: str = MEMBERSHIP,
     ):
-        self.model, self.tokenizer, self.task, self.metrics = model, tokenizer, task, metrics or {}
+        self.model, self.tokenizer, self.task, self.metrics, self.prompt = model, tokenizer, task, metrics or {}, prompt
         self.encoder = _encoder(tokenizer, model)
+
+    def question(self, text: str) -> str:
+        """Returns the question to the model about an input."""
+        return membership_question(text, self.task, self.prompt)
 
     def score(self, inputs: Sequence[str], batch_size: int = 32, device: torch.device | None = None) -> list[float]:
         """Returns p(yes) / (p(yes) + p(no)) for each input. A score above 0.5 means a real input of the task.
@@ -69,19 +79,19 @@ class Discriminator:
         """
         if not inputs:
             return []
-        prompts = [self.encoder.prompt(membership_question(text, self.task)) for text in inputs]
+        prompts = [self.encoder.prompt(self.question(text)) for text in inputs]
         with adapters_kept(self.model), on_device(self.model, device or self.model.device):
             only(self.model, NAME)
             odds = log_odds(self.model, self.encoder, prompts, (YES, NO), batch_size)
         return torch.tensor(odds).sigmoid().tolist()
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Writes the adapter, as PEFT does, with the discriminator's task and base model.
+        """Writes the adapter, as PEFT does, with the discriminator's task, question and base model.
 
         Args:
             kwargs: arguments of `push_to_hub`, such as repo_id, to push the adapter too.
         """
-        record = {"task": self.task, "base_sample": base_sample(self.model), "metrics": self.metrics}
+        record = {"task": self.task, "prompt": self.prompt, "base_sample": base_sample(self.model), "metrics": self.metrics}
         base = self.model.get_base_model().name_or_path
         with staged_folder(save_directory) as stage:
             self.model.save_pretrained(stage, selected_adapters=[NAME])
@@ -143,6 +153,7 @@ class Discriminator:
         try:
             record = json.loads(Path(path).read_text(encoding="utf-8"))
             task, sample, metrics = record["task"], torch.tensor(record["base_sample"]), record["metrics"]
+            prompt = record.get("prompt", MEMBERSHIP)  # older records lack it
         except (ValueError, KeyError, TypeError) as error:
             raise HfExtError(f"{path} is not a valid record of a discriminator; save the discriminator again.") from error
         asked = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}
@@ -160,7 +171,7 @@ class Discriminator:
         tokenizer = tokenizer or load_tokenizer(bare(model).name_or_path or base, **asked)
         with adapters_kept(model), _second_adapter():
             model = PeftModel.from_pretrained(bare(model), name, adapter_name=NAME, **kwargs)
-        return cls(model.eval(), tokenizer, task, metrics)
+        return cls(model.eval(), tokenizer, task, metrics, prompt)
 
 
 def record_of(name: str, **kwargs: Any) -> str:
@@ -209,7 +220,8 @@ def train_discriminator(
             only while it scores.
         real_inputs: the task's inputs, without answers.
         task: name of the task in the question to the model.
-        args: settings of the training and of the writing of synthetic inputs, as for the transfer.
+        args: settings of the training and of the writing of synthetic inputs, as for the transfer, and the question
+            (`discriminator_prompt`).
         peft_config: configuration of the adapter; by default a LoRA on PEFT's default layers.
         seeds: example inputs for the synthetic inputs; by default as many as a prompt shows, drawn from the real inputs.
         synthetic_inputs: existing synthetic inputs, to use instead of writing new ones.
@@ -247,9 +259,11 @@ def train_discriminator(
         with _second_adapter():
             model = get_peft_model(bare(model), peft_config, NAME)
         only(model, NAME, trainable=True)
-        claim(folder, "training", training_settings(model, args, NAME), [CHECKPOINTS])
-        prompts = [encoder.prompt(membership_question(text, task)) for text, _ in rows]
-        unseen = [encoder.prompt(membership_question(text, task)) for text, _ in held_out]
+        discriminator = Discriminator(model, tokenizer, task, prompt=args.discriminator_prompt)
+        known = training_settings(model, args, NAME) | {"discriminator_prompt": discriminator.prompt}
+        claim(folder, "training", known, [CHECKPOINTS])
+        prompts = [encoder.prompt(discriminator.question(text)) for text, _ in rows]
+        unseen = [encoder.prompt(discriminator.question(text)) for text, _ in held_out]
         trainer = AnswerTrainer(
             model=model,
             args=args,
@@ -259,14 +273,14 @@ def train_discriminator(
             processing_class=tokenizer,
         )
         trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
-    found = Discriminator(model.eval(), tokenizer, task)
+    model.eval()
     if held_out:
-        says = [score > 0.5 for score in found.score([text for text, _ in held_out], args.generation_batch_size)]
+        says = [score > 0.5 for score in discriminator.score([text for text, _ in held_out], args.generation_batch_size)]
         for name, answer in (("real_kept", YES), ("synthetic_kept", NO)):
             own = [said for said, (_, right) in zip(says, held_out) if right == answer]
             if own:
-                found.metrics[name] = sum(own) / len(own)
-    return found
+                discriminator.metrics[name] = sum(own) / len(own)
+    return discriminator
 
 
 def _encoder(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | PeftModel) -> Encoder:

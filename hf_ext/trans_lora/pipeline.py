@@ -36,12 +36,14 @@ def transfer(
     discriminator: str | None = None,
     discriminator_model: str | None = None,
     synthesizer: Generator | None = None,
+    real_inputs: Sequence[str] = (),
 ) -> TransLoraTrainer:
     """Loads the models, runs the transfer and saves the new adapter to args.output_dir.
 
     Args:
         source_model, source_adapter, target_model, discriminator: folders or Hub ids.
         discriminator_model: base of the discriminator. Defaults to `source_model`; another one is used in a chain of transfers.
+        real_inputs: real inputs of the task, where you still have them; only the report uses them.
 
     Raises:
         HfExtError: the models, the adapter and the discriminator do not fit together.
@@ -59,6 +61,7 @@ def transfer(
         discriminator=source.discriminator,
         peft_config=peft_config,
         synthesizer=synthesizer,
+        real_inputs=real_inputs,
     )
     trainer.train(args.resume_from_checkpoint)
     trainer.save_model()

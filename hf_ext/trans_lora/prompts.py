@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 YES, NO = "Yes", "No"
+MEMBERSHIP = "{input}\nIs the above question from {task} dataset?"
+PAPERS_MEMBERSHIP = "{input}\nIs the above question from the {task} dataset? Answer in as few words as possible."  # figure 8
+PAPERS_SOFT_PROMPT = "Answer the following question correctly:"  # the initial text of prompt tuning
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ def parse_items(text: str, first: int, last: int, ended: bool, seeds: Sequence[s
     return items
 
 
-def membership_question(text: str, task: str) -> str:
+def membership_question(text: str, task: str, template: str = MEMBERSHIP) -> str:
     """Returns the question for the discriminator, whose answer is YES or NO (section 3.2)."""
-    return f"{text}\nIs the above question from {task} dataset?"
+    # In one pass, so that braces in the text or in the task's name stay.
+    return re.sub(r"\{(input|task)\}", lambda found: text if found[1] == "input" else task, template)

@@ -1,4 +1,4 @@
-"""The report of a transfer: counts, variety, distance to the seeds, and the student's agreement with the teacher."""
+"""The report of a transfer: counts, variety, distance to seeds and real inputs, and agreement with the teacher."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class TransferReport:
         distinct: distinct-1 to distinct-3 of kept inputs and of seeds.
         lengths: number of words of each seed, each kept and each dropped input.
         mmd: maximum mean discrepancy between kept or dropped inputs and the seeds, for unit embeddings under
-            a Gaussian kernel whose width is the median of all distances.
+            a Gaussian kernel whose width is the median of all distances between these three.
+        mmd_to_real: the same between kept or dropped inputs and real inputs, with the same kernel; empty without real inputs.
         nearest: the nearest synthetic input of each seed.
         agreement: share of the held-out inputs that the student answers word for word as the teacher; None without such inputs.
         encoder: name of the model that computed the embeddings.
@@ -63,6 +64,7 @@ class TransferReport:
     distinct: dict[str, list[float]]
     lengths: dict[str, list[int]]
     mmd: dict[str, float]
+    mmd_to_real: dict[str, float]
     nearest: list[Nearest]
     agreement: float | None
     encoder: str
@@ -91,6 +93,7 @@ class TransferReport:
             rows.append((f"distinct 1-, 2-, 3-grams, {name}", " / ".join(f"{value:.3f}" for value in values)))
         rows += [(f"words, {name}", _spread(values)) for name, values in self.lengths.items() if values]
         rows += [(f"MMD to the seeds, {name}", f"{value:.3f}") for name, value in self.mmd.items()]
+        rows += [(f"MMD to the real inputs, {name}", f"{value:.3f}") for name, value in self.mmd_to_real.items()]
         if self.nearest:
             closest = max(self.nearest, key=lambda one: one.similarity)
             rows.append(("likeness of the input nearest to a seed", f"{closest.similarity:.2f} (1 is the same)"))
@@ -149,21 +152,24 @@ class TransferReport:
         save_figure(figure, path)
 
 
-def describe(texts: Mapping[str, Sequence[str]], embeddings: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def describe(texts: Mapping[str, Sequence[str]], embeddings: Mapping[str, torch.Tensor], real: torch.Tensor) -> dict[str, Any]:
     """Returns the part of a report that depends only on the texts.
 
     Args:
         texts: "seeds", "kept" and "dropped" inputs.
         embeddings: of these texts, or of some of them, (n, d) each.
+        real: embeddings of real inputs, (n, d), if there are any. They change neither the kernel nor the map.
     """
     seeds, kept = texts["seeds"], texts["kept"]
     points = plane(torch.cat(list(embeddings.values())))
     spots = points.split([len(part) for part in embeddings.values()])
-    pairs = {name: part for name, part in embeddings.items() if name != "seeds" and len(part) and seeds}
+    written = {name: part for name, part in embeddings.items() if name != "seeds" and len(part)}
+    width = _width(embeddings)
     return {
         "distinct": {name: [distinct(texts[name], n) for n in (1, 2, 3)] for name in ("seeds", "kept")},
         "lengths": {name: [len(words_of(text)) for text in part] for name, part in texts.items()},
-        "mmd": {name: mmd(embeddings["seeds"], part, _width(embeddings)) for name, part in pairs.items()},
+        "mmd": {name: mmd(embeddings["seeds"], part, width) for name, part in written.items() if seeds},
+        "mmd_to_real": {name: mmd(real, part, width) for name, part in written.items() if len(real)},
         "nearest": [Nearest(seed, *nearest(seed, kept)) for seed in seeds] if kept else [],
         "map": {name: [(round(x, 4), round(y, 4)) for x, y in part.tolist()] for name, part in zip(embeddings, spots)},
     }
@@ -171,7 +177,8 @@ def describe(texts: Mapping[str, Sequence[str]], embeddings: Mapping[str, torch.
 
 def _width(embeddings: Mapping[str, torch.Tensor]) -> float:
     """Returns the width of one kernel for all discrepancies, so that they can be compared."""
-    return torch.pdist(torch.cat(list(embeddings.values())).double()).median().item() or 1.0
+    distances = torch.pdist(torch.cat(list(embeddings.values())).double())
+    return (distances.median().item() if len(distances) else 0.0) or 1.0
 
 
 def _percent(share: float) -> str:

@@ -31,7 +31,6 @@ from hf_ext.trans_lora.discriminator import Discriminator, require_discriminator
 from hf_ext.trans_lora.embedding import embed, load_encoder
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import Completion, Generator, ModelGenerator
-from hf_ext.trans_lora.prompts import membership_question
 from hf_ext.trans_lora.reports import TransferReport, describe
 from hf_ext.trans_lora.scoring import kl_divergence
 from hf_ext.trans_lora.stages import CHECKPOINTS, append_lines, claim, last_checkpoint, read_lines, write_lines
@@ -79,6 +78,8 @@ class TransLoraTrainer(AnswerTrainer):
         inputs: inputs to label and train on instead of synthetic ones, optionally with their labels. They are written to
             labels.jsonl.
         well_formed: function that returns whether a text can be an input of the task. Others are dropped before the filter.
+        real_inputs: real inputs of the task, where you still have them. Only the report uses them: it compares the kept and the
+            dropped inputs with them. No model is prompted with them or trained on them, and their text is not saved.
 
     Attributes:
         report: the `TransferReport`, after `train()`.
@@ -103,6 +104,7 @@ class TransLoraTrainer(AnswerTrainer):
         synthesizer: Generator | None = None,
         inputs: Sequence[str] | Mapping[str, str] | None = None,
         well_formed: Callable[[str], bool] | None = None,
+        real_inputs: Sequence[str] = (),
         **kwargs: Any,
     ):
         if kwargs.get("train_dataset") is not None:
@@ -111,8 +113,9 @@ class TransLoraTrainer(AnswerTrainer):
         self.encoder = Encoder(processing_class, model, *asked)
         self.teacher = Teacher(teacher, teacher_processing_class or processing_class, args)
         self.seeds, self.inputs, self.synthesizer, self.well_formed = list(seeds), inputs, synthesizer, well_formed
+        self.real_inputs = list(real_inputs)
         self.report: TransferReport | None = None
-        if not all(text.strip() for text in [*self.seeds, *(inputs or [])]):
+        if not all(text.strip() for text in [*self.seeds, *(inputs or []), *self.real_inputs]):
             raise HfExtError("One of the seeds, or of the inputs, is empty.")
         evaluated = args.eval_strategy != "no" and not kwargs.get("eval_dataset")
         if evaluated and args.held_out_share == 0:
@@ -300,7 +303,7 @@ class TransLoraTrainer(AnswerTrainer):
             readers.append((self.teacher.encoder, text, self.args.max_label_length))
         if self.args.filter == "discriminator":
             assert self.discriminator is not None  # require_discriminator
-            readers.append((self.discriminator.encoder, membership_question(text, self.discriminator.task), 8))
+            readers.append((self.discriminator.encoder, self.discriminator.question(text), 8))
         fits = all(encoder.fits(encoder.prompt(asked), room) for encoder, asked, room in readers)
         return fits and (self.well_formed is None or self.well_formed(text))
 
@@ -327,7 +330,11 @@ class TransLoraTrainer(AnswerTrainer):
             HfExtError: the file belongs to another transfer.
         """
         folder, args = Path(self.args.output_dir), self.args
-        judge = self.discriminator and {"task": self.discriminator.task, "checksum": adapter_digest(self.discriminator.model)}
+        judge = self.discriminator and {
+            "task": self.discriminator.task,
+            "prompt": self.discriminator.prompt,
+            "checksum": adapter_digest(self.discriminator.model),
+        }
         settings = {
             "kind": "transfer",
             "target": name_of(self.model),
@@ -366,13 +373,15 @@ class TransLoraTrainer(AnswerTrainer):
         if held_out:
             agreed = agreement(self.accelerator.unwrap_model(self.model), self.encoder, held_out, args)
             self.log({"agreement": agreed})
-        drawn = {name: random.Random(args.seed).sample(part, min(len(part), DRAWN)) for name, part in texts.items()}
+        shown = texts | {"real": self.real_inputs}
+        drawn = {name: random.Random(args.seed).sample(part, min(len(part), DRAWN)) for name, part in shown.items()}
         if args.embedding_model:
             encoder, tokenizer = load_encoder(args.embedding_model)
             embeddings = {name: embed(part, encoder.to(args.device), tokenizer) for name, part in drawn.items()}
         else:
             with base_of(self.model) as base:
                 embeddings = {name: embed(part, base, self.encoder.tokenizer) for name, part in drawn.items()}
+        real = embeddings.pop("real")
         return TransferReport(
             source=self.teacher.name,
             target=name_of(self.model),
@@ -384,7 +393,7 @@ class TransLoraTrainer(AnswerTrainer):
             unlabelled=len(kept) - len(trained) - len(held_out),
             agreement=agreed,
             encoder=args.embedding_model or name_of(self.model),
-            **describe(texts, embeddings),
+            **describe(texts, embeddings, real),
         )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -12,15 +12,15 @@ from valid_cards import valid_card
 
 from hf_ext import HfExtError, PissaConfig
 from hf_ext.trans_lora import Discriminator, train_discriminator
+from hf_ext.trans_lora.prompts import PAPERS_MEMBERSHIP
 
 OTHERS = ["sort a b c", "find c d", "find j a b", "sort h i j", "sort a c d e", "find b a c"]
 REAL = inputs(150, seed=3)
 
 
 def trained(model, words, folder, kind="gpt2", **options) -> Discriminator:
-    return train_discriminator(
-        model, words, REAL, task="pick", args=settings(folder), peft_config=lora(kind), seeds=SEEDS, **options
-    )
+    args = settings(folder, **options)
+    return train_discriminator(model, words, REAL, task="pick", args=args, peft_config=lora(kind), seeds=SEEDS)
 
 
 def logits(model, words) -> torch.Tensor:
@@ -99,10 +99,24 @@ def test_beside_any_teacher_both_compute_as_they_did_alone(saved):
 def test_training_beside_a_teacher_leaves_it_as_it_was(tmp_path):
     model, words = teacher("gpt2")
     alone = logits(model, words)
-    found = trained(model, words, tmp_path)
+    found = trained(model, words, tmp_path / "run", discriminator_prompt=PAPERS_MEMBERSHIP)
     assert torch.equal(logits(model, words), alone)
     assert keeps(found)[1] == 0
     assert torch.equal(logits(model, words), alone)
+
+    # It asks as it was trained, wherever it is loaded.
+    texts = [*OTHERS, *SEEDS, "{task} {input} {0}"]
+    asked = f"{texts[-1]}\nIs the above question from the pick dataset? Answer in as few words as possible."
+    assert found.question(texts[-1]) == asked
+    found.save_pretrained(tmp_path / "saved")
+    again = Discriminator.from_pretrained(tmp_path / "saved", pretrained("gpt2")[0], words)
+    assert again.prompt == found.prompt and again.score(texts) == pytest.approx(found.score(texts), abs=1e-5)
+    record = json.loads((tmp_path / "saved" / "discriminator.json").read_text())
+    assert record.pop("prompt") == PAPERS_MEMBERSHIP
+    (tmp_path / "saved" / "discriminator.json").write_text(json.dumps(record))  # as one was before the question could be set
+    again = Discriminator.from_pretrained(tmp_path / "saved", pretrained("gpt2")[0], words)
+    assert again.question("a") == "a\nIs the above question from pick dataset?"
+    assert again.score(texts) != pytest.approx(found.score(texts), abs=1e-5)
 
 
 def test_a_teacher_that_comes_after_it_computes_as_alone(saved, tmp_path):
@@ -155,6 +169,9 @@ def test_a_run_that_is_begun_again_goes_on_from_its_files(saved, tmp_path):
     again = trained(pretrained("gpt2")[0], words, tmp_path)
     assert (tmp_path / "synthesis.jsonl").read_bytes() == before
     assert again.score(OTHERS) == pytest.approx(first.score(OTHERS), abs=1e-5)
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(HfExtError, match="holds a run with another discriminator_prompt. Take another output_dir"):
+        trained(pretrained("gpt2")[0], words, tmp_path, discriminator_prompt=PAPERS_MEMBERSHIP)
 
 
 def test_another_model_is_refused_and_named(saved):

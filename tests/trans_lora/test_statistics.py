@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from hf_ext.trans_lora.reports import describe
 from hf_ext.trans_lora.statistics import distinct, mmd, nearest, plane
 
 
@@ -34,6 +35,24 @@ def test_mmd_is_zero_for_the_same_points_and_grows_with_distance():
 def test_the_nearest_text_shares_most():
     assert nearest("a b c d", ["x y z", "a b c e", "a b c d"]) == ("a b c d", 1.0)
     assert nearest("a b c d", ["x y z", "a b c e"]) == ("a b c e", 1 / 3)
+
+
+def test_real_inputs_add_a_distance_and_change_no_other_figure():
+    texts = {"seeds": ["a b"], "kept": ["a c", "b c", "c d"], "dropped": ["d"]}
+    points = torch.randn(40, 4, generator=torch.Generator().manual_seed(2))
+    embeddings, real = {"seeds": points[:1], "kept": points[1:4], "dropped": points[4:5]}, points[5:] + 3
+    without, given = describe(texts, embeddings, real[:0]), describe(texts, embeddings, real)
+    width = torch.pdist(points[:5].double()).median().item()
+    expected = {name: mmd(real, embeddings[name], width) for name in ("kept", "dropped")}
+    assert given == without | {"mmd_to_real": pytest.approx(expected)} and without["mmd_to_real"] == {}
+    assert given["mmd"] == pytest.approx({name: mmd(points[:1], embeddings[name], width) for name in expected})
+
+
+def test_one_input_alone_has_a_distance_to_the_real_ones():
+    texts, point = {"seeds": [], "kept": ["a"], "dropped": []}, torch.tensor([[1.0, 0.0]])
+    embeddings = {"seeds": point[:0], "kept": point, "dropped": point[:0]}
+    found = describe(texts, embeddings, torch.tensor([[0.0, 1.0]]))
+    assert found["mmd"] == {} and found["mmd_to_real"] == {"kept": pytest.approx(mmd(point, point.flip(1), 1.0))}
 
 
 @pytest.mark.parametrize("count, width", [(1, 5), (2, 5), (30, 1), (30, 2), (30, 5)])

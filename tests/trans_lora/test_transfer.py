@@ -18,16 +18,29 @@ from tiny_models import same_bits
 from tiny_transfers import SEEDS, accuracy, answer, inputs, is_input, lora, pretrained, settings, teacher
 from tokenizers import processors
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    OlmoConfig,
+    TrainerCallback,
+)
+from typer.main import get_command
 from valid_cards import valid_card
 
 from hf_ext import HfExtError, PissaConfig, QPissaConfig, TransLoraConfig, TransLoraTrainer
+from hf_ext.cli.command import app
 from hf_ext.cli.main import main
-from hf_ext.trans_lora import Completion, read_inputs, train_discriminator
+from hf_ext.cli.trans_lora import peft_config, training_arguments
+from hf_ext.trans_lora import Completion, mmd, read_inputs, train_discriminator
 from hf_ext.trans_lora.duplicates import SeenTexts
+from hf_ext.trans_lora.embedding import embed, load_encoder
 from hf_ext.trans_lora.encoding import Encoder, without_bos
 from hf_ext.trans_lora.generation import ModelGenerator
 from hf_ext.trans_lora.pipeline import transfer as run_transfer
+from hf_ext.trans_lora.prompts import MEMBERSHIP, PAPERS_MEMBERSHIP
 from hf_ext.trans_lora.synthesis import Prompts
 
 
@@ -47,7 +60,7 @@ def transfer(folder, source="gpt2", target="llama", peft_config=None, teaching=N
     )
 
 
-TRAINER = ("seeds", "well_formed", "discriminator", "inputs", "synthesizer", "eval_dataset", "train_dataset")
+TRAINER = ("seeds", "well_formed", "real_inputs", "discriminator", "inputs", "synthesizer", "eval_dataset", "train_dataset")
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +84,9 @@ def moved_over(judge, tmp_path_factory):
     """A whole transfer with the discriminator, and nothing else to tell inputs apart."""
     model, words, discriminator = judge
     folder = tmp_path_factory.mktemp("transfer")
-    trainer = transfer(
-        folder, teaching=(model, words), discriminator=discriminator, filter="discriminator", well_formed=None, num_samples=120
-    )
+    given = {"discriminator": discriminator, "real_inputs": inputs(150, 3)}
+    options = {"filter": "discriminator", "well_formed": None, "num_samples": 120}
+    trainer = transfer(folder, teaching=(model, words), **given, **options)
     trainer.train()
     trainer.save_model()
     return trainer, folder
@@ -116,7 +129,9 @@ def test_the_report_says_what_the_files_say(moved_over):
     assert report.attempts == found["attempts"] == len(lines) == sum(report.counts.values())
     assert report.acceptance_rate == sum(line["kept"] for line in lines) / len(lines)
     assert report.held_out == 30 and report.trained + report.unlabelled == 120
-    assert report.mmd["kept"] < report.mmd["dropped"]
+    assert report.mmd["kept"] < report.mmd["dropped"] and report.mmd_to_real["kept"] < report.mmd_to_real["dropped"]
+    assert found["mmd_to_real"] == report.mmd_to_real
+    assert ("MMD to the real inputs, kept", f"{report.mmd_to_real['kept']:.3f}") in report.rows()
     assert [one.seed for one in report.nearest] == SEEDS and all(0 <= one.similarity < 1 for one in report.nearest)
     assert len(report.map["kept"]) == 150 and len(report.map["seeds"]) == 5
     assert f"{report.attempts:,}" in str(report) and f"{100 * report.agreement:.1f} %" in report.summary()
@@ -304,10 +319,24 @@ def test_a_trainers_own_options_and_callbacks_hold(tmp_path):
 
 
 def test_inputs_of_ones_own_take_the_place_of_synthetic_ones(tmp_path):
-    trainer = transfer(tmp_path, inputs=inputs(100), seeds=())
+    words, real = pretrained("llama")[1], [f"take {text}" for text in inputs(20)]
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=len(words), **sizes)).save_pretrained(tmp_path / "encoder")
+    words.save_pretrained(tmp_path / "encoder")
+    encoder, out = str(tmp_path / "encoder"), tmp_path / "out"
+    trainer = transfer(out, inputs=inputs(100), seeds=(), real_inputs=real, embedding_model=encoder)
     trainer.train()
+    trainer.save_model()
     assert accuracy(trainer.model, trainer.processing_class) >= 0.9
-    assert not (tmp_path / "synthesis.jsonl").exists()
+    assert not (out / "synthesis.jsonl").exists()
+    kept, apart = (embed(texts, *load_encoder(encoder)) for texts in (inputs(100), real))
+    expected = mmd(apart, kept, torch.pdist(kept.double()).median().item())
+    assert trainer.report.mmd_to_real == {"kept": pytest.approx(expected, abs=1e-5)} and trainer.report.mmd == {}
+    assert f"| MMD to the real inputs, kept | {expected:.3f} |" in (out / "README.md").read_text()
+    files = [path.read_text(errors="ignore") for path in out.rglob("*") if path.is_file()]
+    assert len(files) > 5 and not any(text in file for text in real for file in files)
+    with pytest.raises(HfExtError, match="is empty"):
+        transfer(out, inputs=inputs(10), seeds=(), real_inputs=["a", " "])
     assert (trainer.report.trained, trainer.report.held_out) == (75, 25)
 
 
@@ -554,6 +583,8 @@ def test_labels_of_other_inputs_are_refused(tmp_path):
         ({"keep_share": 0}, "keep_share=0"),
         ({"num_items": 5}, "leaves nothing to write"),
         ({"prompt_template": "Q:"}, "has no {input} in it"),
+        ({"discriminator_prompt": "{task}?"}, "discriminator_prompt='{task}\\?' has no {input} in it"),
+        ({"discriminator_prompt": "{input}?"}, "has no {task} in it"),
         ({"temperature": 0}, "temperature=0"),
         ({"held_out_share": 1}, "held_out_share=1"),
         ({"logits_weight": 2}, "logits_weight=2"),
@@ -574,6 +605,7 @@ def test_the_papers_settings_keep_near_duplicates_and_as_many_inputs_as_there_we
         10,
     )
     args = TransLoraConfig.paper(tmp_path, 250, **quiet)
+    assert (args.discriminator_prompt, settings(tmp_path).discriminator_prompt) == (PAPERS_MEMBERSHIP, MEMBERSHIP)
     assert (args.num_train_epochs, args.learning_rate, args.per_device_train_batch_size) == (20, 2e-5, 8)
     assert (args.weight_decay, args.warmup_steps, args.lr_scheduler_type) == (0, 0, "linear")
     seen = SeenTexts(args.near_duplicate_threshold)
@@ -672,6 +704,8 @@ def test_the_command_line_does_all_of_it(folders, tmp_path):
             "pick",
             "--out",
             tmp_path / "d",
+            "--paper",
+            120,
             *COMMON,
         )
     )
@@ -679,11 +713,49 @@ def test_the_command_line_does_all_of_it(folders, tmp_path):
     assert "holds the discriminator of pick (real_kept" in made.stdout
     given = (*source, "--source-adapter", folders / "adapter", "--target-model", folders / "llama")
     run = ("transfer", *given, "--discriminator", tmp_path / "d", "--seeds", folders / "seeds.jsonl", "--out", tmp_path / "out")
-    found = command(*run, "--num_samples", 80, "--held_out_share", 0.2, *COMMON, *ASKED, "--json")
+    paper = ("--paper", 80, "--target-modules", "all-linear", "--real-inputs", folders / "real.jsonl")
+    found = command(*run, *paper, "--held_out_share", 0.2, *COMMON, *ASKED, "--json")
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout) == json.loads((tmp_path / "out" / "report.json").read_text())
+    assert json.loads(found.stdout)["counts"]["kept"] == 96 and set(json.loads(found.stdout)["mmd_to_real"]) >= {"kept"}
+    assert json.loads((tmp_path / "d" / "discriminator.json").read_text())["prompt"] == PAPERS_MEMBERSHIP
     model = PeftModel.from_pretrained(pretrained("llama")[0], tmp_path / "out")
     assert accuracy(model, pretrained("llama")[1]) >= 0.9
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("", (1000, 0.9, MEMBERSHIP, 2e-5)),
+        ("--paper 250", (250, 1, PAPERS_MEMBERSHIP, 2e-5)),
+        ("--paper 250 --peft-type prompt_tuning", (250, 1, PAPERS_MEMBERSHIP, 2e-3)),
+        (
+            "--paper 250 --peft-type prompt_tuning --num_samples 9 --near_duplicate_threshold 0.8 --learning_rate 1e-4",
+            (9, 0.8, PAPERS_MEMBERSHIP, 1e-4),
+        ),
+    ],
+)
+def test_the_papers_settings_on_the_command_line_yield_to_options(tmp_path, options, expected):
+    needed = "--source-model a --source-adapter b --target-model c --seeds d --out e"
+    context = get_command(app).commands["transfer"].make_context("transfer", f"{needed} {options}".split())
+    args = training_arguments(context, str(tmp_path), context.params["paper"], context.params["peft_type"])
+    assert (args.num_samples, args.near_duplicate_threshold, args.discriminator_prompt, args.learning_rate) == expected
+
+
+def test_the_papers_adapters_are_on_query_and_value_or_start_at_a_text(folders, tmp_path):
+    OlmoConfig().save_pretrained(tmp_path)  # a family that PEFT has no default layers for
+    families = ((folders / "llama", {"q_proj", "v_proj"}), (folders / "gpt2", {"c_attn"}), (tmp_path, {"q_proj", "v_proj"}))
+    for path, modules in families:
+        for kind in ("lora", "dora", "pissa"):
+            assert peft_config(kind, 4, None, str(path), 80).target_modules == modules
+    assert peft_config("lora", 4, ["o_proj"], str(folders / "llama"), 80).target_modules == "o_proj"
+    assert peft_config("lora", 4, None, str(folders / "llama"), None).target_modules == "all-linear"
+
+    model, words = pretrained("llama")
+    tokens = words("Answer the following question correctly:")["input_ids"]
+    start = model.get_input_embeddings().weight[tokens].detach().clone()
+    adapted = get_peft_model(model, peft_config("prompt_tuning", len(tokens), None, str(folders / "llama"), 80))
+    assert torch.equal(adapted.prompt_encoder["default"].embedding.weight, start)
 
 
 def test_files_of_inputs_are_read_whatever_wrote_them(tmp_path):
