@@ -132,9 +132,9 @@ class ModelGenerator:
         self, rows: list[list[int]], how: dict[str, Any], seed: int | None, stop: str | None, longest: int | None
     ) -> list[list[int]]:
         if self.continuous:
-            # A CPU's memory, unlike an accelerator's, is not for the cache alone.
-            share = 0.02 if self.model.device.type == "cpu" else None
-            batching = ContinuousBatchingConfig(seed=seed, max_memory_percent=share)
+            # A CPU's memory, unlike an accelerator's, is not for the cache alone. Masks of 8,192 tokens would fill this share.
+            limits = {"max_memory_percent": 0.02, "max_batch_tokens": 1024} if self.model.device.type == "cpu" else {}
+            batching = ContinuousBatchingConfig(seed=seed, **limits)
             found = self.model.generate_batch(rows, GenerationConfig(**how), batching)
             # Requests are numbered in order, and a name ends with the request's number.
             return [found[name].generated_tokens for name in sorted(found, key=lambda name: int(name.rsplit("_", 1)[-1]))]
