@@ -27,7 +27,7 @@ from hf_ext import PissaConfig, QPissaConfig
 from hf_ext.pissa.decomposition import principal_components
 from hf_ext.pissa.quantization import Quantization, dequantize, quantized_residual
 
-NF4 = Quantization("nf4", double=False)
+NF4, DOUBLE_QUANT = Quantization("nf4", double=False), Quantization("nf4", double=True)
 RANKS = [8, 16, 32, 64]
 
 logging.disable_progress_bar()
@@ -187,8 +187,8 @@ def qlora(matrix: torch.Tensor, rank: int, iterations: int) -> Start:
     return torch.zeros(len(matrix), 1), torch.zeros(1, matrix.shape[1]), NF4.quantize(matrix)
 
 
-def ours(matrix: torch.Tensor, rank: int, iterations: int) -> Start:
-    return quantized_residual(matrix, rank, NF4, iterations)[:3]
+def ours(matrix: torch.Tensor, rank: int, iterations: int, quantization: Quantization = NF4) -> Start:
+    return quantized_residual(matrix, rank, quantization, iterations)[:3]
 
 
 def reduction(matrices: list[torch.Tensor], starts: list[Start]) -> float:
@@ -217,6 +217,7 @@ def error(args: argparse.Namespace) -> dict:
         "hf_ext, 1 iteration": (ours, 1),
         "hf_ext, 5 iterations": (ours, 5),
         "hf_ext, 15 iterations": (ours, 15),
+        "hf_ext, 5 iterations, double_quant": (partial(ours, quantization=DOUBLE_QUANT), 5),
     }
     for rank in (8, 16, 32, 64):
         starts = {}
