@@ -12,7 +12,7 @@ import runpy
 import subprocess
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -41,6 +41,17 @@ def python(
     if late:
         raise subprocess.TimeoutExpired(command, timeout, *texts)
     return subprocess.CompletedProcess(command, process.exitcode, *texts)
+
+
+def on_ranks(function: Callable[..., None], *arguments: object, count: int = 2) -> list[int | None]:
+    """Calls `function(rank, *arguments)` in a fork for each rank of a distributed job, and returns their exit codes."""
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=function, args=(rank, *arguments)) for rank in range(count)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+    return [rank.exitcode for rank in ranks]
 
 
 def _run(command: list[str], cwd: str, env: dict[str, str], streams: list[Path]) -> None:

@@ -27,12 +27,6 @@ class PissaLinear(PissaLayer, Linear):
             kwargs["fan_in_fan_out"] = config.fan_in_fan_out
         super().__init__(base_layer, adapter_name, is_target_conv_1d_layer=config.fan_in_fan_out, **kwargs)
 
-    def keys(self, adapter: str) -> tuple[str, str]:
-        return f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
-
-    def factors(self, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:
-        return self.lora_A[adapter].weight, self.lora_B[adapter].weight
-
     def is_transposed(self) -> bool:
         return self.fan_in_fan_out
 
@@ -106,12 +100,6 @@ class _PissaConv(PissaLayer):
                 "support. Leave it out of target_modules, or name it in exclude_modules."
             )
         super().update_layer(*args, **kwargs)
-
-    def keys(self, adapter: str) -> tuple[str, str]:
-        return f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
-
-    def factors(self, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:
-        return self.lora_A[adapter].weight, self.lora_B[adapter].weight
 
     def matrix(self) -> torch.Tensor:
         return self.get_base_layer().weight.detach().float().flatten(1)

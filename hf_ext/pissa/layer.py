@@ -167,13 +167,13 @@ class PissaLayer(LoraLayer):
     def pissa_adapters(self) -> list[str]:
         return [name for name, variant in self.lora_variant.items() if isinstance(variant, PissaVariant)]
 
-    @abstractmethod
     def keys(self, adapter: str) -> tuple[str, str]:
         """Returns the names of A and B in the layer's state dict."""
+        return f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
 
-    @abstractmethod
     def factors(self, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:
-        """Returns the parameters A, (r, n), and B, (m, r). In a convolution, n and r have further dimensions."""
+        """Returns the parameters A, (r, n), and B, (m, r). In a convolution, they have further dimensions."""
+        return self.lora_A[adapter].weight, self.lora_B[adapter].weight
 
     @abstractmethod
     def matrix(self) -> torch.Tensor:

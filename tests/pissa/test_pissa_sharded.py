@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 
 import pytest
 import torch
 from peft import get_peft_model, get_peft_model_state_dict
+from processes import on_ranks
 from tiny_adapters import trained
 from tiny_models import inputs, llama
 
@@ -36,13 +36,7 @@ def _fsdp(rank: int, folder: str) -> None:
 
 
 def test_a_model_sharded_by_fsdp2_trains_and_saves_whole_adapters(tmp_path: Path):
-    context = multiprocessing.get_context("fork")
-    children = [context.Process(target=_fsdp, args=(rank, str(tmp_path))) for rank in range(2)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(120)
-    assert [child.exitcode for child in children] == [0, 0]
+    assert on_ranks(_fsdp, str(tmp_path)) == [0, 0]
 
 
 @pytest.mark.parametrize("shape", [(0,), (128,)], ids=["ZeRO-3", "FSDP1"])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import tiny_models
 import torch
+from processes import on_ranks
 from tiny_runs import same
 from transformers import TrainerState
 
@@ -40,14 +40,7 @@ def _rank(rank: int, store: str, place: str, kind: str, resume: bool) -> None:
 
 
 def _start(tmp_path: Path, kind: str, resume: bool = False) -> list[int | None]:
-    context = multiprocessing.get_context("fork")
-    arguments = (str(tmp_path / f"store-{resume}"), str(tmp_path / "place"), kind, resume)
-    children = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(2)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(120)
-    return [child.exitcode for child in children]
+    return on_ranks(_rank, str(tmp_path / f"store-{resume}"), str(tmp_path / "place"), kind, resume)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "replicated"])
@@ -82,13 +75,7 @@ def _fsdp(rank: int, folder: str) -> None:
 
 
 def test_a_model_sharded_by_fsdp_is_published_under_the_names_of_its_checkpoint(tmp_path: Path):
-    context = multiprocessing.get_context("fork")
-    children = [context.Process(target=_fsdp, args=(rank, str(tmp_path))) for rank in range(2)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(120)
-    assert [child.exitcode for child in children] == [0, 0]
+    assert on_ranks(_fsdp, str(tmp_path)) == [0, 0]
     weights = {name: weight.bfloat16() for name, weight in checkpoint_weights(tiny_models.llama(tied=True)).items()}
     subscriber = Subscriber(tmp_path / "place")
     for step, sign in ((0, 1), (1, -1)):
