@@ -109,8 +109,8 @@ def test_adapters_are_combined_by_weights(combination):
     model.add_adapter("second", config(seed=1, r=4, lora_alpha=8))
     layers = [model.base_model.model.wide, model.base_model.model.pointwise]
     expected = [2 * layer.get_delta_weight("default") - layer.get_delta_weight("second") for layer in layers]
-    options = {"svd_rank": 6} if combination == "svd" else {}  # the other kind of convolution has six channels
-    model.add_weighted_adapter(["default", "second"], [2.0, -1.0], "both", combination, **options)
+    model.add_weighted_adapter(["default", "second"], [2.0, -1.0], "both", combination)
+    assert model.peft_config["both"].r == {"cat": 16, "linear": 8, "svd": 6}[combination]  # one layer has six channels
     found = [layer.get_delta_weight("both") for layer in layers]
     assert [one.shape for one in found] == [layer.get_base_layer().weight.shape for layer in layers]
     if combination != "linear":  # which multiplies sums of factors

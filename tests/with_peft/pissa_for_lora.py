@@ -31,6 +31,9 @@ EXPECTED = {
     "the layer has fewer components than the test's rank": r"is more than the \d+ principal components",
     "no matrix to decompose: attention modules with fused parameters": r"PiSSA has no adapter for",
     "PEFT's LoRA of this convolution is another operation than the convolution": r"has groups, dilation or a padding_mode",
+    "a correlation after random pruning, measured with rank 8": r"different_scaling\[dare_ties_svd.* > 0\.55",
+    "PEFT's LoRA layers in a model take PiSSA adapters after accept_pissa": r"Unknown initialization .*accept_pissa",
+    "a layer shows itself as PissaLinear or PissaConv2d": r"test_repr_lora",
     "adapter_config.json holds the LoRA of rank 2r, not PiSSA's options": r"test_from_json_file\[.* AssertionError",
     "PissaConfig reads a LoRA, so errors name LoraConfig": r"test_from_pretrained_(forward_compatible|sanity_check)",
 }
@@ -52,7 +55,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _uses_lora(item: Any) -> bool:
     values = item.callspec.params.values() if hasattr(item, "callspec") else ()
     configs = [value for value in values if isinstance(value, type) and issubclass(value, peft.PeftConfig)]
-    return PissaConfig in configs if configs else "LoraConfig" in inspect.getsource(item.function)
+    if configs:
+        return PissaConfig in configs
+    return inspect.isfunction(item.function) and "LoraConfig" in inspect.getsource(item.function)
 
 
 @pytest.hookimpl(wrapper=True)
