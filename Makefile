@@ -84,7 +84,7 @@ test-peft:
 	test -d .venv-peft || $(PYTHON) -m venv .venv-peft
 	.venv-peft/bin/pip install --quiet --constraint constraints.txt torch setuptools
 	.venv-peft/bin/pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[quantization]' \
-		pytest pytest-xdist datasets diffusers parameterized scipy
+		pytest pytest-xdist attrs datasets diffusers parameterized scikit-learn scipy
 	rm -rf build/peft && mkdir -p build/peft
 	.venv-peft/bin/pip download --quiet --no-deps --no-build-isolation --no-binary peft --dest build/peft $(PEFT)
 	tar --extract --file build/peft/*.tar.gz --strip-components 1 --directory build/peft && touch build/peft/tests/__init__.py

