@@ -1,6 +1,6 @@
 """Prints what runs with which versions, as a Markdown table, from the reports that `make test-matrix` leaves in a folder.
 
-python tests/matrix.py build/matrix
+python scripts/matrix_table.py build/matrix
 """
 
 from __future__ import annotations
