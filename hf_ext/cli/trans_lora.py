@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -239,7 +240,8 @@ def training_arguments(context: typer.Context, out: str, paper: int | None, peft
     except argparse.ArgumentError as error:
         raise mistake(error.message, error.argument_name) from error
     if unknown:
-        names = [*parser._option_string_actions, *(name for option in context.command.params for name in option.opts)]
+        names = [f"--{field.name}" for field in fields(TransLoraConfig)]
+        names += [name for option in context.command.params for name in option.opts]
         similar = " or ".join(get_close_matches(unknown[0].partition("=")[0], names, 2))
         raise mistake(f"unrecognized arguments: {' '.join(unknown)}" + (f". Did you mean {similar}?" if similar else ""))
     return settings

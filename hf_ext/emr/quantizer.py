@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightTransform
 
 from hf_ext.emr.config import EMRConfig
 from hf_ext.emr.folder import MergeFolder, open_merge
@@ -16,9 +17,11 @@ from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
 from hf_ext.integration.quantizer import DecodingQuantizer
 from hf_ext.integration.save_hooks import PushToHub
-from hf_ext.integration.weight_plan import Loaded
 from hf_ext.storage.safetensors_file import Entry, RawTensor
 from hf_ext.storage.source import TensorSource
+
+if TYPE_CHECKING:
+    from hf_ext.integration.weight_plan import Loaded
 
 
 class EMRQuantizer(DecodingQuantizer):
@@ -39,11 +42,18 @@ class EMRQuantizer(DecodingQuantizer):
         self.merged = open_merge(files[0].parent, settings.base, settings.revision, hub)
         return _FirstTask(self.merged)
 
-    def loaded(self, target: str, names: dict[str, list[str]], converter: WeightTransform) -> None:
+    def loaded(self, target: str, names: dict[str, list[str]], converter: Any) -> None:
+        from hf_ext.integration.weight_plan import Loaded
+
         self.plan.append(Loaded.of(target, names, converter))
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         super()._process_model_after_weight_loading(model, **kwargs)
+        if self.decoding is None:  # the plain way, which calls `loaded` for nothing
+            with contextlib.suppress(*compat.HOST_CHANGED):
+                from hf_ext.integration.weight_plan import plan_of
+
+                self.plan = plan_of(model, self.source.names())[0]
         model.tasks = list(self.merged.tasks)
         model.active_task = self.merged.tasks[0]
         model.set_task = SetTask(model, self.merged, self.plan)

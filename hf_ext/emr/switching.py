@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from copy import deepcopy
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import transformers
 import xxhash
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.logging import get_logger
@@ -19,12 +20,15 @@ from transformers.utils.logging import get_logger
 from hf_ext.emr import election
 from hf_ext.emr.folder import MergeFolder, name_of_task
 from hf_ext.errors import BaseModelError, CheckpointError, UnsavedChangesError
+from hf_ext.integration import compat
 from hf_ext.integration.in_place import Move, configure, move_between, plain, replace
 from hf_ext.integration.serving import bad_request
-from hf_ext.integration.weight_plan import Loaded
 from hf_ext.storage.native import FLOATS
 from hf_ext.storage.prefetch import Prefetcher
 from hf_ext.storage.safetensors_file import RawTensor, safetensors_dtype
+
+if TYPE_CHECKING:
+    from hf_ext.integration.weight_plan import Loaded
 
 logger = get_logger(__name__)
 
@@ -123,6 +127,11 @@ class SetTask:
         self.merged.require_task(name)
         if name == self.model.active_task and not discard_changes:
             return
+        if not self.plan:
+            raise CheckpointError(
+                f"Transformers {transformers.__version__} has changed what switching tasks relies on. Write the task as a "
+                "plain checkpoint: hf-ext extract. Or install a newer hf_ext, or an older Transformers."
+            )
         with self.lock, torch.inference_mode(False), torch.no_grad():
             move = self._move(self.model.active_task, name)
             self._rewrite(name, discard_changes)
@@ -219,9 +228,8 @@ class SetTask:
         return {
             f"{plain(path)}.{key}".removeprefix("."): tensor
             for path, module in self.model.named_modules()
-            for slots in (module._parameters, module._buffers)
-            for key, tensor in slots.items()
-            if tensor is not None and key not in module._non_persistent_buffers_set
+            for key, tensor in compat.own_tensors(module)
+            if key not in compat.unsaved_buffers(module)
         }
 
     def _prepare(self, *tasks: str) -> None:

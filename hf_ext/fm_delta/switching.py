@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,8 +17,8 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils.logging import get_logger
 
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
+from hf_ext.integration import compat
 from hf_ext.integration.in_place import Move, configure, difference, move_between, replace
-from hf_ext.integration.weight_plan import Loaded, plan_of
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.folder import METHOD
 from hf_ext.storage.hub import Hub, is_local, reaching
@@ -27,6 +27,9 @@ from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.safetensors_file import Entry, RawTensor, safetensors_dtype
 from hf_ext.storage.source import TensorSource
+
+if TYPE_CHECKING:
+    from hf_ext.integration.weight_plan import Loaded
 
 logger = get_logger(__name__)
 
@@ -103,7 +106,7 @@ def _switch(model: PreTrainedModel, other: str | os.PathLike, revision: str | No
     model.zero_grad()
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and type(module.config) is type(model.config):
-            module.name_or_path = module.config._name_or_path = os.fspath(other)
+            module.name_or_path = module.config.name_or_path = os.fspath(other)
     model.config._commit_hash = commit
     return model
 
@@ -190,7 +193,10 @@ def _plan(
     model: PreTrainedModel, weights: dict[str, torch.Tensor], source: TensorSource, shapes: dict[str, torch.Size] | None
 ) -> list[Loaded]:
     """Returns the sources of the model's weights, after checking that each weight has tensors that make its shape."""
-    plan, unused = plan_of(model, source.names())
+    with compat.host_internals("Switching to another checkpoint", "Load the checkpoint with from_pretrained."):
+        from hf_ext.integration.weight_plan import plan_of
+
+        plan, unused = plan_of(model, source.names())
     if unused:
         logger.warning(f"{type(model).__name__} has no place for these tensors of {source}: {', '.join(unused[:5])}.")
     loaded_of: dict[str, Loaded] = {}

@@ -17,6 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from hf_ext.errors import CheckpointError
+from hf_ext.integration import compat
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.layout import ADAPTER
 from hf_ext.storage.open import holds_several_models
@@ -189,11 +190,11 @@ def _fill_with_nothing(model: PreTrainedModel) -> None:
     PEFT moves adapters to the device of the base's weights, where this class computes with them.
     """
     for module in model.modules():
-        for slots in (module._parameters, module._buffers):
-            for key, tensor in slots.items():
-                if tensor is not None and tensor.is_meta:
-                    empty = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-                    slots[key] = torch.nn.Parameter(empty, requires_grad=False) if slots is module._parameters else empty
+        for key, tensor in compat.own_tensors(module):
+            if tensor.is_meta:
+                empty = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+                is_parameter = isinstance(tensor, torch.nn.Parameter)
+                setattr(module, key, torch.nn.Parameter(empty, requires_grad=False) if is_parameter else empty)
 
 
 def _is_nothing(tensor: torch.Tensor) -> bool:

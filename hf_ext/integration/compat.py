@@ -1,20 +1,58 @@
-"""Differences between the supported versions of Transformers and PEFT. Each function names the versions it is about."""
+"""Differences between the versions of Transformers, PEFT and accelerate, and the private names of theirs that this package
+uses. Each function says which versions it is about, and what happens where a name is gone.
+
+Loading depends on more of them, in one place: decoding.py. Where one is gone, `DecodingQuantizer` loads the plain way.
+"""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
+from hf_ext.errors import CheckpointError
 from hf_ext.integration import versions
 from hf_ext.storage.hub import Hub
 
 if TYPE_CHECKING:
+    import torch
     from peft import LoraConfig
+    from transformers import PreTrainedModel
+
+#: The errors with which code fails that uses a host's internals after they have changed.
+HOST_CHANGED = (AttributeError, ImportError, TypeError)
+
+
+def warn_of_plain_loading(error: Exception) -> None:
+    """Says, once for each error, that loading takes the plain way."""
+    from transformers.utils import logging
+
+    logging.get_logger(__name__).warning_once(
+        f"Transformers {versions.installed('transformers')} has changed what fast loading relies on ({type(error).__name__}: "
+        f"{error}). The weights are decoded to temporary files first (in TMPDIR), which takes longer and needs disk space for "
+        "all weights. To load faster, install a newer hf_ext or an older Transformers."
+    )
+
+
+@contextmanager
+def host_internals(feature: str, advice: str) -> Iterator[None]:
+    """Turns the errors of changed internals into one that names the feature and the version.
+
+    Raises:
+        CheckpointError: the block raised one of HOST_CHANGED.
+    """
+    try:
+        yield
+    except HOST_CHANGED as error:
+        version = versions.installed("transformers")
+        raise CheckpointError(
+            f"{feature} does not work with Transformers {version} ({type(error).__name__}: {error}). {advice}"
+        ) from error
 
 
 @cache
@@ -25,13 +63,49 @@ def converts_on_cpu() -> bool:
     return Version(versions.installed("transformers") or "0") >= Version("5.17")
 
 
-def variables_of_caller(function: Callable[..., Any]) -> Mapping[str, Any] | None:
-    """Returns the local variables of the nearest caller that is a run of `function`, or None outside of `function`.
+def shards_by_zero3() -> bool:
+    """Returns true if DeepSpeed ZeRO-3 partitions weights during loading. False where Transformers no longer says so."""
+    try:
+        from transformers.integrations import is_deepspeed_zero3_enabled
+    except ImportError:
+        return False
+    return is_deepspeed_zero3_enabled()
 
-    PEFT 0.18 to 0.21 and Transformers offer no hook where this is used. The names of functions and variables are internals of
-    theirs: check them when a new version comes out.
+
+def point_offloaded_ties_at_decoded_weights(model: PreTrainedModel) -> None:
+    """Lets an offloaded weight share the decoded copy on disk of the weight that it is tied to.
+
+    Transformers reads such a weight from the checkpoint's own file, which holds the payload. Where accelerate's hooks have
+    another form, the use of the weight fails: its payload has another shape.
     """
-    code = inspect.unwrap(function).__code__
+    maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())
+    index = next((weights.dataset.index for weights in maps if hasattr(getattr(weights, "dataset", None), "index")), {})
+    for target, source in model.all_tied_weights_keys.items():
+        if source in index:
+            index[target] = index[source]
+
+
+def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Returns a module's own parameters and buffers by name, without those of its submodules. They may be set meanwhile."""
+    options = {"recurse": False, "remove_duplicate": False}
+    return iter([*module.named_parameters(**options), *module.named_buffers(**options)])
+
+
+def unsaved_buffers(module: torch.nn.Module) -> Set[str]:
+    """Returns the names of a module's own buffers that are not in its state dict. None where PyTorch keeps them elsewhere: a
+    switch of tasks or checkpoints then compares these buffers too, and says so if they differ."""
+    return getattr(module, "_non_persistent_buffers_set", frozenset())
+
+
+def variables_of_caller(owner: type, function: str) -> Mapping[str, Any] | None:
+    """Returns the local variables of the nearest caller that is a run of this function of a host's class. Returns None outside
+    of it, or where the class has no such function.
+
+    PEFT 0.18 to 0.21 and Transformers offer no hook where this is used.
+    """
+    if not hasattr(owner, function):
+        return None
+    code = inspect.unwrap(getattr(owner, function)).__code__
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back
@@ -43,47 +117,79 @@ def variables_of_caller(function: Callable[..., Any]) -> Mapping[str, Any] | Non
 def config_and_name_of_layer(options: Mapping[str, Any]) -> tuple[LoraConfig, str]:
     """Returns the adapter's configuration and the layer's name, for a LoRA layer that PEFT makes or updates with `options`.
 
-    PEFT 0.19 and later pass the configuration to the layer, and the name in some calls. PEFT 0.18 passes neither.
+    PEFT 0.19 and later pass the configuration to the layer, and the name in some calls; a layer without a name is called "a
+    layer" in errors. PEFT 0.18 passes neither.
     """
     from peft.tuners.lora import LoraModel
 
+    variables = None
     if "config" not in options or "target_name" not in options:
-        variables = variables_of_caller(LoraModel._create_and_replace)
-        if variables is not None:
-            return variables["lora_config"], variables["current_key"]
-    return options["config"], options.get("target_name", "")
+        variables = variables_of_caller(LoraModel, "_create_and_replace")
+    variables = variables or {}
+    return variables.get("lora_config") or options["config"], variables.get("current_key") or options.get("target_name", "")
+
+
+def model_that_makes_layer() -> Any:
+    """Returns the PEFT model that adds an adapter's layers at this moment; None where PEFT's function has another name. The
+    model then combines adapters as PEFT does."""
+    from peft.tuners.lora import LoraModel
+
+    return (variables_of_caller(LoraModel, "_create_and_replace") or {}).get("self")
 
 
 def loads_adapter() -> bool:
     """Tells whether PEFT makes an adapter in order to load its weights at this moment.
 
-    PEFT initializes the weights of such an adapter too, and then overwrites them.
+    PEFT initializes the weights of such an adapter too, and then overwrites them. Where PEFT's functions have other names, that
+    takes the time of a decomposition.
     """
     from peft import PeftModel
 
-    return any(variables_of_caller(function) is not None for function in (PeftModel.from_pretrained, PeftModel.load_adapter))
+    return any(variables_of_caller(PeftModel, function) is not None for function in ("from_pretrained", "load_adapter"))
+
+
+def loads_adapter_by_transformers() -> bool:
+    """Tells whether `load_adapter` of a Transformers model runs at this moment. False where that is gone."""
+    try:
+        from transformers.integrations.peft import PeftAdapterMixin
+    except ImportError:
+        return False
+    return variables_of_caller(PeftAdapterMixin, "load_adapter") is not None
 
 
 def requested_quantization() -> Any:
     """Returns the `quantization_config=` of the `from_pretrained` that reads a config.json at this moment.
 
-    Transformers refuses a class other than that of the config.json, and has no way to combine the two.
+    Transformers refuses a class other than that of the config.json, and has no way to combine the two. Where its function has
+    another name, Transformers warns that it ignores the requested config, and the weights stay unquantized.
     """
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    variables = variables_of_caller(AutoHfQuantizer.merge_quantization_configs)
-    return None if variables is None else variables.get("quantization_config_from_args")
+    return (variables_of_caller(AutoHfQuantizer, "merge_quantization_configs") or {}).get("quantization_config_from_args")
 
 
 def hub_settings() -> Hub:
     """Returns `token`, `cache_dir` and `local_files_only` of the `from_pretrained` that loads a model at this moment.
 
-    Transformers hands them to no quantizer.
+    Transformers hands them to no quantizer. Where its variables have other names, the base is looked up with the settings of
+    the environment (HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE).
     """
     from transformers import PreTrainedModel
 
-    variables = variables_of_caller(PreTrainedModel.from_pretrained) or {}
+    variables = variables_of_caller(PreTrainedModel, "from_pretrained") or {}
     return Hub(**{name: variables[name] for name in Hub._fields if name in variables})
+
+
+def buffer_dict() -> type[torch.nn.Module]:
+    """Returns PEFT's dictionary of buffers, whose tensors PEFT moves to the device of the base layer.
+
+    Where PEFT has moved it, it is taken from the file that uses it. Without it, PiSSA raises an ImportError that names it.
+    """
+    try:
+        from peft.tuners._buffer_dict import BufferDict
+    except ImportError:
+        from peft.tuners.tuners_utils import BufferDict
+    return BufferDict
 
 
 def saves_only_lora_tensors() -> bool:

@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig, Pre
 from transformers.initialization import no_init_weights
 
 from hf_ext.errors import CheckpointError
+from hf_ext.integration import compat
 
 # Entries of a configuration that may differ: labels, vocabulary, names, dropout, defaults of generation and of the outputs.
 FREE = re.compile(
@@ -59,7 +60,7 @@ def move_between(model: PreTrainedModel, texts: tuple[dict, dict], settings: tup
         after = kind.from_dict(deepcopy(texts[1]))
         if _structure(texts[0]) != _structure(texts[1]) or before.num_labels != after.num_labels:
             with torch.device("meta"), no_init_weights():  # the sizes that the class itself gives
-                models = [type(model)._from_config(config) for config in (before, after)]
+                models = [type(model)(config) for config in (before, after)]
             shapes = {name: tensor.shape for name, tensor in models[1].state_dict().items()}
             sizes = _sizes(*(dict(model.named_modules()) for model in models))
     generation = None
@@ -98,8 +99,9 @@ def replace(model: PreTrainedModel, weight: torch.Tensor, tensor: torch.Tensor) 
         return
     new = torch.nn.Parameter(tensor, weight.requires_grad) if isinstance(weight, torch.nn.Parameter) else tensor
     for module in model.modules():  # several modules may be tied to it
-        for slots in (module._parameters, module._buffers):
-            slots.update({key: new for key, value in slots.items() if value is weight})
+        for key, value in compat.own_tensors(module):
+            if value is weight:
+                setattr(module, key, new)
 
 
 def plain(path: str) -> str:
@@ -128,7 +130,7 @@ def _sizes(first: dict[str, torch.nn.Module], second: dict[str, torch.nn.Module]
         changed.pop("name_or_path", None)
         other = type(before).__name__ != type(after).__name__  # parametrized modules have a class each
         # The constructor derived other state from these attributes.
-        deep = tuple in map(type, changed.values()) or changed and after._non_persistent_buffers_set
+        deep = tuple in map(type, changed.values()) or changed and compat.unsaved_buffers(after)
         if other or deep:
             what = f"a {type(before).__name__} and a {type(after).__name__}" if other else f"of other {', '.join(changed)}"
             raise CheckpointError(

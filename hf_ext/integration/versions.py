@@ -26,18 +26,14 @@ def check() -> None:
         ImportError: a package is too old.
     """
     too_old, untested = {}, []
-    for line in Path(__file__).parents[1].joinpath("requirements.txt").read_text(encoding="utf-8").splitlines():
-        need, _, comment = line.partition("#")
-        if not need:
-            continue
-        requirement = Requirement(need)
+    for requirement, tested in requirements().values():
         version = installed(requirement.name)
         if version is None:
             continue
         if _is_older(version, requirement):
-            too_old[need.strip()] = version
-        elif comment.strip().startswith(TESTED) and _is_newer(version, comment.strip().removeprefix(TESTED)):
-            untested.append(f"{requirement.name} {version} ({comment.strip()})")
+            too_old[str(requirement)] = version
+        elif is_untested(requirement.name):
+            untested.append(f"{requirement.name} {version} ({TESTED}{tested})")
     if too_old:
         message = _upgrade("hf_ext", too_old)
         if "hf-ext" in [Path(word).stem for word in sys.orig_argv[:2]] or sys.orig_argv[1:3] == ["-m", "hf_ext"]:
@@ -45,6 +41,21 @@ def check() -> None:
         raise ImportError(message)
     if untested:
         warnings.warn(f"hf_ext has not been tested with {', '.join(untested)}.", UserWarning, stacklevel=2)
+
+
+@cache
+def requirements() -> dict[str, tuple[Requirement, str | None]]:
+    """Returns the packages that requirements.txt lists, by name, each with the newest tested version where the file has one."""
+    lines = Path(__file__).parents[1].joinpath("requirements.txt").read_text(encoding="utf-8").splitlines()
+    needs = ((Requirement(need), comment.strip()) for need, _, comment in (line.partition("#") for line in lines) if need)
+    return {need.name: (need, comment.removeprefix(TESTED) if comment.startswith(TESTED) else None) for need, comment in needs}
+
+
+@cache
+def is_untested(package: str) -> bool:
+    """Checks whether the installed version of a package is newer than the newest tested one."""
+    version, tested = installed(package), requirements()[package][1]
+    return version is not None and tested is not None and _is_newer(version, tested)
 
 
 def require(feature: str, *needs: str, advice: str = "") -> None:

@@ -19,7 +19,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from hf_ext.integration.quantizer import AnyTensor, own_operations, unused
+from hf_ext.integration.decoding import AnyTensor, own_operations, unused
 from hf_ext.storage.safetensors_file import Entry
 
 

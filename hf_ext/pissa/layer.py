@@ -12,16 +12,19 @@ from weakref import WeakValueDictionary
 
 import torch
 from peft import LoraConfig
-from peft.tuners._buffer_dict import BufferDict
-from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.integrations.peft import PeftAdapterMixin
 from transformers.utils.logging import tqdm
 
 from hf_ext.errors import BaseModelError, HfExtError
-from hf_ext.integration.compat import config_and_name_of_layer, loads_adapter, variables_of_caller
+from hf_ext.integration.compat import (
+    buffer_dict,
+    config_and_name_of_layer,
+    loads_adapter,
+    loads_adapter_by_transformers,
+    model_that_makes_layer,
+)
 from hf_ext.pissa.adapters import is_pissa
 from hf_ext.pissa.combination import PissaModel
 from hf_ext.pissa.decomposition import energy, initial_factors, is_of, principal_components
@@ -99,8 +102,8 @@ class PissaLayer(LoraLayer):
     other_param_names = (*LoraLayer.other_param_names, "lora_variant", "configs", "initial_A", "initial_B", "started")
     name: str
     configs: dict[str, LoraConfig]
-    initial_A: BufferDict
-    initial_B: BufferDict
+    initial_A: Any
+    initial_B: Any
     started: dict[str, LayerReport]
     _bar: ClassVar[Any] = None  # over the layers of the adapter that PEFT is adding
     _adapter_to_update: str | None = None
@@ -109,7 +112,7 @@ class PissaLayer(LoraLayer):
         """Adds the attributes that PEFT's layers do not have."""
         if not hasattr(self, "configs"):
             self.name, self.configs, self.started = "", {}, {}
-            self.initial_A, self.initial_B = BufferDict(), BufferDict()
+            self.initial_A, self.initial_B = buffer_dict()(), buffer_dict()()
             LAYERS[next(_numbers)] = self
 
     def __setstate__(self, state: dict) -> None:
@@ -119,13 +122,13 @@ class PissaLayer(LoraLayer):
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         self.prepare()
         config, name = config_and_name_of_layer(kwargs)
-        if is_pissa(config) and variables_of_caller(PeftAdapterMixin.load_adapter) is not None:
+        if is_pissa(config) and loads_adapter_by_transformers():
             raise HfExtError(
                 f"model.load_adapter of Transformers cannot load an adapter of {type(config).__name__}. Use PeftModel: "
                 "PeftModel.from_pretrained(model, folder)."
             )
-        if (making := variables_of_caller(LoraModel._create_and_replace)) is not None:
-            PissaModel.adopt(making["self"])
+        if (model := model_that_makes_layer()) is not None:
+            PissaModel.adopt(model)
         self.configs[adapter_name], self.name = config, name or self.name
         self._adapter_to_update = adapter_name
         try:

@@ -113,7 +113,12 @@ def unpacked(layer: LinearLayer) -> QuantizedWeight:
     the layout."""
     weight = layer.weight
     if getattr(weight.quant_state, "packing_format_for_cpu", False):
-        inverse = bitsandbytes().functional._convert_weight_packed_for_cpu_inverse
+        inverse = getattr(bitsandbytes().functional, "_convert_weight_packed_for_cpu_inverse", None)
+        if inverse is None:
+            raise HfExtError(
+                "This version of bitsandbytes does not restore weights that it packed for a CPU. Load the model again, and "
+                "save or decompose it before its first forward pass."
+            )
         weight.data, weight.quant_state = inverse(weight.data, weight.quant_state)
     return weight
 

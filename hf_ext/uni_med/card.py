@@ -42,10 +42,10 @@ def _bases(model: PreTrainedModel) -> list[str]:
     """Returns the Hub id of the model, or the models that it was built from, according to its parts or its model card."""
     if hub_id(model.name_or_path):
         return [model.name_or_path]
-    parts = [part._name_or_path for part in (model.config.vision_config, model.config.text_config) if part._name_or_path]
+    parts = [part.name_or_path for part in (model.config.vision_config, model.config.text_config) if part.name_or_path]
     found = parts or (metadata_of(model.name_or_path) or {}).get("base_model") or []
     return found if isinstance(found, list) else [found]
 
 
 def _name(part: PreTrainedConfig) -> str:
-    return name_in_text(part._name_or_path) if part._name_or_path else f"a {part.model_type}"
+    return name_in_text(part.name_or_path) if part.name_or_path else f"a {part.model_type}"

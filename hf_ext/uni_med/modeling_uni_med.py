@@ -144,7 +144,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         language_model = AutoModelForCausalLM.from_pretrained(text, **loading)
         # UniMedConfig would reset the attention implementation of the two models.
         parts = {"vision_config": tower.config, "text_config": language_model.config}
-        attention = {name: part._attn_implementation for name, part in parts.items()}
+        attention = {name: getattr(part, "_attn_implementation", None) for name, part in parts.items()}
         config = UniMedConfig(**parts, attn_implementation=attention, **options)
         config.dtype = language_model.dtype
         model = cls(config, tower, language_model).eval()

@@ -253,7 +253,6 @@ def _local(tensor: torch.Tensor | Rows) -> Rows:
     if not torch.distributed.is_available():
         return Rows(tensor, 0, shape)
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if not isinstance(tensor, DTensor):
         return Rows(tensor, 0, shape)
@@ -266,7 +265,13 @@ def _local(tensor: torch.Tensor | Rows) -> Rows:
     coordinates = mesh.get_coordinate() or [1] * mesh.ndim  # None: this rank is not part of the mesh
     if any(placement.is_replicate() and place for placement, place in zip(placements, coordinates)):
         return Rows(local.new_empty(0, *shape[1:]), 0, shape)
-    offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)[1]
+    try:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place_of_shard
+    except ImportError as error:
+        raise CheckpointError(
+            f"The place of a shard cannot be found with PyTorch {torch.__version__}. Gather the tensors: tensor.full_tensor()."
+        ) from error
+    offset = place_of_shard(tensor.shape, mesh, placements)[1]
     return Rows(local, offset[0] if offset else 0, shape)
 
 

@@ -260,7 +260,9 @@ class _Given(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, piece: Piece) -> _Given:
-        return cls(weakref.ref(tensor), piece, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+        return cls(
+            weakref.ref(tensor), piece, tensor.data_ptr(), 0 if tensor.is_inference() else getattr(tensor, "_version", 0)
+        )
 
     def is_still(self, tensor: torch.Tensor, piece: Piece) -> bool:
         return self.tensor() is tensor and self[1:] == self.of(tensor, piece)[1:]

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from peft.tuners.lora.model import LoraModel
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from peft.utils.other import get_pattern_key
 from torch import nn
 
@@ -44,7 +44,7 @@ class CMoEModel(LoraModel):
         if key in config.projectors:
             return True
         is_inside = any(key.startswith(f"{name}.") for name in config.projectors)
-        return False if is_inside or config.target_modules is None else LoraModel._check_target_module_exists(config, key)
+        return False if is_inside or config.target_modules is None else check_target_module_exists(config, key)
 
     def _create_and_replace(
         self,

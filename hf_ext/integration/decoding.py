@@ -1,0 +1,197 @@
+"""Decoding during loading: operations that turn a payload into a weight where Transformers expects a weight.
+
+They stand in front of the operations that a model itself applies to its checkpoint (merging experts, splitting projections), so
+that these receive plain tensors. This file depends on internals of Transformers' loading; where they have changed, importing or
+calling it raises AttributeError, ImportError or TypeError, and `DecodingQuantizer` decodes to plain files instead.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from copy import copy, deepcopy
+from re import escape
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from hf_ext.errors import HfExtError
+from hf_ext.integration import compat
+from hf_ext.storage.delta.source import payload_name
+from hf_ext.storage.prefetch import Prefetcher
+
+if TYPE_CHECKING:
+    from hf_ext.integration.quantizer import DecodingQuantizer
+
+Converter = TypeVar("Converter", bound=WeightConverter)
+
+
+class Decoding:
+    """The decoding of one checkpoint for one model.
+
+    Args:
+        quantizer: decides what is decoded and what is done with it.
+        model: on the meta device.
+        conversions: the model's own, which get a `Decode` in front of their operations.
+
+    Attributes:
+        conversions: for Transformers to load with.
+        error: the first error in the data. Transformers would replace it by a generic one if it were raised during loading.
+    """
+
+    def __init__(
+        self,
+        quantizer: DecodingQuantizer,
+        model: PreTrainedModel,
+        conversions: list[WeightTransform],
+    ):
+        self.quantizer, self.own = quantizer, list(conversions)
+        self.expected = _expected(quantizer.weights, model, quantizer.dtype)
+        # Weights move to their device after all operations. Quantization runs on that device.
+        self.works_on_cpu = compat.converts_on_cpu() and quantizer.then is None
+        self.error: HfExtError | None = None
+        kept = self._names_kept(model.base_model_prefix)
+        others = [AnyTensor(rf"^{escape(renamed)}$", name, self) for renamed, name in kept.items()]
+        self.conversions = [*conversions, *others, AnyTensor("^(.+)", r"\1", self)]
+        for converter in conversions:
+            if isinstance(converter, WeightConverter):
+                converter.operations = [Decode(self, converter), *converter.operations]
+                converter.force_cpu = self.works_on_cpu
+                converter.quantization_operation = Quantize(quantizer)
+        # Decoding runs ahead of loading, in the same order.
+        source = quantizer.source
+        sizes = {name: source.entry(name).nbytes for name in sorted(source.names(), key=dot_natural_key)}
+        self.tensors = Prefetcher(source.read, sizes)
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Raises the error in the data, if there was one; else leaves the model with its own conversions, for saving."""
+        self.tensors.close()
+        if self.error is not None:
+            raise self.error
+        for entry in self.own:
+            if isinstance(entry, WeightConverter):
+                entry.operations = own_operations(entry)
+                entry.quantization_operation = None
+        # Transformers 5.24 deletes these when it removes the quantization config.
+        model._weight_conversions = [entry for entry in self.own if entry.was_used()]
+        compat.point_offloaded_ties_at_decoded_weights(model)
+
+    def _names_kept(self, prefix: str) -> dict[str, str]:
+        """Returns the tensors to load under their own names because their new names are not in the model, by new name.
+
+        Transformers loads these without any converter, so without decoding them.
+        """
+        conversions = deepcopy(self.own)  # renaming leaves marks on them
+        renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+        return {
+            rename_source_key(name, renamings, [])[0]: name
+            for name in self.quantizer.source.names()
+            if name in self.expected
+            and rename_source_key(name, renamings, converters, prefix, self.expected)[0] not in self.expected
+        }
+
+
+class AnyTensor(WeightConverter):
+    """Decodes tensors that no converter of the model takes."""
+
+    __slots__ = ()
+
+    def __init__(self, source: str, target: str, decoding: Decoding):
+        super().__init__([source], [target], [Decode(decoding, self)], force_cpu=decoding.works_on_cpu)
+
+    def convert(self, layer_name: str, *args, loading_info: Any = None, **kwargs) -> dict[str, Any]:
+        converted = super().convert(layer_name, *args, loading_info=loading_info, **kwargs)
+        # Up to Transformers 5.22, weights with a quantizer may have any shape.
+        (decoded,) = converted[layer_name]
+        decoding = self.operations[0].decoding
+        expected = decoding.expected[layer_name]
+        if decoded.shape == expected.shape:
+            return decoding.quantizer.quantize(converted, **kwargs)
+        loading_info.missing_keys.discard(layer_name)
+        loading_info.mismatched_keys.add((layer_name, decoded.shape, expected.shape))
+        return {}
+
+    def __deepcopy__(self, memo) -> AnyTensor:
+        # Transformers makes a deep copy for every tensor it loads, which can cost more than loading it.
+        return unused(self)
+
+
+class Decode(ConversionOps):
+    """Decodes payloads to the type of the parameter. Keeps an error until loading ends, where it can be raised as it is."""
+
+    def __init__(self, decoding: Decoding, converter: WeightConverter):
+        self.decoding = decoding
+        self.converter = converter
+
+    def __deepcopy__(self, memo) -> Decode:
+        return self
+
+    def convert(self, input_dict: dict[str, Any], full_layer_name: str, **kwargs) -> dict[str, list[torch.Tensor]]:
+        names: dict[str, list[str]] = {}
+        decoded: dict[str, list[torch.Tensor]] = {}
+        dtype = self.decoding.expected[full_layer_name].dtype
+        for pattern, tensors in input_dict.items():
+            tensors = tensors if isinstance(tensors, list) else [tensors]
+            # `loaded` uses the names only where every tensor is a payload, so that none is None.
+            names[pattern] = [payload_name(tensor) for tensor in tensors]  # type: ignore[misc]
+            decoded[full_layer_name if isinstance(self.converter, AnyTensor) else pattern] = [
+                self._decode(tensor, name, dtype) for tensor, name in zip(tensors, names[pattern])
+            ]
+        self.decoding.quantizer.loaded(full_layer_name, names, self.converter)
+        return decoded
+
+    def _decode(self, tensor: torch.Tensor, name: str | None, dtype: torch.dtype) -> torch.Tensor:
+        if name is not None:
+            try:
+                tensor = self.decoding.tensors.result(name).to_torch().to(tensor.device)
+            except HfExtError as error:
+                self.decoding.error = self.decoding.error or error
+                return torch.empty(self.decoding.quantizer.source.entry(name).shape)
+        return tensor.to(dtype=dtype)
+
+
+class Quantize(ConversionOps):
+    """Quantizes what a converter of the model has made of decoded tensors."""
+
+    def __init__(self, quantizer: DecodingQuantizer):
+        self.quantizer = quantizer
+
+    def __deepcopy__(self, memo) -> Quantize:
+        return self
+
+    def convert(self, input_dict: dict[str, Any], **kwargs) -> dict[str, Any]:
+        return self.quantizer.quantize(input_dict, **kwargs)
+
+
+def own_operations(converter: WeightConverter) -> list[ConversionOps]:
+    """Returns a converter's operations without ours."""
+    return [operation for operation in converter.operations if not isinstance(operation, Decode)]
+
+
+def unused(converter: Converter) -> Converter:
+    """Returns a shallow copy of a converter that has not collected any tensors."""
+    converter = copy(converter)
+    converter.collected_tensors, converter.layer_targets = defaultdict(list), defaultdict(set)
+    return converter
+
+
+def _expected(weights: dict[str, torch.Tensor], model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Returns the weights in the types that they are loaded in: some models keep float32."""
+    if plan := model._get_dtype_plan(dtype):
+        patterns, glob_of_group, _ = build_glob_alternation(list(plan))
+        matches = {name: patterns.search(name) for name in weights}
+        return {
+            name: weight.to(plan[glob_of_group[match.lastgroup]]) if (match := matches[name]) else weight
+            for name, weight in weights.items()
+        }
+    return weights
