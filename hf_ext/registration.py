@@ -1,20 +1,25 @@
 """Adds this package's entries to the registries of Transformers and PEFT. No other module does; nothing is replaced.
 
 `import hf_ext` must stay light, so it imports neither library. A library that is imported already gets its entries at once, any
-other one when its import is done.
+other one when its import is done. Each entry stands alone: where the classes of a method cannot be imported, classes in their
+place say what is missing when the method is used.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 MODELS = "transformers.modeling_utils"
 AUTO = "transformers.models.auto"
+UNI_MED = "hf_ext.uni_med.modeling_uni_med"  # imported with the first configuration of a Uni-Med model
 
 
 def register() -> None:
@@ -27,9 +32,9 @@ def register() -> None:
     watcher.after(["peft", MODELS], _add_peft_types)
     watcher.after(["transformers.trainer"], _add_callback)
     watcher.after([f"{AUTO}.configuration_auto"], _add_config)
-    watcher.after([f"{AUTO}.modeling_auto", MODELS], _add_model)
+    watcher.after([f"{AUTO}.modeling_auto", MODELS, UNI_MED], _add_model)
     watcher.after([f"{AUTO}.processing_auto", MODELS], _add_processor)
-    watcher.after(["hf_ext.uni_med.modeling_uni_med"], _add_blip2_vision)
+    watcher.after([UNI_MED], _add_blip2_vision)
 
 
 class _ImportWatcher(MetaPathFinder):
@@ -80,7 +85,10 @@ class _ImportWatcher(MetaPathFinder):
                     self._waiting.remove(entry)
                 except ValueError:  # an action before this one, or another thread, has run it
                     continue
-                action()
+                try:
+                    action()
+                except Exception as error:  # of internals of a host that have changed
+                    warnings.warn(f"hf_ext: {action.__name__} failed: {type(error).__name__}: {error}", stacklevel=2)
 
 
 def _add_quantizers() -> None:
@@ -90,18 +98,15 @@ def _add_quantizers() -> None:
         register_quantization_config,
         register_quantizer,
     )
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 
-    from hf_ext.emr.config import EMRConfig
-    from hf_ext.emr.quantizer import EMRQuantizer
-    from hf_ext.fm_delta.config import FMDeltaConfig
-    from hf_ext.fm_delta.quantizer import FMDeltaQuantizer
-
-    for config, quantizer in ((FMDeltaConfig, FMDeltaQuantizer), (EMRConfig, EMRQuantizer)):
-        method = config.quant_method
-        if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-            register_quantization_config(method)(config)
-        if method not in AUTO_QUANTIZER_MAPPING:
-            register_quantizer(method)(quantizer)
+    for package, name in (("fm_delta", "FMDelta"), ("emr", "EMR")):
+        if package not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+            config = _imported(f"hf_ext.{package}.config", f"{name}Config", QuantizationConfigMixin)
+            register_quantization_config(package)(config)
+        if package not in AUTO_QUANTIZER_MAPPING:
+            register_quantizer(package)(_imported(f"hf_ext.{package}.quantizer", f"{name}Quantizer", HfQuantizer))
 
 
 def _add_peft_types() -> None:
@@ -109,20 +114,18 @@ def _add_peft_types() -> None:
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
     from peft.utils import register_peft_method
 
-    from hf_ext.pissa.config import QPissaConfig
-    from hf_ext.pissa.model import QPissaModel
-    from hf_ext.uni_med.upcycling.config import CMoEConfig
-    from hf_ext.uni_med.upcycling.model import CMoEModel
-
-    for name, config, model in (("QPISSA", QPissaConfig, QPissaModel), ("CMOE", CMoEConfig, CMoEModel)):
-        if name not in PeftType.__members__:  # PEFT registers methods only under members of this enumeration
-            member = str.__new__(PeftType, name)
-            member._name_ = member._value_ = name
-            PeftType._member_map_[name] = PeftType._value2member_map_[name] = member
-            PeftType._member_names_.append(name)
-            type.__setattr__(PeftType, name, member)
-        if PeftType(name) not in PEFT_TYPE_TO_TUNER_MAPPING:
-            register_peft_method(name=name.lower(), config_cls=config, model_cls=model, prefix="lora_")
+    for package, name in (("pissa", "QPissa"), ("uni_med.upcycling", "CMoE")):
+        key = name.upper()
+        if key not in PeftType.__members__:  # PEFT registers methods only under members of this enumeration
+            member = str.__new__(PeftType, key)
+            member._name_ = member._value_ = key
+            PeftType._member_map_[key] = PeftType._value2member_map_[key] = member
+            PeftType._member_names_.append(key)
+            type.__setattr__(PeftType, key, member)
+        if PeftType(key) not in PEFT_TYPE_TO_TUNER_MAPPING:
+            config = _imported(f"hf_ext.{package}.config", f"{name}Config")
+            model = _imported(f"hf_ext.{package}.model", f"{name}Model")
+            register_peft_method(name=key.lower(), config_cls=config, model_cls=model, prefix="lora_")
 
 
 def _add_callback() -> None:
@@ -137,16 +140,14 @@ def _add_callback() -> None:
 def _add_config() -> None:
     from transformers import AutoConfig
 
-    from hf_ext.uni_med.configuration_uni_med import UniMedConfig
-
-    AutoConfig.register(UniMedConfig.model_type, UniMedConfig, exist_ok=True)
+    config = _imported("hf_ext.uni_med.configuration_uni_med", "UniMedConfig")
+    AutoConfig.register("uni_med", config, exist_ok=True)
 
 
 def _add_model() -> None:
     from transformers import AutoModelForImageTextToText
 
-    from hf_ext.uni_med.configuration_uni_med import UniMedConfig
-    from hf_ext.uni_med.modeling_uni_med import UniMedForConditionalGeneration
+    from hf_ext.uni_med.modeling_uni_med import UniMedConfig, UniMedForConditionalGeneration
 
     AutoModelForImageTextToText.register(UniMedConfig, UniMedForConditionalGeneration, exist_ok=True)
 
@@ -154,10 +155,8 @@ def _add_model() -> None:
 def _add_processor() -> None:
     from transformers import AutoProcessor
 
-    from hf_ext.uni_med.configuration_uni_med import UniMedConfig
-    from hf_ext.uni_med.processing_uni_med import UniMedProcessor
-
-    AutoProcessor.register(UniMedConfig, UniMedProcessor, exist_ok=True)
+    config = _imported("hf_ext.uni_med.configuration_uni_med", "UniMedConfig")
+    AutoProcessor.register(config, _imported("hf_ext.uni_med.processing_uni_med", "UniMedProcessor"), exist_ok=True)
 
 
 def _add_blip2_vision() -> None:
@@ -166,4 +165,18 @@ def _add_blip2_vision() -> None:
 
     AutoModel.register(Blip2VisionConfig, Blip2VisionModel, exist_ok=True)
     # Up to Transformers 5.18, `register` ignores configurations of Transformers' own.
-    AutoModel._model_mapping._extra_content.setdefault(Blip2VisionConfig, Blip2VisionModel)
+    if Blip2VisionConfig not in AutoModel._model_mapping:
+        AutoModel._model_mapping._extra_content[Blip2VisionConfig] = Blip2VisionModel
+
+
+def _imported(module: str, name: str, base: type = object) -> type:
+    """Imports a class. Where that fails, returns a class of its name that raises an ImportError when it is used."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:
+        message = f"{name} is not available: {type(error).__name__}: {error}"
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            raise ImportError(message)
+
+        return type(name, (base,), {"__init__": fail, "from_dict": fail, "from_pretrained": fail})

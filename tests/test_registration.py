@@ -52,6 +52,7 @@ def state():
 
 before = state()
 import hf_ext
+hf_ext.UniMedForConditionalGeneration  # is registered when it is imported
 once = state()
 hf_ext.registration.register()
 importlib.reload(hf_ext)

@@ -62,14 +62,14 @@ class Decoding:
         kept = self._names_kept(model.base_model_prefix)
         others = [AnyTensor(rf"^{escape(renamed)}$", name, self) for renamed, name in kept.items()]
         self.conversions = [*conversions, *others, AnyTensor("^(.+)", r"\1", self)]
-        for converter in conversions:
+        # Decoding runs ahead of loading, in the same order.
+        source = quantizer.source
+        sizes = {name: source.entry(name).nbytes for name in sorted(source.names(), key=dot_natural_key)}
+        for converter in conversions:  # changed last: the plain way needs them as they are
             if isinstance(converter, WeightConverter):
                 converter.operations = [Decode(self, converter), *converter.operations]
                 converter.force_cpu = self.works_on_cpu
                 converter.quantization_operation = Quantize(quantizer)
-        # Decoding runs ahead of loading, in the same order.
-        source = quantizer.source
-        sizes = {name: source.entry(name).nbytes for name in sorted(source.names(), key=dot_natural_key)}
         self.tensors = Prefetcher(source.read, sizes)
 
     def finish(self, model: PreTrainedModel) -> None:

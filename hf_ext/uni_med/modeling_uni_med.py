@@ -17,10 +17,8 @@ from transformers.utils import can_return_tuple, torch_compilable_check
 from hf_ext.integration import versions
 from hf_ext.integration.model_cards import write_card
 from hf_ext.uni_med.card import uni_med_card
-from hf_ext.uni_med.configuration_uni_med import UniMedConfig
+from hf_ext.uni_med.configuration_uni_med import IMAGE_TOKEN, UniMedConfig
 from hf_ext.uni_med.connector import Connector, Experts, Router
-
-IMAGE_TOKEN = "<image>"
 
 
 @dataclass

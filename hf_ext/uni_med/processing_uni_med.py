@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,8 +16,10 @@ from transformers.image_utils import load_image
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from hf_ext.uni_med.boxes import Box, format_box, parse_boxes
-from hf_ext.uni_med.configuration_uni_med import QA, TASKS
-from hf_ext.uni_med.modeling_uni_med import IMAGE_TOKEN, UniMedForConditionalGeneration
+from hf_ext.uni_med.configuration_uni_med import IMAGE_TOKEN, QA, TASKS
+
+if TYPE_CHECKING:
+    from hf_ext.uni_med.modeling_uni_med import UniMedForConditionalGeneration
 
 # Uni-Med's prompt, appendix B of its paper. The task of apply_chat_template(…, task="vqa") goes to the first images. With
 # `authors`, it is the prompt of their evaluation: [qa] is written too, reports have one space more, later turns a start token.
@@ -99,7 +101,7 @@ class UniMedProcessor(ProcessorMixin):
         cls,
         vision: str | os.PathLike,
         text: str | os.PathLike,
-        model: UniMedForConditionalGeneration | None = None,
+        model: "UniMedForConditionalGeneration | None" = None,
         **options: Any,
     ) -> "UniMedProcessor":
         """Builds the processor for [`UniMedForConditionalGeneration.from_vision_text_pretrained`] of the same two models.
@@ -356,7 +358,7 @@ def _rgb(image: Any, where: str) -> Any:
 
 
 @torch.no_grad()
-def _count_tokens(model: UniMedForConditionalGeneration, image_processor: Any) -> int:
+def _count_tokens(model: "UniMedForConditionalGeneration", image_processor: Any) -> int:
     """Returns the number of tokens that the connector outputs for an image."""
     pixels = image_processor(Image.new("RGB", (64, 64)), return_tensors="pt")["pixel_values"]
     return model.get_image_features(pixels.to(model.device), torch.zeros(1, dtype=torch.long)).pooler_output.shape[1]

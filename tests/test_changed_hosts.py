@@ -1,0 +1,209 @@
+"""Internals of Transformers change: loading then takes the plain way, and a method that cannot be registered stops no other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from processes import python
+from tiny_merges import same_tensors, tensors_of, write_tasks
+from tiny_models import MODELS, assert_same_weights, fine_tuned
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
+from transformers.quantizers.base import HfQuantizer
+
+from hf_ext import CheckpointError, emr, fm_delta
+from hf_ext.integration import compat, decoding, rehearsal, weight_plan
+
+
+class Gone:
+    """In place of a name that has another meaning in a later version: calls and isinstance raise TypeError."""
+
+
+def break_name(monkeypatch, name: str) -> None:
+    monkeypatch.setattr(decoding, name, Gone())
+
+
+def break_import(monkeypatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "hf_ext.integration.decoding", None)
+
+
+def break_in_the_loop(monkeypatch, attribute: str, broken) -> None:
+    """Breaks what runs once Transformers has begun to load, where only the rehearsal can find it."""
+    pretend_newer(monkeypatch)
+    owner, _, name = attribute.rpartition(".")
+    monkeypatch.setattr(getattr(decoding, owner) if owner else decoding, name, broken)
+
+
+def pretend_newer(monkeypatch) -> None:
+    monkeypatch.setattr(rehearsal.versions, "is_untested", lambda package: True)
+    rehearsal._failure.cache_clear()
+
+
+def fails(*args, **kwargs):
+    raise AttributeError("'WeightConverter' object has no attribute 'collected_tensors'")
+
+
+BREAKS = {
+    "import": break_import,
+    "converter class": lambda patch: break_name(patch, "WeightConverter"),
+    "renaming class": lambda patch: break_name(patch, "WeightRenaming"),
+    "order of tensors": lambda patch: break_name(patch, "dot_natural_key"),
+    "names": lambda patch: break_name(patch, "rename_source_key"),
+    "types": lambda patch: break_name(patch, "_expected"),
+    "operations get other arguments": lambda patch: break_in_the_loop(patch, "Decode.convert", lambda self, tensors: tensors),
+    "copies": lambda patch: break_in_the_loop(patch, "unused", fails),
+    "copies share tensors": lambda patch: break_in_the_loop(patch, "unused", lambda converter: converter),
+    "conversions of saving": lambda patch: break_in_the_loop(patch, "Decoding.finish", fails),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_rehearsal():
+    yield
+    rehearsal._failure.cache_clear()
+
+
+@pytest.fixture
+def warned(monkeypatch):
+    """The errors with which loading took the plain way."""
+    errors = []
+    monkeypatch.setattr(compat, "warn_of_plain_loading", errors.append)
+    return errors
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A mixture of experts with its fine-tune, plain in two files and compressed."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    fine_tuned(MODELS["mixtral"].build(), folder, max_shard_size="150KB")
+    fm_delta.compress_checkpoint(folder / "tuned", folder / "base", folder / "small", level=1)
+    assert len(list(folder.joinpath("small").glob("*.safetensors"))) > 1
+    return folder
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_compressed_checkpoint_loads_the_plain_way(checkpoints, tmp_path, monkeypatch, warned, name):
+    plain = AutoModelForCausalLM.from_pretrained(checkpoints / "tuned")
+    BREAKS[name](monkeypatch)
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / "small")
+    assert len(warned) == 1
+    assert_same_weights(model, plain)
+    model.save_pretrained(tmp_path / "again", max_shard_size="150KB")
+    same_tensors(tensors_of(tmp_path / "again"), tensors_of(checkpoints / "tuned"))
+    assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())
+
+
+def test_the_plain_way_quantizes_offloads_and_casts(checkpoints, tmp_path, monkeypatch, warned):
+    break_import(monkeypatch)
+    offloaded = {"device_map": {"model": "cpu", "lm_head": "disk"}, "offload_folder": str(tmp_path)}
+    quantized = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
+    for options in (quantized, {"dtype": torch.float16}, offloaded):
+        models = [AutoModelForCausalLM.from_pretrained(checkpoints / kind, **options) for kind in ("tuned", "small")]
+        if options is quantized:
+            assert_same_weights(*models)
+            continue
+        tokens = torch.tensor([[1, 2, 3]])
+        with torch.no_grad():
+            plain, small = (model(tokens).logits for model in models)
+        assert small.dtype == plain.dtype
+        torch.testing.assert_close(small, plain)
+    assert len(warned) == 3
+
+
+def test_the_warning_names_the_version_and_what_to_do(checkpoints, monkeypatch, caplog):
+    break_import(monkeypatch)
+    monkeypatch.setattr(compat.versions, "installed", lambda package: "9.9.9")
+    AutoModelForCausalLM.from_pretrained(checkpoints / "small")
+    (warning,) = (record.getMessage() for record in caplog.records if "fast loading" in record.getMessage())
+    assert "Transformers 9.9.9" in warning and "TMPDIR" in warning and "install a newer hf_ext" in warning
+
+
+def test_the_fast_way_is_taken_with_a_newer_version_that_works(checkpoints, monkeypatch, warned):
+    pretend_newer(monkeypatch)
+    state = torch.random.get_rng_state()
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoints / "small")
+    assert not warned
+    assert_same_weights(loaded, AutoModelForCausalLM.from_pretrained(checkpoints / "tuned"))
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_experts_are_saved_apart_where_transformers_forgets_its_conversions(checkpoints, tmp_path, monkeypatch):
+    remove = HfQuantizer.remove_quantization_config
+
+    def forgetful(self, model):
+        remove(self, model)
+        vars(model).pop("_weight_conversions", None)
+
+    monkeypatch.setattr(HfQuantizer, "remove_quantization_config", forgetful)
+    AutoModelForCausalLM.from_pretrained(checkpoints / "small").save_pretrained(tmp_path / "again", max_shard_size="150KB")
+    same_tensors(tensors_of(tmp_path / "again"), tensors_of(checkpoints / "tuned"))
+
+
+def test_a_merge_loads_the_plain_way_and_switches_or_says_why_not(tmp_path, monkeypatch, warned):
+    base, tasks = write_tasks(tmp_path, {"trec": 6, "cr": 2})
+    emr.merge(base, tasks, tmp_path / "merged")
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    break_name(monkeypatch, "dot_natural_key")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    assert len(warned) == 1
+    assert_same_weights(model, plain)
+    for task in ("cr", "trec"):
+        model.set_task(task)
+        plain.set_task(task)
+        assert_same_weights(model, plain)
+    monkeypatch.setattr(weight_plan, "rename_source_key", Gone())
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    assert_same_weights(model, plain)
+    with pytest.raises(CheckpointError, match="hf-ext extract"):
+        model.set_task("cr")
+    with pytest.raises(CheckpointError, match="Switching to another checkpoint does not work with Transformers"):
+        fm_delta.switch(AutoModelForSequenceClassification.from_pretrained(tasks["cr"]), tasks["cr"])
+
+
+REGISTER = """
+import importlib.abc, sys, warnings
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name in ("hf_ext.uni_med.connector", "hf_ext.pissa.decomposition", "hf_ext.emr.folder"):
+            raise ModuleNotFoundError("No module named 'missing'")
+
+sys.meta_path.insert(0, Missing())
+warnings.simplefilter("error")
+import transformers, transformers.models.auto.modeling_auto, transformers.models.auto.processing_auto
+import peft
+import hf_ext
+
+def error_of(call, *arguments):
+    try:
+        call(*arguments)
+    except ImportError as error:
+        print(error)
+
+folder = sys.argv[1]
+transformers.AutoModelForCausalLM.from_pretrained(folder)
+error_of(transformers.AutoConfig.for_model, "uni_med")
+error_of(transformers.quantizers.auto.AutoQuantizationConfig.from_dict, {"quant_method": "emr"})
+error_of(peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING["QPISSA"])
+"""
+
+
+def test_a_method_that_cannot_be_registered_stops_no_other_and_says_why_when_it_is_used(checkpoints):
+    result = python("-c", REGISTER, checkpoints / "small")
+    assert result.returncode == 0, result.stderr
+    names = [
+        line.split(" is not available: ModuleNotFoundError: No module named 'missing'")[0] for line in result.stdout.split("\n")
+    ]
+    assert names == ["UniMedConfig", "EMRConfig", "QPissaConfig", ""]
+
+
+def test_the_auto_classes_do_not_import_the_model_of_uni_med():
+    code = (
+        "import transformers.models.auto.modeling_auto, transformers.models.auto.processing_auto, transformers.modeling_utils, "
+        "hf_ext, sys\nassert 'hf_ext.uni_med.modeling_uni_med' not in sys.modules\n"
+        "transformers.AutoConfig.for_model('uni_med')\nassert 'hf_ext.uni_med.modeling_uni_med' in sys.modules\n"
+        "assert hf_ext.UniMedConfig in transformers.AutoModelForImageTextToText._model_mapping"
+    )
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
