@@ -31,7 +31,7 @@ def open_checkpoint(name: str | os.PathLike, revision: str | None = None, hub: H
     checkpoint = Checkpoint(name, revision, hub)
     if checkpoint.has_metadata(PARTS_OF):
         raise CheckpointError(f"{checkpoint} {SEVERAL_MODELS}")
-    return open_delta(checkpoint.paths, hub=hub) if checkpoint.has_metadata(KEY) else checkpoint
+    return open_delta(checkpoint.paths, hub=hub, opened=checkpoint) if checkpoint.has_metadata(KEY) else checkpoint
 
 
 def open_plain(name: str | os.PathLike, revision: str | None = None) -> Checkpoint:

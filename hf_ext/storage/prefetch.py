@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import ContextVar
@@ -37,8 +38,10 @@ class Prefetcher(Generic[Result]):
         self._work = work
         self._sizes = sizes
         self._coming = iter(sizes)
-        self._closed = Event()
-        self._pool = ThreadPoolExecutor(cores(), initializer=_start_thread, initargs=(_limit.get(), self._closed))
+        closed = Event()
+        pool = ThreadPoolExecutor(cores(), initializer=_start_thread, initargs=(_limit.get(), closed))
+        self._pool = pool
+        self._close = weakref.finalize(self, _close, pool, closed)  # also if its reader fails
         self._running: dict[str, Future[Result]] = {}
         self._ahead = 0
         self._start()
@@ -62,10 +65,8 @@ class Prefetcher(Generic[Result]):
 
     def close(self) -> None:
         """Stops working ahead. Running work ends at its next `check_awaited`."""
-        self._closed.set()
-        self._pool.shutdown(cancel_futures=True)
-        if torch := sys.modules.get("torch"):
-            torch.set_num_threads(torch.get_num_threads())  # for new threads, which use the number that was set last
+        self._close()
+        self._pool.shutdown()
 
     def _start(self) -> None:
         while (self._ahead < AHEAD or not self._running) and (name := next(self._coming, None)) is not None:
@@ -83,6 +84,13 @@ def check_awaited() -> None:
 
 if not isinstance(_native, MissingExtension):
     _native.check_with(check_awaited)
+
+
+def _close(pool: ThreadPoolExecutor, closed: Event) -> None:
+    closed.set()
+    pool.shutdown(wait=False, cancel_futures=True)  # this may be one of its threads
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(torch.get_num_threads())  # for new threads, which use the number that was set last
 
 
 def _start_thread(limit: int | None, closed: Event) -> None:

@@ -326,5 +326,9 @@ def test_pytorch_takes_one_core_for_each_of_the_tensors_that_are_worked_on():
             assert [threads for _, threads in work] == [1] * 6
             assert torch.get_num_threads() == 3
         assert torch.get_num_threads() == threads_of_a_new_thread() == 3
+        work = Prefetcher(lambda _: torch.get_num_threads(), dict.fromkeys("abcdef", 1))
+        assert work.result("a") == 1
+        del work  # by a reader that failed
+        assert threads_of_a_new_thread() == 3
     finally:
         torch.set_num_threads(before)

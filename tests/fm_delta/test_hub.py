@@ -208,3 +208,20 @@ def test_the_command_line_takes_a_base_from_the_hub(client, commits, tmp_path):
     for path in (tmp_path / "tuned").iterdir():
         assert (tmp_path / "restored" / path.name).read_bytes() == path.read_bytes()
     assert (tmp_path / "small/model.safetensors").stat().st_size < (tmp_path / "tuned/model.safetensors").stat().st_size
+
+
+CHAIN = """
+tuned(5).save_pretrained("five")
+fm_delta.compress_checkpoint("five", "user/small", "five-small")
+for folder, model in (("five-small", None), ("six-small", tuned(6))):
+    if model:
+        fm_delta.enable(model, "user/small").save_pretrained(folder)
+    settings = json.loads(Path(folder, "config.json").read_text())["quantization_config"]
+    assert (settings["base"], settings["revision"]) == ("user/small", sys.argv[1]), settings
+"""
+
+
+def test_a_compressed_base_on_the_hub_is_recorded_by_its_id_and_commit(client, commits, tmp_path):
+    client.run(CHAIN, client.hub.repos["user/small"].branches["main"])
+    folders = [str(client.home / folder) for folder in ("five-small", "six-small")]
+    client.run("check(5, sys.argv[1]); check(6, sys.argv[2])", *folders, home=tmp_path / "without the cache")

@@ -452,3 +452,17 @@ def test_an_unknown_level_is_refused():
     tensor, base = low_rank_pair(torch.float32, 4, 0.0)
     with pytest.raises(ValueError, match="level"):
         codec.encode(tensor, base, level=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_of_the_process_changes_nothing(dtype):
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(192, 256, generator=generator).bfloat16()
+    left, right = torch.randn(192, 4, generator=generator), torch.randn(4, 256, generator=generator)
+    tuned = (base.float() + left @ right / 64).bfloat16()
+    expected = codec.encode(tuned, base, level=2)
+    try:
+        torch.set_default_dtype(dtype)
+        assert codec.encode(tuned, base, level=2) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)

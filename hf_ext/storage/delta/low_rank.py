@@ -211,7 +211,7 @@ def glance(change: Change, grid: Grid, most: int) -> torch.Tensor | None:
         shape = round(touched * scale), columns
         if not 0 < energy < MOST_ENERGY:
             return None
-        noise = torch.randn(columns, min(width, touched), generator=torch.Generator().manual_seed(0))
+        noise = torch.randn(columns, min(width, touched), generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         basis = torch.linalg.qr(part.T @ (part @ noise)).Q
         reduced = (part @ basis).double()
         values, turn = singular(reduced.T @ reduced)
@@ -287,7 +287,7 @@ def decompose(change: Change, start: torch.Tensor, passes: int) -> Components | 
             return None
         start = torch.linalg.qr(image).Q
     width = start.shape[1]
-    reduced, gram = torch.empty(change.shape[0], width), torch.zeros(width, width, dtype=torch.float64)
+    reduced, gram = torch.empty(change.shape[0], width, dtype=torch.float32), torch.zeros(width, width, dtype=torch.float64)
     energy, touched = 0.0, 0
     for band in change.bands():
         part, energies = change.rows(band)

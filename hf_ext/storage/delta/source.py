@@ -42,10 +42,14 @@ class DeltaCheckpoint(TensorSource):
         base: the base, plain or compressed, checked against the fingerprint that the files record; `NoBase` if they record
             none.
         digest: a hash of the names and contents of all tensors.
+
+    Args:
+        opened: the checkpoint that the files were found by; defaults to their folder.
     """
 
-    def __init__(self, files: Sequence[CompressedFile], base: TensorSource):
-        self.name = str(files[0].path.parent)
+    def __init__(self, files: Sequence[CompressedFile], base: TensorSource, opened: Checkpoint | None = None):
+        # Under the name on the Hub, not that of the cache, other files may record this checkpoint as their base.
+        self.name, self.revision = (opened.name, opened.revision) if opened else (str(files[0].path.parent), None)
         self.paths = [*(file.path for file in files), *base.paths]
         self.base = base
         self.files = files
@@ -94,7 +98,11 @@ class RestoredFile:
 
 
 def open_delta(
-    paths: Sequence[Path], base: str | os.PathLike | None = None, revision: str | None = None, hub: Hub = HUB
+    paths: Sequence[Path],
+    base: str | os.PathLike | None = None,
+    revision: str | None = None,
+    hub: Hub = HUB,
+    opened: Checkpoint | None = None,
 ) -> DeltaCheckpoint:
     """Opens the compressed files of one checkpoint.
 
@@ -102,6 +110,7 @@ def open_delta(
         paths: all files that are read together.
         base, revision: folder or Hub id of the base, if it is no longer where config.json or the files say.
         hub: access settings for the base.
+        opened: the checkpoint that the files were found by; defaults to their folder.
 
     Raises:
         BaseModelError: the base is missing, or is not the one that the files were written against.
@@ -112,7 +121,7 @@ def open_delta(
     folder = files[0].path.parent
     if base is None:
         base, revision = base_of(files[0], folder)
-    return DeltaCheckpoint(files, matching_base(files, base, revision, folder, hub=hub))
+    return DeltaCheckpoint(files, matching_base(files, base, revision, folder, hub=hub), opened)
 
 
 def open_files(src: Path) -> list[CompressedFile]:
@@ -189,7 +198,7 @@ def matching_base(
         if any(folder.samefile(reader) for reader in readers):
             chain = " → ".join(map(str, [*readers, folder]))
             raise BaseModelError(f"These checkpoints need each other, so none can be read: {chain}. {MOVED}")
-        base = DeltaCheckpoint(files, matching_base(files, *base_of(files[0], folder), folder, readers, hub))
+        base = DeltaCheckpoint(files, matching_base(files, *base_of(files[0], folder), folder, readers, hub), checkpoint)
     require_fingerprint(base, recorded, beside)
     return base
 
