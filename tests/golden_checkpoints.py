@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from hf_ext import emr
 from hf_ext.emr import modulators
-from hf_ext.storage.delta import codec
+from hf_ext.storage.delta import payload
 from hf_ext.storage.delta.writer import write_delta
 from hf_ext.storage.open import open_plain
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile
@@ -141,7 +141,7 @@ def sha256(path: Path) -> str:
 
 
 def write_delta_files(out: Path, scratch: Path) -> None:
-    before, after = tensors(codec.VERSION)
+    before, after = tensors(payload.VERSION)
     base = open_plain(write_folder(scratch / "base", before))
     base.name = "base"  # the recorded name has no path of this machine
     original = write_folder(scratch / "tuned", after) / "model.safetensors"
@@ -165,7 +165,7 @@ def write_merge(out: Path, scratch: Path) -> None:
 
 
 def main() -> None:
-    for out, write in ((DELTAS / f"v{codec.VERSION}", write_delta_files), (MERGES / f"v{modulators.VERSION}", write_merge)):
+    for out, write in ((DELTAS / f"v{payload.VERSION}", write_delta_files), (MERGES / f"v{modulators.VERSION}", write_merge)):
         if out.exists():
             print(f"{out} exists and stays as it is")
             continue

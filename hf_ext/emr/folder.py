@@ -25,7 +25,7 @@ from huggingface_hub import snapshot_download
 from hf_ext.emr import election
 from hf_ext.emr.modulators import FILE, TaskFile, is_asset
 from hf_ext.emr.recipe import RECIPE
-from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
+from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError
 from hf_ext.storage.atomic import write_json
 from hf_ext.storage.delta.source import open_delta
 from hf_ext.storage.hub import HUB, Hub, first_line, snapshot_of
@@ -209,11 +209,32 @@ class MergeFolder:
         return any(name in file.record.modulated for file in self.files.values())
 
     def prior(self, name: str) -> np.ndarray:
-        """Returns the base's bytes of an elected tensor, cast to the tensor's type."""
+        """Returns the base's bytes of an elected tensor, cast to the tensor's type.
+
+        Raises:
+            BaseModelError: they are not those that were merged against.
+        """
         twin = self.base.twin_of(name)
         assert twin is not None  # checked when the folder was opened
         base = self.base.read(twin)
-        return cast(base.data, base.dtype, self.elected.entry(name).dtype)
+        prior = cast(base.data, base.dtype, self.elected.entry(name).dtype)
+        self.require_prior(name, prior)
+        return prior
+
+    def require_prior(self, name: str, prior: np.ndarray) -> None:
+        """Raises BaseModelError unless these are the bytes that a tensor of the base had when the merge was written."""
+        modulated = [file.record.modulated[name] for file in self.files.values() if name in file.record.modulated]
+        if {xxhash.xxh3_64_hexdigest(prior)} != {each.prior for each in modulated}:
+            raise BaseModelError(
+                f"The tensor '{name}' of the base {self.base} has changed or is damaged: checksum mismatch. Restore the base, "
+                "and load the merge again."
+            )
+
+    def verify_tensor(self, name: str) -> None:
+        """Raises CorruptFileError or BaseModelError if a stored tensor, or the base's that its tasks need, is damaged."""
+        self.elected.read(name)
+        if self.is_elected(name):
+            self.prior(name)
 
     def entry(self, task: str, name: str) -> Entry:
         """Returns dtype and shape of a task's tensor."""

@@ -185,7 +185,7 @@ def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int
             merged.modulator(task, name)
     names = merged.elected.names()
     with progress("Verifying", len(names)) as bar:
-        for _ in Prefetcher(merged.elected.read, {name: merged.elected.entry(name).nbytes for name in names}):
+        for _ in Prefetcher(merged.verify_tensor, {name: merged.elected.entry(name).nbytes for name in names}):
             bar.update()
     return count + len(names)
 

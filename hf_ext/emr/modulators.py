@@ -43,11 +43,13 @@ class Modulated:
 
     Attributes:
         scale: λ of this tensor.
+        prior: XXH3-64 of the base's bytes of this tensor, cast to the type of the elected one.
         rows: if the task's tensor has another number of rows, the number of first rows that come from the elected tensor.
             Further rows are in the task's file.
     """
 
     scale: float
+    prior: str
     rows: int | None = None
 
 
@@ -245,6 +247,7 @@ def _record_of(fields: dict[str, Any]) -> TaskRecord:
         if not is_scale or not (rows is None or type(rows) is int and rows >= 0):
             raise ValueError(f"scale {scale!r} and rows {rows!r} of '{name}'")
     texts = [record.task, record.elected, record.config, *record.shared, *record.files]
+    texts += [modulated.prior for modulated in record.modulated.values()]
     texts += [*record.checksums, *record.checksums.values()]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("a name that is no text")

@@ -19,7 +19,7 @@ from transformers.utils.logging import get_logger
 
 from hf_ext.emr import election
 from hf_ext.emr.folder import MergeFolder, name_of_task
-from hf_ext.errors import BaseModelError, CheckpointError, UnsavedChangesError
+from hf_ext.errors import CheckpointError, UnsavedChangesError
 from hf_ext.integration import compat
 from hf_ext.integration.in_place import Move, configure, move_between, plain, replace
 from hf_ext.integration.serving import bad_request
@@ -105,7 +105,6 @@ class SetTask:
         self.model, self.merged, self.plan = model, merged, plan
         self._elected: dict[str, RawTensor] = {}
         self._prior: dict[str, np.ndarray] = {}  # views of the base's file, if it is plain and of the elected type
-        self._prior_checksums: dict[str, int] = {}
         self._modulators: dict[str, dict[str, tuple[np.ndarray | None, float]]] = {}
         self._moves: dict[tuple[str, str], Move] = {}
         self._memory: dict[str, tuple[int, np.ndarray]] = {}  # of a parameter: its address and the bytes there
@@ -215,13 +214,9 @@ class SetTask:
                 replace(self.model, live[target], tensor)
 
     def _require_same_base(self) -> None:
-        """Raises BaseModelError if the base's file no longer holds what it held at the first switch."""
+        """Raises BaseModelError if the base's file no longer holds what was merged against."""
         for name, data in self._prior.items():
-            if xxhash.xxh3_64_intdigest(data) != self._prior_checksums[name]:
-                raise BaseModelError(
-                    f"'{name}' of the base {self.merged.base} has changed since the merge was loaded. Nothing was switched. "
-                    "Restore the base, and load the merge again."
-                )
+            self.merged.require_prior(name, data)
 
     def _live(self) -> dict[str, torch.Tensor]:
         """Returns parameters and persistent buffers by the names they had when the model was loaded."""
@@ -240,7 +235,6 @@ class SetTask:
             sizes = {name: elected.entry(name).nbytes for name in sorted(modulated)}
             self._elected = dict(Prefetcher(elected.read, sizes))
             self._prior = {name: self.merged.prior(name) for name in sizes}
-            self._prior_checksums = {name: xxhash.xxh3_64_intdigest(data) for name, data in self._prior.items()}
         for task in tasks:
             if task not in self._modulators:
                 names = self.merged.files[task].record.modulated

@@ -65,6 +65,7 @@ class MergeWriter:
                 )
         self.writers = {task: TaskWriter(out / task_folder(task) / FILE) for task in self.new_tasks()}
         self.sums: dict[str, dict[str, np.ndarray]] = {task: {} for task in self.writers}
+        self.priors: dict[str, str] = {}  # elected tensor -> checksum of the base's, in its type
 
     def write(self, rescale: str, max_shard_size: int | str) -> None:
         """Writes the whole folder.
@@ -166,10 +167,11 @@ class MergeWriter:
         elected = self.start(name, dtype, base)
         masks = np.empty((len(voters), election.mask_bytes(values)), np.uint8)
         sums = np.zeros(len(voters), election.SUMS)
-        threads = threads_for(elected.size)
+        threads, digest = threads_for(elected.size), xxhash.xxh3_64()
         for begin in range(0, values if voters else 0, CHUNK):
             end = min(begin + CHUNK, values)
             prior = cast(base.data[begin * base_width : end * base_width], base.dtype, dtype)
+            digest.update(prior)
             parts = [_padded(tensor.data[begin * width : end * width], prior, dtype) for tensor in tensors]
             chunk_masks, added = self.elect(dtype, prior, parts, elected[begin * width : end * width], threads)
             masks[:, begin // 8 : election.mask_bytes(end)] = chunk_masks
@@ -178,6 +180,7 @@ class MergeWriter:
             self.base.release(twin, begin * base_width, end * base_width)
             for checkpoint in checkpoints:
                 checkpoint.release(name, begin * width, end * width)
+        self.priors[name] = digest.hexdigest()
         for task, mask, total in zip(voters, masks, sums):
             if total["not_finite"]:
                 raise CheckpointError(
@@ -207,7 +210,7 @@ class MergeWriter:
         for name in sorted(source.tensors.names()):
             if name in sums:
                 scale = election.rescaler(sums[name] if rescale == "tensor" else totals)
-                record.modulated[name] = Modulated(scale, self._resized(task, name))
+                record.modulated[name] = Modulated(scale, self.priors[name], self._resized(task, name))
             elif not self.is_elected(name) and self._is_held(task, name):
                 record.shared.append(name)
             else:

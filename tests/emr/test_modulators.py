@@ -30,7 +30,8 @@ MASKS = {
 
 
 def record() -> TaskRecord:
-    modulated = {"dense": Modulated(0.1 + 0.2), "rows": Modulated(1.0, 7), "last": Modulated(2.5), "none": Modulated(0.0)}
+    scales = {"dense": 0.1 + 0.2, "rows": 1.0, "last": 2.5, "none": 0.0}
+    modulated = {name: Modulated(scale, "b0", 7 if name == "rows" else None) for name, scale in scales.items()}
     return TaskRecord("cr", "d1", modulated, ["shared.weight"], ["tokenizer.json"], "c0", {"cosine": 0.5})
 
 
@@ -119,8 +120,9 @@ def test_a_header_that_says_nothing_sensible_is_refused(tmp_path, text):
     "change",
     [
         *({"files": [name]} for name in ("../../etc/a.json", "/etc/a.json", "..", "model.safetensors", "config.json", 3)),
-        *({"modulated": {"dense": Modulated(scale)}} for scale in (float("nan"), "1", True)),
-        {"modulated": {"dense": Modulated(1.0, -1)}},
+        *({"modulated": {"dense": Modulated(scale, "b0")}} for scale in (float("nan"), "1", True)),
+        {"modulated": {"dense": Modulated(1.0, "b0", -1)}},
+        {"modulated": {"dense": Modulated(1.0, 3)}},
         {"shared": [["a"]]},
         {"elected": None},
     ],

@@ -581,7 +581,7 @@ def test_a_base_that_changes_while_it_is_in_use_is_noticed(broken, damage):
             file.write(bytes(range(250)) * 16)
         else:
             file.truncate(path.stat().st_size // 2)
-    error, words = {"overwritten": (BaseModelError, "has changed since"), "cut off": (CorruptFileError, "was cut off")}[damage]
+    error, words = {"overwritten": (BaseModelError, "has changed or is damaged"), "cut off": (CorruptFileError, "was cut off")}[damage]
     with pytest.raises(error, match=words):
         model.set_task("cr", discard_changes=True)
     assert model.active_task == "subj" and all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
@@ -709,8 +709,8 @@ def test_modulators_of_tensors_that_are_not_there_are_refused(broken):
     path = broken / "task-subj" / "modulators.safetensors"
     record = TaskFile(path).record
     for change in (
-        {"modulated": record.modulated | {"not.there": Modulated(1.0)}},
-        {"modulated": record.modulated | {"classifier.weight": Modulated(1.0)}},
+        {"modulated": record.modulated | {"not.there": Modulated(1.0, "b0")}},
+        {"modulated": record.modulated | {"classifier.weight": Modulated(1.0, "b0")}},
         {"shared": ["not.there"]},
     ):
         copy_task(TaskFile(path), tmp := path.with_name("other.safetensors"), **change)
