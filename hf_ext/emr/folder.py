@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ import xxhash
 from huggingface_hub import snapshot_download
 
 from hf_ext.emr import election
-from hf_ext.emr.modulators import FILE, TaskFile, is_asset
+from hf_ext.emr.modulators import FILE, TASK_FOLDER, TaskFile, is_asset
 from hf_ext.emr.recipe import RECIPE
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError
 from hf_ext.storage.atomic import write_json
@@ -36,6 +35,7 @@ from hf_ext.storage.plain_writer import shards_of, write_files
 from hf_ext.storage.prefetch import threads_for
 from hf_ext.storage.safetensors_file import ComputedFile, Entry, RawTensor
 from hf_ext.storage.source import TensorSource
+from hf_ext.storage.tree import copy, scan
 
 METHOD = "emr"
 GENERATION = "generation_config.json"
@@ -44,12 +44,13 @@ TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 def task_folder(task: str) -> str:
     """Returns the folder of a task's own files, relative to the merge. `push_to_hub` uploads no deeper folders."""
-    return f"task-{task}"
+    return f"{TASK_FOLDER}{task}"
 
 
 def assets_of(folder: Path) -> dict[str, Path]:
-    """Returns the files of a model besides config.json and weights, by name: tokenizer, generation settings, code."""
-    return {path.name: path for path in sorted(folder.iterdir()) if path.is_file() and is_asset(path.name)}
+    """Returns the files of a model besides config.json and weights, by their path in the folder."""
+    names = [path.as_posix() for path in sorted(scan(folder)) if (folder / path).is_file()]
+    return {name: folder / name for name in names if is_asset(name)}
 
 
 def is_merge(folder: str | os.PathLike) -> bool:
@@ -360,7 +361,7 @@ class TaskSource(TensorSource):
 def task_files_into(merged: MergeFolder, task: str, out: Path, max_shard_size: int | str = "50GB") -> list[ComputedFile]:
     """Writes the files of a task's plain checkpoint that hold no weights into `out`, and returns those that do."""
     for name, path in merged.assets(task).items():
-        shutil.copyfile(path, out / name)
+        copy(path, out / name)
     write_json(out / CONFIG, merged.task_config(task))
     tensors = merged.source(task)
     entries = {name: tensors.entry(name)[:2] for name in tensors.names()}

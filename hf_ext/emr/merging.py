@@ -17,7 +17,6 @@ from transformers.utils.logging import get_logger
 from hf_ext.emr.card import merge_card, models_of
 from hf_ext.emr.checks import TaskInput
 from hf_ext.emr.folder import TASK_NAME, MergeFolder, assets_of, extract_task, files_of, older_files, task_files, task_folder
-from hf_ext.emr.modulators import ASSETS
 from hf_ext.emr.recipe import RECIPE, Recipe
 from hf_ext.emr.reports import MergeReport, TaskReport
 from hf_ext.emr.writing import AdditionWriter, MergeWriter
@@ -248,7 +247,7 @@ def require_name(name: str) -> None:
 
 
 def _folder_of(name: str | os.PathLike, what: str) -> Path:
-    return downloaded(name, f"{what}: ", ["*.safetensors", *(f"*{suffix}" for suffix in ASSETS)])
+    return downloaded(name, f"{what}: ")
 
 
 def _require_one_structure(configs: Mapping[str, dict]) -> None:

@@ -14,7 +14,7 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -22,19 +22,37 @@ import xxhash
 
 from hf_ext.emr.election import mask_bytes
 from hf_ext.errors import CorruptFileError
+from hf_ext.storage.hub import OTHER_WEIGHTS
 from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile, itemsize, write_header
 
 FILE = "modulators.safetensors"
+TASK_FOLDER = "task-"  # and the task's name
 VERSION = 1
 KEY, CHECKSUM_KEY = "emr_task", "emr_checksum"
-ASSETS = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
-NO_ASSETS = ("config.json", "adapter_config.json", "trainer_state.json", "all_results.json", "eval_results.json")
+# Of files at the top of a model's folder: its configuration, weights, card and the state of its training.
+NO_ASSETS = re.compile(
+    r"(adapter_)?config\.json|README\.md|merge_recipe\.yaml|trainer_state\.json|(all|train|eval|test|predict)_results\.json|.*\.index\.json|"
+    r".*\.safetensors"
+)
+TRAINING = re.compile(r"checkpoint-\d+|global_step\d+|runs")  # folders of a training's state
 MASK, OWN, ROWS = "mask/", "own/", "rows/"  # the kinds of entries: each name is one of these and the tensor's name
 
 
 def is_asset(name: str) -> bool:
-    """Checks whether a file belongs to a model besides config.json and weights: tokenizer, generation settings, code."""
-    return name.endswith(ASSETS) and name not in NO_ASSETS and not name.endswith(".index.json")
+    """Checks whether a file belongs to a model besides config.json and weights: tokenizer, generation settings, code, modules
+    in folders of their own. Weights in other formats, hidden files, the card and the state of a training do not.
+
+    Args:
+        name: the file's path in the model's folder, with slashes.
+    """
+    path = PurePosixPath(name)
+    is_plain = str(path) == name and not path.is_absolute() and name.isprintable() and "\\" not in name
+    if not is_plain or any(part.startswith(".") for part in path.parts):
+        return False
+    if len(path.parts) == 1:
+        return not NO_ASSETS.fullmatch(name) and not any(path.match(pattern) for pattern in OTHER_WEIGHTS)
+    exported = any(path.match(pattern) for pattern in OTHER_WEIGHTS if pattern != "*.bin")  # a module's weights may be .bin
+    return not (exported or path.parts[0].startswith(TASK_FOLDER) or TRAINING.fullmatch(path.parts[0]))
 
 
 @dataclass(frozen=True)
@@ -62,7 +80,7 @@ class TaskRecord:
         elected: digest of the elected weights that the masks belong to.
         modulated: the tensors that are made from elected ones.
         shared: the tensors that are stored unchanged among the elected weights.
-        files: names of the checkpoint's files besides config.json and the weights.
+        files: paths of the checkpoint's files besides config.json and the weights, with slashes.
         config: XXH3-64 of the task's config.json.
         report: figures for people, see reports.py.
         checksums: XXH3-64 of the bytes of each entry of the file.
@@ -252,7 +270,7 @@ def _record_of(fields: dict[str, Any]) -> TaskRecord:
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("a name that is no text")
     for name in record.files:
-        if not re.fullmatch(r"[\w-][\w.+-]*", name) or not is_asset(name):
+        if not is_asset(name):
             raise ValueError(f"a file called '{name}'")
     return record
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.prefetch import threads_for
 from hf_ext.storage.safetensors_file import RawTensor, float_name
 from hf_ext.storage.source import TensorSource, layer_of
+from hf_ext.storage.tree import copy
 
 CHUNK = 1 << 20  # values of each task worked on at a time
 SUM_NAMES = election.SUMS.names or ()
@@ -93,9 +93,9 @@ class MergeWriter:
             self.copy_modulators(task, digest)
             if not _same_files(source.assets, first.assets):
                 for name, path in source.assets.items():
-                    shutil.copyfile(path, self.out / task_folder(task) / name)
+                    copy(path, self.out / task_folder(task) / name)
         for name, path in first.assets.items():
-            shutil.copyfile(path, self.out / name)
+            copy(path, self.out / name)
         dtype = float_name(tensors[name][0] for name in sorted(tensors))
         assert recorded is not None  # as a merge has a base
         settings = {"quant_method": METHOD, "hint": HINT, "base": recorded.name, "revision": recorded.revision, "dtype": dtype}

@@ -146,6 +146,46 @@ def test_labels_and_files_are_each_tasks_own(tmp_path, folders):
     assert (merged / "tokenizer.json").exists() and not (merged / "task-cr" / "tokenizer.json").exists()
 
 
+KEPT = [
+    "source.spm",
+    "bpe.codes",
+    "tokenizer.model.v3",
+    "my notes.txt",
+    "requirements (1).txt",
+    "1_Pooling/config.json",
+    "2_Dense/model.safetensors",
+    "2_Dense/pytorch_model.bin",
+    "additional_chat_templates/tool.jinja",
+]
+LEFT = [
+    "._tokenizer.json",
+    ".git/HEAD",
+    "README.md",
+    "pytorch_model.bin",
+    "optimizer.pt",
+    "trainer_state.json",
+    "train_results.json",
+    "checkpoint-5/model.safetensors",
+    "runs/events.out",
+    "onnx/model.onnx",
+]
+
+
+def test_all_files_but_weights_and_training_state_are_kept(tmp_path, folders):
+    base, tasks = folders
+    tasks = {task: shutil.copytree(tasks[task], tmp_path / "in" / task) for task in ("cr", "trec")}
+    for task, folder in tasks.items():
+        for name in [*KEPT, *LEFT]:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(f"{name} of {task}")
+    emr.merge(base, tasks, tmp_path / "merged")
+    for task, folder in tasks.items():
+        emr.extract(tmp_path / "merged", task, tmp_path / task)
+        expected = {path for path in contents(folder) if path not in LEFT}
+        assert contents(tmp_path / task).keys() == expected >= set(KEPT)
+        assert all((tmp_path / task / name).read_text() == f"{name} of {task}" for name in KEPT)
+
+
 def test_added_tokens_and_resized_vocabularies(tmp_path):
     base, tasks = write_tasks(tmp_path / "in", {"same": 2, "more": 2, "most": 2, "less": 2})
     for task, words in {"more": 101, "most": 110, "less": 90}.items():

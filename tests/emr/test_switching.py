@@ -581,7 +581,9 @@ def test_a_base_that_changes_while_it_is_in_use_is_noticed(broken, damage):
             file.write(bytes(range(250)) * 16)
         else:
             file.truncate(path.stat().st_size // 2)
-    error, words = {"overwritten": (BaseModelError, "has changed or is damaged"), "cut off": (CorruptFileError, "was cut off")}[damage]
+    error, words = {"overwritten": (BaseModelError, "has changed or is damaged"), "cut off": (CorruptFileError, "was cut off")}[
+        damage
+    ]
     with pytest.raises(error, match=words):
         model.set_task("cr", discard_changes=True)
     assert model.active_task == "subj" and all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
