@@ -30,7 +30,7 @@ REQUIRED = os.environ.get("HF_EXT_REQUIRE_EXTENSION", "0") not in ("", "0")
 NOT_BUILT = """
 *** The C++ extension of hf_ext was not built: {error}
 *** FM-Delta and EMR-Merging will not work. To use them, install a C++17 compiler (Debian: apt-get install g++;
-*** macOS: xcode-select --install) and install hf_ext again.
+*** macOS: xcode-select --install) and repeat the installation.
 """
 
 

@@ -29,7 +29,7 @@ try:
     import mfusepy
 except (ImportError, OSError) as error:  # OSError: there is no libfuse
     raise MissingDependencyError(
-        "Mounting requires FUSE: pip install 'hf_ext[mount]', and libfuse of your system (on Debian: apt-get install fuse3)."
+        "Mounting requires FUSE: pip install 'mfusepy>=3', and libfuse of your system (on Debian: apt-get install fuse3)."
     ) from error
 
 CACHE = 1 << 30  # bytes of decoded tensors that are kept

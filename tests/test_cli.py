@@ -636,16 +636,18 @@ def test_another_tool_runs_with_the_package_imported(tmp_path, monkeypatch, caps
     info = tmp_path / "tool-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tool\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[console_scripts]\nmy-tool = my_tool:main\nwithout-extra = my_tool:serve\n")
+    (info / "entry_points.txt").write_text("[console_scripts]\nmy-tool = my_tool:main\nwithout-extra = my_tool:serve\nwithout-module = my_tool:read\n")
     (tmp_path / "my_tool.py").write_text(
         "import sys\ndef main():\n    print(sys.argv, 'hf_ext' in sys.modules)\n    return 3\n"
         "def serve():\n    raise ImportError('Install with `pip install tool[extra]`')\n"
+        "def read():\n    import yaml_2\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
     done = run(capsys, "run", "my-tool", "--json", "--out", "x", "--help")
     assert done == (3, "['my-tool', '--json', '--out', 'x', '--help'] True\n", "")
     assert "pip install tool[extra]" in fails(capsys, "run", "without-extra")
+    assert fails(capsys, "run", "without-module").endswith("No module named 'yaml_2'. Install the package that provides it.\n")
     assert "There is no command 'no-such-tool'" in fails(capsys, "run", "no-such-tool")
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
-from valid_cards import KINDS
+from tiny_checkpoints import weights, write_folder
+from valid_cards import KINDS, from_an_index
 
 import hf_ext
 
@@ -61,9 +62,16 @@ def test_the_package_that_the_sdist_builds_is_that_of_the_checkout(sdist, tmp_pa
     }
 
 
-def test_the_metadata_name_the_repository_that_a_release_is_built_from(tmp_path):
-    setup(tmp_path, HF_EXT_REPOSITORY="https://host.example/me/hf_ext")
-    metadata = message_from_string((tmp_path / "hf_ext.egg-info/PKG-INFO").read_text("utf-8"))
+@pytest.fixture(scope="module")
+def release(tmp_path_factory) -> Path:
+    """A folder with the metadata of a package whose build names the repository."""
+    folder = tmp_path_factory.mktemp("release")
+    setup(folder, HF_EXT_REPOSITORY="https://host.example/me/hf_ext")
+    return folder
+
+
+def test_the_metadata_name_the_repository_that_a_release_is_built_from(release):
+    metadata = message_from_string((release / "hf_ext.egg-info/PKG-INFO").read_text("utf-8"))
     files = f"https://host.example/me/hf_ext/blob/v{hf_ext.__version__}/"
     urls = dict(line.split(", ", 1) for line in metadata.get_all("Project-URL"))
     assert urls["Source"] == "https://host.example/me/hf_ext" and urls["Changelog"] == f"{files}CHANGELOG.md"
@@ -77,6 +85,36 @@ def test_no_address_is_published_that_nobody_gave(tmp_path):
     setup(tmp_path, HF_EXT_REPOSITORY="")
     metadata = message_from_string((tmp_path / "hf_ext.egg-info/PKG-INFO").read_text("utf-8"))
     assert "Project-URL" not in metadata and metadata["Version"] == hf_ext.__version__
+
+
+def test_no_text_installs_the_package_from_an_index():
+    """Nobody has published the name: it would install the code of whoever registers it."""
+    old = """Run `pip install hf_ext`, a plugin. | pip install 'hf_ext[mount]', and libfuse | uv add "hf-ext>=1"
+        wheel: pip install --force-reinstall --no-deps --only-binary hf_ext hf_ext. If | %pip install -q HF_Ext"""
+    assert len(from_an_index(old)) == 5
+    right = "pip install git+https://host/me/hf_ext | pip install 'hf_ext[all] @ git+https://host/me/hf_ext' | pip install '.[all]'"
+    assert not from_an_index(right + " | `pip install peft`, not `hf_ext` | pip install 'torch>=2.11'. hf_ext needs it")
+    folders = ("hf_ext", "csrc", "model_cards", "docs", "notebooks", "examples", "benchmarks", "constraints", "scripts", ".github")
+    kinds = {".py", ".pyi", ".md", ".ipynb", ".txt", ".cfg", ".toml", ".yml", ".cff", ".h", ".cpp", ".sh", ""}
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*")] + list(ROOT.glob("*"))
+    texts = {path: path.read_text("utf-8") for path in paths if path.suffix in kinds and path.is_file()}
+    assert len(texts) > 200 and {ROOT / "README.md", ROOT / "hf_ext/mount.py", ROOT / "model_cards/emr.md"} < texts.keys()
+    for path, text in texts.items():
+        parts = re.compile(r'"\s*\n\s*f?"')  # of one text of Python
+        assert not from_an_index(parts.sub("", text)), path
+
+
+@pytest.mark.parametrize("is_release", [False, True])
+def test_written_files_name_the_repository_of_the_build_or_no_install_line(release, tmp_path, is_release):
+    write_folder(tmp_path / "plain", weights())
+    code = f"from hf_ext.cli.main import main; main(['compress', '{tmp_path}/plain', '--no-base', '--out', '{tmp_path}/small'])"
+    path = os.pathsep.join([str(release)] * is_release + [str(ROOT), *sys.path])
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, check=True, cwd=tmp_path, timeout=100)
+    line = "(`pip install git+https://host.example/me/hf_ext`)" if is_release else ""
+    for name in ("README.md", "config.json", "model.safetensors"):
+        text = (tmp_path / "small" / name).read_bytes().decode("utf-8", "ignore")
+        assert f"requires hf_ext, a plugin for Transformers and PEFT {line}".strip() in text, name
+        assert ("pip install" in text) == is_release and not from_an_index(text)
 
 
 def test_the_extra_all_has_what_the_methods_can_use():

@@ -1,4 +1,4 @@
-"""What every card that this package writes must be."""
+"""What every card and every other text of this package must be."""
 
 from __future__ import annotations
 
@@ -9,11 +9,24 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 from transformers.modelcard import TASK_MAPPING
 
+from hf_ext.installation import plugin
 from hf_ext.integration.model_cards import is_ours
 
 KINDS = {path.stem for path in (Path(__file__).parents[1] / "model_cards").glob("*.md")}
 RELATIONS = {"finetune", "adapter", "merge", "quantized"}
 TASKS = {*TASK_MAPPING, "feature-extraction"} - {"text2text-generation"}
+
+COMMAND = re.compile(
+    r"\b(?:(?:pip3?|pipx|uv|conda)\s(?:[\w-]+\s)*?(?:install|add|download|wheel)|uvx|pipx run)\s"
+    r"(.*?)(?=[`;,()]|(?<=[\w'\"])\.\s|$)",
+    re.MULTILINE,
+)
+OURS = re.compile(r"(?<![\w./:@-])hf[-_.]*ext\b(?!/)(\[[^]]*\])?+(?!\s*@)", re.IGNORECASE)
+
+
+def from_an_index(text: str) -> list[str]:
+    """The commands of a text that install this package by its name, which is nobody's on package indexes."""
+    return [command for command in COMMAND.findall(text) if OURS.search(command)]
 
 
 def valid_card(folder: Path, kind: str) -> tuple[ModelCardData, str]:
@@ -31,6 +44,6 @@ def valid_card(folder: Path, kind: str) -> tuple[ModelCardData, str]:
     assert not re.search(r"\{\{|\{%|%\}|\}\}|None\b|More Information", text)
     assert str(folder.parent) not in str(card) and str(folder.parent.parent) not in str(card)
     assert all(len(line) <= 128 for line in text.splitlines() if line[:1] not in ("|", "#", "<", "!"))
-    assert re.search(r"Run `pip install (peft|hf_ext|'hf_ext\[\w+\]')`", text)
+    assert (plugin() in text or "Run `pip install peft`" in text) and not from_an_index(text)
     assert re.search(r"^# \S", text, re.MULTILINE) and "\n\n\n" not in text
     return data, text

@@ -49,7 +49,7 @@ def verify(src: Annotated[str, argument("SRC", "Compressed folder, or folder of 
     "show a compressed model, or the tasks of a merge, as plain files to any program",
     "  hf-ext mount my-bert-small /mnt/my-bert\n  hf-ext mount my-bert-merged /mnt/my-tasks    # a folder for each task",
     "Mounts a read-only file system at WHERE, which decodes files when a program reads them. Ctrl-C, or `fusermount3 -u "
-    "WHERE`, unmounts it. Requires FUSE: pip install 'hf_ext[mount]', and your system's libfuse.",
+    "WHERE`, unmounts it. Requires FUSE: pip install 'mfusepy>=3', and your system's libfuse.",
     threaded=True,
 )
 def mount(

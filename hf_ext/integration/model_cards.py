@@ -25,6 +25,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
 from hf_ext.errors import CorruptFileError
+from hf_ext.installation import plugin
 from hf_ext.storage.atomic import write_atomically
 from hf_ext.storage.hub import snapshot_of
 from hf_ext.storage.layout import CONFIG, read_config
@@ -100,7 +101,7 @@ def model_card(
     )
     if UNSAFE.search(figures.get("revision") or ""):
         figures["revision"] = None
-    card = ModelCard.from_template(data, template_str=_template(kind), **figures)
+    card = ModelCard.from_template(data, template_str=_template(kind), plugin=plugin(), **figures)
     return _marked(card, kind)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.installation import plugin
 from hf_ext.storage.tree import JOURNAL, OURS, scan
 
 CONFIG = "config.json"
@@ -19,8 +20,8 @@ INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(\.[\w-]+)?(-\d{5}-of-\d{5})?\.safetensors")
 #: Tells users without this package how to load a checkpoint.
 HINT = (
-    "The weights are compressed, as differences from the base model if one is named. To load them, run `pip install hf_ext`, "
-    "and `import hf_ext` before from_pretrained. Without this entry they cannot be loaded."
+    "The weights are compressed, as differences from the base model if one is named. Loading them requires "
+    f"{plugin()}: `import hf_ext` before from_pretrained. Without this entry they cannot be loaded."
 )
 
 

@@ -20,8 +20,7 @@ class MissingExtension:
             raise AttributeError(name)
         raise MissingDependencyError(
             f"FM-Delta and EMR-Merging need the C++ extension of hf_ext, which cannot be imported: {self._cause}. Install a "
-            "wheel for your platform, which contains the extension: pip install --force-reinstall --no-deps --only-binary "
-            "hf_ext hf_ext. If there is no such wheel, install a C++17 compiler (Debian: apt-get install g++; macOS: "
+            "wheel that was built for your platform, or install a C++17 compiler (Debian: apt-get install g++; macOS: "
             "xcode-select --install), then run in a checkout of hf_ext: pip install --force-reinstall --no-deps . (to use "
             "the checkout itself: python setup.py build_ext --inplace)."
         ) from self._cause

@@ -8,9 +8,9 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image
 
 from hf_ext.errors import CorruptFileError, HfExtError
+from hf_ext.uni_med.pillow import Image
 
 if TYPE_CHECKING:
     from pydicom import Dataset

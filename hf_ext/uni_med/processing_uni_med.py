@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
 from tokenizers import AddedToken
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, ProcessorMixin
 from transformers.image_utils import load_image
@@ -17,6 +16,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from hf_ext.uni_med.boxes import Box, format_box, parse_boxes
 from hf_ext.uni_med.configuration_uni_med import IMAGE_TOKEN, QA, TASKS
+from hf_ext.uni_med.pillow import Image, ImageOps
 
 if TYPE_CHECKING:
     from hf_ext.uni_med.modeling_uni_med import UniMedForConditionalGeneration

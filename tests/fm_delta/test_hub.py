@@ -11,6 +11,7 @@ from local_hub import LocalHub
 from processes import python
 from tiny_models import bert, perturb
 
+from hf_ext.installation import plugin
 from hf_ext.storage.layout import HINT
 
 MODELS = """
@@ -142,9 +143,9 @@ def test_both_ways_to_push_upload_compressed_files_and_the_commit_of_the_base(cl
     assert (record["base"]["name"], record["base"]["revision"]) == ("user/base", commits["base"])
     settings = json.loads(files["config.json"])["quantization_config"]
     expected = {"quant_method": "fm_delta", "base": "user/base", "revision": commits["base"], "dtype": "float32"}
-    assert settings == expected | {"hint": HINT} and "pip install hf_ext" in HINT
+    assert settings == expected | {"hint": HINT} and plugin() in HINT
     assert record["hint"] == HINT
-    assert "pip install hf_ext" in files["README.md"].decode()
+    assert plugin() in files["README.md"].decode()
     assert client.hub.repos[repo].at("main").files["model.safetensors"].lfs
 
 
