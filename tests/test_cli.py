@@ -636,7 +636,9 @@ def test_another_tool_runs_with_the_package_imported(tmp_path, monkeypatch, caps
     info = tmp_path / "tool-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tool\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[console_scripts]\nmy-tool = my_tool:main\nwithout-extra = my_tool:serve\nwithout-module = my_tool:read\n")
+    (info / "entry_points.txt").write_text(
+        "[console_scripts]\nmy-tool = my_tool:main\nwithout-extra = my_tool:serve\nwithout-module = my_tool:read\n"
+    )
     (tmp_path / "my_tool.py").write_text(
         "import sys\ndef main():\n    print(sys.argv, 'hf_ext' in sys.modules)\n    return 3\n"
         "def serve():\n    raise ImportError('Install with `pip install tool[extra]`')\n"

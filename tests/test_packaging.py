@@ -13,11 +13,13 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from tiny_checkpoints import weights, write_folder
-from valid_cards import KINDS, from_an_index
+from valid_cards import COMMAND, KINDS, from_an_index
 
 import hf_ext
+from hf_ext.cli.command import HOSTS
 
 ROOT = Path(__file__).parents[1]
+PARTS = re.compile(r'"\s*\n\s*f?"')  # of one text of Python
 
 
 def setup(folder: Path, *commands: str, **environment: str) -> None:
@@ -92,16 +94,17 @@ def test_no_text_installs_the_package_from_an_index():
     old = """Run `pip install hf_ext`, a plugin. | pip install 'hf_ext[mount]', and libfuse | uv add "hf-ext>=1"
         wheel: pip install --force-reinstall --no-deps --only-binary hf_ext hf_ext. If | %pip install -q HF_Ext"""
     assert len(from_an_index(old)) == 5
-    right = "pip install git+https://host/me/hf_ext | pip install 'hf_ext[all] @ git+https://host/me/hf_ext' | pip install '.[all]'"
+    right = (
+        "pip install git+https://host/me/hf_ext | pip install 'hf_ext[all] @ git+https://host/me/hf_ext' | pip install '.[all]'"
+    )
     assert not from_an_index(right + " | `pip install peft`, not `hf_ext` | pip install 'torch>=2.11'. hf_ext needs it")
-    folders = ("hf_ext", "csrc", "model_cards", "docs", "notebooks", "examples", "benchmarks", "constraints", "scripts", ".github")
+    folders = "hf_ext csrc model_cards docs notebooks examples benchmarks constraints scripts .github".split()
     kinds = {".py", ".pyi", ".md", ".ipynb", ".txt", ".cfg", ".toml", ".yml", ".cff", ".h", ".cpp", ".sh", ""}
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*")] + list(ROOT.glob("*"))
     texts = {path: path.read_text("utf-8") for path in paths if path.suffix in kinds and path.is_file()}
     assert len(texts) > 200 and {ROOT / "README.md", ROOT / "hf_ext/mount.py", ROOT / "model_cards/emr.md"} < texts.keys()
     for path, text in texts.items():
-        parts = re.compile(r'"\s*\n\s*f?"')  # of one text of Python
-        assert not from_an_index(parts.sub("", text)), path
+        assert not from_an_index(PARTS.sub("", text)), path
 
 
 @pytest.mark.parametrize("is_release", [False, True])
@@ -117,13 +120,18 @@ def test_written_files_name_the_repository_of_the_build_or_no_install_line(relea
         assert ("pip install" in text) == is_release and not from_an_index(text)
 
 
-def test_the_extra_all_has_what_the_methods_can_use():
+def test_the_extra_all_has_what_the_methods_can_use_and_errors_tell_to_install():
     settings = ConfigParser()
     settings.read(ROOT / "setup.cfg")
     extras = settings["options.extras_require"]
     whole = Requirement(extras["all"].strip())
     before = list(extras)[: list(extras).index("all")]
     assert whole.name == "hf_ext" and whole.extras == set(before)
+    listed = "\n".join([(ROOT / "hf_ext/requirements.txt").read_text(), *(extras[extra] for extra in before)])
+    names = {Requirement(need).name for need in re.findall(r"^\w[^#\n]*", listed, re.MULTILINE)}
+    texts = [PARTS.sub("", path.read_text("utf-8")) for path in (ROOT / "hf_ext").rglob("*.py")]
+    told = {name[1] for text in texts for command in COMMAND.findall(text) if (name := re.match(r"'?([a-z][\w-]*)", command))}
+    assert {"torch", "mfusepy", "pillow", "openai"} < told <= names and names > {*HOSTS}
 
 
 def test_the_citation_names_this_version_and_the_papers_of_the_pages():
