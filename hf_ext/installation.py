@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shlex
 from functools import cache
-from importlib import metadata
+from importlib.metadata import PackageNotFoundError, metadata
 
 
 @cache
@@ -19,7 +19,7 @@ def plugin() -> str:
 def repository() -> str | None:
     """Returns the address of the repository, from the metadata of the installed package; None if they lack it."""
     try:
-        urls = metadata.metadata("hf_ext").get_all("Project-URL") or []
-    except metadata.PackageNotFoundError:  # a checkout on the path
+        urls = metadata("hf_ext").get_all("Project-URL") or []
+    except PackageNotFoundError:  # a checkout on the path
         return None
     return next((url.partition(", ")[2] for url in urls if url.startswith("Source, ")), None)
