@@ -16,9 +16,8 @@ import typer
 import typer.core
 
 from hf_ext.errors import HfExtError
+from hf_ext.integration import versions
 
-#: Modules whose package has the same name. Of others, it may have another one, and their own name is free for anybody.
-HOSTS = ("accelerate", "peft", "torch", "transformers")
 UNCHANGED = "nothing was changed"
 NOTHING = "nothing was written"
 RESUMABLE = "{out} has the finished part; run the command again to resume"
@@ -171,7 +170,8 @@ def failure(context: typer.Context, error: Exception) -> int:
         traceback.print_exc()
     if isinstance(error, ModuleNotFoundError) and error.name:
         module = error.name.partition(".")[0]
-        say(f"{error}. Install {f'it: pip install {module}' if module in HOSTS else 'the package that provides it.'}")
+        same = module in versions.requirements()  # else the module's name may be that of a stranger's package
+        say(f"{error}. Install {f'it: pip install {module}' if same else 'the package that provides it.'}")
         return 1
     of_an_option = context.allow_extra_args and isinstance(error, ValueError)  # one that Transformers or PEFT has rejected
     if of_an_option or isinstance(error, (HfExtError, OSError, ImportError)):
