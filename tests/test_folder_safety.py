@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -391,3 +392,38 @@ def test_files_that_equal_those_of_the_base_share_its_blocks(copy_on_write):
     assert (copy_on_write / "small" / "tokenizer.json").read_bytes() == tokenizer
     (copy_on_write / "small" / "tokenizer.json").write_text("another")
     assert (base / "tokenizer.json").read_bytes() == tokenizer
+
+
+def test_a_folder_whose_replacement_needs_one_that_is_gone_is_not_deleted(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "file").write_text("text")
+    with pytest.raises(CheckpointError, match="base is gone"):
+        delete_folder(folder, stamp(folder), [tmp_path / "base"])
+    assert (folder / "file").read_text() == "text" and [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("pause", ["before", "after"])
+def test_two_models_that_are_each_others_base_are_never_both_deleted(tmp_path, monkeypatch, pause):
+    """The second command runs in the middle of the first one's deletion."""
+    one, two = pair(tmp_path)
+    rename, renamed = os.rename, []
+
+    def interrupted(source, target):
+        if pause == "after":
+            rename(source, target)
+        if Path(source) == one and not renamed:
+            renamed.append(source)
+            with contextlib.suppress(CheckpointError, BaseModelError):
+                fm_delta.compress_checkpoint(two, one, tmp_path / "two-small", delete_source=True)
+        if pause == "before":
+            rename(source, target)
+
+    # Compressed first, as two commands would do that at the same time.
+    fm_delta.compress_checkpoint(two, one, tmp_path / "two-small")
+    monkeypatch.setattr(os, "rename", interrupted)
+    with contextlib.suppress(CheckpointError):
+        fm_delta.compress_checkpoint(one, two, tmp_path / "one-small", delete_source=True)
+    assert renamed and (one.exists() or two.exists())
+    for folder, small in ((one, "one-small"), (two, "two-small")):
+        assert folder.exists() or fm_delta.verify(tmp_path / small)

@@ -255,7 +255,7 @@ class _Run:
             try:
                 if source.exists():
                     require_deletable(source, self.out, [*self.needed, *others])
-                delete_folder(source, model.stamp)
+                delete_folder(source, model.stamp, self.needed)
                 self.add(replace(model, deleted=True, error=None))
             except CheckpointError as error:
                 self.add(replace(model, error=str(error)))

@@ -86,7 +86,7 @@ def compress_checkpoint(
         )
         if delete_source:
             flush_folder(out)
-            delete_folder(src, seen)
+            delete_folder(src, seen, places_of(source))
 
 
 def write_with_card(

@@ -153,15 +153,17 @@ def flush_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def delete_folder(folder: Path, seen: str | None = None) -> None:
+def delete_folder(folder: Path, seen: str | None = None, needed: Iterable[str | os.PathLike] = ()) -> None:
     """Deletes a folder in one step for other processes, by renaming it first. After a kill, a second call completes the
     deletion.
 
     Args:
         seen: its `stamp` when it was read.
+        needed: files and folders without which what replaces the folder cannot be read.
 
     Raises:
-        CheckpointError: the folder cannot be deleted, has changed since `seen`, or is a link; it is unchanged then.
+        CheckpointError: the folder cannot be deleted, has changed since `seen`, or is a link, or a needed path is gone; it is
+            unchanged then.
     """
     if folder.is_symlink():
         raise CheckpointError(f"{folder} is a link and is not deleted; give the folder that it leads to.")
@@ -175,6 +177,12 @@ def delete_folder(folder: Path, seen: str | None = None) -> None:
                     raise CheckpointError(
                         f"{folder} is not deleted: files in it were written or removed while it was read. Run the command "
                         "again."
+                    )
+                # Another process may be deleting a needed folder. If it needs this one, it finds this one gone in turn.
+                if gone := [path for path in needed if not os.path.exists(path)]:
+                    raise CheckpointError(
+                        f"{folder} is not deleted: {gone[0]} is gone, without which the result cannot be read. Restore "
+                        "that, or delete the result."
                     )
             except BaseException:
                 os.rename(held, folder)

@@ -203,17 +203,16 @@ def test_a_damaged_link_is_noticed_before_anything_is_decoded(tmp_path):
         open_checkpoint(run / "checkpoint-1")
 
 
-def test_a_chain_without_end_is_refused(tmp_path):
-    steps = range(MAX_CHAIN + 4)
+def test_the_longest_chain_opens_and_a_longer_one_is_refused_before_anything_is_written(tmp_path):
     base = write_folder(tmp_path / "0", {"weight": torch.zeros(8)})
-    for step in steps[1:]:
-        write_folder(tmp_path / "tuned", {"weight": torch.full((8,), float(step))})
-        if step == MAX_CHAIN + 3:
-            with pytest.raises(BaseModelError, match=f"needs more than {MAX_CHAIN} other checkpoints"):
-                fm_delta.compress_checkpoint(tmp_path / "tuned", base, tmp_path / str(step))
-        else:
-            fm_delta.compress_checkpoint(tmp_path / "tuned", base, tmp_path / str(step), level=1)
-            base = tmp_path / str(step)
+    for step in range(1, MAX_CHAIN + 2):
+        tuned = write_folder(tmp_path / "tuned", {"weight": torch.full((8,), float(step))})
+        fm_delta.compress_checkpoint(tuned, base, tmp_path / str(step), level=1)
+        base = tmp_path / str(step)
+    assert open_checkpoint(base).read("weight").to_torch().tolist() == [MAX_CHAIN + 1.0] * 8
+    with pytest.raises(CheckpointError, match=f"needs {MAX_CHAIN} other compressed checkpoints"):
+        fm_delta.compress_checkpoint(tuned, base, tmp_path / "longer", delete_source=True)
+    assert tuned.exists() and not (tmp_path / "longer").exists()
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])

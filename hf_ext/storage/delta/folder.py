@@ -22,6 +22,7 @@ from hf_ext.storage.delta.source import (
     decoded,
     open_base,
     open_files,
+    require_depth,
     require_one_model,
 )
 from hf_ext.storage.delta.writer import write_delta
@@ -95,6 +96,7 @@ def compress_folder(
         base = NoBase()
     source = base if isinstance(base, TensorSource) else open_checkpoint(base, revision)
     require_another_folder(out, [src, *source.paths])
+    require_depth(source)
     write = write or partial(write_model, name=base_id, level=level)
     with staged_folder(out) as stage:
         _require_one_kind(src, out)

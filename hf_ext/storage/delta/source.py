@@ -203,6 +203,19 @@ def matching_base(
     return base
 
 
+def require_depth(base: TensorSource) -> None:
+    """Raises CheckpointError if a checkpoint compressed against this base could not be opened: too many others would have to be
+    opened to read it."""
+    depth, inner = 0, base
+    while isinstance(inner, DeltaCheckpoint):
+        depth, inner = depth + 1, inner.base
+    if depth > MAX_CHAIN:
+        raise CheckpointError(
+            f"The base {base} needs {depth - 1} other compressed checkpoints, each to read the one before; {MAX_CHAIN} are the "
+            "limit. Give one of the first as the base, or decompress the base."
+        )
+
+
 def no_base(name: str | os.PathLike | None, reader: object) -> NoBase:
     """Returns `NoBase`, for weights that record no base.
 
