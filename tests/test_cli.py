@@ -627,8 +627,6 @@ def test_an_interrupted_run_says_what_it_has_left(folder, monkeypatch, capsys):
     assert run(capsys, *command, folder / "out") == (130, "", "hf-ext: interrupted; nothing was written.\n")
     left = f"hf-ext: interrupted; {folder / 'small'} is unchanged, or has the whole model.\n"
     assert run(capsys, *command, folder / "small") == (130, "", left)
-    pushed = (*command[:-1], "--base-id", "user/base", "--push-to-hub", "user/small")
-    assert run(capsys, *pushed) == (130, "", "hf-ext: interrupted; nothing was written.\n")
 
 
 def test_another_tool_runs_with_the_package_imported(tmp_path, monkeypatch, capsys):

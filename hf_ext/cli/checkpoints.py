@@ -6,12 +6,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
-from hf_ext.cli.command import MovedBase, Result, Section, argument, option, say
+from hf_ext.cli.command import MovedBase, Result, Section, argument, drawn, option, say
 
 section = Section(
     "Inspect a compressed model or a merge, and check it",
     "$ hf-ext inspect my-bert-small --plot sizes.png\n$ hf-ext verify my-bert-merged",
 )
+
+
+Stored = Annotated[str, argument("SRC", "Compressed folder, folder of a merge, or the id of one on the Hub.")]
 
 
 @section.command(
@@ -21,16 +24,16 @@ section = Section(
     "the columns for a merge.",
 )
 def inspect(
-    src: Annotated[str, argument("SRC", "Compressed folder or file, or folder of a merge.")],
-    plot: Annotated[str | None, option("--plot", "Also draw a picture. Requires matplotlib.", "FILE.png")] = None,
+    src: Annotated[str, argument("SRC", "Compressed folder or file, folder of a merge, or the id of one on the Hub.")],
+    plot: Annotated[str | None, option("--plot", "Also draw a picture, if matplotlib is installed.", "FILE.png")] = None,
 ) -> Result:
     from hf_ext import emr
 
-    method = method_of(src)
-    report = emr.report(src) if method is emr else method.inspect(src)
-    if plot:
-        report.plot(plot)
-    return Result(str(report), report.to_dict())
+    folder = local(src)
+    method = method_of(folder)
+    report = emr.report(folder) if method is emr else method.inspect(folder)
+    missing = drawn(lambda: report.plot(plot)) if plot else ""
+    return Result(str(report) + missing, report.to_dict())
 
 
 @section.command(
@@ -40,8 +43,9 @@ def inspect(
     "For a merge, also checks every mask. If a file is damaged, the error names it and the exit code is 1.",
     threaded=True,
 )
-def verify(src: Annotated[str, argument("SRC", "Compressed folder, or folder of a merge.")], base: MovedBase = None) -> Result:
-    count = method_of(src).verify(src, base=base)
+def verify(src: Stored, base: MovedBase = None) -> Result:
+    folder = local(src)
+    count = method_of(folder).verify(folder, base=base)
     return Result(f"All {count} tensors of {src} match their checksums.", {"src": src, "tensors": count})
 
 
@@ -53,15 +57,22 @@ def verify(src: Annotated[str, argument("SRC", "Compressed folder, or folder of 
     threaded=True,
 )
 def mount(
-    src: Annotated[str, argument("SRC", "Compressed folder, or folder of a merge.")],
+    src: Stored,
     where: Annotated[str, argument("WHERE", "An empty folder, or one to create.")],
     base: MovedBase = None,
 ) -> Result:
     from hf_ext.mount import mount as show
 
     say(f"Mounting {src} at {where}. Ctrl-C, or `fusermount3 -u {where}`, unmounts it.")
-    show(src, where, base)
+    show(local(src), where, base)
     return Result(f"{where} is unmounted.", {"src": src, "where": where})
+
+
+def local(src: str) -> str:
+    """Returns a path as it is, and the folder that a repository on the Hub is downloaded into."""
+    from hf_ext.storage.hub import local_copy
+
+    return str(local_copy(src))
 
 
 def method_of(src: str) -> ModuleType:

@@ -6,10 +6,13 @@ import contextlib
 import inspect
 import json
 import os
+import shutil
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from tempfile import mkdtemp
 from typing import Annotated, Any
 
 import typer
@@ -181,13 +184,49 @@ def failure(context: typer.Context, error: Exception) -> int:
     return 1
 
 
-def push(folder: str, repo_id: str) -> str:
-    """Uploads a folder to a model repository, which is created if it does not exist. Returns a line for the user."""
-    from huggingface_hub import HfApi
+@contextlib.contextmanager
+def folder_to_push(out: str | None, repo_id: str | None) -> Iterator[str]:
+    """Yields the folder to write, and then uploads it to a model repository, if one is given.
 
-    HfApi().create_repo(repo_id, exist_ok=True)
-    HfApi().upload_folder(repo_id=repo_id, folder_path=folder)
-    return f"\nPushed to {repo_id}."
+    Creates the repository first, so that a mistake in its name is found before any work is done. Without `out`, the folder is a
+    temporary one, which stays if the upload fails.
+
+    Raises:
+        HfExtError: the repository cannot be created, or the upload fails.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError
+
+    from hf_ext.storage.hub import first_line
+
+    failures = (HTTPError, ValueError, OSError)  # invalid names and cards are ValueErrors
+    if repo_id:
+        try:
+            HfApi().create_repo(repo_id, exist_ok=True)
+        except failures as error:
+            raise HfExtError(f"The repository {repo_id} cannot be written, so nothing was done: {first_line(error)}") from error
+    folder = out or mkdtemp(prefix="hf-ext-")
+    try:
+        yield folder
+    except BaseException:
+        if out is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if repo_id:
+        try:
+            HfApi().upload_folder(repo_id=repo_id, folder_path=folder)
+        except failures as error:
+            raise HfExtError(f"{folder} is written, but its upload to {repo_id} failed: {first_line(error)}") from error
+    if out is None:
+        shutil.rmtree(folder)
+
+
+def drawn(draw: Callable[[], object]) -> str:
+    """Draws a picture. Returns an empty text; without matplotlib, a line that says what to install."""
+    if find_spec("matplotlib") is None:
+        return "\nThere is no picture: drawing requires matplotlib (pip install matplotlib)."
+    draw()
+    return ""
 
 
 def say(text: str) -> None:

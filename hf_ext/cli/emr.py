@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from hf_ext.cli.command import MovedBase, Out, Result, Revision, Section, argument, flag, mistake, option
+from hf_ext.cli.command import MovedBase, Out, Result, Revision, Section, argument, drawn, flag, mistake, option
 from hf_ext.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ Rescale = Annotated[
 ]
 Report = Annotated[
     bool,
-    flag("--report", "Show how close each task is to its own model, and draw it to OUT/report.png. Requires matplotlib."),
+    flag("--report", "Show how close each task is to its own model. With matplotlib, also draw it to OUT/report.png."),
 ]
 
 
@@ -150,9 +150,13 @@ def with_lossless_size(made: Result, recipe: Recipe) -> Result:
 
 def merged(report: MergeReport, out: str, show: bool) -> Result:
     """Returns the result of `merge` and `add-task`."""
-    if show:
+    if not show:
+        return Result(report.summary(), report.to_dict())
+
+    def draw() -> None:
         from hf_ext.integration.model_cards import add_picture
 
         report.plot(Path(out, "report.png"))
         add_picture(Path(out), "report.png", "How close each task is to its own model")
-    return Result(str(report) if show else report.summary(), report.to_dict())
+
+    return Result(str(report) + drawn(draw), report.to_dict())

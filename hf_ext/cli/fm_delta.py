@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -23,9 +22,9 @@ from hf_ext.cli.command import (
     Section,
     argument,
     flag,
+    folder_to_push,
     mistake,
     option,
-    push,
 )
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
 
@@ -89,6 +88,10 @@ def compress(
     delete_source: DeleteSource = False,
     dry_run: Annotated[bool, flag("--dry-run", "Write nothing. Estimate the size from some of the tensors.")] = False,
     push_to_hub: PushToHub = None,
+    any_base: Annotated[
+        bool,
+        flag("--any-base", "Accept a base whose weights are unrelated to those of SRC. The result is then hardly smaller."),
+    ] = False,
 ) -> Result:
     if out is None and not dry_run and not push_to_hub:
         raise mistake("give a folder to write, --push-to-hub or --dry-run", "--out")
@@ -98,6 +101,8 @@ def compress(
         raise mistake("cannot be combined with --base or --candidates", "--no-base")
     check_base(base, revision, candidates, base_id)
     from hf_ext import fm_delta
+    from hf_ext.errors import BaseModelError
+    from hf_ext.fm_delta.base_search import require_related
     from hf_ext.storage.hub import downloaded
 
     found, src = "", src if delete_source else str(downloaded(src))
@@ -106,15 +111,21 @@ def compress(
         base, revision, found = report.require().name, report.require().revision, f"{report.summary()}\n"
     if push_to_hub and base and os.path.isdir(base) and not base_id:
         raise mistake(f"others cannot read the base {base}; give the Hub id of the same model as --base-id", "--push-to-hub")
+    if base and not found and not any_base:
+        try:
+            require_related(src, base, revision)
+        except BaseModelError as error:
+            advice = (
+                f"`hf-ext find-base {src}` looks for the base; --no-base compresses without one; --any-base accepts this one."
+            )
+            raise BaseModelError(f"{error} {advice}") from error
     if dry_run:
         estimate = fm_delta.estimate(src, base, revision, level)
         return Result(found + estimate.summary(), estimate.to_dict())
-    with TemporaryDirectory() as scratch:
-        folder = out or scratch
+    with folder_to_push(out, push_to_hub) as folder:
         fm_delta.compress_checkpoint(src, base, folder, revision, verify, delete_source, level, base_id=base_id)
         made = fm_delta.inspect(folder)
-        pushed = push(folder, push_to_hub) if push_to_hub else ""
-    return Result(found + made.summary() + pushed, made.to_dict())
+    return Result(found + made.summary() + (f"\nPushed to {push_to_hub}." if push_to_hub else ""), made.to_dict())
 
 
 @one_model.command(
@@ -123,7 +134,9 @@ def compress(
     "  hf-ext decompress my-bert-small --out my-bert --base /mnt/models/bert-base-uncased    # the base has moved",
     threaded=True,
 )
-def decompress(src: Annotated[str, argument("SRC", "Compressed folder.")], out: Out, base: MovedBase = None) -> Result:
+def decompress(
+    src: Annotated[str, argument("SRC", "Compressed folder, or its id on the Hub.")], out: Out, base: MovedBase = None
+) -> Result:
     from hf_ext import fm_delta
 
     fm_delta.decompress_checkpoint(src, out, base=base)

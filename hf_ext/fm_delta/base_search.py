@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -14,8 +15,9 @@ from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.fm_delta.likeness import Likeness, likeness
 from hf_ext.integration.model_cards import CARD, metadata_of
 from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import CONFIG, read_config, select_weights
-from hf_ext.storage.open import open_plain
+from hf_ext.storage.open import open_checkpoint, open_plain
 
 # Full fine-tunes agree with their base in more than 0.9 of the values; noise of a tenth of the weights' spread leaves 0.7, and
 # shuffled weights agree in 0.1 (benchmarks/fm_delta.py, section search).
@@ -118,15 +120,13 @@ def find_base(src: str | os.PathLike, candidates: Iterable[str | os.PathLike] | 
     `model_type`, and weights that agree. Several that fit are sorted by the estimated bits per parameter.
 
     Args:
-        src: folder with safetensors weights.
+        src: folder or Hub id of a model with safetensors weights.
         candidates: folders or Hub ids; by default all models in the local Hub cache. Downloads only models that `src` names.
 
     Raises:
         CheckpointError: `src` has no plain safetensors weights.
     """
-    src = Path(src)
-    if not src.is_dir():
-        raise CheckpointError(f"{src} is not a folder; give the folder of a saved model.")
+    src = downloaded(src)
     try:
         source = open_plain(src)
     except BaseModelError as error:
@@ -143,6 +143,20 @@ def find_base(src: str | os.PathLike, candidates: Iterable[str | os.PathLike] | 
         ]
     examined.sort(key=lambda candidate: (VERDICTS.index(candidate.verdict), candidate.bits or 0))
     return BaseReport(str(src), examined)
+
+
+def require_related(src: str | os.PathLike, base: str | os.PathLike, revision: str | None = None) -> None:
+    """Checks that a model may be a checkpoint's base. Compares a few KB of each tensor, or, where one of the two is compressed,
+    only names and shapes.
+
+    Raises:
+        BaseModelError: most tensors of the checkpoint are not in the base, or have unrelated values there.
+    """
+    source, other = open_checkpoint(src), open_checkpoint(base, revision)
+    is_plain = isinstance(source, Checkpoint) and isinstance(other, Checkpoint)
+    measured = likeness(source, other, LIKELY_SHARE if is_plain else math.inf)
+    if measured.shared < LIKELY_SHARE or is_plain and measured.agreement < LIKELY_AGREEMENT:
+        raise BaseModelError(f"{base} is not the base of {src}: {_judge(measured, None, None)[1]}.")
 
 
 def _declared(src: Path) -> Iterator[tuple[str, str]]:

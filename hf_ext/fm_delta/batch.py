@@ -176,7 +176,18 @@ def compress_all(
                 with run.reporting(source):
                     against = common or _found_base(source, candidates)
                     target = str(out / source.name)
-                    jobs.append(Job(str(source), against.name, against.revision, target, run.verify, level, 1, base_id))
+                    jobs.append(
+                        Job(
+                            str(source),
+                            against.name,
+                            against.revision or (revision if base_id else None),
+                            target,
+                            run.verify,
+                            level,
+                            1,
+                            base_id,
+                        )
+                    )
                     run.needed += places_of(against)
         if not run.models and not jobs:
             instead = "".join(f" {folder} {held}" for folder, held in [*skipped.items()][:1])

@@ -21,7 +21,7 @@ from hf_ext.storage.delta.folder import (
     write_model,
 )
 from hf_ext.storage.delta.source import DeltaCheckpoint, RestoredFile, open_files
-from hf_ext.storage.hub import downloaded
+from hf_ext.storage.hub import downloaded, local_copy
 from hf_ext.storage.layout import CONFIG, other_files, require_deletable
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.source import NoBase, TensorSource
@@ -51,7 +51,8 @@ def compress_checkpoint(
         base: folder or Hub id of the model that `src` was fine-tuned from, plain or compressed itself; or None to compress the
             weights without a base.
         out: folder to write. On failure it is unchanged.
-        revision: branch, tag or commit of the base on the Hub; config.json records the commit.
+        revision: branch, tag or commit of the base on the Hub; config.json records the commit. With
+            `base_id`, records it as it is.
         verify: decode everything and compare it with `src`, byte for byte, before `out` is written.
         delete_source: verify the result, then delete `src`.
         level: 1 is fast. 2 also searches for a low-rank part of every matrix's change, and 3 searches longer. The level hardly
@@ -82,7 +83,7 @@ def compress_checkpoint(
             out,
             verify=verify or delete_source,
             leave=without_free_card(src, out),
-            write=partial(write_with_card, name=base_id, level=level, target=out),
+            write=partial(write_with_card, name=base_id, level=level, target=out, revision=revision),
         )
         if delete_source:
             flush_folder(out)
@@ -97,16 +98,17 @@ def write_with_card(
     level: int = DEFAULT_LEVEL,
     target: Path | None = None,
     root: TensorSource | None = None,
+    revision: str | None = None,
 ) -> None:
     """Compresses the weights of a model into a folder, and writes a model card if the folder has none.
 
     Args:
-        sets, base, out, name, level: see `write_model`.
+        sets, base, out, name, level, revision: see `write_model`.
         target: folder that the files of `out` will go to, if elsewhere.
         root: the model that was fine-tuned, if it is not the base.
     """
     carried = is_ours(out / CARD, METHOD)
-    write_model(sets, base, out, name, level, {"card": ORIGINAL} if carried else None)
+    write_model(sets, base, out, name, level, {"card": ORIGINAL} if carried else None, revision)
     if (out / CONFIG).exists() and not (out / CARD).exists():
         root = root or base
         chain = root is not base or isinstance(base, DeltaCheckpoint)
@@ -119,7 +121,7 @@ def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: 
     Leaves out the model card that the compression added, unless it was changed since.
 
     Args:
-        src: compressed folder.
+        src: compressed folder, or its id on the Hub.
         out: folder to write. On failure it is unchanged.
         base: folder or Hub id of the base, if it has moved. Defaults to the base in config.json.
 
@@ -127,7 +129,7 @@ def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: 
         CorruptFileError: a file is damaged or from a newer version.
         BaseModelError: the base is missing or is another model.
     """
-    src, out = Path(src), Path(out)
+    src, out = local_copy(src), Path(out)
     decompress_folder(src, out, base, leave=without_free_card(src, out) | _added(src), stale=outdated(out))
 
 

@@ -6,11 +6,11 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from hf_ext.display import COLORS, PALE, label, legend, new_figure, save_figure, table
 from hf_ext.storage.delta.payload import STORED, Header
 from hf_ext.storage.delta.source import base_of, open_files, original_size
+from hf_ext.storage.hub import local_copy
 
 KINDS = {
     "embedding": r"embed|wte|wpe",
@@ -123,12 +123,13 @@ class CheckpointReport:
 
 
 def inspect(src: str | os.PathLike) -> CheckpointReport:
-    """Returns the report of a compressed folder (or file), without decoding it and without its base.
+    """Returns the report of a compressed folder, file or Hub repository, without decoding it and without its base.
 
     Raises:
+        CheckpointError: `src` does not exist.
         CorruptFileError: a file is not compressed, damaged or from a newer version.
     """
-    files = open_files(Path(src))
+    files = open_files(local_copy(src))
     tensors = [
         TensorReport(
             name,

@@ -136,6 +136,11 @@ def downloaded(name: str | os.PathLike, what: str = "", allow_patterns: list[str
         ) from error
 
 
+def local_copy(src: str | os.PathLike) -> Path:
+    """Returns a path as it is, existing or not, or the folder in the cache that a Hub repository is downloaded into."""
+    return Path(src) if is_local(src) else downloaded(src)
+
+
 def absolute(name: str | os.PathLike) -> str:
     """Returns a folder's absolute path, which stays valid in any working directory; a Hub id as it is.
 

@@ -26,6 +26,7 @@ from hf_ext.storage.delta.source import (
     require_one_model,
 )
 from hf_ext.storage.delta.writer import write_delta
+from hf_ext.storage.hub import local_copy
 from hf_ext.storage.layout import (
     ADAPTER,
     CONFIG,
@@ -79,7 +80,7 @@ def compress_folder(
         verify: decode everything and compare it with `src`, byte for byte, before `out` gets it.
         level: 1 is fast. 2 also searches for a low-rank part of every matrix's change, and 3 searches longer. The level hardly
             changes the time to read.
-        base_id: Hub id to record for the base if `base` is a local copy of it.
+        base_id: Hub id to record for the base if `base` is a local copy of it, with `revision`.
         leave: files of `src` not to copy, relative to it.
         write: writes the compressed weights into a folder, instead of `write_model`.
 
@@ -97,7 +98,7 @@ def compress_folder(
     source = base if isinstance(base, TensorSource) else open_checkpoint(base, revision)
     require_another_folder(out, [src, *source.paths])
     require_depth(source)
-    write = write or partial(write_model, name=base_id, level=level)
+    write = write or partial(write_model, name=base_id, level=level, revision=revision)
     with staged_folder(out) as stage:
         _require_one_kind(src, out)
         others = [path for path in other_files(src, out) if path not in leave]
@@ -174,7 +175,7 @@ def verify_folder(src: str | os.PathLike, base: str | os.PathLike | None = None)
     """Decodes every tensor of a compressed folder (or file) and compares it with its checksum.
 
     Args:
-        src: compressed folder or file.
+        src: compressed folder or file, or the id of a repository on the Hub.
         base: folder or Hub id of the base, if it is no longer where config.json says.
 
     Returns:
@@ -183,8 +184,9 @@ def verify_folder(src: str | os.PathLike, base: str | os.PathLike | None = None)
     Raises:
         CorruptFileError, BaseModelError: names the first tensor that differs from the saved one.
     """
-    files = open_files(Path(src))
-    decode_all(files, open_base(files, Path(src), base))
+    src = local_copy(src)
+    files = open_files(src)
+    decode_all(files, open_base(files, src, base))
     return sum(len(file.original) for file in files)
 
 
@@ -207,6 +209,7 @@ def write_model(
     name: str | None = None,
     level: int = DEFAULT_LEVEL,
     settings: dict | None = None,
+    revision: str | None = None,
 ) -> None:
     """Compresses the weights of a model into a folder and adds the `quantization_config` entry to its config.json.
 
@@ -217,6 +220,7 @@ def write_model(
         name: the base's name to record, instead of its own.
         level: see `compress_folder`.
         settings: more values for the entry.
+        revision: the commit to record with `name`.
 
     Raises:
         CheckpointError: the base lies in these files.
@@ -226,7 +230,7 @@ def write_model(
         raise CheckpointError(f"{src} is the base model itself, or the base needs it; give the folder of a fine-tune of it.")
     selected = select_weights(src, adapter=isinstance(base, NoBase))[0]
     entries = next(file.entries for shards in sets for file in shards if file.path == selected)
-    info = write_delta(sets, base, out, name, level).base
+    info = write_delta(sets, base, out, name, level, revision).base
     dtype = float_name(entries[key].dtype for key in sorted(entries))
     name, revision = (None, None) if info is None else (info.name, info.revision)
     entry = {"quant_method": METHOD, "hint": HINT, "base": name, "revision": revision, "dtype": dtype}

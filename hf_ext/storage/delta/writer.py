@@ -35,6 +35,7 @@ def write_delta(
     out: str | os.PathLike,
     name: str | None = None,
     level: int = DEFAULT_LEVEL,
+    revision: str | None = None,
 ) -> Written:
     """Compresses files of tensors into files of the same names. Memory: a few tensors.
 
@@ -43,13 +44,18 @@ def write_delta(
         base: the model that predicts the tensors, or `NoBase`.
         out: folder to write into.
         name: the base's name to record, instead of its own.
+        revision: the base's commit to record with `name`, if it has none itself.
         level: 1 is fast; 2 looks for a low-rank part of every matrix's change, and 3 longer.
     """
     alone = isinstance(base, NoBase)
     if level != LEVELS[0] and not alone:
         importlib.import_module("hf_ext.storage.delta.low_rank")  # imports PyTorch before threads limit their number of threads
     files = [file for shards in sets for file in shards]
-    info = None if alone else BaseInfo(name or absolute(base.name), base.revision, base.fingerprint)
+    info = (
+        None
+        if alone
+        else BaseInfo(name or absolute(base.name), base.revision or (revision if name else None), base.fingerprint)
+    )
     writers: dict[str, CompressedWriter] = {}
     samples: dict[Path, dict[str, bytes]] = {file.path: {} for file in files}
     twins = {file.path: names for shards in sets for file, names in zip(shards, _twins(shards, base))}

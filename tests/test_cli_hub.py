@@ -1,0 +1,117 @@
+"""Commands that read from the Hub and push to it, and what they keep when that fails; a base that is not the base."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+from local_hub import LocalHub
+from processes import python
+from test_cli import fails, run, shown
+from tiny_checkpoints import contents, pair, weights, write_folder
+from tiny_merges import write_tasks
+
+from hf_ext import fm_delta
+
+SCRIPT = """
+import contextlib, io, json, sys
+from pathlib import Path
+from huggingface_hub import HfApi
+from hf_ext.cli.main import main
+
+src, base = sys.argv[1:]
+def run(*arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main([*map(str, arguments)])
+    return [code, out.getvalue(), err.getvalue()]
+
+for name, folder in (("base", base), ("tuned", src)):
+    HfApi().create_repo(f"user/{name}")
+    HfApi().upload_folder(repo_id=f"user/{name}", folder_path=folder)
+commit = HfApi().model_info("user/base").sha
+local = ("--base", base, "--base-id", "user/base", "--revision", commit)
+results = {
+    "pushed": run("compress", src, *local, "--push-to-hub", "user/small"),
+    "recorded": json.loads(Path(HfApi().hf_hub_download("user/small", "config.json")).read_text())["quantization_config"],
+    "commit": commit,
+    "no repository": run("compress", src, "--base", "user/base", "--push-to-hub", "user/no/name"),
+}
+Path(src, "README.md").write_text("---\\nbase_model: /a/folder\\n---\\n")
+results["no upload"] = run("compress", src, "--base", "user/base", "--push-to-hub", "user/other")
+results["no upload, with a folder"] = run("compress", src, "--base", "user/base", "--push-to-hub", "user/other", "--out", "out")
+results |= {command: run(command, "user/small") for command in ("inspect", "verify")}
+results["decompress"] = run("decompress", "user/small", "--out", "back")
+results["find-base"] = run("find-base", "user/tuned", "user/base")
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("hub")
+
+
+@pytest.fixture(scope="module")
+def results(place):
+    src, base = pair(place)
+    with LocalHub() as hub:
+        done = python("-c", SCRIPT, src, base, env=hub.client_env(place), cwd=place)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_local_copy_of_the_base_is_recorded_by_id_and_commit(results):
+    assert results["pushed"][0] == 0 and "Pushed to user/small." in results["pushed"][1]
+    assert (results["recorded"]["base"], results["recorded"]["revision"]) == ("user/base", results["commit"])
+
+
+def test_a_repository_that_cannot_be_created_is_found_first(results):
+    code, _, err = results["no repository"]
+    assert code == 1 and "user/no/name cannot be written, so nothing was done" in err and "tensors" not in err
+
+
+def test_a_result_that_cannot_be_uploaded_is_kept(results, place):
+    code, _, err = results["no upload"]
+    kept = re.search(r"(\S+) is written, but its upload to user/other failed", err)
+    assert code == 1 and kept
+    assert results["no upload, with a folder"][0] == 1
+    for folder in (kept[1], place / "out"):
+        assert fm_delta.verify(folder, base=place / "base") == len(weights())
+    shutil.rmtree(kept[1])
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "decompress", "find-base"])
+def test_checkpoints_are_read_from_the_hub_by_their_ids(results, place, command):
+    code, out, err = results[command]
+    assert code == 0, err
+    if command == "decompress":
+        assert (place / "back" / "model.safetensors").read_bytes() == (place / "tuned" / "model.safetensors").read_bytes()
+    elif command == "find-base":
+        assert "user/base" in out and "sure" in out
+
+
+def test_a_base_that_is_not_the_base_is_refused_before_anything_is_written(tmp_path, capsys):
+    src, base = pair(tmp_path)
+    stranger = write_folder(tmp_path / "stranger", weights(seed=5))
+    command = ("compress", src, "--base", stranger, "--out", tmp_path / "small")
+    error = fails(capsys, *command)
+    assert "is not the base of" in error and all(advice in error for advice in ("find-base", "--no-base", "--any-base"))
+    assert not (tmp_path / "small").exists()
+    assert run(capsys, *command, "--any-base")[0] == 0
+    assert run(capsys, "compress", src, "--base", tmp_path / "small", "--out", tmp_path / "chain")[0] == 0
+
+
+def test_without_matplotlib_a_report_says_what_draws_its_picture(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    base, tasks = write_tasks(tmp_path, {"trec": 6, "cr": 2})
+    given = [argument for task, folder in tasks.items() for argument in ("--task", f"{task}={folder}")]
+    code, out, _ = run(capsys, "merge", "--base", base, *given, "--out", tmp_path / "merged", "--report")
+    assert code == 0 and "cosine" in out and "pip install matplotlib" in out
+    code, out, _ = run(capsys, "inspect", tmp_path / "merged", "--plot", tmp_path / "picture.png")
+    assert code == 0 and "pip install matplotlib" in out and not (tmp_path / "picture.png").exists()
+    assert "MB" in out or "cosine" in out
+    assert contents(tmp_path / "merged").keys() & {"report.png"} == set()
+    assert shown(capsys, "inspect", tmp_path / "merged")
