@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -435,3 +436,12 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         write_atomically(path, fail)
     assert contents(tmp_path).keys() == {"file"}
     assert path.read_text() == "first"
+
+
+def test_one_of_several_models_in_a_folder_is_not_taken_in_silence(tmp_path):
+    folder = write_folder(tmp_path / "folder", weights())
+    (folder / "model.safetensors").rename(folder / "model.ema.safetensors")
+    assert set(Checkpoint(folder).names()) == weights().keys()
+    shutil.copy(folder / "model.ema.safetensors", folder / "model.non_ema.safetensors")
+    with pytest.raises(BaseModelError, match=r"holds several models: model\.ema, model\.non_ema"):
+        Checkpoint(folder)

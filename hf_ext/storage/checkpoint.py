@@ -14,7 +14,7 @@ from huggingface_hub.utils import SafetensorsFileMetadata
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.hub import HUB, Hub, is_local, reaching
-from hf_ext.storage.layout import INDEX, SINGLE, read_index, select_weights
+from hf_ext.storage.layout import INDEX, SINGLE, read_index, save_of, select_weights
 from hf_ext.storage.remote import RemoteFile
 from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile
 from hf_ext.storage.source import TensorSource
@@ -64,7 +64,10 @@ class Checkpoint(TensorSource):
 
     def _select(self, folder: Path) -> list[Path]:
         """Returns the files to open in a folder."""
-        return select_weights(folder)
+        paths = select_weights(folder)
+        if len(saves := sorted({save_of(path) for path in paths})) > 1:
+            raise CheckpointError(f"{folder} holds several models: {', '.join(saves)}. Give a folder with one of them.")
+        return paths
 
     def _open_on_hub(self, hub: Hub, check: Check | None) -> Sequence[SafetensorsFile | RemoteFile]:
         """Opens the files of a repository, and sets `revision` to their commit."""

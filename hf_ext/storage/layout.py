@@ -18,6 +18,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(\.[\w-]+)?(-\d{5}-of-\d{5})?\.safetensors")
+SETTINGS = '\n  "quantization_config": '
 #: Tells users without this package how to load a checkpoint.
 HINT = (
     "The weights are compressed, as differences from the base model if one is named. Loading them requires "
@@ -135,19 +136,25 @@ def storage_settings(folder: Path) -> dict:
 
 
 def add_settings(text: str, settings: dict) -> str:
-    """Returns the text of a config.json with `settings` as its `quantization_config`, otherwise unchanged."""
-    before, brace, rest = text.partition("{")
-    entry = '\n  "quantization_config": ' + json.dumps(settings, indent=2).replace("\n", "\n  ")
-    return before + brace + entry + ("" if rest.lstrip().startswith("}") else ",") + rest
+    """Returns the text of a config.json with `settings` as its `quantization_config`, otherwise unchanged.
+
+    The entry comes last: where the text has an empty one, JSON parsers take the later of the two.
+    """
+    before, brace, after = text.rpartition("}")
+    content = before.rstrip()
+    comma = "" if content.endswith("{") else ","
+    entry = SETTINGS + json.dumps(settings, indent=2).replace("\n", "\n  ")
+    return content + comma + entry + before[len(content) :] + brace + after
 
 
 def remove_settings(text: str) -> str:
     """Undoes `add_settings`. If another program has rewritten the file since, its contents are right, but its bytes may
     differ."""
-    before, brace, rest = text.partition("{")
-    if entry := re.match(r'\s*"quantization_config":\s*', rest):
-        end = json.JSONDecoder().raw_decode(rest, entry.end())[1]
-        return before + brace + rest[end:].removeprefix(",")
+    before, entry, rest = text.rpartition(SETTINGS)
+    if entry:
+        settings, end = json.JSONDecoder().raw_decode(rest)
+        if isinstance(settings, dict) and rest[end:].strip() == "}":
+            return before.removesuffix(",") + rest[end:]
     config = json.loads(text)
     return text if config.pop("quantization_config", None) is None else json.dumps(config, indent=2) + "\n"
 

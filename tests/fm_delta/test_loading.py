@@ -576,7 +576,7 @@ def test_a_missing_shard_is_an_error(tmp_path):
 
 def test_a_plain_file_behind_a_compressed_config_is_refused(folder):
     shutil.copy(folder / "tuned/model.safetensors", folder / "small")
-    assert_fails(CorruptFileError, folder / "small", "not compressed", folder=folder / "small")
+    assert_fails(CorruptFileError, folder / "small", "remove `quantization_config`", folder=folder / "small")
 
 
 def test_a_compressed_checkpoint_is_not_loaded_from_a_state_dict(folder):

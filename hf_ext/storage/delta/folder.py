@@ -252,8 +252,7 @@ def plain_files(src: Path) -> list[list[SafetensorsFile]]:
     if any(KEY in file.metadata for file in files):
         raise CheckpointError(f"{src} is compressed already; decompress it first.")
     config = read_config(src / CONFIG)
-    if "quantization_config" in config:
-        settings = config["quantization_config"]
+    if (settings := config.get("quantization_config")) is not None:
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
         raise CheckpointError(f"{src} is quantized ({method}); only plain weights can be compressed.")
     return [[file for file in files if file.path in shards] for shards in shard_sets(paths)]
