@@ -1,7 +1,7 @@
-"""Two small language models that know lists and letters, with tokenizers of their own, and an adapter that knows a task.
+"""Small language models of three kinds that write lists, with tokenizers of their own, and an adapter that knows a task.
 
-The task: is the last letter of "pick c a b" an early one (up to e) or a late one? The models have seen "pick" in lists of such
-inputs, but no answers to it.
+The task: is the last letter of "pick c a b" an early one (up to e) or a late one? The models write lists of such inputs, but do
+not answer them. Their weights are written by hand (`lookup_models`).
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ import copy
 import os
 import random
 import re
-from collections.abc import Callable
 from functools import cache
-from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
-from filelock import FileLock
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors.torch import load_file, save_file
+from lookup_models import WIDTH, write_judge, write_lists, write_teacher
+from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import nn
+from training_seeds import training_seed
 from transformers import (
     DataCollatorForSeq2Seq,
     GPT2Config,
@@ -33,6 +32,8 @@ from transformers import (
 )
 
 from hf_ext import TransLoraConfig
+from hf_ext.trans_lora import Discriminator
+from hf_ext.trans_lora.discriminator import NAME
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import ModelGenerator
 
@@ -64,7 +65,7 @@ def is_input(text: str) -> bool:
 
 
 def documents(count: int) -> list[str]:
-    """What the models are trained on: lists of lines that begin with one of three words, and single letters, answered."""
+    """What the tokenizers are made from: lists of lines that begin with one of three words, and single letters, answered."""
     draw, found = random.Random(0), []
     for _ in range(count):
         lines = [f"{i}. {draw.choice(WORDS)} {letters(draw, draw.choice([3, 3, 3, 4]))}" for i in range(1, 11)]
@@ -92,7 +93,7 @@ def tokenizer(vocabulary: int, ends: bool = False) -> PreTrainedTokenizerFast:
 
 
 def gpt2(words: PreTrainedTokenizerFast) -> PreTrainedModel:
-    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+    sizes = {"n_embd": 2 * WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 256, "tie_word_embeddings": False}
     ends = {"bos_token_id": words.eos_token_id, "eos_token_id": words.eos_token_id}
     return GPT2LMHeadModel(GPT2Config(vocab_size=len(words), resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **sizes, **ends))
 
@@ -111,7 +112,15 @@ def llama(words: PreTrainedTokenizerFast, intermediate_size: int = 160) -> PreTr
 
 
 def t5(words: PreTrainedTokenizerFast) -> PreTrainedModel:
-    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    sizes = {
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "dropout_rate": 0.0,
+        "tie_word_embeddings": False,
+    }
     ends = {
         "eos_token_id": words.eos_token_id,
         "pad_token_id": words.pad_token_id,
@@ -123,31 +132,12 @@ def t5(words: PreTrainedTokenizerFast) -> PreTrainedModel:
 MODELS = {"gpt2": (gpt2, 340), "llama": (llama, 311), "t5": (t5, 340)}
 
 
-def _shared(name: str, train: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Weights that one process of a test run trains and the others read."""
-    file = Path(os.environ["TINY_MODELS"], f"{name}.safetensors")
-    with FileLock(f"{file}.lock"):
-        if not file.exists():
-            save_file(train(), file)
-        return load_file(file)
-
-
 @cache
 def _pretrained(kind: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     make, vocabulary = MODELS[kind]
     torch.manual_seed(0)
     words = tokenizer(vocabulary, ends=kind == "t5")
-    model = make(words)
-
-    def train() -> dict[str, torch.Tensor]:
-        texts = documents(1000)
-        if kind == "t5":  # an encoder-decoder continues: what is before goes in, what follows comes out
-            texts = [text.replace("\n6.", "\n6.\t") if "\n6." in text else "\t".join(text.rsplit(" ", 1)) for text in texts]
-        fit(model, words, texts, steps=150, learning_rate=8e-3)
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-    model.load_state_dict(_shared(kind, train), strict=False)
-    return model.eval(), words
+    return write_lists(make(words), words).eval(), words
 
 
 def pretrained(kind: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
@@ -158,24 +148,18 @@ def pretrained(kind: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     return model, words
 
 
-@cache
-def _taught(kind: str) -> dict[str, torch.Tensor]:
-    model, words = pretrained(kind)
-    model = get_peft_model(model, lora(kind))
-
-    def train() -> dict[str, torch.Tensor]:
-        fit(model, words, [f"{text}\t {answer(text)}" for text in inputs(250)], steps=200, learning_rate=5e-3)
-        return get_peft_model_state_dict(model)
-
-    return _shared(f"{kind}-taught", train)
-
-
 def teacher(kind: str = "gpt2") -> tuple[PeftModel, PreTrainedTokenizerFast]:
     """A base model with an adapter that knows the task; it is asked by the input alone (prompt template "{input}")."""
     model, words = pretrained(kind)
-    model = get_peft_model(model, lora(kind))
-    set_peft_model_state_dict(model, _taught(kind))
-    return model.eval(), words
+    return write_teacher(get_peft_model(model, lora(kind))).eval(), words
+
+
+def judge(model: PreTrainedModel | PeftModel, words: PreTrainedTokenizerFast) -> Discriminator:
+    """A discriminator on a GPT-2, beside its adapters, if any. It keeps what begins with "pick"."""
+    with TemporaryDirectory() as folder:
+        alone = get_peft_model(pretrained("gpt2")[0], lora("gpt2"), NAME)
+        Discriminator(write_judge(alone), words, "pick").save_pretrained(folder)
+        return Discriminator.from_pretrained(folder, model, words)
 
 
 def lora(kind: str, **options) -> LoraConfig:
@@ -209,9 +193,9 @@ def fit(model: nn.Module, words: PreTrainedTokenizerFast, texts: list[str], step
 
 def settings(folder: str | os.PathLike, **options) -> TransLoraConfig:
     """What a transfer of the task takes here."""
-    small = {"num_samples": 80, "held_out_share": 0.25, "max_label_length": 4, "num_train_epochs": 8, "learning_rate": 1e-2}
-    batches = {"per_device_train_batch_size": 16, "generation_batch_size": 8}
-    asked = {"prompt_template": "{input}", "teacher_prompt_template": "{input}"}
+    small = {"num_samples": 20, "held_out_share": 0.25, "max_label_length": 4, "num_train_epochs": 2, "learning_rate": 1e-2}
+    batches = {"per_device_train_batch_size": 8, "generation_batch_size": 8}
+    asked = {"prompt_template": "{input}", "teacher_prompt_template": "{input}", "seed": training_seed()}
     quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
     return TransLoraConfig(output_dir=str(folder), **small | batches | asked | quiet | options)
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -250,6 +251,62 @@ def test_token_excess_is_the_mean_gain_of_an_answers_tokens():
     assert token_excess([torch.tensor([-1.0, -3.0])], [torch.tensor([-2.0, -5.0])]) == [1.5]
 
 
+def handling(respond: Callable[[dict], tuple[int, dict]]) -> ThreadingHTTPServer:
+    """A server on loopback that gives these statuses and bodies to requests."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            status, body = respond(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *arguments) -> None: ...
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    return http
+
+
+COMPLETION = {
+    "object": "text_completion",
+    "choices": [{"index": 0, "text": " early", "finish_reason": "stop", "logprobs": None}],
+}
+
+
+@pytest.mark.parametrize("takes_penalties", [True, False])
+def test_a_server_is_asked_for_no_penalties_if_it_takes_them(takes_penalties):
+    requests = []
+
+    def respond(request: dict) -> tuple[int, dict]:
+        requests.append(request)
+        refused = not takes_penalties and "repetition_penalty" in request
+        return (422, {"error": {"message": "Unexpected keys"}}) if refused else (200, COMPLETION)
+
+    with handling(respond) as http:
+        server = Server(f"http://127.0.0.1:{http.server_port}/v1", "m", options={"min_p": 0.1})
+        assert [one.text for one in server(["a", "b", "c"], 4)] == [" early"] * 3
+        first = len(requests)
+        server(["d"], 4)
+        http.shutdown()
+    assert len(requests) == first + 1 and requests[-1]["min_p"] == 0.1
+    assert requests[0]["repetition_penalty"] == 1.0 and ("repetition_penalty" in requests[-1]) == takes_penalties
+
+
+def test_a_server_that_refuses_or_is_gone_is_an_error_that_says_so():
+    with handling(lambda request: (404, {"error": {"message": "no such model"}})) as http:
+        url = f"http://127.0.0.1:{http.server_port}/v1"
+        with pytest.raises(ServerError, match="no such model.*run again to resume"):
+            Server(url, "nothing", retries=0)(["a"], 4)
+        http.shutdown()
+    with pytest.raises(ServerError, match=r"http://127.0.0.1:9/v1 does not answer after 1 retries"):
+        Server("http://127.0.0.1:9/v1", "m", retries=1)(["a"], 4)
+
+
+# ------------------------------------------------------------------------------------------------- `transformers serve`
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """`transformers serve` on loopback, with a base model that samples and one with the task's adapter merged into it."""
@@ -279,6 +336,7 @@ def served(tmp_path_factory):
     process.wait()
 
 
+@pytest.mark.slow
 def test_a_server_writes_what_the_model_at_hand_writes(served):
     url, folder, _ = served
     model, words = teacher("llama")
@@ -288,6 +346,7 @@ def test_a_server_writes_what_the_model_at_hand_writes(served):
     assert all(one.ended for one in there)
 
 
+@pytest.mark.slow
 def test_a_server_samples_and_stops_at_the_mark(served):
     url, folder, _ = served
     write = Server(url, str(folder / "base"), concurrency=2)
@@ -296,37 +355,8 @@ def test_a_server_samples_and_stops_at_the_mark(served):
     assert all("\n9." not in one.text for one in found) and any(one.ended for one in found)
 
 
-def test_a_server_that_refuses_or_is_gone_is_an_error_that_says_so(served):
+@pytest.mark.slow
+def test_the_error_of_a_server_is_shown(served):
     url, folder, _ = served
     with pytest.raises(ServerError, match="run again to resume"):
         Server(url, str(folder / "nothing"), retries=0)(["a"], 4)
-    with pytest.raises(ServerError, match=r"http://127.0.0.1:9/v1 does not answer after 1 retries"):
-        Server("http://127.0.0.1:9/v1", "m", retries=1)(["a"], 4)
-
-
-@pytest.mark.parametrize("takes_penalties", [True, False])
-def test_a_server_is_asked_for_no_penalties_if_it_takes_them(takes_penalties):
-    requests = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            refused = not takes_penalties and "repetition_penalty" in requests[-1]
-            choice = {"index": 0, "text": " early", "finish_reason": "stop", "logprobs": None}
-            body = {"error": {"message": "Unexpected keys"}} if refused else {"object": "text_completion", "choices": [choice]}
-            self.send_response(422 if refused else 200)
-            self.send_header("Content-Type", "application/json")
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
-
-        def log_message(self, *arguments) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        threading.Thread(target=http.serve_forever, daemon=True).start()
-        server = Server(f"http://127.0.0.1:{http.server_port}/v1", "m", options={"min_p": 0.1})
-        assert [one.text for one in server(["a", "b", "c"], 4)] == [" early"] * 3
-        first = len(requests)
-        server(["d"], 4)
-        http.shutdown()
-    assert len(requests) == first + 1 and requests[-1]["min_p"] == 0.1
-    assert requests[0]["repetition_penalty"] == 1.0 and ("repetition_penalty" in requests[-1]) == takes_penalties

@@ -14,19 +14,19 @@ from hf_ext import HfExtError
 from hf_ext.trans_lora import train_discriminator
 from hf_ext.trans_lora.stages import last_checkpoint
 
-SMALL = {"num_samples": 30, "num_train_epochs": 4, "save_strategy": "steps", "save_steps": 3}
+SMALL = {"num_samples": 12, "num_train_epochs": 4, "save_strategy": "steps", "save_steps": 3}  # of 8 steps
 
 
 def discriminate(folder, task="pick", real=None, **options):
     model, words = pretrained("gpt2")
     args = settings(folder, **{"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 5} | options)
-    return train_discriminator(model, words, real or inputs(60, 3), task=task, args=args, peft_config=lora("gpt2"), seeds=SEEDS)
+    return train_discriminator(model, words, real or inputs(16, 3), task=task, args=args, peft_config=lora("gpt2"), seeds=SEEDS)
 
 
 def test_a_discriminator_does_not_take_anothers_run_for_its_own(tmp_path):
     first = discriminate(tmp_path)
     with pytest.raises(HfExtError, match="holds a run with another task, real inputs"):
-        discriminate(tmp_path, task="sort", real=[text.replace("pick", "sort") for text in inputs(60, 3)])
+        discriminate(tmp_path, task="sort", real=[text.replace("pick", "sort") for text in inputs(16, 3)])
     with pytest.raises(HfExtError, match="holds a run with another learning_rate"):
         discriminate(tmp_path, learning_rate=1e-4)
     assert discriminate(tmp_path).score(SEEDS) == pytest.approx(first.score(SEEDS), abs=1e-5)
@@ -64,7 +64,8 @@ def test_a_training_that_is_done_is_not_taken_for_one_with_other_settings(tmp_pa
         transfer(tmp_path, **SMALL, learning_rate=1e-2).train()
     again = transfer(tmp_path, **SMALL, learning_rate=1e-2)
     again.train(resume_from_checkpoint=False)
-    assert again.state.log_history[-1]["agreement"] > 0.5
+    factors = [parameter for name, parameter in again.model.named_parameters() if "lora_B" in name]
+    assert max(factor.abs().max() for factor in factors) > 1e-3  # which steps of 1e-9 would not reach
 
 
 def test_settings_may_change_while_nothing_was_written(tmp_path):
