@@ -135,11 +135,8 @@ ARTIFACTS = {
 def push_bases() -> None:
     for name, build in BASES.items():
         build().push_to_hub(f"user/{name}")
-    words = tiny_transfers.tokenizer(300)
-    torch.manual_seed(0)
-    model = tiny_transfers.gpt2(words)
-    answered = [f"{text}\t {tiny_transfers.answer(text)}" for text in tiny_transfers.inputs(100)]
-    tiny_transfers.fit(model, words, answered, steps=30, learning_rate=1e-2)  # so that its answers have an end
+    model, words = tiny_transfers.teacher("gpt2")
+    model = model.merge_and_unload()  # its answers have an end
     model.push_to_hub("user/gpt2")
     words.push_to_hub("user/gpt2")
 

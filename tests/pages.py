@@ -30,7 +30,7 @@ import tiny_uni_med
 import tiny_vision_language_models
 import torch
 from datasets import Dataset, Features, Image, Value
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from tiny_adapters import small_llama, trained
 from tiny_merges import classifier
 from tiny_training import examples
@@ -54,7 +54,6 @@ from hf_ext import UniMedForConditionalGeneration, UniMedProcessor
 from hf_ext import emr as merging
 from hf_ext.cli.main import main as hf_ext
 from hf_ext.trans_lora import load_model
-from hf_ext.trans_lora.prompts import membership_question
 from hf_ext.uni_med import UniMedCollator
 
 ROOT = Path(__file__).parent.parent
@@ -197,23 +196,14 @@ def pissa() -> dict[str, Any]:
 
 @cache
 def transfer() -> dict[str, Path]:
-    """Folders of an old model that knows what inputs look like, of its adapter, and of a new model."""
-    tiny, folder = tiny_transfers, Path(tempfile.mkdtemp(dir=SHARED.name))
+    """Folders of an old model, of its adapter, and of a new model. They write inputs of the task and take them for its own."""
+    folder = Path(tempfile.mkdtemp(dir=SHARED.name))
     found = {name: folder / name for name in ("source", "adapter", "target")}
     for kind, role in (("gpt2", "source"), ("llama", "target")):
-        make, size = tiny.MODELS[kind]
-        words = tiny.tokenizer(size)
-        torch.manual_seed(0)
-        model = make(words)
-        # It takes inputs for the task's own before it has learned to tell, so that two steps of a discriminator let some pass.
-        believed = [f"{membership_question(text, 'boolean')}\t Yes" for text in tiny.inputs(60, seed=1)]
-        tiny.fit(model, words, tiny.documents(100) + believed, steps=60, learning_rate=1e-2)
+        model, words = tiny_transfers.pretrained(kind)
         model.save_pretrained(found[role])
         words.save_pretrained(found[role])
-        if role == "source":
-            teacher = get_peft_model(model, tiny.lora(kind))
-            tiny.fit(teacher, words, [f"{text}\t {tiny.answer(text)}" for text in tiny.inputs(50)], 150, 5e-3)
-            teacher.save_pretrained(found["adapter"])
+    tiny_transfers.teacher("gpt2")[0].save_pretrained(found["adapter"])
     return found
 
 
