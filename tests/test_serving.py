@@ -20,7 +20,7 @@ from hosts import host
 from peft import PeftModel, get_peft_model
 from tiny_adapters import moved
 from tiny_models import perturb
-from tiny_transfers import answer, fit, inputs, llama, lora, settings, tokenizer
+from tiny_transfers import answer, inputs, llama, lora, settings, tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
 from hf_ext import CheckpointError, PissaConfig, QPissaConfig, TransLoraTrainer, UnsavedChangesError, emr, fm_delta
@@ -61,10 +61,10 @@ def folder(tmp_path_factory):
         config = kind(r=4, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")
         moved(get_peft_model(loaded(), config)).save_pretrained(folder / name)
     teacher = get_peft_model(loaded(), lora("llama"))
-    fit(teacher, words, [f"{text}\t {answer(text)}" for text in inputs(50)], steps=60, learning_rate=1e-2)
     arguments = settings(folder / "trans-lora", filter="none", num_train_epochs=3, learning_rate=5e-2)
     trainer = TransLoraTrainer(
-        loaded(), arguments, processing_class=words, teacher=teacher, teacher_processing_class=words, inputs=inputs(20),
+        loaded(), arguments, processing_class=words, teacher=teacher, teacher_processing_class=words,
+        inputs={text: answer(text) for text in inputs(20)},
         peft_config=lora("llama"),
     )  # fmt: skip
     trainer.train()

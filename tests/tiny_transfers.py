@@ -20,7 +20,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import nn
 from training_seeds import training_seed
 from transformers import (
-    DataCollatorForSeq2Seq,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -166,29 +165,6 @@ def lora(kind: str, **options) -> LoraConfig:
     task = "SEQ_2_SEQ_LM" if kind == "t5" else "CAUSAL_LM"
     modules = ["c_attn", "c_proj", "c_fc"] if kind == "gpt2" else "all-linear"
     return LoraConfig(task_type=task, r=16, lora_alpha=32, target_modules=modules, fan_in_fan_out=kind == "gpt2", **options)
-
-
-def fit(model: nn.Module, words: PreTrainedTokenizerFast, texts: list[str], steps: int, learning_rate: float) -> None:
-    """Trains on texts; of one with a tab in it, on what follows the tab."""
-    draw = random.Random(0)
-    rows = []
-    for text in texts:
-        before, tab, after = text.rpartition("\t")
-        if model.config.is_encoder_decoder:
-            rows.append({"input_ids": words(before)["input_ids"], "labels": words(after.strip())["input_ids"]})
-        else:
-            before, after = words(before)["input_ids"] if tab else [], words(after)["input_ids"] + [words.eos_token_id]
-            rows.append({"input_ids": before + after, "labels": [-100] * len(before) + after})
-    collate = DataCollatorForSeq2Seq(words)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], learning_rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, steps, pct_start=0.1)
-    model.train()
-    for _ in range(steps):
-        model(**collate(draw.sample(rows, 32))).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    model.eval()
 
 
 def settings(folder: str | os.PathLike, **options) -> TransLoraConfig:
