@@ -37,6 +37,11 @@ class PissaLinear(PissaLayer, Linear):
             raise ValueError(
                 f"The weight of {self.get_base_layer()} is quantized: PiSSA cannot start from it. Use QPissaConfig."
             )
+        if weight.is_floating_point() and weight.element_size() == 1:  # codes, whose scales are elsewhere
+            raise ValueError(
+                f"The weight of {self.get_base_layer()} is quantized to {weight.dtype}: PiSSA cannot start from it. Load the "
+                "base in bfloat16 (with an FP8 checkpoint: FineGrainedFP8Config(dequantize=True))."
+            )
         if not weight.is_floating_point() or weight.shape != self._matrix_shape():
             raise ValueError(f"The weight of {self.get_base_layer()} is not a matrix of floats: PiSSA cannot start from it.")
         matrix = weight.detach().float()

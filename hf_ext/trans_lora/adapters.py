@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from hf_ext.errors import HfExtError
 from hf_ext.integration.modes import evaluating
 
-CHANGES_BASE = {"pissa", "olora", "corda", "loftq"}  # PEFT's own starts that subtract themselves from the base's weights
+# PEFT's own starts that subtract themselves from the base's weights.
+CHANGES_BASE = {"pissa", "olora", "corda", "loftq", "lora_ga"}
 
 
 def bare(model: PreTrainedModel | PeftModel) -> PreTrainedModel:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import random
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -151,8 +152,15 @@ class TransLoraTrainer(AnswerTrainer):
 
         Args:
             resume_from_checkpoint: as in Trainer, but defaults to the last checkpoint in output_dir, if there is one. False
-                starts the training of the adapter again.
+                deletes the checkpoints there and starts the training of the adapter again. On the command line, True and False
+                mean the same.
+
+        Raises:
+            ValueError: there is no such checkpoint.
         """
+        resume_from_checkpoint = {"true": True, "false": False}.get(str(resume_from_checkpoint).lower(), resume_from_checkpoint)
+        if isinstance(resume_from_checkpoint, str) and not os.path.isdir(resume_from_checkpoint):
+            raise ValueError(f"resume_from_checkpoint: there is no folder {resume_from_checkpoint}.")
         last = last_checkpoint(self.args.output_dir)
         if resume_from_checkpoint is True and last is None:
             raise ValueError(f"There is no complete checkpoint in {self.args.output_dir} to resume from.")
@@ -168,6 +176,9 @@ class TransLoraTrainer(AnswerTrainer):
         known = training_settings(self.model, self.args, self.model.active_adapters[0])
         known |= {name: getattr(self.args, name) for name in ("prompt_template", "system_prompt", "chat_template_kwargs")}
         known |= {"labels (a checksum)": xxhash.xxh3_64(str(trained).encode()).hexdigest()}
+        if resume_from_checkpoint is False and self.is_world_process_zero():
+            for checkpoint in Path(self.args.output_dir).glob(CHECKPOINTS):  # or a killed run would resume from one of them
+                shutil.rmtree(checkpoint)
         claim(Path(self.args.output_dir), "training", known, [CHECKPOINTS], anew)
         if resume_from_checkpoint in (None, True):
             resume_from_checkpoint = last

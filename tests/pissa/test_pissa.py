@@ -416,3 +416,10 @@ def test_a_configuration_serves_several_models():
 def test_the_saved_head_is_trained_too():
     model = trained(bert(), config(task_type="SEQ_CLS", target_modules=["query"]))
     assert any(isinstance(module, ModulesToSaveWrapper) for module in model.modules())
+
+
+def test_codes_of_eight_bits_are_no_weights_to_decompose():
+    model = nn.Sequential(nn.Linear(16, 16, bias=False))
+    model[0].weight = nn.Parameter(model[0].weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ValueError, match=r"quantized to torch.float8_e4m3fn.*Load the base in bfloat16"):
+        get_peft_model(model, PissaConfig(r=4, target_modules=["0"]))

@@ -115,3 +115,18 @@ def test_the_report_is_json_for_any_reader(tmp_path):
     trainer = transfer(tmp_path, inputs=inputs(20), seeds=())
     trainer.train()
     json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+@pytest.mark.parametrize("given", [False, "False"])
+def test_a_training_that_starts_again_leaves_no_old_checkpoint_to_resume_from(tmp_path, given):
+    transfer(tmp_path, **SMALL, learning_rate=1e-9).train()
+    (tmp_path / "checkpoint-99").mkdir()  # later than all of the new training
+    shutil.copy(f"{last_checkpoint(tmp_path)}/trainer_state.json", tmp_path / "checkpoint-99")
+    transfer(tmp_path, **SMALL, learning_rate=1e-2).train(resume_from_checkpoint=given)
+    assert last_checkpoint(tmp_path) not in (None, str(tmp_path / "checkpoint-99"))
+
+
+def test_a_checkpoint_that_is_not_there_changes_no_record(tmp_path):
+    with pytest.raises(ValueError, match="there is no folder nowhere"):
+        transfer(tmp_path, **SMALL).train(resume_from_checkpoint="nowhere")
+    assert not (tmp_path / "transfer.json").exists()
