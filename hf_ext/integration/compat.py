@@ -79,7 +79,8 @@ def point_offloaded_ties_at_decoded_weights(model: PreTrainedModel) -> None:
     another form, the use of the weight fails: its payload has another shape.
     """
     maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())
-    index = next((weights.dataset.index for weights in maps if hasattr(getattr(weights, "dataset", None), "index")), {})
+    indices = (getattr(getattr(weights, "dataset", None), "index", None) for weights in maps)
+    index: dict[str, Any] = next((index for index in indices if index is not None), {})
     for target, source in model.all_tied_weights_keys.items():
         if source in index:
             index[target] = index[source]
@@ -87,8 +88,8 @@ def point_offloaded_ties_at_decoded_weights(model: PreTrainedModel) -> None:
 
 def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Returns a module's own parameters and buffers by name, without those of its submodules. They may be set meanwhile."""
-    options = {"recurse": False, "remove_duplicate": False}
-    return iter([*module.named_parameters(**options), *module.named_buffers(**options)])
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return iter([*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)])
 
 
 def unsaved_buffers(module: torch.nn.Module) -> Set[str]:

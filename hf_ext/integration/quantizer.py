@@ -87,6 +87,7 @@ class DecodingQuantizer(HfQuantizer):
     plain: str
     advice: str
     source: TensorSource
+    files: list[str]  # Transformers reads the files that this list names after all hooks
 
     def __init__(self, quantization_config: DecodingConfig, **kwargs):
         super().__init__(quantization_config, **kwargs)
@@ -133,13 +134,13 @@ class DecodingQuantizer(HfQuantizer):
         if getattr(model.config, "distributed_config", None) is not None:
             raise CheckpointError(self._sharded("Tensor parallelism"))
         # Transformers replaces errors during loading by a generic one, so everything that can be checked is checked here.
-        files = [Path(path) for path in checkpoint_files or [] if Path(path).suffix == ".safetensors"]
+        self.files = checkpoint_files or []
+        files = [Path(path) for path in self.files if Path(path).suffix == ".safetensors"]
         if not files:
             raise CheckpointError(
                 f"A checkpoint of {type(self.quantization_config).quant_method} is read from safetensors files, not from a "
                 "state dict."
             )
-        self.files = checkpoint_files
         self.source = self.open(model, files)
         return model
 
@@ -190,10 +191,11 @@ class DecodingQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model, **kwargs):
         if self.decoding is not None:
             self.decoding.finish(model)
-        elif "disk" in (getattr(model, "hf_device_map", None) or {}).values():
-            weakref.finalize(model, self.decoded.cleanup)  # offloaded weights stay in these files
-        else:
-            self.decoded.cleanup()
+        elif self.decoded is not None:
+            if "disk" in (getattr(model, "hf_device_map", None) or {}).values():
+                weakref.finalize(model, self.decoded.cleanup)  # offloaded weights stay in these files
+            else:
+                self.decoded.cleanup()
         self.model, self.weights = None, {}
         vars(model).pop("is_quantized", None)
         if self.then is not None:

@@ -28,12 +28,12 @@ SIZES = {
 
 
 def require_success() -> None:
-    """Tries it, once in a process, which takes a second. Does nothing with tested versions.
+    """Tries it once in a process, which takes a second. Does nothing with tested versions.
 
     Raises:
         AttributeError: decoding during loading does not work.
     """
-    if _runs.get() or not versions.is_untested("transformers"):
+    if _runs.get():
         return
     token = _runs.set(True)
     try:
@@ -46,7 +46,9 @@ def require_success() -> None:
 
 @cache
 def _failure() -> Exception | None:
-    """Returns the error with which the tiny model fails to load."""
+    """Returns the error with which the tiny model fails to load; None if it loads or need not be tried."""
+    if not versions.is_untested("transformers"):
+        return None
     shows_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

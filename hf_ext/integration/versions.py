@@ -26,14 +26,12 @@ def check() -> None:
         ImportError: a package is too old.
     """
     too_old, untested = {}, []
-    for requirement, tested in requirements().values():
-        version = installed(requirement.name)
-        if version is None:
-            continue
-        if _is_older(version, requirement):
-            too_old[str(requirement)] = version
-        elif is_untested(requirement.name):
-            untested.append(f"{requirement.name} {version} ({TESTED}{tested})")
+    for name, (need, tested) in requirements().items():
+        version = installed(name)
+        if version is not None and _is_older(version, Requirement(need)):
+            too_old[need] = version
+        elif is_untested(name):
+            untested.append(f"{name} {version} ({TESTED}{tested})")
     if too_old:
         message = _upgrade("hf_ext", too_old)
         if "hf-ext" in [Path(word).stem for word in sys.orig_argv[:2]] or sys.orig_argv[1:3] == ["-m", "hf_ext"]:
@@ -44,14 +42,16 @@ def check() -> None:
 
 
 @cache
-def requirements() -> dict[str, tuple[Requirement, str | None]]:
-    """Returns the packages that requirements.txt lists, by name, each with the newest tested version where the file has one."""
+def requirements() -> dict[str, tuple[str, str | None]]:
+    """Returns the requirements of requirements.txt by package, each with the newest tested version where the file has one."""
     lines = Path(__file__).parents[1].joinpath("requirements.txt").read_text(encoding="utf-8").splitlines()
-    needs = ((Requirement(need), comment.strip()) for need, _, comment in (line.partition("#") for line in lines) if need)
-    return {need.name: (need, comment.removeprefix(TESTED) if comment.startswith(TESTED) else None) for need, comment in needs}
+    needs = ((need.strip(), comment.strip()) for need, _, comment in (line.partition("#") for line in lines) if need)
+    return {
+        Requirement(need).name: (need, comment.removeprefix(TESTED) if comment.startswith(TESTED) else None)
+        for need, comment in needs
+    }
 
 
-@cache
 def is_untested(package: str) -> bool:
     """Checks whether the installed version of a package is newer than the newest tested one."""
     version, tested = installed(package), requirements()[package][1]
