@@ -106,3 +106,18 @@ def batch(answers: bool = True, samples: list[dict[str, Any]] | None = None) -> 
             return_tensors="pt",
         )
     )
+
+
+@torch.no_grad()
+def assert_likeliest(model: Any, inputs: dict[str, torch.Tensor], ids: torch.Tensor) -> None:
+    """Each token that a model wrote after the inputs is the likeliest, up to rounding: by one pass over the whole text.
+
+    Args:
+        ids: (rows, prompt + written), as `generate` returns them.
+    """
+    length = inputs["input_ids"].shape[1]
+    written = ids[:, length:]
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(written)], 1)
+    logits = model(**inputs | {"input_ids": ids, "attention_mask": mask}).logits[:, length - 1 : -1]
+    assert written.shape[1] > 0 and torch.equal(ids[:, :length], inputs["input_ids"])
+    torch.testing.assert_close(logits.gather(-1, written[..., None])[..., 0], logits.amax(-1), rtol=0, atol=1e-4)

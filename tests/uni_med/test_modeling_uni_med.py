@@ -10,7 +10,7 @@ from hosts import host
 from safetensors.torch import load_file, save_file
 from tiny_adapters import small_llama
 from tiny_models import assert_same_weights, gpt2, llama, mixtral
-from tiny_uni_med import TOKENS, batch, config, image, processor, rows, save_parts, uni_med
+from tiny_uni_med import TOKENS, assert_likeliest, batch, config, image, processor, rows, save_parts, uni_med
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -122,9 +122,10 @@ def test_a_row_may_have_several_images():
     found = logits(model, inputs)
     swapped = make(images=[[image(1), image(0)]], text=["how many cells ?"], task="vqa", return_tensors="pt")
     assert not torch.allclose(found[0], logits(model, swapped)[0], atol=1e-5)
-    beams = model.generate(**inputs, **GREEDY, num_beams=2, length_penalty=0.0)
     alone = make(images=[[image(0), image(1)]], text=["how many cells ?"], task="vqa", return_tensors="pt")
-    assert torch.equal(beams[:1, -6:], model.generate(**alone, **GREEDY, num_beams=2, length_penalty=0.0)[:, -6:])
+    options = GREEDY | {"num_beams": 2, "length_penalty": 0.0, "return_dict_in_generate": True, "output_scores": True}
+    beams, expected = (model.generate(**each, **options).sequences_scores for each in (inputs, alone))
+    torch.testing.assert_close(beams[:1], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_image_token_may_be_in_the_vocabulary_or_not():
@@ -273,20 +274,23 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant):
 # Generation
 
 
+def assert_rows_are_written_as_alone(model, options: dict) -> None:
+    written = model.generate(**batch(answers=False), **options)[:, -options["max_new_tokens"] :]
+    for i, row in enumerate(rows()):
+        alone = batch(False, [row])
+        assert_likeliest(model, alone, torch.cat([alone["input_ids"], written[i : i + 1]], 1))
+
+
 def test_generating_takes_the_most_likely_token_each_time(model):
     inputs = batch(answers=False)
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    for _ in range(6):
-        step = logits(model, inputs | {"input_ids": ids, "attention_mask": mask})[:, -1].argmax(-1, keepdim=True)
-        ids, mask = torch.cat([ids, step], 1), torch.cat([mask, torch.ones_like(step)], 1)
     for options in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
-        assert torch.equal(model.generate(**inputs, **GREEDY, **options), ids), options
+        ids = model.generate(**inputs, **GREEDY, **options)
+        assert ids.shape[1] == inputs["input_ids"].shape[1] + 6
+        assert_likeliest(model, inputs, ids)
 
 
 def test_generating_does_not_depend_on_padding(model):
-    together = model.generate(**batch(answers=False), **GREEDY)[:, -6:]
-    for i, row in enumerate(rows()):
-        assert torch.equal(model.generate(**batch(False, [row]), **GREEDY)[0, -6:], together[i])
+    assert_rows_are_written_as_alone(model, GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -324,20 +328,20 @@ def test_beams_find_no_less_likely_answers():
 def test_text_alone_is_generated_as_by_the_language_model():
     model = uni_med()
     ids = torch.tensor([[3, 14, 15, 16, 4]])
-    expected = model.language_model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
-    assert torch.equal(model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY), expected)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert_likeliest(model.language_model, inputs, model.generate(**inputs, **GREEDY))
     embeds = model.get_input_embeddings()(ids)
     by_embeds = model.generate(inputs_embeds=embeds, attention_mask=torch.ones_like(ids), **GREEDY)
-    assert torch.equal(by_embeds, expected[:, 5:])
+    assert_likeliest(model.language_model, inputs, torch.cat([ids, by_embeds], 1))
 
 
 @host("transformers>=5.19")
 def test_images_can_be_encoded_beforehand():
     model, inputs = uni_med(), batch(answers=False)
-    expected = model.generate(**inputs, **GREEDY)
     with torch.no_grad():
-        images = model.get_image_features(inputs.pop("pixel_values"), inputs.pop("image_tasks"))
-    assert torch.equal(model.generate(**inputs, mm_encoder_outputs={"image": images}, **GREEDY), expected)
+        images = model.get_image_features(inputs["pixel_values"], inputs["image_tasks"])
+    text = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    assert_likeliest(model, inputs, model.generate(**text, mm_encoder_outputs={"image": images}, **GREEDY))
 
 
 # Other towers, other language models, quantization
@@ -448,10 +452,7 @@ def test_embeddings_of_another_size_than_the_hidden_states():
     text = OPTConfig(
         vocab_size=96, hidden_size=32, word_embed_proj_dim=16, ffn_dim=48, num_hidden_layers=1, num_attention_heads=2
     )
-    model = uni_med(text)
-    together = model.generate(**batch(answers=False), **GREEDY)[:, -6:]
-    for i, row in enumerate(rows()):
-        assert torch.equal(model.generate(**batch(False, [row]), **GREEDY)[0, -6:], together[i])
+    assert_rows_are_written_as_alone(uni_med(text), GREEDY)
 
 
 def test_a_mixture_as_language_model(tmp_path):
@@ -463,10 +464,7 @@ def test_a_mixture_as_language_model(tmp_path):
 
 
 def test_gpt2_as_language_model():
-    model = uni_med(gpt2().config)
-    together = model.generate(**batch(answers=False), **GREEDY | {"max_new_tokens": 3})[:, -3:]
-    for i, row in enumerate(rows()):
-        assert torch.equal(model.generate(**batch(False, [row]), **GREEDY | {"max_new_tokens": 3})[0, -3:], together[i])
+    assert_rows_are_written_as_alone(uni_med(gpt2().config), GREEDY | {"max_new_tokens": 3})
 
 
 def test_bitsandbytes_quantizes_the_language_model_and_leaves_the_connector(tmp_path):
