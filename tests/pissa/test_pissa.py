@@ -291,32 +291,44 @@ COMBINATIONS = ["cat", "linear", "svd"] + [
 ]
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
-@pytest.mark.parametrize("adapters", [["default", "plain"], ["plain", "default"], ["default", "second"], ["second"]], ids=str)
-def test_combining_by_weights_is_that_of_the_saved_loras(tmp_path, combination, adapters):
+@pytest.fixture(scope="module")
+def saved_as_loras(tmp_path_factory):
+    """A model with three adapters, and a model with the LoRAs that they are saved as."""
+    folder = tmp_path_factory.mktemp("adapters")
     model = trained(llama(), config(target_modules=["q_proj", "embed_tokens"]))
     model.add_adapter("second", config(target_modules=["q_proj", "v_proj"], seed=1))
     model.add_adapter("plain", LoraConfig(r=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    model.save_pretrained(tmp_path, save_embedding_layers=False)
-    loras = PeftModel.from_pretrained(llama(), tmp_path)
+    model.save_pretrained(folder, save_embedding_layers=False)
+    loras = PeftModel.from_pretrained(llama(), folder)
     for name in ("plain", "second"):
-        loras.load_adapter(tmp_path / name, name)
+        loras.load_adapter(folder / name, name)
+    return model, loras
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@pytest.mark.parametrize("adapters", [["default", "plain"], ["plain", "default"], ["default", "second"], ["second"]], ids=str)
+def test_combining_by_weights_is_that_of_the_saved_loras(saved_as_loras, combination, adapters):
+    model, loras = saved_as_loras
     expected, before = logits(model), model.state_dict()
     configs = dict(model.peft_config)
     options = {"combination_type": combination, "density": None if combination in ("cat", "linear", "svd") else 0.5}
-    for one in (model, loras):
+    for one in saved_as_loras:
         torch.manual_seed(0)
         one.add_weighted_adapter(adapters, [0.5, -2.0][: len(adapters)], "both", **options)
-    states = [get_peft_model_state_dict(one, adapter_name="both", save_embedding_layers=False) for one in (model, loras)]
+    states = [get_peft_model_state_dict(one, adapter_name="both", save_embedding_layers=False) for one in saved_as_loras]
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert type(model.peft_config["both"]) is LoraConfig
     assert all(model.peft_config[name] is configs[name] for name in configs)
     assert all(torch.equal(model.state_dict()[name], before[name]) for name in before)
     assert torch.equal(logits(model), expected)
-    model.set_adapter("both")
-    loras.set_adapter("both")
+    for one in saved_as_loras:
+        one.set_adapter("both")
     assert difference(logits(model), logits(loras)) < 2e-6
+    for one in saved_as_loras:
+        one.set_adapter("default")
+        one.delete_adapter("both")
+    assert torch.equal(logits(model), expected) and model.state_dict().keys() == before.keys()
 
 
 def test_a_combination_that_fails_leaves_the_adapters_as_they_were():

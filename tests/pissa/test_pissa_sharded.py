@@ -27,7 +27,7 @@ def _fsdp(rank: int, folder: str) -> None:
     fully_shard(model, mesh=mesh)
     found = model(**inputs(model)).logits
     found.sum().backward()
-    assert torch.equal(found, expected)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:  # the others get nothing
         state = get_peft_model_state_dict(model, state_dict=whole)

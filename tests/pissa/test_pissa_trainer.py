@@ -10,6 +10,7 @@ from peft import PeftModel, get_peft_model
 from stop_after import StopAfter
 from tiny_adapters import NF4, SAVED_RESIDUALS, difference, load, logits, small_llama
 from tiny_models import VOCABULARY
+from training_seeds import training_seed
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -44,6 +45,7 @@ def examples(count: int) -> list[dict]:
 
 def train(model: PeftModel, out: Path, resume: str | None = None, callbacks=(), **options) -> Trainer:
     settings = {"max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 2}
+    settings["seed"] = training_seed()
     arguments = TrainingArguments(output_dir=str(out), use_cpu=True, report_to=[], disable_tqdm=True, **(settings | options))
     trainer = Trainer(model, arguments, train_dataset=examples(16), eval_dataset=examples(8), callbacks=[*callbacks])
     trainer.train(resume_from_checkpoint=resume)

@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from tiny_transfers import tokenizer
+from training_seeds import training_seed
 from transformers import PreTrainedModel
 
 from hf_ext import PissaConfig
@@ -48,6 +49,7 @@ def grpo(options: dict, words, config: PissaConfig):
 def test_a_pissa_adapter_trains_and_loads_as_a_lora(tmp_path: Path, make):
     options = {"output_dir": str(tmp_path / "run"), "max_steps": 2, "use_cpu": True, "bf16": False, "report_to": []}
     options |= {"save_strategy": "no", "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 1}
+    options |= {"seed": training_seed()}
     trainer = make(options, tokenizer(64), PissaConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     trainer.train()
     first = trainer.state.log_history[0]

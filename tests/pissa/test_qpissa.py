@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from tiny_adapters import (
     difference,
     load,
     logits,
+    moved,
     small_gpt2,
     small_llama,
     trained,
@@ -67,8 +69,8 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: module.base_layer.dequantized() for name, module in layers(model).items()}
 
 
-def assert_same_residuals(model: nn.Module, other: nn.Module) -> None:
-    found, expected = weights(model), weights(other)
+def assert_same_residuals(model: nn.Module, other: nn.Module | dict[str, torch.Tensor]) -> None:
+    found, expected = weights(model), other if isinstance(other, dict) else weights(other)
     assert found.keys() == expected.keys() and found
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -86,14 +88,29 @@ def test_no_warning_calls_the_layers_unsupported(llama_base):
     get_peft_model(load(llama_base, NF4), config())
 
 
-@every_format
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A base's folder, and a function: by format, the folder of a trained adapter, its residuals and the model's logits."""
+    folder = tmp_path_factory.mktemp("saved")
+    small_llama().save_pretrained(folder / "base")
+
+    @cache
+    def adapter(name: str) -> tuple[Path, dict[str, torch.Tensor], torch.Tensor]:
+        model = trained(load(folder / "base", FORMATS[name]), config())
+        model.save_pretrained(folder / name)
+        return folder / name, weights(model), logits(model)
+
+    return folder / "base", adapter
+
+
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("onto", FORMATS.values(), ids=[f"onto {name}" for name in FORMATS])
-def test_a_saved_adapter_makes_the_same_model_of_the_base_in_any_form(tmp_path, llama_base, quantization, onto):
-    model = trained(load(llama_base, quantization), config())
-    model.save_pretrained(tmp_path / "adapter")
-    again = PeftModel.from_pretrained(load(llama_base, onto), tmp_path / "adapter")
-    assert_same_residuals(again, model)
-    assert difference(logits(again), logits(model)) < TOLERANCE[quantization == INT8]
+def test_a_saved_adapter_makes_the_same_model_of_the_base_in_any_form(saved, kind, onto):
+    base, adapter = saved
+    folder, residuals, expected = adapter(kind)
+    again = PeftModel.from_pretrained(load(base, onto), folder)
+    assert_same_residuals(again, residuals)
+    assert difference(logits(again), expected) < TOLERANCE[kind == "int8"]
 
 
 @every_format
@@ -147,7 +164,7 @@ def test_the_saved_residual_is_what_it_costs(tmp_path, llama_base):
 def test_disabling_gives_the_start_of_training(base, quantization):
     model = get_peft_model(load(base, quantization), config())
     start = logits(model)
-    model = trained(load(base, quantization), config())
+    moved(model)
     assert difference(logits(model), start) > 1e-3
     with model.disable_adapter():
         assert difference(logits(model), start) < TOLERANCE[quantization == INT8]
