@@ -31,6 +31,15 @@ def in_child(work: Callable[[], object]) -> tuple[int | None, str]:
     return child.exitcode, answer
 
 
+def die_or_compress(job):
+    """Compresses a model of `compress_all`. Kills its process, as the system does for want of memory, if the model is `two`."""
+    from hf_ext.fm_delta import batch
+
+    if Path(job.source).name == "two":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return batch._compress(job)
+
+
 def dying_at(n: int, folder: Path, work: Callable[[], object]) -> tuple[int | None, str]:
     """Runs `work` in a process that is killed as it opens, makes, renames or removes something in `folder`, or in a temporary
     folder for it, for the n-th time; its exit code is 0 if there are fewer."""

@@ -170,7 +170,10 @@ class Request(BaseHTTPRequestHandler):
 class LocalHub:
     """The server: `endpoint` is its URL, `repos` its state, `log` every (method, path, status) it answered. `cuts` says of LFS
     content, by its SHA-256, after how many bytes each of its next downloads breaks off, as when a connection is lost. `sent`
-    counts the bytes that it sent of each file, by the last part of the path. `ranges` is whether it sends parts of files."""
+    counts the bytes that it sent of each file, by the last part of the path. `ranges` is whether it sends parts of files. Those
+    of one process have one address, where they run one after the other, so that `processes` can keep what has imported it."""
+
+    _port = 0
 
     def __init__(self, user: str = "user", token: str = "hf_local") -> None:
         self.user, self.token = user, token
@@ -181,7 +184,12 @@ class LocalHub:
         self.ranges = True
         self._objects: dict[str, bytes] = {}
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundRequest", (Request,), {"hub": self}))
+        handler = type("BoundRequest", (Request,), {"hub": self})
+        try:
+            self._server = ThreadingHTTPServer(("127.0.0.1", LocalHub._port), handler)
+        except OSError:  # another one is running there
+            self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        LocalHub._port = LocalHub._port or self._server.server_port
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
         # As on the real Hub, large files live on another origin, to which clients must not send their token.
         self._storage = f"http://localhost:{self._server.server_port}/storage"
@@ -200,6 +208,7 @@ class LocalHub:
         env = {name: value for name, value in os.environ.items() if not name.startswith(hub_settings)}
         env |= {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "no_proxy": "127.0.0.1,localhost"}
         env["HF_HUB_DISABLE_XET"] = "1"  # a client that has hf_xet uploads with it and never asks the server
+        env["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         return env | ({"HF_TOKEN": self.token} if signed_in else {}) | extra
 
     def answer(self, request: Request, path: str) -> Reply:

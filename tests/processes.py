@@ -1,18 +1,25 @@
-"""Runs Python code in processes of their own, which start with PyTorch imported: otherwise most of a test's time.
+"""Runs Python code in processes of their own, which start with PyTorch, Transformers and PEFT imported: otherwise most of a
+test's time.
 
-Whatever reads the environment as it is imported (huggingface_hub, Transformers, PEFT) is left to the code. Where starting,
-importing or the memory of a process is what is tested, `subprocess` runs it.
+Transformers, PEFT and huggingface_hub read settings from the environment as they are imported. So one process imports them for
+each set of settings (the variables HF_…, HUGGING… and TRANSFORMERS_…), and forks for each run. Where starting, importing or the
+memory of a process is what is tested, `subprocess` runs it.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
+import importlib
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import types
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,27 +27,33 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     ["torch.distributed.tensor", "torch._inductor.compile_fx", "torch._dynamo.testing", "scipy.optimize", "bitsandbytes"]
 )
+_HOSTS = [
+    "transformers.trainer",
+    *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama")),
+    "peft",
+]
+_SETTINGS = ("HF_", "HUGGING", "TRANSFORMERS_")
+_AT_CALLS = ("HF_HOME", "HF_TOKEN")  # the token is read in each call; the folder of the parent's HF_HOME is a link
 
 
 def python(
-    *arguments: object, cwd: str | os.PathLike = ".", env: Mapping[str, str] | None = None, timeout: float = 300
+    *arguments: object,
+    cwd: str | os.PathLike = ".",
+    env: Mapping[str, str] | None = None,
+    timeout: float = 300,
+    hosts: bool = True,
 ) -> subprocess.CompletedProcess:
     """Runs `python -c CODE …`, `python -m MODULE …` or `python FILE …`, with this process's `sys.path`, and returns what
-    `subprocess.run(…, capture_output=True, text=True)` returns."""
+    `subprocess.run(…, capture_output=True, text=True)` returns. Without `hosts` only PyTorch is imported."""
     command = [os.fspath(argument) if isinstance(argument, os.PathLike) else str(argument) for argument in arguments]
+    env = dict(os.environ if env is None else env)
     with TemporaryDirectory() as folder:
         streams = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = _CONTEXT.Process(target=_run, args=(command, os.fspath(cwd), dict(env or os.environ), streams))
-        process.start()
-        process.join(timeout)
-        late = process.is_alive()
-        if late:
-            process.kill()
-            process.join()
+        code = _Parent.of(env if hosts else {}).run(command, os.fspath(cwd), env, streams, timeout=timeout)
         texts = [stream.read_text() for stream in streams]
-    if late:
+    if code is None:
         raise subprocess.TimeoutExpired(command, timeout, *texts)
-    return subprocess.CompletedProcess(command, process.exitcode, *texts)
+    return subprocess.CompletedProcess(command, code, *texts)
 
 
 def on_ranks(function: Callable[..., None], *arguments: object, count: int = 2) -> list[int | None]:
@@ -54,12 +67,73 @@ def on_ranks(function: Callable[..., None], *arguments: object, count: int = 2) 
     return [rank.exitcode for rank in ranks]
 
 
-def _run(command: list[str], cwd: str, env: dict[str, str], streams: list[Path]) -> None:
+class _Parent:
+    """A process that has imported the hosts under some settings, if any, and forks for each run."""
+
+    all: dict[tuple, _Parent] = {}
+
+    @classmethod
+    def of(cls, env: dict[str, str]) -> _Parent:
+        """Returns the parent for an environment, started when first needed."""
+        settings = tuple(sorted((name, env[name]) for name in env if name.startswith(_SETTINGS) and name not in _AT_CALLS))
+        key = (bool(env), "HF_HOME" in env, settings)
+        if key not in cls.all:
+            cls.all[key] = cls(env)
+        return cls.all[key]
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self._folder = TemporaryDirectory()
+        self._home = Path(self._folder.name, "home")
+        if "HF_HOME" in env:
+            env = env | {"HF_HOME": str(self._home)}
+        self._pipe, theirs = _CONTEXT.Pipe()
+        _CONTEXT.Process(target=_serve, args=(theirs, env)).start()
+        theirs.close()
+        atexit.register(self._pipe.close)  # so that the process ends before this one waits for it
+
+    def run(self, command: list[str], cwd: str, env: dict[str, str], streams: list[Path], timeout: float) -> int | None:
+        """Returns the exit code of a run, or None if it took longer than `timeout` seconds and was killed."""
+        if "HF_HOME" in env:
+            self._home.unlink(missing_ok=True)
+            self._home.symlink_to(os.path.join(os.path.abspath(cwd), env["HF_HOME"]))
+        self._pipe.send((command, cwd, env, streams, sys.path))
+        child = self._pipe.recv()
+        late = not self._pipe.poll(timeout)
+        if late:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        code = self._pipe.recv()
+        return None if late else code
+
+
+def _serve(pipe, env: dict[str, str]) -> None:
+    """Imports the hosts, and runs what comes through the pipe, each in a fork, which ends as any process of multiprocessing."""
+    if env:
+        os.environ.clear()
+        os.environ.update(env)
+        for name in _HOSTS:
+            importlib.import_module(name)
+    gc.freeze()
+    while True:
+        try:
+            run = pipe.recv()
+        except EOFError:
+            return
+        child = os.fork()
+        if child == 0:
+            pipe.close()
+            return _run(*run)
+        pipe.send(child)
+        pipe.send(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def _run(command: list[str], cwd: str, env: dict[str, str], streams: list[Path], path: list[str]) -> None:
     for number, stream in enumerate(streams, start=1):
         os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT), number)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    sys.path[:] = path
     if command[0] == "-c":
         main = sys.modules["__main__"] = types.ModuleType("__main__")
         sys.argv = ["-c", *command[2:]]

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from kills import dying_at
+from repeats import repeats
 from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 from tiny_merges import write_tasks
 
@@ -73,10 +74,11 @@ def commands(tasks, tmp_path_factory) -> dict[str, tuple[Callable[[Path], object
     return made
 
 
+@repeats("stride", 11, 1)
 @pytest.mark.parametrize("exchanges", [True, False], ids=["one step", "file by file"])
 @pytest.mark.parametrize("name", ["decompress", "extract", "merge", "add-task"])
 def test_a_kill_at_any_step_leaves_the_old_folder_the_new_one_or_one_that_does_not_load(
-    commands, tmp_path, monkeypatch, name, exchanges
+    commands, tmp_path, monkeypatch, name, exchanges, stride
 ):
     if not exchanges:
         monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
@@ -87,7 +89,7 @@ def test_a_kill_at_any_step_leaves_the_old_folder_the_new_one_or_one_that_does_n
     before, after = contents(old), contents(tmp_path / "then")
     assert contents(tmp_path / "expected").items() <= after.items()
     out, seen = tmp_path / "out", set()
-    for step in range(1, 1000):
+    for step in range(1, 1000, stride):
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(old, out)
         code, answer = dying_at(step, out, lambda: work(out))
@@ -101,7 +103,8 @@ def test_a_kill_at_any_step_leaves_the_old_folder_the_new_one_or_one_that_does_n
         if files not in (before, after) and step % 3 == 0:
             work(out)
             assert contents(out) == after
-    assert step > 10 and seen >= {"old", "new"} and ("neither" in seen) != exchanges
+    assert step > 10 and "old" in seen
+    assert stride > 1 or "new" in seen and ("neither" in seen) != exchanges
     assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "out", "then"]
 
 
@@ -133,11 +136,9 @@ def both(first: Callable[[], object], second: Callable[[], object], delay: float
     return results
 
 
-ROUNDS = 200
-
-
+@repeats("rounds", 5, 200)
 @pytest.mark.parametrize("command", ["compress", "compress-all", "remove-checkpoint"])
-def test_two_runs_at_once_never_lose_a_model(tmp_path, command):
+def test_two_runs_at_once_never_lose_a_model(tmp_path, command, rounds):
     chance = random.Random(0)
     write_folder(tmp_path / "base", weights())
     start = tmp_path / "start"
@@ -153,7 +154,7 @@ def test_two_runs_at_once_never_lose_a_model(tmp_path, command):
         "compress-all": lambda: fm_delta.compress_all([newest], small, base, delete_source=True),
         "remove-checkpoint": lambda: fm_delta.remove_checkpoint(newest, rebase=True),
     }
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for folder in (run, small):
             shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(start, run)
@@ -167,7 +168,7 @@ def test_two_runs_at_once_never_lose_a_model(tmp_path, command):
             assert newest.exists() and contents(newest) == plain[2] or restored(small / "checkpoint-2", tmp_path) == plain[2]
             assert not newest.exists() or any(answer != "done" for answer in answers)
         assert not list(run.rglob(".*")) and not list(small.rglob(".*"))
-    assert "done" in outcomes and outcomes & {"CheckpointError", "BaseModelError"}
+    assert "done" in outcomes and (rounds < 200 or outcomes & {"CheckpointError", "BaseModelError"})
 
 
 def test_nothing_stays_of_a_place_where_nothing_was_written(tmp_path):

@@ -100,7 +100,6 @@ class Client:
 
     def run(self, code: str, *args: str, signed_in: bool = False, **extra: str) -> Any:
         env = self.hub.client_env(self.home / "home", signed_in=signed_in, **extra)
-        env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         code = f"import json, sys\nfrom pathlib import Path\nfrom hub_artifacts import *\n{code}"
         done = python("-c", code, *args, env=env, cwd=self.home)
         assert done.returncode == 0, done.stderr[-3000:]

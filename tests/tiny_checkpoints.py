@@ -50,14 +50,15 @@ def write_safetensors(
     """One file, its header written by json.dumps with the given options, and with `padding` behind it: whatever order,
     layout and alignment the safetensors library reads but does not write."""
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-    data = b""
+    parts, end = [], 0
     for name, tensor in tensors.items():
         raw = tensor if isinstance(tensor, RawTensor) else RawTensor.from_torch(tensor)
-        entries[name] = {"dtype": raw.dtype, "shape": raw.shape, "data_offsets": [len(data), len(data) + raw.data.size]}
-        data += raw.data.tobytes()
+        entries[name] = {"dtype": raw.dtype, "shape": raw.shape, "data_offsets": [end, end + raw.data.size]}
+        parts.append(raw.data.tobytes())
+        end += raw.data.size
     header = (json.dumps(entries, **dumps) + padding).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    path.write_bytes(b"".join([len(header).to_bytes(8, "little"), header, *parts]))
     return path
 
 

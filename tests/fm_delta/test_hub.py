@@ -108,7 +108,7 @@ class Client:
         self, *command: str, home: Path | None = None, signed_in: bool = True, **extra: str
     ) -> subprocess.CompletedProcess:
         env = self.hub.client_env(home or self.home, signed_in=signed_in, **extra)
-        result = python(*command, env=env | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}, cwd=self.home)
+        result = python(*command, env=env, cwd=self.home)
         assert result.returncode == 0, result.stderr
         return result
 

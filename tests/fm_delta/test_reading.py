@@ -175,7 +175,7 @@ class Client:
         self.hub, self.folder = hub, folder
 
     def run(self, code: str, *args: object, home: str = "home", **options) -> str:
-        env = self.hub.client_env(self.folder / home, **options) | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        env = self.hub.client_env(self.folder / home, **options)
         result = python("-c", CLIENT + code, *args, env=env, cwd=self.folder)
         assert result.returncode == 0, result.stderr
         return result.stdout

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from kills import dying_at, in_child
+from repeats import repeats
 from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 from transformers.utils import logging
 
@@ -36,9 +37,9 @@ def no_progress_bars(monkeypatch):
 
 
 def large_pair(folder: Path, tensors: int) -> tuple[Path, Path]:
-    """A fine-tune and its base, of 4 MiB a tensor."""
+    """A fine-tune and its base, of 1 MiB a tensor."""
     generator = torch.Generator().manual_seed(0)
-    base = {f"layers.{i}.weight": torch.randn(1024, 1024, generator=generator) for i in range(tensors)}
+    base = {f"layers.{i}.weight": torch.randn(512, 512, generator=generator) for i in range(tensors)}
     return write_folder(folder / "tuned", fine_tune(base)), write_folder(folder / "base", base)
 
 
@@ -180,10 +181,11 @@ def test_weights_of_another_number_of_shards_are_replaced_as_a_whole(tmp_path):
 # ---- killed ----------------------------------------------------------------------------------------------------------
 
 
+@repeats("stride", 9, 1)
 @pytest.mark.parametrize("exchanges", [True, False], ids=["one step", "file by file"])
 @pytest.mark.parametrize(("old_shards", "new_shards"), [(2, 2), (1, 2), (2, 1), (0, 2)])
 def test_a_kill_at_any_step_leaves_the_old_checkpoint_or_the_new_or_one_that_is_refused(
-    tmp_path, monkeypatch, old_shards, new_shards, exchanges
+    tmp_path, monkeypatch, old_shards, new_shards, exchanges, stride
 ):
     if not exchanges:
         monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
@@ -197,7 +199,7 @@ def test_a_kill_at_any_step_leaves_the_old_checkpoint_or_the_new_or_one_that_is_
     fm_delta.compress_checkpoint(new, base, tmp_path / "expected")
     before, after = contents(small) if old_shards else {}, contents(tmp_path / "expected")
     seen = set()
-    for step in range(1, 200):
+    for step in range(1, 200, stride):
         shutil.rmtree(out, ignore_errors=True)
         if old_shards:
             shutil.copytree(small, out)
@@ -215,12 +217,13 @@ def test_a_kill_at_any_step_leaves_the_old_checkpoint_or_the_new_or_one_that_is_
             assert "config.json" not in files  # so that nothing loads it
         fm_delta.compress_checkpoint(new, base, out)  # the next run
         assert contents(out) == after
-    assert step > 10 and seen == ({"whole"} if exchanges or not old_shards else {"whole", "mixed"})
+    assert step > 10 and seen <= ({"whole"} if exchanges or not old_shards else {"whole", "mixed"})
+    assert stride > 1 or "mixed" in seen or exchanges or not old_shards
     assert contents(out) == after and not list(tmp_path.glob(".*"))
 
 
 def test_a_kill_while_weights_are_written_leaves_nothing_visible(tmp_path):
-    src, base = large_pair(tmp_path, tensors=16)
+    src, base = large_pair(tmp_path, tensors=32)
     older, _ = pair(tmp_path / "older")
     out = tmp_path / "out"
     fm_delta.compress_checkpoint(older, base, out)
@@ -239,7 +242,7 @@ def test_a_kill_while_weights_are_written_leaves_nothing_visible(tmp_path):
     assert contents(out) == before
     assert fm_delta.verify(out) == 7
     fm_delta.compress_checkpoint(src, base, out)
-    assert fm_delta.verify(out) == 16
+    assert fm_delta.verify(out) == 32
     assert not list(tmp_path.glob(".*"))
 
 
@@ -289,10 +292,10 @@ from hf_ext.errors import CheckpointError
 disk, src, base = map(Path, sys.argv[1:])
 old = {path.name: path.read_bytes() for path in (disk / "out").iterdir()}
 compress, decompress = fm_delta.compress_checkpoint, fm_delta.decompress_checkpoint
-for function, arguments in ((compress, (src, base)), (decompress, (src.parent / "small",))):
+for function, arguments, options in ((compress, (src, base), {"level": 1}), (decompress, (src.parent / "small",), {})):
     for out in (disk / "out", disk / "new"):
         try:
-            function(*arguments, out)
+            function(*arguments, out, **options)
         except CheckpointError as error:
             assert "No space left on device" in str(error) and str(out) in str(error), error
         else:
@@ -304,7 +307,7 @@ print("refused, and all is as it was")
 
 
 def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path):
-    src, base = large_pair(tmp_path, tensors=2)
+    src, base = large_pair(tmp_path, tensors=8)
     fm_delta.compress_checkpoint(src, base, tmp_path / "small")
     older, _ = pair(tmp_path / "older")
     disk = tmp_path / "disk"
@@ -327,10 +330,10 @@ def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path, monkeypatch):
-    """64 tensors of 4 MiB, twice what a run may hold; the files' own pages, which the system can drop, do not count."""
-    monkeypatch.setattr(work_ahead, "AHEAD", 16 << 20)
+    """96 tensors of 1 MiB, twice what a run may hold; the files' own pages, which the system can drop, do not count."""
+    monkeypatch.setattr(work_ahead, "AHEAD", 4 << 20)
     monkeypatch.setattr(work_ahead, "CORES", 2)
-    src, base = large_pair(tmp_path, tensors=64)
+    src, base = large_pair(tmp_path, tensors=96)
 
     def anonymous() -> int:
         return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) >> 10
@@ -354,5 +357,5 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path, monkeypatch):
         return most - before
 
     code, megabytes = in_child(peak)
-    assert code == 0 and 4 <= int(megabytes) < 128
+    assert code == 0 and 1 <= int(megabytes) < 48
     assert contents(tmp_path / "back") == contents(src)

@@ -41,7 +41,7 @@ print(json.dumps({"found": found, "late": same(late.tensors, weights(3)), "steps
 
 def test_a_repository_on_the_hub_is_a_place(tmp_path: Path):
     with LocalHub() as hub:
-        done = python("-c", FOLLOW, Path(__file__).parent, env=hub.client_env(tmp_path), cwd=tmp_path)
+        done = python("-c", FOLLOW, Path(__file__).parent, env=hub.client_env(tmp_path), cwd=tmp_path, hosts=False)
         assert done.returncode == 0, done.stderr[-3000:]
         found = json.loads(done.stdout.splitlines()[-1])
         assert found == {"found": [[step, True] for step in range(4)], "late": True, "steps": [2, 3]}
@@ -66,7 +66,7 @@ print(json.dumps(errors))
 
 @pytest.mark.parametrize("env", [{"HF_ENDPOINT": "nothing://there"}, {"HF_HUB_OFFLINE": "1"}], ids=str)
 def test_a_hub_that_cannot_be_reached_is_no_empty_place(tmp_path: Path, env: dict[str, str]):
-    done = python("-c", UNREACHABLE, env=env, cwd=tmp_path, timeout=60)
+    done = python("-c", UNREACHABLE, env=env, cwd=tmp_path, timeout=60, hosts=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == [False, False]
 
