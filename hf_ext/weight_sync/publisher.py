@@ -86,7 +86,7 @@ class Publisher:
         if world_size > 1 and run is None:
             raise ValueError("several ranks that publish need the name of their run: Publisher(…, run='name')")
         self.place = open_place(place)
-        self.anchor_every, self.keep_anchors, self.dtype = anchor_every, keep_anchors, dtype
+        self.anchor_every, self.keep_anchors, self.dtype, self.world_size = anchor_every, keep_anchors, dtype, world_size
         found = Index.read(self.place, rank)
         if found is not None and not resume:
             raise CheckpointError(
@@ -154,6 +154,11 @@ class Publisher:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step that this object has written to the place."""
+        return self._index.steps[-1].step if self._has_base else None
 
     @property
     def _has_base(self) -> bool:

@@ -72,7 +72,7 @@ class Index:
         run: the training's name.
         rank, world_size: of the publisher, among those that each publish a share of the weights.
         session: tells publishers apart that continue one run.
-        steps: oldest first.
+        steps: oldest first, of increasing numbers.
     """
 
     run: str
@@ -103,7 +103,8 @@ class Index:
             if version == VERSION:
                 index = cls(**fields | {"steps": [Step(**step) for step in fields["steps"]]})
                 is_valid = index.rank == rank < index.world_size and type(index.world_size) is int
-                if is_valid and all(step.is_valid() for step in index.steps):
+                numbers = [step.step for step in index.steps if step.is_valid()]
+                if is_valid and len(numbers) == len(index.steps) and numbers == sorted(set(numbers)):
                     return index
         except (KeyError, TypeError, AttributeError) as error:
             raise CorruptFileError(f"{name} at {place} is damaged: {type(error).__name__} {error}.") from error

@@ -25,6 +25,8 @@ from hf_ext.weight_sync.step_file import Index, Part, Step, StepFile
 
 logger = logging.getLogger(__name__)
 
+MOST_DAMAGED = 32  # files that an update may find damaged or missing before it gives up
+
 
 class Subscriber:
     """Reads the steps that a `Publisher` writes to a place.
@@ -81,7 +83,7 @@ class Subscriber:
             CheckpointError: nothing is published, `step` is not there, or the tensors do not fit the published ones.
             CorruptFileError: damaged files prevent the update. The tensors are unchanged, unless the message says otherwise.
         """
-        damaged: dict[str, _DamagedFile] = {}
+        damaged: dict[str, str] = {}  # by name: what is wrong
         files: dict[str, StepFile] = {}
         while True:
             indices = self._indices()
@@ -106,7 +108,9 @@ class Subscriber:
                 break
             except _DamagedFile as error:
                 logger.warning(f"{error} Other files take its place.")
-                damaged[error.name] = error
+                damaged[error.name] = str(error)
+                if len(damaged) > MOST_DAMAGED:
+                    raise CorruptFileError(f"{error} More than {MOST_DAMAGED} files at {self.place} are damaged.") from None
             except _ChangedTensor as error:
                 logger.warning(f"{error}: all tensors begin at an anchor.")
                 self._ranks = []
@@ -134,9 +138,7 @@ class Subscriber:
             indices.append(index)
         return indices
 
-    def _find(
-        self, indices: list[Index], step: int | None, damaged: Mapping[str, _DamagedFile]
-    ) -> tuple[int, list[list[_Stage]]]:
+    def _find(self, indices: list[Index], step: int | None, damaged: Mapping[str, str]) -> tuple[int, list[list[_Stage]]]:
         """Returns the step to go to, the newest that can be reached, and for each rank the files on the way."""
         steps = _steps(indices)
         if step is not None and step not in steps:

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import distributed
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict, unwrap_model
 from transformers.utils import logging
 
-from hf_ext.errors import CheckpointError, HfExtError
+from hf_ext.errors import CheckpointError
 from hf_ext.weight_sync.places import Place
 from hf_ext.weight_sync.publisher import Publisher
 
@@ -24,14 +26,15 @@ class PublishWeights(TrainerCallback):
     """Publishes the weights at the beginning of a training, after every `every` optimizer steps, and at the end.
 
     Works with `Trainer` and its subclasses, such as TRL's `SFTTrainer` and `GRPOTrainer`. If you resume from a checkpoint, the
-    steps continue at the same place. If a step cannot be published, a warning says why, and training continues.
+    steps continue at the same place. If a step cannot be published, a warning says why, and training continues. At the end,
+    the last step is then published again.
 
     Args:
         place: see `Publisher`.
         every: number of optimizer steps from one published step to the next.
         dtype: float type in which servers hold the weights.
-        on_step: function to call with the number of each step after it is published. Training waits for it; its errors end the
-            training. Without `on_step`, a thread writes the step while training continues.
+        on_step: function that the first process calls with the number of each step, after all processes have published it.
+            Training waits for it; its errors end the training. Without `on_step`, a thread writes the step meanwhile.
         options: further arguments of `Publisher`.
 
     Raises from `Trainer.train`:
@@ -51,10 +54,10 @@ class PublishWeights(TrainerCallback):
         self.place, self.every, self.on_step = place, every, on_step
         self.options = {"dtype": dtype} | options
         self.publisher: Publisher | None = None
-        self._last = -1  # step
+        self._last = -1  # the last step that was published
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs: Any):
-        model = unwrap_model(model)
+        wrapped, model = model, unwrap_model(model)
         if not isinstance(model, PreTrainedModel) or getattr(model, "_hf_peft_config_loaded", False):
             raise CheckpointError(
                 f"PublishWeights requires a Transformers model without adapters, not a {type(model).__name__} with adapters. "
@@ -62,6 +65,10 @@ class PublishWeights(TrainerCallback):
             )
         if getattr(model, "hf_quantizer", None) is not None:
             raise CheckpointError("The weights of a quantized model cannot be published.")
+        if any(isinstance(module, FullyShardedDataParallel) for module in wrapped.modules()):
+            raise CheckpointError(
+                "The weights of a model under FSDP 1 cannot be published. Train with FSDP 2 (fsdp_version=2)."
+            )
         if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
             raise CheckpointError("The weights of a model under ZeRO-3 cannot be published. Train with FSDP 2 or ZeRO-2.")
         options = {"resume": state.global_step > 0} | self.options
@@ -77,27 +84,39 @@ class PublishWeights(TrainerCallback):
             self._publish(state, model)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs: Any):
-        if state.global_step != self._last:
-            self._publish(state, model)
         if self.publisher is not None:
+            if not self._everywhere(self._try(self.publisher.wait)) or state.global_step != self._last:
+                self._publish(state, model)
             self._try(self.publisher.close)
 
     def _publish(self, state: TrainerState, model: torch.nn.Module) -> None:
         publisher, step = self.publisher, state.global_step
-        self._last = step
-        if publisher is not None:
-            weights = checkpoint_weights(model)
-            if not state.is_world_process_zero:  # which publishes what is not sharded
-                weights = {name: weight for name, weight in weights.items() if isinstance(weight, DTensor)}
-            self._try(publisher.wait)  # for the step before
-            if self._try(lambda: publisher.publish(weights, step)) and self.on_step and self._try(publisher.wait):
+        if publisher is None:
+            return
+        weights = checkpoint_weights(model)
+        if not state.is_world_process_zero:  # which publishes what is not sharded
+            weights = {name: weight for name, weight in weights.items() if isinstance(weight, DTensor)}
+        self._try(publisher.wait)  # for the step before
+        is_published = publisher.last_step == step or self._try(lambda: publisher.publish(weights, step))
+        if self.on_step is not None:
+            is_published = self._everywhere(is_published and self._try(publisher.wait))
+            if is_published and state.is_world_process_zero:
                 self.on_step(step)
+        self._last = step if is_published else -1
+
+    def _everywhere(self, is_done: bool) -> bool:
+        """Checks whether all processes that publish have done something."""
+        if self.publisher is None or self.publisher.world_size == 1:
+            return is_done
+        everywhere = [is_done] * self.publisher.world_size
+        distributed.all_gather_object(everywhere, is_done)
+        return all(everywhere)
 
     def _try(self, work: Callable[[], object]) -> bool:
         """Checks whether work succeeded that touches the place."""
         try:
             work()
-        except (HfExtError, OSError) as error:
+        except Exception as error:  # a store of the user's may raise any
             logger.warning(f"A step could not be published: {error}")
             return False
         return True

@@ -23,6 +23,7 @@ from hf_ext.storage.delta.file import digest_of
 from hf_ext.storage.delta.payload import read_header, write_payload
 from hf_ext.weight_sync import Publisher, Subscriber
 from hf_ext.weight_sync.step_file import Index, Part, Step, file_name, write_file
+from hf_ext.weight_sync.subscriber import MOST_DAMAGED
 
 
 def damage(path: Path) -> None:
@@ -77,7 +78,7 @@ def test_a_damaged_index_is_an_error(tmp_path: Path):
     step = content["steps"][0]
     strange = [content | {"version": 2}, content | {"steps": [{"step": "1"}]}, content | {"steps": [step | {"step": "1"}]}]
     strange += [content | {"steps": [step | {"delta": {"../../other-file": 1}}]}, content | {"rank": 1}]
-    strange += [content | {"world_size": 1.5}]
+    strange += [content | {"world_size": 1.5}, content | {"steps": [step, step]}]
     for harmed in ("", "[]", "{", *map(json.dumps, strange)):
         index.write_text(harmed)
         with pytest.raises(CorruptFileError, match="index-00000.json"):
@@ -319,3 +320,14 @@ def test_threads_may_publish_and_wait_at_once(tmp_path: Path):
         for step in done:
             subscriber.update(step=step)
             assert torch.equal(subscriber.tensors["x"], torch.full((200_000,), step + (number + 1) / 10))
+
+
+def test_an_index_of_files_that_do_not_exist_is_given_up_soon(tmp_path: Path):
+    publish(tmp_path, range(1))
+    path = tmp_path / "index-00000.json"
+    content = json.loads(path.read_text())
+    (step,) = content["steps"]
+    forged = [step | {"step": i, "anchor": {file_name("anchor", i, 0, 0): 1}} for i in range(1, 1000)]
+    path.write_text(json.dumps(content | {"steps": [step, *forged]}))
+    with pytest.raises(CorruptFileError, match=f"More than {MOST_DAMAGED} files"):
+        Subscriber(tmp_path).update()

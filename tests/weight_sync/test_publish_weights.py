@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 
 from hf_ext import CheckpointError
 from hf_ext.weight_sync import PublishWeights, Subscriber
+from hf_ext.weight_sync.places import Folder
 
 
 class SaveEveryStep(TrainerCallback):
@@ -99,6 +100,27 @@ def test_the_training_goes_on_while_nothing_can_be_written(tmp_path: Path, caplo
     assert "could not be published" in caplog.text
     subscriber = Subscriber(place)
     assert subscriber.steps() == [0, 1, 5, 6] and subscriber.update() == 6
+    assert same(subscriber.tensors, {name: tensor.bfloat16() for name, tensor in model.state_dict().items()})
+
+
+class FailingOnce(Folder):
+    """A store whose client raises an error of its own when the last step comes."""
+
+    def put(self, files, remove=()):
+        if any(name.startswith("step-00000006") for name in files) and not hasattr(self, "failed"):
+            self.failed = True
+            raise RuntimeError("the connection was reset")
+        super().put(files, remove)
+
+
+@pytest.mark.parametrize("on_step", [None, print])
+def test_the_last_step_is_published_again_if_its_write_failed(tmp_path: Path, caplog, on_step):
+    place = FailingOnce(tmp_path / "place")
+    model = tiny_models.llama()
+    train(model, tmp_path / "run", callbacks=[PublishWeights(place, on_step=on_step)], causal=True, save_strategy="no")
+    assert place.failed and "the connection was reset" in caplog.text
+    subscriber = Subscriber(place)
+    assert subscriber.update() == 6
     assert same(subscriber.tensors, {name: tensor.bfloat16() for name, tensor in model.state_dict().items()})
 
 

@@ -61,7 +61,8 @@ def _fsdp(rank: int, folder: str) -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    callback = PublishWeights(f"{folder}/place")
+    subscriber = Subscriber(f"{folder}/place")
+    callback = PublishWeights(f"{folder}/place", on_step=lambda step: print(rank, step, subscriber.update(), flush=True))
     args = SimpleNamespace(run_name="fsdp", process_index=rank, world_size=2)
     state = TrainerState(global_step=0, is_world_process_zero=rank == 0)
     callback.on_train_begin(args, state, None, model=model)
@@ -74,8 +75,10 @@ def _fsdp(rank: int, folder: str) -> None:
     destroy_process_group()
 
 
-def test_a_model_sharded_by_fsdp_is_published_under_the_names_of_its_checkpoint(tmp_path: Path):
+def test_a_model_sharded_by_fsdp_is_published_under_the_names_of_its_checkpoint(tmp_path: Path, capfd):
     assert on_ranks(_fsdp, str(tmp_path)) == [0, 0]
+    # The first process calls `on_step`, once the step is whole.
+    assert capfd.readouterr().out.splitlines() == ["0 0 0", "0 1 1"]
     weights = {name: weight.bfloat16() for name, weight in checkpoint_weights(tiny_models.llama(tied=True)).items()}
     subscriber = Subscriber(tmp_path / "place")
     for step, sign in ((0, 1), (1, -1)):
