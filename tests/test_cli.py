@@ -542,6 +542,9 @@ def test_the_version_comes_with_those_of_the_libraries(capsys):
     assert f"torch {metadata.version('torch')}," in out
 
 
+TRANSFER = "transfer --source-model a --source-adapter b --target-model c --out d --seeds".split()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -560,6 +563,8 @@ def test_the_version_comes_with_those_of_the_libraries(capsys):
         ),
         (["verify", ""], "hf-ext verify: Invalid value for 'SRC': the value is empty"),
         (["transfer"], "hf-ext transfer: Missing option '--source-model'"),
+        ([*TRANSFER, __file__], "for '--discriminator': give one, or choose --filter token_excess or --filter none"),
+        ([*TRANSFER, "nowhere.jsonl", "--filter", "none"], "for '--seeds': there is no file 'nowhere.jsonl'"),
     ],
 )
 def test_a_wrong_command_line_is_told_in_one_line(arguments, message, capsys):

@@ -108,9 +108,15 @@ def add_task(
 def extract(
     src: Merge, task: Annotated[str, option("--task", "Name of the task.", "NAME")], out: Out, base: MovedBase = None
 ) -> Result:
+    from hf_ext.emr.folder import task_files
+    from hf_ext.storage.hub import local_copy
+
+    folder = local_copy(src)
+    if task not in (tasks := task_files(folder)):  # before PyTorch is imported
+        raise mistake(f"there is no task '{task}' in {src}; its tasks are {', '.join(tasks)}", "--task")
     from hf_ext import emr
 
-    emr.extract(src, task, out, base=base)
+    emr.extract(folder, task, out, base=base)
     return Result(f"{out} holds the model of task '{task}'.", {"out": out, "task": task})
 
 

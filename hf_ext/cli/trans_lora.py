@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -29,12 +30,25 @@ section = Section(
 ANY_OPTION = "Also takes every option of TransLoraConfig and of TrainingArguments under its Python name:\n\n\b\n "
 ANY: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 
+
+def lines(name: str, help: str) -> Any:
+    """Declares an option with a file of JSON lines."""
+    return option(name, help, "FILE.jsonl")
+
+
+def require_files(**options: str | None) -> None:
+    """Checks that the files of these options exist, before anything heavy is imported."""
+    for name, path in options.items():
+        if path is not None and not os.path.isfile(path):
+            raise mistake(f"there is no file '{path}'", f"--{name.replace('_', '-')}")
+
+
 PeftType = Annotated[Literal["lora", "dora", "pissa", "prompt_tuning"], typer.Option(help="Type of the new adapter.")]
 Rank = Annotated[int, option("--rank", "Rank of the new adapter, or its number of virtual tokens.", "N")]
 SourceModel = Annotated[str, option("--source-model", "Folder or Hub id of the base model of the adapter.")]
 SourceAdapter = Annotated[str, option("--source-adapter", "Folder or Hub id of the adapter, of any PEFT type.")]
 TargetModel = Annotated[str, option("--target-model", "Folder or Hub id of the base model to move the adapter to.")]
-Seeds = Annotated[str, option("--seeds", 'A few real inputs, one per line: {"input": "…"}', "FILE.jsonl")]
+Seeds = Annotated[str, lines("--seeds", 'A few real inputs, one per line: {"input": "…"}')]
 DiscriminatorModel = Annotated[
     str | None,
     option("--discriminator-model", "Base model of the discriminator. Defaults to --source-model."),
@@ -47,7 +61,11 @@ ServerModel = Annotated[
 ]
 TargetModules = Annotated[
     list[str] | None,
-    option("--target-modules", "Layers with the adapter. Defaults to all-linear, with --paper to query and value.", "NAME…"),
+    option(
+        "--target-modules",
+        "Layers with the adapter, with commas or spaces between. Defaults to all-linear, with --paper to query and value.",
+        "NAME…",
+    ),
 ]
 Paper = Annotated[
     int | None,
@@ -72,17 +90,18 @@ Paper = Annotated[
 def train_discriminator(
     context: typer.Context,
     source_model: Annotated[str, option("--source-model", "Folder or Hub id of the base model of the task's adapter.")],
-    inputs: Annotated[str, option("--inputs", 'The task\'s inputs, one per line: {"input": "…"}', "FILE.jsonl")],
+    inputs: Annotated[str, lines("--inputs", 'The task\'s inputs, one per line: {"input": "…"}')],
     task: Annotated[str, option("--task", "Name of the task. The prompts contain it.", "NAME")],
     out: Out,
     seeds: Annotated[
-        str | None, option("--seeds", "Example inputs for the synthetic inputs. Defaults to some of --inputs.", "FILE.jsonl")
+        str | None, lines("--seeds", "Example inputs for the synthetic inputs. Defaults to some of --inputs.")
     ] = None,
     peft_type: PeftType = "lora",
     rank: Rank = 16,
     target_modules: TargetModules = None,
     paper: Paper = None,
 ) -> Result | None:
+    require_files(inputs=inputs, seeds=seeds)
     settings = training_arguments(context, out, paper, peft_type)
     from accelerate import PartialState
 
@@ -129,8 +148,7 @@ def transfer(
     ] = None,
     discriminator_model: DiscriminatorModel = None,
     real_inputs: Annotated[
-        str | None,
-        option("--real-inputs", "Real inputs to compare the synthetic ones with. Only the report uses them.", "FILE.jsonl"),
+        str | None, lines("--real-inputs", "Real inputs to compare the synthetic ones with. Only the report uses them.")
     ] = None,
     server: ServerUrl = None,
     server_model: ServerModel = None,
@@ -139,6 +157,9 @@ def transfer(
     target_modules: TargetModules = None,
     paper: Paper = None,
 ) -> Result | None:
+    if discriminator is None and not any(word.partition("=")[0] == "--filter" for word in context.args):
+        raise mistake("give one, or choose --filter token_excess or --filter none", "--discriminator")
+    require_files(seeds=seeds, real_inputs=real_inputs)
     settings = training_arguments(context, out, paper, peft_type)
     from hf_ext import trans_lora
 
@@ -180,7 +201,7 @@ def migrate(
     discriminator: Annotated[str | None, option("--discriminator", "Folder or Hub id. Trans-LoRA requires it.")] = None,
     discriminator_model: DiscriminatorModel = None,
     test: Annotated[
-        str | None, option("--test", 'Inputs with correct answers, one per line: {"input": "…", "output": "…"}', "FILE.jsonl")
+        str | None, lines("--test", 'Inputs with correct answers, one per line: {"input": "…", "output": "…"}')
     ] = None,
     enough: Annotated[float, option("--enough", "Stop at the first method with this score (0 to 1).", "SCORE")] = 1.0,
     server: ServerUrl = None,
@@ -190,6 +211,7 @@ def migrate(
     target_modules: TargetModules = None,
     paper: Paper = None,
 ) -> Result | None:
+    require_files(seeds=seeds, test=test)
     settings = training_arguments(context, out, paper, peft_type)
     from accelerate import PartialState
 
@@ -266,7 +288,8 @@ def peft_config(kind: str, rank: int, target_modules: list[str] | None, model: s
         return PromptTuningConfig(task_type=task_type, num_virtual_tokens=rank, **start)
     modules: list[str] | str
     if target_modules:
-        modules = target_modules if len(target_modules) > 1 else target_modules[0]
+        names = [name for text in target_modules for name in text.split(",") if name]
+        modules = names if len(names) > 1 else names[0]
     elif paper is not None:  # PEFT knows other names of query and value in many families
         modules = DEFAULT_MODULES.get(config.model_type, ["q_proj", "v_proj"])
     else:

@@ -742,18 +742,18 @@ def test_the_command_line_says_what_is_wrong_in_one_line(folders, tmp_path, caps
     given += ["--target-model", folders / "llama", "--seeds", folders / "seeds.jsonl", "--out", tmp_path / "out"]
     (tmp_path / "bad.jsonl").write_text('{"input": "a"}\n{"text": "b"}\n')
     cases = [
-        ((), "needs a discriminator (--discriminator on the command line); without one take filter='token_excess'"),
         (("--discriminator", tmp_path, "--source-model", "nope"), "`hf-ext train-discriminator`, makes one"),
         (("--filter", "none", "--source-model", "nope"), "'nope' is neither a folder nor a model of the Hub that can be"),
         (("--filter", "none", "--target-model", "nope"), "'nope' is neither a folder nor a model of the Hub that can be"),
         (("--filter", "token_excess", "--source-model", folders / "llama"), "does not fit the source model"),
         (("--filter", "none", "--seeds", tmp_path / "bad.jsonl"), "Line 2 of"),
-        (("--filter", "none", "--seeds", tmp_path / "no.jsonl"), "cannot be read"),
         (("--filter", "best"), "filter='best' is none of"),
         (("--filter", "none", "--rank", "0"), "should be a positive integer"),
         (("--filter", "none", "--source-adapter", tmp_path), "is no adapter"),
     ]
     mistakes = [
+        ((), "give one, or choose --filter token_excess"),
+        (("--filter", "none", "--seeds", tmp_path / "no.jsonl"), "there is no file"),
         (("--filter", "none", "--no_such_option", "1"), "unrecognized arguments: --no_such_option 1"),
         (("--filter", "none", "--lerning_rate", "1"), "Did you mean --learning_rate"),
         (("--filter", "none", "--learning_rate", "much"), "learning_rate"),
