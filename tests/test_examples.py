@@ -241,6 +241,20 @@ def test_follow_training(language_model, tmp_path):
     assert "2 steps took " in printed and (tmp_path / "bytes.png").stat().st_size > 1000
 
 
+def test_demo(language_model, tmp_path):
+    printed = run("demo.py", tmp_path, "--model", language_model, "--steps", 2)
+    for row in (
+        "Docstring +Function +Before +After",
+        r"Exact names .* (\d+) of (\d+) +\d+ of \2",
+        r"Loss of .* [\d.]+ +[\d.]+",
+    ):
+        assert re.search(rf"^{row} *$", printed, re.M), row
+    plain, compressed = map(float, re.search(r"takes ([\d.]+) MB. Compressed, it takes ([\d.]+) MB", printed).groups())
+    assert compressed < plain
+    assert re.search(r"the same bits for both: (\d+) of \1 tensors are equal", printed)
+    assert (tmp_path / "demo-out/demo.png").stat().st_size > 1000
+
+
 def test_language_model(language_model, tmp_path):
     printed = run("language_model.py", tmp_path, "--model", language_model, "--steps", 2, "--test", 4)
     rows = {line.split()[0]: line.split(" | ") for line in printed.splitlines() if " | " in line}
