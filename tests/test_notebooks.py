@@ -6,10 +6,10 @@ import os
 import re
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
+nbformat = pytest.importorskip("nbformat", reason="belongs to the extra `slow`")
+NotebookClient = pytest.importorskip("nbclient").NotebookClient
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SHORTER = {
