@@ -13,6 +13,7 @@ import pytest
 import transformers
 import typer
 from local_hub import LocalHub
+from processes import python
 from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 from tiny_merges import write_tasks
 
@@ -33,9 +34,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def process(*arguments, python=("-m", "hf_ext"), cwd=None, **environment):
+def process(*arguments, of=("-m", "hf_ext"), cwd=None, **environment):
     return subprocess.run(
-        [sys.executable, *python, *map(str, arguments)],
+        [sys.executable, *of, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
         cwd=cwd,
         capture_output=True,
@@ -129,8 +130,8 @@ codes = [
 HfApi().snapshot_download("user/small", local_dir=sys.argv[4])
 sys.exit(codes != [2, 0, 0])
 """
-        command = [sys.executable, "-c", script, src, base, tmp_path / "out", tmp_path / "pushed"]
-        done = subprocess.run(command, env=hub.client_env(tmp_path), capture_output=True, text=True, cwd=tmp_path)
+        arguments = (src, base, tmp_path / "out", tmp_path / "pushed")
+        done = python("-c", script, *arguments, env=hub.client_env(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "others cannot read the base" in done.stderr and "Pushed to user/small." in done.stdout
     for folder in ("out", "pushed"):
@@ -514,7 +515,7 @@ for line in ("--help", "merge --help", "compress a", "compress a --out b --revis
     main(line.split())
 print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "transformers", "peft", "numpy"}))
 """
-    done = process(python=("-c", code))
+    done = process(of=("-c", code))
     assert done.stdout.splitlines()[-1] == "[]" and done.stderr.count("\n") == 3
 
 
@@ -590,7 +591,7 @@ lines = (
 )
 print([main(line.split()) for line in lines])
 """
-    done = process(python=("-c", code), cwd=folder)
+    done = python("-c", code, cwd=folder, hosts=False)
     assert done.stdout.splitlines()[-1] == "[0, 0, 0, 0, 0, 0, 1]"
     assert done.stderr.splitlines()[-1].endswith("Install it: pip install transformers")
     assert contents(folder / "back") == contents(folder / "tuned")
@@ -607,7 +608,7 @@ for line in ("compress tuned --base base --out new --level 1", "verify new", "de
 """
     config = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
     (folder / "tuned/config.json").write_text(json.dumps(config))
-    done = process(python=("-c", code), cwd=folder)
+    done = process(of=("-c", code), cwd=folder)
     assert [line for line in done.stdout.splitlines() if line.startswith("[")] == ["[]", "[]", "[]", "['torch']"], done.stderr
     assert "text-classification" in (folder / "new/README.md").read_text()
 

@@ -61,11 +61,13 @@ def outcome(tmp_path_factory):
     return json.loads((folder / "results.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(shown(page))], ids=lambda page: page.name)
 def test_every_block_runs(outcome, page):
     assert outcome[str(page)] == ""
 
 
+@pytest.mark.slow
 def test_a_block_that_does_not_run_is_noticed(outcome):
     broken = {Path(path).name: error for path, error in outcome.items()}
     assert 'python.md", line 10' in broken["python.md"] and "name 'there' is not defined" in broken["python.md"]
@@ -189,6 +191,7 @@ def test_everything_public_has_a_docstring_of_its_own():
             assert text and not text.startswith(f"{name}("), name  # as dataclasses have it by themselves
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_a_warning_and_has_everything_public(tmp_path):
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path]
     env = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
@@ -200,6 +203,7 @@ def test_the_site_is_built_without_a_warning_and_has_everything_public(tmp_path)
     assert set(re.findall(r'(?:src|rel="stylesheet" href)="(https?:[^"]+)"', text)) == set()
 
 
+@pytest.mark.slow
 def test_the_pictures_show_the_numbers_that_the_tables_have(tmp_path):
     script = [sys.executable, ROOT / "docs/pictures.py", tmp_path]
     result = subprocess.run(script, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 import hf_ext
 from hf_ext.errors import HfExtError, MissingDependencyError
@@ -20,7 +21,7 @@ import importlib, pkgutil, sys
 # An editable install would find the checkout's extension.
 sys.meta_path[:] = [finder for finder in sys.meta_path if not getattr(finder, "__module__", "").startswith("__editable__")]
 sys.modules["PIL"] = None  # as if Pillow were not installed
-import numpy, torch, transformers, peft
+import torch, transformers, peft
 import hf_ext
 
 for module in pkgutil.walk_packages(hf_ext.__path__, "hf_ext."):
@@ -29,6 +30,11 @@ for module in pkgutil.walk_packages(hf_ext.__path__, "hf_ext."):
             importlib.import_module(module.name)
         except hf_ext.errors.MissingDependencyError as error:
             print(f"{module.name}: {error}")
+
+"""
+METHODS = """
+import numpy, torch, transformers, peft
+import hf_ext
 
 model = torch.nn.Sequential(torch.nn.Linear(16, 16))
 adapted = peft.get_peft_model(model, hf_ext.PissaConfig(r=2, target_modules=["0"]))
@@ -50,19 +56,31 @@ def build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_and_pillow_all_but_fm_delta_emr_and_images_works(tmp_path: Path) -> None:
     built = build(tmp_path)
     assert built.returncode == 0 and "*** The C++ extension of hf_ext was not built" in built.stderr, built.stderr
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "lib"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", USES]
+    command = [sys.executable, "-c", USES + METHODS]
     used = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert used.returncode == 0, used.stderr
     errors = used.stdout.splitlines()
     images = "conversion", "data", "dicom", "evaluation", "images", "medical_data", "pillow", "processing_uni_med"
     for module, error in zip(images, errors[:-2], strict=True):
         assert error == f"hf_ext.uni_med.{module}: Uni-Med's images require Pillow: pip install 'pillow>=10'."
-    for error in errors[-2:]:
-        assert "FM-Delta and EMR-Merging need the C++ extension" in error and "No module named 'hf_ext._native'" in error
+    assert_install_help(errors[-2:])
+
+
+def test_without_the_extension_all_but_fm_delta_and_emr_works() -> None:
+    used = python("-c", f"import sys; sys.modules['hf_ext._native'] = None\n{METHODS}")
+    assert used.returncode == 0, used.stderr
+    assert_install_help(used.stdout.splitlines())
+
+
+def assert_install_help(errors: list[str]) -> None:
+    assert len(errors) == 2
+    for error in errors:
+        assert "FM-Delta and EMR-Merging need the C++ extension" in error and "hf_ext._native" in error
         assert "in a checkout of hf_ext: pip install --force-reinstall --no-deps . (" in error
         assert "python setup.py build_ext --inplace" in error
 

@@ -31,6 +31,7 @@ def test_each_method_has_one():
     assert {path.stem for path in NOTEBOOKS} == {"emr", "fm_delta", "pissa", "trans_lora", "uni_med"}
 
 
+@pytest.mark.slow
 @by_name
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
     notebook = nbformat.read(path, as_version=4)

@@ -1,10 +1,8 @@
 """`import hf_ext` adds its entries to Transformers' registries and touches nothing else in any library."""
 
-import subprocess
-import sys
-
 import pytest
 from peft import PeftType
+from processes import python
 from transformers import Blip2VisionConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
@@ -66,7 +64,7 @@ for module, attribute in sorted(after.keys() - before.keys()):
 
 
 def test_the_import_adds_its_entries_and_replaces_nothing():
-    result = subprocess.run([sys.executable, "-W", "ignore", "-c", COMPARE], capture_output=True, text=True, timeout=120)
+    result = python("-c", COMPARE)
     assert result.returncode == 0, result.stderr
     added = {line.split(" ", 1)[1] for line in result.stdout.splitlines()}
     tables = ("AUTO_QUANTIZATION_CONFIG_MAPPING", "AUTO_QUANTIZER_MAPPING")

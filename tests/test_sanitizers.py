@@ -23,6 +23,7 @@ def find_compiler(tmp_path: Path) -> str:
     pytest.skip("there is no C++ compiler with AddressSanitizer and UndefinedBehaviorSanitizer")
 
 
+@pytest.mark.slow
 def test_round_trips_and_damaged_bodies_stay_inside_their_buffers_and_the_language(tmp_path: Path) -> None:
     compiler = find_compiler(tmp_path)
     subprocess.run([compiler, *SANITIZE, *DRIVER, "-o", tmp_path / "sanitize"], check=True)

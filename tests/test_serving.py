@@ -179,16 +179,19 @@ def ask(server: str, model: Path, **options) -> str:
         return json.load(reply)["choices"][0]["text"]
 
 
+@pytest.mark.slow
 def test_a_server_writes_what_the_plain_model_writes(folder, expected, server):
     assert ask(server, folder / "compressed") == expected["compressed"]
 
 
+@pytest.mark.slow
 def test_a_server_answers_each_request_as_the_task_that_it_names(folder, expected, server):
     for task in ("two", "one", None, "two", None):
         chosen = {"generation_config": json.dumps({"task": task})} if task else {}
         assert ask(server, folder / "merged", **chosen) == expected[f"merged-{task or 'one'}"]
 
 
+@pytest.mark.slow
 def test_a_server_refuses_a_task_that_is_not_there(folder, server):
     with pytest.raises(urllib.error.HTTPError) as refused:
         ask(server, folder / "merged", generation_config=json.dumps({"task": "three"}))
@@ -203,6 +206,7 @@ def test_a_pipeline_takes_a_peft_model(folder, expected):
     assert pipe(PROMPT, max_new_tokens=8, do_sample=False, return_full_text=False)[0]["generated_text"] == expected["qpissa"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_server_has_an_adapter_as_a_compressed_fine_tune(folder, expected, server, name):
     """As docs/serving.md says: merged, and stored as a difference, which is about as small as the adapter."""
@@ -239,6 +243,7 @@ def test_lm_eval_scores_as_the_plain_model_scores(folder, arguments, plain):
     assert found != pytest.approx(lm_eval_scores(pretrained=folder / "base"), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_lm_evals_command_scores_a_compressed_model(folder, tmp_path):
     (tmp_path / "data.json").write_text(json.dumps({"prompt": PROMPT}))
     (tmp_path / "early.yaml").write_text(

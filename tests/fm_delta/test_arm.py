@@ -25,6 +25,7 @@ def fnv1a(data: bytes) -> int:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which(COMPILER) and shutil.which(EMULATOR)), reason=f"needs {COMPILER} and {EMULATOR}")
 def test_an_arm_processor_decodes_the_same_as_this_one(tmp_path: Path) -> None:
     subprocess.run([COMPILER, *FLAGS, *SOURCES, "-o", tmp_path / "bodies"], check=True)
