@@ -21,7 +21,7 @@ from repeats import repeats
 from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 from tiny_merges import write_tasks
 
-from hf_ext import BaseModelError, CheckpointError, emr, fm_delta
+from hf_ext import BaseModelError, CheckpointError, HfExtError, emr, fm_delta
 from hf_ext.storage import atomic
 from hf_ext.storage.delta import folder as delta_folder
 from hf_ext.storage.tree import OURS, delete_folder, flush_folder, scan, stamp
@@ -428,3 +428,25 @@ def test_two_models_that_are_each_others_base_are_never_both_deleted(tmp_path, m
     assert renamed and (one.exists() or two.exists())
     for folder, small in ((one, "one-small"), (two, "two-small")):
         assert folder.exists() or fm_delta.verify(tmp_path / small)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no pipes with names")
+@pytest.mark.parametrize(
+    "place", ["base/README.md", "out/README.md", "base/model.safetensors.index.json", "out/.hf_ext-journal"]
+)
+def test_a_pipe_is_never_read_from(tmp_path, place):
+    """A reader of a pipe that nobody writes to would wait forever."""
+    src, base = pair(tmp_path)
+    path = tmp_path / place
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".json":
+        (base / "model.safetensors").unlink()
+    os.mkfifo(path)
+    previous = signal.signal(signal.SIGALRM, lambda *_: os._exit(1))
+    signal.alarm(60)
+    try:
+        with contextlib.suppress(HfExtError):
+            fm_delta.compress_checkpoint(src, base, tmp_path / "out")
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)

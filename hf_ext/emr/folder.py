@@ -185,7 +185,7 @@ class MergeFolder:
         """Returns the config.json of a task's own model."""
         self.require_task(task)
         path = self.folder / task_folder(task) / CONFIG
-        if not path.exists():
+        if not path.is_file():
             raise CorruptFileError(f"{path} is missing: the folder is incomplete. Merge or download it again.")
         if xxhash.xxh3_64_hexdigest(path.read_bytes()) != self.files[task].record.config:
             raise CorruptFileError(f"{path} is damaged: checksum mismatch. Merge or download it again.")

@@ -352,6 +352,8 @@ class _Loader(yaml.SafeLoader):
 
 def _read(path: Path) -> tuple[dict[str, Any], str] | None:
     """Returns metadata and text of a card; None if it cannot be read."""
+    if not path.is_file():  # reading a pipe would wait forever
+        return None
     try:
         text = path.read_text("utf-8-sig")
         block = REGEX_YAML_BLOCK.search(text)

@@ -222,6 +222,8 @@ def _complete(target: Path) -> None:
 def _read_journal(target: Path) -> tuple[str, set[Path]]:
     """Returns the name of the stage and the files to remove. Ignores paths out of the folder, because the journal may come from
     an untrusted source."""
+    if not (target / JOURNAL).is_file():  # reading a pipe would wait forever
+        return "", set()
     try:
         journal = json.loads((target / JOURNAL).read_text(encoding="utf-8"))
         dropped = {Path(path) for path in journal["dropped"]}

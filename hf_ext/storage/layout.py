@@ -103,6 +103,8 @@ def read_index(path: Path) -> list[str]:
     Raises:
         CorruptFileError: the file is not an index.
     """
+    if not path.is_file():
+        raise CorruptFileError(f"{path} is not a file.")
     try:
         return sorted({Path(shard).name for shard in json.loads(path.read_bytes())["weight_map"].values()})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
