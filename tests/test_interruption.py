@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from hf_ext.emr.modulators import TaskWriter
 from hf_ext.storage.delta.codec import encode
 from hf_ext.storage.native import FLOATS, _native, cast
 from hf_ext.storage.prefetch import Prefetcher, check_awaited
@@ -88,16 +89,19 @@ def test_a_signal_reaches_the_main_thread_while_it_decodes(base, body, slowest):
     assert out[:4].any() and not out[-4:].any()
 
 
-@pytest.mark.parametrize("kind", ["low rank", "integers"])
-def test_nobody_waits_for_the_work_of_a_closed_prefetcher(kind):
+@pytest.mark.parametrize("kind", ["low rank", "integers", "mask"])
+def test_nobody_waits_for_the_work_of_a_closed_prefetcher(tmp_path, kind):
     generator = torch.Generator().manual_seed(0)
-    if kind == "integers":
-        before = after = torch.randint(0, 100, (1 << 26,), dtype=torch.int16, generator=generator)
-    else:
+    if kind == "low rank":
         before = torch.randn(3072, 3072, generator=generator)
         after = before + torch.randn(3072, 16, generator=generator) @ torch.randn(16, 3072, generator=generator) * 1e-3
-    prior = before if kind == "low rank" else None
-    work: Prefetcher[bytes] = Prefetcher(lambda _: encode(after, prior, level=3), {"tensor": 1})
+        work = Prefetcher(lambda _: encode(after, before, level=3), {"tensor": 1})
+    elif kind == "integers":
+        numbers = torch.randint(0, 100, (1 << 26,), dtype=torch.int16, generator=generator)
+        work = Prefetcher(lambda _: encode(numbers, None, level=3), {"tensor": 1})
+    else:
+        mask = torch.randint(0, 256, (1 << 26,), dtype=torch.uint8, generator=generator).numpy()
+        work = Prefetcher(lambda _: TaskWriter(tmp_path / "task").add_mask("tensor", mask), {"tensor": 1})
     (running,) = work._running.values()
     assert isinstance(running, Future)
     while not (running.running() or running.done()):

@@ -23,9 +23,11 @@ import xxhash
 from hf_ext.emr.election import mask_bytes
 from hf_ext.errors import CorruptFileError
 from hf_ext.storage.hub import OTHER_WEIGHTS
+from hf_ext.storage.prefetch import check_awaited
 from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile, itemsize, write_header
 
 FILE = "modulators.safetensors"
+DEFLATED = 1 << 20  # bytes of a mask that are deflated before an interruption is noticed
 TASK_FOLDER = "task-"  # and the task's name
 VERSION = 1
 KEY, CHECKSUM_KEY = "emr_task", "emr_checksum"
@@ -110,7 +112,11 @@ class TaskWriter:
         """Adds the mask of a tensor, unless no bit is set. May be called from any thread."""
         if mask.any():  # the bits within a row are random, so only runs and byte frequencies can be compressed
             deflate = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_RLE)
-            data = deflate.compress(mask) + deflate.flush()
+            parts = []
+            for begin in range(0, mask.size, DEFLATED):
+                check_awaited()
+                parts.append(deflate.compress(mask[begin : begin + DEFLATED]))
+            data = b"".join([*parts, deflate.flush()])
             self.add(MASK + name, RawTensor("U8", (len(data),), np.frombuffer(data, np.uint8)))
 
     def add(self, key: str, tensor: RawTensor) -> None:
