@@ -40,10 +40,11 @@ LINK_TARGET = re.compile(r"(!?)(\[[^]]*\]\()(?!\w+:|#)")  # of a file in the rep
 
 
 def about_repository() -> dict[str, object]:
-    """Returns the metadata that name the repository: its URLs, and a README whose links lead to the files of this version."""
+    """Returns the metadata that name the repository: its URLs, and a README with its address and links to this version."""
     version = re.search(r'^__version__ = "(.+)"$', Path("hf_ext/__init__.py").read_text("utf-8"), re.M)[1]
     files, raw = (f"{REPOSITORY}/{view}/v{version}" for view in ("blob", "raw"))
     readme = LINK_TARGET.sub(lambda link: f"{link[0]}{raw if link[1] else files}/", Path("README.md").read_text("utf-8"))
+    readme = re.sub(r" *# REPOSITORY: .*", "", readme).replace("REPOSITORY", REPOSITORY)
     urls = {"Source": REPOSITORY, "Changelog": f"{files}/CHANGELOG.md", "Security": f"{files}/SECURITY.md"}
     return {"long_description": readme, "project_urls": urls}
 

@@ -131,7 +131,7 @@ def check_command(words: list[str], strict: bool) -> None:
         beside = "".join(shown(path) for path in script.parent.glob("*.py"))
         own = [word.removeprefix("--") for word in rest[rest.index(str(script.relative_to(ROOT))) :] if word.startswith("--")]
         assert all(re.search(rf"\b{option}\b", beside) for option in own), words
-    elif program not in ("curl", "sglang", "vllm"):  # `make test-sglang` and `make test-vllm` start these
+    elif program not in ("curl", "git", "sglang", "vllm"):  # `make test-sglang` and `make test-vllm` start these
         assert not strict, f"{words}: no test knows this program"
 
 

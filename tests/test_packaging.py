@@ -78,6 +78,7 @@ def test_the_metadata_name_the_repository_that_a_release_is_built_from(release):
     assert urls["Source"] == "https://host.example/me/hf_ext" and urls["Changelog"] == f"{files}CHANGELOG.md"
     links = re.findall(r"\]\(([^)]+)\)", metadata.get_payload())
     inside = [link.removeprefix(files).partition("#")[0] for link in links if link.startswith(files)]
+    assert "git clone https://host.example/me/hf_ext hf_ext" in metadata.get_payload()
     assert len(inside) > 10 and all((ROOT / path).exists() for path in inside)
     assert all(re.match(r"\w+:|#", link) for link in links)
 
