@@ -10,6 +10,7 @@ import pytest
 
 nbformat = pytest.importorskip("nbformat", reason="belongs to the extra `slow`")
 NotebookClient = pytest.importorskip("nbclient").NotebookClient
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SHORTER = {
@@ -31,7 +32,6 @@ def test_each_method_has_one():
     assert {path.stem for path in NOTEBOOKS} == {"emr", "fm_delta", "pissa", "trans_lora", "uni_med"}
 
 
-@pytest.mark.slow
 @by_name
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
     notebook = nbformat.read(path, as_version=4)

@@ -228,6 +228,7 @@ def lm_eval_scores(**names: Path) -> list[float]:
     return [score for score, _ in model.loglikelihood(requests, disable_tqdm=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "plain"),
     [({"pretrained": "compressed"}, "one"), ({"pretrained": "merged"}, "merged-one")]

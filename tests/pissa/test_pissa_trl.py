@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from hf_ext import PissaConfig
 
 trl = pytest.importorskip("trl")
+pytestmark = pytest.mark.slow
 
 TEXTS = ["pick a b c", "c b a", "a a", "b b"] * 4
 CHAT = (

@@ -13,6 +13,7 @@ from tiny_transfers import tokenizer
 from hf_ext.weight_sync import PublishWeights, Subscriber
 
 trl = pytest.importorskip("trl")
+pytestmark = pytest.mark.slow
 
 TEXTS = ["pick a b c", "c b a", "a a", "b b"] * 4
 
