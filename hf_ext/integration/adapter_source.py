@@ -32,6 +32,7 @@ AUTO_CLASSES = {
     TaskType.SEQ_2_SEQ_LM: "AutoModelForSeq2SeqLM",
     TaskType.FEATURE_EXTRACTION: "AutoModel",
 }
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # starts of PEFT's that take a part out of the base's weights
 WRAPPERS = (".base_layer", ".original_module", ".modules_to_save.default")
 
 
@@ -69,6 +70,17 @@ class AdapterSource(TensorSource):
             )
         if settings.is_prompt_learning:
             raise CheckpointError(f"{folder} is a {settings.peft_type.value} adapter, which cannot be merged into weights.")
+        if (start := getattr(settings, "init_lora_weights", None)) and str(start).startswith(CHANGES_BASE):
+            raise CheckpointError(
+                f"{folder} is a LoRA that PEFT started by {start}, which changes the base's weights, and saved without "
+                "conversion. Save it with path_initial_model_for_weight_conversion, or merge it (merge_and_unload), save the "
+                "model, and give that folder."
+            )
+        if getattr(settings, "trainable_token_indices", None) is not None:
+            raise CheckpointError(
+                f"{folder} trained single tokens (trainable_token_indices), which cannot be merged file by file. Merge it "
+                "(merge_and_unload), save the model, and give that folder."
+            )
         self.config = _config_of(settings, base, load_peft_weights(str(folder), device="cpu"))
         skeleton = _skeleton(settings, self.config)
         _fill_with_nothing(skeleton)
@@ -204,7 +216,12 @@ def _is_nothing(tensor: torch.Tensor) -> bool:
 
 def _config_of(settings: PeftConfig, base: TensorSource, tensors: dict[str, torch.Tensor]) -> PretrainedConfig:
     """Returns the base's configuration, with the numbers of words and labels of the adapter's own modules."""
-    config = AutoConfig.from_pretrained(base.name, revision=base.revision)
+    try:
+        config = AutoConfig.from_pretrained(base.name, revision=base.revision)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"The base {base} has no config.json that Transformers can read, which is needed to merge an adapter: {error}"
+        ) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in _skeleton(settings, config).state_dict().items()}
     for key, tensor in tensors.items():
         name = _plain(key.removeprefix("base_model.model."))

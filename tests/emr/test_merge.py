@@ -352,6 +352,33 @@ def test_an_adapter_in_memory_keeps_what_else_is_in_memory(tmp_path):
         emr.merge(base, {"a": tmp_path / "adapter"}, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init_lora_weights": "pissa"}, "started by pissa.*path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "olora"}, "started by olora.*merge_and_unload"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices.*merge_and_unload"),
+    ],
+)
+def test_adapters_that_only_their_own_model_can_merge_are_refused(tmp_path, options, message):
+    base, _ = write_tasks(tmp_path / "in", {"cr": 2})
+    get_peft_model(classifier(2, 4), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS", **options)).save_pretrained(
+        tmp_path / "adapter"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        emr.merge(base, {"a": tmp_path / "adapter"}, tmp_path / "out")
+
+
+def test_an_adapter_needs_the_config_of_its_base(tmp_path):
+    base, tasks = write_tasks(tmp_path / "in", {"cr": 2})
+    get_peft_model(classifier(2, 4), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")).save_pretrained(
+        tmp_path / "adapter"
+    )
+    (base / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        emr.merge(base, {"a": tmp_path / "adapter", "cr": tasks["cr"]}, tmp_path / "out")
+
+
 @host("peft>=0.19.1")
 def test_adapters_that_cannot_be_told_from_their_files_are_refused(tmp_path):
     base, tasks = write_tasks(tmp_path / "in", {"cr": 2, "subj": 2})
