@@ -62,7 +62,7 @@ def test_its_metrics_are_the_shares_that_it_keeps_of_what_it_was_not_trained_on(
     """Its base model knows the answers, and steps of next to nothing do not change them."""
     model, words = pretrained("gpt2")
     model = write_judge(get_peft_model(model, lora("gpt2"))).merge_and_unload()
-    args = settings(tmp_path, **NO_STEPS)
+    args = settings(tmp_path, eval_strategy="epoch", **NO_STEPS)
     options = {"task": "pick", "args": args, "peft_config": lora("gpt2")}
     found = train_discriminator(model, words, REAL, **options, synthetic_inputs=OTHERS)
     assert found.metrics == {"real_kept": 1.0, "synthetic_kept": 0.0}
