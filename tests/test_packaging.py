@@ -147,3 +147,9 @@ def test_the_citation_names_this_version_and_the_papers_of_the_pages():
 def test_the_changelog_has_this_version_first():
     first = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)[1]
     assert re.fullmatch(rf"{re.escape(hf_ext.__version__)} \((unreleased|\d{{4}}-\d\d-\d\d)\)", first)
+
+
+def test_the_tools_of_commits_have_the_versions_of_the_tests():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"][0]["hooks"]
+    tools = {tool for hook in hooks for tool in hook["additional_dependencies"]}
+    assert len(tools) >= 3 and tools <= set((ROOT / "constraints.txt").read_text("utf-8").splitlines())
