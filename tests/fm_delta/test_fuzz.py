@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repeats import repeats
 from test_instruction_sets import SETS, using
 from tiny_checkpoints import TORCH_DTYPES
 
@@ -28,7 +30,12 @@ CRASHES = sorted((Path(__file__).parent / "crashes").glob("*"))  # inputs that t
 NAMES = list(FLOATS)
 FIXED = struct.Struct("<4sBBBBHHQQQ")
 
-derandomized = settings(max_examples=400, derandomize=True, database=None, deadline=None)
+few_or_many = repeats("examples", 100, 400)
+
+
+def explore(examples: int, test: Callable[..., None], *strategies: st.SearchStrategy) -> None:
+    """Runs a test with examples, the same in each run."""
+    settings(max_examples=examples, derandomize=True, database=None, deadline=None)(given(*strategies)(test))()
 
 
 def outcomes(data: bytes) -> list[bytes | None]:
@@ -119,15 +126,22 @@ def test_the_forger_of_these_tests_makes_payloads_that_are_read() -> None:
     assert decode_raw(payload).data.tobytes() == b"a"
 
 
-@derandomized
-@given(payloads())
-def test_a_header_that_says_anything_is_refused_or_right(payload: bytes) -> None:
+@few_or_many
+def test_a_header_that_says_anything_is_refused_or_right(examples: int) -> None:
+    explore(examples, check_payload, payloads())
+
+
+def check_payload(payload: bytes) -> None:
     read_or_refuse(payload)
 
 
-@derandomized
-@given(st.one_of(st.binary(max_size=60), st.binary(min_size=FIXED.size, max_size=200)), st.booleans())
-def test_any_bytes_are_refused_or_right(data: bytes, sealed: bool) -> None:
+@few_or_many
+def test_any_bytes_are_refused_or_right(examples: int) -> None:
+    data = st.one_of(st.binary(max_size=60), st.binary(min_size=FIXED.size, max_size=200))
+    explore(examples, check_bytes, data, st.booleans())
+
+
+def check_bytes(data: bytes, sealed: bool) -> None:
     if sealed and len(data) >= FIXED.size:
         data = seal([MAGIC, *FIXED.unpack(data[: FIXED.size])[1:-1]], data[FIXED.size :])
     read_or_refuse(data)
@@ -223,17 +237,23 @@ def test_a_mode_with_a_type_that_is_not_narrower_is_refused(dtype: str, narrower
         assert isinstance(outcome, tuple) if mode == CODED else is_known != ("invalid header" in outcome)
 
 
-@derandomized
-@given(changed_payloads())
-def test_a_changed_payload_with_any_base_is_refused_or_right(changed: tuple[bytes, RawTensor | None]) -> None:
+@few_or_many
+def test_a_changed_payload_with_any_base_is_refused_or_right(examples: int) -> None:
+    explore(examples, check_changed, changed_payloads())
+
+
+def check_changed(changed: tuple[bytes, RawTensor | None]) -> None:
     payload, base = changed
     read_or_refuse(payload, base)
     read_or_refuse(with_checksum_of_its_tensor(payload, base), base)
 
 
-@derandomized
-@given(st.data())
-def test_a_sound_payload_with_other_fields_is_refused_or_right(data: st.DataObject) -> None:
+@few_or_many
+def test_a_sound_payload_with_other_fields_is_refused_or_right(examples: int) -> None:
+    explore(examples, check_other_fields, st.data())
+
+
+def check_other_fields(data: st.DataObject) -> None:
     payload, base = data.draw(st.sampled_from(SOUND))
     fields = list(FIXED.unpack(payload[: FIXED.size])[:-1])
     for index in data.draw(st.lists(st.integers(1, 7), max_size=2)):

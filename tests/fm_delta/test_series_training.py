@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from processes import python
+from repeats import repeats
 from stop_after import StopAfter
 from tiny_models import assert_same_weights, bert
 from tiny_training import examples, train
@@ -26,10 +27,11 @@ from hf_ext.storage.atomic import locked
 OPTIONS = {"max_steps": 12, "learning_rate": 1e-4}
 
 
-@pytest.fixture
-def base(tmp_path) -> Path:
-    bert().save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "base"
+    bert().save_pretrained(folder)
+    return folder
 
 
 def model_of(base: Path):
@@ -50,6 +52,32 @@ def through(uncompressed, tmp_path) -> Trainer:
     """The training without compression. All its checkpoints are in `plain`."""
     (tmp_path / "plain").symlink_to(uncompressed.args.output_dir)
     return uncompressed
+
+
+@pytest.fixture(scope="module")
+def compressed(base) -> Path:
+    train_compressed(base, base.parent / "compressed")
+    return base.parent / "compressed"
+
+
+@pytest.fixture
+def run(compressed, tmp_path) -> Path:
+    """A run of which all checkpoints were compressed during the training, in `out`."""
+    return shutil.copytree(compressed, tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def compressed_series(base) -> Path:
+    out = base.parent / "series"
+    train(model_of(base), out, callbacks=[StopAfter(8)], **OPTIONS)
+    fm_delta.compress_series(out, base)
+    return out
+
+
+@pytest.fixture
+def series(compressed_series, tmp_path) -> Path:
+    """A run of which all checkpoints were compressed after the training had stopped at step 8, in `out`."""
+    return shutil.copytree(compressed_series, tmp_path / "out")
 
 
 def checkpoints(run: Path) -> dict[int, Path]:
@@ -94,14 +122,13 @@ def test_older_checkpoints_are_compressed_while_training_and_all_at_the_end(tmp_
         assert (checkpoint / "optimizer.pt").stat().st_size == (plain / "optimizer.pt").stat().st_size
 
 
-@pytest.mark.parametrize("step", [2, 4, 8, 12])
-def test_a_training_resumes_from_any_checkpoint_with_the_same_bits(tmp_path, base, through, step):
-    train_compressed(base, tmp_path / "out")
-    resumed = train_compressed(base, tmp_path / "out", resume=str(tmp_path / f"out/checkpoint-{step}"))
+@pytest.mark.parametrize("step", [2, *(pytest.param(step, marks=pytest.mark.slow) for step in (4, 8)), 12])
+def test_a_training_resumes_from_any_checkpoint_with_the_same_bits(tmp_path, base, through, run, step):
+    resumed = train_compressed(base, run, resume=str(run / f"checkpoint-{step}"))
     assert resumed.state.global_step == 12
     assert_same_weights(resumed.model, through.model)
-    assert_same_as_plain(tmp_path / "out", tmp_path / "plain", 2, 4, 6, 8, 10, 12)
-    assert all(map(is_compressed, checkpoints(tmp_path / "out").values()))
+    assert_same_as_plain(run, tmp_path / "plain", 2, 4, 6, 8, 10, 12)
+    assert all(map(is_compressed, checkpoints(run).values()))
 
 
 def test_a_training_that_was_stopped_goes_on_also_without_the_callback(tmp_path, base, through):
@@ -122,23 +149,19 @@ def test_a_training_that_was_stopped_goes_on_also_without_the_callback(tmp_path,
         assert_same_as_plain(Path(resumed.args.output_dir), tmp_path / "plain", 2, 4, 6, 8, 10, 12)
 
 
-def test_what_a_resumed_training_saves_over_is_needed_by_none(tmp_path, base, through):
-    train_compressed(base, tmp_path / "out")
-    assert needed_by(tmp_path / "out/checkpoint-4")
-    resume = str(tmp_path / "out/checkpoint-4")
-    train_compressed(base, tmp_path / "out", StopAfter(9), resume=resume, label_smoothing_factor=0.5)
+def test_what_a_resumed_training_saves_over_is_needed_by_none(tmp_path, base, through, run):
+    assert needed_by(run / "checkpoint-4")
+    train_compressed(base, run, StopAfter(9), resume=str(run / "checkpoint-4"), label_smoothing_factor=0.5)
     # 6 and 8 are of the second training, the others of the first.
-    for step, checkpoint in checkpoints(tmp_path / "out").items():
+    for step, checkpoint in checkpoints(run).items():
         models = [model_of(path) for path in (checkpoint, tmp_path / "plain" / checkpoint.name)]
         same = all(map(torch.equal, *(model.state_dict().values() for model in models)))
         assert same == (step not in (6, 8))
 
 
-def test_a_run_compressed_afterwards_resumes_with_plain_import(tmp_path, base, through):
+def test_a_run_compressed_afterwards_resumes_with_plain_import(tmp_path, base, through, series):
     """`compress-series` has compressed it; nothing but `import hf_ext` is in the script that goes on."""
-    train(model_of(base), tmp_path / "out", callbacks=[StopAfter(8)], **OPTIONS)
-    fm_delta.compress_series(tmp_path / "out", base)
-    assert all(map(is_compressed, checkpoints(tmp_path / "out").values()))
+    assert all(map(is_compressed, checkpoints(series).values()))
     script = f"""
 import hf_ext
 from pathlib import Path
@@ -146,7 +169,7 @@ from tiny_training import train
 from transformers import AutoModelForSequenceClassification
 
 model = AutoModelForSequenceClassification.from_pretrained({str(base)!r})
-train(model, Path({str(tmp_path / "out")!r}), resume=True, **{OPTIONS!r}).save_model({str(tmp_path / "end")!r})
+train(model, Path({str(series)!r}), resume=True, **{OPTIONS!r}).save_model({str(tmp_path / "end")!r})
 """
     done = python("-c", script)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -154,11 +177,9 @@ train(model, Path({str(tmp_path / "out")!r}), resume=True, **{OPTIONS!r}).save_m
 
 
 @pytest.mark.parametrize("limit", [None, 2])
-def test_a_training_that_goes_on_otherwise_without_the_callback_loses_no_checkpoint(tmp_path, base, through, limit):
+def test_a_training_that_goes_on_otherwise_without_the_callback_loses_no_checkpoint(tmp_path, base, through, series, limit):
     """It saves over checkpoints with other weights, and deletes some, which older ones were stored against."""
-    run, plain = tmp_path / "out", tmp_path / "plain"
-    train(model_of(base), run, callbacks=[StopAfter(8)], **OPTIONS)
-    fm_delta.compress_series(run, base)
+    run, plain = series, tmp_path / "plain"
     assert needed_by(run / "checkpoint-2") == run / "checkpoint-4"
     other = OPTIONS | {"per_device_train_batch_size": 2, "save_total_limit": limit}
     train(model_of(base), run, resume=str(run / "checkpoint-4"), **other)
@@ -173,18 +194,22 @@ def test_a_training_that_goes_on_otherwise_without_the_callback_loses_no_checkpo
         assert any(not torch.equal(again[name], was[name]) for name in was)
 
 
-def test_a_training_that_starts_anew_leaves_the_older_checkpoints_readable(tmp_path, base, through):
-    train_compressed(base, tmp_path / "out")
-    train_compressed(base, tmp_path / "out", save_steps=3, label_smoothing_factor=0.5)
-    assert set(checkpoints(tmp_path / "out")) == {2, 3, 4, 6, 8, 9, 10, 12}
-    for checkpoint in checkpoints(tmp_path / "out").values():
+def test_a_training_that_starts_anew_leaves_the_older_checkpoints_readable(tmp_path, base, through, run):
+    train_compressed(base, run, save_steps=3, label_smoothing_factor=0.5)
+    assert set(checkpoints(run)) == {2, 3, 4, 6, 8, 9, 10, 12}
+    for checkpoint in checkpoints(run).values():
         fm_delta.verify(checkpoint)
     for step in (2, 4, 8, 10):
         assert_same_weights(*(model_of(tmp_path / run / f"checkpoint-{step}") for run in ("out", "plain")))
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3])
-@pytest.mark.parametrize("best_loss", [None, 3, 0, 5])
+SLOW_ROTATIONS = [(None, 2), (None, 3), (3, 1), (3, 3), (0, 1), (0, 2), (5, 2), (5, 3)]
+
+
+@pytest.mark.parametrize(
+    ("best_loss", "limit"),
+    [(None, 1), (3, 2), (0, 3), (5, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_ROTATIONS)],
+)
 def test_rotation_never_takes_what_another_checkpoint_needs(tmp_path, base, through, limit, best_loss):
     """`best_loss` is which of the six evaluations finds the best model, if that is loaded at the end."""
 
@@ -246,22 +271,22 @@ def test_shards_are_compressed_and_resumed_from(tmp_path, base, through, monkeyp
     assert_same_weights(resumed.model, through.model)
 
 
-def test_adapters_are_left_alone(tmp_path, base):
+@repeats("based", False, True)
+def test_adapters_are_left_alone(tmp_path, base, based):
     def adapted():
         torch.manual_seed(0)
         return get_peft_model(model_of(base), LoraConfig(r=2, target_modules=["query", "value"]))
 
     through = train(adapted(), tmp_path / "plain", **OPTIONS)
-    for given in (None, base):
-        out = tmp_path / f"out_{given is None}"
-        train(adapted(), out, callbacks=[StopAfter(6), fm_delta.CompressCheckpoints(given)], **OPTIONS)
-        resumed = train(adapted(), out, resume=True, callbacks=[fm_delta.CompressCheckpoints(given)], **OPTIONS)
-        assert_same_weights(resumed.model, through.model)
-        assert set(checkpoints(out)) == {2, 4, 6, 8, 10, 12}
+    out, given = tmp_path / "out", base if based else None
+    train(adapted(), out, callbacks=[StopAfter(6), fm_delta.CompressCheckpoints(given)], **OPTIONS)
+    resumed = train(adapted(), out, resume=True, callbacks=[fm_delta.CompressCheckpoints(given)], **OPTIONS)
+    assert_same_weights(resumed.model, through.model)
+    assert set(checkpoints(out)) == {2, 4, 6, 8, 10, 12}
 
 
 def test_a_model_with_the_callback_can_be_copied_and_pickled(tmp_path, base):
-    trainer = train_compressed(base, tmp_path / "out")
+    trainer = train_compressed(base, tmp_path / "out", max_steps=2)
     for model in (copy.deepcopy(trainer.model), pickle.loads(pickle.dumps(trainer.model))):
         assert_same_weights(model, trainer.model)
 
@@ -271,7 +296,7 @@ def test_a_model_with_the_callback_can_be_copied_and_pickled(tmp_path, base):
 
 def test_a_base_that_cannot_serve_is_refused_before_the_first_step(tmp_path, base):
     def begin(model, *arguments, out="out"):
-        train(model, tmp_path / out, callbacks=[fm_delta.CompressCheckpoints(*arguments)], **OPTIONS)
+        train(model, tmp_path / out, callbacks=[fm_delta.CompressCheckpoints(*arguments)], **OPTIONS | {"max_steps": 4})
 
     with pytest.raises(CheckpointError, match="Give CompressCheckpoints its base="):
         begin(bert())
@@ -284,13 +309,12 @@ def test_a_base_that_cannot_serve_is_refused_before_the_first_step(tmp_path, bas
     with pytest.raises(CheckpointError, match="is a checkpoint of the run itself"):
         begin(model_of(tmp_path / "out/checkpoint-4"))
     begin(model_of(tmp_path / "out/checkpoint-4"), out="next")  # a compressed base of another run
-    assert needed_by(tmp_path / "next/checkpoint-2") and fm_delta.verify(tmp_path / "next/checkpoint-12")
+    assert needed_by(tmp_path / "next/checkpoint-2") and fm_delta.verify(tmp_path / "next/checkpoint-4")
 
 
-def test_weights_of_another_run_are_not_taken_for_this_ones(tmp_path, base):
-    train_compressed(base, tmp_path / "out")
+def test_weights_of_another_run_are_not_taken_for_this_ones(tmp_path, base, run):
     with pytest.raises(CheckpointError, match="not those of a checkpoint in .*elsewhere.*hf-ext decompress"):
-        train_compressed(base, tmp_path / "elsewhere", resume=str(tmp_path / "out/checkpoint-4"))
+        train_compressed(base, tmp_path / "elsewhere", resume=str(run / "checkpoint-4"))
 
 
 def test_a_training_does_not_die_of_what_cannot_be_compressed(tmp_path, base, through, caplog):

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from stop_after import StopAfter
 from tiny_models import assert_same_weights, bert, llama, perturb
 from tiny_training import train
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_ext import fm_delta
@@ -26,10 +26,17 @@ def is_compressed(folder: Path) -> bool:
     return found.pop()
 
 
-@pytest.fixture
-def base(tmp_path) -> Path:
-    bert().save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("trainer") / "base"
+    bert().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def through(base) -> Trainer:
+    """The training of a model that is not enabled, which has saved to `plain` beside the base."""
+    return train(model_of(base, enabled=False), base.parent / "plain")
 
 
 def model_of(base: Path, enabled: bool = True, auto=AutoModelForSequenceClassification):
@@ -37,12 +44,11 @@ def model_of(base: Path, enabled: bool = True, auto=AutoModelForSequenceClassifi
     return fm_delta.enable(model, base) if enabled else model
 
 
-def test_trainer_saves_compressed_checkpoints_and_trains_as_before(tmp_path, base):
-    trainer = train(model_of(base), tmp_path / "out")
-    plain = train(model_of(base, enabled=False), tmp_path / "plain")
+def test_trainer_saves_compressed_checkpoints_and_trains_as_before(tmp_path, base, through):
+    trainer, plain = train(model_of(base), tmp_path / "out"), through
     assert trainer.state.log_history[0]["loss"] == plain.state.log_history[0]["loss"]
     for step in (2, 4, 6):
-        folder, expected = (tmp_path / out / f"checkpoint-{step}" for out in ("out", "plain"))
+        folder, expected = (Path(run.args.output_dir, f"checkpoint-{step}") for run in (trainer, plain))
         assert is_compressed(folder) and not is_compressed(expected)
         assert {path.name for path in folder.iterdir()} == {path.name for path in expected.iterdir()} | {"README.md"}
         assert_same_weights(*(AutoModelForSequenceClassification.from_pretrained(path) for path in (folder, expected)))
@@ -65,8 +71,7 @@ def test_a_resumed_training_ends_with_the_bits_of_one_that_ran_through(tmp_path,
         assert_same_weights(resumed.model, through.model)
 
 
-def test_training_resumes_from_shards(tmp_path, base):
-    through = train(model_of(base, enabled=False), tmp_path / "plain")
+def test_training_resumes_from_shards(tmp_path, base, through):
     train(model_of(base), tmp_path / "out", callbacks=[StopAfter(4)])
     folder = tmp_path / "out/checkpoint-4"
     fm_delta.enable(AutoModelForSequenceClassification.from_pretrained(folder), base).save_pretrained(
@@ -86,17 +91,18 @@ def test_training_starts_from_and_resumes_on_a_loaded_compressed_model(tmp_path,
     assert_same_weights(resumed.model, through.model)
 
 
-def test_the_best_model_is_loaded_at_the_end(tmp_path, base):
-    # The "best" is the worst, as that is not the last.
-    options = {"load_best_model_at_end": True, "greater_is_better": True, "eval_strategy": "steps", "eval_steps": 2}
-    options |= {"max_steps": 8, "learning_rate": 0.3}
-    trained = train(model_of(base), tmp_path / "out", **options)
-    plain = train(model_of(base, enabled=False), tmp_path / "plain", **options)
+def test_the_best_model_is_loaded_at_the_end(tmp_path, base, through):
+    class BestAtFour(TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            metrics["eval_loss"] = abs(state.global_step - 4)
+
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
+    options |= {"eval_strategy": "steps", "eval_steps": 2}
+    trained = train(model_of(base), tmp_path / "out", callbacks=[BestAtFour()], **options)
     best = Path(trained.state.best_model_checkpoint)
-    assert best.name == Path(plain.state.best_model_checkpoint).name and is_compressed(best)
-    assert_same_weights(trained.model, plain.model)
-    assert_same_weights(trained.model, AutoModelForSequenceClassification.from_pretrained(best))
-    assert best.name != "checkpoint-8"
+    assert best.name == "checkpoint-4" and is_compressed(best)
+    plain = AutoModelForSequenceClassification.from_pretrained(Path(through.args.output_dir) / "checkpoint-4")
+    assert_same_weights(trained.model, plain)
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path, base):
@@ -106,8 +112,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path, base):
     assert all(is_compressed(tmp_path / "out" / name) for name in kept)
 
 
-def test_a_model_that_is_not_enabled_resumes_from_a_compressed_checkpoint(tmp_path, base):
-    through = train(model_of(base, enabled=False), tmp_path / "plain")
+def test_a_model_that_is_not_enabled_resumes_from_a_compressed_checkpoint(tmp_path, base, through):
     train(model_of(base), tmp_path / "out", callbacks=[StopAfter(2)])
     assert is_compressed(tmp_path / "out/checkpoint-2")
     (tmp_path / "out/checkpoint-1").mkdir()
