@@ -4,6 +4,11 @@ import pytest
 
 from hf_ext.integration.versions import require
 
+try:
+    from transformers.integrations.peft import MIN_PEFT_VERSION
+except ImportError:  # without Transformers, or with one that has no such limit
+    MIN_PEFT_VERSION = "0"
+
 
 def host(*needs: str) -> pytest.MarkDecorator:
     """Skips a test where the installed versions are older than these, such as "peft>=0.19.1"."""
@@ -13,3 +18,7 @@ def host(*needs: str) -> pytest.MarkDecorator:
     except ImportError as error:
         reason = str(error)
     return pytest.mark.skipif(bool(reason), reason=reason)
+
+
+# `add_adapter` and `load_adapter` of Transformers' own models require their own version of PEFT, which may not be released yet.
+adapters_of_transformers = host(f"peft>={MIN_PEFT_VERSION}")

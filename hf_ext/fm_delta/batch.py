@@ -284,7 +284,7 @@ class _Run:
 
 
 def _read(record: Path) -> list[ModelResult]:
-    if not record.is_file():
+    if not os.path.isfile(record):
         return []
     try:
         models = json.loads(record.read_text(encoding="utf-8"))["models"]

@@ -22,7 +22,7 @@ from hf_ext.storage.hub import Hub
 if TYPE_CHECKING:
     import torch
     from peft import LoraConfig
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 #: The errors with which code fails that uses a host's internals after they have changed.
 HOST_CHANGED = (AttributeError, ImportError, TypeError)
@@ -90,6 +90,12 @@ def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Returns a module's own parameters and buffers by name, without those of its submodules. They may be set meanwhile."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     return iter([*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)])
+
+
+def model_of(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """Returns a model of a configuration, as `AutoModel.from_config` builds it: the configurations of its parts get its dtype.
+    Where the class has no such method, they keep theirs."""
+    return getattr(kind, "_from_config", kind)(config)
 
 
 def unsaved_buffers(module: torch.nn.Module) -> Set[str]:

@@ -60,7 +60,7 @@ def move_between(model: PreTrainedModel, texts: tuple[dict, dict], settings: tup
         after = kind.from_dict(deepcopy(texts[1]))
         if _structure(texts[0]) != _structure(texts[1]) or before.num_labels != after.num_labels:
             with torch.device("meta"), no_init_weights():  # the sizes that the class itself gives
-                models = [type(model)(config) for config in (before, after)]
+                models = [compat.model_of(type(model), config) for config in (before, after)]
             shapes = {name: tensor.shape for name, tensor in models[1].state_dict().items()}
             sizes = _sizes(*(dict(model.named_modules()) for model in models))
     generation = None

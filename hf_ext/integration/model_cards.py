@@ -352,7 +352,7 @@ class _Loader(yaml.SafeLoader):
 
 def _read(path: Path) -> tuple[dict[str, Any], str] | None:
     """Returns metadata and text of a card; None if it cannot be read."""
-    if not path.is_file():  # reading a pipe would wait forever
+    if not os.path.isfile(path):  # reading a pipe would wait forever
         return None
     try:
         text = path.read_text("utf-8-sig")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import reference_election as reference
 import torch
-from hosts import host
+from hosts import adapters_of_transformers
 from peft import (
     AutoPeftModelForSequenceClassification,
     IA3Config,
@@ -379,7 +379,7 @@ def test_an_adapter_needs_the_config_of_its_base(tmp_path):
         emr.merge(base, {"a": tmp_path / "adapter", "cr": tasks["cr"]}, tmp_path / "out")
 
 
-@host("peft>=0.19.1")
+@adapters_of_transformers
 def test_adapters_that_cannot_be_told_from_their_files_are_refused(tmp_path):
     base, tasks = write_tasks(tmp_path / "in", {"cr": 2, "subj": 2})
     emr.merge(base, tasks, tmp_path / "merged")
@@ -434,7 +434,7 @@ def test_an_adapter_with_forged_settings_is_one_clear_error(tmp_path, folders, c
     assert not (tmp_path / "out").exists()
 
 
-@host("peft>=0.19.1")
+@adapters_of_transformers
 @pytest.mark.parametrize("active", ["trec", "cr"])
 def test_an_adapter_added_to_a_task_is_saved_alone_and_knows_its_task(tmp_path, folders, caplog, active):
     base, tasks = folders

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from datasets import Dataset
-from hosts import host
+from hosts import adapters_of_transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from processes import python
 from tiny_checkpoints import contents
@@ -481,7 +481,7 @@ def test_saving_where_the_merge_is_does_not_destroy_it(broken):
     assert contents(broken) == before
 
 
-@host("peft>=0.19.1")
+@adapters_of_transformers
 def test_an_adapter_is_not_saved_where_the_merge_is(broken):
     before, model = contents(broken), Auto.from_pretrained(broken)
     model.add_adapter(LoraConfig(r=2, target_modules=["query"]))

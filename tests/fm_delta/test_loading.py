@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hosts import host
+from hosts import adapters_of_transformers, host
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from processes import python
 from safetensors.torch import load_file, save_file
@@ -398,7 +398,7 @@ def test_the_loaded_model_takes_an_adapter_like_the_plain_one(folder_of):
     assert_same_weights(small.merge_and_unload(), plain.merge_and_unload())
 
 
-@host("peft>=0.19.1")
+@adapters_of_transformers
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_an_adapter_finds_its_compressed_base_model(folder_of, tmp_path, name):
     for kind in ("tuned", "small"):

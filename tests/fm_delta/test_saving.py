@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hosts import host
+from hosts import adapters_of_transformers, host
 from peft import LoraConfig
 from processes import python
 from safetensors.torch import load_file
@@ -328,7 +328,7 @@ def test_a_base_that_has_nothing_in_common_is_warned_about(tmp_path, caplog):
     assert_same_weights(BertModel.from_pretrained(tmp_path / "small"), plain_of(tuned))
 
 
-@host("peft>=0.19.1")
+@adapters_of_transformers
 def test_a_model_with_an_adapter_saves_the_adapter_alone(tmp_path, model):
     torch.manual_seed(0)
     model.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
