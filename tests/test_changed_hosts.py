@@ -171,6 +171,7 @@ class Missing(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Missing())
 warnings.simplefilter("error")
+warnings.filterwarnings("ignore", "hf_ext has not been tested")
 import transformers, transformers.models.auto.modeling_auto, transformers.models.auto.processing_auto
 import peft
 import hf_ext

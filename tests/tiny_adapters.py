@@ -30,7 +30,6 @@ def needs_peft(version: str, reason: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(Version(peft.__version__) < Version(version), reason=f"needs peft>={version}: {reason}")
 
 
-TRANSFORMERS_ADAPTERS = needs_peft("0.19.1", "Transformers' own adapter methods refuse older versions")
 SAVED_BIASES = needs_peft("0.21", "older versions do not save the biases that bias= trains")
 SAVED_RESIDUALS = needs_peft("0.21", "older versions save only A and B of an adapter type that they do not know")
 

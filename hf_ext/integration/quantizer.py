@@ -154,6 +154,8 @@ class DecodingQuantizer(HfQuantizer):
 
             self.decoding = Decoding(self, self.model, weight_conversions)
         except compat.HOST_CHANGED as error:
+            if rehearsal.is_running():
+                raise
             compat.warn_of_plain_loading(error)
             self._decode_to_files()
             return weight_conversions

@@ -27,6 +27,11 @@ SIZES = {
 }
 
 
+def is_running() -> bool:
+    """Checks whether this thread loads the tiny model, which is not to be loaded the plain way."""
+    return _runs.get()
+
+
 def require_success() -> None:
     """Tries it once in a process, which takes a second. Does nothing with tested versions.
 

@@ -40,7 +40,7 @@ class UniMedConfig(PreTrainedConfig):
 
     model_type = "uni_med"
     sub_configs = {"vision_config": AutoConfig, "text_config": AutoConfig}
-    keys_to_ignore_at_inference = ["past_key_values", "image_hidden_states", "router_weights"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache", "image_hidden_states", "router_weights"]
 
     vision_config: dict | PreTrainedConfig | None = None
     text_config: dict | PreTrainedConfig | None = None

@@ -20,6 +20,9 @@ from hf_ext.uni_med.card import uni_med_card
 from hf_ext.uni_med.configuration_uni_med import IMAGE_TOKEN, UniMedConfig
 from hf_ext.uni_med.connector import Connector, Experts, Router
 
+# The name of the keys and values of earlier tokens: `cache` from Transformers 5.24 on.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
 
 @dataclass
 class UniMedImageFeatures(BaseModelOutputWithPooling):
@@ -54,7 +57,7 @@ class UniMedPreTrainedModel(PreTrainedModel):
     input_modalities = ("image", "text")
     supports_gradient_checkpointing = True
     _no_split_modules = ["Connector"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -257,6 +260,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         mm_encoder_outputs: dict[str, UniMedImageFeatures] | None = None,
         output_router_weights: bool = False,
         interpolate_pos_encoding: bool = False,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> UniMedCausalLMOutputWithPast:
         """Returns the language model's output, with images in place of the image tokens.
@@ -271,20 +275,22 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
             mm_encoder_outputs: {"image": output of `get_image_features`}, in place of `pixel_values`.
             output_router_weights: also return the experts' weights.
             interpolate_pos_encoding: for images of another size than the tower's, if the tower supports it.
-            position_ids, past_key_values, logits_to_keep, kwargs: arguments of the language model.
+            position_ids, logits_to_keep, kwargs: arguments of the language model.
+            past_key_values, cache: names of one argument of the language model; Transformers 5.24 renamed it.
 
         Raises:
             ValueError: inputs exclude each other, or images and image tokens do not match.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give either input_ids or inputs_embeds.")
+        cache = past_key_values if cache is None else cache
         images = (mm_encoder_outputs or {}).get("image")
         if pixel_values is not None:
             if images is not None:
                 raise ValueError("Give either pixel_values or mm_encoder_outputs.")
             images = self.get_image_features(pixel_values, image_tasks, interpolate_pos_encoding, return_dict=True)
         if input_ids is not None:
-            started = past_key_values is not None and past_key_values.get_seq_length() > 0
+            started = cache is not None and cache.get_seq_length() > 0
             inputs_embeds = self._embeddings(input_ids, None if images is None else images.pooler_output, started)
         elif images is not None:
             raise ValueError("Images replace the image tokens in input_ids: give input_ids, not inputs_embeds.")
@@ -292,15 +298,15 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             labels=labels,
             logits_to_keep=logits_to_keep,
+            **{CACHE: cache},
             **kwargs,
         )
         return UniMedCausalLMOutputWithPast(
             loss=outputs.loss,
             logits=outputs.logits,
-            past_key_values=getattr(outputs, "past_key_values", None),
+            **{CACHE: getattr(outputs, CACHE, None)},
             hidden_states=outputs.hidden_states,
             attentions=getattr(outputs, "attentions", None),
             image_hidden_states=None if images is None else images.pooler_output,

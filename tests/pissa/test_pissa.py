@@ -8,13 +8,13 @@ import warnings
 
 import pytest
 import torch
+from hosts import adapters_of_transformers
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora.layer import LoraLayer
 from peft.utils.hotswap import hotswap_adapter
 from peft.utils.other import ModulesToSaveWrapper
 from tiny_adapters import (
     SAVED_BIASES,
-    TRANSFORMERS_ADAPTERS,
     difference,
     load,
     logits,
@@ -214,7 +214,7 @@ def test_dropout_acts_on_the_change_alone_and_is_warned_of():
         assert torch.equal(model(**inputs(model)).logits, expected)
 
 
-@TRANSFORMERS_ADAPTERS
+@adapters_of_transformers
 def test_transformers_own_adapter_methods_take_it():
     model = llama()
     expected = logits(model)

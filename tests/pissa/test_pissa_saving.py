@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hosts import adapters_of_transformers
 from local_hub import LocalHub
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from processes import python
 from safetensors.torch import load_file
 from test_pissa import config, every_case
-from tiny_adapters import TRANSFORMERS_ADAPTERS, difference, load, logits, moved, small_llama, trained
+from tiny_adapters import difference, load, logits, moved, small_llama, trained
 from tiny_models import llama, perturb
 from torch import nn
 
@@ -87,7 +88,7 @@ def test_it_loads_through_every_door(tmp_path, low_cpu_mem_usage):
     assert difference(logits(beside), expected) < 2e-6
 
 
-@TRANSFORMERS_ADAPTERS
+@adapters_of_transformers
 def test_it_loads_as_a_lora_through_transformers(tmp_path):
     small_llama().save_pretrained(tmp_path / "base")
     model = trained(load(tmp_path / "base"), config())
@@ -98,7 +99,7 @@ def test_it_loads_as_a_lora_through_transformers(tmp_path):
     assert difference(logits(load(tmp_path / "adapter")), logits(model)) < 2e-6
 
 
-@TRANSFORMERS_ADAPTERS
+@adapters_of_transformers
 def test_a_model_of_transformers_saves_its_adapter_as_a_lora(tmp_path):
     model = llama()
     model.add_adapter(config(), "default")

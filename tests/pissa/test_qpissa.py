@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hosts import adapters_of_transformers
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from peft.utils import save_and_load
 from safetensors import safe_open
@@ -17,7 +18,6 @@ from tiny_adapters import (
     INT8,
     NF4,
     SAVED_RESIDUALS,
-    TRANSFORMERS_ADAPTERS,
     difference,
     load,
     logits,
@@ -238,7 +238,7 @@ def test_it_loads_through_every_door(tmp_path, llama_base, low_cpu_mem_usage):
     assert difference(logits(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")), expected) < 2e-6
 
 
-@TRANSFORMERS_ADAPTERS
+@adapters_of_transformers
 @pytest.mark.parametrize("kind", [PissaConfig, QPissaConfig])
 def test_transformers_own_loading_is_an_error_that_names_another_way(tmp_path, llama_base, kind):
     options = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from importlib.metadata import version
 
 import pytest
 import torch
-from packaging.version import Version
+from hosts import adapters_of_transformers
 from peft import PeftModel, get_peft_model
 from tiny_vision_language_models import FAMILIES, IMAGE, batch, build
 from torch import nn
@@ -340,7 +339,7 @@ def test_two_adapters_and_a_copy():
     assert torch.equal(logits(adapter, inputs, tasks=MIXED), first)
 
 
-@pytest.mark.skipif(Version(version("peft")) < Version("0.19.1"), reason="Transformers' own adapters require peft>=0.19.1")
+@adapters_of_transformers
 def test_transformers_own_add_adapter(tmp_path):
     model, inputs = build("qwen2_5_vl")
     expected = logits(model, inputs)
