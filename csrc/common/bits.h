@@ -1,7 +1,6 @@
 // A stream of bits, lowest bit first, and the Rice code. The side information of a compressed tensor is such a stream.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -92,17 +91,7 @@ inline int trailing_zeros(uint64_t bits) {
 #endif
 }
 
-inline size_t rice_bits(uint32_t code, int k, int width) {
-    return code >> k < RICE_LIMIT ? (code >> k) + 1 + k : RICE_LIMIT + width;
-}
-
-inline void put_rice(BitWriter& out, uint32_t code, int k, int width = 16) {
-    const uint32_t quotient = std::min<uint32_t>(code >> k, RICE_LIMIT);
-    const uint64_t ones = (uint64_t(1) << quotient) - 1;
-    if (quotient == RICE_LIMIT) return out.put(ones | uint64_t(code) << RICE_LIMIT, RICE_LIMIT + width);
-    const uint64_t remainder = code & ((uint64_t(1) << k) - 1);
-    out.put(ones | remainder << (quotient + 1), int(quotient) + 1 + k);
-}
+void put_rice(BitWriter& out, uint32_t code, int k, int width = 16);
 
 // Reads `count` numbers and calls put(i, number) for each.
 template <class Put>
@@ -128,22 +117,6 @@ void get_rice(BitReader& in, int k, size_t count, int width, Put&& put) {
 }
 
 // Returns the best k: tries those around the best one for a geometric distribution with the same mean.
-template <class Codes>
-int best_rice(const Codes& codes, int width = 16, size_t* bits = nullptr) {
-    const int most = width == 16 ? 7 : 23;
-    uint64_t sum = 0;
-    for (const uint32_t code : codes) sum += code;
-    int usual = 0;
-    while (usual < most && codes.size() << (usual + 1) <= sum) ++usual;
-    int best = 0;
-    size_t best_bits = SIZE_MAX;
-    for (int k = std::max(usual - 2, 0); k <= std::min(usual + 1, most); ++k) {
-        size_t total = 0;
-        for (const uint32_t code : codes) total += rice_bits(code, k, width);
-        if (total < best_bits) best = k, best_bits = total;
-    }
-    if (bits) *bits = best_bits;
-    return best;
-}
+int best_rice(const std::vector<uint32_t>& codes, int width = 16, size_t* bits = nullptr);
 
 }  // namespace hf_ext

@@ -4,12 +4,16 @@
 
 namespace hf_ext {
 
-int width(int dtype) {
-    if (dtype < 1 || dtype > 4) return 0;
-    int bytes = 0;
-    with_float(dtype, [&](auto type) { bytes = sizeof(typename decltype(type)::U); });
-    return bytes;
+FloatType float_type(int dtype) {
+    FloatType numbers{};
+    with_float(dtype, [&](auto type) {
+        using F = decltype(type);
+        numbers = {F::WIDTH / 8, F::MANTISSA, F::ULP_BIAS, int(F::INFINITY_BITS >> F::MANTISSA)};
+    });
+    return numbers;
 }
+
+int width(int dtype) { return dtype < 1 || dtype > 4 ? 0 : float_type(dtype).width; }
 
 void cast(int from, int to, const void* source, void* target, size_t values) {
     with_float(from, [&](auto from_type) {

@@ -51,6 +51,15 @@ void with_float(int dtype, Function&& f) {
     }
 }
 
+// The numbers of a float type, for code that is compiled once for all types.
+struct FloatType {
+    int width, mantissa, ulp_bias;  // the width in bytes
+    int infinity;                   // exponent field of infinity and NaN
+};
+
+// Returns the numbers of the type of a code. Throws std::invalid_argument if the code is unknown.
+FloatType float_type(int dtype);
+
 // Returns the bytes of one value, or 0 for an unknown code.
 int width(int dtype);
 

@@ -1,25 +1,25 @@
-// Parts, blocks and chunks of a tensor, and the prediction and context of each value. Encoder and decoder share this.
+// Parts and blocks of a tensor, and what describes its values as a whole. Encoder and decoder share this.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 #include <vector>
 
-#include "../common/instruction_sets.h"
+#include "../common/floats.h"
 #include "change_classes.h"
 #include "codec.h"
-#include "float_map.h"
 #include "symbol_model.h"
 
 namespace hf_ext::delta {
 
 constexpr size_t BLOCK = 256 * 1024;  // values in a block: its 64 states cost 0.008 bits per value
-constexpr size_t CHUNK = 4096;        // values processed together, few enough for the first-level cache
 
 enum Flags : uint8_t { UNTOUCHED_ROWS = 1, COLUMN_SCALES = 2, LOW_RANK = 4, FEW_CHANGES = 8, ALL_FLAGS = 15 };
 enum Kind : uint32_t { RAW = 0, NARROW = 1, INTERLEAVED = 2, MEDIUM = 3 };  // low two bits of a block's entry; then its size
+
+// Returns the lanes of the entropy coder.
+constexpr size_t lanes_of(Kind kind) { return kind == INTERLEAVED ? 64 : kind == MEDIUM ? 8 : 1; }
 
 // All coded rows with a base, or all without, seen as one sequence of values. Untouched rows are left out.
 struct Part {
@@ -31,7 +31,7 @@ struct Part {
 // Everything that the blocks of a tensor share.
 struct Plan {
     Shape shape;
-    int plane = 0;
+    int plane = 0;               // low bytes of each value that are stored verbatim
     std::vector<uint32_t> rows;  // the rows that are coded
     std::vector<int16_t> row_scales, column_scales;
     std::vector<Class> classes;  // of the values that have a base if few of them changed; then their rows have no scales
@@ -39,6 +39,8 @@ struct Plan {
     uint64_t own_tables = 0;
     Part parts[2] = {{false, 0, 0}, {true, 0, 0}};  // with a base, then without
 
+    FloatType type() const { return float_type(shape.dtype); }
+    int coded_mantissa() const { return type().mantissa - 8 * plane; }
     size_t blocks(const Part& part) const { return (part.values + BLOCK - 1) / BLOCK; }
     size_t blocks() const { return blocks(parts[0]) + blocks(parts[1]); }
     size_t row_values(size_t row) const { return std::min(shape.row_length, shape.values - row * shape.row_length); }
@@ -97,56 +99,19 @@ void for_pieces(const Plan& plan, const Part& part, size_t begin, size_t size, F
     }
 }
 
-// For each value of a chunk, a prediction (ordered, or rotated where there is no base) and a context. The decoder knows both
-// before it reads a bit.
-template <class F>
-struct Chunk {
-    typename F::U prediction[CHUNK];
-    Context contexts[CHUNK];
-
-    void fill(const Plan& plan, const Part& part, size_t begin, size_t size, const typename F::U* base) {
-        const Context alone = alone_context<F>(plan.plane);
-        const int mantissa = mantissa_above<F>(plan.plane);
-        for_pieces(plan, part, begin, size, [&](size_t offset, size_t at, size_t count, size_t row, size_t column) {
-            const int scale = plan.row_scales[row];
-            const int16_t* columns = plan.column_scales.empty() ? nullptr : plan.column_scales.data() + column;
-            if (part.alone) {
-                for (size_t i = 0; i < count; ++i) contexts[at + i] = alone;
-                if (!columns) std::fill_n(prediction + at, count, expected_magnitude(scale));
-                for (size_t i = 0; columns && i < count; ++i) prediction[at + i] = expected_magnitude(scale + columns[i]);
-                return;
-            }
-            const int from = scale - 4 * F::ULP_BIAS - 32 * plan.plane;
-            prefetch(base + offset, CHUNK, count);
-            int16_t sizes[CHUNK];
-            for (size_t i = 0; i < count; ++i) {
-                const typename F::U bits = base[offset + i];
-                prediction[at + i] = to_ordered<F>(bits);
-                sizes[i] = int16_t(from - 4 * grid_exponent<F>(bits));
-            }
-            if (columns)
-                for (size_t i = 0; i < count; ++i) sizes[i] = int16_t(sizes[i] + columns[i]);
-            for (size_t i = 0; i < count; ++i) contexts[at + i] = context_of(sizes[i], mantissa);
-        });
-    }
-
-    // Returns a float of about 2^(scale / 4), rotated.
-    static typename F::U expected_magnitude(int scale) {
-        const int field = std::clamp((scale >> 2) - F::ULP_BIAS - F::MANTISSA, 0, int(F::INFINITY_BITS >> F::MANTISSA) - 1);
-        using U = typename F::U;
-        return to_rotated<F>(U(U(field) << F::MANTISSA | U(scale & 3) << (F::MANTISSA - 2)));
-    }
-};
-
-// Returns a residual without its low `plane` bytes, which are stored separately. The difference wraps around; the result fits
-// 32 bits.
-template <class F>
-int32_t high_part(typename F::U mapped, typename F::U prediction, int plane) {
-    if constexpr (F::WIDTH == 16) {
-        return int32_t(mapped) - int32_t(prediction);
-    } else {
-        return int32_t(std::make_signed_t<typename F::U>(mapped - prediction) >> (8 * plane));
-    }
+// Calls f(offset in the tensor, count) for the stretches of a block that lie together in the tensor.
+template <class Function>
+void for_stretches(const Plan& plan, const Block& block, Function&& f) {
+    size_t start = 0, length = 0;
+    for_pieces(plan, *block.part, block.begin, block.size, [&](size_t offset, size_t, size_t count, size_t, size_t) {
+        if (start + length != offset) {
+            if (length) f(start, length);
+            start = offset;
+            length = 0;
+        }
+        length += count;
+    });
+    f(start, length);
 }
 
 }  // namespace hf_ext::delta

@@ -2,102 +2,14 @@
 // verbatim.
 #pragma once
 
-#include <algorithm>
-#include <array>
-#include <cmath>
-#include <vector>
-
-#include "../common/threads.h"
 #include "blocks.h"
-#include "scales.h"
 
 namespace hf_ext::delta {
 
-constexpr size_t FIT_VALUES = 1 << 18;  // values on which column scales are fitted
-constexpr size_t FIT_ROWS = 64;         // with fewer rows, column scales cost more than they save
-constexpr size_t ROWS_AT_ONCE = 64;     // rows whose scales a thread measures at a time
-
-// Computes what the scales are fitted to: the squared change plus the variance of its rounding, or the squared value where
-// there is no base. The squares are bounded, because an infinite one would spoil all scales of its row and column.
-template <class F>
-void squares(const Plan& plan, const typename F::U* tensor, const typename F::U* base, size_t at, size_t count, Real<F>* out) {
-    using U = typename F::U;
-    constexpr Real<F> MOST = F::WIDTH == 64 ? Real<F>(1e300) : Real<F>(1e37f);
-    const U* x = tensor + at;
-    if (at >= plan.shape.base_values) {
-        for (size_t i = 0; i < count; ++i) out[i] = std::min(finite_value<F>(x[i]) * finite_value<F>(x[i]), MOST);
-        return;
-    }
-    const U* b = base + at;
-    for (size_t i = 0; i < count; ++i) {
-        const Real<F> change = finite_value<F>(x[i]) - finite_value<F>(b[i]);
-        out[i] = std::min(change * change + grid_variance<F>(b[i]), MOST);
-    }
-}
-
 // Fits the scales of rows and columns.
-template <class F>
-void choose_scales(Plan& plan, const typename F::U* tensor, const typename F::U* base, int threads) {
-    const size_t length = plan.shape.row_length, rows = plan.rows.size();
-    std::vector<Real<F>> weights(std::min(length, plan.shape.values), 1), sample;
-    // Column scales are fitted on the rows with a base, or on the others if only few have one. A short last row is ignored.
-    const size_t with_base = plan.parts[1].first_row - plan.first_scaled();
-    const size_t first = with_base >= FIT_ROWS ? 0 : plan.parts[1].first_row;
-    const size_t usable =
-        (with_base >= FIT_ROWS ? with_base : rows) - first - (rows && plan.row_values(plan.rows.back()) < length);
-    if (usable >= FIT_ROWS && usable <= rows && length > 1) {
-        const size_t sampled = std::min(usable, std::max<size_t>(1, FIT_VALUES / length));
-        sample.resize(sampled * length);
-        parallel_for((sampled + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, threads, [&](size_t group) {
-            with_instructions([&](auto) {
-                for (size_t i = group * ROWS_AT_ONCE; i < std::min(sampled, (group + 1) * ROWS_AT_ONCE); ++i)
-                    squares<F>(plan, tensor, base, plan.rows[first + i * usable / sampled] * length, length,
-                               &sample[i * length]);
-            });
-        });
-        with_instructions([&](auto) { plan.column_scales = fit_columns(sample, sampled, length); });
-        for (size_t j = 0; j < length; ++j) weights[j] = Real<F>(std::exp2(-0.5 * plan.column_scales[j]));
-        if (sampled < rows) sample.clear();
-    }
-    plan.row_scales.assign(rows, 0);
-    const size_t begin = plan.first_scaled();
-    parallel_for((rows - begin + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, threads, [&](size_t group) {
-        std::vector<Real<F>> row(weights.size());
-        with_instructions([&](auto) {
-            const size_t at = begin + group * ROWS_AT_ONCE;
-            for (size_t i = at; i < std::min(rows, at + ROWS_AT_ONCE); ++i) {
-                const size_t count = plan.row_values(plan.rows[i]);
-                if (sample.empty()) squares<F>(plan, tensor, base, plan.rows[i] * length, count, row.data());
-                const Real<F>* known = sample.empty() ? row.data() : &sample[i * length];
-                plan.row_scales[i] = quarter_octaves(double(weighted_sum(known, weights.data(), count)) / double(count));
-            }
-        });
-    });
-}
+void choose_scales(Plan& plan, const void* tensor, const void* base, int threads);
 
-// Stores as many low bytes verbatim as are random in all but one of a thousand values.
-template <class F>
-void choose_plane(Plan& plan, const typename F::U* base) {
-    if constexpr (F::WIDTH == 16) return;
-    constexpr int least = F::WIDTH == 64 ? 5 : 0, most = F::WIDTH == 64 ? 6 : 2;
-    plan.plane = most;
-    const Part& part = plan.parts[0];
-    if (part.values == 0) return;
-    std::array<size_t, 64> octaves{};  // counts of the expected residuals' sizes, as powers of two
-    const size_t stride = std::max<size_t>(1, (plan.parts[1].first_row * plan.shape.row_length) >> 16);
-    size_t sampled = 0;
-    for (size_t i = 0; i < part.values; i += stride, ++sampled) {
-        for_pieces(plan, part, i, 1, [&](size_t offset, size_t, size_t, size_t row, size_t column) {
-            const int scale = plan.row_scales[row] + (plan.column_scales.empty() ? 0 : plan.column_scales[column]);
-            const int octave = (scale >> 2) - F::ULP_BIAS - grid_exponent<F>(base[offset]);
-            ++octaves[size_t(std::clamp(octave, 0, 63))];
-        });
-    }
-    for (; plan.plane > least; --plan.plane) {
-        size_t small = 0;
-        for (int octave = 0; octave < 8 * plan.plane + 2; ++octave) small += octaves[size_t(octave)];
-        if (small * 1000 <= sampled) return;
-    }
-}
+// Stores as many low bytes verbatim as are random in all but one of a thousand values. Types of 16 bits have none.
+void choose_plane(Plan& plan, const void* base);
 
 }  // namespace hf_ext::delta

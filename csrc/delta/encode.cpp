@@ -1,12 +1,11 @@
-#include <array>
-#include <cmath>
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <numeric>
 
 #include "../common/threads.h"
-#include "blocks.h"
 #include "choose_scales.h"
+#include "chunk.h"
 #include "encode_changes.h"
 #include "low_rank.h"
 #include "one_scale.h"
@@ -27,51 +26,47 @@ constexpr size_t COUNT_CHUNKS = 40;                              // chunks on wh
 constexpr size_t COMPARED_VALUES = 1 << 14;  // on which low-rank changes are compared
 constexpr size_t LEAST_ROWS = 32;            // of these
 
-template <class F>
 class TensorEncoder {
-    using U = typename F::U;
-
    public:
     TensorEncoder(const Shape& shape, const void* tensor, const void* base, const Factors& factors, int threads)
-        : tensor_(static_cast<const U*>(tensor)), base_(static_cast<const U*>(base)), threads_(threads) {
+        : type_(float_type(shape.dtype)),
+          tensor_(static_cast<const uint8_t*>(tensor)),
+          base_(static_cast<const uint8_t*>(base)),
+          threads_(threads) {
         plan_.shape = shape;
         untouched_.resize(plan_.base_rows());
         for (size_t row = 0; row < untouched_.size(); ++row) {
-            const size_t at = row * shape.row_length;
-            untouched_[row] = std::memcmp(tensor_ + at, base_ + at, plan_.row_values(row) * sizeof(U)) == 0;
+            const size_t at = bytes(row * shape.row_length);
+            untouched_[row] = std::memcmp(tensor_ + at, base_ + at, bytes(plan_.row_values(row))) == 0;
         }
         plan_.set_rows(untouched_);
         if (factors.rank && plan_.parts[1].first_row) move_base(factors);  // of no use if no coded row has a base
-        if constexpr (F::WIDTH == 16) {
+        if (type_.width == 2) {
             if (few_changed())
                 choose_classes();
             else
                 choose_number_of_scales();
         } else {
-            choose_scales<F>(plan_, tensor_, base_, threads_);
-            choose_plane<F>(plan_, base_);
+            choose_scales(plan_, tensor_, base_, threads_);
+            choose_plane(plan_, base_);
             choose_tables();
         }
     }
 
     std::vector<uint8_t> encode() const {
-        std::vector<EncodeTable> tables(plan_.tables.begin(), plan_.tables.end());
+        const std::vector<EncodeTable> tables(plan_.tables.begin(), plan_.tables.end());
         std::vector<std::vector<uint8_t>> blocks(plan_.blocks());
         std::vector<uint32_t> entries(blocks.size());
         parallel_for(blocks.size(), threads_, [&](size_t i) {
             const Block block = block_at(plan_, i);
             Kind kind = block.size >= WIDE ? INTERLEAVED : NARROW;
-            with_instructions([&](auto set) {
-                if constexpr (F::WIDTH == 16)
-                    if (plan_.few_changes(*block.part)) return void(blocks[i] = code_list<set()>(i, tables, kind));
-                blocks[i] = kind == INTERLEAVED ? code<64, set()>(block, tables) : code<1, set()>(block, tables);
-            });
-            if (blocks[i].size() >= block.size * sizeof(U)) {
+            blocks[i] = plan_.few_changes(*block.part) ? code_list(i, tables, kind) : code(block, kind, tables);
+            if (blocks[i].size() >= bytes(block.size)) {
                 kind = RAW;
-                blocks[i].resize(block.size * sizeof(U));
+                blocks[i].resize(bytes(block.size));
                 for_pieces(plan_, *block.part, block.begin, block.size,
                            [&](size_t offset, size_t at, size_t count, size_t, size_t) {
-                               std::memcpy(blocks[i].data() + at * sizeof(U), tensor_ + offset, count * sizeof(U));
+                               std::memcpy(blocks[i].data() + bytes(at), tensor_ + bytes(offset), bytes(count));
                            });
             }
             entries[i] = uint32_t(blocks[i].size() << 2 | kind);
@@ -87,14 +82,20 @@ class TensorEncoder {
 
     std::vector<uint64_t> count() const {
         std::vector<uint64_t> counts(TABLES * SYMBOLS);
-        const std::unique_ptr<Work> work(new Work);
+        const auto chunk = std::make_unique<Chunk>(plan_);
         for (size_t i = 0; i < plan_.blocks(); ++i)
-            for (size_t done = 0; done < block_at(plan_, i).size; done += CHUNK)
-                count_chunk(block_at(plan_, i), done, *work, counts);
+            for (size_t done = 0; done < block_at(plan_, i).size; done += CHUNK) {
+                prepare(block_at(plan_, i), done, *chunk);
+                count_symbols_of(*chunk, counts);
+            }
         return counts;
     }
 
    private:
+    size_t bytes(size_t values) const { return values * size_t(type_.width); }
+    const uint16_t* tensor16() const { return reinterpret_cast<const uint16_t*>(tensor_); }
+    const uint16_t* base16() const { return reinterpret_cast<const uint16_t*>(base_); }
+
     bool any_untouched() const { return std::find(untouched_.begin(), untouched_.end(), true) != untouched_.end(); }
 
     // Replaces the base by the base moved by the factors.
@@ -108,46 +109,28 @@ class TensorEncoder {
             change_.rows.insert(change_.rows.end(), begin, begin + rank);
         }
         change_.columns.assign(factors.columns, factors.columns + rank * length);
-        change_.prepare(F::WIDTH == 64);
-        moved_base_.resize(plan_.shape.base_values);
+        change_.prepare(type_.width == 8);
+        moved_base_.resize(bytes(plan_.shape.base_values));
         parallel_for(plan_.blocks(part), threads_, [&](size_t i) {
             const Block block = block_at(plan_, i);
-            change_.predict<F>(plan_, part, block.begin, block.size, base_, moved_base_.data());
+            change_.predict(plan_, part, block.begin, block.size, base_, moved_base_.data());
         });
         base_ = moved_base_.data();
     }
 
-    // A chunk ready for coding: contexts and predictions, high parts of the residuals, and their symbols.
-    struct Work {
-        Chunk<F> chunk;
-        int32_t values[CHUNK];
-        uint8_t ids[CHUNK];
-    };
-
-    void prepare(const Block& block, size_t done, size_t size, Work& work) const {
-        work.chunk.fill(plan_, *block.part, block.begin + done, size, base_);
-        for_pieces(plan_, *block.part, block.begin + done, size, [&](size_t offset, size_t at, size_t count, size_t, size_t) {
-            const U* __restrict x = tensor_ + offset;
-            const U* __restrict prediction = work.chunk.prediction + at;
-            int32_t* __restrict value = work.values + at;
-            const int plane = plan_.plane;
-            if (block.part->alone)
-                for (size_t i = 0; i < count; ++i) value[i] = high_part<F>(to_rotated<F>(x[i]), prediction[i], plane);
-            else
-                for (size_t i = 0; i < count; ++i) value[i] = high_part<F>(to_ordered<F>(x[i]), prediction[i], plane);
-        });
-        for (size_t i = 0; i < size; ++i) work.ids[i] = symbol_id(work.values[i] >> work.chunk.contexts[i].shift());
+    // Fills a chunk of a block.
+    void prepare(const Block& block, size_t done, Chunk& chunk) const {
+        chunk.predict(*block.part, block.begin + done, std::min(CHUNK, block.size - done), base_);
+        chunk.split(tensor_);
     }
 
     // Adds up the symbols of a chunk. Returns the number of raw bits that go with them.
-    size_t count_chunk(const Block& block, size_t done, Work& work, std::vector<uint64_t>& counts) const {
+    static size_t count_symbols_of(const Chunk& chunk, std::vector<uint64_t>& counts) {
         size_t raw = 0;
-        const size_t size = std::min(CHUNK, block.size - done);
-        prepare(block, done, size, work);
-        for (size_t i = 0; i < size; ++i) {
-            const Context context = work.chunk.contexts[i];
+        for (size_t i = 0; i < chunk.size(); ++i) {
+            const Context context = chunk.contexts[i];
             raw += size_t(context.shift());
-            ++counts[size_t(context.table()) * SYMBOLS + work.ids[i]];
+            ++counts[size_t(context.table()) * SYMBOLS + chunk.ids[i]];
         }
         return raw;
     }
@@ -156,13 +139,13 @@ class TensorEncoder {
     // worth the comparison.
     void choose_number_of_scales() {
         const Part& part = plan_.parts[0];
-        choose_scales<F>(plan_, tensor_, base_, threads_);
+        choose_scales(plan_, tensor_, base_, threads_);
         choose_tables();
         if (part.values < GLANCE) return;
-        ResidualCounts<F> counts;
-        sample(GLANCE, [&](U base, U value) { counts.add(base, value); });
+        ResidualCounts counts(type_);
+        sample(GLANCE, [&](uint16_t base, uint16_t value) { counts.add(base, value); });
         if (!counts.mostly_zeros()) return;
-        sample(SCALE_VALUES, [&](U base, U value) { counts.add(base, value); });
+        sample(SCALE_VALUES, [&](uint16_t base, uint16_t value) { counts.add(base, value); });
         const Plan scaled = plan_;
         const double coded_bits = coded_bits_, most = cost();
         std::fill_n(plan_.row_scales.begin(), plan_.parts[1].first_row,
@@ -182,7 +165,7 @@ class TensorEncoder {
         for (size_t i = 0; i < pieces; ++i)
             for_pieces(plan_, part, (part.values - PIECE) * i / pieces, PIECE,
                        [&](size_t offset, size_t, size_t count, size_t, size_t) {
-                           for (size_t at = offset; at < offset + count; ++at) f(base_[at], tensor_[at]);
+                           for (size_t at = offset; at < offset + count; ++at) f(base16()[at], tensor16()[at]);
                        });
     }
 
@@ -190,16 +173,16 @@ class TensorEncoder {
     // usual tables.
     bool few_changed() const {
         if (plan_.shape.base_values < GLANCE) return false;
-        ChangeCounts<F> counts;
-        sample(GLANCE, [&](U base, U value) { counts.add(base, value); });
+        ChangeCounts counts(type_);
+        sample(GLANCE, [&](uint16_t base, uint16_t value) { counts.add(base, value); });
         return counts.few();
     }
 
     // Chooses how the changes are coded where few values changed.
     void choose_classes() {
-        ChangeCounts<F> counts;
+        ChangeCounts counts(type_);
         sample(std::clamp(plan_.parts[0].values / CLASS_SHARE, GLANCE, MOST_CLASS_VALUES),
-               [&](U base, U value) { counts.add(base, value); });
+               [&](uint16_t base, uint16_t value) { counts.add(base, value); });
         const Part& part = plan_.parts[0];
         if (!change_.rank && !counts.worth_a_bit_for_each_row(part.values, plan_.shape.base_values, plan_.base_rows())) {
             untouched_.assign(untouched_.size(), false);
@@ -207,27 +190,24 @@ class TensorEncoder {
         }
         const size_t blocks = plan_.blocks(part), sampled = std::min(blocks, SAMPLED_BLOCKS);
         plan_.classes = counts.classes(double(counts.values()) / double(part.values), blocks);
-        choose_scales<F>(plan_, tensor_, base_, threads_);
+        choose_scales(plan_, tensor_, base_, threads_);
         choose_tables();
         size_t values = 0;
         for (size_t i = 0; i < sampled; ++i) {
             found_.emplace_back(blocks * i / sampled, Changes());
             values += block_at(plan_, found_.back().first).size;
         }
-        parallel_for(sampled, threads_, [&](size_t i) {
-            with_instructions(
-                [&](auto set) { found_[i].second = find_changes<F, set()>(plan_, found_[i].first, tensor_, base_); });
-        });
+        parallel_for(sampled, threads_,
+                     [&](size_t i) { found_[i].second = find_changes(plan_, found_[i].first, tensor16(), base16()); });
         const double share = double(values) / double(part.values);
         coded_bits_ += choose_codes(found_, share, plan_) / share;
     }
 
     // Codes the list of changes of a block.
-    template <Instructions SET>
     std::vector<uint8_t> code_list(size_t index, const std::vector<EncodeTable>& tables, Kind& kind) const {
         for (const auto& [known, changes] : found_)
-            if (known == index) return code_changes<SET>(changes, plan_.classes, tables, kind);
-        return code_changes<SET>(find_changes<F, SET>(plan_, index, tensor_, base_), plan_.classes, tables, kind);
+            if (known == index) return code_changes(changes, plan_.classes, tables, kind);
+        return code_changes(find_changes(plan_, index, tensor16(), base16()), plan_.classes, tables, kind);
     }
 
     // Chooses the tables of all values but those that are coded as few changes.
@@ -249,12 +229,12 @@ class TensorEncoder {
         std::vector<size_t> raw(groups), values(groups);
         // The last chunk is among them: where some rows have no base it is one of those.
         parallel_for(groups, threads_, [&](size_t group) {
-            const std::unique_ptr<Work> work(new Work);
+            const auto chunk = std::make_unique<Chunk>(plan_);
             for (size_t i = group; i < sampled; i += groups) {
                 const auto& [block, done] = chunks[chunks.size() - 1 - i * chunks.size() / sampled];
-                values[group] += std::min(CHUNK, block.size - done);
-                with_instructions(
-                    [&, block = block, done = done](auto) { raw[group] += count_chunk(block, done, *work, partial[group]); });
+                prepare(block, done, *chunk);
+                values[group] += chunk->size();
+                raw[group] += count_symbols_of(*chunk, partial[group]);
             }
         });
         const double share = double(std::accumulate(values.begin(), values.end(), size_t(0))) / double(all);
@@ -269,46 +249,19 @@ class TensorEncoder {
         coded_bits_ = bits / share;
     }
 
-    template <int LANES, Instructions SET>
-    std::vector<uint8_t> code(const Block& block, const std::vector<EncodeTable>& tables) const {
-        std::vector<uint8_t> out(block.size * size_t(plan_.plane));
-        Encoder<LANES, SET> encoder(block.size);
-        const std::unique_ptr<Work> work(new Work);
+    std::vector<uint8_t> code(const Block& block, Kind kind, const std::vector<EncodeTable>& tables) const {
+        const size_t plane = size_t(plan_.plane);
+        std::vector<uint8_t> out(block.size * plane);
+        Encoder encoder(lanes_of(kind), block.size);
+        const auto chunk = std::make_unique<Chunk>(plan_);
         for (size_t done = (block.size - 1) / CHUNK * CHUNK + CHUNK; done > 0;) {
             done -= CHUNK;
-            const size_t size = std::min(CHUNK, block.size - done);
-            prepare(block, done, size, *work);
-            encoder.encode(work->chunk.contexts, work->values, work->ids, size, tables.data());
-            uint8_t* low = out.data() + done * size_t(plan_.plane);
-            switch (plan_.plane) {
-                case 1: put_low_bytes<1>(block, done, size, work->chunk, low); break;
-                case 2: put_low_bytes<2>(block, done, size, work->chunk, low); break;
-                case 5: put_low_bytes<5>(block, done, size, work->chunk, low); break;
-                case 6: put_low_bytes<6>(block, done, size, work->chunk, low); break;
-            }
+            prepare(block, done, *chunk);
+            encoder.encode(chunk->contexts, chunk->highs, chunk->ids, chunk->size(), tables.data());
+            chunk->put_lows(tensor_, out.data() + done * plane);
         }
         encoder.finish(out);
         return out;
-    }
-
-    template <int PLANE>
-    void put_low_bytes(const Block& block, size_t done, size_t size, const Chunk<F>& chunk, uint8_t* low) const {
-        if constexpr (PLANE < int(sizeof(U))) {
-            for_pieces(plan_, *block.part, block.begin + done, size,
-                       [&](size_t offset, size_t at, size_t count, size_t, size_t) {
-                           const U* __restrict x = tensor_ + offset;
-                           const U* __restrict prediction = chunk.prediction + at;
-                           uint8_t* __restrict bytes = low + at * PLANE;
-                           const bool alone = block.part->alone;
-                           for (size_t i = 0; i < count; ++i) {
-                               const U rest = U((alone ? to_rotated<F>(x[i]) : to_ordered<F>(x[i])) - prediction[i]);
-                               if constexpr (PLANE == 1)
-                                   bytes[i] = uint8_t(rest);
-                               else
-                                   std::memcpy(bytes + i * PLANE, &rest, PLANE);
-                           }
-                       });
-        }
     }
 
     std::vector<uint8_t> side() const {
@@ -351,38 +304,41 @@ class TensorEncoder {
         return body;
     }
 
-    const U* tensor_;
-    const U* base_;
+    const FloatType type_;
+    const uint8_t* tensor_;
+    const uint8_t* base_;
     int threads_;
     Plan plan_;
     std::vector<bool> untouched_;
     LowRank change_;
-    std::vector<U> moved_base_;
+    std::vector<uint8_t> moved_base_;
     std::vector<std::pair<size_t, Changes>> found_;  // few changes of some blocks, by the index of the block
     double coded_bits_ = 0;                          // estimated size of the values without their low bytes
 };
 
 // Returns the candidate, or none, that is expected to give the smallest body. Of a large tensor, they are compared on a sample
 // of the rows that changed.
-template <class F>
-Factors best_factors(const Shape& shape, const typename F::U* tensor, const typename F::U* base,
-                     const std::vector<Factors>& candidates, int threads) {
-    using U = typename F::U;
+Factors best_factors(const Shape& shape, const void* tensor, const void* base, const std::vector<Factors>& candidates,
+                     int threads) {
     if (candidates.empty()) return {};
     const size_t length = shape.row_length, wanted = std::max(LEAST_ROWS, COMPARED_VALUES / length);
+    const size_t row_bytes = length * size_t(width(shape.dtype));
+    const auto row_of = [row_bytes](const void* values, size_t row) {
+        return static_cast<const uint8_t*>(values) + row * row_bytes;
+    };
     std::vector<size_t> rows;
     for (size_t row = 0; (row + 1) * length <= shape.base_values; ++row)
-        if (std::memcmp(tensor + row * length, base + row * length, length * sizeof(U)) != 0) rows.push_back(row);
+        if (std::memcmp(row_of(tensor, row), row_of(base, row), row_bytes) != 0) rows.push_back(row);
     if (rows.empty()) return {};
     const size_t sampled = rows.size() < 2 * wanted ? rows.size() : wanted;
     const double scale = double(rows.size()) / double(sampled);
-    std::vector<U> values(sampled * length), predictions(sampled * length);
+    std::vector<uint8_t> values(sampled * row_bytes), predictions(sampled * row_bytes);
     for (size_t i = 0; i < sampled; ++i) {
         const size_t row = rows[i * rows.size() / sampled];
-        std::copy_n(tensor + row * length, length, &values[i * length]);
-        std::copy_n(base + row * length, length, &predictions[i * length]);
+        std::copy_n(row_of(tensor, row), row_bytes, &values[i * row_bytes]);
+        std::copy_n(row_of(base, row), row_bytes, &predictions[i * row_bytes]);
     }
-    const Shape part{shape.dtype, values.size(), length, values.size()};
+    const Shape part{shape.dtype, sampled * length, length, sampled * length};
     const auto cost = [&](const Factors& factors) {
         const size_t rank = size_t(factors.rank);
         std::vector<int32_t> row_factors(sampled * rank);
@@ -390,7 +346,7 @@ Factors best_factors(const Shape& shape, const typename F::U* tensor, const type
             std::copy_n(factors.rows + rows[i * rows.size() / sampled] * rank, rank, row_factors.data() + i * rank);
         const Factors some{factors.rank, factors.exponent, row_factors.data(), factors.columns};
         const double once = rank ? column_factor_bits(factors, length) : 0;
-        return once + scale * (TensorEncoder<F>(part, values.data(), predictions.data(), some, threads).cost() - once);
+        return once + scale * (TensorEncoder(part, values.data(), predictions.data(), some, threads).cost() - once);
     };
     Factors best;
     double least = cost(best);
@@ -403,22 +359,12 @@ Factors best_factors(const Shape& shape, const typename F::U* tensor, const type
 
 std::vector<uint8_t> encode(const Shape& shape, const void* tensor, const void* base, const std::vector<Factors>& candidates,
                             int threads) {
-    std::vector<uint8_t> body;
-    with_float(shape.dtype, [&](auto type) {
-        using F = decltype(type);
-        using U = typename F::U;
-        const Factors factors =
-            best_factors<F>(shape, static_cast<const U*>(tensor), static_cast<const U*>(base), candidates, threads);
-        body = TensorEncoder<F>(shape, tensor, base, factors, threads).encode();
-    });
-    return body;
+    const Factors factors = best_factors(shape, tensor, base, candidates, threads);
+    return TensorEncoder(shape, tensor, base, factors, threads).encode();
 }
 
 std::vector<uint64_t> count_symbols(const Shape& shape, const void* tensor, const void* base) {
-    std::vector<uint64_t> counts;
-    with_float(shape.dtype,
-               [&](auto type) { counts = TensorEncoder<decltype(type)>(shape, tensor, base, Factors{}, 1).count(); });
-    return counts;
+    return TensorEncoder(shape, tensor, base, Factors{}, 1).count();
 }
 
 }  // namespace hf_ext::delta

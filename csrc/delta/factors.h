@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "../common/floats.h"
-#include "../common/instruction_sets.h"
+#include "../common/intrinsics.h"
 
 namespace hf_ext::delta {
 

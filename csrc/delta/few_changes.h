@@ -10,21 +10,6 @@
 
 namespace hf_ext::delta {
 
-// Calls f(offset in the tensor, count) for the stretches of a block that lie together in the tensor.
-template <class Function>
-void for_stretches(const Plan& plan, const Block& block, Function&& f) {
-    size_t start = 0, length = 0;
-    for_pieces(plan, *block.part, block.begin, block.size, [&](size_t offset, size_t, size_t count, size_t, size_t) {
-        if (start + length != offset) {
-            if (length) f(start, length);
-            start = offset;
-            length = 0;
-        }
-        length += count;
-    });
-    f(start, length);
-}
-
 // Returns a mask of up to 64 values that differ from others.
 template <Instructions SET>
 [[gnu::always_inline]] inline uint64_t differing(const uint16_t* values, const uint16_t* others, size_t count) {
@@ -32,11 +17,11 @@ template <Instructions SET>
 }
 
 // Divides up to 64 values into classes.
-template <class F, Instructions SET>
+template <Instructions SET>
 class Classifier {
    public:
-    explicit Classifier(const std::vector<Class>& classes) : last_(classes.size() - 1) {
-        for (size_t k = 0; k < last_; ++k) limits_[k] = uint16_t(classes[k].end << F::MANTISSA);
+    Classifier(const std::vector<Class>& classes, int mantissa) : last_(classes.size() - 1) {
+        for (size_t k = 0; k < last_; ++k) limits_[k] = uint16_t(classes[k].end << mantissa);
     }
 
     // Fills a mask for each class.
@@ -62,19 +47,27 @@ class Classifier {
     std::array<uint16_t, MAX_CLASSES> limits_{};
 };
 
-// Returns the class of each exponent field.
-inline std::array<uint8_t, 256> class_of_exponents(const std::vector<Class>& classes) {
-    std::array<uint8_t, 256> indices{};
-    for (size_t exponent = 0; exponent < indices.size(); ++exponent)
-        while (indices[exponent] + size_t(1) < classes.size() && int(exponent) >= classes[indices[exponent]].end)
-            ++indices[exponent];
-    return indices;
-}
+// The class of a value, from its exponent field.
+class ClassOf {
+   public:
+    explicit ClassOf(const Plan& plan) : mantissa_(plan.type().mantissa) {
+        for (size_t exponent = 0; exponent < indices_.size(); ++exponent)
+            while (indices_[exponent] + size_t(1) < plan.classes.size() &&
+                   int(exponent) >= plan.classes[indices_[exponent]].end)
+                ++indices_[exponent];
+    }
+
+    size_t operator()(uint16_t value) const { return indices_[size_t((value & 0x7fff) >> mantissa_)]; }
+
+   private:
+    int mantissa_;
+    std::array<uint8_t, 256> indices_{};
+};
 
 // Calls f(offset in the tensor, count, masks of the classes) for each 64 values of a block, or fewer at the end of a stretch.
-template <class F, Instructions SET, class Function>
+template <Instructions SET, class Function>
 [[gnu::always_inline]] inline void for_words(const Plan& plan, const Block& block, const uint16_t* base, Function&& f) {
-    const Classifier<F, SET> classify(plan.classes);
+    const Classifier<SET> classify(plan.classes, plan.type().mantissa);
     uint64_t masks[MAX_CLASSES];
     for_stretches(plan, block, [&](size_t offset, size_t size) {
         for (size_t at = offset; at < offset + size; at += WORD) {

@@ -6,27 +6,25 @@
 namespace hf_ext::delta {
 
 // Larger floats give larger integers: flips all bits of a negative number, and the sign bit of any other.
-template <class F>
-constexpr typename F::U to_ordered(typename F::U bits) {
-    using U = typename F::U;
-    return U(bits ^ (U(U(0) - U(bits >> (F::WIDTH - 1))) | F::SIGN));
+template <class U>
+constexpr U to_ordered(U bits) {
+    return U(bits ^ (U(U(0) - U(bits >> (8 * sizeof(U) - 1))) | U(1) << (8 * sizeof(U) - 1)));
 }
 
-template <class F>
-constexpr typename F::U from_ordered(typename F::U ordered) {
-    using U = typename F::U;
-    return U(ordered ^ (U(U(ordered >> (F::WIDTH - 1)) - 1) | F::SIGN));
+template <class U>
+constexpr U from_ordered(U ordered) {
+    return U(ordered ^ (U(U(ordered >> (8 * sizeof(U) - 1)) - 1) | U(1) << (8 * sizeof(U) - 1)));
 }
 
 // Moves the sign into the lowest bit: floats of similar magnitude give similar integers, whatever their signs.
-template <class F>
-constexpr typename F::U to_rotated(typename F::U bits) {
-    return typename F::U(bits << 1 | bits >> (F::WIDTH - 1));
+template <class U>
+constexpr U to_rotated(U bits) {
+    return U(bits << 1 | bits >> (8 * sizeof(U) - 1));
 }
 
-template <class F>
-constexpr typename F::U from_rotated(typename F::U rotated) {
-    return typename F::U(rotated >> 1 | rotated << (F::WIDTH - 1));
+template <class U>
+constexpr U from_rotated(U rotated) {
+    return U(rotated >> 1 | rotated << (8 * sizeof(U) - 1));
 }
 
 // Returns the variance of rounding to the spacing of a value, limited to what Real can hold.

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "../common/bits.h"
-#include "../common/instruction_sets.h"
+#include "../common/intrinsics.h"
 
 namespace hf_ext::delta {
 

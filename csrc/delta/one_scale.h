@@ -11,17 +11,19 @@
 #include <limits>
 #include <vector>
 
+#include "../common/floats.h"
 #include "float_map.h"
 #include "symbol_model.h"
 
 namespace hf_ext::delta {
 
-template <class F>
 class ResidualCounts {
    public:
-    void add(typename F::U base, typename F::U value) {
-        const int residual = int(to_ordered<F>(value)) - int(to_ordered<F>(base));
-        Counts& counts = by_exponent_[size_t(grid_exponent<F>(base))];
+    explicit ResidualCounts(const FloatType& type) : type_(type), by_exponent_(size_t(type.infinity) + 1) {}
+
+    void add(uint16_t base, uint16_t value) {
+        const int residual = int(to_ordered(value)) - int(to_ordered(base));
+        Group& counts = by_exponent_[size_t(std::max((base & 0x7fff) >> type_.mantissa, 1))];
         ++counts.residuals[size_t(std::clamp(residual, -WIDEST, WIDEST) + WIDEST)];
         ++counts.all;
         ++values_, zeros_ += residual == 0;
@@ -39,10 +41,10 @@ class ResidualCounts {
             if (const double bits = cost(scale, share); bits < least) best = scale, least = bits;
         };
         std::vector<int> exponents;
-        for (int exponent = 0; exponent < EXPONENTS; ++exponent)
+        for (int exponent = 0; exponent <= type_.infinity; ++exponent)
             if (by_exponent_[size_t(exponent)].all) exponents.push_back(exponent);
         for (size_t i = 0; i < exponents.size(); i += 1 + exponents.size() / MOST_EXPONENTS)
-            for (const int nearer : {-8, -4, 0, 4}) attempt(4 * (exponents[i] + F::ULP_BIAS) + nearer);
+            for (const int nearer : {-8, -4, 0, 4}) attempt(4 * (exponents[i] + type_.ulp_bias) + nearer);
         for (const int step : {2, 1})
             for (const int scale : {best - step, best + step}) attempt(scale);
         return int16_t(best);
@@ -52,8 +54,8 @@ class ResidualCounts {
     static constexpr int WIDEST = 127;            // larger residuals count as this
     static constexpr double DESCRIPTION = 400;    // bits that a table of its own takes, about
     static constexpr size_t MOST_EXPONENTS = 64;  // at which scales are tried
-    static constexpr int EXPONENTS = int(F::INFINITY_BITS >> F::MANTISSA) + 1;
-    struct Counts {
+
+    struct Group {
         std::array<uint32_t, 2 * WIDEST + 1> residuals{};
         uint64_t all = 0;
     };
@@ -62,10 +64,10 @@ class ResidualCounts {
     double cost(int scale, double share) const {
         std::array<std::array<uint64_t, SYMBOLS>, CONTEXT_TABLES> groups{};
         double bits = 0;
-        for (int exponent = 0; exponent < EXPONENTS; ++exponent) {
-            const Counts& counts = by_exponent_[size_t(exponent)];
+        for (int exponent = 0; exponent <= type_.infinity; ++exponent) {
+            const Group& counts = by_exponent_[size_t(exponent)];
             if (!counts.all) continue;
-            const Context context = context_of(int16_t(scale - 4 * (exponent + F::ULP_BIAS)), F::MANTISSA);
+            const Context context = context_of(int16_t(scale - 4 * (exponent + type_.ulp_bias)), type_.mantissa);
             bits += double(counts.all) * context.shift();
             for (int residual = -WIDEST; residual <= WIDEST; ++residual)
                 if (const uint32_t count = counts.residuals[size_t(residual + WIDEST)])
@@ -87,7 +89,8 @@ class ResidualCounts {
         return bits;
     }
 
-    std::vector<Counts> by_exponent_{size_t(EXPONENTS)};
+    FloatType type_;
+    std::vector<Group> by_exponent_;
     size_t values_ = 0, zeros_ = 0;
 };
 

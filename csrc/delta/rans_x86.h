@@ -1,7 +1,7 @@
 // Rows of 64 lanes with vector instructions. The results are those of the loops over lanes in rans.h.
 #pragma once
 
-#include "../common/instruction_sets.h"
+#include "../common/intrinsics.h"
 #include "rans_lane.h"
 
 #ifdef HF_EXT_X86

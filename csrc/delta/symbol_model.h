@@ -31,12 +31,6 @@ constexpr int PROBABILITY_SUM = 1 << PROBABILITY_BITS;
 
 using Frequencies = std::array<uint16_t, SYMBOLS>;
 
-// Returns the number of mantissa bits above the low `plane` bytes, which are stored verbatim.
-template <class F>
-constexpr int mantissa_above(int plane) {
-    return F::MANTISSA - 8 * plane;
-}
-
 // The table that codes a value, and the number of its low bits that are stored raw.
 struct Context {
     uint16_t bits;
@@ -47,7 +41,7 @@ struct Context {
     int table() const { return bits >> 8; }
 };
 
-// It uses 16 bits and no branch, so that loops over it are vectorized.
+// `mantissa` is the number of mantissa bits that are coded. It uses 16 bits and no branch, so that loops over it are vectorized.
 inline Context context_of(int16_t c, int mantissa) {
     const int16_t near_value = int16_t(4 * (mantissa - 2)), most = int16_t(std::min(mantissa - 2, MAX_SHIFT));
     const int16_t over = int16_t(c - 8), beyond = int16_t(c - near_value);
@@ -59,10 +53,7 @@ inline Context context_of(int16_t c, int mantissa) {
 }
 
 // Without a base, the prediction is the expected magnitude, the sign is the lowest bit, and a step of s is a quarter octave.
-template <class F>
-inline Context alone_context(int plane) {
-    return {std::min(mantissa_above<F>(plane) + 1 - 2, MAX_SHIFT), ALONE_TABLE};
-}
+inline Context alone_context(int mantissa) { return {std::min(mantissa + 1 - 2, MAX_SHIFT), ALONE_TABLE}; }
 
 // It has no branch, so that loops over it are vectorized.
 inline uint8_t symbol_id(int32_t s) {
@@ -84,29 +75,6 @@ inline int32_t value_of(int id, uint32_t extra) {
     if (id >= ESCAPE) return int32_t(extra);
     const int32_t magnitude = TAIL_START[(id - TAIL) >> 1] + int32_t(extra);
     return (id - TAIL) & 1 ? -LINEAR - 1 - magnitude : LINEAR + magnitude;
-}
-
-// Scales counts to a sum of PROBABILITY_SUM. A symbol that is too rare for a slot gets frequency 0 and is escaped; the escape
-// itself always has a slot.
-inline Frequencies normalize(const std::array<uint64_t, SYMBOLS>& counts) {
-    Frequencies frequencies{};
-    uint64_t total = 0;
-    for (uint64_t count : counts) total += count;
-    int used = 0;
-    for (int id = 0; id < SYMBOLS; ++id) {
-        const double share = total ? double(counts[id]) * PROBABILITY_SUM / double(total) : 0;
-        if (share >= 0.07 || id == ESCAPE) frequencies[id] = uint16_t(std::max(1.0, share + 0.5));
-        used += frequencies[id];
-    }
-    // The most probable symbols absorb the rounding error of the sum.
-    while (used != PROBABILITY_SUM) {
-        auto largest = std::max_element(frequencies.begin(), frequencies.end());
-        const int change = std::max(PROBABILITY_SUM - used, 1 - int(*largest));
-        *largest = uint16_t(*largest + (change < 0 ? std::max(change, -std::max(1, *largest / 8)) : change));
-        used = 0;
-        for (uint16_t f : frequencies) used += f;
-    }
-    return frequencies;
 }
 
 }  // namespace hf_ext::delta

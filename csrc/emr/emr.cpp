@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "../common/floats.h"
-#include "../common/instruction_sets.h"
+#include "../common/intrinsics.h"
 #include "../common/threads.h"
 
 namespace hf_ext::emr {

@@ -97,7 +97,7 @@ Bytes forge_changes(size_t values) {
     hf_ext::BitWriter side;
     put_classes(side, classes);
     Kind kind;
-    const Bytes block = code_changes<hf_ext::Instructions::SCALAR>(changes, classes, tables, kind), about = side.bytes();
+    const Bytes block = code_changes(changes, classes, tables, kind), about = side.bytes();
     Bytes body(14);
     body[1] = FEW_CHANGES;
     body[10] = uint8_t(about.size());

@@ -14,6 +14,7 @@
 #include "../../csrc/common/bits.h"
 #include "../../csrc/common/floats.h"
 #include "../../csrc/delta/blocks.h"
+#include "../../csrc/delta/chunk.h"
 #include "../../csrc/delta/codec.h"
 #include "../../csrc/delta/encode_changes.h"
 #include "../../csrc/delta/low_rank.h"
@@ -391,7 +392,7 @@ class Mutator {
         std::vector<EncodeTable> tables;
         for (int id = 0; id < TABLES; ++id) tables.emplace_back(input.plan.usual(id));
         Kind kind;
-        input.blocks[index].bytes = code_changes<hf_ext::Instructions::SCALAR>(changes, input.plan.classes, tables, kind);
+        input.blocks[index].bytes = code_changes(changes, input.plan.classes, tables, kind);
         input.blocks[index].kind = kind;
     }
 
@@ -477,12 +478,7 @@ class Mutator {
         for (std::vector<int32_t>* factors : {&change.rows, &change.columns})
             for (int32_t& factor : *factors) factor = int32_t(below(size_t(2 * most))) - most;
         change.prepare(plan.shape.dtype == 4);
-        hf_ext::with_float(plan.shape.dtype, [&](auto type) {
-            using F = decltype(type);
-            using U = typename F::U;
-            change.predict<F>(plan, plan.parts[0], 0, plan.parts[0].values, reinterpret_cast<const U*>(base.data()),
-                              reinterpret_cast<U*>(tensor.data()));
-        });
+        change.predict(plan, plan.parts[0], 0, plan.parts[0].values, base.data(), tensor.data());
         return change;
     }
 
