@@ -99,19 +99,19 @@ void for_pieces(const Plan& plan, const Part& part, size_t begin, size_t size, F
     }
 }
 
-// Calls f(offset in the tensor, count) for the stretches of a block that lie together in the tensor.
-template <class Function>
-void for_stretches(const Plan& plan, const Block& block, Function&& f) {
-    size_t start = 0, length = 0;
+// Neighboring values of a tensor.
+struct Stretch {
+    size_t begin, end;
+};
+
+// Returns the stretches that a block consists of.
+inline std::vector<Stretch> stretches_of(const Plan& plan, const Block& block) {
+    std::vector<Stretch> stretches;
     for_pieces(plan, *block.part, block.begin, block.size, [&](size_t offset, size_t, size_t count, size_t, size_t) {
-        if (start + length != offset) {
-            if (length) f(start, length);
-            start = offset;
-            length = 0;
-        }
-        length += count;
+        if (stretches.empty() || stretches.back().end != offset) stretches.push_back({offset, offset});
+        stretches.back().end += count;
     });
-    f(start, length);
+    return stretches;
 }
 
 }  // namespace hf_ext::delta

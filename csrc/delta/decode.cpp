@@ -184,9 +184,9 @@ class TensorDecoder {
     // Copies the base's values and changes some of them.
     void change_block(const Block& block, const Coded& coded) {
         const uint8_t* base = start_from_base(block);
-        for_stretches(plan_, block, [&](size_t offset, size_t count) {
-            if (base != tensor_) std::memcpy(tensor_ + bytes(offset), base + bytes(offset), bytes(count));
-        });
+        if (base != tensor_)
+            for (const auto& [begin, end] : stretches_of(plan_, block))
+                std::memcpy(tensor_ + bytes(begin), base + bytes(begin), bytes(end - begin));
         decoded_changes(block, coded).apply(reinterpret_cast<uint16_t*>(tensor_));
     }
 

@@ -71,27 +71,32 @@ DecodedChanges::DecodedChanges(const Plan& plan, const Block& block, const uint8
 template <class Function>
 void DecodedChanges::visit(const uint16_t* base, Function&& f) const {
     if (all_ == 0) return;
+    const std::vector<Stretch> stretches = stretches_of(plan_, block_);
     with_instructions([&](auto set) {
         Places places(numbers_.get(), counts_);
+        const Classifier<set()> classify(plan_);
         const ClassOf class_of(plan_);
         std::array<const int32_t*, MAX_CLASSES> sizes{numbers_.get() + all_};
         for (size_t k = 1; k < plan_.classes.size(); ++k) sizes[k] = sizes[k - 1] + counts_[k - 1];
         std::array<size_t, MAX_CLASSES> seen{};
         size_t found = 0;
-        for_words<set()>(plan_, block_, base, [&](size_t at, size_t, const uint64_t* masks) {
-            uint64_t changed = 0;
-            for (size_t k = 0; k < plan_.classes.size(); ++k) {
-                const size_t end = seen[k] + Masks<set()>::ones(masks[k]);
-                for (; places.next(k) < end; places.advance(k))
-                    changed |= Masks<set()>::deposit(uint64_t(1) << (places.next(k) - seen[k]), masks[k]);
-                seen[k] = end;
+        uint64_t masks[MAX_CLASSES];
+        for (const Stretch& stretch : stretches)
+            for (size_t at = stretch.begin; at < stretch.end; at += WORD) {
+                classify(base + at, std::min(WORD, stretch.end - at), masks);
+                uint64_t changed = 0;
+                for (size_t k = 0; k < plan_.classes.size(); ++k) {
+                    const size_t end = seen[k] + Masks<set()>::ones(masks[k]);
+                    for (; places.next(k) < end; places.advance(k))
+                        changed |= Masks<set()>::deposit(uint64_t(1) << (places.next(k) - seen[k]), masks[k]);
+                    seen[k] = end;
+                }
+                for (; changed; changed &= changed - 1) {
+                    const size_t place = at + size_t(trailing_zeros(changed)), k = class_of(base[place]);
+                    const int32_t change = to_change(*sizes[k]++, plan_.classes[k].center);
+                    f(found++, place, from_ordered(uint16_t(to_ordered(base[place]) + uint16_t(change))));
+                }
             }
-            for (; changed; changed &= changed - 1) {
-                const size_t place = at + size_t(trailing_zeros(changed)), k = class_of(base[place]);
-                const int32_t change = to_change(*sizes[k]++, plan_.classes[k].center);
-                f(found++, place, from_ordered(uint16_t(to_ordered(base[place]) + uint16_t(change))));
-            }
-        });
         if (found != all_) throw std::runtime_error("a change lies outside its block");
     });
 }

@@ -1,6 +1,7 @@
 #include "encode_changes.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <numeric>
@@ -117,21 +118,27 @@ double ChangeCounts::Group::bits() const {
 
 Changes find_changes(const Plan& plan, size_t index, const uint16_t* tensor, const uint16_t* base) {
     Changes found;
+    const std::vector<Stretch> stretches = stretches_of(plan, block_at(plan, index));
     with_instructions([&](auto set) {
         const size_t classes = plan.classes.size();
+        const Classifier<set()> classify(plan);
         const ClassOf class_of(plan);
         std::array<size_t, MAX_CLASSES> counts{}, seen{}, next{};  // next: the place of a change without a gap
-        for_words<set()>(plan, block_at(plan, index), base, [&](size_t at, size_t count, const uint64_t* masks) {
-            for (uint64_t changed = differing<set()>(tensor + at, base + at, count); changed; changed &= changed - 1) {
-                const size_t i = size_t(trailing_zeros(changed)), place = at + i, k = class_of(base[place]);
-                const size_t rank = seen[k] + Masks<set()>::ones(masks[k] & ((uint64_t(1) << i) - 1));
-                if (counts[k] == found.gaps[k].size()) resize(found, k, 2 * counts[k] + WORD);
-                found.gaps[k][counts[k]] = int32_t(rank - next[k]);
-                found.changes[k][counts[k]++] = int(to_ordered(tensor[place])) - int(to_ordered(base[place]));
-                next[k] = rank + 1;
+        uint64_t masks[MAX_CLASSES];
+        for (const Stretch& stretch : stretches)
+            for (size_t at = stretch.begin; at < stretch.end; at += WORD) {
+                const size_t count = std::min(WORD, stretch.end - at);
+                classify(base + at, count, masks);
+                for (uint64_t changed = differing<set()>(tensor + at, base + at, count); changed; changed &= changed - 1) {
+                    const size_t i = size_t(trailing_zeros(changed)), place = at + i, k = class_of(base[place]);
+                    const size_t rank = seen[k] + Masks<set()>::ones(masks[k] & ((uint64_t(1) << i) - 1));
+                    if (counts[k] == found.gaps[k].size()) resize(found, k, 2 * counts[k] + WORD);
+                    found.gaps[k][counts[k]] = int32_t(rank - next[k]);
+                    found.changes[k][counts[k]++] = int(to_ordered(tensor[place])) - int(to_ordered(base[place]));
+                    next[k] = rank + 1;
+                }
+                for (size_t k = 0; k < classes; ++k) seen[k] += Masks<set()>::ones(masks[k]);
             }
-            for (size_t k = 0; k < classes; ++k) seen[k] += Masks<set()>::ones(masks[k]);
-        });
         for (size_t k = 0; k < classes; ++k) resize(found, k, counts[k]);
     });
     return found;

@@ -33,10 +33,14 @@ class ChangeCounts {
     explicit ChangeCounts(const FloatType& type) : mantissa_(type.mantissa), by_exponent_(size_t(type.infinity) + 1) {}
 
     void add(uint16_t base, uint16_t value) {
-        const int change = std::abs(int(to_ordered(value)) - int(to_ordered(base)));
-        const int octave = change ? 1 + int(std::log2(change)) : 0;
-        ++by_exponent_[size_t((base & 0x7fff) >> mantissa_)].octaves[size_t(octave)];
-        ++values_, unchanged_ += change == 0;
+        Group& group = by_exponent_[size_t((base & 0x7fff) >> mantissa_)];
+        ++values_;
+        if (value == base) {
+            ++unchanged_, ++group.octaves[0];
+        } else {
+            const int change = std::abs(int(to_ordered(value)) - int(to_ordered(base)));
+            ++group.octaves[size_t(1 + int(std::log2(change)))];
+        }
     }
 
     size_t values() const { return values_; }
@@ -52,7 +56,7 @@ class ChangeCounts {
     std::vector<Class> classes(double share, size_t blocks) const;
 
    private:
-    struct Group {
+    struct alignas(128) Group {  // whose address is then a shift of its index
         std::array<uint32_t, 18> octaves{};  // of the sizes of changes; the first counts values that did not change
         int end = 0;
 

@@ -20,8 +20,9 @@ template <Instructions SET>
 template <Instructions SET>
 class Classifier {
    public:
-    Classifier(const std::vector<Class>& classes, int mantissa) : last_(classes.size() - 1) {
-        for (size_t k = 0; k < last_; ++k) limits_[k] = uint16_t(classes[k].end << mantissa);
+    explicit Classifier(const Plan& plan) : last_(plan.classes.size() - 1) {
+        const int mantissa = plan.type().mantissa;
+        for (size_t k = 0; k < last_; ++k) limits_[k] = uint16_t(plan.classes[k].end << mantissa);
     }
 
     // Fills a mask for each class.
@@ -63,19 +64,5 @@ class ClassOf {
     int mantissa_;
     std::array<uint8_t, 256> indices_{};
 };
-
-// Calls f(offset in the tensor, count, masks of the classes) for each 64 values of a block, or fewer at the end of a stretch.
-template <Instructions SET, class Function>
-[[gnu::always_inline]] inline void for_words(const Plan& plan, const Block& block, const uint16_t* base, Function&& f) {
-    const Classifier<SET> classify(plan.classes, plan.type().mantissa);
-    uint64_t masks[MAX_CLASSES];
-    for_stretches(plan, block, [&](size_t offset, size_t size) {
-        for (size_t at = offset; at < offset + size; at += WORD) {
-            const size_t count = std::min(WORD, offset + size - at);
-            classify(base + at, count, masks);
-            f(at, count, masks);
-        }
-    });
-}
 
 }  // namespace hf_ext::delta

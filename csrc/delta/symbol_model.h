@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <utility>
 
 #include "default_tables.h"
 
@@ -55,12 +56,17 @@ inline Context context_of(int16_t c, int mantissa) {
 // Without a base, the prediction is the expected magnitude, the sign is the lowest bit, and a step of s is a quarter octave.
 inline Context alone_context(int mantissa) { return {std::min(mantissa + 1 - 2, MAX_SHIFT), ALONE_TABLE}; }
 
+// Returns the number of tail classes whose magnitudes are all below this one. (gcc does not vectorize loops around a loop.)
+template <size_t... K>
+constexpr int32_t classes_below(int32_t magnitude, std::index_sequence<K...>) {
+    return (0 + ... + int32_t(magnitude >= TAIL_START[K + 1]));
+}
+
 // It has no branch, so that loops over it are vectorized.
 inline uint8_t symbol_id(int32_t s) {
     const int32_t negative = s >> 31, magnitude = (s ^ negative) - LINEAR;
-    int32_t id = TAIL - negative;
-    for (size_t k = 1; k < TAIL_START.size(); ++k) id += 2 * (magnitude >= TAIL_START[k]);
-    id = magnitude >= TAIL_START.back() ? ESCAPE : id;
+    const int32_t tail = TAIL - negative + 2 * classes_below(magnitude, std::make_index_sequence<TAIL_BITS.size()>());
+    const int32_t id = magnitude >= TAIL_START.back() ? ESCAPE : tail;
     return uint8_t(magnitude < 0 ? s + LINEAR : id);
 }
 
