@@ -12,7 +12,7 @@ namespace {
 
 // Calls f(std::integral_constant<size_t, lanes>).
 template <class Function>
-[[gnu::always_inline]] inline auto with_lanes(size_t lanes, Function&& f) {
+void with_lanes(size_t lanes, Function&& f) {
     switch (lanes) {
         case 64: return f(std::integral_constant<size_t, 64>());
         case 8: return f(std::integral_constant<size_t, 8>());
@@ -130,8 +130,8 @@ void Encoder::encode(const Context* contexts, const int32_t* values, const uint8
     const size_t rows = count / lanes_, done = rows * lanes_;
     if (done < count)
         encode_row<MOST_LANES>(states_, next_, contexts + done, values + done, ids + done, count - done, tables);
-    with_instructions([&](auto set) {
-        with_lanes(lanes_, [&](auto lanes) {
+    with_lanes(lanes_, [&](auto lanes) {
+        with_instructions([&](auto set) {
             encode_rows<lanes(), set()>(states_, next_, contexts, values, ids, rows, tables);
         });
     });
@@ -172,9 +172,9 @@ void Decoder::decode(const Context* contexts, int32_t* values, size_t count, con
 size_t Decoder::decode_rows(const uint8_t* limit, const Context* contexts, int32_t* values, size_t rows,
                             const DecodeTable* tables) {
     size_t decoded = 0;
-    with_instructions([&](auto set) {
-        decoded = with_lanes(lanes_, [&](auto lanes) {
-            return decode_rows_with<lanes(), set()>(states_, next_, limit, contexts, values, rows, tables);
+    with_lanes(lanes_, [&](auto lanes) {
+        with_instructions([&](auto set) {
+            decoded = decode_rows_with<lanes(), set()>(states_, next_, limit, contexts, values, rows, tables);
         });
     });
     return decoded;
@@ -189,6 +189,7 @@ const uint8_t* Decoder::require_room() {
     if (end_ != last_ + room) {
         uint8_t* begin = last_ + room - (end_ - next_);
         std::memcpy(begin, next_, size_t(end_ - next_));
+        std::memset(last_ + room, 0, room);
         next_ = begin;
         end_ = last_ + room;
     }

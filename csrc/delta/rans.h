@@ -57,7 +57,7 @@ class Decoder {
     const uint8_t* next_;
     const uint8_t* end_;
     uint32_t states_[MOST_LANES];
-    uint8_t last_[2 * room_for(MOST_LANES)] = {};
+    uint8_t last_[2 * room_for(MOST_LANES)];  // the last words, then zeros
 };
 
 // Sets the symbol of each value.
