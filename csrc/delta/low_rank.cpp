@@ -52,7 +52,7 @@ void sum_rows(const Factors& factors, size_t row, size_t column, size_t end, Cha
 
 // As sum_rows, of one row or STRIP_ROWS.
 template <class Change>
-void sum(const ArrangedFactors& arranged, size_t rows, size_t row, size_t column, size_t end, Change unit, Change* changes) {
+[[gnu::noinline]] void sum(const ArrangedFactors& arranged, size_t rows, size_t row, size_t column, size_t end, Change unit, Change* changes) {
     std::visit(
         [=](const auto& factors) {
             with_instructions([=, &factors](auto set) {
