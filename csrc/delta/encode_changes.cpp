@@ -16,7 +16,7 @@ namespace {
 constexpr double FEW = 0.1;                                  // share of changed values up to which this pays
 constexpr size_t MEDIUM_CHANGES = 512, MANY_CHANGES = 4096;  // that have 8 and 64 lanes, so that their states cost little
 constexpr size_t ENOUGH = 4096;                              // numbers of a kind from which their code is chosen
-constexpr double LARGEST_MEAN = 5;  // of a number without its raw bits, so that most have a symbol of their own
+constexpr double LARGEST_MEAN = 5;               // of a number without its raw bits, so that most have a symbol of their own
 constexpr double DESCRIPTION = 300, COUNT = 12;  // bits that a class and its number of changes in a block take
 constexpr double NOTICEABLE = 0.01;              // a smaller share of the bits is not worth a class's time
 

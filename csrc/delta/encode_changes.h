@@ -56,7 +56,7 @@ class ChangeCounts {
     std::vector<Class> classes(double share, size_t blocks) const;
 
    private:
-    struct alignas(128) Group {  // whose address is then a shift of its index
+    struct alignas(128) Group {              // whose address is then a shift of its index
         std::array<uint32_t, 18> octaves{};  // of the sizes of changes; the first counts values that did not change
         int end = 0;
 

@@ -52,7 +52,8 @@ void sum_rows(const Factors& factors, size_t row, size_t column, size_t end, Cha
 
 // As sum_rows, of one row or STRIP_ROWS.
 template <class Change>
-[[gnu::noinline]] void sum(const ArrangedFactors& arranged, size_t rows, size_t row, size_t column, size_t end, Change unit, Change* changes) {
+[[gnu::noinline]] void sum(const ArrangedFactors& arranged, size_t rows, size_t row, size_t column, size_t end, Change unit,
+                           Change* changes) {
     std::visit(
         [=](const auto& factors) {
             with_instructions([=, &factors](auto set) {
@@ -123,7 +124,6 @@ void LowRank::prepare(bool doubles) {
         }
     });
 }
-
 
 void LowRank::predict(const Plan& plan, const Part& part, size_t begin, size_t size, const void* base, void* out) const {
     const DefaultRounding rounding;

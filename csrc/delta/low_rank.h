@@ -28,7 +28,7 @@ class LowRank {
     void move(const Plan& plan, const Part& part, size_t begin, size_t size, const typename F::U* base,
               typename F::U* out) const;
 
-    bool wide_ = false;                                   // sums of products need double precision
+    bool wide_ = false;                                      // sums of products need double precision
     std::shared_ptr<const struct ArrangedFactors> factors_;  // in the layout that the sums are computed from
 };
 

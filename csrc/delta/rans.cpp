@@ -128,12 +128,9 @@ Encoder::Encoder(size_t lanes, size_t elements) : lanes_(lanes) {
 void Encoder::encode(const Context* contexts, const int32_t* values, const uint8_t* ids, size_t count,
                      const EncodeTable* tables) {
     const size_t rows = count / lanes_, done = rows * lanes_;
-    if (done < count)
-        encode_row<MOST_LANES>(states_, next_, contexts + done, values + done, ids + done, count - done, tables);
+    if (done < count) encode_row<MOST_LANES>(states_, next_, contexts + done, values + done, ids + done, count - done, tables);
     with_lanes(lanes_, [&](auto lanes) {
-        with_instructions([&](auto set) {
-            encode_rows<lanes(), set()>(states_, next_, contexts, values, ids, rows, tables);
-        });
+        with_instructions([&](auto set) { encode_rows<lanes(), set()>(states_, next_, contexts, values, ids, rows, tables); });
     });
 }
 

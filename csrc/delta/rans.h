@@ -1,7 +1,7 @@
 // Interleaved range asymmetric numeral systems (rANS; Duda, arXiv 1311.2540): 32-bit states, 16-bit words, one state per lane.
 //
-// Element i belongs to lane i mod `lanes`. A row of `lanes` elements is coded in three phases: symbols, raw low bits, extra bits
-// of tail symbols. Each phase handles all lanes in order, so a row can be decoded with vectors of any width up to `lanes`.
+// Element i belongs to lane i mod `lanes`. A row of `lanes` elements is coded in three phases: symbols, raw low bits, extra
+// bits of tail symbols. Each phase handles all lanes in order, so a row can be decoded with vectors of any width up to `lanes`.
 #pragma once
 
 #include <cstddef>

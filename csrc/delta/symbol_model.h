@@ -42,7 +42,8 @@ struct Context {
     int table() const { return bits >> 8; }
 };
 
-// `mantissa` is the number of mantissa bits that are coded. It uses 16 bits and no branch, so that loops over it are vectorized.
+// `mantissa` is the number of mantissa bits that are coded. It uses 16 bits and no branch, so that loops over it are
+// vectorized.
 inline Context context_of(int16_t c, int mantissa) {
     const int16_t near_value = int16_t(4 * (mantissa - 2)), most = int16_t(std::min(mantissa - 2, MAX_SHIFT));
     const int16_t over = int16_t(c - 8), beyond = int16_t(c - near_value);
