@@ -1,5 +1,5 @@
-"""Without a C++ compiler the package installs, and only what needs the extension asks for it. The extension runs on any
-processor of its architecture."""
+"""Without a C++ compiler the package installs, and only what needs the extension asks for it. A library is compiled once. It
+runs on any processor of its architecture."""
 
 import os
 import platform
@@ -88,6 +88,47 @@ def assert_install_help(errors: list[str]) -> None:
 def test_a_build_that_requires_the_extension_fails_without_a_compiler(tmp_path: Path) -> None:
     built = build(tmp_path, HF_EXT_REQUIRE_EXTENSION="1")
     assert built.returncode != 0 and "/nonexistent" in built.stderr
+
+
+COMPILER = """#!/bin/sh
+echo "$*" >> "{calls}"
+case "$*" in *"$FAILS_AT"*) exit 1 ;; esac
+exec c++ "$@"
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32" or not shutil.which("c++"), reason="needs c++")
+def test_builds_of_the_same_files_and_flags_share_one_library(tmp_path: Path) -> None:
+    for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "hf_ext/__init__.py", "hf_ext/requirements.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    source, header = tmp_path / "csrc/module.cpp", tmp_path / "csrc/number.h"
+    source.parent.mkdir()
+    source.write_text('#include "number.h"\nextern "C" int PyInit__native() { return NUMBER; }')
+    header.write_text("#define NUMBER 1")
+    calls, compiler = tmp_path / "calls", tmp_path / "compiler"
+    compiler.write_text(COMPILER.format(calls=calls))
+    compiler.chmod(0o755)
+
+    def build(**environment: str) -> tuple[int, bytes | None]:
+        """Returns the number of files that were compiled, and the library, if there is one."""
+        calls.write_text("")
+        settings = os.environ | {"CC": str(compiler), "CXX": str(compiler), "CFLAGS": "", "FAILS_AT": "no call"} | environment
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+        subprocess.run(command, cwd=tmp_path, env=settings, check=True, capture_output=True, timeout=100)
+        library = next((tmp_path / "hf_ext").glob("_native*"), None)
+        return calls.read_text().count(" -c "), library.read_bytes() if library else None
+
+    assert build(FAILS_AT="-shared") == (1, None)
+    compiled, library = build()
+    assert compiled == 1 and library
+    assert build() == (0, library)
+    header.write_text("#define NUMBER 2")
+    compiled, other = build()
+    assert compiled == 1 and other and other != library
+    assert build(CFLAGS="-DDEFINED")[0] == 1
+    header.write_text("#define NUMBER 1")
+    assert build() == (0, library)
 
 
 def test_the_error_is_one_of_ours_and_an_import_error() -> None:
