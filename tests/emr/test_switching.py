@@ -9,6 +9,7 @@ import pickle
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import pytest
 import torch
@@ -72,9 +73,14 @@ def model(merged):
     return Auto.from_pretrained(merged[0])
 
 
+@cache
+def loaded(auto, folder, **options):
+    return auto.from_pretrained(folder, **options)
+
+
 def check(model, folder, auto=Auto, **options) -> None:
     """The model is what the plain folder loads as: weights, shapes, configuration and what it computes."""
-    expected = auto.from_pretrained(folder, **options)
+    expected = loaded(auto, folder, **options)
     assert_same_weights(model, expected)
     assert vars(model.config).keys() == vars(expected.config).keys()
     for key, value in vars(expected.config).items():
@@ -561,11 +567,20 @@ def test_without_the_plugin_it_fails_loudly(merged):
     assert "emr" in result.stderr
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    base, tasks = write_tasks(folder / "in", {"cr": 2, "subj": 3})
+    emr.merge(base, tasks, folder / "merged")
+    return folder
+
+
 @pytest.fixture
-def broken(tmp_path):
-    """A merge of its own, to damage."""
-    base, tasks = write_tasks(tmp_path / "in", {"cr": 2, "subj": 3})
-    emr.merge(base, tasks, tmp_path / "merged")
+def broken(whole, tmp_path):
+    """A merge of its own, to damage, and beside it what it was made from."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    config = tmp_path / "merged/config.json"
+    config.write_text(config.read_text().replace(json.dumps(str(whole / "in/base")), json.dumps(str(tmp_path / "in/base"))))
     return tmp_path / "merged"
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -14,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from processes import python
 from safetensors.torch import load_file, save_file
 from tiny_merges import write_tasks
 from tiny_models import MODELS, assert_same_weights, bert, inputs, llama, perturb, same_bits
@@ -89,7 +88,7 @@ def test_every_model_becomes_the_other_bit_by_bit_where_its_weights_lie(tmp_path
     auto, folder = MODELS[name].auto, two(tmp_path, MODELS[name].build())
     model = auto.from_pretrained(folder / "first").eval()
     places = addresses(model)
-    for other in ("second", "first-plain", "base", "first", "second-plain"):
+    for other in ("second", "first-plain", "base", "first"):
         assert fm_delta.switch(model, folder / other) is model
         assert_is(model, auto.from_pretrained(folder / other))
         assert addresses(model) == places
@@ -265,9 +264,7 @@ def test_no_second_model_is_in_memory(tmp_path):
     base.save_pretrained(tmp_path / "first")
     perturb(base).save_pretrained(tmp_path / "second-plain")
     fm_delta.compress_checkpoint(tmp_path / "second-plain", tmp_path / "first", tmp_path / "second", level=1)
-    paths = [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, "-c", MEMORY], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    done = python("-c", MEMORY, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     size, switching, loading = map(int, done.stdout.split())
     assert size > 40e6 and loading > 0.9 * size
@@ -279,7 +276,7 @@ def test_threads_switch_one_after_the_other(tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(folder / "first")
     ends = {name: AutoModelForSequenceClassification.from_pretrained(folder / name) for name in ("first", "second")}
     with ThreadPoolExecutor(2) as pool:
-        for _ in range(20):
+        for _ in range(8):
             for done in [pool.submit(fm_delta.switch, model, folder / name) for name in ends]:
                 done.result()
             last = Path(model.name_or_path).name
