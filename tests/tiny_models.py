@@ -155,6 +155,14 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return BertTokenizer(vocab={word: i for i, word in enumerate(words)}, model_max_length=32)
 
 
+def in_own_memory(model: torch.nn.Module) -> torch.nn.Module:
+    """Moves the weights to new memory, away from the files that they are mapped from: models with equal weights then compute
+    equal bits. Kernels may sum in another order at other alignments."""
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
+    return model
+
+
 def inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     tokens = torch.arange(2 * 9).reshape(2, 9) * 5 % VOCABULARY
     return {"input_ids": tokens} | ({"decoder_input_ids": tokens[:, :4]} if model.config.is_encoder_decoder else {})

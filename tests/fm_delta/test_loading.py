@@ -20,6 +20,7 @@ from tiny_models import (
     assert_same_weights,
     bert,
     fine_tuned,
+    in_own_memory,
     inputs,
     llama,
     mixtral,
@@ -371,7 +372,7 @@ def test_the_loaded_model_casts_copies_and_pickles(folder_of):
 
 
 def train_step(model) -> float:
-    model.train()
+    in_own_memory(model).train()
     torch.manual_seed(0)
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-2)
     loss = model(**inputs(model), labels=inputs(model)["input_ids"]).loss

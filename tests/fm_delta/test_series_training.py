@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from processes import python
 from repeats import repeats
 from stop_after import StopAfter
-from tiny_models import assert_same_weights, bert
+from tiny_models import assert_same_weights, bert, in_own_memory
 from tiny_training import examples, train
 from transformers import AutoModelForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -35,7 +35,7 @@ def base(tmp_path_factory) -> Path:
 
 
 def model_of(base: Path):
-    return AutoModelForSequenceClassification.from_pretrained(base)
+    return in_own_memory(AutoModelForSequenceClassification.from_pretrained(base))
 
 
 def train_compressed(base: Path, out: Path, *callbacks: TrainerCallback, **options) -> Trainer:
@@ -43,8 +43,8 @@ def train_compressed(base: Path, out: Path, *callbacks: TrainerCallback, **optio
 
 
 @pytest.fixture(scope="module")
-def uncompressed(tmp_path_factory) -> Trainer:
-    return train(bert(), tmp_path_factory.mktemp("run") / "plain", **OPTIONS)
+def uncompressed(base) -> Trainer:
+    return train(model_of(base), base.parent / "plain", **OPTIONS)
 
 
 @pytest.fixture
@@ -165,10 +165,11 @@ def test_a_run_compressed_afterwards_resumes_with_plain_import(tmp_path, base, t
     script = f"""
 import hf_ext
 from pathlib import Path
+from tiny_models import in_own_memory
 from tiny_training import train
 from transformers import AutoModelForSequenceClassification
 
-model = AutoModelForSequenceClassification.from_pretrained({str(base)!r})
+model = in_own_memory(AutoModelForSequenceClassification.from_pretrained({str(base)!r}))
 train(model, Path({str(series)!r}), resume=True, **{OPTIONS!r}).save_model({str(tmp_path / "end")!r})
 """
     done = python("-c", script)

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from stop_after import StopAfter
-from tiny_models import assert_same_weights, bert, llama, perturb
+from tiny_models import assert_same_weights, bert, in_own_memory, llama, perturb
 from tiny_training import train
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
@@ -40,7 +40,7 @@ def through(base) -> Trainer:
 
 
 def model_of(base: Path, enabled: bool = True, auto=AutoModelForSequenceClassification):
-    model = auto.from_pretrained(base)
+    model = in_own_memory(auto.from_pretrained(base))
     return fm_delta.enable(model, base) if enabled else model
 
 
@@ -129,7 +129,7 @@ def test_adapters_train_save_and_resume_on_top_of_a_compressed_model(tmp_path, b
     perturb(bert()).save_pretrained(tmp_path / "tuned")
 
     def adapted(folder: Path, enabled: bool) -> PeftModel:
-        model = AutoModelForSequenceClassification.from_pretrained(folder)
+        model = model_of(folder, enabled=False)
         torch.manual_seed(0)
         return get_peft_model(
             fm_delta.enable(model, base) if enabled else model, LoraConfig(r=2, target_modules=["query", "value"])
