@@ -59,12 +59,20 @@ def python(
 def on_ranks(function: Callable[..., None], *arguments: object, count: int = 2) -> list[int | None]:
     """Calls `function(rank, *arguments)` in a fork for each rank of a distributed job, and returns their exit codes."""
     context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=function, args=(rank, *arguments)) for rank in range(count)]
+    ranks = [context.Process(target=_on_one_thread, args=(function, rank, *arguments)) for rank in range(count)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join(120)
+        rank.kill()
     return [rank.exitcode for rank in ranks]
+
+
+def _on_one_thread(function: Callable[..., None], *arguments: object) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # the threads of OpenMP are gone after a fork, and waiting for them would never end
+    function(*arguments)
 
 
 class _Parent:
