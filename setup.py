@@ -92,7 +92,7 @@ class BuildExtension(build_ext):
             return [path for paths in pool.map(lambda source: compile_in_turn([source], **options), sources) for path in paths]
 
         self.compiler.compile = compile_all
-        with ThreadPoolExecutor() as pool, TemporaryDirectory() as self.build_temp:
+        with TemporaryDirectory() as self.build_temp, ThreadPoolExecutor() as pool:
             super().build_extension(ext)
 
 
