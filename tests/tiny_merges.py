@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -24,14 +29,18 @@ def classifier(labels: int, seed: int) -> BertForSequenceClassification:
 
 
 def write_tasks(folder: Path, labels: dict[str, int] = LABELS) -> tuple[Path, dict[str, Path]]:
-    """Folders of a base and of its fine-tunes."""
-    base, tasks = folder / "base", {}
-    bert().bert.save_pretrained(base)
-    for seed, (task, count) in enumerate(labels.items(), 1):
-        tasks[task] = folder / task
-        classifier(count, seed).save_pretrained(tasks[task])
-        tokenizer().save_pretrained(tasks[task])
-    return base, tasks
+    """Folders of a base and of its fine-tunes: copies of what is made once for all tests."""
+    made = Path(os.environ["TINY_MODELS"], hashlib.sha256(repr(labels).encode()).hexdigest())
+    if not made.exists():
+        stage = Path(tempfile.mkdtemp(dir=made.parent))
+        bert().bert.save_pretrained(stage / "base")
+        for seed, (task, count) in enumerate(labels.items(), 1):
+            classifier(count, seed).save_pretrained(stage / task)
+            tokenizer().save_pretrained(stage / task)
+        with suppress(OSError):  # another worker was faster
+            stage.rename(made)
+    shutil.copytree(made, folder, dirs_exist_ok=True)
+    return folder / "base", {task: folder / task for task in labels}
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
