@@ -114,6 +114,23 @@ def test_a_client_that_left_causes_no_switch():
     asyncio.run(run())
 
 
+def test_a_request_that_ends_at_any_moment_gives_its_turn_back():
+    async def run(moment: int, how: str) -> None:
+        engine, left = Engine(), asyncio.get_running_loop().create_future()
+        request = asyncio.create_task(engine.turns.enter_unless(left, "b"))
+        for _ in range(moment):
+            await asyncio.sleep(0.001 if engine.held == "nothing" else 0)
+        request.cancel() if how == "cancelled" else left.set_result(None)
+        if (await asyncio.gather(request, return_exceptions=True))[0] is True:
+            engine.turns.leave("b")
+        assert await asyncio.wait_for(engine.answer("c"), 5) == ("c", "c")
+        assert not engine.turns._running.total()
+
+    for moment in range(12):
+        for how in ("cancelled", "left"):
+            asyncio.run(run(moment, how))
+
+
 def test_models_are_named_by_folders_tasks_or_a_file(tmp_path):
     (tmp_path / "odd#name").mkdir()
     (tmp_path / "small").mkdir()

@@ -159,18 +159,14 @@ class _OneModelAtATime:
                     await self.app(scope, again, send)  # vLLM answers that there is no such model
                     return
                 name = models.default  # which adapters are for
-            entering = asyncio.create_task(models.turns.enter(name))
             try:
-                await asyncio.wait({entering, left}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                entering.cancel()  # if it still waits, also where the server ends this request
-            if not entering.done():
-                return
-            if error := entering.exception():
+                has_turn = await models.turns.enter_unless(left, name)
+            except Exception as error:
                 text = f"The model '{name}' cannot be served: {error}"
                 content = {"message": text, "type": "ServiceUnavailableError", "param": "model", "code": 503}
                 await JSONResponse({"error": content}, 503)(scope, again, send)
-            else:
+                return
+            if has_turn:
                 try:
                     await self.app(scope, again, send)
                 finally:

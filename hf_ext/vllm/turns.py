@@ -51,8 +51,19 @@ class Turns:
             self._schedule()
             raise
 
+    async def enter_unless(self, left: asyncio.Future[object], name: str) -> bool:
+        """Waits as `enter` does, or until `left` is done. Returns true if the engine holds the model until `leave` is called."""
+        entering = asyncio.create_task(self.enter(name))
+        try:
+            await asyncio.wait({entering, left}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            if not entering.cancel() and entering.exception() is None:  # the turn came at the same moment
+                self.leave(name)
+            raise
+        return not entering.cancel() and entering.result() is None
+
     def leave(self, name: str) -> None:
-        """Ends what `enter` began."""
+        """Ends what `enter` or `enter_unless` began."""
         self._running[name] -= 1
         self._schedule()
 

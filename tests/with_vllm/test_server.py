@@ -146,8 +146,9 @@ FORM = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\ntwo\r\n--x--
 def test_a_request_takes_the_turn_of_its_model(path, kind, body, model):
     taken, bodies = [], []
 
-    async def enter(name: str) -> None:
+    async def enter_unless(left: asyncio.Future, name: str) -> bool:
         taken.append(name)
+        return True
 
     async def app(scope, receive, send) -> None:
         bodies.append((await receive())["body"])
@@ -158,7 +159,7 @@ def test_a_request_takes_the_turn_of_its_model(path, kind, body, model):
         async def receive() -> dict:
             return next(messages, None) or await asyncio.Event().wait()
 
-        turns = SimpleNamespace(enter=enter, leave=lambda name: taken.remove(name) or taken.append(f"{name} left"))
+        turns = SimpleNamespace(enter_unless=enter_unless, leave=lambda name: taken.remove(name) or taken.append(f"{name} left"))
         models = SimpleNamespace(models={"one", "two"}, default="one", has_adapters=True, turns=turns)
         scope = {"type": "http", "method": "POST", "path": path, "root_path": "/prefix"}
         headers = [(b"content-type", kind.encode())]
