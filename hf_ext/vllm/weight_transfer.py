@@ -133,7 +133,6 @@ class PlaceTrainerEngine(TrainerWeightTransferEngine[PlaceTrainerInitInfo]):
     def __init__(self, publisher: Publisher | None, *, client: VLLMWeightSyncClient, source: WeightSource):
         super().__init__(client=client, source=source, is_sender=publisher is not None)
         self.publisher = publisher
-        self.step = 0
 
     @classmethod
     def trainer_init(
@@ -148,18 +147,18 @@ class PlaceTrainerEngine(TrainerWeightTransferEngine[PlaceTrainerInitInfo]):
         return cls(Publisher(place, **init_info.options), client=client, source=source)
 
     def send_weights(self) -> None:
-        """Publishes the next step and waits until the servers have it."""
+        """Publishes the next step, which follows the last one at the place, and waits until the servers have it."""
         assert self.source is not None  # `trainer_init` sees to it
         if self.publisher is None:
             for _ in self.source:
                 pass
             return
-        self.publisher.publish(self.source, self.step)
+        step = self.publisher.next_step
+        self.publisher.publish(self.source, step)
         self.publisher.wait()
         self.client.start_weight_update()
-        self.client.update_weights({"step": self.step})
-        self.client.finish_weight_update(weight_version=str(self.step))
-        self.step += 1
+        self.client.update_weights({"step": step})
+        self.client.finish_weight_update(weight_version=str(step))
 
     def shutdown(self) -> None:
         if self.publisher is not None:

@@ -161,6 +161,11 @@ class Publisher:
         return self._index.steps[-1].step if self._has_base else None
 
     @property
+    def next_step(self) -> int:
+        """The number after the last step at the place, which may be that of a run that this object continues; 0 if none."""
+        return self._index.steps[-1].step + 1 if self._index.steps else 0
+
+    @property
     def _has_base(self) -> bool:
         """True if this object holds the weights of the last step, so that the next one can be a delta."""
         return self._session == self._index.session

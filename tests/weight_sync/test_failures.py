@@ -256,6 +256,16 @@ def test_a_publisher_that_is_killed_while_it_replaces_steps_leaves_them_whole(tm
     assert subscriber.update() == 2 and same(subscriber.tensors, weights(2))
 
 
+def test_the_next_step_follows_the_last_one_of_a_run_that_is_continued(tmp_path: Path):
+    for first in (0, 2):
+        with Publisher(tmp_path, resume=True) as run:
+            for step in (first, first + 1):
+                assert run.next_step == step
+                run.publish(weights(step), run.next_step)
+                run.wait()
+    assert Subscriber(tmp_path).steps() == [0, 1, 2, 3]
+
+
 def test_a_training_that_resumes_earlier_replaces_later_steps(tmp_path: Path):
     publish(tmp_path, range(5))
     tensors, subscriber = zeros(), Subscriber(tmp_path)

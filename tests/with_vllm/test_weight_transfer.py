@@ -95,14 +95,15 @@ def test_a_trainer_of_vllms_own_interface_drives_it(server: VllmServer, folder: 
 
     register()
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
-    info = PlaceTrainerInitInfo(str(folder / "trainer"), {"anchor_every": 2}, rank=0)
-    engine = WeightTransferTrainerFactory.trainer_init(info, client=Client(server.url), source=ModuleSource(model))
-    for step, name in enumerate(("base", *TASKS)):
-        model.load_state_dict(weights(folder, name))
-        engine.send_weights()
-        assert server.digests() == expected[name]["digests"]
-        assert version(server) == str(step)
-    engine.shutdown()
+    info = PlaceTrainerInitInfo(str(folder / "trainer"), {"anchor_every": 2, "resume": True}, rank=0)
+    for models in (["base"], TASKS):  # the second engine continues the run
+        engine = WeightTransferTrainerFactory.trainer_init(info, client=Client(server.url), source=ModuleSource(model))
+        for name in models:
+            model.load_state_dict(weights(folder, name))
+            engine.send_weights()
+            assert server.digests() == expected[name]["digests"]
+            assert version(server) == str(["base", *TASKS].index(name))
+        engine.shutdown()
 
 
 def test_the_command_follows_a_place(server: VllmServer, folder: Path, expected: dict):
