@@ -36,7 +36,18 @@ def follow(
     last: Annotated[
         int | None, typer.Option("--last", metavar="STEP", show_default=False, help="End when all servers are at this step.")
     ] = None,
-    every: Annotated[float, typer.Option("--every", metavar="SECONDS", help="Time between two checks of PLACE.")] = 1.0,
+    every: Annotated[
+        float, typer.Option("--every", metavar="SECONDS", help="Time between two checks of PLACE and the servers.")
+    ] = 1.0,
+    give_up: Annotated[
+        float | None,
+        typer.Option(
+            "--give-up",
+            metavar="SECONDS",
+            show_default=False,
+            help="End with an error when PLACE or a server has failed for so long. Defaults to trying again without end.",
+        ),
+    ] = None,
     api_key: Annotated[
         str | None, option("--api-key", "API key of the servers. Defaults to VLLM_API_KEY.", metavar="KEY")
     ] = None,
@@ -44,5 +55,5 @@ def follow(
     from hf_ext.weight_sync.servers import VLLMServer, follow
 
     say(f"Following {place}. Ctrl-C ends it.")
-    step = follow(place, [VLLMServer(url, place, requests, api_key) for url in server], last, every, tell=say)
+    step = follow(place, [VLLMServer(url, place, requests, api_key) for url in server], last, every, say, give_up)
     return Result(f"All servers are at step {step}.", {"place": place, "servers": server, "step": step})

@@ -52,7 +52,7 @@ class Turns:
             raise
 
     async def enter_unless(self, left: asyncio.Future[object], name: str) -> bool:
-        """Waits as `enter` does, or until `left` is done. Returns true if the engine holds the model until `leave` is called."""
+        """Waits as `enter` does, but only until `left` is done. Returns false if no turn came before, so that none must end."""
         entering = asyncio.create_task(self.enter(name))
         try:
             await asyncio.wait({entering, left}, return_when=asyncio.FIRST_COMPLETED)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from http.client import HTTPException
 from typing import Literal
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -20,6 +22,7 @@ from hf_ext.weight_sync.subscriber import Subscriber
 logger = logging.getLogger(__name__)
 
 LONGEST = 600  # seconds that a server may take for one thing, such as ending its requests
+LONGEST_PAUSE = 30.0  # seconds between two attempts after many failures
 
 
 class VLLMServer:
@@ -56,30 +59,44 @@ class VLLMServer:
             ServerError: the server cannot be reached, or rejects the update; the message contains its answer.
         """
         try:
-            self._post(f"pause?mode={self.requests}")
+            self._call(f"pause?mode={self.requests}", {})
         except ServerError:
             with suppress(ServerError):
-                self._post("resume")
+                self._call("resume", {})
             raise
         try:
-            self._post("init_weight_transfer_engine", {"init_info": {"place": self.place}})
-            self._post("start_weight_update")
-            self._post("update_weights", {"update_info": {"step": step}})
-            self._post("finish_weight_update", {"weight_version": str(step)})
+            self._call("init_weight_transfer_engine", {"init_info": {"place": self.place}})
+            self._call("start_weight_update", {})
+            self._call("update_weights", {"update_info": {"step": step}})
+            self._call("finish_weight_update", {"weight_version": str(step)})
         finally:
-            self._post("resume")
+            self._call("resume", {})
 
-    def _post(self, path: str, content: dict | None = None) -> None:
-        request = Request(f"{self.url}/{path}", json.dumps(content or {}).encode(), self._headers)
+    def has(self, step: int) -> bool:
+        """Checks whether the server has the weights of a step. A server that was restarted has those that it started with.
+
+        Raises:
+            ServerError: the server cannot be reached.
+        """
+        answer = self._call("weight_info")
+        with suppress(ValueError, AttributeError):
+            return json.loads(answer).get("weight_version") == str(step)
+        return False
+
+    def _call(self, path: str, content: dict | None = None) -> bytes:
+        """Returns the server's answer to a POST request with some content, or else to a GET request."""
+        data = None if content is None else json.dumps(content).encode()
+        request = Request(f"{self.url}/{path}", data, self._headers)
         try:
-            urlopen(request, timeout=LONGEST).close()
+            with urlopen(request, timeout=LONGEST) as answer:
+                return answer.read()
         except HTTPError as error:
             if error.code == 404:
                 text = "it takes no weights. Start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config."
             else:
                 text = f"{error.code} {error.read(500).decode(errors='replace')}"
             raise ServerError(f"{self.url} refused {request.selector}: {text}") from error
-        except OSError as error:
+        except (OSError, HTTPException) as error:
             raise ServerError(f"{self.url} does not answer: {error}") from error
 
 
@@ -89,39 +106,82 @@ def follow(
     last: int | None = None,
     every: float = 1.0,
     tell: Callable[[str], object] = logger.info,
+    give_up: float | None = None,
 ) -> int:
     """Updates servers to each new step until all are at step `last` or beyond; by default without end.
 
-    An update goes to the newest step, and skips steps that were published during the previous update. Errors are logged, and
-    the update is tried again.
+    An update goes to the newest step, and skips steps that were published during the previous update. A server that was
+    restarted is updated again. Errors are logged. What failed is tried again, first after `every` seconds, then after pauses
+    that double up to 30 seconds.
 
     Args:
         place: place of the steps.
         servers: servers to update at the same time.
-        every: seconds between two checks of the place.
+        every: seconds between two checks of the place and of each server.
         tell: function that receives messages about the progress.
+        give_up: seconds for which the place or a server may fail before its error is raised; by default without end.
 
     Returns:
         The step.
+
+    Raises:
+        ServerError, CheckpointError, OSError: a server or the place has failed for `give_up` seconds.
     """
     steps, reached = Subscriber(place), dict.fromkeys(servers, -1)
+    reading, attempts = _Attempts(every, give_up), {server: _Attempts(every, give_up) for server in servers}
+    newest = -1
+
+    def update(server: VLLMServer) -> bool:
+        is_new = reached[server] != newest or not server.has(newest)
+        if is_new:
+            server.update(newest)
+        return is_new
+
     with ThreadPoolExecutor(len(servers)) as pool:
         while True:
-            try:
-                newest = max(steps.steps(), default=-1)
-            except (HfExtError, OSError) as error:
-                newest = -1
-                tell(f"{error} The place is read again.")
-            behind = [server for server in servers if newest >= 0 and reached[server] != newest]
-            updates = {server: pool.submit(server.update, newest) for server in behind}
-            for server, update in updates.items():
+            if reading.is_due():
                 try:
-                    update.result()
+                    newest = max(steps.steps(), default=-1)
+                    reading.succeeded()
+                except (HfExtError, OSError) as error:
+                    newest = -1
+                    reading.failed(error)
+                    tell(f"{error} The place is read again.")
+            due = [server for server in servers if newest >= 0 and attempts[server].is_due()]
+            for server, updating in {server: pool.submit(update, server) for server in due}.items():
+                try:
+                    is_new = updating.result()
                 except ServerError as error:
+                    reached[server] = -1
+                    attempts[server].failed(error)
                     tell(f"{error} Step {newest} is tried again.")
                 else:
                     reached[server] = newest
-                    tell(f"{server.url} is at step {newest}.")
+                    attempts[server].succeeded()
+                    if is_new:
+                        tell(f"{server.url} is at step {newest}.")
             if last is not None and min(reached.values()) >= last:
                 return min(reached.values())
             time.sleep(every)
+
+
+class _Attempts:
+    """The attempts at something that may fail, with longer and longer pauses."""
+
+    def __init__(self, every: float, give_up: float | None):
+        self._every, self._give_up = every, give_up
+        self.succeeded()
+
+    def succeeded(self) -> None:
+        self._pause, self._next, self._failing_since = self._every, 0.0, math.inf
+
+    def failed(self, error: Exception) -> None:
+        """Notes a failure, or raises it after the longest time."""
+        now = time.monotonic()
+        self._failing_since = min(self._failing_since, now)
+        if self._give_up is not None and now - self._failing_since >= self._give_up:
+            raise error
+        self._next, self._pause = now + self._pause, min(2 * self._pause, max(LONGEST_PAUSE, self._every))
+
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._next

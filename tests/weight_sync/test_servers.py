@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from tiny_runs import weights
+from tiny_runs import publish, weights
 
 from hf_ext.cli.main import main
 from hf_ext.errors import ServerError
@@ -17,11 +18,18 @@ from hf_ext.weight_sync.servers import follow
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers each request with the status that `answers` has for its path, and notes it."""
+    """Answers each request with the status that `answers` has for its path, and notes it, but for questions of its version."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"weight_version": self.server.version}).encode())
 
     def do_POST(self) -> None:
-        length = int(self.headers["Content-Length"])
-        self.server.requests.append((self.path, self.rfile.read(length).decode(), self.headers["Authorization"]))
+        content = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.server.requests.append((self.path, content, self.headers["Authorization"]))
+        if self.path == "/finish_weight_update":
+            self.server.version = json.loads(content)["weight_version"]
         status = self.server.answers.pop(self.path, 200)
         self.send_response(status)
         self.end_headers()
@@ -33,7 +41,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def http() -> Iterator[ThreadingHTTPServer]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.requests, server.answers = [], {}
+        server.requests, server.answers, server.version = [], {}, "default"
         server.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever).start()
         yield server
@@ -93,3 +101,30 @@ def test_following_goes_on_while_the_place_cannot_be_read(http: ThreadingHTTPSer
         '{"update_info": {"step": 0}}',
         '{"update_info": {"step": 1}}',
     ]
+
+
+def test_a_restarted_server_is_updated_again(http: ThreadingHTTPServer, tmp_path: Path):
+    said = []
+
+    def tell(text: str) -> None:
+        said.append(text)
+        if len(said) == 1:
+            http.version = "default"
+        else:
+            publish(tmp_path, range(1, 2), resume=True)
+
+    publish(tmp_path, range(1))
+    assert follow(tmp_path, [VLLMServer(http.url, tmp_path)], last=1, every=0.01, tell=tell) == 1
+    assert said == [f"{http.url} is at step {step}." for step in (0, 0, 1)]
+
+
+def test_pauses_between_failures_grow_until_the_command_gives_up(tmp_path: Path, capsys):
+    publish(tmp_path, range(1))
+    command = ["follow", str(tmp_path), "--server", "http://127.0.0.1:9", "--every", "0.01", "--give-up", "0.5"]
+    assert main(command) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert 2 < len(said) < 12 and "http://127.0.0.1:9 does not answer" in said[-1]
+    (tmp_path / "index-00000.json").write_text("damaged")
+    assert main(command) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert 2 < len(said) < 12 and "index-00000.json" in said[-1]

@@ -159,7 +159,11 @@ def test_a_request_takes_the_turn_of_its_model(path, kind, body, model):
         async def receive() -> dict:
             return next(messages, None) or await asyncio.Event().wait()
 
-        turns = SimpleNamespace(enter_unless=enter_unless, leave=lambda name: taken.remove(name) or taken.append(f"{name} left"))
+        def leave(name: str) -> None:
+            taken.remove(name)
+            taken.append(f"{name} left")
+
+        turns = SimpleNamespace(enter_unless=enter_unless, leave=leave)
         models = SimpleNamespace(models={"one", "two"}, default="one", has_adapters=True, turns=turns)
         scope = {"type": "http", "method": "POST", "path": path, "root_path": "/prefix"}
         headers = [(b"content-type", kind.encode())]
