@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 TURN = 2.0  # seconds that a model may answer on while requests to another one wait
 
@@ -51,9 +52,9 @@ class Turns:
             self._schedule()
             raise
 
-    async def enter_unless(self, left: asyncio.Future[object], name: str) -> bool:
+    async def enter_unless(self, left: asyncio.Future[Any], name: str) -> bool:
         """Waits as `enter` does, but only until `left` is done. Returns false if no turn came before, so that none must end."""
-        entering = asyncio.create_task(self.enter(name))
+        entering: asyncio.Future[Any] = asyncio.create_task(self.enter(name))
         try:
             await asyncio.wait({entering, left}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
