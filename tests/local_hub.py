@@ -137,7 +137,7 @@ class Request(BaseHTTPRequestHandler):
         status, headers, content = self.hub.answer(self, path)
         self.hub.log.append((self.command, path, status))
         self.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+        for name, value in {**headers, **self.hub.lies, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
@@ -170,8 +170,9 @@ class Request(BaseHTTPRequestHandler):
 class LocalHub:
     """The server: `endpoint` is its URL, `repos` its state, `log` every (method, path, status) it answered. `cuts` says of LFS
     content, by its SHA-256, after how many bytes each of its next downloads breaks off, as when a connection is lost. `sent`
-    counts the bytes that it sent of each file, by the last part of the path. `ranges` is whether it sends parts of files. Those
-    of one process have one address, where they run one after the other, so that `processes` can keep what has imported it."""
+    counts the bytes that it sent of each file, by the last part of the path. `ranges` is whether it sends parts of files.
+    `lies` are headers that replace those of its answers. Those of one process have one address, where they run one after the other, so
+    that `processes` can keep what has imported it."""
 
     _port = 0
 
@@ -182,6 +183,7 @@ class LocalHub:
         self.cuts: dict[str, list[int]] = {}
         self.sent: Counter[str] = Counter()
         self.ranges = True
+        self.lies: dict[str, str] = {}
         self._objects: dict[str, bytes] = {}
         self._lock = threading.Lock()
         handler = type("BoundRequest", (Request,), {"hub": self})

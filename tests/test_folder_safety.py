@@ -24,7 +24,7 @@ from tiny_merges import write_tasks
 from hf_ext import BaseModelError, CheckpointError, HfExtError, emr, fm_delta
 from hf_ext.storage import atomic
 from hf_ext.storage.delta import folder as delta_folder
-from hf_ext.storage.tree import OURS, delete_folder, flush_folder, scan, stamp
+from hf_ext.storage.tree import GRAVE, HELD, OURS, delete_folder, flush_folder, scan, stamp
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kills processes as Linux does")
 
@@ -136,6 +136,9 @@ def both(first: Callable[[], object], second: Callable[[], object], delay: float
     return results
 
 
+ANSWERS = {"done", "CheckpointError", "BaseModelError", "CorruptFileError"}
+
+
 @repeats("rounds", 5, 200)
 @pytest.mark.parametrize("command", ["compress", "compress-all", "remove-checkpoint"])
 def test_two_runs_at_once_never_lose_a_model(tmp_path, command, rounds):
@@ -161,7 +164,7 @@ def test_two_runs_at_once_never_lose_a_model(tmp_path, command, rounds):
         answers = both(work[command], work[command], chance.uniform(0, 0.06))
         outcomes |= {answer.partition(":")[0] for answer in answers}
         assert "done" in answers
-        assert all(answer == "done" or "Error" in answer.partition(":")[0] for answer in answers)
+        assert all(answer.partition(":")[0] in ANSWERS for answer in answers)
         if command == "remove-checkpoint":
             assert not newest.exists() and restored(run / "checkpoint-1", tmp_path) == plain[1]
         else:
@@ -450,3 +453,59 @@ def test_a_pipe_is_never_read_from(tmp_path, place):
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.mark.parametrize(
+    ("place", "copied"), [("tuned", "out"), ("tuned/below", "out/below"), ("base", "base"), ("out", "out")]
+)
+def test_a_link_to_itself_is_copied_as_a_link(tmp_path, place, copied):
+    src, base = pair(tmp_path)
+    (tmp_path / place).mkdir(exist_ok=True)
+    (tmp_path / place / "loop").symlink_to("loop")
+    fm_delta.compress_checkpoint(src, base, tmp_path / "out", delete_source=True)
+    assert os.readlink(tmp_path / copied / "loop") == "loop"
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "model.safetensors.index.json", "out"])
+def test_a_link_to_itself_in_place_of_a_file_is_one_clear_error_or_a_link(tmp_path, file):
+    src, base = pair(tmp_path)
+    link = tmp_path / "out" if file == "out" else src / file
+    link.unlink(missing_ok=True)
+    link.symlink_to(link.name)
+    with contextlib.suppress(HfExtError):
+        fm_delta.compress_checkpoint(src, base, tmp_path / "out")
+    assert os.readlink(link) == link.name
+
+
+@pytest.mark.parametrize("leads_to", ["elsewhere", "nowhere", None])
+@pytest.mark.parametrize("suffix", [HELD, GRAVE])
+def test_what_has_the_name_of_a_folder_in_deletion_is_left_alone(tmp_path, suffix, leads_to):
+    src, base = pair(tmp_path)
+    kept = tmp_path / f".tuned{suffix}"
+    (tmp_path / "elsewhere").mkdir()
+    kept.symlink_to(leads_to) if leads_to else kept.touch()
+    before = contents(src)
+    with pytest.raises(CheckpointError, match=f"{suffix} is not a folder of this package. Move it away"):
+        fm_delta.compress_checkpoint(src, base, tmp_path / "out", delete_source=True)
+    assert contents(src) == before and os.path.lexists(kept) and (tmp_path / "elsewhere").exists()
+
+
+def test_a_name_too_long_to_delete_by_is_an_error_before_any_work(tmp_path):
+    src, base = pair(tmp_path)
+    src = src.rename(tmp_path / ("x" * 240))
+    with pytest.raises(CheckpointError, match="could not be deleted: .*too long"):
+        fm_delta.compress_checkpoint(src, base, tmp_path / "out", delete_source=True)
+    assert src.exists() and not (tmp_path / "out").exists()
+    fm_delta.compress_checkpoint(src, base, tmp_path / "out")
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_checkpoint_that_disappears_during_a_run_is_one_clear_error(tmp_path, monkeypatch, step):
+    write_folder(tmp_path / "base", weights())
+    for number in (1, 2, 3):
+        write_folder(tmp_path / f"run/checkpoint-{number}", fine_tune(weights(), seed=number))
+    utime = os.utime
+    monkeypatch.setattr(os, "utime", lambda *args, **times: [utime(*args, **times), shutil.rmtree(gone, ignore_errors=True)])
+    gone = tmp_path / f"run/checkpoint-{step}"
+    with pytest.raises(CheckpointError, match=f"checkpoint-{step}"):
+        fm_delta.compress_series(tmp_path / "run", tmp_path / "base")

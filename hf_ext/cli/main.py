@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -65,6 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> Any:
             stream.reconfigure(errors="backslashreplace")  # for encodings that lack letters of our tables
     try:
         return typer.main.get_command(app).main(arguments, prog_name="hf-ext", standalone_mode=False)
+    except OSError as error:  # of printing: commands report their own errors
+        sys.stdout = open(os.devnull, "w")  # the old one would fail again at the end of the process
+        print(f"hf-ext: the result could not be printed: {error}", file=sys.stderr)
+        return 1
     except Exception as error:
         if not hasattr(error, "format_message"):
             raise

@@ -125,20 +125,25 @@ def inspect_series(run: str | os.PathLike) -> SeriesReport:
     """Returns how the checkpoints of a run are stored, without decoding them.
 
     Raises:
+        CheckpointError: a checkpoint disappeared meanwhile.
         CorruptFileError: the header of a file is damaged or from a newer version.
     """
-    stored = []
-    for folder in checkpoints(Path(run)):
-        paths = all_weights(folder)
-        size = original = sum(path.stat().st_size for path in paths)
-        base = None
-        if is_compressed(folder):
-            files = [CompressedFile(path) for path in paths]
-            original = sum(map(original_size, files))
-            needed = needed_by(folder)
-            base = needed.name if needed else base_of(files[0], folder)[0]
-        stored.append(StoredCheckpoint(folder.name, base, original, size))
-    return SeriesReport(stored)
+    try:
+        return SeriesReport([_stored(folder) for folder in checkpoints(Path(run))])
+    except OSError as error:
+        raise CheckpointError(f"{run} changed while it was read: {error}") from error
+
+
+def _stored(folder: Path) -> StoredCheckpoint:
+    paths = all_weights(folder)
+    size = original = sum(path.stat().st_size for path in paths)
+    base = None
+    if is_compressed(folder):
+        files = [CompressedFile(path) for path in paths]
+        original = sum(map(original_size, files))
+        needed = needed_by(folder)
+        base = needed.name if needed else base_of(files[0], folder)[0]
+    return StoredCheckpoint(folder.name, base, original, size)
 
 
 def remove_checkpoint(folder: str | os.PathLike, rebase: bool = False) -> None:

@@ -41,23 +41,20 @@ def staged_folder(target: str | os.PathLike, stale: Iterable[Path] = ()) -> Iter
         CheckpointError: `target` cannot be written, or another process is writing there.
     """
     target = Path(os.path.realpath(target))
-    try:
-        with locked(target):
-            _complete(target)
-            place = target.parent if _may_be_exchanged(target) else target
-            stage = place / f".{_key(target)}.{uuid.uuid4().hex[:8]}{STAGE}"
-            created = not target.exists()
-            try:
-                stage.mkdir(parents=True)
-                yield stage
-                _publish(stage, target, set(stale))
-            finally:
-                if not (target / JOURNAL).exists():
-                    shutil.rmtree(stage, ignore_errors=True)
-                if created:
-                    _remove_empty([target])
-    except OSError as error:
-        raise CheckpointError(f"{target} could not be written: {error}") from error
+    with locked(target):
+        _complete(target)
+        place = target.parent if _may_be_exchanged(target) else target
+        stage = place / f".{_key(target)}.{uuid.uuid4().hex[:8]}{STAGE}"
+        created = not target.exists()
+        try:
+            stage.mkdir(parents=True)
+            yield stage
+            _publish(stage, target, set(stale))
+        finally:
+            if not (target / JOURNAL).exists():
+                shutil.rmtree(stage, ignore_errors=True)
+            if created:
+                _remove_empty([target])
 
 
 @contextlib.contextmanager
@@ -65,7 +62,8 @@ def locked(folder: str | os.PathLike) -> Iterator[None]:
     """Lets one thread of one process write to a folder at a time. A thread may take the lock again.
 
     Raises:
-        CheckpointError: another thread or process has the lock, or the folder cannot be written.
+        CheckpointError: another thread or process has the lock, or the folder cannot be written. An OSError of the block
+            becomes one too.
     """
     folder = Path(os.path.realpath(folder))
     above = next((path for path in (folder, *folder.parents) if os.path.exists(path)), None)
@@ -83,6 +81,8 @@ def locked(folder: str | os.PathLike) -> Iterator[None]:
         raise CheckpointError(f"{folder} could not be written: {error}") from error
     try:
         yield
+    except OSError as error:
+        raise CheckpointError(f"{folder} could not be written: {error}") from error
     finally:
         if lock.lock_counter == 1:  # its holder deletes it; a process that opened it before notices
             with contextlib.suppress(OSError):

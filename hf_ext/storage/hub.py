@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import SafetensorsFileMetadata
 
-from hf_ext.errors import BaseModelError, CheckpointError
+from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 
 
 class Hub(NamedTuple):
@@ -64,7 +65,7 @@ class Hub(NamedTuple):
             raise
         except (HTTPError, OfflineModeIsEnabled):
             return self._replace(local_files_only=True).download(name, file, revision).parent.name
-        if commit is None:
+        if commit is None or not re.fullmatch("[0-9a-f]{40}", commit):  # it becomes part of a path
             raise FileMetadataError("the server does not say which commit the revision stands for")
         return commit
 
@@ -102,7 +103,9 @@ def reaching(name: str, revision: str | None) -> Iterator[None]:
             f"'{name}' is neither a folder nor a Hub repository with safetensors weights that can be reached "
             f"(revision {revision or 'main'}): {first_line(error)}{advice}"
         ) from error
-    except (HTTPError, OfflineModeIsEnabled, OSError) as error:
+    except HfExtError:
+        raise
+    except (HTTPError, OfflineModeIsEnabled, OSError, ValueError) as error:  # ValueError: the server sent invalid headers
         raise BaseModelError(f"'{name}' could not be downloaded: {first_line(error)}") from error
 
 

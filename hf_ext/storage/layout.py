@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.installation import plugin
-from hf_ext.storage.tree import JOURNAL, OURS, scan
+from hf_ext.storage.tree import JOURNAL, OURS, real_path, scan
 
 CONFIG = "config.json"
 ADAPTER = "adapter_model.safetensors"  # the weights of a PEFT adapter
@@ -50,11 +50,14 @@ def all_weights(folder: Path) -> list[Path]:
     """Returns every file of weights in a folder: those with a name of weights, variants included, or listed in the index.
 
     Raises:
-        CheckpointError: an interrupted command left some of them elsewhere.
+        CheckpointError: an interrupted command left some of them elsewhere, or the folder cannot be listed.
     """
     _require_complete(folder)
     listed = read_index(folder / INDEX) if (folder / INDEX).exists() else []
-    return sorted(path for path in folder.iterdir() if WEIGHTS.fullmatch(path.name) or path.name in listed)
+    try:
+        return sorted(path for path in folder.iterdir() if WEIGHTS.fullmatch(path.name) or path.name in listed)
+    except OSError as error:
+        raise CheckpointError(f"{folder} could not be listed: {error.strerror}.") from error
 
 
 def weights_or_adapter(folder: Path) -> list[Path]:
@@ -186,11 +189,11 @@ def other_files(src: Path, out: Path) -> list[Path]:
     """Returns everything below `src` except its weights and what lies in `out`, relative to `src`: files, folders, links."""
     if not src.is_dir():
         return []
-    weights, out = weights_or_adapter(src), out.resolve()
-    around = src.resolve().is_relative_to(out)
+    weights, out = weights_or_adapter(src), real_path(out)
+    around = real_path(src).is_relative_to(out)
 
     def is_other(path: Path) -> bool:
-        places = (path.resolve(), path.parent.resolve())
+        places = (real_path(path), real_path(path.parent))
         return path not in weights and (around or not any(place.is_relative_to(out) for place in places))
 
     return [path for path in scan(src) if is_other(src / path)]
@@ -208,11 +211,11 @@ def require_deletable(src: Path, out: Path, needed: Iterable[str | os.PathLike])
     temporary files of this package, which are not copied."""
     if src.is_symlink():
         raise CheckpointError(f"{src} is a link and is not deleted; give the folder that it leads to.")
-    folder = src.resolve()
-    if folder.is_relative_to(out.resolve()):
+    folder = real_path(src)
+    if folder.is_relative_to(real_path(out)):
         raise CheckpointError(f"{src} cannot be deleted, it lies in {out}; give another folder to write.")
     for path in (out, *map(Path, needed)):
-        if any(place.is_relative_to(folder) for place in (path.resolve(), path.parent.resolve() / path.name)):
+        if any(place.is_relative_to(folder) for place in (real_path(path), real_path(path.parent) / path.name)):
             raise CheckpointError(f"{src} cannot be deleted, {path} lies in it and is needed; move that first.")
     for left in src.rglob(f"*{OURS}*"):
         raise CheckpointError(f"{src} cannot be deleted, an interrupted command left {left} there; move or delete that first.")

@@ -52,6 +52,11 @@ def scan(folder: Path, with_ours: bool = False) -> dict[Path, os.stat_result]:
     return entries
 
 
+def real_path(path: Path) -> Path:
+    """Returns the path without links. A link that leads to itself stays, where `Path.resolve` raises RuntimeError."""
+    return Path(os.path.realpath(path))
+
+
 def stamp(folder: Path) -> str:
     """Returns a hash of everything below a folder, by names, modes, sizes and times. It changes when a file is written."""
     digest = xxhash.xxh3_128()
@@ -167,7 +172,7 @@ def delete_folder(folder: Path, seen: str | None = None, needed: Iterable[str | 
     """
     if folder.is_symlink():
         raise CheckpointError(f"{folder} is a link and is not deleted; give the folder that it leads to.")
-    folder = folder.resolve()
+    folder = real_path(folder)
     held, grave = (folder.with_name(f".{folder.name}{suffix}") for suffix in (HELD, GRAVE))
     try:
         if not finish_deletion(folder) and folder.exists():
@@ -184,10 +189,10 @@ def delete_folder(folder: Path, seen: str | None = None, needed: Iterable[str | 
                         f"{folder} is not deleted: {gone[0]} is gone, without which the result cannot be read. Restore "
                         "that, or delete the result."
                     )
+                os.rename(held, grave)
             except BaseException:
                 os.rename(held, folder)
                 raise
-            os.rename(held, grave)
             shutil.rmtree(grave)
     except OSError as error:
         raise CheckpointError(f"{folder} could not be deleted: {error}") from error
@@ -195,12 +200,22 @@ def delete_folder(folder: Path, seen: str | None = None, needed: Iterable[str | 
 
 def finish_deletion(folder: Path) -> bool:
     """Completes the deletion of a folder that a kill interrupted, or restores the folder if it was not checked yet. Returns
-    whether a folder was deleted and none of that name exists now."""
+    whether a folder was deleted and none of that name exists now.
+
+    Raises:
+        CheckpointError: there is something else under the names that folders have while they are deleted.
+    """
     folder = folder.absolute()
     held, grave = (folder.with_name(f".{folder.name}{suffix}") for suffix in (HELD, GRAVE))
-    if held.exists() and not folder.exists():
-        os.rename(held, folder)
-    if not grave.exists():
-        return False
-    shutil.rmtree(grave)
+    try:
+        for path in (held, grave):
+            if os.path.lexists(path) and (path.is_symlink() or not path.is_dir()):
+                raise CheckpointError(f"{folder} cannot be deleted: {path} is not a folder of this package. Move it away.")
+        if held.exists() and not folder.exists():
+            os.rename(held, folder)
+        if not grave.exists():
+            return False
+        shutil.rmtree(grave)
+    except OSError as error:
+        raise CheckpointError(f"{folder} could not be deleted: {error}") from error
     return not folder.exists()

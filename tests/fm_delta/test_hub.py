@@ -226,3 +226,25 @@ def test_a_compressed_base_on_the_hub_is_recorded_by_its_id_and_commit(client, c
     client.run(CHAIN, client.hub.repos["user/small"].branches["main"])
     folders = [str(client.home / folder) for folder in ("five-small", "six-small")]
     client.run("check(5, sys.argv[1]); check(6, sys.argv[2])", *folders, home=tmp_path / "without the cache")
+
+
+LIED_TO = """
+for attempt in (
+    lambda: fm_delta.compress_checkpoint(sys.argv[1], "user/base", "out"),
+    lambda: fm_delta.compress_checkpoint("user/plain", None, "out"),
+    lambda: fm_delta.estimate(sys.argv[1], "user/base"),
+):
+    try:
+        attempt()
+    except hf_ext.HfExtError as error:
+        assert "user/" in str(error)
+    else:
+        raise AssertionError
+"""
+
+
+def test_a_server_that_leads_out_of_the_cache_is_refused(client, commits, tmp_path, monkeypatch):
+    perturb(bert(), seed=4).save_pretrained(tmp_path / "tuned")
+    monkeypatch.setattr(client.hub, "lies", {"X-Repo-Commit": "../../outside"})
+    client.run(LIED_TO, str(tmp_path / "tuned"), home=tmp_path / "home")
+    assert not list(tmp_path.rglob("*outside*"))
