@@ -171,8 +171,8 @@ class LocalHub:
     """The server: `endpoint` is its URL, `repos` its state, `log` every (method, path, status) it answered. `cuts` says of LFS
     content, by its SHA-256, after how many bytes each of its next downloads breaks off, as when a connection is lost. `sent`
     counts the bytes that it sent of each file, by the last part of the path. `ranges` is whether it sends parts of files.
-    `lies` are headers that replace those of its answers. Those of one process have one address, where they run one after the other, so
-    that `processes` can keep what has imported it."""
+    `lies` are headers that replace those of its answers. Those of one process have one address, where they run one after the
+    other, so that `processes` can keep what has imported it."""
 
     _port = 0
 
