@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from copy import deepcopy
@@ -10,7 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from huggingface_hub import hf_hub_download
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
@@ -279,8 +277,5 @@ def _checked(report: MergeReport) -> MergeReport:
 
 def _config_of(base: TensorSource) -> dict:
     """Returns the base's config.json; an empty dict if it has none."""
-    folder = base.paths[0].parent
-    if not os.path.isdir(base.name) and not (folder / CONFIG).exists():
-        with contextlib.suppress(OSError, ValueError):
-            hf_hub_download(base.name, CONFIG, revision=base.revision)
-    return read_config(folder / CONFIG)
+    folder = base.folder() if isinstance(base, Checkpoint) else base.paths[0].parent
+    return read_config(folder / CONFIG) if folder else {}

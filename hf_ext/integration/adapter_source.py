@@ -18,6 +18,7 @@ from transformers.core_model_loading import WeightConverter
 
 from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
+from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.layout import ADAPTER
 from hf_ext.storage.open import holds_several_models
@@ -216,8 +217,9 @@ def _is_nothing(tensor: torch.Tensor) -> bool:
 
 def _config_of(settings: PeftConfig, base: TensorSource, tensors: dict[str, torch.Tensor]) -> PretrainedConfig:
     """Returns the base's configuration, with the numbers of words and labels of the adapter's own modules."""
+    folder = base.folder() if isinstance(base, Checkpoint) else base.paths[0].parent  # as the weights were read
     try:
-        config = AutoConfig.from_pretrained(base.name, revision=base.revision)
+        config = AutoConfig.from_pretrained(folder or base.name)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"The base {base} has no config.json that Transformers can read, which is needed to merge an adapter: {error}"

@@ -14,7 +14,7 @@ from huggingface_hub.utils import SafetensorsFileMetadata
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.hub import HUB, Hub, is_local, reaching
-from hf_ext.storage.layout import INDEX, SINGLE, read_index, save_of, select_weights
+from hf_ext.storage.layout import CONFIG, INDEX, SINGLE, read_index, save_of, select_weights
 from hf_ext.storage.remote import RemoteFile
 from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile
 from hf_ext.storage.source import TensorSource
@@ -46,6 +46,7 @@ class Checkpoint(TensorSource):
     ):
         self.name = os.fspath(name)
         self.revision = revision
+        self._hub = hub
         try:
             self.files = self._open(hub, check)
         except (CheckpointError, CorruptFileError) as error:
@@ -83,6 +84,20 @@ class Checkpoint(TensorSource):
             paths = download(read_index(hub.download(self.name, INDEX, self.revision)))
         self.revision = paths[0].parent.name
         return [SafetensorsFile(path) for path in paths]
+
+    def folder(self) -> Path | None:
+        """Returns the folder with the config.json, which is downloaded if necessary; None if a repository has none.
+
+        Raises:
+            BaseModelError: it cannot be downloaded.
+        """
+        if os.path.isdir(self.name):
+            return Path(self.name)
+        with reaching(self.name, self.revision):
+            try:
+                return self._hub.download(self.name, CONFIG, self.revision).parent
+            except EntryNotFoundError:
+                return None
 
     def names(self) -> list[str]:
         return list(self._file_of)

@@ -75,9 +75,20 @@ assert not Path("merged").exists()
 """
 
 
-def run(hub, folder, script):
+ADAPTER = """
+from peft import LoraConfig, get_peft_model
+from hf_ext.integration.adapter_source import AdapterSource
+from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.hub import Hub
+get_peft_model(classifier(2, 4), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")).save_pretrained("adapter")
+base = Checkpoint("user/base", hub=Hub(token="hf_local", cache_dir="elsewhere"))
+assert AdapterSource(Path("adapter"), base).config.model_type == "bert"
+"""
+
+
+def run(hub, folder, script, signed_in=True):
     folder.mkdir()
-    done = python("-c", WORK + script, cwd=folder, env=hub.client_env(folder / "cache"))
+    done = python("-c", WORK + script, cwd=folder, env=hub.client_env(folder / "cache", signed_in=signed_in))
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -88,4 +99,6 @@ def test_a_merge_is_pushed_and_loaded_by_id(tmp_path):
         run(hub, tmp_path / "load", LOAD)
         run(hub, tmp_path / "parts", PARTS)
         printed = run(hub, tmp_path / "gone", PRIVATE)
+        hub.repos["user/base"].private = True
+        run(hub, tmp_path / "token", ADAPTER, signed_in=False)
         assert "user/gone' is neither a folder nor a Hub repository that can be reached" in printed

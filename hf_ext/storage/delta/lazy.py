@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
-from huggingface_hub.errors import EntryNotFoundError
 
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.checkpoint import LazyCheckpoint
@@ -25,8 +23,7 @@ from hf_ext.storage.delta.source import (
     place_of_base,
     require_fingerprint,
 )
-from hf_ext.storage.hub import HUB, Hub, absolute, reaching
-from hf_ext.storage.layout import CONFIG
+from hf_ext.storage.hub import HUB, Hub, absolute
 from hf_ext.storage.safetensors_file import RawTensor
 from hf_ext.storage.source import TensorSource
 
@@ -85,7 +82,7 @@ def _with_base(
     recorded, readers = files[0].base, [*readers, checkpoint]
     if len(readers) > MAX_CHAIN:
         raise BaseModelError(f"{readers[0]} needs more than {MAX_CHAIN} other checkpoints, each to read the one before.")
-    folder = _folder_of(checkpoint, hub)
+    folder = checkpoint.folder()
     name, revision = (absolute(base), None) if base is not None else base_of(files[0], folder)
     if recorded is None:
         return LazyDeltaCheckpoint(files, no_base(name, checkpoint))
@@ -103,14 +100,3 @@ def _with_base(
     if opened is not source or not source.is_remote:
         require_fingerprint(opened, recorded, checkpoint)
     return LazyDeltaCheckpoint(files, opened)
-
-
-def _folder_of(checkpoint: LazyCheckpoint, hub: Hub) -> Path | None:
-    """Returns the folder with the config.json of a checkpoint; None if a repository has none."""
-    if os.path.isdir(checkpoint.name):
-        return Path(checkpoint.name)
-    with reaching(checkpoint.name, checkpoint.revision):
-        try:
-            return hub.download(checkpoint.name, CONFIG, checkpoint.revision).parent
-        except EntryNotFoundError:
-            return None
