@@ -69,15 +69,19 @@ DecodedChanges::DecodedChanges(const Plan& plan, const Block& block, const uint8
 // Calls f(index of the change, offset in the tensor, new value) for every change; f may store the value there. `base` holds the
 // values of the whole tensor.
 template <class Function>
-void DecodedChanges::visit(const uint16_t* base, Function&& f) const {
+void DecodedChanges::visit(const uint16_t* base, Function f) const {
     if (all_ == 0) return;
     const std::vector<Stretch> stretches = stretches_of(plan_, block_);
-    with_instructions([&](auto set) {
+    // Copies, which the compiler keeps in registers while `f` writes to the tensor.
+    const size_t classes = counts_.size(), all = all_;
+    std::array<int, MAX_CLASSES> centers{};
+    for (size_t k = 0; k < classes; ++k) centers[k] = plan_.classes[k].center;
+    with_instructions([=, this, &stretches](auto set) {
         Places places(numbers_.get(), counts_);
         const Classifier<set()> classify(plan_);
         const ClassOf class_of(plan_);
-        std::array<const int32_t*, MAX_CLASSES> sizes{numbers_.get() + all_};
-        for (size_t k = 1; k < plan_.classes.size(); ++k) sizes[k] = sizes[k - 1] + counts_[k - 1];
+        std::array<const int32_t*, MAX_CLASSES> sizes{numbers_.get() + all};
+        for (size_t k = 1; k < classes; ++k) sizes[k] = sizes[k - 1] + counts_[k - 1];
         std::array<size_t, MAX_CLASSES> seen{};
         size_t found = 0;
         uint64_t masks[MAX_CLASSES];
@@ -85,7 +89,7 @@ void DecodedChanges::visit(const uint16_t* base, Function&& f) const {
             for (size_t at = stretch.begin; at < stretch.end; at += WORD) {
                 classify(base + at, std::min(WORD, stretch.end - at), masks);
                 uint64_t changed = 0;
-                for (size_t k = 0; k < plan_.classes.size(); ++k) {
+                for (size_t k = 0; k < classes; ++k) {
                     const size_t end = seen[k] + Masks<set()>::ones(masks[k]);
                     for (; places.next(k) < end; places.advance(k))
                         changed |= Masks<set()>::deposit(uint64_t(1) << (places.next(k) - seen[k]), masks[k]);
@@ -93,11 +97,11 @@ void DecodedChanges::visit(const uint16_t* base, Function&& f) const {
                 }
                 for (; changed; changed &= changed - 1) {
                     const size_t place = at + size_t(trailing_zeros(changed)), k = class_of(base[place]);
-                    const int32_t change = to_change(*sizes[k]++, plan_.classes[k].center);
+                    const int32_t change = to_change(*sizes[k]++, centers[k]);
                     f(found++, place, from_ordered(uint16_t(to_ordered(base[place]) + uint16_t(change))));
                 }
             }
-        if (found != all_) throw std::runtime_error("a change lies outside its block");
+        if (found != all) throw std::runtime_error("a change lies outside its block");
     });
 }
 

@@ -24,7 +24,7 @@ class DecodedChanges {
 
    private:
     template <class Function>
-    void visit(const uint16_t* base, Function&& f) const;
+    void visit(const uint16_t* base, Function f) const;
 
     const Plan& plan_;
     const Block block_;

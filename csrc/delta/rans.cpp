@@ -66,22 +66,24 @@ template <size_t LANES>
 [[gnu::always_inline]] inline void decode_row(uint32_t* states, const uint8_t*& next, const Context* contexts, int32_t* values,
                                               size_t lanes, const DecodeTable* tables) {
     uint32_t slots[LANES];
+    const uint8_t* word = next;
     uint32_t most = 0;
     for (size_t lane = 0; lane < lanes; ++lane) {
         const uint32_t x = states[lane];
         const uint32_t slot = slots[lane] = tables[contexts[lane].table()].slots[x & (PROBABILITY_SUM - 1)];
         most = std::max(most, slot);
-        states[lane] = refill((slot & 0xfff) * (x >> PROBABILITY_BITS) + (slot >> 12 & (PROBABILITY_SUM - 1)), next);
+        states[lane] = refill((slot & 0xfff) * (x >> PROBABILITY_BITS) + (slot >> 12 & (PROBABILITY_SUM - 1)), word);
     }
     for (size_t lane = 0; lane < lanes; ++lane) {
         const int shift = contexts[lane].shift();
         const uint32_t x = states[lane], mask = LOW_MASKS[size_t(shift)];
         values[lane] = int32_t(uint32_t(int(slots[lane] >> 26) - LINEAR) * (mask + 1) | (x & mask));
-        states[lane] = refill(x >> shift, next);
+        states[lane] = refill(x >> shift, word);
     }
     for (size_t lane = 0; most >> 26 >= TAIL && lane < lanes; ++lane)
         if (slots[lane] >> 26 >= TAIL)
-            take_tail(states[lane], next, int(slots[lane] >> 26), contexts[lane].shift(), values[lane]);
+            take_tail(states[lane], word, int(slots[lane] >> 26), contexts[lane].shift(), values[lane]);
+    next = word;
 }
 
 // Decodes up to `rows` rows, as long as `next` is not beyond `limit`. Returns their number.
@@ -98,14 +100,9 @@ template <size_t LANES, Instructions SET>
     if constexpr (LANES == 64 && SET == Instructions::NEON)
         return Neon::decode(states, next, limit, contexts, values, rows, tables);
 #endif
-    uint32_t held[LANES];
-    const uint8_t* word = next;
-    std::copy_n(states, LANES, held);
     size_t row = 0;
-    for (; row < rows && word <= limit; ++row)
-        decode_row<LANES>(held, word, contexts + row * LANES, values + row * LANES, LANES, tables);
-    std::copy_n(held, LANES, states);
-    next = word;
+    for (; row < rows && next <= limit; ++row)
+        decode_row<LANES>(states, next, contexts + row * LANES, values + row * LANES, LANES, tables);
     return row;
 }
 
