@@ -19,9 +19,7 @@ namespace {
 
 constexpr int MAX_RANK = 1024, MAX_EXPONENT = 100;
 constexpr double NARROW_SUMS = 0x1p24, WIDE_SUMS = 0x1p53;  // float and double represent every integer below these
-// Rows and columns whose changes are computed at a time. The width of every tile divides STRIP.
-constexpr size_t STRIP_ROWS = 4, STRIP = 192;
-constexpr size_t BAND = 5 * STRIP;  // columns whose factors fit in the second-level cache
+constexpr size_t BAND = 1024;                               // columns whose factors fit in the second-level cache
 
 // The caller may have set another rounding mode or flush denormals to zero.
 struct DefaultRounding {
@@ -35,37 +33,6 @@ uint32_t magnitude(int32_t factor) { return factor < 0 ? 0u - uint32_t(factor) :
 template <class Factors>
 std::shared_ptr<const ArrangedFactors> arranged(const LowRank& change) {
     return std::make_shared<ArrangedFactors>(ArrangedFactors{Factors(change.rows, change.columns, size_t(change.rank))});
-}
-
-// Computes the changes of COUNT rows, in tiles from `column` to `end`. Rows of `changes` are STRIP apart.
-template <Instructions SET, size_t COUNT, class Factors, class Change>
-void sum_rows(const Factors& factors, size_t row, size_t column, size_t end, Change unit, Change* changes) {
-    constexpr size_t WIDTH = Factors::template COLUMNS<SET>;
-    for (; column < end; column += WIDTH, changes += WIDTH) {
-        typename Factors::Sum sums[COUNT][WIDTH];
-        factors.template sum<SET>(row, column, sums);
-        // The product with a power of two is exact.
-        for (size_t i = 0; i < COUNT; ++i)
-            for (size_t j = 0; j < WIDTH; ++j) changes[i * STRIP + j] = Change(sums[i][j]) * unit;
-    }
-}
-
-// As sum_rows, of one row or STRIP_ROWS.
-template <class Change>
-[[gnu::noinline]] void sum(const ArrangedFactors& arranged, size_t rows, size_t row, size_t column, size_t end, Change unit,
-                           Change* changes) {
-    std::visit(
-        [=](const auto& factors) {
-            with_instructions([=, &factors](auto set) {
-                constexpr size_t COUNT = std::decay_t<decltype(factors)>::template ROWS<set()>;
-                if (rows % COUNT == 0)
-                    for (size_t i = 0; i < rows; i += COUNT)
-                        sum_rows<set(), COUNT>(factors, row + i, column, end, unit, changes + i * STRIP);
-                else
-                    sum_rows<set(), 1>(factors, row, column, end, unit, changes);
-            });
-        },
-        arranged.factors);
 }
 
 template <class F>
@@ -87,6 +54,59 @@ typename F::U moved(typename F::U base, Sum change) {
     using U = typename F::U;
     const U stays = U(U(0) - U(U(base & U(~F::SIGN)) >= F::INFINITY_BITS));
     return U((base & stays) | (round_to<F>(Real<F>(Sum(finite_value<F>(base)) + change)) & U(~stays)));
+}
+
+// Moves the values `first` to `last` of a tile.
+template <class F, class Change, class Sum>
+void move_values(const typename F::U* __restrict base, const Sum* __restrict sums, Change unit, size_t first, size_t last,
+                 typename F::U* __restrict out) {
+    // The product with a power of two is exact.
+    for (size_t j = first; j < last; ++j) out[j] = moved<F>(base[j], Change(sums[j]) * unit);
+}
+
+// Moves columns `first` to `last` of COUNT rows. `places` are the indices of these rows in the tensor.
+template <class F, Instructions SET, class Change, size_t COUNT, class AllFactors>
+void move_rows(const AllFactors& factors, size_t row, size_t first, size_t last, const uint32_t* places, size_t length,
+               Change unit, const typename F::U* base, typename F::U* out) {
+    constexpr size_t WIDTH = AllFactors::template COLUMNS<SET>;
+    for (size_t column = first - first % WIDTH; column < last; column += WIDTH) {
+        typename AllFactors::Sum sums[COUNT][WIDTH];
+        factors.template sum<SET>(row, column, sums);
+        for (size_t i = 0; i < COUNT; ++i) {
+            const size_t at = places[i] * length + column;
+            prefetch(base + at, COUNT * length, WIDTH);
+            // The loop over whole tiles is unrolled.
+            if (first <= column && column + WIDTH <= last)
+                move_values<F>(base + at, sums[i], unit, 0, WIDTH, out + at);
+            else
+                move_values<F>(base + at, sums[i], unit, std::max(first, column) - column, std::min(last - column, WIDTH),
+                               out + at);
+        }
+    }
+}
+
+// Moves the values `begin` to `end` of a part.
+template <class F, Instructions SET, class Change, class AllFactors>
+void move(const AllFactors& factors, const Plan& plan, const Part& part, size_t begin, size_t end, Change unit,
+          const typename F::U* base, typename F::U* out) {
+    constexpr size_t COUNT = AllFactors::template ROWS<SET>;
+    const size_t length = plan.shape.row_length;
+    const uint32_t* places = &plan.rows[part.first_row];
+    for (size_t band = 0; band < length; band += BAND) {
+        const size_t band_end = std::min(length, band + BAND);
+        for (size_t row = begin / length; row * length < end;) {
+            if (row * length >= begin && (row + COUNT) * length <= end) {
+                move_rows<F, SET, Change, COUNT>(factors, row, band, band_end, places + row, length, unit, base, out);
+                row += COUNT;
+            } else {
+                const size_t first = std::max(begin, row * length + band) - row * length,
+                             last = std::min(end, row * length + band_end) - row * length;
+                if (first < last)
+                    move_rows<F, SET, Change, 1>(factors, row, first, last, places + row, length, unit, base, out);
+                ++row;
+            }
+        }
+    }
 }
 
 }  // namespace
@@ -127,44 +147,26 @@ void LowRank::prepare(bool doubles) {
 
 void LowRank::predict(const Plan& plan, const Part& part, size_t begin, size_t size, const void* base, void* out) const {
     const DefaultRounding rounding;
+    const double unit = std::ldexp(1.0, -exponent);
     with_float(plan.shape.dtype, [&](auto type) {
         using F = decltype(type);
         using U = typename F::U;
-        const U* from = static_cast<const U*>(base);
-        U* to = static_cast<U*>(out);
-        if constexpr (F::WIDTH < 64)
-            if (!wide_) return move<F, float>(plan, part, begin, size, from, to);
-        move<F, double>(plan, part, begin, size, from, to);
-    });
-}
-
-template <class F, class Change>
-void LowRank::move(const Plan& plan, const Part& part, size_t begin, size_t size, const typename F::U* base,
-                   typename F::U* out) const {
-    const size_t length = plan.shape.row_length, end = begin + size;
-    const uint32_t* places = &plan.rows[part.first_row];
-    const Change unit = Change(std::ldexp(1.0, -exponent));
-    Change changes[STRIP_ROWS * STRIP];
-    for (size_t band = 0; band < length; band += BAND)
-        for (size_t row = begin / length, rows; row * length < end; row += rows) {
-            rows = row * length >= begin && (row + STRIP_ROWS) * length <= end ? STRIP_ROWS : 1;
-            const size_t first = std::max(begin, row * length + band) - row * length,
-                         last = std::min(end, row * length + std::min(length, band + BAND)) - row * length;
-            for (size_t strip = first - first % STRIP; strip < last; strip += STRIP) {
-                const size_t from = std::max(first, strip), to = std::min(last, strip + STRIP);
-                sum(*factors_, rows, row, strip, to, unit, changes);
-                with_instructions([&](auto) {
-                    for (size_t i = 0; i < rows; ++i) {
-                        const size_t at = places[row + i] * length + strip;
-                        const typename F::U* __restrict before = base + at;
-                        const Change* __restrict change = changes + i * STRIP;
-                        typename F::U* __restrict after = out + at;
-                        prefetch(before, rows * length, STRIP);
-                        for (size_t j = from - strip; j < to - strip; ++j) after[j] = moved<F>(before[j], change[j]);
-                    }
+        std::visit(
+            [&](const auto& factors) {
+                // Factors whose sums have 16 bits are too small for wide sums.
+                constexpr bool may_be_wide = F::WIDTH == 64 || sizeof(typename std::decay_t<decltype(factors)>::Sum) > 2;
+                const U* from = static_cast<const U*>(base);
+                U* to = static_cast<U*>(out);
+                with_instructions([&](auto set) {
+                    if constexpr (may_be_wide)
+                        if (F::WIDTH == 64 || wide_)
+                            return move<F, set(), double>(factors, plan, part, begin, begin + size, unit, from, to);
+                    if constexpr (F::WIDTH != 64)
+                        move<F, set(), float>(factors, plan, part, begin, begin + size, float(unit), from, to);
                 });
-            }
-        }
+            },
+            factors_->factors);
+    });
 }
 
 // Writes a list of factors.

@@ -24,10 +24,6 @@ class LowRank {
     void predict(const Plan& plan, const Part& part, size_t begin, size_t size, const void* base, void* out) const;
 
    private:
-    template <class F, class Change>
-    void move(const Plan& plan, const Part& part, size_t begin, size_t size, const typename F::U* base,
-              typename F::U* out) const;
-
     bool wide_ = false;                                      // sums of products need double precision
     std::shared_ptr<const struct ArrangedFactors> factors_;  // in the layout that the sums are computed from
 };
