@@ -114,7 +114,8 @@ def _add_peft_types() -> None:
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
     from peft.utils import register_peft_method
 
-    for package, name in (("pissa", "QPissa"), ("uni_med.upcycling", "CMoE")):
+    # Adapters of PissaConfig are of type LORA, except for PEFT's function that collects what is saved.
+    for package, name in (("pissa", "Pissa"), ("pissa", "QPissa"), ("uni_med.upcycling", "CMoE")):
         key = name.upper()
         if key not in PeftType.__members__:  # PEFT registers methods only under members of this enumeration
             member = str.__new__(PeftType, key)

@@ -69,9 +69,9 @@ def test_the_import_adds_its_entries_and_replaces_nothing():
     added = {line.split(" ", 1)[1] for line in result.stdout.splitlines()}
     tables = ("AUTO_QUANTIZATION_CONFIG_MAPPING", "AUTO_QUANTIZER_MAPPING")
     expected = {f"{table}['{method}']" for table in tables for method in ("fm_delta", "emr")}
-    for name in ("QPISSA", "CMOE"):
+    for name in ("PISSA", "QPISSA", "CMOE"):
         expected |= {f"PEFT_TYPE_TO_{table}_MAPPING[{PeftType(name)!r}]" for table in ("CONFIG", "TUNER", "PREFIX")}
-    expected |= {"PeftType.QPISSA", "PeftType.CMOE", "CONFIG_MAPPING['uni_med']"}
+    expected |= {"PeftType.PISSA", "PeftType.QPISSA", "PeftType.CMOE", "CONFIG_MAPPING['uni_med']"}
     expected |= {f"{table}_MAPPING[{UniMedConfig!r}]" for table in ("MODEL_FOR_IMAGE_TEXT_TO_TEXT", "PROCESSOR")}
     expected.add(f"MODEL_MAPPING[{Blip2VisionConfig!r}]")
     # Every output class of a model is registered with torch's trees as soon as it is defined.

@@ -104,9 +104,9 @@ def unsaved_buffers(module: torch.nn.Module) -> Set[str]:
     return getattr(module, "_non_persistent_buffers_set", frozenset())
 
 
-def variables_of_caller(owner: type, function: str) -> Mapping[str, Any] | None:
-    """Returns the local variables of the nearest caller that is a run of this function of a host's class. Returns None outside
-    of it, or where the class has no such function.
+def variables_of_caller(owner: object, function: str) -> Mapping[str, Any] | None:
+    """Returns the local variables of the nearest caller that is a run of this function of a host's class or module. Returns
+    None outside of it, or where the host has no such function.
 
     PEFT 0.18 to 0.21 and Transformers offer no hook where this is used.
     """
@@ -187,16 +187,25 @@ def hub_settings() -> Hub:
     return Hub(**{name: variables[name] for name in Hub._fields if name in variables})
 
 
-def buffer_dict() -> type[torch.nn.Module]:
-    """Returns PEFT's dictionary of buffers, whose tensors PEFT moves to the device of the base layer.
-
-    Where PEFT has moved it, it is taken from the file that uses it. Without it, PiSSA raises an ImportError that names it.
-    """
+def loads_weights_later() -> bool:
+    """Tells whether Transformers left the weights of this process empty, because FSDP gets them from the first one
+    (cpu_ram_efficient_loading). False where its functions have other names."""
     try:
-        from peft.tuners._buffer_dict import BufferDict
+        from transformers.modeling_utils import is_fsdp_enabled, is_local_dist_rank_0
     except ImportError:
-        from peft.tuners.tuners_utils import BufferDict
-    return BufferDict
+        return False
+    return is_fsdp_enabled() and not is_local_dist_rank_0()
+
+
+def saves_adapter() -> bool:
+    """Tells whether PEFT collects an adapter's tensors at this moment.
+
+    PEFT 0.21 and later ask the tuner of the adapter's type for them. Where the function has another name, PiSSA adapters are
+    saved in two parts, A and A₀, which only this package loads.
+    """
+    from peft.utils import save_and_load
+
+    return variables_of_caller(save_and_load, "get_peft_model_state_dict") is not None
 
 
 def saves_only_lora_tensors() -> bool:

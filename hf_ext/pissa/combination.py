@@ -1,4 +1,4 @@
-"""The LoRA tuner of models with PiSSA adapters."""
+"""The LoRA tuner of models with PiSSA adapters: combines and saves them as LoRAs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import nn
 from transformers.utils.logging import get_logger
 
 from hf_ext.pissa.adapters import is_pissa
+from hf_ext.pissa.state import stack
 
 logger = get_logger(__name__)
 
 
 class PissaModel(LoraModel):
-    """PEFT's LoRA tuner, whose `add_weighted_adapter` combines PiSSA adapters as the LoRAs that they are saved as.
+    """PEFT's LoRA tuner, which combines and saves PiSSA adapters as LoRAs.
 
     PEFT makes a `LoraModel`, because PiSSA's adapters are of type LORA. The first PiSSA layer gives it this class.
     """
@@ -48,6 +49,12 @@ class PissaModel(LoraModel):
             if combination_type.endswith("svd") and svd_rank is None:
                 svd_rank = self._rank_of_all_layers(adapters, combination_type)
             super().add_weighted_adapter(adapters, weights, adapter_name, combination_type, svd_rank, **options)
+
+    @classmethod
+    def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
+        state = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
+        stack(state, adapter_name)
+        return state
 
     def _rank_of_all_layers(self, adapters: list[str], combination_type: str) -> int:
         """Returns the rank that PEFT would take, or the rank of the smallest layer if PEFT's SVD would fail there."""

@@ -17,6 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
+from hf_ext.integration.compat import saves_adapter, saves_only_lora_tensors
 from hf_ext.integration.model_cards import write_card
 from hf_ext.pissa.card import pissa_card
 from hf_ext.pissa.kinds import PissaConv1d, PissaConv2d, PissaConv3d, PissaEmbedding, PissaLinear, refuse
@@ -117,6 +118,16 @@ class PissaConfig(LoraConfig):
                 nn.Module: refuse,
             }
         )
+
+    @property
+    def peft_type(self) -> PeftType:  # type: ignore[override]
+        """LORA, so that PiSSA adapters live in a model beside LoRAs. PEFT asks the tuner of the type which tensors to save."""
+        kind = self.__dict__["peft_type"]
+        return PeftType("PISSA") if kind == PeftType.LORA and not saves_only_lora_tensors() and saves_adapter() else kind
+
+    @peft_type.setter
+    def peft_type(self, kind: PeftType) -> None:
+        self.__dict__["peft_type"] = kind
 
     def to_dict(self) -> dict:
         return super().to_dict() | {"init_lora_weights": bool(self.init_lora_weights)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
@@ -19,16 +19,18 @@ from transformers.utils.logging import tqdm
 
 from hf_ext.errors import BaseModelError, HfExtError
 from hf_ext.integration.compat import (
-    buffer_dict,
     config_and_name_of_layer,
     loads_adapter,
     loads_adapter_by_transformers,
+    loads_weights_later,
     model_that_makes_layer,
+    saves_only_lora_tensors,
 )
 from hf_ext.pissa.adapters import is_pissa
 from hf_ext.pissa.combination import PissaModel
 from hf_ext.pissa.decomposition import energy, initial_factors, is_of, principal_components
 from hf_ext.pissa.reports import LayerReport
+from hf_ext.pissa.state import check_gathered, gathered, stack
 
 if TYPE_CHECKING:
     from hf_ext.pissa.config import PissaConfig
@@ -55,7 +57,9 @@ class PissaVariant(LoraVariant):
                 f"r={rank} is more than the {min(shape)} principal components that {module.name or 'a layer'} "
                 f"({shape[0]} × {shape[1]}) has. Set a smaller r, or a rank_pattern for this layer."
             )
-        decomposes = bool(config.init_lora_weights) and A.device.type != "meta" and not loads_adapter()
+        decomposes = (
+            bool(config.init_lora_weights) and A.device.type != "meta" and not loads_adapter() and not loads_weights_later()
+        )
         if decomposes:
             if is_deepspeed_zero3_enabled():
                 raise ValueError("PiSSA cannot decompose weights that DeepSpeed ZeRO-3 has partitioned. Use ZeRO-2.")
@@ -86,10 +90,20 @@ class PissaVariant(LoraVariant):
         return orig_weight - module.get_delta_weight(active_adapter).to(orig_weight.dtype)
 
 
-class PissaLayer(LoraLayer):
-    """The base of the PiSSA layers: keeps A₀ and B₀ beside A and B. In the state dict, all four stand as one LoRA of rank 2r.
+class Frozen(nn.ParameterDict):
+    """Parameters by adapter that are never trained.
 
-    So whatever saves or loads through state dicts (PEFT, Trainer, Accelerate) reads and writes [A; A₀] and [B, −B₀].
+    DDP synchronizes buffers at every forward, and FSDP 2 does not shard them. It does with parameters what it does with A and B.
+    """
+
+    def __setitem__(self, key: str, value: torch.Tensor) -> None:
+        super().__setitem__(key, nn.Parameter(value, requires_grad=False))
+
+
+class PissaLayer(LoraLayer):
+    """The base of the PiSSA layers: keeps A₀ and B₀ beside A and B, as parameters that are frozen.
+
+    PEFT saves all four as one LoRA of rank 2r, [A; A₀] and [B, −B₀] (see `PissaModel`), and the layer loads either form.
     Plain LoRA adapters work in these layers as in PEFT's own.
 
     Attributes:
@@ -112,7 +126,7 @@ class PissaLayer(LoraLayer):
         """Adds the attributes that PEFT's layers do not have."""
         if not hasattr(self, "configs"):
             self.name, self.configs, self.started = "", {}, {}
-            self.initial_A, self.initial_B = buffer_dict()(), buffer_dict()()
+            self.initial_A, self.initial_B = Frozen(), Frozen()
             LAYERS[next(_numbers)] = self
 
     def __setstate__(self, state: dict) -> None:
@@ -195,19 +209,14 @@ class PissaLayer(LoraLayer):
 
     def initial(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns A₀ and B₀ in the dtype of A and B."""
-        A, A0 = self.factors(adapter)[0], self.initial_A[adapter]
-        if A.shape[1:] != A0.shape[1:] or not len(A):
-            raise ValueError(
-                f"A of the adapter '{adapter}' is a shard of the shape {tuple(A.shape)} instead of {tuple(A0.shape)}, because "
-                "DeepSpeed ZeRO-3 or FSDP has partitioned it. Gather the parameters first, with "
-                "deepspeed.zero.GatheredParameters or FullyShardedDataParallel.summon_full_params."
-            )
+        A, A0, B0 = self.factors(adapter)[0], self.initial_A[adapter].detach(), self.initial_B[adapter].detach()
+        check_gathered(adapter, A)
         if A.shape != A0.shape:
             raise ValueError(
                 f"A of the adapter '{adapter}' has the shape {tuple(A.shape)} instead of {tuple(A0.shape)}. PiSSA's training "
                 "form does not support hotswapping. Use PeftModel.load_adapter."
             )
-        return A0.to(A.dtype), self.initial_B[adapter].to(A.dtype)
+        return A0.to(A.dtype), B0.to(A.dtype)
 
     def start_scaling(self, adapter: str) -> float:
         """Returns the scaling at the start of training, which A₀ and B₀ belong to."""
@@ -215,16 +224,16 @@ class PissaLayer(LoraLayer):
         return self.lora_alpha[adapter] / (math.sqrt(rank) if self.use_rslora[adapter] else rank)
 
     @torch.no_grad()
-    def report(self, adapter: str, name: str) -> LayerReport:
-        """Reports what an adapter started from in this layer; `name` is the layer's name."""
-        A, B = (factor.float().flatten(1) for factor in self.initial(adapter))
+    def report(self, adapter: str, name: str, initial: tuple[torch.Tensor, torch.Tensor] | None = None) -> LayerReport:
+        """Reports what an adapter started from in this layer; `name` is the layer's name, `initial` A₀ and B₀ to be loaded."""
+        A, B = (factor.float().flatten(1) for factor in initial or self.initial(adapter))
         part = energy(B, A, self.start_scaling(adapter))
-        share = part / torch.linalg.norm(self.matrix()).square().clamp_min(torch.finfo(part.dtype).tiny)
+        share = part / torch.linalg.norm(gathered(self.matrix())).square().clamp_min(torch.finfo(part.dtype).tiny)
         return LayerReport(name, self.r[adapter], share.item(), None, None)
 
-    def note_start(self, adapter: str) -> None:
+    def note_start(self, adapter: str, initial: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
         """Records the report on the adapter's start, for the model card."""
-        self.started[adapter] = self.report(adapter, self.name)
+        self.started[adapter] = self.report(adapter, self.name, initial)
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         if adapter not in self.pissa_adapters():
@@ -265,11 +274,9 @@ class PissaLayer(LoraLayer):
 
     def state_dict(self, *args: Any, destination: dict | None = None, prefix: str = "", keep_vars: bool = False) -> dict:
         state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
-        for adapter in self.pissa_adapters():
-            A0, B0 = self.initial(adapter)
-            a, b = (prefix + key for key in self.keys(adapter))
-            with _replicated(state[a]):
-                state[a], state[b] = torch.cat([state[a], A0]), torch.cat([state[b], -B0], dim=1)
+        if saves_only_lora_tensors():
+            for adapter in self.pissa_adapters():
+                stack(state, adapter, prefix)
         return state
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
@@ -277,34 +284,25 @@ class PissaLayer(LoraLayer):
             a, b = (prefix + key for key in self.keys(adapter))
             if a in state_dict and b in state_dict and len(state_dict[a]) == 2 * self.r[adapter]:
                 (A, A0), (B, B0) = state_dict[a].chunk(2), state_dict[b].chunk(2, dim=1)
-                self.set_initial(adapter, A0.clone(), -B0)
+                self.check_initial(adapter, gathered(A0), -gathered(B0))
                 state_dict[a], state_dict[b] = A.clone(), B.contiguous()
+                # The submodules load these.
+                state_dict[f"{prefix}initial_A.{adapter}"], state_dict[f"{prefix}initial_B.{adapter}"] = A0.clone(), -B0
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def set_initial(self, adapter: str, A0: torch.Tensor, B0: torch.Tensor) -> None:
-        """Sets A₀ and B₀ of a saved adapter.
+    def check_initial(self, adapter: str, A0: torch.Tensor, B0: torch.Tensor) -> None:
+        """Checks A₀ and B₀ of a saved adapter, and records the report on its start.
 
         Raises:
             BaseModelError: they are not principal components of this layer's weight.
         """
-        weight = self.get_base_layer().weight
-        device = weight.device
-        if device.type != "meta":
-            B, A = (factor.to(device).flatten(1) for factor in (B0, A0))
-            if not is_of(B, A, self.start_scaling(adapter), self.matrix()):
-                raise another_base(self.get_base_layer())
-        self.initial_A[adapter], self.initial_B[adapter] = A0.to(device), B0.to(device)
-        if weight.device.type != "meta":
-            self.note_start(adapter)
-
-
-def _replicated(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Lets a tensor that FSDP2 has sharded meet plain ones, of which every rank has a copy."""
-    if not hasattr(tensor, "full_tensor"):
-        return nullcontext()
-    from torch.distributed.tensor.experimental import implicit_replication
-
-    return implicit_replication()
+        device = self.get_base_layer().weight.device
+        if device.type == "meta":
+            return
+        A0, B0 = A0.to(device), B0.to(device)
+        if not is_of(B0.flatten(1), A0.flatten(1), self.start_scaling(adapter), gathered(self.matrix())):
+            raise another_base(self.get_base_layer())
+        self.note_start(adapter, (A0, B0))
 
 
 def starts_of(config: LoraConfig) -> list[LayerReport]:

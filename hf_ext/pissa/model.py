@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora.model import LoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -17,6 +16,7 @@ from transformers.utils.logging import get_logger
 
 from hf_ext.errors import BaseModelError, HfExtError
 from hf_ext.integration.compat import config_and_name_of_layer, saves_only_lora_tensors
+from hf_ext.pissa.combination import PissaModel
 from hf_ext.pissa.config import QPissaConfig
 from hf_ext.pissa.decomposition import energy
 from hf_ext.pissa.kinds import PissaLinear
@@ -93,7 +93,7 @@ class QPissaLinear(PissaLinear):
                 f"{base.scaling} in {base.original.layer}, not {rank} and {scaling}."
             )
 
-    def set_initial(self, adapter: str, A0: torch.Tensor, B0: torch.Tensor) -> None:
+    def check_initial(self, adapter: str, A0: torch.Tensor, B0: torch.Tensor) -> None:
         base = self.base_layer
         self._check_shared(len(A0), self.start_scaling(adapter))
         device = base.weight.device
@@ -103,16 +103,15 @@ class QPissaLinear(PissaLinear):
             raise BaseModelError(
                 f"The adapter was trained on another residual of {base.original.layer} than this one. Load it on a fresh base."
             )
-        self.initial_A[adapter], self.initial_B[adapter] = A0, B0
         if base.statistics is not None:  # without them the report needs the original weight
             self.note_start(adapter)
 
     @torch.no_grad()
-    def report(self, adapter: str, name: str) -> LayerReport:
+    def report(self, adapter: str, name: str, initial: tuple[torch.Tensor, torch.Tensor] | None = None) -> LayerReport:
         base, rank = self.base_layer, self.r[adapter]
         if base.statistics is not None:
             return LayerReport(name, rank, *base.statistics)
-        A, B = (factor.float() for factor in self.initial(adapter))
+        A, B = (factor.float() for factor in initial or self.initial(adapter))
         weight = base.original_weight()
         total = torch.linalg.norm(weight)
         start = dequantize(base.weight, getattr(base.layer, "state", None)) + base.scaling * (B @ A)
@@ -142,7 +141,7 @@ class QPissaLinear(PissaLinear):
         return layer
 
 
-class QPissaModel(LoraModel):
+class QPissaModel(PissaModel):
     """The tuner behind `get_peft_model(model, QPissaConfig(…))`."""
 
     def _create_and_replace(

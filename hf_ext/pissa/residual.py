@@ -121,8 +121,8 @@ class ResidualLinear(nn.Module):
     """
 
     # A₀ and B₀, and behind them the factors of merged adapters.
-    A: torch.Tensor | None
-    B: torch.Tensor | None
+    A: nn.Parameter | None
+    B: nn.Parameter | None
 
     def __init__(self, layer: LinearLayer, original: OriginalWeight, quantization: Quantization):
         super().__init__()
@@ -134,8 +134,9 @@ class ResidualLinear(nn.Module):
         self.digest: int | None = None  # of a full-precision weight that was in memory
         self.scaling = 1.0
         self.rank = 0
-        self.register_buffer("A", None, persistent=False)
-        self.register_buffer("B", None, persistent=False)
+        # Frozen parameters: DDP synchronizes buffers at every forward.
+        self.register_parameter("A", None)
+        self.register_parameter("B", None)
         self.statistics: Statistics | None = None
         self.out_features, self.in_features = original.shape
 
@@ -215,7 +216,7 @@ class ResidualLinear(nn.Module):
 
     def _set(self, B: torch.Tensor, A: torch.Tensor, scaling: float, quantized: QuantizedWeight) -> None:
         # In the layout of the adapter's own factors, so that both make the same product to the last bit.
-        self.B, self.A = B.float().contiguous(), A.float().contiguous()
+        self._set_factors(A.float().contiguous(), B.float().contiguous())
         self.scaling, self.rank = scaling, len(A)
         before, self.layer = self.layer, self._layer(self.quantization, quantized)
         if before is not self.layer:
@@ -258,6 +259,9 @@ class ResidualLinear(nn.Module):
         weight = dequantize(self.layer.weight, getattr(self.layer, "state", None))
         return weight + self.scaling * (B.float() @ A.float())
 
+    def _set_factors(self, A: torch.Tensor, B: torch.Tensor) -> None:
+        self.A, self.B = nn.Parameter(A, requires_grad=False), nn.Parameter(B, requires_grad=False)
+
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns A and B.
 
@@ -275,6 +279,8 @@ class ResidualLinear(nn.Module):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(f"{prefix}layer.")]:
             state_dict[f"{prefix}layer.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+        # `QPissaLinear.rebuild` sets these, and no state dict has them.
+        state_dict |= {prefix + name: factor for name, factor in self.named_parameters(recurse=False)}
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -291,12 +297,12 @@ class ResidualLinear(nn.Module):
             HfExtError: the adapter's weights have not been loaded yet.
         """
         before = self.factors()
-        self.A, self.B = torch.cat([before[0], A.to(before[0])]), torch.cat([before[1], B.to(before[1])], dim=1)
+        self._set_factors(torch.cat([before[0], A.to(before[0])]), torch.cat([before[1], B.to(before[1])], dim=1))
 
     def unmerge(self, rank: int) -> None:
         """Removes the last `rank` merged rows of A and columns of B."""
         A, B = self.factors()
-        self.A, self.B = A[:-rank].contiguous(), B[:, :-rank].contiguous()
+        self._set_factors(A[:-rank].contiguous(), B[:, :-rank].contiguous())
 
     def plain(self) -> tuple[LinearLayer, float]:
         """Returns a layer with one weight, quantized if it was before QPiSSA, and the relative error of quantizing."""

@@ -1,30 +1,77 @@
-"""Saving PiSSA adapters of sharded models."""
+"""PiSSA in distributed training: what DDP synchronizes, and what FSDP 2 saves and loads."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from processes import on_ranks
-from tiny_adapters import trained
+from tiny_adapters import moved, needs_peft, small_llama, trained
 from tiny_models import inputs, llama
 
-from hf_ext import PissaConfig
+from hf_ext import PissaConfig, QPissaConfig
+
+LOADS = needs_peft("0.21", "older versions pick what they save by its name, so the state dict is that of the saved adapter")
+
+
+def pissa(**options) -> PeftModel:
+    return get_peft_model(llama(), PissaConfig(r=4, target_modules="all-linear", **options))
+
+
+def join(rank: int, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+
+
+def shard(model: PeftModel) -> PeftModel:
+    from torch.distributed import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _ddp(rank: int, folder: str) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Broadcasts(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "broadcast" in str(function):
+                self.elements += sum(tensor.numel() for tensor in args[0])
+            return function(*args, **(kwargs or {}))
+
+    join(rank, folder)
+    counts = []
+    for config in (LoraConfig, PissaConfig, QPissaConfig):
+        model = DistributedDataParallel(get_peft_model(small_llama(), config(r=4, target_modules="all-linear")))
+        with Broadcasts() as broadcasts:
+            for _ in range(2):
+                model(**inputs(model.module)).logits.sum().backward()
+        counts.append(broadcasts.elements)
+    assert counts[0] == counts[1] == counts[2] > 0, counts
+    del model  # or its process group may wait in vain for the other rank
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp_synchronizes_no_more_than_with_lora(tmp_path: Path):
+    assert on_ranks(_ddp, str(tmp_path)) == [0, 0]
 
 
 def _fsdp(rank: int, folder: str) -> None:
-    from torch.distributed import destroy_process_group, init_device_mesh, init_process_group
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-    from torch.distributed.fsdp import fully_shard
 
-    init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    model, mesh = get_peft_model(llama(), PissaConfig(r=4, target_modules="all-linear")), init_device_mesh("cpu", (2,))
+    join(rank, folder)
+    model = pissa()
     before, expected = get_peft_model_state_dict(model), model(**inputs(model)).logits
-    for layer in model.base_model.model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard(model)
     found = model(**inputs(model)).logits
     found.sum().backward()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -32,11 +79,69 @@ def _fsdp(rank: int, folder: str) -> None:
     if rank == 0:  # the others get nothing
         state = get_peft_model_state_dict(model, state_dict=whole)
         assert state.keys() == before.keys() and all(torch.equal(state[name], before[name]) for name in before)
-    destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
 def test_a_model_sharded_by_fsdp2_trains_and_saves_whole_adapters(tmp_path: Path):
     assert on_ranks(_fsdp, str(tmp_path)) == [0, 0]
+
+
+def _reload(rank: int, folder: str) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+
+    join(rank, folder)
+    saved = moved(pissa())
+    expected = saved(**inputs(saved)).logits
+    shard(saved)
+    whole = {"full_state_dict": True, "broadcast_from_rank0": True}
+    for options in (
+        {},
+        whole,
+        whole | {"ignore_frozen_params": True, "strict": False},
+    ):  # the last is Accelerate's for adapters
+        loaded = shard(pissa(seed=0 if "strict" in options else 1))
+        set_model_state_dict(
+            loaded,
+            get_model_state_dict(saved, options=StateDictOptions(**options)),
+            options=StateDictOptions(**{name: value for name, value in options.items() if name != "ignore_frozen_params"}),
+        )
+        torch.testing.assert_close(loaded(**inputs(loaded)).logits, expected, rtol=1e-5, atol=1e-6)
+    torch.distributed.destroy_process_group()
+
+
+@LOADS
+def test_fsdp2_loads_sharded_and_whole_state_dicts(tmp_path: Path):
+    assert on_ranks(_reload, str(tmp_path)) == [0, 0]
+
+
+def _load_on_one_rank(rank: int, folder: str) -> None:
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "LOCAL_RANK": str(rank)}
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from transformers import AutoModelForCausalLM
+
+    join(rank, folder)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, cpu_ram_efficient_loading=True, auto_wrap_policy="transformer_based_wrap"
+    )
+    # An `Accelerator` uses FSDP on accelerators only.
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin), is_main_process=rank == 0, mixed_precision="no", device=torch.device("cpu")
+    )
+    base = AutoModelForCausalLM.from_pretrained(f"{folder}/base")
+    model = get_peft_model(base, PissaConfig(r=4, target_modules="all-linear"))
+    model = fsdp2_prepare_model(accelerator, model)
+    torch.testing.assert_close(model(**inputs(model)).logits, torch.load(f"{folder}/logits"), rtol=1e-5, atol=1e-6)
+    torch.distributed.destroy_process_group()
+
+
+@LOADS
+def test_weights_that_only_the_first_rank_reads_reach_all_ranks(tmp_path: Path):
+    model = llama()
+    model.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        torch.save(model(**inputs(model)).logits, tmp_path / "logits")
+    assert on_ranks(_load_on_one_rank, str(tmp_path)) == [0, 0]
 
 
 @pytest.mark.parametrize("shape", [(0,), (128,)], ids=["ZeRO-3", "FSDP1"])
