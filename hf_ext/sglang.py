@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from hf_ext.stored_models import METHODS, StoredModel, read_tensors
+from hf_ext.storage.layout import forget_encoding
+from hf_ext.stored_models import StoredModel, read_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +34,7 @@ def register() -> None:
 
 def remove_settings(config: PretrainedConfig, *args: Any, **kwargs: Any) -> None:
     """Removes the `quantization_config` of a compressed checkpoint or a merge: the loaded weights are plain ones."""
-    settings = getattr(config, "quantization_config", None)
-    if isinstance(settings, dict) and settings.get("quant_method") in METHODS:
-        del config.quantization_config
+    forget_encoding(config)
 
 
 def read_weights(

@@ -8,14 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hf_ext.emr.folder import METHOD as EMR
 from hf_ext.emr.folder import open_merge
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.delta.folder import METHOD as FM_DELTA
 from hf_ext.storage.delta.source import PARTS_OF
 from hf_ext.storage.hub import HUB, is_local, reaching
-from hf_ext.storage.layout import CONFIG, storage_settings
+from hf_ext.storage.layout import CONFIG, ENCODINGS, storage_settings
 from hf_ext.storage.open import OF_TASK, open_checkpoint
 from hf_ext.storage.prefetch import Prefetcher
 from hf_ext.storage.safetensors_file import RawTensor
@@ -23,8 +21,6 @@ from hf_ext.storage.source import TensorSource
 
 if TYPE_CHECKING:
     import torch
-
-METHODS = (FM_DELTA, EMR)  # each a `quant_method` in config.json
 
 
 class StoredModel(NamedTuple):
@@ -55,7 +51,7 @@ class StoredModel(NamedTuple):
                     folder = HUB.download(self.path, CONFIG, self.revision).parent
             except BaseModelError:  # a server may take names of other kinds
                 return False
-        return folder.is_dir() and storage_settings(folder).get("quant_method") in METHODS
+        return folder.is_dir() and storage_settings(folder).get("quant_method") in ENCODINGS
 
     def open(self) -> TensorSource:
         """Returns the model's tensors, which are decoded when they are read.

@@ -24,7 +24,7 @@ from hf_ext.integration.model_cards import CARD, outdated, write_card
 from hf_ext.storage.atomic import staged_folder
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.hub import downloaded
-from hf_ext.storage.layout import ADAPTER_CONFIG, CONFIG, all_weights, read_config, require_another_folder
+from hf_ext.storage.layout import ADAPTER_CONFIG, CONFIG, ENCODINGS, all_weights, read_config, require_another_folder
 from hf_ext.storage.open import open_checkpoint, open_plain
 from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.source import TensorSource
@@ -233,7 +233,8 @@ def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskI
         raise CheckpointError(f"Task '{name}': {folder} has no config.json.")
     tensors = open_checkpoint(folder)
     quantized = settings.pop("quantization_config", None)
-    if quantized and isinstance(tensors, Checkpoint):
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+    if quantized and method not in ENCODINGS:
         raise CheckpointError(f"Task '{name}': {folder} is quantized; only float weights can be merged.")
     return TaskInput(tensors, settings, assets)
 

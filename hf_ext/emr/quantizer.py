@@ -49,6 +49,8 @@ class EMRQuantizer(DecodingQuantizer):
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         super()._process_model_after_weight_loading(model, **kwargs)
+        if self.holds_plain_weights:
+            return model
         if self.decoding is None:  # the plain way, which calls `loaded` for nothing
             with contextlib.suppress(*compat.HOST_CHANGED):
                 from hf_ext.integration.weight_plan import plan_of

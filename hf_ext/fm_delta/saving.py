@@ -22,7 +22,7 @@ from hf_ext.storage.delta.folder import plain_files
 from hf_ext.storage.delta.payload import is_payload, read_header
 from hf_ext.storage.delta.source import base_tensor
 from hf_ext.storage.hub import absolute
-from hf_ext.storage.layout import all_weights, require_another_folder
+from hf_ext.storage.layout import all_weights, forget_encoding, require_another_folder
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.source import TensorSource
 
@@ -52,6 +52,7 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
         raise CheckpointError(
             f"enable takes a Transformers PreTrainedModel, not a {type(model).__name__}. For PEFT, pass get_base_model()."
         )
+    forget_encoding(model.config)  # of a model that was made from the config.json of a compressed checkpoint
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
         raise CheckpointError("This model is quantized; only plain weights can be compressed.")
     disable(model)

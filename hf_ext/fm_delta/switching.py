@@ -22,7 +22,7 @@ from hf_ext.integration.in_place import Move, configure, difference, move_betwee
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.folder import METHOD
 from hf_ext.storage.hub import Hub, is_local, reaching
-from hf_ext.storage.layout import CONFIG, read_config
+from hf_ext.storage.layout import CONFIG, ENCODINGS, forget_encoding, read_config
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.safetensors_file import Entry, RawTensor, safetensors_dtype
@@ -127,6 +127,7 @@ def _writable(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         raise CheckpointError(
             f"switch takes a Transformers PreTrainedModel, not a {type(model).__name__}. For a PeftModel, call unload()."
         )
+    forget_encoding(model.config)  # of a model that was made from the config.json of a compressed checkpoint
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
         raise CheckpointError("This model is quantized; only plain weights can be switched. Load the other model instead.")
     if hasattr(model, "set_task"):
@@ -168,7 +169,7 @@ def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[Ten
     stored = text.pop("quantization_config", None) or {}
     method = stored.get("quant_method", METHOD) if isinstance(stored, dict) else stored
     source = open_checkpoint(name, revision, hub)
-    if method != METHOD:
+    if method not in ENCODINGS:
         raise CheckpointError(f"{source} is quantized ({method}). Give a checkpoint of plain or compressed weights.")
     return source, where.revision, text, read_config(folder / GENERATION) or None
 

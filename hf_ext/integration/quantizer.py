@@ -20,8 +20,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_ext.errors import CheckpointError
+from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration import compat, rehearsal, versions
+from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.safetensors_file import ComputedFile, SafetensorsFile
 from hf_ext.storage.source import TensorSource
@@ -87,6 +88,7 @@ class DecodingQuantizer(HfQuantizer):
     plain: str
     advice: str
     source: TensorSource
+    holds_plain_weights = False  # against what its config.json says
     files: list[str]  # Transformers reads the files that this list names after all hooks
 
     def __init__(self, quantization_config: DecodingConfig, **kwargs):
@@ -141,13 +143,25 @@ class DecodingQuantizer(HfQuantizer):
                 f"A checkpoint of {type(self.quantization_config).quant_method} is read from safetensors files, not from a "
                 "state dict."
             )
-        self.source = self.open(model, files)
+        try:
+            self.source = self.open(model, files)
+        except CorruptFileError:
+            if not _are_plain(files):
+                raise
+            self.holds_plain_weights = True
+            logger.warning(
+                f"The weights in {files[0].parent} are plain, although its config.json says that they are compressed. They are "
+                "loaded as they are. To correct the folder, remove `quantization_config` from its config.json."
+            )
         return model
 
     def update_parallel_plan(self, model, plan) -> None:
         """Does nothing, as decoding adds no parameters to the model. Transformers would walk through all parameters, twice."""
 
     def update_weight_conversions(self, weight_conversions: list, *args, **kwargs) -> list:
+        if self.holds_plain_weights:
+            self._quantize_later()
+            return weight_conversions
         try:
             rehearsal.require_success()
             from hf_ext.integration.decoding import Decoding
@@ -171,6 +185,10 @@ class DecodingQuantizer(HfQuantizer):
                 [ComputedFile(path.name, tensors, self.source.read, {"format": "pt"})], Path(self.decoded.name), "Decoding"
             )
             self.files[i] = str(Path(self.decoded.name, path.name))
+        self._quantize_later()
+
+    def _quantize_later(self) -> None:
+        """Lets Transformers quantize the plain weights that it loads, as requested."""
         if self.then is not None:
             self.pre_quantized, self.get_quantize_ops = False, self.then.get_quantize_ops
 
@@ -215,6 +233,13 @@ class DecodingQuantizer(HfQuantizer):
 
     def _sharded(self, technique: str) -> str:
         return f"{technique} shards weights during loading, but encoded weights cannot be sharded. {self.advice}"
+
+
+def _are_plain(files: list[Path]) -> bool:
+    """Checks whether files of a folder that claims to be compressed hold plain weights, as of a model that was made with the
+    configuration of a compressed checkpoint. Payloads are bytes, so damaged metadata does not make them plain."""
+    headers = [SafetensorsFile(path) for path in files]
+    return not any(KEY in header.metadata or "U8" in {entry.dtype for entry in header.entries.values()} for header in headers)
 
 
 @cache  # looking the version up takes a millisecond

@@ -19,6 +19,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(\.[\w-]+)?(-\d{5}-of-\d{5})?\.safetensors")
 SETTINGS = '\n  "quantization_config": '
+ENCODINGS = ("fm_delta", "emr")  # values of `quant_method` there for this package's checkpoints
 #: Tells users without this package how to load a checkpoint.
 HINT = (
     "The weights are compressed, as differences from the base model if one is named. Loading them requires "
@@ -138,6 +139,14 @@ def storage_settings(folder: Path) -> dict:
     none."""
     settings = read_config(folder / CONFIG).get("quantization_config")
     return settings if isinstance(settings, dict) else {}
+
+
+def forget_encoding(config: object) -> None:
+    """Removes the `quantization_config` of a compressed checkpoint or a merge from a model's configuration, because the weights
+    in memory are plain ones."""
+    settings = getattr(config, "quantization_config", None)
+    if isinstance(settings, dict) and settings.get("quant_method") in ENCODINGS:
+        del config.quantization_config  # type: ignore[attr-defined]
 
 
 def add_settings(text: str, settings: dict) -> str:

@@ -22,8 +22,8 @@ from peft import (
 from safetensors.torch import save_file
 from tiny_checkpoints import contents, fine_tune, weights, write_folder
 from tiny_merges import classifier, same_tensors, tensors_of, write_tasks
-from tiny_models import MODELS, bert, llama, perturb, tokenizer
-from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from tiny_models import MODELS, assert_same_weights, bert, llama, perturb, tokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from hf_ext import BaseModelError, CheckpointError, HfExtError, emr, fm_delta
@@ -762,3 +762,16 @@ def test_a_name_that_is_taken_and_a_folder_that_is_no_merge(tmp_path, folders):
         emr.extract(tmp_path / "merged", "sst2", tmp_path / "more")
     with pytest.raises(CheckpointError, match="cannot be overwritten"):
         emr.extract(tmp_path / "merged", "cr", tmp_path / "merged")
+
+
+def test_plain_weights_behind_the_config_of_a_merge_are_used_as_they_are(tmp_path):
+    base, tasks = write_tasks(tmp_path / "in", {"cr": 2, "subj": 2})
+    emr.merge(base, tasks, tmp_path / "merged")
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(tmp_path / "merged"))
+    model.load_state_dict(AutoModelForSequenceClassification.from_pretrained(tasks["cr"]).state_dict())
+    model.save_pretrained(tmp_path / "plain")
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "plain")
+    assert_same_weights(loaded, model)
+    assert not hasattr(loaded, "set_task")
+    emr.merge(base, {"cr": tmp_path / "plain", "subj": tasks["subj"]}, tmp_path / "again")
+    assert_same_weights(*(AutoModelForSequenceClassification.from_pretrained(tmp_path / name) for name in ("merged", "again")))

@@ -43,6 +43,7 @@ from transformers import (
 )
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, QPissaConfig, fm_delta
+from hf_ext.integration import quantizer
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -575,9 +576,26 @@ def test_a_missing_shard_is_an_error(tmp_path):
     assert_fails(CorruptFileError, folder / "small", "missing", folder=folder / "small")
 
 
-def test_a_plain_file_behind_a_compressed_config_is_refused(folder):
-    shutil.copy(folder / "tuned/model.safetensors", folder / "small")
-    assert_fails(CorruptFileError, folder / "small", "remove `quantization_config`", folder=folder / "small")
+def test_plain_weights_behind_a_compressed_config_are_used_as_they_are(folder, monkeypatch):
+    """As of a model that is made and saved with the configuration of a compressed checkpoint."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "small"))
+    model.save_pretrained(folder / "plain")
+    assert "quantization_config" in json.loads((folder / "plain/config.json").read_text())
+    warned: list[str] = []
+    monkeypatch.setattr(quantizer.logger, "warning", warned.append)
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "plain")
+    assert_same_weights(loaded, model)
+    assert "are plain, although its config.json says that they are compressed" in warned[0]
+    loaded.save_pretrained(folder / "again")
+    assert "quantization_config" not in json.loads((folder / "again/config.json").read_text())
+    fm_delta.compress_checkpoint(folder / "plain", folder / "base", folder / "plain-small")
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(folder / "plain-small"), model)
+    fm_delta.decompress_checkpoint(folder / "plain-small", folder / "restored")
+    assert (folder / "restored/config.json").read_bytes() == (folder / "plain/config.json").read_bytes()
+    fm_delta.enable(model, folder / "base").save_pretrained(folder / "enabled")
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(folder / "enabled"), model)
+    assert_same_weights(fm_delta.switch(loaded, folder / "small"), AutoModelForCausalLM.from_pretrained(folder / "tuned"))
+    assert_same_weights(fm_delta.switch(loaded, folder / "plain"), model)
 
 
 def test_a_compressed_checkpoint_is_not_loaded_from_a_state_dict(folder):

@@ -58,8 +58,7 @@ class CompressedFile:
         record = self.file.metadata.get(KEY)
         if record is None:
             raise CorruptFileError(
-                f"{self.path} is not compressed by FM-Delta, or its header is damaged. Plain checkpoints need no "
-                "decompression; to load one whose config.json says that it is compressed, remove `quantization_config` there."
+                f"{self.path} is not compressed by FM-Delta, or its header is damaged. Plain checkpoints need no decompression."
             )
         try:
             fields = json.loads(record)

@@ -30,6 +30,7 @@ from hf_ext.storage.hub import local_copy
 from hf_ext.storage.layout import (
     ADAPTER,
     CONFIG,
+    ENCODINGS,
     HINT,
     add_settings,
     all_weights,
@@ -254,7 +255,8 @@ def plain_files(src: Path) -> list[list[SafetensorsFile]]:
     config = read_config(src / CONFIG)
     if (settings := config.get("quantization_config")) is not None:
         method = settings.get("quant_method") if isinstance(settings, dict) else settings
-        raise CheckpointError(f"{src} is quantized ({method}); only plain weights can be compressed.")
+        if method not in ENCODINGS:  # which a configuration may have kept
+            raise CheckpointError(f"{src} is quantized ({method}); only plain weights can be compressed.")
     return [[file for file in files if file.path in shards] for shards in shard_sets(paths)]
 
 
