@@ -57,9 +57,8 @@ class PissaVariant(LoraVariant):
                 f"r={rank} is more than the {min(shape)} principal components that {module.name or 'a layer'} "
                 f"({shape[0]} × {shape[1]}) has. Set a smaller r, or a rank_pattern for this layer."
             )
-        decomposes = (
-            bool(config.init_lora_weights) and A.device.type != "meta" and not loads_adapter() and not loads_weights_later()
-        )
+        is_loaded = A.device.type == "meta" or loads_adapter() or loads_weights_later()
+        decomposes = bool(config.init_lora_weights) and not is_loaded
         if decomposes:
             if is_deepspeed_zero3_enabled():
                 raise ValueError("PiSSA cannot decompose weights that DeepSpeed ZeRO-3 has partitioned. Use ZeRO-2.")
@@ -93,7 +92,7 @@ class PissaVariant(LoraVariant):
 class Frozen(nn.ParameterDict):
     """Parameters by adapter that are never trained.
 
-    DDP synchronizes buffers at every forward, and FSDP 2 does not shard them. It does with parameters what it does with A and B.
+    DDP synchronizes buffers at every forward, and FSDP 2 does not shard them. Both treat parameters as they treat A and B.
     """
 
     def __setitem__(self, key: str, value: torch.Tensor) -> None:
