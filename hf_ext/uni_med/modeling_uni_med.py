@@ -223,7 +223,10 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
                 ),
             )
         options = {"interpolate_pos_encoding": True} if interpolate_pos_encoding else {}
-        tokens = self.vision_tower(pixel_values.to(self.vision_tower.dtype), return_dict=True, **options).last_hidden_state
+        features = self.vision_tower(pixel_values.to(self.vision_tower.dtype), return_dict=True, **options)
+        tokens, pooled = features.last_hidden_state, getattr(features, "pooler_output", None)
+        if self.training and pooled is not None and pooled.requires_grad:
+            tokens = tokens + 0 * pooled.sum()  # DDP requires gradients of all trained weights, those of a pooler too
         tokens, grid = self._grid(tokens, pixel_values.shape[-2:])
         embeddings, weights = self.connector(tokens.to(next(self.connector.parameters()).dtype), grid, image_tasks)
         return UniMedImageFeatures(last_hidden_state=tokens, pooler_output=embeddings, router_weights=weights)
@@ -333,12 +336,18 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         return embeddings.masked_scatter(here[..., None], images.to(embeddings.device, embeddings.dtype))
 
     def _joined(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings with a zero gradient for the connector. In distributed training, every process needs one, even
-        if its batch has no images."""
-        if not (self.training and torch.is_grad_enabled()):
+        """Returns the embeddings with a zero gradient for the vision tower and the connector, if they are trained: it sends a
+        blank image through them. In distributed training every process needs one, even if its batch has no images."""
+        parts = (self.vision_tower, self.connector)
+        if not (
+            self.training and torch.is_grad_enabled() and any(p.requires_grad for part in parts for p in part.parameters())
+        ):
             return embeddings
-        trained = [parameter.flatten()[0] for parameter in self.connector.parameters() if parameter.requires_grad]
-        return embeddings + 0 * torch.stack(trained).sum().to(embeddings) if trained else embeddings
+        size = getattr(self.config.vision_config, "image_size", 224)
+        height, width = (size, size) if isinstance(size, int) else size
+        blank = torch.zeros(1, 3, height, width, device=self.vision_tower.device)
+        task = blank.new_zeros(1, dtype=torch.long) if self.connector.needs_task else None
+        return embeddings + 0 * self.get_image_features(blank, task, return_dict=True).pooler_output.sum().to(embeddings)
 
 
 def _vision_tower(source: str | os.PathLike, loading: dict[str, Any]) -> PreTrainedModel:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from processes import on_ranks
 from stop_after import StopAfter
 from tiny_models import same_bits
 from tiny_uni_med import assert_likeliest, batch, processor, rows, uni_med
@@ -122,6 +123,29 @@ def test_the_connector_alone_is_trained_also_by_batches_without_images(tmp_path)
     train(model, tmp_path, per_device_train_batch_size=1, max_steps=16, save_strategy="no")
     changed = {name.split(".")[0] for name, p in model.named_parameters() if not same_bits(p, before[name])}
     assert changed == {"connector"}
+
+
+def _half_without_images(rank: int, folder: str) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    for options in ({}, {"router": "sparse"}, {"connector": "mlp"}):
+        adapted = get_peft_model(
+            uni_med(**options), LoraConfig(r=2, target_modules="all-linear", modules_to_save=["connector"])
+        )
+        model = DistributedDataParallel(adapted.train())
+        for _ in range(2):
+            loss = model(**batch(samples=rows()[rank : rank + 1])).loss
+            loss.backward()
+        gradients = {name: p.grad for name, p in adapted.named_parameters() if p.requires_grad}
+        assert any("vision_tower" in name for name in gradients) and all(g.isfinite().all() for g in gradients.values())
+        assert gradients["base_model.model.connector.modules_to_save.default.experts.down"].abs().sum() > 0
+        del model  # or its process group may wait in vain for the other rank
+    torch.distributed.destroy_process_group()
+
+
+def test_a_process_without_images_takes_part_in_training_the_vision_tower(tmp_path):
+    assert on_ranks(_half_without_images, str(tmp_path)) == [0, 0]
 
 
 def test_bfloat16_with_gradient_checkpointing(tmp_path):
