@@ -42,7 +42,7 @@ from safetensors.torch import save_file
 from hf_ext import emr
 from hf_ext.emr.folder import MergeFolder
 from hf_ext.fm_delta import compress_checkpoint
-from hf_ext.storage.delta.file import CHECKSUM_KEY, KEY, header_checksum
+from hf_ext.storage.delta.file import SEAL
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.safetensors_file import ITEMSIZE, Entry, parse_header, write_header
 
@@ -228,7 +228,7 @@ def forge_delta(rng: np.random.Generator, file: bytes, other: bytes) -> bytes:
     """Changes the header of the original file, a payload's header or its body, and the checksums of what is stored."""
     length = int.from_bytes(file[:8], "little")
     metadata, entries = parse_header(file[8 : 8 + length])
-    data, record = bytearray(file[8 + length :]), json.loads(metadata[KEY])
+    data, record = bytearray(file[8 + length :]), json.loads(metadata[SEAL.key])
     if rng.integers(3) == 0:
         inside = forged_header(rng, zlib.decompress(b85decode(record["header"])))
         record["header"] = b85encode(zlib.compress(inside)).decode()
@@ -240,9 +240,7 @@ def forge_delta(rng: np.random.Generator, file: bytes, other: bytes) -> bytes:
         payload = data[entry.begin : entry.end]
         payload[28:36] = bytes(8)
         data[entry.begin + 28 : entry.begin + 36] = xxhash.xxh3_64_intdigest(bytes(payload)).to_bytes(8, "little")
-    metadata[KEY] = json.dumps(record)
-    metadata[CHECKSUM_KEY] = header_checksum(metadata[KEY], entries.items())
-    header = write_header(metadata, entries)
+    header = write_header(metadata | SEAL.metadata(record, entries), entries)
     return len(header).to_bytes(8, "little") + header + bytes(data)
 
 

@@ -151,7 +151,7 @@ def write_delta_files(out: Path, scratch: Path) -> None:
 
 
 def write_merge(out: Path, scratch: Path) -> None:
-    before, after = merge_tensors(modulators.VERSION)
+    before, after = merge_tensors(modulators.SEAL.version)
     tasks = {name: write_folder(scratch / name, task) for name, task in after.items()}
     base = write_folder(scratch / "base", before)
     emr.merge(base, tasks, scratch / "merge")
@@ -165,7 +165,10 @@ def write_merge(out: Path, scratch: Path) -> None:
 
 
 def main() -> None:
-    for out, write in ((DELTAS / f"v{payload.VERSION}", write_delta_files), (MERGES / f"v{modulators.VERSION}", write_merge)):
+    for out, write in (
+        (DELTAS / f"v{payload.VERSION}", write_delta_files),
+        (MERGES / f"v{modulators.SEAL.version}", write_merge),
+    ):
         if out.exists():
             print(f"{out} exists and stays as it is")
             continue

@@ -6,13 +6,12 @@ contents have checksums, which are checked before use.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,12 +24,12 @@ from hf_ext.errors import CorruptFileError
 from hf_ext.storage.hub import OTHER_WEIGHTS
 from hf_ext.storage.prefetch import check_awaited
 from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile, itemsize, write_header
+from hf_ext.storage.sealed import Seal
 
 FILE = "modulators.safetensors"
 DEFLATED = 1 << 20  # bytes of a mask that are deflated before an interruption is noticed
 TASK_FOLDER = "task-"  # and the task's name
-VERSION = 1
-KEY, CHECKSUM_KEY = "emr_task", "emr_checksum"
+SEAL = Seal("emr_task", 1, "the file of a merge's task", "Merge or download it again.")
 # Of files at the top of a model's folder: its configuration, weights, card and the state of its training.
 NO_ASSETS = re.compile(
     r"(adapter_)?config\.json|README\.md|merge_recipe\.yaml|trainer_state\.json|(all|train|eval|test|predict)_results\.json|.*\.index\.json|"
@@ -137,9 +136,8 @@ class TaskWriter:
             digest = xxhash.xxh3_64()
             self._copy(self._entries[key], digest.update)
             record.checksums[key] = digest.hexdigest()
-        text = json.dumps({"version": VERSION} | asdict(record))
         with open(self.path, "wb") as file:
-            header = write_header({KEY: text, CHECKSUM_KEY: _checksum_of(text, placed)}, placed)
+            header = write_header(SEAL.metadata(asdict(record), placed), placed)
             file.write(len(header).to_bytes(8, "little") + header)
             for key in order:
                 self._copy(self._entries[key], file.write)
@@ -171,16 +169,7 @@ class TaskFile:
         if not path.is_file():
             raise CorruptFileError(f"{path} is missing: the folder is incomplete. Merge or download it again.")
         self._file = SafetensorsFile(path)
-        text = self._file.metadata.get(KEY, "")
-        try:
-            fields = json.loads(text)
-            version = fields.pop("version")
-        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-            raise CorruptFileError(f"{path} is not the file of a merge's task, or its header is damaged.") from error
-        if isinstance(version, int) and version > VERSION:
-            raise CorruptFileError(f"{path} has format version {version}, this hf_ext reads up to {VERSION}: update hf_ext.")
-        if version != VERSION or self._file.metadata.get(CHECKSUM_KEY) != _checksum_of(text, self._file.entries):
-            raise CorruptFileError(f"The header of {path} is damaged: checksum mismatch. Merge or download it again.")
+        fields = SEAL.record(self._file.metadata, self._file.entries, path)
         try:
             self.record = _record_of(fields)
         except (TypeError, ValueError, AttributeError) as error:
@@ -279,11 +268,3 @@ def _record_of(fields: dict[str, Any]) -> TaskRecord:
         if not is_asset(name):
             raise ValueError(f"a file called '{name}'")
     return record
-
-
-def _checksum_of(text: str, entries: Mapping[str, Entry]) -> str:
-    digest = xxhash.xxh3_64(text.encode())
-    for key in sorted(entries):
-        entry = entries[key]
-        digest.update(f"\0{key}\0{entry.dtype}\0{list(entry.shape)}\0{entry.begin}\0{entry.end}".encode())
-    return digest.hexdigest()

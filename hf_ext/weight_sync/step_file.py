@@ -16,13 +16,13 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_ext.errors import CorruptFileError
-from hf_ext.storage.delta.file import header_checksum
 from hf_ext.storage.delta.payload import Header, read_header
 from hf_ext.storage.safetensors_file import MAX_HEADER, Entry, parse_header, require_valid, write_header
+from hf_ext.storage.sealed import Seal
 from hf_ext.weight_sync.places import Buffer, Place
 
 VERSION = 1
-KEY, CHECKSUM_KEY = "weight_sync", "weight_sync_checksum"  # of the metadata
+SEAL = Seal("weight_sync", VERSION, "a file of weight sync", "Publish the step again.")
 PART = 1 << 22  # values
 FILE_NAME = re.compile(r"(step|anchor)-\d+-\d+-\d+\.safetensors")
 
@@ -126,9 +126,9 @@ def write_file(index: Index, step: Step, payloads: Mapping[str, bytes], parts: M
     for key, payload in payloads.items():
         entries[key] = Entry("U8", (len(payload),), end, end + len(payload))
         end += len(payload)
-    fields = {"version": VERSION, "run": index.run, "rank": index.rank, "step": step.step, "before": step.before}
-    record = json.dumps(fields | {"after": step.after, "parts": {key: part for key, part in parts.items() if key != part.name}})
-    header = write_header({KEY: record, CHECKSUM_KEY: header_checksum(record, entries.items())}, entries)
+    fields = {"run": index.run, "rank": index.rank, "step": step.step, "before": step.before, "after": step.after}
+    rows = {key: part for key, part in parts.items() if key != part.name}
+    header = write_header(SEAL.metadata(fields | {"parts": rows}, entries), entries)
     return b"".join([len(header).to_bytes(8, "little"), header, *payloads.values()])
 
 
@@ -152,12 +152,7 @@ class StepFile:
                 raise ValueError(f"its header cannot have {length} bytes")
             metadata, entries = parse_header(data[8 : 8 + length].tobytes())
             require_valid(entries, data.size - 8 - length)
-            record = metadata[KEY]
-            fields = json.loads(record)
-            if fields["version"] != VERSION:
-                raise ValueError(f"it has format version {fields['version']}, this hf_ext reads {VERSION}")
-            if metadata[CHECKSUM_KEY] != header_checksum(record, entries.items()):
-                raise ValueError("checksum mismatch in its header")
+            fields = SEAL.record(metadata, entries, name)
             self.run, self.rank, self.step = fields["run"], fields["rank"], fields["step"]
             self.before, self.after = fields["before"], fields["after"]
             rows = {key: Part(part[0], part[1], tuple(part[2])) for key, part in fields["parts"].items()}

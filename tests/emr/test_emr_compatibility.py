@@ -9,7 +9,7 @@ import pytest
 from golden_checkpoints import MERGES, merge_tensors, sha256, write_folder
 
 from hf_ext import emr
-from hf_ext.emr.modulators import VERSION
+from hf_ext.emr.modulators import SEAL
 
 WEIGHTS = {path.parent: json.loads(path.read_text()) for path in sorted(MERGES.glob("v*/weights.json"))}
 
@@ -26,4 +26,4 @@ def test_merges_of_every_version_give_the_weights_they_gave(folder: Path, task: 
 
 
 def test_there_is_a_merge_of_every_version() -> None:
-    assert [folder.name for folder in WEIGHTS] == [f"v{version}" for version in range(1, VERSION + 1)]
+    assert [folder.name for folder in WEIGHTS] == [f"v{version}" for version in range(1, SEAL.version + 1)]

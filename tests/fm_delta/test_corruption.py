@@ -22,7 +22,8 @@ from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfE
 from hf_ext.storage.delta.codec import decode_raw, encode_raw
 from hf_ext.storage.delta.file import MAX_HEADER, CompressedFile
 from hf_ext.storage.delta.payload import read_header
-from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile
+from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile, write_header
+from hf_ext.storage.sealed import header_checksum
 
 READERS = (fm_delta.verify, fm_delta.inspect)
 
@@ -450,14 +451,13 @@ def forge_file(path: Path, record: dict | str, tensors: dict[str, bytes] | None 
     file = SafetensorsFile(path)
     tensors = tensors or {name: file[name].data.tobytes() for name in file.entries}
     text = record if isinstance(record, str) else json.dumps(json.loads(file.metadata["fm_delta"]) | record)
-    digest, entries, end = xxhash.xxh3_64(text.encode()), {}, 0
+    entries, end = {}, 0
     for name, payload in tensors.items():
         shape = (*file.entries[name].shape[:-1], len(payload))
-        entries[name] = {"dtype": "U8", "shape": shape, "data_offsets": (end, end + len(payload))}
-        digest.update(f"\0{name}\0{end}\0{end + len(payload)}".encode())
+        entries[name] = Entry("U8", shape, end, end + len(payload))
         end += len(payload)
-    metadata = file.metadata | {"fm_delta": text, "fm_delta_checksum": digest.hexdigest()}
-    written = json.dumps({"__metadata__": metadata} | entries).encode()
+    metadata = file.metadata | {"fm_delta": text, "fm_delta_checksum": header_checksum(text, entries)}
+    written = write_header(metadata, entries)
     path.write_bytes(len(written).to_bytes(8, "little") + written + b"".join(tensors.values()))
 
 
@@ -557,16 +557,19 @@ def test_a_forged_original_header_is_refused(compressed, change):
 
 def test_a_payload_that_a_loader_could_take_for_the_tensor_is_refused(compressed):
     path = compressed / "small/model.safetensors"
-    data = path.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    for change in ({"dtype": "I8"}, {"shape": [SafetensorsFile(path)["steps"].data.size]}):
-        header = json.loads(data[8:start])
-        header["steps"] |= change
-        text = json.dumps(header).encode()
-        path.write_bytes(len(text).to_bytes(8, "little") + text + data[start:])
-        with pytest.raises(CorruptFileError, match="'steps' in .* is not the one the file was written with"):
-            fm_delta.verify(compressed / "small")
-        path.write_bytes(data)
+    data, file = path.read_bytes(), SafetensorsFile(path)
+    body = data[8 + len(file.header_bytes) :]
+    for change in ({"dtype": "I8"}, {"shape": (file["steps"].data.size,)}):
+        entries = file.entries | {"steps": file.entries["steps"]._replace(**change)}
+        checksum = header_checksum(file.metadata["fm_delta"], entries)
+        for metadata, error in (
+            (file.metadata, "checksum mismatch"),
+            (file.metadata | {"fm_delta_checksum": checksum}, "'steps' in .* is not the one the file was written with"),
+        ):
+            header = write_header(metadata, entries)
+            path.write_bytes(len(header).to_bytes(8, "little") + header + body)
+            with pytest.raises(CorruptFileError, match=error):
+                fm_delta.verify(compressed / "small")
 
 
 def test_payloads_under_each_others_names_are_refused(compressed):

@@ -6,7 +6,6 @@ docs/fm_delta_format.md describes the bytes. The file is a valid safetensors fil
 from __future__ import annotations
 
 import base64
-import json
 import os
 import zlib
 from collections import Counter
@@ -23,8 +22,10 @@ from hf_ext.storage.delta.payload import STORED, VERSION, Header, payload_shape,
 from hf_ext.storage.layout import HINT
 from hf_ext.storage.remote import RemoteFile
 from hf_ext.storage.safetensors_file import MAX_HEADER, Entry, SafetensorsFile, TensorFile, parse_header, write_header
+from hf_ext.storage.sealed import Seal
 
-KEY, CHECKSUM_KEY = "fm_delta", "fm_delta_checksum"  # keys of the metadata
+KEY = "fm_delta"  # of the metadata
+SEAL = Seal(KEY, VERSION, "compressed by FM-Delta", "Download or save the file again.")
 HEADER_GROWTH, HEADER_START = 16, 1 << 20  # limits of the original header: a multiple of the compressed file's, plus a constant
 MAX_USES = 16  # tensors that one base tensor may predict: reading any of them reads that one too
 PAYLOAD_HEADER = 1 << 18  # limit of a payload's header: 255 dimensions and two names of 65,535 bytes
@@ -55,23 +56,7 @@ class CompressedFile:
     def __init__(self, file: str | os.PathLike | SafetensorsFile | RemoteFile):
         self.file = SafetensorsFile(file) if isinstance(file, str | os.PathLike) else file
         self.path = self.file.path
-        record = self.file.metadata.get(KEY)
-        if record is None:
-            raise CorruptFileError(
-                f"{self.path} is not compressed by FM-Delta, or its header is damaged. Plain checkpoints need no decompression."
-            )
-        try:
-            fields = json.loads(record)
-        except (ValueError, RecursionError):
-            fields = None
-        version = fields.get("version") if isinstance(fields, dict) else None
-        if isinstance(version, int) and version > VERSION:
-            raise CorruptFileError(
-                f"{self.path} has format version {version}, this hf_ext reads version {VERSION}: update hf_ext."
-            )
-        checksum = header_checksum(record, self.file.entries.items())
-        if version != VERSION or self.file.metadata.get(CHECKSUM_KEY) != checksum:
-            raise CorruptFileError(f"The header of {self.path} is damaged: checksum mismatch. Download or save the file again.")
+        fields = SEAL.record(self.file.metadata, self.file.entries, self.path)
         try:
             self.digest: str = fields["digest"]
             self.fingerprint: str = fields["fingerprint"]
@@ -195,17 +180,8 @@ class CompressedWriter:
 
     def _header(self, entries: dict[str, Entry], digest: str, fingerprint: str) -> bytes:
         packed = base64.b85encode(zlib.compress(self.original.header_bytes, 9)).decode()
-        fields = {"hint": HINT, "version": VERSION, "digest": digest, "fingerprint": fingerprint}
-        record = json.dumps(fields | {"base": self._base and asdict(self._base), "header": packed})
-        checksum = header_checksum(record, entries.items())
-        return write_header({**self.original.metadata, KEY: record, CHECKSUM_KEY: checksum}, entries)
-
-
-def header_checksum(record: str, entries: Iterable[tuple[str, Entry]]) -> str:
-    digest = xxhash.xxh3_64(record.encode())
-    for name, entry in entries:
-        digest.update(f"\0{name}\0{entry.begin}\0{entry.end}".encode())
-    return digest.hexdigest()
+        record = {"hint": HINT, "digest": digest, "fingerprint": fingerprint, "base": self._base and asdict(self._base)}
+        return write_header({**self.original.metadata, **SEAL.metadata(record | {"header": packed}, entries)}, entries)
 
 
 def _unpack_header(packed: str, size: int) -> bytes:
@@ -221,7 +197,7 @@ def _unpack_header(packed: str, size: int) -> bytes:
 
 def _others(metadata: Mapping[str, str]) -> dict[str, str]:
     """Returns the metadata that do not belong to this format."""
-    return {key: text for key, text in metadata.items() if key not in (KEY, CHECKSUM_KEY)}
+    return {key: text for key, text in metadata.items() if key not in SEAL.keys}
 
 
 def _is_contiguous(entries: Iterable[Entry]) -> bool:
