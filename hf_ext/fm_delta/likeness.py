@@ -23,8 +23,8 @@ class Likeness:
     Attributes:
         shared: share of the source's parameters that the other checkpoint has too, by name and shape.
         agreement: share of those that have the same sign and exponent in both; about 0.1 for unrelated weights.
-        bits: estimated bits per parameter of the source when stored as a difference; parameters that are not shared take their
-            full width.
+        bits: estimated bits per parameter of the source when stored as a difference at level 1; parameters that are not shared
+            take their full width.
         same_layers: whether the stacks of layers that both have are equal in number and shape of layers.
     """
 
@@ -57,8 +57,9 @@ def compare(tensor: RawTensor, prior: RawTensor, count: int) -> tuple[float, flo
     """Compares two tensors of floats by samples of their first `count` values, with `prior` cast to the type of `tensor`.
 
     Returns:
-        The share of values with the same sign and exponent, and the mean length in bits of the signed distance between them,
-        as integers in the order of floats.
+        The share of values with the same sign and exponent, and the estimated bits per value of the signed distances between
+        them, as integers in the order of floats: the entropy of sign and length of the distances, and their bits below the
+        highest one.
     """
     if not count:
         return 0.0, 0.0
@@ -67,7 +68,11 @@ def compare(tensor: RawTensor, prior: RawTensor, count: int) -> tuple[float, flo
     b = cast(_sample(prior, count), prior.dtype, tensor.dtype).view(kind)
     low, high = np.sort([_ordered(a), _ordered(b)], axis=0)
     same = a >> MANTISSA[tensor.dtype] == b >> MANTISSA[tensor.dtype]
-    return float(same.mean()), float(np.log2(1 + 2 * (high - low).astype(np.float64)).mean())
+    distances = (high - low).astype(np.float64)
+    below = np.floor(np.log2(np.maximum(distances, 1)))
+    _, counts = np.unique(np.where(_ordered(a) > _ordered(b), 1, -1) * (below + (distances > 0)), return_counts=True)
+    shares = counts / counts.sum()
+    return float(same.mean()), float(below.mean() - shares @ np.log2(shares))
 
 
 def _sample(tensor: RawTensor, count: int) -> np.ndarray:

@@ -28,17 +28,23 @@ def test_a_fine_tune_agrees_and_a_stranger_does_not_across_types(dtype, other):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_length_is_that_of_the_distance_between_neighbours_in_the_order_of_floats(dtype):
+def test_the_bits_are_those_of_the_distances_in_the_order_of_floats(dtype):
     values = torch.tensor([1.0, -1.0, 0.0, 3.0], dtype=dtype)
     steps = torch.nextafter(values, torch.full_like(values, torch.inf))
     a, b = RawTensor.from_torch(values), RawTensor.from_torch(steps)
     assert compare(a, a, 4) == (1.0, 0.0)
-    assert compare(a, b, 4)[1] == pytest.approx(np.log2([3, 3, 3, 3]).mean())
+    assert compare(a, b, 4)[1] == 0  # the same distance everywhere
+    half = RawTensor.from_torch(torch.cat([values[:2], steps[2:]]))
+    assert compare(half, a, 4)[1] == 1  # changed or not
+    mixed = RawTensor.from_torch(
+        torch.cat([values[:1], steps[1:2], values[2:3], torch.nextafter(values, torch.zeros_like(values))[3:]])
+    )
+    assert compare(mixed, a, 4)[1] == pytest.approx(1.5)  # up, down or not
     signs = (
         RawTensor.from_torch(torch.tensor([0.0, 0.0], dtype=dtype)),
         RawTensor.from_torch(torch.tensor([-0.0, 0.0], dtype=dtype)),
     )
-    assert compare(*signs, 2) == (0.5, pytest.approx(np.log2(3) / 2))
+    assert compare(*signs, 2) == (0.5, 1.0)
 
 
 def test_of_a_large_tensor_only_evenly_spread_values_count():
