@@ -452,7 +452,8 @@ def test_every_result_is_to_be_had_as_json_with_nothing_else_on_stdout(folder, t
     src, base, small, out = folder / "tuned", folder / "base", folder / "small", folder / "out"
     merge_base, folders = tasks
     made = shown(capsys, "compress", src, "--base", base, "--out", out)
-    assert made == json.loads(json.dumps(fm_delta.inspect(out).to_dict()))
+    inspected = json.loads(json.dumps(fm_delta.inspect(out).to_dict()))
+    assert shown(capsys, "inspect", out) == inspected and made == inspected | {"tensors": 7}
     assert shown(capsys, "verify", out) == {"src": str(out), "tensors": 7}
     assert shown(capsys, "decompress", small, "--out", folder / "back") == {"out": str(folder / "back")}
     task = ("--task", f"cr={folders['cr']}", "--task", f"trec={folders['trec']}")

@@ -125,7 +125,8 @@ def compress(
     with folder_to_push(out, push_to_hub) as folder:
         fm_delta.compress_checkpoint(src, base, folder, revision, verify, delete_source, level, base_id=base_id)
         made = fm_delta.inspect(folder)
-    return Result(found + made.summary() + (f"\nPushed to {push_to_hub}." if push_to_hub else ""), made.to_dict())
+    text = found + made.summary() + (f"\nPushed to {push_to_hub}." if push_to_hub else "")
+    return Result(text, made.to_dict() | {"tensors": len(made.tensors)})  # `inspect` lists them
 
 
 @one_model.command(

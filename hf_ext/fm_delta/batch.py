@@ -75,17 +75,25 @@ class ModelResult:
 
 @dataclass(frozen=True)
 class BatchReport:
-    """The results for all models. `str()` gives a table."""
+    """The results for all models. `str()` gives a table.
+
+    Attributes:
+        out: folder of the results.
+        models: the results, those of earlier runs included.
+        done_before: number of models that an earlier run had finished, which this run left as they are.
+    """
 
     out: str
     models: list[ModelResult]
+    done_before: int = 0
 
     @property
     def failed(self) -> list[ModelResult]:
         return [model for model in self.models if model.error]
 
     def to_dict(self) -> dict:
-        return {"version": 1, "models": [asdict(model) | {"ratio": model.ratio} for model in self.models]}
+        models = [asdict(model) | {"ratio": model.ratio} for model in self.models]
+        return {"version": 1, "done_before": self.done_before, "models": models}
 
     def __str__(self) -> str:
         rows = [(model.name, *_figures([model]), model.base or "–", _state(model)) for model in self.models]
@@ -98,6 +106,8 @@ class BatchReport:
         models = len(self.models) - skipped
         more = f" Skipped {skipped} other folder{'s' * (skipped > 1)}." if skipped else ""
         done = f"{models - len(self.failed)} of {models} models done"
+        if self.done_before:
+            done += f" ({self.done_before} by an earlier run, left as they are; for another --level, give another --out)"
         return f"{done}: {compressed} of {original} ({ratio}), {seconds} s of work.{more}"
 
     def _notes(self) -> list[str]:
@@ -212,7 +222,7 @@ class _Run:
     """The results of a run, in memory and in its record."""
 
     def __init__(self, out: Path, sources: list[Path], verify: bool):
-        self.out, self.sources, self.verify = out, sources, verify
+        self.out, self.sources, self.verify, self.done_before = out, sources, verify, 0
         self.record = out / RECORD
         self.models = {model.name: model for model in _read(self.record) if model.stamp}
         # The bases of all models, which must not be deleted.
@@ -239,6 +249,7 @@ class _Run:
         except (HfExtError, OSError):
             return False
         self.models[source.name] = replace(model, error=None)
+        self.done_before += done
         return done
 
     @contextlib.contextmanager
@@ -280,7 +291,7 @@ class _Run:
             raise CheckpointError(f"{self.record} could not be written: {error}") from error
 
     def report(self) -> BatchReport:
-        return BatchReport(str(self.out), sorted(self.models.values(), key=lambda model: model.name))
+        return BatchReport(str(self.out), sorted(self.models.values(), key=lambda model: model.name), self.done_before)
 
 
 def _read(record: Path) -> list[ModelResult]:

@@ -92,7 +92,9 @@ def test_each_models_own_base_is_found(folder):
 def test_what_is_done_is_not_done_again(folder):
     compress(folder)
     first = written(folder / "out")
-    assert not compress(folder).failed and written(folder / "out") == first
+    again = compress(folder, level=1)
+    assert not again.failed and written(folder / "out") == first and again.done_before == len(again.models)
+    assert f"done ({again.done_before} by an earlier run, left as they are" in again.summary()
     assert not compress(folder, base=None).failed and written(folder / "out") == first
     report = compress(folder, verify=True)  # which has not been done
     assert all(model.verified for model in report.models)
