@@ -20,7 +20,7 @@ from hf_ext.storage.atomic import staged_folder
 from hf_ext.storage.delta.codec import decode_raw
 from hf_ext.storage.delta.folder import plain_files
 from hf_ext.storage.delta.payload import is_payload, read_header
-from hf_ext.storage.delta.source import base_tensor
+from hf_ext.storage.delta.source import base_tensor, require_depth
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import all_weights, forget_encoding, require_another_folder
 from hf_ext.storage.open import open_checkpoint
@@ -45,7 +45,7 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
 
     Raises:
         BaseModelError: the base cannot be read.
-        CheckpointError: the model is quantized.
+        CheckpointError: the model is quantized, or the base is at the end of a long chain of compressed checkpoints.
     """
     versions.require("Saving compressed checkpoints", "transformers>=5.16.1", advice="save the model, then `hf-ext compress`.")
     if not isinstance(model, PreTrainedModel):
@@ -58,6 +58,7 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
     disable(model)
     # A save may happen in another working directory.
     checkpoint = open_checkpoint(absolute(base), revision)
+    require_depth(checkpoint)
     names = model.state_dict().keys()
     if not any(checkpoint.twin_of(name) for name in names):
         logger.warning(f"No tensor name of {checkpoint} matches {type(model).__name__}; is this the right base?")

@@ -22,7 +22,15 @@ from hf_ext.integration.model_cards import CARD
 from hf_ext.storage.atomic import locked, recover, rewrite, staged_folder
 from hf_ext.storage.delta.file import KEY, CompressedFile
 from hf_ext.storage.delta.folder import Sets, copy_modes, decode_all, plain_files
-from hf_ext.storage.delta.source import DeltaCheckpoint, RestoredFile, base_of, open_base, open_files, original_size
+from hf_ext.storage.delta.source import (
+    DeltaCheckpoint,
+    RestoredFile,
+    base_of,
+    open_base,
+    open_files,
+    original_size,
+    require_depth,
+)
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import CONFIG, all_weights, other_files, remove_settings, shard_sets
 from hf_ext.storage.open import open_checkpoint
@@ -106,7 +114,8 @@ def compress_series(
 
     Raises:
         BaseModelError: the base, or a checkpoint that one depends on, cannot be read.
-        CheckpointError: there is no checkpoint with weights, one is quantized, or the base is one of them.
+        CheckpointError: there is no checkpoint with weights, one is quantized, the base is one of them, or the base is at the
+            end of a long chain of compressed checkpoints.
     """
     run = Path(run)
     root = open_root(run, base, revision)
@@ -292,6 +301,7 @@ def in_order(older: Path, newer: Path) -> bool:
 def open_root(run: Path, base: str | os.PathLike, revision: str | None = None) -> TensorSource:
     """Opens the base of a run."""
     root = open_checkpoint(absolute(base), revision)
+    require_depth(root, LONGEST_CHAIN)
     for folder in {path.resolve().parent for path in root.paths}:
         if CHECKPOINT.fullmatch(folder.name) and folder.parent == run.resolve():
             raise CheckpointError(

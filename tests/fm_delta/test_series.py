@@ -214,6 +214,10 @@ def test_the_longest_chain_opens_and_a_longer_one_is_refused_before_anything_is_
     with pytest.raises(CheckpointError, match=f"needs {MAX_CHAIN} other compressed checkpoints"):
         fm_delta.compress_checkpoint(tuned, base, tmp_path / "longer", delete_source=True)
     assert tuned.exists() and not (tmp_path / "longer").exists()
+    shutil.copytree(tuned, tmp_path / "run/checkpoint-1")
+    with pytest.raises(CheckpointError, match=f"{MAX_CHAIN - LONGEST_CHAIN + 1} are the limit"):
+        fm_delta.compress_series(tmp_path / "run", tmp_path / str(MAX_CHAIN))
+    fm_delta.compress_series(tmp_path / "run", tmp_path / str(MAX_CHAIN - LONGEST_CHAIN))
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])

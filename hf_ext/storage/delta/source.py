@@ -203,16 +203,16 @@ def matching_base(
     return base
 
 
-def require_depth(base: TensorSource) -> None:
-    """Raises CheckpointError if a checkpoint compressed against this base could not be opened: too many others would have to be
-    opened to read it."""
+def require_depth(base: TensorSource, more: int = 1) -> None:
+    """Raises CheckpointError if `more` checkpoints, each compressed against the one before and the first against this base,
+    could not be opened: too many others would have to be opened to read the last."""
     depth, inner = 0, base
     while isinstance(inner, DeltaCheckpoint):
         depth, inner = depth + 1, inner.base
-    if depth > MAX_CHAIN:
+    if depth + more - 1 > MAX_CHAIN:
         raise CheckpointError(
-            f"The base {base} needs {depth - 1} other compressed checkpoints, each to read the one before; {MAX_CHAIN} are the "
-            "limit. Give one of the first as the base, or decompress the base."
+            f"The base {base} needs {depth - 1} other compressed checkpoints, each to read the one before; "
+            f"{MAX_CHAIN - more + 1} are the limit. Give one of the first as the base, or decompress the base."
         )
 
 
