@@ -23,7 +23,7 @@ from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.folder import METHOD
 from hf_ext.storage.hub import Hub, is_local, reaching
 from hf_ext.storage.layout import CONFIG, ENCODINGS, forget_encoding, read_config
-from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.open import OF_TASK, holds_several_models, open_checkpoint
 from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.safetensors_file import Entry, RawTensor, safetensors_dtype
 from hf_ext.storage.source import TensorSource
@@ -149,6 +149,12 @@ def _writable(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[TensorSource, str | None, dict, dict | None]:
     """Returns the tensors of a checkpoint, its commit on the Hub, its configuration, and its generation settings if any."""
     name = os.fspath(other)
+    if not os.path.exists(name) and holds_several_models(name):
+        merge, _, task = name.partition(OF_TASK)
+        raise CheckpointError(
+            f"'{name}' is a task of a merge. Load the merge with from_pretrained('{merge}') and call set_task('{task}'), or "
+            "write the task as a plain checkpoint: hf-ext extract."
+        )
     try:
         if not is_local(name):
             with reaching(name, revision):  # all files come from the commit of this one

@@ -458,6 +458,8 @@ def test_a_merge_is_refused_on_either_side(folder, model, tmp_path):
     with pytest.raises(CheckpointError, match="set_task"):
         fm_delta.switch(merged, folder / "second")
     refused(model, tmp_path / "merged", CheckpointError, "hf-ext extract")
+    for name in (f"{tmp_path / 'merged'}#cr", "org/merged#cr"):
+        refused(model, name, CheckpointError, "is a task of a merge", "set_task('cr')", "hf-ext extract")
 
 
 # ---- a failure half-way ------------------------------------------------------------------------------------------------
