@@ -28,6 +28,7 @@ from hf_ext.storage.layout import ADAPTER_CONFIG, CONFIG, ENCODINGS, all_weights
 from hf_ext.storage.open import open_checkpoint, open_plain
 from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.source import TensorSource
+from hf_ext.storage.tree import OURS
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -52,6 +53,7 @@ def merge(
     Args:
         base: folder or Hub id of the model that all tasks were fine-tuned from.
         tasks: by name, the folder or Hub id of a checkpoint (plain or compressed) or of a PEFT adapter, or a model in memory.
+            A plain copy of each model in memory is written beside `out` for the time of the merge.
         out: folder to write. On failure it stays as it was.
         rescale: "tensor" for one rescaler λ per tensor, "paper" for one per model (section 3.3), "tensor_mean" for one
             in which all tensors have the same weight, as in the authors' scripts.
@@ -74,7 +76,7 @@ def merge(
         if isinstance(folder, str | os.PathLike) and os.path.isdir(folder):
             for written in (Path(out), *(Path(out, task_folder(name)) for name in tasks)):
                 require_another_folder(written, [Path(folder), *checkpoint.paths])
-    with TemporaryDirectory() as scratch, staged_folder(out, older_files(Path(out))) as stage:
+    with staged_folder(out, older_files(Path(out))) as stage, TemporaryDirectory(dir=stage, prefix=OURS) as scratch:
         sources = {name: open_task(name, task, checkpoint, Path(scratch) / name) for name, task in tasks.items()}
         for source in sources.values():
             require_another_folder(Path(out), source.tensors.paths)
@@ -121,7 +123,7 @@ def add_task(
     if name in merged.tasks:
         raise CheckpointError(f"{src} has a task '{name}' already; give the new task another name.")
     require_another_folder(Path(out), [merged.folder, *merged.base.paths])
-    with TemporaryDirectory() as scratch, staged_folder(out, older_files(Path(out))) as stage:
+    with staged_folder(out, older_files(Path(out))) as stage, TemporaryDirectory(dir=stage, prefix=OURS) as scratch:
         source = open_task(name, task, merged.base, Path(scratch) / name)
         require_another_folder(Path(out), source.tensors.paths)
         _require_one_structure({task: merged.task_config(task) for task in merged.tasks} | {name: source.config})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from copy import deepcopy
 
 import numpy as np
@@ -265,13 +266,16 @@ def test_a_compressed_checkpoint_is_as_good_as_the_plain_one(tmp_path, folders):
     assert contents(tmp_path / "merged") == contents(tmp_path / "plain")
 
 
-def test_a_model_in_memory_is_as_good_as_its_folder(tmp_path, folders):
+def test_a_model_in_memory_is_as_good_as_its_folder(tmp_path, folders, monkeypatch):
     base, tasks = folders
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))  # which may be small: copies go beside the result
     emr.merge(base, {"trec": classifier(6, 1), "cr": classifier(2, 2)}, tmp_path / "memory")
     emr.merge(base, {"trec": tasks["trec"], "cr": tasks["cr"]}, tmp_path / "folders")
     names = ["model.safetensors", "task-trec/config.json"]
     first, second = contents(tmp_path / "memory"), contents(tmp_path / "folders")
     assert [first[name] for name in names] == [second[name] for name in names]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folders", "memory"]
+    assert not list((tmp_path / "memory").glob(".*"))
 
 
 def adapter(kind: str, labels: int, seed: int):
