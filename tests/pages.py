@@ -211,7 +211,7 @@ def files_of_a_transfer(source: str, adapter: str, target: str, real: str, seeds
     """The folders of `transfer`, and JSON lines of inputs, by these names."""
     for name, folder in zip((source, adapter, target), transfer().values()):
         shutil.copytree(folder, name)
-    for name, texts in ((real, tiny_transfers.inputs(20)), (seeds, tiny_transfers.SEEDS)):
+    for name, texts in ((real, tiny_transfers.inputs(9)), (seeds, tiny_transfers.SEEDS)):
         Path(name).write_text("".join(json.dumps({"input": text}) + "\n" for text in texts))
 
 

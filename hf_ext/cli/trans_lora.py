@@ -106,6 +106,7 @@ def train_discriminator(
     from accelerate import PartialState
 
     from hf_ext import trans_lora
+    from hf_ext.trans_lora.discriminator import require_better_than_chance
 
     model, tokenizer = trans_lora.load_model(source_model)
     discriminator = trans_lora.train_discriminator(
@@ -117,6 +118,7 @@ def train_discriminator(
         peft_config=peft_config(peft_type, rank, target_modules, source_model, paper),
         seeds=trans_lora.read_inputs(seeds) if seeds else None,
     )
+    require_better_than_chance(discriminator.metrics, f"The discriminator of {task}")
     first = PartialState().is_main_process
     if first:
         discriminator.save_pretrained(out)

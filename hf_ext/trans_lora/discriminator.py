@@ -149,13 +149,8 @@ class Discriminator:
             HfExtError: this is not a discriminator, or `model` is not the one that it was trained on.
         """
         name = os.fspath(pretrained_model_name_or_path)
-        path = record_of(name, **kwargs)
-        try:
-            record = json.loads(Path(path).read_text(encoding="utf-8"))
-            task, sample, metrics = record["task"], torch.tensor(record["base_sample"]), record["metrics"]
-            prompt = record.get("prompt", MEMBERSHIP)  # older records lack it
-        except (ValueError, KeyError, TypeError) as error:
-            raise HfExtError(f"{path} is not a valid record of a discriminator; save the discriminator again.") from error
+        record = read_record(name, **kwargs)
+        task, sample, metrics, prompt = record["task"], torch.tensor(record["base_sample"]), record["metrics"], record["prompt"]
         asked = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}
         config = PeftConfig.from_pretrained(name, **kwargs)
         base = config.base_model_name_or_path
@@ -174,11 +169,11 @@ class Discriminator:
         return cls(model.eval(), tokenizer, task, metrics, prompt)
 
 
-def record_of(name: str, **kwargs: Any) -> str:
-    """Returns the record file of a discriminator, from a folder or downloaded from the Hub.
+def read_record(name: str, **kwargs: Any) -> dict[str, Any]:
+    """Returns the record of a discriminator, from a folder or downloaded from the Hub.
 
     Raises:
-        HfExtError: there is none.
+        HfExtError: there is none, or it is damaged.
     """
     with loading(name, "discriminator"):
         path = cached_file(name, FILE, _raise_exceptions_for_missing_entries=False, **kwargs)
@@ -186,7 +181,30 @@ def record_of(name: str, **kwargs: Any) -> str:
         raise HfExtError(
             f"{name} is no discriminator: it has no {FILE}. train_discriminator, or `hf-ext train-discriminator`, makes one."
         )
-    return path
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        torch.tensor(record["base_sample"])
+        return {"prompt": MEMBERSHIP} | {key: record[key] for key in ("task", "base_sample", "metrics")} | record
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise HfExtError(f"{path} is not a valid record of a discriminator; save the discriminator again.") from error
+
+
+def require_better_than_chance(metrics: dict[str, float], name: str) -> None:
+    """Raises an error for a discriminator that keeps as many synthetic inputs as real ones.
+
+    Args:
+        metrics: its shares on held-out inputs; without them it passes.
+
+    Raises:
+        HfExtError: it is no better than chance.
+    """
+    real, synthetic = metrics.get("real_kept"), metrics.get("synthetic_kept")
+    if real is not None and synthetic is not None and real <= synthetic:
+        raise HfExtError(
+            f"{name} is no better than chance: of inputs that it was not trained on, it keeps {100 * real:.0f} % of the real "
+            f"ones and {100 * synthetic:.0f} % of the synthetic ones. Train another one in a new folder, on more inputs "
+            "(hundreds), for more epochs or at a higher learning_rate; or transfer with --filter token_excess."
+        )
 
 
 def require_discriminator(given: object, args: TransLoraConfig) -> None:

@@ -18,7 +18,7 @@ from transformers import (
 
 from hf_ext.errors import HfExtError
 from hf_ext.trans_lora.config import TransLoraConfig
-from hf_ext.trans_lora.discriminator import Discriminator, record_of, require_discriminator
+from hf_ext.trans_lora.discriminator import Discriminator, read_record, require_better_than_chance, require_discriminator
 from hf_ext.trans_lora.encoding import load_tokenizer, loading
 from hf_ext.trans_lora.generation import Generator
 from hf_ext.trans_lora.trainer import TransLoraTrainer
@@ -75,12 +75,12 @@ class Source:
         model, adapter, discriminator, discriminator_model: as in `transfer`.
 
     Raises:
-        HfExtError: they do not go together.
+        HfExtError: they do not go together, or the discriminator is no better than chance.
     """
 
     def __init__(self, model: str, adapter: str, discriminator: str | None = None, discriminator_model: str | None = None):
         if discriminator is not None:
-            record_of(discriminator)
+            require_better_than_chance(read_record(discriminator)["metrics"], f"The discriminator {discriminator}")
         try:
             PeftConfig.from_pretrained(adapter)
         except ValueError as error:

@@ -91,6 +91,7 @@ def write_inputs(
     prompts = Prompts(seeds, args, encoder)
     number = first = max((candidate.round for candidate in candidates), default=-1) + 1
     kept, start = passed(candidates), time.monotonic()
+    mark, then = kept, 0.0
     with tqdm(total=needed, initial=min(kept, needed), desc="Synthetic inputs", disable=not state.is_main_process) as bar:
         while kept < needed:
             texts = gather_object(prompts.answers(generate, number, state.process_index))
@@ -102,23 +103,32 @@ def write_inputs(
             before, kept = kept, kept + passed(new)
             bar.update(kept - before)
             bar.set_postfix_str(f"{100 * kept / max(len(candidates), 1):.0f} % of {len(candidates):,} pass")
-            if number == first and state.is_main_process:
-                bar.write(_outlook(new, needed - kept, time.monotonic() - start), file=sys.stderr)
+            rounds, seconds = number - first + 1, time.monotonic() - start
+            if rounds == 1:
+                bar.write(f"{_outlook(new, seconds)}{_ahead(passed(new), needed - kept, seconds)}", file=sys.stderr)
+            elif rounds.bit_count() == 1:  # later rounds repeat more inputs, so the estimate follows their pace
+                bar.write(f"{kept:,} of {needed:,} inputs{_ahead(kept - mark, needed - kept, seconds - then)}", file=sys.stderr)
+            if rounds.bit_count() == 1:
+                mark, then = kept, seconds
             if kept < needed:
                 _require_progress(candidates, kept, needed, of_which, limit, path)
             number += 1
     return candidates
 
 
-def _outlook(new: Sequence[Candidate], missing: int, seconds: float) -> str:
-    """Returns ten inputs of a run's first round with their results, and an estimate of the remaining time."""
+def _outlook(new: Sequence[Candidate], seconds: float) -> str:
+    """Returns ten inputs of a run's first round with their results, and the share that passes."""
     shown = [new[i * len(new) // min(10, len(new))] for i in range(min(10, len(new)))]
     rows = [(one.reason or "kept", "" if one.score is None else f"{one.score:.2f}", first_line(one.input)) for one in shown]
-    kept = passed(new)
-    text = f"{kept:,} of the first {len(new):,} inputs pass, in {duration(seconds)}"
-    if kept and missing > 0:
-        text += f"; the {missing:,} that are missing take about {duration(seconds * missing / kept)}"
-    return f"{table(('fate', 'score', 'input'), rows)}\n{text}."
+    text = f"{passed(new):,} of the first {len(new):,} inputs pass, in {duration(seconds)}"
+    return f"{table(('fate', 'score', 'input'), rows)}\n{text}"
+
+
+def _ahead(kept: int, missing: int, seconds: float) -> str:
+    """Returns an estimate of the time for the inputs that are missing, at the pace of the last rounds."""
+    if not kept or missing <= 0:
+        return "."
+    return f"; at this pace the {missing:,} that are missing take about {duration(seconds * missing / kept)}."
 
 
 def first_line(text: str) -> str:

@@ -199,7 +199,7 @@ def test_the_first_round_shows_inputs_with_their_fate_and_how_long_the_rest_take
     lines = [line.split(maxsplit=2) for line in shown.replace("\r", "\n").splitlines()]
     assert ["kept", "0.75", "pick a b c"] in lines and ["filter", "0.75", "pick d f e"] in lines
     assert ["malformed", "sort"] in lines
-    assert "1 of the first 3 inputs pass, in 0 s; the 7 that are missing take about 0 s." in shown
+    assert "1 of the first 3 inputs pass, in 0 s; at this pace the 7 that are missing take about 0 s." in shown
     assert shown.count("of the first") == 1 and "80 % of 10 pass" in shown
 
 

@@ -680,12 +680,13 @@ ASKED = ("--prompt_template", "{input}", "--teacher_prompt_template", "{input}",
 
 
 def test_the_command_line_does_all_of_it(folders, tmp_path, capsys):
-    """The discriminator learns next to nothing, so it says "Yes" as its base does."""
-    discriminator, out, real = tmp_path / "d", tmp_path / "out", folders / "real.jsonl"
+    """The discriminator learns next to nothing, so it says "Yes" as its base does. With nine inputs, none is held out."""
+    discriminator, out, real = tmp_path / "d", tmp_path / "out", tmp_path / "real.jsonl"
+    real.write_text("".join(json.dumps(text) + "\n" for text in inputs(9, 3)))
     source = ("--source-model", folders / "gpt2")
     line = ("train-discriminator", *source, "--inputs", real, "--task", "pick", "--out", discriminator, "--paper", 20, *COMMON)
     assert main([str(word) for word in (*line, "--learning_rate", 1e-9)]) == 0
-    assert "holds the discriminator of pick (real_kept" in capsys.readouterr().out
+    assert "holds the discriminator of pick." in capsys.readouterr().out
     line = ("transfer", *source, "--source-adapter", folders / "adapter", "--target-model", folders / "llama")
     line += ("--discriminator", discriminator, "--seeds", folders / "seeds.jsonl", "--out", out)
     line += ("--paper", 20, "--target-modules", "all-linear", "--real-inputs", real, "--held_out_share", 0.2, *COMMON, *ASKED)
@@ -695,6 +696,22 @@ def test_the_command_line_does_all_of_it(folders, tmp_path, capsys):
     assert report["counts"]["kept"] == 24 and set(report["mmd_to_real"]) >= {"kept"} and 0 <= report["agreement"] <= 1
     assert json.loads((discriminator / "discriminator.json").read_text())["prompt"] == PAPERS_MEMBERSHIP
     PeftModel.from_pretrained(pretrained("llama")[0], out)
+
+
+def test_a_discriminator_that_is_no_better_than_chance_is_refused(folders, tmp_path, capsys):
+    """It learns next to nothing, so it says "Yes" of all inputs, as its base does."""
+    source, out = ("--source-model", folders / "gpt2"), tmp_path / "d"
+    line = ("train-discriminator", *source, "--inputs", folders / "real.jsonl", "--task", "pick", "--out", out, *COMMON)
+    assert main([str(word) for word in (*line, "--learning_rate", 1e-9)]) == 1
+    assert "keeps 100 % of the real ones and 100 % of the synthetic ones" in capsys.readouterr().err
+    assert not (out / "discriminator.json").exists()
+    record = {"task": "pick", "base_sample": [1.0], "metrics": {"real_kept": 0.0, "synthetic_kept": 1.0}}
+    (out / "discriminator.json").write_text(json.dumps(record))
+    for command in ("transfer", "migrate"):
+        line = (command, *source, "--source-adapter", "nope", "--target-model", folders / "llama", "--discriminator", out)
+        line += ("--seeds", folders / "seeds.jsonl", "--out", tmp_path / "out")
+        assert main([str(word) for word in line]) == 1
+        assert f"The discriminator {out} is no better than chance" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
