@@ -7,6 +7,7 @@ commits, LFS uploads and downloads at any revision. Content lives in memory and 
         subprocess.run([sys.executable, "push_and_load.py"], env=hub.client_env(tmp_path), check=True)
 
 The client has to be another process because `huggingface_hub` reads its environment once, at import.
+`python tests/local_hub.py` runs a Hub until Ctrl-C, and prints the settings for clients.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ import json
 import os
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, final
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -135,6 +139,9 @@ class Request(BaseHTTPRequestHandler):
         self.authorized = self.headers.get("Authorization") == f"Bearer {self.hub.token}"
         path = urlsplit(self.path).path
         status, headers, content = self.hub.answer(self, path)
+        if self.hub.busy and "Range" in self.headers:
+            self.hub.busy -= 1
+            status, headers, content = 429, {"Retry-After": "86400"}, b""
         self.hub.log.append((self.command, path, status))
         self.send_response(status)
         for name, value in {**headers, **self.hub.lies, "Content-Length": str(len(content))}.items():
@@ -143,7 +150,13 @@ class Request(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             cut = self.hub.next_cut(path) if self.command == "GET" else None
             self.hub.sent[path.rpartition("/")[2]] += len(content[:cut])
-            self.wfile.write(content[:cut])
+            if self.hub.drips and status == 206:
+                with suppress(OSError):
+                    for byte in content:
+                        self.wfile.write(bytes([byte]))
+                        time.sleep(0.01)
+            else:
+                self.wfile.write(content[:cut])
             self.close_connection |= cut is not None
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_request
@@ -172,7 +185,8 @@ class LocalHub:
     content, by its SHA-256, after how many bytes each of its next downloads breaks off, as when a connection is lost. `sent`
     counts the bytes that it sent of each file, by the last part of the path. `ranges` is whether it sends parts of files.
     `lies` are headers that replace those of its answers. Those of one process have one address, where they run one after the
-    other, so that `processes` can keep what has imported it."""
+    other, so that `processes` can keep what has imported it. `busy` is how many requests for parts of files it refuses
+    with the advice to wait for a day, and `drips` whether it sends parts of files byte by byte."""
 
     _port = 0
 
@@ -184,6 +198,7 @@ class LocalHub:
         self.sent: Counter[str] = Counter()
         self.ranges = True
         self.lies: dict[str, str] = {}
+        self.busy, self.drips = 0, False
         self._objects: dict[str, bytes] = {}
         self._lock = threading.Lock()
         handler = type("BoundRequest", (Request,), {"hub": self})
@@ -378,3 +393,11 @@ class LocalHub:
         commit = Commit(parent.id, header["summary"], files)
         repo.add(revision, commit)
         return json_reply({"commitOid": commit.id, "commitUrl": f"{self.endpoint}/{repo_id}/commit/{commit.id}"})
+
+
+if __name__ == "__main__":
+    with LocalHub() as hub, TemporaryDirectory() as home:
+        settings = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": hub.token, "HF_HOME": home, "HF_HUB_DISABLE_XET": "1"}
+        print("export", *(f"{name}={value}" for name, value in settings.items()), flush=True)
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()

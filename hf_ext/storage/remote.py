@@ -18,7 +18,10 @@ from hf_ext.storage.hub import reaching
 from hf_ext.storage.safetensors_file import MAX_HEADER, RawTensor, parse_header, require_valid
 
 HEADER_START = 100_000  # bytes of the first request; most headers are shorter, as huggingface_hub has counted
-TRIES = 5  # attempts for each range, if connections are lost
+TRIES = 5  # attempts for each range, if connections are lost or the server is busy
+BUSY = (408, 429, 500, 502, 503, 504)  # the status of a busy server
+LONGEST_WAIT = 300  # seconds to wait for a busy server, whatever it asks for
+PATIENCE, SLOWEST = 60, 1000  # a range may take so many seconds, and one more for each SLOWEST bytes
 CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
@@ -95,17 +98,23 @@ class RemoteFile:
                         self._receive(begin, end, data)
                     return np.frombuffer(data, np.uint8)
                 except HTTPError as error:
-                    if isinstance(error, HfHubHTTPError) or tries == TRIES:
+                    wait = _wait_after(error) if isinstance(error, HfHubHTTPError) else 1
+                    if wait is None or tries == TRIES:
                         raise
-                    time.sleep(1)
+                    time.sleep(wait)
         raise AssertionError("unreachable")
 
     def _receive(self, begin: int, end: int, data: bytearray) -> None:
         """Appends to `data`, which holds the bytes from `begin` on, those up to `end`."""
-        first = begin + len(data)
+        first, began = begin + len(data), time.monotonic()
         headers = build_hf_headers(token=self._token) | {"Range": f"bytes={first}-{end - 1}", "Accept-Encoding": "identity"}
         with http_stream_backoff(
-            "GET", self._url, headers=headers, timeout=HF_HUB_DOWNLOAD_TIMEOUT, retry_on_exceptions=()
+            "GET",
+            self._url,
+            headers=headers,
+            timeout=HF_HUB_DOWNLOAD_TIMEOUT,
+            retry_on_exceptions=(),
+            retry_on_status_codes=(),  # it would wait as long as the server asks for
         ) as response:
             hf_raise_for_status(response)
             sent = CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
@@ -123,5 +132,18 @@ class RemoteFile:
                 data += chunk
                 if begin + len(data) > end:
                     break
+                if time.monotonic() - began > PATIENCE + (begin + len(data) - first) / SLOWEST:
+                    raise CheckpointError(
+                        f"The server sends {self.path} too slowly. Download the model: hf download {self._name}"
+                    )
         if begin + len(data) != end:
             raise CorruptFileError(f"The server sent {len(data)} bytes of {self.path} instead of {end - begin}. Try again.")
+
+
+def _wait_after(error: HfHubHTTPError) -> float | None:
+    """Returns the seconds to wait before another attempt; None if the server is not busy, but refuses the request."""
+    if error.response.status_code not in BUSY:
+        return None
+    headers = error.response.headers
+    asked = re.search(r"(?:^|\bt=)([0-9]{1,9})", headers.get("Retry-After") or headers.get("RateLimit") or "")
+    return min(int(asked[1]) if asked else 2, LONGEST_WAIT)

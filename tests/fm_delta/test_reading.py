@@ -266,6 +266,25 @@ def test_a_download_that_breaks_off_is_resumed(client):
     assert sent["user/base"] <= HEADER + TENSOR + 8 and not client.hub.cuts[file.sha256]
 
 
+IMPATIENT = """
+from hf_ext.storage import remote
+remote.LONGEST_WAIT, remote.PATIENCE = 0.01, 0.1
+"""
+
+
+def test_a_busy_server_is_asked_again_and_one_that_is_too_slow_is_given_up(client, monkeypatch):
+    monkeypatch.setattr(client.hub, "busy", 3)
+    client.run(IMPATIENT + READ, "user/base", "{}", 0, json.dumps([("a", 0, 1)]))
+    assert client.hub.busy == 0
+    monkeypatch.setattr(client.hub, "busy", 100)
+    [error] = client.run(IMPATIENT + REFUSED, "user/base:a").splitlines()
+    assert "429" in error and "BaseModelError" in error
+    monkeypatch.setattr(client.hub, "busy", 0)
+    monkeypatch.setattr(client.hub, "drips", True)
+    [error] = client.run(IMPATIENT + REFUSED, "user/base:a").splitlines()
+    assert "too slowly. Download the model: hf download user/base" in error
+
+
 def test_a_server_that_sends_whole_files_is_not_listened_to(client, monkeypatch):
     monkeypatch.setattr(client.hub, "ranges", False)
     [[kind, message]] = client.refusals("user/base:a")
