@@ -161,6 +161,24 @@ def test_a_merge_loads_the_plain_way_and_switches_or_says_why_not(tmp_path, monk
         fm_delta.switch(AutoModelForSequenceClassification.from_pretrained(tasks["cr"]), tasks["cr"])
 
 
+def test_a_switch_that_needs_what_a_host_no_longer_has_says_so_and_changes_nothing(tmp_path, monkeypatch):
+    base, tasks = write_tasks(tmp_path, {"trec": 6, "cr": 2})
+    emr.merge(base, tasks, tmp_path / "merged")
+    model, plain = (AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged") for _ in range(2))
+    single = AutoModelForSequenceClassification.from_pretrained(tasks["trec"])
+    monkeypatch.setitem(__import__("sys").modules, "transformers.initialization", None)
+    fm_delta.switch(single, tasks["cr"])
+    assert_same_weights(single, AutoModelForSequenceClassification.from_pretrained(tasks["cr"]))
+    monkeypatch.setattr(weight_plan.Loaded, "convert", fails)
+    with pytest.raises(CheckpointError, match="Switching tasks does not work with Transformers .*hf-ext extract"):
+        model.set_task("cr")
+    assert model.active_task == "trec"
+    assert_same_weights(model, plain)
+    del single.all_tied_weights_keys
+    with pytest.raises(CheckpointError, match="Switching to another checkpoint does not work .*from_pretrained"):
+        fm_delta.switch(single, tasks["cr"])
+
+
 REGISTER = """
 import importlib.abc, sys, warnings
 

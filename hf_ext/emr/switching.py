@@ -131,7 +131,8 @@ class SetTask:
                 f"Transformers {transformers.__version__} has changed what switching tasks relies on. Write the task as a "
                 "plain checkpoint: hf-ext extract. Or install a newer hf_ext, or an older Transformers."
             )
-        with self.lock, torch.inference_mode(False), torch.no_grad():
+        advice = "Write the task as a plain checkpoint: hf-ext extract."
+        with self.lock, torch.inference_mode(False), torch.no_grad(), compat.host_internals("Switching tasks", advice):
             move = self._move(self.model.active_task, name)
             self._rewrite(name, discard_changes)
             configure(self.model, move)

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from huggingface_hub.errors import EntryNotFoundError
 from transformers import PreTrainedModel
-from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils.logging import get_logger
 
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
@@ -141,7 +140,7 @@ def _writable(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     for name, weight in weights.items():
         if weight.is_meta:
             raise CheckpointError(f"'{name}' is offloaded, so the model cannot be switched. Load it without offloading.")
-        if type(weight) not in (torch.nn.Parameter, torch.Tensor) or is_deepspeed_zero3_enabled():
+        if type(weight) not in (torch.nn.Parameter, torch.Tensor) or compat.shards_by_zero3():
             raise CheckpointError(f"'{name}' is sharded or packed ({type(weight).__name__}). Load the other model instead.")
     return weights
 
@@ -204,20 +203,20 @@ def _plan(
         from hf_ext.integration.weight_plan import plan_of
 
         plan, unused = plan_of(model, source.names())
-    if unused:
-        logger.warning(f"{type(model).__name__} has no place for these tensors of {source}: {', '.join(unused[:5])}.")
-    loaded_of: dict[str, Loaded] = {}
-    for loaded in plan:
-        for target, shape in _shapes(model, source, loaded).items():
-            expected = (weights if shapes is None else shapes)[target]
-            expected = expected if isinstance(expected, torch.Size) else expected.shape
-            if shape != expected:
-                raise CheckpointError(
-                    f"{source} has '{target}' of shape {list(shape)}, this model {list(expected)}: one cannot become the "
-                    "other. Load the checkpoint with from_pretrained."
-                )
-            loaded_of[target] = loaded
-    _require_all(model, weights, source, loaded_of)
+        if unused:
+            logger.warning(f"{type(model).__name__} has no place for these tensors of {source}: {', '.join(unused[:5])}.")
+        loaded_of: dict[str, Loaded] = {}
+        for loaded in plan:
+            for target, shape in _shapes(model, source, loaded).items():
+                expected = (weights if shapes is None else shapes)[target]
+                expected = expected if isinstance(expected, torch.Size) else expected.shape
+                if shape != expected:
+                    raise CheckpointError(
+                        f"{source} has '{target}' of shape {list(shape)}, this model {list(expected)}: one cannot become the "
+                        "other. Load the checkpoint with from_pretrained."
+                    )
+                loaded_of[target] = loaded
+        _require_all(model, weights, source, loaded_of)
     return plan
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,15 @@ def model_of(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTraine
     """Returns a model of a configuration, as `AutoModel.from_config` builds it: the configurations of its parts get its dtype.
     Where the class has no such method, they keep theirs."""
     return getattr(kind, "_from_config", kind)(config)
+
+
+def no_init_weights() -> AbstractContextManager[object]:
+    """Returns a context in which Transformers does not initialize a model's weights. Where it is gone, that takes its time."""
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:
+        return nullcontext()
+    return no_init_weights()
 
 
 def unsaved_buffers(module: torch.nn.Module) -> Set[str]:

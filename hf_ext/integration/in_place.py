@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
@@ -59,7 +58,7 @@ def move_between(model: PreTrainedModel, texts: tuple[dict, dict], settings: tup
     if texts[0] != texts[1]:
         after = kind.from_dict(deepcopy(texts[1]))
         if _structure(texts[0]) != _structure(texts[1]) or before.num_labels != after.num_labels:
-            with torch.device("meta"), no_init_weights():  # the sizes that the class itself gives
+            with torch.device("meta"), compat.no_init_weights():  # the sizes that the class itself gives
                 models = [compat.model_of(type(model), config) for config in (before, after)]
             shapes = {name: tensor.shape for name, tensor in models[1].state_dict().items()}
             sizes = _sizes(*(dict(model.named_modules()) for model in models))
