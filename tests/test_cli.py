@@ -509,15 +509,16 @@ def test_the_help_is_a_tutorial_that_shows_every_command_at_work(capsys):
 
 
 def test_help_and_mistakes_import_no_heavy_library():
-    code = """
+    code = f"""
 import sys
 from hf_ext.cli.main import main
-for line in ("--help", "merge --help", "compress a", "compress a --out b --revision c", "compres"):
+transfer = "transfer {" ".join(TRANSFER[1:])} {__file__} --filter none --lerning_rate 1"
+for line in ("--help", "merge --help", "compress a", "compress a --out b --revision c", "compres", transfer):
     main(line.split())
-print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "transformers", "peft", "numpy"}))
+print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "transformers", "peft", "numpy"}}))
 """
     done = process(of=("-c", code))
-    assert done.stdout.splitlines()[-1] == "[]" and done.stderr.count("\n") == 3
+    assert done.stdout.splitlines()[-1] == "[]" and done.stderr.count("\n") == 4
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib.util
 import os
-from dataclasses import fields
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
@@ -250,6 +252,13 @@ def training_arguments(context: typer.Context, out: str, paper: int | None, peft
         paper: size of a data set, with which the paper's settings are the defaults.
         peft_type: type of the new adapter.
     """
+    own = [name.lstrip("-") for item in context.command.params for name in item.opts]
+    names = [*found, *own] if (found := option_names()) else []
+    for word in context.args:
+        name = word.lstrip("-").partition("=")[0].replace("-", "_")
+        # argparse accepts abbreviations, and --no_NAME for a flag.
+        if names and word.startswith("--") and not any(known.startswith((name, name.removeprefix("no_"))) for known in names):
+            raise unrecognized([word], names)
     from transformers import HfArgumentParser
 
     from hf_ext import TransLoraConfig
@@ -264,11 +273,38 @@ def training_arguments(context: typer.Context, out: str, paper: int | None, peft
     except argparse.ArgumentError as error:
         raise mistake(error.message, error.argument_name) from error
     if unknown:
-        names = [f"--{field.name}" for field in fields(TransLoraConfig)]
-        names += [name for option in context.command.params for name in option.opts]
-        similar = " or ".join(get_close_matches(unknown[0].partition("=")[0], names, 2))
-        raise mistake(f"unrecognized arguments: {' '.join(unknown)}" + (f". Did you mean {similar}?" if similar else ""))
+        raise unrecognized(unknown, names)
     return settings
+
+
+def unrecognized(words: list[str], names: list[str]) -> Exception:
+    """Returns the error for options that nothing declares; `names` are those that exist."""
+    similar = " or ".join(get_close_matches(words[0].partition("=")[0], [f"--{name}" for name in names], 2))
+    return mistake(f"unrecognized arguments: {' '.join(words)}" + (f". Did you mean {similar}?" if similar else ""))
+
+
+def option_names() -> list[str]:
+    """Returns the options of TransLoraConfig and TrainingArguments, from the sources of the classes: importing them takes
+    seconds. Returns none of a class that is elsewhere; its own parser then finds mistakes later."""
+    transformers = importlib.util.find_spec("transformers")
+    host = Path(transformers.origin or "").with_name("training_args.py") if transformers else Path()
+    names = []
+    for path, name in (
+        (Path(__file__).parents[1] / "trans_lora" / "config.py", "TransLoraConfig"),
+        (host, "TrainingArguments"),
+    ):
+        tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
+        found = [
+            item.target.id
+            for node in tree.body
+            if isinstance(node, ast.ClassDef) and node.name == name
+            for item in node.body
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        ]
+        if not found:
+            return []
+        names += found
+    return list(dict.fromkeys(names))
 
 
 def peft_config(kind: str, rank: int, target_modules: list[str] | None, model: str, paper: int | None) -> PeftConfig:

@@ -130,6 +130,11 @@ class TransLoraTrainer(AnswerTrainer):
             require_discriminator(discriminator, args)
             self.teacher.require_for(args)
         if args.logits_weight:
+            if args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
+                raise HfExtError(
+                    "logits_weight needs logits, which use_liger_kernel does not compute. Set "
+                    'liger_kernel_config={"fused_linear_cross_entropy": False}, or leave one of the options out.'
+                )
             self.teacher.require_tokens_of(self.encoder)
         if isinstance(model, PeftModel) is (peft_config is not None):
             raise HfExtError("Give a target model and the peft_config of its new adapter, or a PeftModel and no peft_config.")

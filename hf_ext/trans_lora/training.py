@@ -43,6 +43,8 @@ class AnswerTrainer(Trainer):
         prompts = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
         plain = self.label_smoother is None and self.compute_loss_func is None and self.model_accepts_loss_kwargs
         whole = self.args.n_gpu <= 1  # not split among devices by nn.DataParallel
+        # Liger's forward spares the logits itself: it reads the output layer's weight. torch.compile breaks graphs at the hook.
+        hooked = not (self.args.use_liger_kernel or self.args.torch_compile)
         inner = bare(model)
         decoder = not inner.config.is_encoder_decoder and getattr(inner, "loss_function", None) is ForCausalLMLoss
-        return plain and whole and decoder and not prompts
+        return plain and whole and hooked and decoder and not prompts

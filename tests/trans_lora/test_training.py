@@ -45,6 +45,8 @@ def test_the_logits_of_answers_alone_give_the_same_loss_and_gradients(tmp_path, 
     [
         ("llama", PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), {}),
         ("llama", lora("llama"), {"label_smoothing_factor": 0.1}),
+        ("llama", lora("llama"), {"torch_compile": True}),
+        ("llama", lora("llama"), {"use_liger_kernel": True}),
         ("t5", lora("t5"), {}),
     ],
 )
