@@ -26,11 +26,10 @@ from hf_ext.emr.modulators import FILE, TASK_FOLDER, TaskFile, is_asset
 from hf_ext.emr.recipe import RECIPE
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError
 from hf_ext.storage.atomic import write_json
-from hf_ext.storage.delta.source import open_delta
 from hf_ext.storage.hub import HUB, Hub, first_line, snapshot_of
 from hf_ext.storage.layout import CONFIG, INDEX, read_config, select_weights, storage_settings
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
-from hf_ext.storage.open import OF_TASK
+from hf_ext.storage.open import OF_TASK, open_delta
 from hf_ext.storage.plain_writer import shards_of, write_files
 from hf_ext.storage.prefetch import threads_for
 from hf_ext.storage.safetensors_file import ComputedFile, Entry, RawTensor

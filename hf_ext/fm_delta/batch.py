@@ -26,10 +26,9 @@ from hf_ext.storage.atomic import locked, write_atomically
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.codec import DEFAULT_LEVEL
 from hf_ext.storage.delta.file import CompressedFile
-from hf_ext.storage.delta.source import open_files
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import all_weights, require_deletable, weights_instead
-from hf_ext.storage.open import open_plain
+from hf_ext.storage.open import open_files, open_plain
 from hf_ext.storage.prefetch import at_most_cores, cores
 from hf_ext.storage.tree import delete_folder, flush_folder, stamp
 

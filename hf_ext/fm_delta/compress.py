@@ -20,10 +20,10 @@ from hf_ext.storage.delta.folder import (
     verify_folder,
     write_model,
 )
-from hf_ext.storage.delta.source import DeltaCheckpoint, RestoredFile, open_files
+from hf_ext.storage.delta.source import DeltaCheckpoint, RestoredFile
 from hf_ext.storage.hub import downloaded, local_copy
 from hf_ext.storage.layout import CONFIG, other_files, require_deletable
-from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.open import open_checkpoint, open_files
 from hf_ext.storage.source import NoBase, TensorSource
 from hf_ext.storage.tree import delete_folder, finish_deletion, flush_folder, stamp
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from types import EllipsisType
 from typing import TYPE_CHECKING, TypeAlias
 
-from hf_ext.storage.delta.lazy import open_lazily
 from hf_ext.storage.hub import Hub
+from hf_ext.storage.open import open_lazily
 from hf_ext.storage.safetensors_file import RawTensor
 from hf_ext.storage.source import TensorSource
 

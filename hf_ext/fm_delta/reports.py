@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 
 from hf_ext.display import COLORS, PALE, label, legend, new_figure, save_figure, table
 from hf_ext.storage.delta.payload import STORED, Header
-from hf_ext.storage.delta.source import base_of, open_files, original_size
+from hf_ext.storage.delta.source import original_size
 from hf_ext.storage.hub import local_copy
+from hf_ext.storage.open import base_of, open_files
 
 KINDS = {
     "embedding": r"embed|wte|wpe",

@@ -20,10 +20,10 @@ from hf_ext.storage.atomic import staged_folder
 from hf_ext.storage.delta.codec import decode_raw
 from hf_ext.storage.delta.folder import plain_files
 from hf_ext.storage.delta.payload import is_payload, read_header
-from hf_ext.storage.delta.source import base_tensor, require_depth
+from hf_ext.storage.delta.source import base_tensor
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import all_weights, forget_encoding, require_another_folder
-from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.open import open_checkpoint, require_depth
 from hf_ext.storage.source import TensorSource
 
 logger = logging.get_logger(__name__)

@@ -25,15 +25,11 @@ from hf_ext.storage.delta.folder import Sets, copy_modes, decode_all, plain_file
 from hf_ext.storage.delta.source import (
     DeltaCheckpoint,
     RestoredFile,
-    base_of,
-    open_base,
-    open_files,
     original_size,
-    require_depth,
 )
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import CONFIG, all_weights, other_files, remove_settings, shard_sets
-from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.open import base_of, open_base, open_checkpoint, open_files, require_depth
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
 from hf_ext.storage.tree import OURS, copy, delete_folder, finish_deletion, link

@@ -1,18 +1,28 @@
-"""Opens a checkpoint in whatever form it is stored."""
+"""Opens checkpoints in whatever form they are stored, and the bases of compressed ones."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from huggingface_hub.utils import SafetensorsFileMetadata
+
 from hf_ext.errors import BaseModelError, CheckpointError
-from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.delta.file import KEY
-from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, DeltaCheckpoint, open_delta
-from hf_ext.storage.hub import HUB, Hub
-from hf_ext.storage.layout import all_weights
+from hf_ext.storage.checkpoint import Checkpoint, LazyCheckpoint
+from hf_ext.storage.delta.file import KEY, BaseInfo, CompressedFile, check_shards, require_one_save
+from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, DeltaCheckpoint, LazyDeltaCheckpoint
+from hf_ext.storage.hub import HUB, Hub, absolute, snapshot_of
+from hf_ext.storage.layout import all_weights, no_weights, shard_sets, storage_settings, weights_or_adapter
+from hf_ext.storage.source import NoBase, TensorSource
 
 OF_TASK = "#"  # in a name: between a merge and one of its tasks
+MAX_CHAIN = 64  # limit of compressed checkpoints that are opened to read one
+MOVED = (
+    'If the base has moved, set "base" under "quantization_config" in config.json to its folder or Hub id '
+    "(on the command line: --base)."
+)
 
 
 def open_checkpoint(name: str | os.PathLike, revision: str | None = None, hub: Hub = HUB) -> Checkpoint | DeltaCheckpoint:
@@ -28,10 +38,32 @@ def open_checkpoint(name: str | os.PathLike, revision: str | None = None, hub: H
         CheckpointError: the files hold several models merged into one.
         CorruptFileError: they are damaged.
     """
-    checkpoint = Checkpoint(name, revision, hub)
+    return _opened(Checkpoint(name, revision, hub), hub)
+
+
+def open_lazily(
+    name: str | os.PathLike, revision: str | None = None, base: str | os.PathLike | None = None, hub: Hub = HUB
+) -> Checkpoint | DeltaCheckpoint:
+    """Opens a checkpoint, plain or compressed, without downloading or checking more than its headers.
+
+    The fingerprint of a plain base covers a few bytes of every tensor. It is not compared if the base is read over the network,
+    because that takes requests for each tensor. The checksum of each decoded tensor detects a wrong base too.
+
+    Args:
+        base: folder or Hub id of the base, if it is no longer where config.json says.
+        name, revision, hub: see open_checkpoint.
+
+    Raises:
+        BaseModelError: as open_checkpoint, or the server does not support range requests.
+        CheckpointError, CorruptFileError: see open_checkpoint.
+    """
+    return _opened(LazyCheckpoint(name, revision, hub), hub, None if base is None else (absolute(base), None))
+
+
+def _opened(checkpoint: Checkpoint, hub: Hub, base: tuple[str, None] | None = None) -> Checkpoint | DeltaCheckpoint:
     if checkpoint.has_metadata(PARTS_OF):
         raise CheckpointError(f"{checkpoint} {SEVERAL_MODELS}")
-    return open_delta(checkpoint.paths, hub=hub, opened=checkpoint) if checkpoint.has_metadata(KEY) else checkpoint
+    return _decoding(checkpoint, hub, base) if checkpoint.has_metadata(KEY) else checkpoint
 
 
 def open_plain(name: str | os.PathLike, revision: str | None = None) -> Checkpoint:
@@ -53,3 +85,194 @@ def holds_several_models(folder: str | os.PathLike) -> bool:
     if OF_TASK in os.fspath(folder) and not os.path.exists(folder):
         return True
     return os.path.isdir(folder) and bool(all_weights(Path(folder))) and Checkpoint(folder).has_metadata(PARTS_OF)
+
+
+# ---- compressed files ----
+
+
+def open_delta(
+    paths: Sequence[Path], base: str | os.PathLike | None = None, revision: str | None = None, hub: Hub = HUB
+) -> DeltaCheckpoint:
+    """Opens the compressed files of one checkpoint.
+
+    Args:
+        paths: all files that are read together.
+        base, revision: folder or Hub id of the base, if it is no longer where config.json or the files say.
+        hub: access settings for the base.
+
+    Raises:
+        BaseModelError: the base is missing, or is not the one that the files were written against.
+        CorruptFileError: a file is damaged, missing, or from another save.
+    """
+    files = [CompressedFile(path) for path in paths]
+    check_shards(files)
+    folder = files[0].path.parent
+    return DeltaCheckpoint(files, _base(files, folder, folder, hub, None if base is None else (base, revision)))
+
+
+def open_files(src: Path) -> list[CompressedFile]:
+    """Opens the compressed files of a model or an adapter, variants included (or one file). Their tensors are not decoded.
+
+    Raises:
+        CheckpointError: there are no weights.
+        CorruptFileError: a file is damaged, missing, or from another save.
+    """
+    if not src.exists():
+        raise CheckpointError(f"{src} does not exist; give the folder of a compressed model.")
+    paths = weights_or_adapter(src) if src.is_dir() else [src]
+    if not paths:
+        raise no_weights(src)
+    files = [CompressedFile(path) for path in paths]
+    if src.is_dir():
+        for shards in shard_sets(paths):
+            check_shards([file for file in files if file.path in shards])
+    return files
+
+
+def open_base(files: Sequence[CompressedFile], src: Path, base: str | os.PathLike | None = None) -> TensorSource:
+    """Opens the base of compressed files: `base`, else the one that config.json names, else the one that the files record.
+
+    Raises:
+        BaseModelError: it cannot be read, or its fingerprint differs from the recorded one.
+    """
+    folder = src if src.is_dir() else src.parent
+    return _base(files, folder, folder, HUB, None if base is None else (absolute(base), None))
+
+
+def base_of(file: CompressedFile, folder: Path | None) -> tuple[str | None, str | None]:
+    """Returns the name and revision of a file's base, from the folder's config.json, else from the file. Both are None without
+    a base."""
+    settings = storage_settings(folder) if folder else {}
+    if "base" in settings:
+        return settings["base"], settings.get("revision")
+    return (None, None) if file.base is None else (file.base.name, file.base.revision)
+
+
+def require_depth(base: TensorSource, more: int = 1) -> None:
+    """Raises CheckpointError if `more` checkpoints, each compressed against the one before and the first against this base,
+    could not be opened: too many others would have to be opened to read the last."""
+    depth, inner = 0, base
+    while isinstance(inner, DeltaCheckpoint):
+        depth, inner = depth + 1, inner.base
+    if depth + more - 1 > MAX_CHAIN:
+        raise CheckpointError(
+            f"The base {base} needs {depth - 1} other compressed checkpoints, each to read the one before; "
+            f"{MAX_CHAIN - more + 1} are the limit. Give one of the first as the base, or decompress the base."
+        )
+
+
+def _decoding(
+    checkpoint: Checkpoint,
+    hub: Hub,
+    base: tuple[str, None] | None = None,
+    readers: Sequence[Checkpoint | Path] = (),
+) -> DeltaCheckpoint:
+    """Returns a compressed checkpoint as a source of decoded tensors. See `_base`."""
+    files = [CompressedFile(file) for file in checkpoint.files]
+    folder = checkpoint.folder()
+    if isinstance(checkpoint, LazyCheckpoint):
+        require_one_save(files)
+        return LazyDeltaCheckpoint(files, _base(files, checkpoint, folder, hub, base, readers), checkpoint)
+    check_shards(files)
+    folder = folder or files[0].path.parent  # a repository without config.json
+    return DeltaCheckpoint(files, _base(files, checkpoint, folder, hub, base, readers), checkpoint)
+
+
+def _base(
+    files: Sequence[CompressedFile],
+    reader: Checkpoint | Path,
+    folder: Path | None,
+    hub: Hub,
+    base: tuple[str | os.PathLike | None, str | None] | None = None,
+    readers: Sequence[Checkpoint | Path] = (),
+) -> TensorSource:
+    """Opens the base of compressed files, which may be compressed itself, and checks that it is the recorded one. Before a
+    download, compares the names, types and sizes of its tensors; then its fingerprint.
+
+    Args:
+        reader: the compressed checkpoint. If it was opened lazily, so is its base.
+        folder: that of the checkpoint, if it is local. A relative folder is looked up from here first, so that both can move
+            together.
+        hub: access settings. By default, the base is cached where the checkpoint is.
+        base: name and revision, if not those that `base_of` returns.
+        readers: the compressed checkpoints that need `reader`.
+    """
+    recorded, (name, revision) = files[0].base, base or base_of(files[0], folder)
+    if recorded is None:
+        if name is not None:
+            raise BaseModelError(
+                f"{reader} was compressed without a base, but '{name}' is given as its base, as an argument or in config.json. "
+                "Leave it out."
+            )
+        return NoBase()
+    place, hub = _place_of_base(recorded, name, revision, folder, hub)
+    lazily = isinstance(reader, LazyCheckpoint)
+    try:
+        opened = (LazyCheckpoint if lazily else Checkpoint)(place, revision, hub, partial(_require_fitting, files))
+    except BaseModelError as error:
+        raise BaseModelError(
+            f"The base model {recorded} is needed to read this checkpoint, {reader}. {error} {MOVED}"
+        ) from error
+    if opened.has_metadata(PARTS_OF):
+        raise BaseModelError(f"The base {opened} of {reader} {SEVERAL_MODELS}")
+    source: TensorSource = opened
+    if opened.has_metadata(KEY):
+        readers = [*readers, reader]
+        if len(readers) > MAX_CHAIN:
+            raise BaseModelError(f"{readers[0]} needs more than {MAX_CHAIN} other checkpoints, each to read the one before.")
+        chain = [_place(needing) for needing in (*readers, opened)]
+        if chain[-1] in chain[:-1]:
+            names = " → ".join(name for name, _ in chain)
+            raise BaseModelError(f"These checkpoints need each other, so none can be read: {names}. {MOVED}")
+        source = _decoding(opened, hub, readers=readers)
+    is_remote = isinstance(opened, LazyCheckpoint) and source is opened and opened.is_remote
+    if not is_remote and source.fingerprint != recorded.fingerprint:
+        raise BaseModelError(
+            f"This checkpoint, {reader}, was compressed against {recorded} (fingerprint {recorded.fingerprint}), but "
+            f"{source} is another model or revision (fingerprint {source.fingerprint}). {MOVED}"
+        )
+    return source
+
+
+def _place(checkpoint: Checkpoint | Path) -> tuple[str, str | None]:
+    """Returns the resolved path of a folder, or the name and commit of a repository."""
+    name = checkpoint.name if isinstance(checkpoint, Checkpoint) else str(checkpoint)
+    if os.path.isdir(name):
+        return os.path.realpath(name), None
+    return name, getattr(checkpoint, "revision", None)
+
+
+def _place_of_base(
+    recorded: BaseInfo, name: str | os.PathLike | None, revision: str | None, beside: Path | None, hub: Hub
+) -> tuple[str | os.PathLike, Hub]:
+    """Returns where to read a base, and with which settings.
+
+    Args:
+        recorded: the base that the compressed files record.
+        beside: folder of the checkpoint that needs the base, if there is one. A relative folder is looked up from here first.
+
+    Raises:
+        BaseModelError: the name is not valid.
+    """
+    if not isinstance(name, str | os.PathLike) or not isinstance(revision, str | None):
+        raise BaseModelError(f"{name!r} at revision {revision!r} is not a valid name for the base {recorded}. {MOVED}")
+    if beside is not None and os.path.isdir(beside / name):
+        name = os.path.normpath(beside / name)
+    if beside is not None and hub.cache_dir is None and (snapshot := snapshot_of(beside)) is not None:
+        hub = hub._replace(cache_dir=snapshot.parents[2])
+    return name, hub
+
+
+def _require_fitting(needing: Sequence[CompressedFile], headers: Sequence[SafetensorsFileMetadata]) -> None:
+    """Raises BaseModelError unless weights with these headers can be the base of the compressed files."""
+    tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
+    if any({KEY, PARTS_OF} & header.metadata.keys() for header in headers):
+        return  # the base is compressed itself: small, and its own record has the fingerprint
+    for payload in (payload for file in needing for payload in file.headers.values() if payload.base_values):
+        twin = tensors.get(payload.base_name)
+        if twin is None:
+            raise BaseModelError(f"It has no tensor '{payload.base_name}', so it is another model, and was not downloaded.")
+        try:
+            payload.require_base(twin.dtype, twin.shape)
+        except BaseModelError as error:
+            raise BaseModelError(f"{error} It was not downloaded.") from None

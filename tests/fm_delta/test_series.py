@@ -21,8 +21,7 @@ from transformers.utils import logging
 
 from hf_ext import BaseModelError, CheckpointError, fm_delta
 from hf_ext.fm_delta.series import LONGEST_CHAIN, is_compressed, needed_by, secure
-from hf_ext.storage.delta.source import MAX_CHAIN
-from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.open import MAX_CHAIN, open_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -183,7 +182,7 @@ def test_a_missing_or_changed_link_is_named(tmp_path):
     for step, needing in ((1, 2), (2, 2)):
         with pytest.raises(BaseModelError) as error:
             AutoModelForSequenceClassification.from_pretrained(run / f"checkpoint-{step}")
-        assert f"needed to read this checkpoint, {run}/checkpoint-{needing}." in str(error.value)
+        assert f"needed to read this checkpoint, '{run}/checkpoint-{needing}'." in str(error.value)
         assert "../checkpoint-3" in str(error.value)
     perturb(bert(), seed=9).save_pretrained(run / "checkpoint-3")
     with pytest.raises(BaseModelError, match=f"{run}/checkpoint-2, was compressed against .*checkpoint-3' is another model"):

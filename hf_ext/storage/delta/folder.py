@@ -20,9 +20,6 @@ from hf_ext.storage.delta.source import (
     SEVERAL_MODELS,
     RestoredFile,
     decoded,
-    open_base,
-    open_files,
-    require_depth,
     require_one_model,
 )
 from hf_ext.storage.delta.writer import write_delta
@@ -43,7 +40,7 @@ from hf_ext.storage.layout import (
     shard_sets,
     weights_or_adapter,
 )
-from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.open import open_base, open_checkpoint, open_files, require_depth
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import progress
 from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile, float_name
