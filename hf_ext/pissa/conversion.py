@@ -61,7 +61,9 @@ class LoraConversion:
 
     def summary(self) -> str:
         errors = [100 * layer.error for layer in self.layers]
-        return f"{len(errors)} layers, error {sum(errors) / len(errors):.2f} % in the mean, at most {max(errors):.2f} %"
+        of = "weights" if self.kind == "qpissa" else "adapter's change of the weights"
+        mean = sum(errors) / len(errors)
+        return f"{len(errors)} layers, error {mean:.2f} % of the {of} (Frobenius norm) in the mean, at most {max(errors):.2f} %"
 
     def save_pretrained(self, save_directory: str | os.PathLike) -> None:
         """Writes adapter_config.json, adapter_model.safetensors and a model card, all of them or none."""

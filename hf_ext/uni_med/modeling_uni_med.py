@@ -214,6 +214,12 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: a required task is missing, a task is unknown, or the tower's tokens cannot be resampled.
         """
+        tasks = self.config.tasks
+        if image_tasks is None and self.connector.needs_task:
+            raise ValueError(
+                f"This model routes images by task, and no task is given. Begin the text with a tag, such as '[{tasks[0]}] …', "
+                f"or pass task= to the processor (image_tasks= to the model). The tasks are {', '.join(tasks)}."
+            )
         if image_tasks is not None:
             torch_compilable_check(
                 (len(image_tasks) == len(pixel_values)) and ((image_tasks >= 0) & (image_tasks < len(self.config.tasks))).all(),

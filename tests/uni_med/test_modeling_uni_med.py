@@ -108,7 +108,7 @@ def test_the_task_matters_where_experts_are_routed_by_it():
     mlp = uni_med(connector="mlp")
     inputs.pop("image_tasks")
     assert logits(mlp, inputs).isfinite().all()
-    with pytest.raises(ValueError, match="routes by task"):
+    with pytest.raises(ValueError, match=r"routes images by task.* such as '\[vqa\] …'.* The tasks are vqa, .*caption"):
         model(**inputs)
 
 
