@@ -197,11 +197,12 @@ def _base(
         base: name and revision, if not those that `base_of` returns.
         readers: the compressed checkpoints that need `reader`.
     """
+    this = f"'{reader}'" if isinstance(reader, Path) else reader
     recorded, (name, revision) = files[0].base, base or base_of(files[0], folder)
     if recorded is None:
         if name is not None:
             raise BaseModelError(
-                f"{reader} was compressed without a base, but '{name}' is given as its base, as an argument or in config.json. "
+                f"{this} was compressed without a base, but '{name}' is given as its base, as an argument or in config.json. "
                 "Leave it out."
             )
         return NoBase()
@@ -210,11 +211,9 @@ def _base(
     try:
         opened = (LazyCheckpoint if lazily else Checkpoint)(place, revision, hub, partial(_require_fitting, files))
     except BaseModelError as error:
-        raise BaseModelError(
-            f"The base model {recorded} is needed to read this checkpoint, {reader}. {error} {MOVED}"
-        ) from error
+        raise BaseModelError(f"The base model {recorded} is needed to read this checkpoint, {this}. {error} {MOVED}") from error
     if opened.has_metadata(PARTS_OF):
-        raise BaseModelError(f"The base {opened} of {reader} {SEVERAL_MODELS}")
+        raise BaseModelError(f"The base {opened} of {this} {SEVERAL_MODELS}")
     source: TensorSource = opened
     if opened.has_metadata(KEY):
         readers = [*readers, reader]
@@ -228,7 +227,7 @@ def _base(
     is_remote = isinstance(opened, LazyCheckpoint) and source is opened and opened.is_remote
     if not is_remote and source.fingerprint != recorded.fingerprint:
         raise BaseModelError(
-            f"This checkpoint, {reader}, was compressed against {recorded} (fingerprint {recorded.fingerprint}), but "
+            f"This checkpoint, {this}, was compressed against {recorded} (fingerprint {recorded.fingerprint}), but "
             f"{source} is another model or revision (fingerprint {source.fingerprint}). {MOVED}"
         )
     return source

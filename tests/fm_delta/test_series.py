@@ -185,7 +185,7 @@ def test_a_missing_or_changed_link_is_named(tmp_path):
         assert f"needed to read this checkpoint, '{run}/checkpoint-{needing}'." in str(error.value)
         assert "../checkpoint-3" in str(error.value)
     perturb(bert(), seed=9).save_pretrained(run / "checkpoint-3")
-    with pytest.raises(BaseModelError, match=f"{run}/checkpoint-2, was compressed against .*checkpoint-3' is another model"):
+    with pytest.raises(BaseModelError, match=f"'{run}/checkpoint-2', was compressed against .*checkpoint-3' is another model"):
         fm_delta.verify(run / "checkpoint-1")
     (tmp_path / "base").rename(tmp_path / "gone")
     with pytest.raises(BaseModelError, match=f"{tmp_path}/base' is needed to read this checkpoint, .*whole/checkpoint-3"):
