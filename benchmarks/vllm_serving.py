@@ -29,9 +29,9 @@ from measuring import print_table, run_sections, timed
 
 from hf_ext.emr import merge
 from hf_ext.fm_delta import compress_checkpoint
+from hf_ext.serving.stored_models import StoredModel
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.prefetch import Prefetcher
-from hf_ext.stored_models import StoredModel
 
 FINE_TUNES = {"full": "full", "lora": "lora", "light": "light"} | {
     f"step {rate} {at}": f"step-{rate}/{at}" for rate, at in [("1e-5", 0), ("1e-5", 1), ("3e-6", 0), ("3e-6", 1), ("1e-6", 1)]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hf_ext.stored_models import StoredModel
+from hf_ext.serving.stored_models import StoredModel
 
 
 def test_a_name_may_end_in_a_task_unless_it_is_a_folder(tmp_path):

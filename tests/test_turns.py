@@ -11,9 +11,9 @@ import torch
 from tiny_merges import write_tasks
 
 from hf_ext import CheckpointError, emr, fm_delta
-from hf_ext.stored_models import StoredModel
-from hf_ext.vllm import turns
-from hf_ext.vllm.models import changed, read_models
+from hf_ext.serving.stored_models import StoredModel
+from hf_ext.serving.vllm import turns
+from hf_ext.serving.vllm.models import changed, read_models
 
 
 class Engine:

@@ -61,7 +61,7 @@ def mount(
     where: Annotated[str, argument("WHERE", "An empty folder, or one to create.")],
     base: MovedBase = None,
 ) -> Result:
-    from hf_ext.mount import mount as show
+    from hf_ext.serving.mount import mount as show
 
     say(f"Mounting {src} at {where}. Ctrl-C, or `fusermount3 -u {where}`, unmounts it.")
     show(local(src), where, base)

@@ -21,8 +21,8 @@ from servers import PROMPT, TASKS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_server import OPTIONS, VllmServer
 
-from hf_ext.vllm.switching import _OneModelAtATime
-from hf_ext.vllm.turns import Turns
+from hf_ext.serving.vllm.switching import _OneModelAtATime
+from hf_ext.serving.vllm.turns import Turns
 from hf_ext.weight_sync import Publisher
 
 

@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm_server import VllmServer
 
 from hf_ext.errors import ServerError
-from hf_ext.vllm.weight_transfer import PlaceTrainerInitInfo
+from hf_ext.serving.vllm.weight_transfer import PlaceTrainerInitInfo
 from hf_ext.weight_sync import Publisher
 from hf_ext.weight_sync.servers import VLLMServer
 
@@ -91,7 +91,7 @@ def test_a_trainer_of_vllms_own_interface_drives_it(server: VllmServer, folder: 
             status, answer = server.call(f"/{path}", json or {"": ""})
             assert status == 200, answer
 
-    from hf_ext.vllm import register
+    from hf_ext.serving.vllm import register
 
     register()
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)

@@ -14,11 +14,11 @@ from vllm.config.load import LoadConfig
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from hf_ext.serving.stored_models import StoredModel, read_tensors
+from hf_ext.serving.vllm.models import changed, read_models
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.safetensors_file import torch_dtype
 from hf_ext.storage.source import TensorSource
-from hf_ext.stored_models import StoredModel, read_tensors
-from hf_ext.vllm.models import changed, read_models
 
 logger = init_logger(f"vllm.{__name__}")
 

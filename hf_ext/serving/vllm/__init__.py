@@ -10,11 +10,11 @@ def register() -> None:
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.model_executor.model_loader import register_model_loader
 
-    from hf_ext.vllm.formats import FORMATS
-    from hf_ext.vllm.loader import LOAD_FORMAT, StoredModelLoader
+    from hf_ext.serving.vllm.formats import FORMATS
+    from hf_ext.serving.vllm.loader import LOAD_FORMAT, StoredModelLoader
 
     register_model_loader(LOAD_FORMAT)(StoredModelLoader)
     for method, config in FORMATS.items():
         register_quantization_config(method)(config)
-    WeightTransferEngineFactory.register_engine(LOAD_FORMAT, "hf_ext.vllm.weight_transfer", "PlaceEngine")
-    WeightTransferTrainerFactory.register_engine(LOAD_FORMAT, "hf_ext.vllm.weight_transfer", "PlaceTrainerEngine")
+    WeightTransferEngineFactory.register_engine(LOAD_FORMAT, "hf_ext.serving.vllm.weight_transfer", "PlaceEngine")
+    WeightTransferTrainerFactory.register_engine(LOAD_FORMAT, "hf_ext.serving.vllm.weight_transfer", "PlaceTrainerEngine")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from hf_ext.serving.stored_models import StoredModel, read_tensors
 from hf_ext.storage.layout import forget_encoding
-from hf_ext.stored_models import StoredModel, read_tensors
 
 if TYPE_CHECKING:
     import torch

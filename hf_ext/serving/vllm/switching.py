@@ -24,9 +24,9 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.logger import init_logger
 
 from hf_ext.errors import CheckpointError
+from hf_ext.serving.vllm.models import StoredModel, read_models, require_same_shapes
+from hf_ext.serving.vllm.turns import Turns
 from hf_ext.storage.source import TensorSource
-from hf_ext.vllm.models import StoredModel, read_models, require_same_shapes
-from hf_ext.vllm.turns import Turns
 
 logger = init_logger(f"vllm.{__name__}")
 

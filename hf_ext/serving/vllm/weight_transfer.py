@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from hf_ext.errors import HfExtError
-from hf_ext.vllm.models import whole_layers
+from hf_ext.serving.vllm.models import whole_layers
 from hf_ext.weight_sync.publisher import Publisher
 from hf_ext.weight_sync.subscriber import Subscriber
 
