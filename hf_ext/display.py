@@ -18,6 +18,16 @@ COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
 PALE = "#bbbbbb"  # what the colored parts are compared with
 
 
+def megabytes(size: float) -> str:
+    """Returns a number of bytes in MB of 10⁶ bytes, with the unit."""
+    return f"{size / 1e6:.2f} MB"
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    """Returns a share of 1 in percent, with the sign, or a dash."""
+    return "–" if share is None else f"{100 * share:.{digits}f} %"
+
+
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """Returns a table as text, with columns of numbers aligned right."""
     widths = [max(map(len, column)) for column in zip(header, *rows)]

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from hf_ext.cli.command import MovedBase, Out, Result, Revision, Section, argument, drawn, flag, mistake, option
+from hf_ext.display import megabytes
 from hf_ext.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def with_lossless_size(made: Result, recipe: Recipe) -> Result:
             size += estimate_size(open_task(name, path, source, Path(scratch)).tensors, source).compressed_bytes
     smaller = size < made.data["bytes"]
     text = (
-        f"FM-Delta (hf-ext compress) would store the {len(recipe.tasks)} models without loss in about {size / 1e6:.2f} MB, "
+        f"FM-Delta (hf-ext compress) would store the {len(recipe.tasks)} models without loss in about {megabytes(size)}, "
         + ("less than this merge. " if smaller else "more than this merge. ")
         + "Use FM-Delta if files must be small or exact. Use the merge if one model in memory must switch tasks."
     )

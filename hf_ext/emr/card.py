@@ -8,7 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard
 
-from hf_ext.display import markdown_table
+from hf_ext.display import markdown_table, megabytes
 from hf_ext.emr.reports import COLUMNS, MergeReport
 from hf_ext.integration.model_cards import class_of, license_of, metadata_of, model_card, name_in_text, task_of
 from hf_ext.storage.layout import CONFIG, read_config
@@ -35,7 +35,7 @@ def merge_card(folder: Path, report: MergeReport, models: Iterable[object] = ())
         revision=revision,
         model_class=class_of(config),
         tasks=[task.task for task in report.tasks],
-        size=f"{report.bytes / 1e6:.2f} MB",
+        size=megabytes(report.bytes),
         figures=markdown_table(COLUMNS, report.rows()),
     )
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from hf_ext.display import COLORS, label, new_figure, save_figure, table
+from hf_ext.display import COLORS, label, megabytes, new_figure, percent, save_figure, table
 from hf_ext.emr.modulators import TaskRecord
 
 
@@ -75,10 +75,10 @@ class MergeReport:
                 t.task,
                 f"{t.scale:.4f}",
                 f"{t.least_scale:.3f} to {t.largest_scale:.3f}",
-                f"{100 * t.density:.1f} %",
-                f"{100 * t.conflicts:.1f} %",
+                percent(t.density),
+                percent(t.conflicts),
                 f"{t.distance:.4f}",
-                f"{100 * t.relative:.1f} %",
+                percent(t.relative),
                 f"{t.cosine:.4f}",
                 f"{t.mask_bits:.3f}",
             )
@@ -89,7 +89,7 @@ class MergeReport:
         return f"{table(COLUMNS, self.rows())}\n\n{self.summary()}"
 
     def summary(self) -> str:
-        return f"{', '.join(t.task for t in self.tasks)}: {len(self.tasks)} tasks in {self.bytes / 1e6:.2f} MB"
+        return f"{', '.join(t.task for t in self.tasks)}: {len(self.tasks)} tasks in {megabytes(self.bytes)}"
 
     def plot(self, path: str | os.PathLike) -> None:
         """Draws the figures of each task to an image file.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from huggingface_hub.utils import disable_progress_bars, tqdm
 
-from hf_ext.display import table
+from hf_ext.display import megabytes, percent, table
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
 from hf_ext.fm_delta.base_search import find_base
 from hf_ext.fm_delta.compress import compress_checkpoint, places_of
@@ -406,7 +406,7 @@ def _figures(models: Sequence[ModelResult]) -> tuple[str, str, str, str]:
     seconds = f"{sum(model.seconds for model in models):.1f}"
     if not original:  # all failed before
         return "–", "–", "–", seconds
-    return f"{original / 1e6:.2f} MB", f"{compressed / 1e6:.2f} MB", f"{100 * compressed / max(original, 1):.1f} %", seconds
+    return megabytes(original), megabytes(compressed), percent(compressed / max(original, 1)), seconds
 
 
 def _state(model: ModelResult) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard
 
+from hf_ext.display import megabytes, percent
 from hf_ext.integration.model_cards import CARD, class_of, is_free, is_ours, model_card, name_in_text, task_of
 from hf_ext.storage.delta.folder import METHOD, Sets
 from hf_ext.storage.layout import CONFIG, read_config, storage_settings
@@ -43,9 +44,9 @@ def compressed_card(sets: Sets, out: Path, root: TensorSource, name: str | None,
         alone=isinstance(root, NoBase),
         chain=chain,
         model_class=class_of(config),
-        original=f"{original / 1e6:.2f} MB",
-        compressed=f"{compressed / 1e6:.2f} MB",
-        ratio=f"{100 * compressed / max(original, 1):.1f} %",
+        original=megabytes(original),
+        compressed=megabytes(compressed),
+        ratio=percent(compressed / max(original, 1)),
         parameters=f"{parameters:,}",
         bits=f"{8 * compressed / max(parameters, 1):.2f}",
     )

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
-from hf_ext.display import COLORS, PALE, label, legend, new_figure, save_figure, table
+from hf_ext.display import COLORS, PALE, label, legend, megabytes, new_figure, percent, save_figure, table
 from hf_ext.storage.delta.payload import STORED, Header
 from hf_ext.storage.delta.source import original_size
 from hf_ext.storage.hub import local_copy
@@ -73,7 +73,7 @@ class CheckpointReport:
         return f"{self.sizes()}, base {self.base}" + (f" at {self.revision}" if self.revision else "")
 
     def sizes(self) -> str:
-        return f"{_megabytes(self.compressed_bytes)} of {_megabytes(self.original_bytes)} ({100 * self.ratio:.1f} %)"
+        return f"{megabytes(self.compressed_bytes)} of {megabytes(self.original_bytes)} ({percent(self.ratio)})"
 
     def tensor_table(self) -> str:
         rows = [(t.name, t.kind, t.how, t.dtype, "×".join(map(str, t.shape)) or "1", *_sizes([t])) for t in self.tensors]
@@ -180,12 +180,8 @@ def _sizes(tensors: Iterable[TensorReport]) -> tuple[str, str, str]:
     tensors = list(tensors)
     size, original = sum(t.compressed_bytes for t in tensors), sum(t.original_bytes for t in tensors)
     bits = 8 * size / max(sum(t.parameters for t in tensors), 1)
-    return f"{bits:.2f}", f"{size:,}", f"{100 * size / original:.1f} %" if original else "–"
+    return f"{bits:.2f}", f"{size:,}", percent(size / original) if original else "–"
 
 
 def _mb(sizes: Iterable[int]) -> float:
     return sum(sizes) / 1e6
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:.2f} MB"

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hf_ext.display import table
+from hf_ext.display import percent, table
 from hf_ext.errors import CheckpointError, HfExtError
 from hf_ext.fm_delta.card import came_with_compression
 from hf_ext.fm_delta.compress import write_with_card
@@ -83,7 +83,7 @@ class SeriesReport:
         rows.append(("all", "", self.original_bytes, self.compressed_bytes))
         return table(
             ("checkpoint", "stored against", "original", "size", "of original"),
-            [(name, base, f"{old:,}", f"{new:,}", f"{100 * new / max(old, 1):.1f} %") for name, base, old, new in rows],
+            [(name, base, f"{old:,}", f"{new:,}", percent(new / max(old, 1))) for name, base, old, new in rows],
         )
 
 

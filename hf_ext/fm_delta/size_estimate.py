@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import asdict, dataclass
 
+from hf_ext.display import megabytes, percent
 from hf_ext.storage.delta.codec import DEFAULT_LEVEL, encode_raw
 from hf_ext.storage.delta.folder import plain_files
 from hf_ext.storage.hub import downloaded
@@ -46,9 +47,9 @@ class SizeEstimate:
     def summary(self) -> str:
         """Returns the estimate in one line."""
         base = "without a base" if self.base is None else f"base {self.base}"
-        sizes = f"about {self.compressed_bytes / 1e6:.2f} MB of {self.original_bytes / 1e6:.2f} MB"
+        sizes = f"about {megabytes(self.compressed_bytes)} of {megabytes(self.original_bytes)}"
         sampled = 100 * self.sampled_bytes / max(self.original_bytes, 1)
-        return f"{sizes} ({100 * self.ratio:.1f} %), {base}; estimated from {sampled:.0f} % of the weights"
+        return f"{sizes} ({percent(self.ratio)}), {base}; estimated from {sampled:.0f} % of the weights"
 
 
 def estimate(

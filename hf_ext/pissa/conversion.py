@@ -13,7 +13,7 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 
-from hf_ext.display import table
+from hf_ext.display import percent, table
 from hf_ext.errors import HfExtError
 from hf_ext.integration.model_cards import write_card
 from hf_ext.pissa.adapters import active_adapter
@@ -56,7 +56,7 @@ class LoraConversion:
     kind: str = "pissa"
 
     def __str__(self) -> str:
-        rows: list[tuple[str, ...]] = [(layer.layer, str(layer.rank), f"{100 * layer.error:.2f} %") for layer in self.layers]
+        rows: list[tuple[str, ...]] = [(layer.layer, str(layer.rank), percent(layer.error, 2)) for layer in self.layers]
         return f"{table(('layer', 'rank', 'error'), rows)}\n\n{self.summary()}"
 
     def summary(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from torch import nn
 
-from hf_ext.display import COLORS, PALE, label, legend, new_figure, save_figure, table
+from hf_ext.display import COLORS, PALE, label, legend, new_figure, percent, save_figure, table
 from hf_ext.errors import HfExtError
 from hf_ext.pissa.adapters import active_adapter
 
@@ -50,11 +50,11 @@ class PissaReport:
         columns = {
             "layer": [layer.layer for layer in self.layers],
             "rank": [str(layer.rank) for layer in self.layers],
-            "energy": [_percent(layer.energy, 1) for layer in self.layers],
+            "energy": [percent(layer.energy, 1) for layer in self.layers],
         }
         if self.quantized:
-            columns["error"] = [_percent(layer.error, 2) for layer in self.layers]
-            columns["error without adapter"] = [_percent(layer.plain_error, 2) for layer in self.layers]
+            columns["error"] = [percent(layer.error, 2) for layer in self.layers]
+            columns["error without adapter"] = [percent(layer.plain_error, 2) for layer in self.layers]
         return tuple(columns), list(zip(*columns.values()))
 
     def __str__(self) -> str:
@@ -62,12 +62,12 @@ class PissaReport:
 
     def summary(self) -> str:
         count = len(self.layers)
-        text = f"{count} layers, {100 * sum(layer.energy for layer in self.layers) / count:.1f} % of the energy in the adapter"
+        text = f"{count} layers, {percent(sum(layer.energy for layer in self.layers) / count)} of the energy in the adapter"
         ratios = [layer.error / layer.plain_error for layer in self.layers if layer.error is not None and layer.plain_error]
         if not ratios:
             return text
         kept = sum(ratios) / len(ratios)
-        return f"{text}, {100 * (1 - kept):.1f} % less quantization error than without it (means over layers)"
+        return f"{text}, {percent(1 - kept)} less quantization error than without it (means over layers)"
 
     def plot(self, path: str | os.PathLike) -> None:
         """Draws the figures of each layer into an image file.
@@ -89,10 +89,6 @@ class PissaReport:
         panels[0].tick_params(axis="y", labelsize="x-small")
         panels[0].invert_yaxis()
         save_figure(figure, path)
-
-
-def _percent(share: float | None, digits: int) -> str:
-    return "–" if share is None else f"{100 * share:.{digits}f} %"
 
 
 def report(model: nn.Module, adapter_name: str | None = None) -> PissaReport:

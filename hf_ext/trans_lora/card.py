@@ -6,7 +6,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard
 
-from hf_ext.display import markdown_table
+from hf_ext.display import markdown_table, percent
 from hf_ext.integration.model_cards import adapter_card, name_in_text
 from hf_ext.trans_lora.reports import TransferReport
 
@@ -42,5 +42,5 @@ def discriminator_card(task: str, metrics: dict[str, float], base: str, task_typ
         task_type,
         ["trans-lora", "discriminator"],
         task_name=task,
-        metrics=" and ".join(f"{100 * value:.0f} % of the {kept[name]}" for name, value in metrics.items()),
+        metrics=" and ".join(f"{percent(value, 0)} of the {kept[name]}" for name, value in metrics.items()),
     )

@@ -27,6 +27,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
+from hf_ext.display import percent
 from hf_ext.errors import HfExtError
 from hf_ext.integration.model_cards import CARD, may_be_pushed, write_card
 from hf_ext.storage.atomic import staged_folder
@@ -201,8 +202,8 @@ def require_better_than_chance(metrics: dict[str, float], name: str) -> None:
     real, synthetic = metrics.get("real_kept"), metrics.get("synthetic_kept")
     if real is not None and synthetic is not None and real <= synthetic:
         raise HfExtError(
-            f"{name} is no better than chance: of inputs that it was not trained on, it keeps {100 * real:.0f} % of the real "
-            f"ones and {100 * synthetic:.0f} % of the synthetic ones. Train another one in a new folder, on more inputs "
+            f"{name} is no better than chance: of inputs that it was not trained on, it keeps {percent(real, 0)} of the real "
+            f"ones and {percent(synthetic, 0)} of the synthetic ones. Train another one in a new folder, on more inputs "
             "(hundreds), for more epochs or at a higher learning_rate; or transfer with --filter token_excess."
         )
 

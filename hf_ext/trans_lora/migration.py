@@ -13,7 +13,7 @@ from pathlib import Path
 from accelerate import PartialState
 from peft import PeftConfig, PeftModel
 
-from hf_ext.display import markdown_table, table
+from hf_ext.display import markdown_table, percent, table
 from hf_ext.errors import HfExtError
 from hf_ext.integration.model_cards import CARD, adapter_card, name_in_text, write_card
 from hf_ext.storage.atomic import staged_folder, write_json
@@ -79,11 +79,11 @@ class MigrationReport:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Returns the methods, their scores and their seconds."""
-        rows = [] if self.teacher is None else [("source model with its adapter", _percent(self.teacher), "")]
+        rows = [] if self.teacher is None else [("source model with its adapter", percent(self.teacher), "")]
         if self.shared_seconds:
             rows.append(("inputs and labels", "", f"{self.shared_seconds:.0f}"))
         for one in self.attempts:
-            score = f"not possible: {one.reason}" if one.score is None else _percent(one.score)
+            score = f"not possible: {one.reason}" if one.score is None else percent(one.score)
             rows.append((one.method, score, f"{one.seconds:.0f}"))
         return rows
 
@@ -273,7 +273,3 @@ def _publish(report: MigrationReport, args: TransLoraConfig, task_type: str | No
             write_card(stage, card, out)
             write_json(stage / REPORT, report.to_dict())
     PartialState().wait_for_everyone()
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import get_logger
 
-from hf_ext.display import COLORS, label, legend, new_figure, save_figure, table
+from hf_ext.display import COLORS, label, legend, new_figure, percent, save_figure, table
 from hf_ext.errors import HfExtError
 from hf_ext.storage.atomic import write_atomically
 from hf_ext.trans_lora.duplicates import words_of
@@ -85,7 +85,7 @@ class TransferReport:
     def rows(self) -> list[tuple[str, str]]:
         """Returns the figures with their names."""
         rows = [("inputs written", f"{self.attempts:,}")]
-        rows += [(f"  {name}", f"{count:,} ({_percent(count / self.attempts)})") for name, count in self.counts.items()]
+        rows += [(f"  {name}", f"{count:,} ({percent(count / self.attempts)})") for name, count in self.counts.items()]
         rows.append(
             ("trained on / held out / without a whole label", f"{self.trained:,} / {self.held_out:,} / {self.unlabelled:,}")
         )
@@ -98,7 +98,7 @@ class TransferReport:
             closest = max(self.nearest, key=lambda one: one.similarity)
             rows.append(("likeness of the input nearest to a seed", f"{closest.similarity:.2f} (1 is the same)"))
         if self.agreement is not None:
-            rows.append((f"student answers as the teacher ({self.held_out:,} held-out inputs)", _percent(self.agreement)))
+            rows.append((f"student answers as the teacher ({self.held_out:,} held-out inputs)", percent(self.agreement)))
         return rows
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ class TransferReport:
 
     def summary(self) -> str:
         text = f"{self.source} → {self.target}: {self.counts.get('kept', 0):,} of {self.attempts:,} inputs kept ({self.filter})"
-        return text if self.agreement is None else f"{text}, the student answers as the teacher on {_percent(self.agreement)}"
+        return text if self.agreement is None else f"{text}, the student answers as the teacher on {percent(self.agreement)}"
 
     def save(self, folder: str | os.PathLike) -> None:
         """Writes report.json, and report.png where matplotlib is installed."""
@@ -179,10 +179,6 @@ def _width(embeddings: Mapping[str, torch.Tensor]) -> float:
     """Returns the width of one kernel for all discrepancies, so that they can be compared."""
     distances = torch.pdist(torch.cat(list(embeddings.values())).double())
     return (distances.median().item() if len(distances) else 0.0) or 1.0
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def _spread(values: list[int]) -> str:

@@ -17,7 +17,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers.utils.logging import tqdm
 
-from hf_ext.display import table
+from hf_ext.display import percent, table
 from hf_ext.errors import HfExtError
 from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.duplicates import SeenTexts
@@ -102,7 +102,7 @@ def write_inputs(
                 append_lines(path, map(asdict, new))
             before, kept = kept, kept + passed(new)
             bar.update(kept - before)
-            bar.set_postfix_str(f"{100 * kept / max(len(candidates), 1):.0f} % of {len(candidates):,} pass")
+            bar.set_postfix_str(f"{percent(kept / max(len(candidates), 1), 0)} of {len(candidates):,} pass")
             rounds, seconds = number - first + 1, time.monotonic() - start
             if rounds == 1:
                 bar.write(f"{_outlook(new, seconds)}{_ahead(passed(new), needed - kept, seconds)}", file=sys.stderr)

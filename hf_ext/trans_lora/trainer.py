@@ -21,7 +21,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, s
 from transformers.trainer_utils import TrainOutput
 from transformers.utils.logging import tqdm
 
-from hf_ext.display import table
+from hf_ext.display import percent, table
 from hf_ext.errors import HfExtError
 from hf_ext.integration.model_cards import write_card
 from hf_ext.integration.modes import evaluating
@@ -230,7 +230,7 @@ class TransLoraTrainer(AnswerTrainer):
         judge: Judge | None = {"discriminator": self._judge, "token_excess": self._judge_by_excess, "none": None}[args.filter]
         with base_of(self.model) as base, on_device(base, args.device):
             writer = self.synthesizer or ModelGenerator.of(base, self.encoder, args)
-            best = f", which are the best {100 * args.keep_share:.0f} % of them" if by_excess else ""
+            best = f", which are the best {percent(args.keep_share, 0)} of them" if by_excess else ""
             of_which = f" ({args.num_samples:,} asked for and {held_out:,} held out{best})"
             found = write_inputs(writer, self.encoder, self.seeds, args, path, pool, judge, self._usable, of_which)
         return keep_best(found, needed, path) if by_excess else found
