@@ -12,7 +12,7 @@ from hf_ext.emr.reports import MergeReport, TaskReport
 from hf_ext.fm_delta.reports import CheckpointReport, TensorReport
 from hf_ext.pissa.reports import LayerReport, PissaReport
 from hf_ext.trans_lora.reports import Nearest, TransferReport
-from hf_ext.uni_med.analysis import FeatureMap, Interference
+from hf_ext.uni_med.evaluation.analysis import FeatureMap, Interference
 
 TENSORS = [
     TensorReport(f"model.layers.{i}.self_attn.q_proj.weight", "attention", "delta", "BF16", (8, 8), 64, 128, 20 + i)

@@ -66,8 +66,10 @@ def test_without_a_compiler_and_pillow_all_but_fm_delta_emr_and_images_works(tmp
     used = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert used.returncode == 0, used.stderr
     errors = used.stdout.splitlines()
-    images = "conversion", "data", "dicom", "evaluation", "images", "medical_data", "pillow", "processing_uni_med"
-    for module, error in zip(images, errors[:-2], strict=True):
+    data = [f"data.{module}" for module in ("dicom", "formats", "images", "mixing")]
+    for module, error in zip(
+        ["conversion", *data, "evaluation.answers", "pillow", "processing_uni_med"], errors[:-2], strict=True
+    ):
         assert error == f"hf_ext.uni_med.{module}: Uni-Med's images require Pillow: pip install 'pillow>=10'."
     assert_install_help(errors[-2:])
 

@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from hf_ext.errors import CorruptFileError, HfExtError
 from hf_ext.uni_med.boxes import format_box
-from hf_ext.uni_med.images import image_size, load_images
+from hf_ext.uni_med.data.images import image_size, load_images
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_ext.errors import CorruptFileError
-from hf_ext.uni_med.dicom import choose_frame, dicom_size, read_dicom
+from hf_ext.uni_med.data.dicom import choose_frame, dicom_size, read_dicom
 from hf_ext.uni_med.pillow import Image, ImageOps
 
 EIGHT_BITS = ("RGB", "L", "1", "P", "LA", "PA", "RGBA", "RGBX", "CMYK", "YCbCr")  # PIL's modes that become RGB without a choice

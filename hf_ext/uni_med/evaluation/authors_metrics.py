@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_ext.errors import HfExtError
 from hf_ext.uni_med.boxes import PATTERN, Box
-from hf_ext.uni_med.metrics import bleu1
+from hf_ext.uni_med.evaluation.metrics import bleu1
 
 # The normalization of VQA's evaluation, as the authors have it.
 ARTICLES = {"a", "an", "the"}

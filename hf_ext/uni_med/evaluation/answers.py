@@ -12,7 +12,7 @@ from transformers.utils.logging import tqdm
 
 from hf_ext.display import table
 from hf_ext.integration.modes import evaluating
-from hf_ext.uni_med.metrics import scores
+from hf_ext.uni_med.evaluation.metrics import scores
 from hf_ext.uni_med.processing_uni_med import UniMedProcessor
 
 

@@ -1,0 +1,1 @@
+"""Evaluation: answers, metrics, and the interference of tasks."""
