@@ -102,7 +102,7 @@ def compress(
     check_base(base, revision, candidates, base_id)
     from hf_ext import fm_delta
     from hf_ext.errors import BaseModelError
-    from hf_ext.fm_delta.base_search import require_related
+    from hf_ext.fm_delta.base_search import unrelated
     from hf_ext.storage.hub import downloaded
 
     found, src = "", src if delete_source else str(downloaded(src))
@@ -112,13 +112,11 @@ def compress(
     if push_to_hub and base and os.path.isdir(base) and not base_id:
         raise mistake(f"others cannot read the base {base}; give the Hub id of the same model as --base-id", "--push-to-hub")
     if base and not found and not any_base:
-        try:
-            require_related(src, base, revision)
-        except BaseModelError as error:
-            advice = (
-                f"`hf-ext find-base {src}` looks for the base; --no-base compresses without one; --any-base accepts this one."
+        if reason := unrelated(src, base, revision):
+            raise BaseModelError(
+                f"{reason} `hf-ext find-base {src}` looks for the base; --no-base compresses without one; --any-base accepts "
+                "this one."
             )
-            raise BaseModelError(f"{error} {advice}") from error
     if dry_run:
         estimate = fm_delta.estimate(src, base, revision, level)
         return Result(found + estimate.summary(), estimate.to_dict())
@@ -141,7 +139,7 @@ def decompress(
     from hf_ext import fm_delta
 
     fm_delta.decompress_checkpoint(src, out, base=base)
-    return Result(f"{out} holds the original files.", {"out": out})
+    return Result(f"{out} holds the original weights, and the other files of {src}.", {"out": out})
 
 
 @one_model.command(

@@ -256,15 +256,16 @@ def training_arguments(context: typer.Context, out: str, paper: int | None, peft
     names = [*found, *own] if (found := option_names()) else []
     for word in context.args:
         name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        # argparse accepts abbreviations, and --no_NAME for a flag.
-        if names and word.startswith("--") and not any(known.startswith((name, name.removeprefix("no_"))) for known in names):
+        if name == "output_dir":
+            raise mistake("give the folder as --out", "--output_dir")
+        if names and word.startswith("--") and not {name, name.removeprefix("no_")} & {*names}:  # --no_NAME is for a flag
             raise unrecognized([word], names)
     from transformers import HfArgumentParser
 
     from hf_ext import TransLoraConfig
     from hf_ext.trans_lora.config import paper_settings
 
-    parser = HfArgumentParser(TransLoraConfig, prog="hf-ext", exit_on_error=False)  # type: ignore[arg-type]
+    parser = HfArgumentParser(TransLoraConfig, prog="hf-ext", exit_on_error=False, allow_abbrev=False)  # type: ignore[arg-type]
     if paper is not None:
         rate = {"learning_rate": 2e-3} if peft_type == "prompt_tuning" else {}
         parser.set_defaults(**paper_settings(paper), **rate)

@@ -145,18 +145,19 @@ def find_base(src: str | os.PathLike, candidates: Iterable[str | os.PathLike] | 
     return BaseReport(str(src), examined)
 
 
-def require_related(src: str | os.PathLike, base: str | os.PathLike, revision: str | None = None) -> None:
-    """Checks that a model may be a checkpoint's base. Compares a few KB of each tensor, or, where one of the two is compressed,
-    only names and shapes.
+def unrelated(src: str | os.PathLike, base: str | os.PathLike, revision: str | None = None) -> str | None:
+    """Returns why a model cannot be a checkpoint's base: most tensors are not there, or have unrelated values. Returns None if
+    it may be the base. Compares a few KB of each tensor, or, where one of the two is compressed, only names and shapes.
 
     Raises:
-        BaseModelError: most tensors of the checkpoint are not in the base, or have unrelated values there.
+        BaseModelError: one of the two cannot be read.
     """
     source, other = open_checkpoint(src), open_checkpoint(base, revision)
     is_plain = isinstance(source, Checkpoint) and isinstance(other, Checkpoint)
     measured = likeness(source, other, LIKELY_SHARE if is_plain else math.inf)
     if measured.shared < LIKELY_SHARE or is_plain and measured.agreement < LIKELY_AGREEMENT:
-        raise BaseModelError(f"{base} is not the base of {src}: {_judge(measured, None, None)[1]}.")
+        return f"{base} is not the base of {src}: {_judge(measured, None, None)[1]}."
+    return None
 
 
 def _declared(src: Path) -> Iterator[tuple[str, str]]:

@@ -23,13 +23,13 @@ class Seal:
     Attributes:
         key: of the record in the metadata; the checksum has this key and "_checksum".
         version: of the format.
-        kind: completes the sentence "this file is not …".
+        absent: what to say of a file without the seal, after its name.
         repair: what to do about a damaged file.
     """
 
     key: str
     version: int
-    kind: str
+    absent: str
     repair: str
 
     @property
@@ -50,7 +50,7 @@ class Seal:
         """
         text, checksum = map(metadata.get, self.keys)
         if text is None:
-            raise CorruptFileError(f"{path} is not {self.kind}, or its header is damaged. {self.repair}")
+            raise CorruptFileError(f"{path} {self.absent}")
         try:
             record = json.loads(text)
             version = record.pop("version", None)

@@ -119,6 +119,8 @@ class TransLoraConfig(TrainingArguments):
         for name in ("temperature", "distillation_temperature"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: give more than 0.")
+        if self.max_steps <= 0 and self.num_train_epochs < 0:
+            raise ValueError(f"num_train_epochs={self.num_train_epochs}: give 0 or more, or max_steps.")
         if not 0 <= self.held_out_share < 1:
             raise ValueError(f"held_out_share={self.held_out_share}: give 0 or more, and less than 1.")
         if not 0 <= self.logits_weight <= 1:

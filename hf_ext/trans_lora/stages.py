@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,15 @@ def claim(folder: Path, part: str, settings: dict[str, Any], files: Sequence[str
         begun = [name for pattern in files for name in folder.glob(pattern)]
         if begun and not anew:
             if found is None:
-                return f"{folder} holds {begun[0].name} of another run. Take another output_dir, or delete it."
+                return f"{folder} holds {begun[0].name} of another run. Take another folder, or delete it."
             if found != own:
                 different = ", ".join(key for key in own | found if found.get(key) != own.get(key))
-                hints = {"training": "give resume_from_checkpoint=False", "labels": f"delete {begun[0].name} for new labels"}
+                hints = {
+                    "training": "start again with resume_from_checkpoint=False (--resume_from_checkpoint False)",
+                    "labels": f"delete {begun[0].name} for new labels",
+                }
                 hint = hints.get(part, "delete it")
-                return f"{folder} holds a run with another {different}. Take another output_dir, or {hint}."
+                return f"{folder} holds a run with another {different}. Take another folder, or {hint}."
         if found != own:
             text = json.dumps(record | {part: own}, indent=1, ensure_ascii=False)
             write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
@@ -59,6 +63,13 @@ def claim(folder: Path, part: str, settings: dict[str, Any], files: Sequence[str
 
 def _plain(value: Any) -> Any:
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
+
+
+def delete_checkpoints(folder: str | os.PathLike) -> None:
+    """Deletes all checkpoints of a training that starts again: a killed run would resume from one of them."""
+    if PartialState().is_main_process:
+        for checkpoint in Path(folder).glob(CHECKPOINTS):
+            shutil.rmtree(checkpoint)
 
 
 def last_checkpoint(folder: str | os.PathLike) -> str | None:

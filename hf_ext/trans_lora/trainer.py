@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import random
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +33,15 @@ from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import Completion, Generator, ModelGenerator
 from hf_ext.trans_lora.reports import TransferReport, describe
 from hf_ext.trans_lora.scoring import kl_divergence
-from hf_ext.trans_lora.stages import CHECKPOINTS, append_lines, claim, last_checkpoint, read_lines, write_lines
+from hf_ext.trans_lora.stages import (
+    CHECKPOINTS,
+    append_lines,
+    claim,
+    delete_checkpoints,
+    last_checkpoint,
+    read_lines,
+    write_lines,
+)
 from hf_ext.trans_lora.synthesis import (
     SYNTHESIS,
     Candidate,
@@ -181,9 +188,8 @@ class TransLoraTrainer(AnswerTrainer):
         known = training_settings(self.model, self.args, self.model.active_adapters[0])
         known |= {name: getattr(self.args, name) for name in ("prompt_template", "system_prompt", "chat_template_kwargs")}
         known |= {"labels (a checksum)": xxhash.xxh3_64(str(trained).encode()).hexdigest()}
-        if resume_from_checkpoint is False and self.is_world_process_zero():
-            for checkpoint in Path(self.args.output_dir).glob(CHECKPOINTS):  # or a killed run would resume from one of them
-                shutil.rmtree(checkpoint)
+        if resume_from_checkpoint is False:
+            delete_checkpoints(self.args.output_dir)
         claim(Path(self.args.output_dir), "training", known, [CHECKPOINTS], anew)
         if resume_from_checkpoint in (None, True):
             resume_from_checkpoint = last

@@ -190,8 +190,10 @@ def test_a_run_that_is_begun_again_goes_on_from_its_files(tmp_path):
     assert (tmp_path / "synthesis.jsonl").read_bytes() == before
     assert again.score(OTHERS) == pytest.approx(first.score(OTHERS), abs=1e-5)
     (tmp_path / "checkpoint-1").mkdir()
-    with pytest.raises(HfExtError, match="holds a run with another discriminator_prompt. Take another output_dir"):
+    with pytest.raises(HfExtError, match="holds a run with another discriminator_prompt. Take another folder"):
         trained(pretrained("gpt2")[0], words, tmp_path, discriminator_prompt=PAPERS_MEMBERSHIP)
+    trained(pretrained("gpt2")[0], words, tmp_path, discriminator_prompt=PAPERS_MEMBERSHIP, resume_from_checkpoint="False")
+    assert not (tmp_path / "checkpoint-1").exists()
 
 
 def test_another_model_is_refused_and_named(saved):

@@ -59,7 +59,7 @@ def test_another_adapter_of_the_same_base_is_another_teacher(tmp_path):
 def test_a_training_that_is_done_is_not_taken_for_one_with_other_settings(tmp_path):
     transfer(tmp_path, **SMALL, learning_rate=1e-9).train()
     with pytest.raises(
-        HfExtError, match="another learning_rate. Take another output_dir, or give resume_from_checkpoint=False"
+        HfExtError, match="another learning_rate. Take another folder, or start again with resume_from_checkpoint=False"
     ):
         transfer(tmp_path, **SMALL, learning_rate=1e-2).train()
     again = transfer(tmp_path, **SMALL, learning_rate=1e-2)

@@ -555,7 +555,7 @@ def test_other_label_options_take_the_same_inputs(tmp_path):
     again.train()
     labels = tmp_path / "labels.jsonl"
     labels.write_text(labels.read_text().replace("early", "late"))
-    with pytest.raises(HfExtError, match="another labels .a checksum.. .* or give resume_from_checkpoint=False"):
+    with pytest.raises(HfExtError, match="another labels .a checksum.. .* or start again with resume_from_checkpoint=False"):
         transfer(tmp_path, **options).train()
     with pytest.raises(HfExtError, match="another prompt_template"):
         transfer(tmp_path, **options, prompt_template="{input}:").train()
@@ -775,6 +775,8 @@ def test_the_command_line_says_what_is_wrong_in_one_line(folders, tmp_path, caps
         (("--filter", "none", "--seeds", tmp_path / "no.jsonl"), "there is no file"),
         (("--filter", "none", "--no_such_option", "1"), "unrecognized arguments: --no_such_option"),
         (("--filter", "none", "--lerning_rate", "1"), "Did you mean --learning_rate"),
+        (("--filter", "none", "--learning_rat", "1"), "Did you mean --learning_rate"),
+        (("--filter", "none", "--output_dir", "elsewhere"), "give the folder as --out"),
         (("--filter", "none", "--learning_rate", "much"), "learning_rate"),
     ]
     for options, message in cases:

@@ -25,7 +25,12 @@ from hf_ext.storage.safetensors_file import MAX_HEADER, Entry, SafetensorsFile, 
 from hf_ext.storage.sealed import Seal
 
 KEY = "fm_delta"  # of the metadata
-SEAL = Seal(KEY, VERSION, "compressed by FM-Delta", "Download or save the file again.")
+SEAL = Seal(
+    KEY,
+    VERSION,
+    "is not compressed by FM-Delta, or its header is damaged. A plain checkpoint needs no decompression.",
+    "Download or save the file again.",
+)
 HEADER_GROWTH, HEADER_START = 16, 1 << 20  # limits of the original header: a multiple of the compressed file's, plus a constant
 MAX_USES = 16  # tensors that one base tensor may predict: reading any of them reads that one too
 PAYLOAD_HEADER = 1 << 18  # limit of a payload's header: 255 dimensions and two names of 65,535 bytes
@@ -85,7 +90,10 @@ class CompressedFile:
 
     def check(self, name: str, payload: np.ndarray) -> Header:
         """Returns the header of a tensor's payload, checked against its checksum and against the file's own header."""
-        entry, header = self.file.entries[name], read_header(payload, name)
+        try:
+            entry, header = self.file.entries[name], read_header(payload, name)
+        except CorruptFileError as error:
+            raise CorruptFileError(f"{self.path}: {error}") from error
         size = payload.size - header.body if header.mode == STORED else header.size
         expected = Entry("U8", payload_shape(len(header.shape), payload.size), entry.begin, entry.end)
         if entry != expected or self.original[name][:2] != (header.dtype, header.shape) or self.size(name) != size:

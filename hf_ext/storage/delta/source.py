@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hf_ext.errors import BaseModelError, CheckpointError
+from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.codec import decode_raw
 from hf_ext.storage.delta.file import CompressedFile
@@ -135,6 +135,8 @@ def decode_tensor(
     twin = base_tensor(base, header.base_name)
     try:
         return decode_raw(payload, twin, header, threads_for(file.size(name)), out)
+    except CorruptFileError as error:
+        raise CorruptFileError(f"{file.path}: {error}") from error
     except BaseModelError as error:
         raise BaseModelError(f"{error} Compressed against {file.base}, read with {base}.") from error
     finally:
