@@ -256,7 +256,7 @@ def training_arguments(context: typer.Context, out: str, paper: int | None, peft
     names = [*found, *own] if (found := option_names()) else []
     for word in context.args:
         name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        if name == "output_dir":
+        if word.startswith("--") and name == "output_dir":
             raise mistake("give the folder as --out", "--output_dir")
         if names and word.startswith("--") and not {name, name.removeprefix("no_")} & {*names}:  # --no_NAME is for a flag
             raise unrecognized([word], names)

@@ -29,7 +29,8 @@ from hf_ext.storage.sealed import Seal
 FILE = "modulators.safetensors"
 DEFLATED = 1 << 20  # bytes of a mask that are deflated before an interruption is noticed
 TASK_FOLDER = "task-"  # and the task's name
-SEAL = Seal("emr_task", 1, "is not the file of a merge's task, or its header is damaged.", "Merge or download it again.")
+REPAIR = "Merge or download it again."
+SEAL = Seal("emr_task", 1, f"is not the file of a merge's task, or its header is damaged. {REPAIR}", REPAIR)
 # Of files at the top of a model's folder: its configuration, weights, card and the state of its training.
 NO_ASSETS = re.compile(
     r"(adapter_)?config\.json|README\.md|merge_recipe\.yaml|trainer_state\.json|(all|train|eval|test|predict)_results\.json|.*\.index\.json|"

@@ -23,7 +23,7 @@ class Seal:
     Attributes:
         key: of the record in the metadata; the checksum has this key and "_checksum".
         version: of the format.
-        absent: what to say of a file without the seal, after its name.
+        absent: completes the error for a file without a record, after the file's path; ends with the next step.
         repair: what to do about a damaged file.
     """
 

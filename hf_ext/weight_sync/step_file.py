@@ -22,7 +22,8 @@ from hf_ext.storage.sealed import Seal
 from hf_ext.weight_sync.places import Buffer, Place
 
 VERSION = 1
-SEAL = Seal("weight_sync", VERSION, "is not a file of weight sync, or its header is damaged.", "Publish the step again.")
+REPAIR = "Publish the step again."
+SEAL = Seal("weight_sync", VERSION, f"is not a file of weight sync, or its header is damaged. {REPAIR}", REPAIR)
 PART = 1 << 22  # values
 FILE_NAME = re.compile(r"(step|anchor)-\d+-\d+-\d+\.safetensors")
 

@@ -28,7 +28,8 @@ KEY = "fm_delta"  # of the metadata
 SEAL = Seal(
     KEY,
     VERSION,
-    "is not compressed by FM-Delta, or its header is damaged. A plain checkpoint needs no decompression.",
+    "is not compressed by FM-Delta, or its header is damaged. A plain checkpoint needs no decompression; "
+    "download or save a damaged file again.",
     "Download or save the file again.",
 )
 HEADER_GROWTH, HEADER_START = 16, 1 << 20  # limits of the original header: a multiple of the compressed file's, plus a constant
