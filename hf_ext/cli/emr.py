@@ -126,7 +126,7 @@ def named(text: str) -> tuple[str, str]:
     name, _, path = text.partition("=")
     if not (name and path):
         raise mistake(f"'{text}' is not of the form NAME=PATH", "--task")
-    from hf_ext.emr.merging import require_name
+    from hf_ext.emr.folder import require_name
 
     try:
         require_name(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,46 +12,52 @@ import numpy as np
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.source import TensorSource, layer_of
 
+GIVE_BASE = "Give the base that all tasks were fine-tuned from."
 
-@dataclass(frozen=True)
-class TaskInput:
-    """The checkpoint of a task to merge: its tensors, its config.json, and its other files by name."""
 
+@dataclass(frozen=True, eq=False)
+class TaskModel:
+    """A model to merge: the name of its task, its folder, its tensors, its config.json, and its other files by name."""
+
+    task: str
+    folder: Path
     tensors: TensorSource
     config: dict
     assets: Mapping[str, Path]
 
+    def __str__(self) -> str:
+        return f"task '{self.task}' ({self.tensors})"
 
-def require_one_architecture(base_config: dict, sources: Mapping[str, TaskInput]) -> None:
+
+def require_one_class(base_config: dict, models: Sequence[TaskModel]) -> None:
     """Raises CheckpointError unless all tasks have one class: one model switches between them. The base may have another
     head."""
-    reference = next(iter(sources))
-    for task, source in sources.items():
-        kinds = {base_config.get("model_type"), source.config.get("model_type")} - {None}
+    for model in models:
+        kinds = {base_config.get("model_type"), model.config.get("model_type")} - {None}
         if len(kinds) > 1:
             raise CheckpointError(
-                f"Task '{task}' is a {source.config['model_type']} model, the base is {base_config['model_type']}. Merge "
+                f"Task '{model.task}' is a {model.config['model_type']} model, the base is {base_config['model_type']}. Merge "
                 "fine-tunes of one base, and give that base."
             )
-        architectures, expected = source.config.get("architectures"), sources[reference].config.get("architectures")
+        architectures, expected = model.config.get("architectures"), models[0].config.get("architectures")
         if architectures and expected and architectures != expected:
             raise CheckpointError(
-                f"Task '{task}' has architectures {architectures}, task '{reference}' {expected}: one model cannot "
+                f"Task '{model.task}' has architectures {architectures}, task '{models[0].task}' {expected}: one model cannot "
                 "switch between them. Merge checkpoints of one class."
             )
 
 
-def require_same_layers(task: str, tensors: TensorSource, base: TensorSource) -> None:
+def require_same_layers(model: TaskModel, base: TensorSource) -> None:
     """Raises CheckpointError if the task lacks a layer of the base or has a layer more, in a stack of layers that both have."""
-    pairs = []
+    pairs, tensors = [], model.tensors
     for name in tensors.names():
         layer, twin = layer_of(name), base.twin_of(name)
         base_layer = layer_of(twin) if twin else None
         if layer and base_layer and layer[1] == base_layer[1]:  # names of a base with one layer fit every layer by their ends
             pairs.append((layer, base_layer))
     for names, common, owner, other in (
-        (tensors.names(), {layer for layer, _ in pairs}, f"task '{task}' ({tensors})", f"the base {base}"),
-        (base.names(), {layer for _, layer in pairs}, f"the base {base}", f"task '{task}' ({tensors})"),
+        (tensors.names(), {layer for layer, _ in pairs}, str(model), f"the base {base}"),
+        (base.names(), {layer for _, layer in pairs}, f"the base {base}", str(model)),
     ):
         stacks = {stack for stack, _ in common}
         for name in names:
@@ -59,22 +65,21 @@ def require_same_layers(task: str, tensors: TensorSource, base: TensorSource) ->
             if layer and layer[0] in stacks and layer not in common:
                 raise CheckpointError(
                     f"Tensor '{name}' of {owner} is in a layer that {other} does not have: these are models of different "
-                    "sizes. Give the base that all tasks were fine-tuned from."
+                    f"sizes. {GIVE_BASE}"
                 )
 
 
-def require_fine_tune(task: str, source: TaskInput, base: TensorSource, sums: Mapping[str, np.ndarray]) -> None:
+def require_fine_tune(model: TaskModel, base: TensorSource, sums: Mapping[str, np.ndarray]) -> None:
     """Raises BaseModelError if the task vector is as long as the base's weights, as it is for an unrelated model.
 
     Counts only matrices, if there are any: norms and biases are similar in all models.
     """
-    matrices = [name for name in sums if len(source.tensors.entry(name).shape) > 1] or list(sums)
+    matrices = [name for name in sums if len(model.tensors.entry(name).shape) > 1] or list(sums)
     moved, weights = (math.fsum(float(sums[name][field]) for name in matrices) for field in ("task_squares", "base_squares"))
     if moved >= weights > 0:
         raise BaseModelError(
-            f"The weights of task '{task}' ({source.tensors}) differ from those of the base {base} by "
-            f"{math.sqrt(moved / weights):.2f} times the base's own length: it is no fine-tune of this base. Give the base "
-            "that it was fine-tuned from."
+            f"The weights of {model} differ from those of the base {base} by {math.sqrt(moved / weights):.2f} times the base's "
+            f"own length: it is no fine-tune of this base. {GIVE_BASE}"
         )
 
 

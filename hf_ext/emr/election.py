@@ -63,24 +63,20 @@ def adopt(dtype: str, base: np.ndarray, elected: np.ndarray, task: np.ndarray) -
         elected: weights of the earlier election; receives the new task's weights where it equals the base.
 
     Returns:
-        Mask and sums of the new task, as `elect` returns them: the mask is uint8 of shape [mask_bytes(values)].
+        The mask and the sums of the new task, as `elect` returns them for one task.
     """
     words = f"<u{WIDTHS[dtype]}"
     free = elected.view(words) == base.view(words)
     elected.view(words)[free] = task.view(words)[free]
-    prior, unified, weights = (cast(array, dtype, "F64").view(np.float64) for array in (base, elected, task))
-    finite = np.isfinite(weights) & np.isfinite(prior)
-    prior = np.where(finite, prior, 0)
-    vector, unified = (np.where(finite, array - prior, 0) for array in (weights, unified))
+    _, sums = elect(dtype, base, [task], np.empty_like(elected))  # right but for the sums of the unified vector
+    prior, *weights = (cast(array, dtype, "F64").view(np.float64) for array in (base, task, elected))
+    with np.errstate(invalid="ignore"):
+        vector, unified = (np.nan_to_num(array - prior, posinf=0, neginf=0) for array in weights)
     agrees = vector * unified > 0
-    vector, unified = np.abs(vector), np.where(agrees, np.abs(unified), 0)
-    sums = np.zeros((), SUMS)
-    sums["moved"], sums["agreeing"] = np.count_nonzero(vector), np.count_nonzero(agrees)
-    sums["task_l1"], sums["unified_l1"] = vector.sum(), unified.sum()
-    sums["task_squares"], sums["unified_squares"] = vector @ vector, unified @ unified
-    sums["product"], sums["base_squares"] = vector @ unified, prior @ prior
-    sums["not_finite"] = np.count_nonzero(~finite & (task.view(words) != base.view(words)))
-    return np.packbits(agrees, bitorder="little"), sums
+    unified = np.where(agrees, unified, 0)
+    sums["agreeing"], sums["unified_l1"] = np.count_nonzero(agrees), np.abs(unified).sum()
+    sums["unified_squares"], sums["product"] = unified @ unified, vector @ unified
+    return np.packbits(agrees, bitorder="little")[None], sums
 
 
 def rescaler(sums: np.ndarray | Mapping[str, float]) -> float:

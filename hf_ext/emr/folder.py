@@ -22,7 +22,8 @@ import xxhash
 from huggingface_hub import snapshot_download
 
 from hf_ext.emr import election
-from hf_ext.emr.modulators import FILE, TASK_FOLDER, TaskFile, is_asset
+from hf_ext.emr.checks import TaskModel
+from hf_ext.emr.modulators import FILE, OWN, REPAIR, ROWS, TASK_FOLDER, TaskFile, is_asset
 from hf_ext.emr.recipe import RECIPE
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError
 from hf_ext.storage.atomic import write_json
@@ -30,7 +31,7 @@ from hf_ext.storage.hub import HUB, Hub, first_line, snapshot_of
 from hf_ext.storage.layout import CONFIG, INDEX, read_config, select_weights, storage_settings
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.open import OF_TASK, open_delta
-from hf_ext.storage.plain_writer import shards_of, write_files
+from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.prefetch import threads_for
 from hf_ext.storage.safetensors_file import ComputedFile, Entry, RawTensor
 from hf_ext.storage.source import TensorSource
@@ -39,6 +40,16 @@ from hf_ext.storage.tree import copy, scan
 METHOD = "emr"
 GENERATION = "generation_config.json"
 TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def is_name(name: object) -> bool:
+    """Checks whether a task can have this name: its folder has the same name."""
+    return isinstance(name, str) and TASK_NAME.fullmatch(name) is not None
+
+
+def require_name(name: object) -> None:
+    if not is_name(name):
+        raise CheckpointError(f"{name!r} cannot be the name of a task; use letters, digits, '.', '_' and '-'.")
 
 
 def task_folder(task: str) -> str:
@@ -64,23 +75,18 @@ def task_files(folder: Path) -> dict[str, TaskFile]:
         CheckpointError: the folder holds no merge.
         CorruptFileError: a file is damaged, missing, or from a newer version.
     """
-    if not is_merge(folder):
+    settings = storage_settings(folder)
+    if settings.get("quant_method") != METHOD:
         raise CheckpointError(
             f"{folder} holds no merge: its config.json does not have the quant_method {METHOD!r}. Give the folder of a merge."
         )
-    tasks = storage_settings(folder).get("tasks")
-    if (
-        not isinstance(tasks, list)
-        or not tasks
-        or not all(isinstance(task, str) and TASK_NAME.fullmatch(task) for task in tasks)
-    ):
-        raise CorruptFileError(f"{folder / CONFIG} is damaged: it lists no tasks. Merge or download it again.")
+    tasks = settings.get("tasks")
+    if not isinstance(tasks, list) or not tasks or not all(map(is_name, tasks)):
+        raise CorruptFileError(f"{folder / CONFIG} is damaged: it lists no tasks. {REPAIR}")
     files = {task: TaskFile(folder / task_folder(task) / FILE) for task in tasks}
     for task, file in files.items():
         if file.record.task != task:
-            raise CorruptFileError(
-                f"{file.path} belongs to task '{file.record.task}', not '{task}'. Merge or download it again."
-            )
+            raise CorruptFileError(f"{file.path} belongs to task '{file.record.task}', not '{task}'. {REPAIR}")
     return files
 
 
@@ -131,7 +137,7 @@ class MergeFolder:
             if file.record.elected != self.elected.digest:
                 raise CorruptFileError(
                     f"{file.path} belongs to another merge than the weights beside it: the folder was not written completely. "
-                    "Merge or download it again."
+                    f"{REPAIR}"
                 )
             self._require_tensors(file)
         self._require_all_listed()
@@ -143,25 +149,19 @@ class MergeFolder:
             if task not in self.files and _belongs(path, self.elected.digest):
                 raise CorruptFileError(
                     f"{self.folder / CONFIG} is damaged: it does not list the task '{task}', whose files belong to this merge. "
-                    "Merge or download it again."
+                    f"{REPAIR}"
                 )
 
     def _require_tensors(self, file: TaskFile) -> None:
         """Raises CorruptFileError unless the elected weights and the base have all tensors that a task is made from."""
         for name in [*file.record.shared, *file.record.modulated]:
             twin = self.base.twin_of(name)
-            if (
-                name not in self.elected
-                or name in file.record.modulated
-                and (
-                    twin is None
-                    or self.base.entry(twin).shape != self.elected.entry(name).shape
-                    or not {self.base.entry(twin).dtype, self.elected.entry(name).dtype} <= FLOATS.keys()
-                )
-            ):
+            stored = self.elected.entry(name) if name in self.elected else None
+            prior = self.base.entry(twin) if twin else None
+            fits = stored and prior and prior.shape == stored.shape and {prior.dtype, stored.dtype} <= FLOATS.keys()
+            if not stored or not fits and name in file.record.modulated:
                 raise CorruptFileError(
-                    f"{file.path} is damaged: its tensor '{name}' does not fit the elected weights and the base. Merge or "
-                    "download it again."
+                    f"{file.path} is damaged: its tensor '{name}' does not fit the elected weights and the base. {REPAIR}"
                 )
 
     def __reduce__(self) -> tuple:
@@ -185,9 +185,9 @@ class MergeFolder:
         self.require_task(task)
         path = self.folder / task_folder(task) / CONFIG
         if not path.is_file():
-            raise CorruptFileError(f"{path} is missing: the folder is incomplete. Merge or download it again.")
+            raise CorruptFileError(f"{path} is missing: the folder is incomplete. {REPAIR}")
         if xxhash.xxh3_64_hexdigest(path.read_bytes()) != self.files[task].record.config:
-            raise CorruptFileError(f"{path} is damaged: checksum mismatch. Merge or download it again.")
+            raise CorruptFileError(f"{path} is damaged: checksum mismatch. {REPAIR}")
         return read_config(path)
 
     def generation_config(self, task: str) -> dict:
@@ -196,9 +196,8 @@ class MergeFolder:
 
     def assets(self, task: str) -> dict[str, Path]:
         """Returns the files of a task's checkpoint besides config.json and weights, by name."""
-        own, shared = self.folder / task_folder(task), self.folder
-        paths = {name: own / name if (own / name).exists() else shared / name for name in self.files[task].record.files}
-        return {name: path for name, path in paths.items() if path.exists()}
+        places = {name: (self.folder / task_folder(task) / name, self.folder / name) for name in self.files[task].record.files}
+        return {name: path for name, paths in places.items() if (path := next(filter(Path.exists, paths), None))}
 
     def all_files(self) -> list[Path]:
         """Returns the files of the folder that belong to the merge, relative to the folder."""
@@ -224,7 +223,7 @@ class MergeFolder:
     def require_prior(self, name: str, prior: np.ndarray) -> None:
         """Raises BaseModelError unless these are the bytes that a tensor of the base had when the merge was written."""
         modulated = [file.record.modulated[name] for file in self.files.values() if name in file.record.modulated]
-        if {xxhash.xxh3_64_hexdigest(prior)} != {each.prior for each in modulated}:
+        if {xxhash.xxh3_64_hexdigest(prior)} != {rule.prior for rule in modulated}:
             raise BaseModelError(
                 f"The tensor '{name}' of the base {self.base} has changed or is damaged: checksum mismatch. Restore the base, "
                 "and load the merge again."
@@ -239,11 +238,11 @@ class MergeFolder:
     def entry(self, task: str, name: str) -> Entry:
         """Returns dtype and shape of a task's tensor."""
         file = self.files[task]
-        entry = file.own_entry(name) or self.elected.entry(name)
+        entry = file.entries.get(OWN + name) or self.elected.entry(name)
         modulated = file.record.modulated.get(name)
         if modulated is None or modulated.rows is None:
             return entry
-        rows = file.rows_entry(name)
+        rows = file.entries.get(ROWS + name)
         shape = (modulated.rows + (rows.shape[0] if rows else 0), *entry.shape[1:])
         return Entry(entry.dtype, shape, 0, math.prod(shape) * WIDTHS[entry.dtype])
 
@@ -266,8 +265,9 @@ class MergeFolder:
             prior: the result of `prior`, if it was called before.
         """
         file = self.files[task]
-        if (own := file.own(name)) is not None:
-            return replace(own, data=own.data.copy())
+        if OWN + name in file.entries:
+            tensor = file.read(OWN + name)
+            return replace(tensor, data=tensor.data.copy())
         if name not in file.record.modulated:
             return self.elected.read(name)
         source = elected or self.elected.read(name)
@@ -278,9 +278,13 @@ class MergeFolder:
         entry = self.entry(task, name)
         if entry.shape != source.shape:
             row = math.prod(entry.shape[1:]) * WIDTHS[entry.dtype]
-            kept, more = file.record.modulated[name].rows or 0, file.rows(name)
-            out = np.concatenate([out[: kept * row], *([more.data] if more else [])])
+            kept = out[: (file.record.modulated[name].rows or 0) * row]
+            out = np.concatenate([kept, file.read(ROWS + name).data]) if ROWS + name in file.entries else kept
         return RawTensor(entry.dtype, entry.shape, out)
+
+    def model(self, task: str) -> TaskModel:
+        """Returns a task's model, to merge it with others."""
+        return TaskModel(task, self.folder, self.source(task), self.task_config(task), self.assets(task))
 
     def source(self, task: str) -> TaskSource:
         """Returns the tensors of a task's model."""
@@ -352,7 +356,7 @@ class TaskSource(TensorSource):
 
     def identity(self, name: str) -> Hashable:
         file, elected = self._merged.files[self._task], self._merged.elected
-        is_elected = name in elected and name not in file.record.modulated and file.own_entry(name) is None
+        is_elected = name in elected and name not in file.record.modulated and OWN + name not in file.entries
         # Merges may share elected weights and the name of a task, but not the task's files.
         return elected.identity(name) if is_elected else (self.name, name)
 
@@ -365,8 +369,3 @@ def task_files_into(merged: MergeFolder, task: str, out: Path, max_shard_size: i
     tensors = merged.source(task)
     entries = {name: tensors.entry(name)[:2] for name in tensors.names()}
     return shards_of(entries, tensors.read, out, max_shard_size)
-
-
-def extract_task(merged: MergeFolder, task: str, out: Path, max_shard_size: int | str) -> None:
-    """Writes a task of a merge into the folder `out`, as a plain checkpoint."""
-    write_files(task_files_into(merged, task, out, max_shard_size), out, f"Extracting {task}:")

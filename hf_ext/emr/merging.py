@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,19 +13,29 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
 from hf_ext.emr.card import merge_card, models_of
-from hf_ext.emr.checks import TaskInput
-from hf_ext.emr.folder import TASK_NAME, MergeFolder, assets_of, extract_task, files_of, older_files, task_files, task_folder
+from hf_ext.emr.checks import TaskModel
+from hf_ext.emr.folder import (
+    MergeFolder,
+    assets_of,
+    files_of,
+    older_files,
+    require_name,
+    task_files,
+    task_files_into,
+    task_folder,
+)
 from hf_ext.emr.recipe import RECIPE, Recipe
 from hf_ext.emr.reports import MergeReport, TaskReport
-from hf_ext.emr.writing import AdditionWriter, MergeWriter
+from hf_ext.emr.writing import MergeWriter
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration.in_place import difference
-from hf_ext.integration.model_cards import CARD, outdated, write_card
+from hf_ext.integration.model_cards import outdated, write_card
 from hf_ext.storage.atomic import staged_folder
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER_CONFIG, CONFIG, ENCODINGS, all_weights, read_config, require_another_folder
 from hf_ext.storage.open import open_checkpoint, open_plain
+from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.source import TensorSource
 from hf_ext.storage.tree import OURS
@@ -69,24 +79,11 @@ def merge(
     """
     if not tasks:
         raise CheckpointError("There are no tasks to merge; give at least one.")
-    for name in tasks:
-        require_name(name)
+    recipe = None
+    if all(isinstance(task, str | os.PathLike) for task in tasks.values()):
+        recipe = Recipe(str(base), {name: str(task) for name, task in tasks.items()}, revision, rescale)
     checkpoint = open_plain(base, revision)
-    for folder in [base, *tasks.values()]:
-        if isinstance(folder, str | os.PathLike) and os.path.isdir(folder):
-            for written in (Path(out), *(Path(out, task_folder(name)) for name in tasks)):
-                require_another_folder(written, [Path(folder), *checkpoint.paths])
-    with staged_folder(out, older_files(Path(out))) as stage, TemporaryDirectory(dir=stage, prefix=OURS) as scratch:
-        sources = {name: open_task(name, task, checkpoint, Path(scratch) / name) for name, task in tasks.items()}
-        for source in sources.values():
-            require_another_folder(Path(out), source.tensors.paths)
-        _require_one_structure({name: source.config for name, source in sources.items()})
-        MergeWriter(checkpoint, _config_of(checkpoint), sources, stage).write(rescale, max_shard_size)
-        if all(isinstance(task, str | os.PathLike) for task in tasks.values()):
-            names = {name: str(task) for name, task in tasks.items()}
-            Recipe(str(base), names, revision, rescale).write(stage / RECIPE)
-        write_card(stage, merge_card(stage, report(stage), tasks.values()), Path(out))
-    return _checked(report(out))
+    return _write(checkpoint, tasks, Path(out), rescale, max_shard_size, recipe=recipe)
 
 
 def add_task(
@@ -118,21 +115,10 @@ def add_task(
     Raises:
         CheckpointError: the merge has a task of that name, or its election does not suit the new task.
     """
-    merged = MergeFolder(_folder_of(src, "The merge"), base)
-    require_name(name)
+    merged = MergeFolder(_folder_of(src), base)
     if name in merged.tasks:
         raise CheckpointError(f"{src} has a task '{name}' already; give the new task another name.")
-    require_another_folder(Path(out), [merged.folder, *merged.base.paths])
-    with staged_folder(out, older_files(Path(out))) as stage, TemporaryDirectory(dir=stage, prefix=OURS) as scratch:
-        source = open_task(name, task, merged.base, Path(scratch) / name)
-        require_another_folder(Path(out), source.tensors.paths)
-        _require_one_structure({task: merged.task_config(task) for task in merged.tasks} | {name: source.config})
-        addition = AdditionWriter(merged, _config_of(merged.base), name, source, stage)
-        (MergeWriter(merged.base, _config_of(merged.base), addition.sources, stage) if reelect else addition).write(
-            rescale, max_shard_size
-        )
-        write_card(stage, merge_card(stage, report(stage), [*models_of(merged.folder), task]), Path(out))
-    return _checked(report(out))
+    return _write(merged.base, {name: task}, Path(out), rescale, max_shard_size, merged, reelect)
 
 
 def extract(
@@ -156,11 +142,11 @@ def extract(
             raise CheckpointError(f"This {type(merged).__name__} was not loaded from a merge; give the folder of one.")
         source = merged.set_task.merged
     else:
-        source = MergeFolder(_folder_of(merged, "The merge"), base)
+        source = MergeFolder(_folder_of(merged), base)
     source.require_task(task)
     require_another_folder(Path(out), [source.folder, *source.base.paths])
     with staged_folder(out, outdated(Path(out))) as stage:
-        extract_task(source, task, stage, max_shard_size)
+        write_files(task_files_into(source, task, stage, max_shard_size), stage, f"Extracting {task}:")
 
 
 def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int:
@@ -176,7 +162,7 @@ def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int
     Raises:
         CorruptFileError, BaseModelError: names the first tensor or mask that is damaged.
     """
-    merged = MergeFolder(_folder_of(src, "The merge"), base)
+    merged = MergeFolder(_folder_of(src), base)
     count = sum(file.verify() for file in merged.files.values())
     for task, file in merged.files.items():
         merged.task_config(task)
@@ -191,7 +177,7 @@ def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int
 
 def report(src: str | os.PathLike) -> MergeReport:
     """Returns how close each task of a merge is to its own model, as measured during merging. Does not need the base."""
-    folder = _folder_of(src, "The merge")
+    folder = _folder_of(src)
     files = task_files(folder)
     records: dict[str, dict[str, Any]] = {task: file.record.report for task, file in files.items()}
     try:
@@ -201,11 +187,44 @@ def report(src: str | os.PathLike) -> MergeReport:
         ]
     except (TypeError, KeyError) as error:
         raise CorruptFileError(f"The report in {folder} is damaged: {error}.") from error
-    own = (folder / path for path in files_of(folder, files) if path != Path(CARD))
-    return MergeReport(tasks, sum(path.stat().st_size for path in own))
+    return MergeReport(tasks, sum((folder / path).stat().st_size for path in files_of(folder, files)))
 
 
-def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskInput:
+def _write(
+    base: TensorSource,
+    tasks: Mapping[str, Task],
+    out: Path,
+    rescale: str,
+    max_shard_size: int | str,
+    merged: MergeFolder | None = None,
+    reelect: bool = False,
+    recipe: Recipe | None = None,
+) -> MergeReport:
+    """Writes the folder of a merge of these tasks, after those of `merged` if it is given."""
+    for name in tasks:
+        require_name(name)
+    with staged_folder(out, older_files(out)) as stage, TemporaryDirectory(dir=stage, prefix=OURS) as scratch:
+        models = [merged.model(name) for name in merged.tasks] if merged else []
+        models += [open_task(name, task, base, Path(scratch) / name) for name, task in tasks.items()]
+        needed = [*base.paths, *(path for model in models for path in (model.folder, *model.tensors.paths))]
+        for written in (out, *(out / task_folder(name) for name in tasks)):
+            require_another_folder(written, needed)
+        _require_one_structure(models)
+        MergeWriter(base, _config_of(base), models, stage, None if reelect else merged).write(rescale, max_shard_size)
+        if recipe:
+            recipe.write(stage / RECIPE)
+        finished = report(stage)
+        write_card(stage, merge_card(stage, finished, [*(models_of(merged.folder) if merged else ()), *tasks.values()]), out)
+    for task in finished.tasks:
+        if task.relative >= 1:
+            logger.warning(
+                f"The weights of task '{task.task}' are farther from its own model than the base's (cosine {task.cosine:.3f}): "
+                "it conflicts with the other tasks. Merge it with fewer or more similar tasks."
+            )
+    return finished
+
+
+def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskModel:
     """Opens the checkpoint of a task that is given as a folder, a Hub id or a model. Saves a model into `scratch` first."""
     if hasattr(task, "peft_config") and hasattr(task, "get_base_model"):  # a PeftModel
         copied: Any = deepcopy(task)
@@ -221,61 +240,46 @@ def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskI
         folder = _folder_of(task, f"Task '{name}'")
     else:
         raise CheckpointError(f"Task '{name}' is a {type(task).__name__}; give a folder, a Hub id, or a model.")
-    assets = assets_of(folder)
+    tensors: TensorSource
     if (folder / ADAPTER_CONFIG).exists() and not all_weights(folder):
         from hf_ext.integration.adapter_source import AdapterSource  # PEFT takes its time to import
 
         try:
-            adapter = AdapterSource(folder, base)
+            tensors = AdapterSource(folder, base)
         except CheckpointError as error:
             raise CheckpointError(f"Task '{name}': {error}") from error
-        return TaskInput(adapter, adapter.config.to_dict(), assets)
-    settings = read_config(folder / CONFIG)
-    if not settings:
-        raise CheckpointError(f"Task '{name}': {folder} has no config.json.")
-    tensors = open_checkpoint(folder)
-    quantized = settings.pop("quantization_config", None)
-    method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-    if quantized and method not in ENCODINGS:
-        raise CheckpointError(f"Task '{name}': {folder} is quantized; only float weights can be merged.")
-    return TaskInput(tensors, settings, assets)
+        config = tensors.config.to_dict()
+    else:
+        config = read_config(folder / CONFIG)
+        if not config:
+            raise CheckpointError(f"Task '{name}': {folder} has no config.json.")
+        tensors = open_checkpoint(folder)
+        quantized = config.pop("quantization_config", None)
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        if quantized and method not in ENCODINGS:
+            raise CheckpointError(f"Task '{name}': {folder} is quantized; only float weights can be merged.")
+    return TaskModel(name, folder, tensors, config, assets_of(folder))
 
 
-def require_name(name: str) -> None:
-    """Raises CheckpointError if a name cannot be that of a task: its folder has the same name."""
-    if not isinstance(name, str) or not TASK_NAME.fullmatch(name):
-        raise CheckpointError(f"{name!r} cannot be the name of a task; use letters, digits, '.', '_' and '-'.")
-
-
-def _folder_of(name: str | os.PathLike, what: str) -> Path:
-    return downloaded(name, f"{what}: ")
-
-
-def _require_one_structure(configs: Mapping[str, dict]) -> None:
-    """Raises CheckpointError unless a model can switch between these config.json files, by task.
+def _require_one_structure(models: Sequence[TaskModel]) -> None:
+    """Raises CheckpointError unless one model can switch between the config.json files of these.
 
     Vocabulary, labels, and settings of training and generation may differ.
     """
-    reference, *others = configs
-    for task in others:
-        if configs[task].get("model_type") != configs[reference].get("model_type"):
+    first, *rest = models
+    for model in rest:
+        if model.config.get("model_type") != first.config.get("model_type"):
             continue  # MergeWriter raises for that
-        if differs := difference(configs[reference], configs[task]):
+        if differs := difference(first.config, model.config):
             key, expected, value = differs
             raise CheckpointError(
-                f"Task '{task}' has {key} {value!r} in its config.json, task '{reference}' {expected!r}: one model cannot "
-                "switch between them. Merge checkpoints of one class and structure."
+                f"Task '{model.task}' has {key} {value!r} in its config.json, task '{first.task}' {expected!r}: one model "
+                "cannot switch between them. Merge checkpoints of one class and structure."
             )
 
 
-def _checked(report: MergeReport) -> MergeReport:
-    for task in report.tasks:
-        if task.relative >= 1:
-            logger.warning(
-                f"The weights of task '{task.task}' are farther from its own model than the base's (cosine {task.cosine:.3f}): "
-                "it conflicts with the other tasks. Merge it with fewer or more similar tasks."
-            )
-    return report
+def _folder_of(name: str | os.PathLike, what: str = "The merge") -> Path:
+    return downloaded(name, f"{what}: ")
 
 
 def _config_of(base: TensorSource) -> dict:

@@ -161,6 +161,10 @@ class TaskWriter:
 class TaskFile:
     """A task's file. Checks the header when it is opened, and each entry when it is read.
 
+    Attributes:
+        entries: by their full name, such as "mask/lm_head.weight".
+        record: the contents of the header.
+
     Raises:
         CorruptFileError: the file is damaged, or from a newer version.
     """
@@ -168,14 +172,15 @@ class TaskFile:
     def __init__(self, path: Path):
         self.path = path
         if not path.is_file():
-            raise CorruptFileError(f"{path} is missing: the folder is incomplete. Merge or download it again.")
+            raise CorruptFileError(f"{path} is missing: the folder is incomplete. {REPAIR}")
         self._file = SafetensorsFile(path)
-        fields = SEAL.record(self._file.metadata, self._file.entries, path)
+        self.entries = self._file.entries
+        fields = SEAL.record(self._file.metadata, self.entries, path)
         try:
             self.record = _record_of(fields)
         except (TypeError, ValueError, AttributeError) as error:
             raise CorruptFileError(f"The header of {path} contains invalid values: {error}.") from error
-        own = [key.removeprefix(OWN) for key in self._file.entries if key.startswith(OWN)]
+        own = [key.removeprefix(OWN) for key in self.entries if key.startswith(OWN)]
         self._names = dict.fromkeys(sorted([*self.record.modulated, *self.record.shared, *own]))
 
     def require_whole(self) -> None:
@@ -191,9 +196,9 @@ class TaskFile:
 
     def mask(self, name: str, values: int) -> np.ndarray | None:
         """Returns the mask of an elected tensor with this number of values; None if no bit is set."""
-        if MASK + name not in self._file.entries:
+        if MASK + name not in self.entries:
             return None
-        data, size = self._read(MASK + name).data, mask_bytes(values)
+        data, size = self.read(MASK + name).data, mask_bytes(values)
         inflate = zlib.decompressobj()
         try:
             mask = inflate.decompress(data, size)
@@ -202,42 +207,25 @@ class TaskFile:
             whole = False
         if not whole:
             raise CorruptFileError(
-                f"The mask of '{name}' in {self.path} does not fit its tensor: the file is damaged. Merge or download it again."
+                f"The mask of '{name}' in {self.path} does not fit its tensor: the file is damaged. {REPAIR}"
             )
         return np.frombuffer(mask, np.uint8)
 
-    def own(self, name: str) -> RawTensor | None:
-        """Returns a tensor that is stored in this file; None if it is not."""
-        return self._read(OWN + name) if OWN + name in self._file.entries else None
-
-    def own_entry(self, name: str) -> Entry | None:
-        return self._file.entries.get(OWN + name)
-
-    def rows_entry(self, name: str) -> Entry | None:
-        return self._file.entries.get(ROWS + name)
-
-    def rows(self, name: str) -> RawTensor | None:
-        """Returns the rows of a tensor that exceed those of the elected one; None if there are none."""
-        return self._read(ROWS + name) if ROWS + name in self._file.entries else None
-
     def masks_size(self) -> int:
         """Returns the bytes of all masks in the file."""
-        return sum(entry.nbytes for key, entry in self._file.entries.items() if key.startswith(MASK))
+        return sum(entry.nbytes for key, entry in self.entries.items() if key.startswith(MASK))
 
     def verify(self) -> int:
         """Checks all entries of the file and returns their number."""
-        for key in self._file.entries:
-            self._read(key)
-        return len(self._file.entries)
+        for key in self.entries:
+            self.read(key)
+        return len(self.entries)
 
-    def copy_entries(self, writer: TaskWriter) -> None:
-        for key in self._file.entries:
-            writer.add(key, self._read(key))
-
-    def _read(self, key: str) -> RawTensor:
+    def read(self, key: str) -> RawTensor:
+        """Returns the entry of this full name, checked."""
         tensor = self._file[key]
         if xxhash.xxh3_64_hexdigest(tensor.data) != self.record.checksums.get(key):
-            raise CorruptFileError(f"'{key}' in {self.path} is damaged: checksum mismatch. Merge or download it again.")
+            raise CorruptFileError(f"'{key}' in {self.path} is damaged: checksum mismatch. {REPAIR}")
         return tensor
 
 
@@ -245,7 +233,8 @@ def copy_task(source: TaskFile, target: Path, **changes: Any) -> None:
     """Copies a task's file, with these fields of its record changed."""
     writer = TaskWriter(target)
     try:
-        source.copy_entries(writer)
+        for key in source.entries:
+            writer.add(key, source.read(key))
         writer.finish(replace(source.record, checksums={}, **changes))
     finally:
         writer.close()

@@ -223,7 +223,7 @@ def test_adopting_a_task_keeps_what_is_elected(dtype):
     base, (first, second, third) = fine_tunes(dtype, 3, 4001)
     elected, _, _, _ = elect(dtype, base, [first, second])
     before = elected.clone()
-    mask, sums = election.adopt(dtype, raw(base), raw(elected), raw(third))
+    (mask,), (sums,) = election.adopt(dtype, raw(base), raw(elected), raw(third))
     bits = torch.from_numpy(np.unpackbits(mask, count=4001, bitorder="little").astype(bool))
     free = before == base
     assert torch.equal(elected[~free], before[~free]) and torch.equal(elected[free], third[free])

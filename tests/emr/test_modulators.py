@@ -56,10 +56,10 @@ def test_everything_comes_back(tmp_path):
         assert (file.mask(name, 8 * mask.size - 7) == mask).all()
     assert file.mask("none", 320) is None
     for name, tensor in OWN.items():
-        found = file.own(name)
+        found = file.read("own/" + name)
         found = RawTensor(found.dtype, found.shape, found.data.copy()).to_torch()
         assert found.dtype == tensor.dtype and torch.equal(found, tensor)
-    assert file.rows_entry("rows").shape == (2, 8) and file.rows("dense") is None and file.own("dense") is None
+    assert file.entries["rows/rows"].shape == (2, 8) and not {"rows/dense", "own/dense"} & file.entries.keys()
     assert file.names() == sorted([*record().modulated, "shared.weight", *OWN])
     assert file.verify() == len(MASKS) + len(OWN) + 1
     assert sorted(path.name for path in (tmp_path / "cr").iterdir()) == ["modulators.safetensors"]
