@@ -37,7 +37,7 @@ def die_or_compress(job):
 
     if Path(job.source).name == "two":
         os.kill(os.getpid(), signal.SIGKILL)
-    return batch._compress(job)
+    return batch.compress_job(job)
 
 
 def dying_at(n: int, folder: Path, work: Callable[[], object]) -> tuple[int | None, str]:

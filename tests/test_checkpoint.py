@@ -18,7 +18,8 @@ from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage import atomic
 from hf_ext.storage.atomic import staged_folder, write_atomically
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.layout import all_weights, read_config, select_weights
+from hf_ext.storage.config_file import read_config
+from hf_ext.storage.layout import all_weights, select_weights
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile, safetensors_dtype
 from hf_ext.storage.tree import STAGE
 

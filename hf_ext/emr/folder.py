@@ -27,8 +27,9 @@ from hf_ext.emr.modulators import FILE, OWN, REPAIR, ROWS, TASK_FOLDER, TaskFile
 from hf_ext.emr.recipe import RECIPE
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError
 from hf_ext.storage.atomic import write_json
+from hf_ext.storage.config_file import CONFIG, read_config, storage_settings
 from hf_ext.storage.hub import HUB, Hub, first_line, snapshot_of
-from hf_ext.storage.layout import CONFIG, INDEX, read_config, select_weights, storage_settings
+from hf_ext.storage.layout import INDEX, select_weights
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.open import OF_TASK, open_delta
 from hf_ext.storage.plain_writer import shards_of

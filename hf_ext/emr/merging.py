@@ -32,8 +32,10 @@ from hf_ext.integration.in_place import difference
 from hf_ext.integration.model_cards import outdated, write_card
 from hf_ext.storage.atomic import staged_folder
 from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.config_file import CONFIG, ENCODINGS, read_config
+from hf_ext.storage.guards import require_another_folder
 from hf_ext.storage.hub import downloaded
-from hf_ext.storage.layout import ADAPTER_CONFIG, CONFIG, ENCODINGS, all_weights, read_config, require_another_folder
+from hf_ext.storage.layout import ADAPTER_CONFIG, all_weights
 from hf_ext.storage.open import open_checkpoint, open_plain
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import Prefetcher, progress

@@ -17,7 +17,9 @@ from hf_ext.errors import CheckpointError
 from hf_ext.integration.model_cards import outdated, write_card
 from hf_ext.integration.save_hooks import Saving
 from hf_ext.storage.atomic import staged_folder, write_json
-from hf_ext.storage.layout import ADAPTER_CONFIG, read_config, require_another_folder
+from hf_ext.storage.config_file import read_config
+from hf_ext.storage.guards import require_another_folder
+from hf_ext.storage.layout import ADAPTER_CONFIG
 
 logger = get_logger(__name__)
 

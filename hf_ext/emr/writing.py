@@ -25,9 +25,9 @@ from hf_ext.emr.recipe import RESCALE
 from hf_ext.emr.reports import figures_of
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.atomic import write_json
+from hf_ext.storage.config_file import CONFIG, HINT
 from hf_ext.storage.delta.source import PARTS_OF
 from hf_ext.storage.delta.writer import write_delta
-from hf_ext.storage.layout import CONFIG, HINT
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.prefetch import threads_for

@@ -1,14 +1,14 @@
 from .base_search import BaseReport as BaseReport
 from .base_search import find_base as find_base
-from .batch import BatchReport as BatchReport
 from .batch import compress_all as compress_all
+from .batch_record import BatchReport as BatchReport
 from .compress import compress_checkpoint as compress_checkpoint
-from .compress import decompress_checkpoint as decompress_checkpoint
-from .compress import verify as verify
 from .config import FMDeltaConfig as FMDeltaConfig
 from .reading import OpenCheckpoint as OpenCheckpoint
 from .reading import open as open
 from .reports import inspect as inspect
+from .restore import decompress_checkpoint as decompress_checkpoint
+from .restore import verify as verify
 from .saving import disable as disable
 from .saving import enable as enable
 from .series import compress_series as compress_series

@@ -15,8 +15,9 @@ from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.fm_delta.likeness import Likeness, likeness
 from hf_ext.integration.model_cards import CARD, metadata_of
 from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.hub import downloaded
-from hf_ext.storage.layout import CONFIG, read_config, select_weights
+from hf_ext.storage.layout import select_weights
 from hf_ext.storage.open import open_checkpoint, open_plain
 
 # Full fine-tunes agree with their base in more than 0.9 of the values; noise of a tenth of the weights' spread leaves 0.7, and

@@ -3,123 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
 from huggingface_hub.utils import disable_progress_bars, tqdm
 
-from hf_ext.display import megabytes, percent, table
-from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
+from hf_ext.errors import CheckpointError, HfExtError
 from hf_ext.fm_delta.base_search import find_base
-from hf_ext.fm_delta.compress import compress_checkpoint, places_of
+from hf_ext.fm_delta.batch_record import BatchReport, ModelResult, Record
+from hf_ext.fm_delta.compress import compress_checkpoint
 from hf_ext.fm_delta.reports import inspect
-from hf_ext.storage.atomic import locked, write_atomically
+from hf_ext.storage.atomic import locked
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.codec import DEFAULT_LEVEL
 from hf_ext.storage.delta.file import CompressedFile
+from hf_ext.storage.guards import places_of
 from hf_ext.storage.hub import absolute
-from hf_ext.storage.layout import all_weights, require_deletable, weights_instead
-from hf_ext.storage.open import open_files, open_plain
+from hf_ext.storage.layout import all_weights, weights_instead
+from hf_ext.storage.open import open_plain
 from hf_ext.storage.prefetch import at_most_cores, cores
-from hf_ext.storage.tree import delete_folder, flush_folder, stamp
-
-RECORD = "compress_all.json"  # in the folder of the compressed models: the report, by which the next run resumes
-
-
-@dataclass(frozen=True)
-class ModelResult:
-    """The result for one model.
-
-    Attributes:
-        name: name of its folder, and of the compressed folder.
-        source: path of its folder.
-        base, revision: the base that it is stored against; None if none was found.
-        original_bytes, compressed_bytes: sizes of its files of weights.
-        seconds: time that it took, verification included.
-        verified: whether all tensors were decoded and compared with the source.
-        deleted: whether the source was deleted after that.
-        error: why it was not compressed, or not deleted; None on success.
-        skipped: what the folder holds instead of a model's safetensors weights; None if it has such weights.
-        stamp, digest: identify the source and the compressed weights in a later run.
-    """
-
-    name: str
-    source: str
-    base: str | None = None
-    revision: str | None = None
-    original_bytes: int = 0
-    compressed_bytes: int = 0
-    seconds: float = 0.0
-    verified: bool = False
-    deleted: bool = False
-    error: str | None = None
-    skipped: str | None = None
-    stamp: str | None = None
-    digest: str | None = None
-
-    @property
-    def ratio(self) -> float:
-        """Compressed size as a share of the original."""
-        return self.compressed_bytes / max(self.original_bytes, 1)
-
-
-@dataclass(frozen=True)
-class BatchReport:
-    """The results for all models. `str()` gives a table.
-
-    Attributes:
-        out: folder of the results.
-        models: the results, those of earlier runs included.
-        done_before: number of models that an earlier run had finished, which this run left as they are.
-    """
-
-    out: str
-    models: list[ModelResult]
-    done_before: int = 0
-
-    @property
-    def failed(self) -> list[ModelResult]:
-        return [model for model in self.models if model.error]
-
-    def to_dict(self) -> dict:
-        models = [asdict(model) | {"ratio": model.ratio} for model in self.models]
-        return {"version": 1, "done_before": self.done_before, "models": models}
-
-    def __str__(self) -> str:
-        rows = [(model.name, *_figures([model]), model.base or "–", _state(model)) for model in self.models]
-        shown = table(("model", "original", "compressed", "ratio", "seconds", "base", "state"), rows)
-        return "\n\n".join([shown, self.summary(), *self._notes()])
-
-    def summary(self) -> str:
-        original, compressed, ratio, seconds = _figures(self.models)
-        skipped = sum(model.skipped is not None for model in self.models)
-        models = len(self.models) - skipped
-        more = f" Skipped {skipped} other folder{'s' * (skipped > 1)}." if skipped else ""
-        done = f"{models - len(self.failed)} of {models} models done"
-        if self.done_before:
-            done += f" ({self.done_before} by an earlier run, left as they are; for another --level, give another --out)"
-        return f"{done}: {compressed} of {original} ({ratio}), {seconds} s of work.{more}"
-
-    def _notes(self) -> list[str]:
-        """Returns why models failed or were skipped. Models with the same reason share a paragraph."""
-        reasons: dict[str, list[ModelResult]] = {}
-        for model in self.models:
-            if note := model.error or model.skipped:
-                reasons.setdefault(note.replace(model.source, "FOLDER"), []).append(model)
-        return [
-            f"{', '.join(model.name for model in models)}: "
-            + (reason if len(models) > 1 else reason.replace("FOLDER", models[0].source))
-            for reason, models in reasons.items()
-        ]
+from hf_ext.storage.tree import flush_folder, stamp
 
 
 class Job(NamedTuple):
@@ -178,25 +88,15 @@ def compress_all(
     folders, skipped = _folders(sources, out, common)
     candidates = None if candidates is None else list(candidates)
     with locked(out):
-        run = _Run(out, folders, verify or delete_source)
+        run = Record(out, folders, verify or delete_source)
         jobs = []
         for source in run.sources:
             if not run.is_done(source, common, base_id):
                 with run.reporting(source):
                     against = common or _found_base(source, candidates)
+                    commit = against.revision or (revision if base_id else None)
                     target = str(out / source.name)
-                    jobs.append(
-                        Job(
-                            str(source),
-                            against.name,
-                            against.revision or (revision if base_id else None),
-                            target,
-                            run.verify,
-                            level,
-                            1,
-                            base_id,
-                        )
-                    )
+                    jobs.append(Job(str(source), against.name, commit, target, run.verify, level, 1, base_id))
                     run.needed += places_of(against)
         if not run.models and not jobs:
             instead = "".join(f" {folder} {held}" for folder, held in [*skipped.items()][:1])
@@ -215,92 +115,6 @@ def compress_all(
                 bar.update()
         run.save()
         return run.report()
-
-
-class _Run:
-    """The results of a run, in memory and in its record."""
-
-    def __init__(self, out: Path, sources: list[Path], verify: bool):
-        self.out, self.sources, self.verify, self.done_before = out, sources, verify, 0
-        self.record = out / RECORD
-        self.models = {model.name: model for model in _read(self.record) if model.stamp}
-        # The bases of all models, which must not be deleted.
-        bases = [model.base for model in self.models.values() if model.base]
-        self.needed: list[str | Path] = [base for base in bases if os.path.isdir(base)]
-        for source in sources:
-            model = self.models.get(source.name)
-            if model and (model.source != str(source) or model.deleted and source.exists()):
-                raise CheckpointError(
-                    f"{out / source.name} holds another model, compressed from {model.source}. Rename {source}, or give "
-                    "another folder to write."
-                )
-
-    def is_done(self, source: Path, base: Checkpoint | None, base_id: str | None) -> bool:
-        """Checks whether an earlier run compressed this model as requested, and source and result have not changed."""
-        model = self.models.get(source.name)
-        if model is None or self.verify > model.verified or source.exists() and stamp(source) != model.stamp:
-            return False
-        if base is not None and (model.base, model.revision) != (base.name, base.revision):
-            return False
-        try:
-            file = open_files(self.out / source.name)[0]
-            done = file.digest == model.digest and file.base is not None and base_id in (None, file.base.name)
-        except (HfExtError, OSError):
-            return False
-        self.models[source.name] = replace(model, error=None)
-        self.done_before += done
-        return done
-
-    @contextlib.contextmanager
-    def reporting(self, source: Path) -> Iterator[None]:
-        """Turns an error in the block into the result of the model, in place of its earlier result."""
-        self.models.pop(source.name, None)
-        try:
-            yield
-        except Exception as error:
-            what = str(error) if isinstance(error, HfExtError) else f"{type(error).__name__}: {error}"
-            self.models[source.name] = ModelResult(source.name, str(source), error=what)
-            self.save()
-
-    def add(self, model: ModelResult) -> None:
-        self.models[model.name] = model
-        self.save()
-
-    def delete(self, models: list[ModelResult]) -> None:
-        """Deletes the sources of verified models, or records why not. Completes a deletion that a kill interrupted."""
-        for model in models:
-            source = Path(model.source)
-            others = [other for other in self.sources if other != source and other.exists()]
-            if not model.verified or source.exists() and source not in self.sources:
-                continue
-            try:
-                if source.exists():
-                    require_deletable(source, self.out, [*self.needed, *others])
-                delete_folder(source, model.stamp, self.needed)
-                self.add(replace(model, deleted=True, error=None))
-            except CheckpointError as error:
-                self.add(replace(model, error=str(error)))
-
-    def save(self) -> None:
-        text = json.dumps(self.report().to_dict(), indent=2)
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.record, lambda beside: beside.write_text(text, encoding="utf-8"))
-        except OSError as error:
-            raise CheckpointError(f"{self.record} could not be written: {error}") from error
-
-    def report(self) -> BatchReport:
-        return BatchReport(str(self.out), sorted(self.models.values(), key=lambda model: model.name), self.done_before)
-
-
-def _read(record: Path) -> list[ModelResult]:
-    if not os.path.isfile(record):
-        return []
-    try:
-        models = json.loads(record.read_text(encoding="utf-8"))["models"]
-        return [ModelResult(**{key: value for key, value in model.items() if key != "ratio"}) for model in models]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptFileError(f"{record} is not the record of an earlier run; move it away to start again.") from error
 
 
 def _folders(
@@ -344,7 +158,7 @@ def _found_base(source: Path, candidates: list[str | os.PathLike] | None) -> Che
     return open_plain(absolute(base.name), base.revision)
 
 
-def _compress(job: Job) -> ModelResult:
+def compress_job(job: Job) -> ModelResult:
     """Compresses a model; runs in a worker."""
     source, out, start = Path(job.source), Path(job.out), time.perf_counter()
     seen = stamp(source)
@@ -369,48 +183,41 @@ def _compress(job: Job) -> ModelResult:
 
 def _results(jobs: Sequence[Job], workers: int, executor: Executor | None) -> Iterator[tuple[Job, Future[ModelResult]]]:
     """Yields jobs with their results, each as soon as it is done."""
-    own, share = None, 1
-    if executor is None:
-        executor, share = (own := ThreadPoolExecutor(workers)), max(cores() // workers, 1)
-    work = _compress if own is None or workers == 1 else _compress_in_process
-    try:
+    with contextlib.ExitStack() as stack:
+        work, share = compress_job, 1
+        if executor is None:
+            executor, share = ThreadPoolExecutor(workers), max(cores() // workers, 1)
+            stack.callback(executor.shutdown, cancel_futures=True)
+            work = compress_job if workers == 1 else compress_in_process
         futures = {executor.submit(work, job._replace(cores=share)): job for job in jobs}
         for future in as_completed(futures):
             yield futures[future], future
-    finally:
-        if own is not None:
-            own.shutdown(cancel_futures=True)
 
 
-def _compress_in_process(job: Job) -> ModelResult:
-    """Runs in a process of its own. If that dies, for lack of memory for instance, only this job fails."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start_worker) as pool:
-        return pool.submit(_compress, job).result()
+def compress_in_process(job: Job) -> ModelResult:
+    """Runs a job in a process of its own. If that dies, for lack of memory for instance, only this job fails."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_result, args=(sender, compress_job, job), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        result = receiver.recv()
+    except EOFError:
+        process.join()
+        raise CheckpointError(f"The process died (exit code {process.exitcode}), perhaps for lack of memory.") from None
+    process.join()
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
-def _start_worker() -> None:
-    """Leaves interrupts to the parent process, and ends with it: the next run would write to the same folder."""
-
-    def follow() -> None:
-        if parent := multiprocessing.parent_process():
-            parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _send_result(sender: Connection, work: Callable[[Job], ModelResult], job: Job) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are the parent's
     disable_progress_bars()
-
-
-def _figures(models: Sequence[ModelResult]) -> tuple[str, str, str, str]:
-    original, compressed = sum(model.original_bytes for model in models), sum(model.compressed_bytes for model in models)
-    seconds = f"{sum(model.seconds for model in models):.1f}"
-    if not original:  # all failed before
-        return "–", "–", "–", seconds
-    return megabytes(original), megabytes(compressed), percent(compressed / max(original, 1)), seconds
-
-
-def _state(model: ModelResult) -> str:
-    if model.skipped:
-        return "skipped"
-    done = "source deleted" if model.deleted else "verified" if model.verified else "done"
-    return "failed" if model.error and not model.stamp else f"{done}, but see below" if model.error else done
+    try:
+        result: ModelResult | Exception = work(job)
+    except Exception as error:
+        result = error
+    with contextlib.suppress(BrokenPipeError):  # the parent was killed
+        sender.send(result)

@@ -9,8 +9,8 @@ from huggingface_hub import ModelCard
 
 from hf_ext.display import megabytes, percent
 from hf_ext.integration.model_cards import CARD, class_of, is_free, is_ours, model_card, name_in_text, task_of
-from hf_ext.storage.delta.folder import METHOD, Sets
-from hf_ext.storage.layout import CONFIG, read_config, storage_settings
+from hf_ext.storage.config_file import CONFIG, read_config, storage_settings
+from hf_ext.storage.delta.writer import METHOD, Sets
 from hf_ext.storage.source import NoBase, TensorSource
 
 ORIGINAL = "original"  # marks a card that looks like one the compression adds, but belongs to the original files

@@ -1,33 +1,32 @@
-"""Compressing and restoring folders of checkpoints, with their model cards."""
+"""Compresses the folders of checkpoints: weights tensor by tensor, all other files copied, config.json updated."""
 
 from __future__ import annotations
 
+import filecmp
 import os
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 
-from hf_ext.fm_delta.card import ORIGINAL, came_with_compression, compressed_card, without_free_card
-from hf_ext.integration.model_cards import CARD, is_ours, outdated, write_card
-from hf_ext.storage.atomic import locked
-from hf_ext.storage.delta.codec import DEFAULT_LEVEL
-from hf_ext.storage.delta.folder import (
-    METHOD,
-    Sets,
-    compress_folder,
-    decompress_folder,
-    open_restored,
-    restore_others,
-    verify_folder,
-    write_model,
-)
-from hf_ext.storage.delta.source import DeltaCheckpoint, RestoredFile
-from hf_ext.storage.hub import downloaded, local_copy
-from hf_ext.storage.layout import CONFIG, other_files, require_deletable
-from hf_ext.storage.open import open_checkpoint, open_files
-from hf_ext.storage.source import NoBase, TensorSource
-from hf_ext.storage.tree import delete_folder, finish_deletion, flush_folder, stamp
+import numpy as np
 
-verify = verify_folder
+from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.fm_delta.card import ORIGINAL, compressed_card, without_free_card
+from hf_ext.fm_delta.folder import ModelFolder
+from hf_ext.integration.model_cards import CARD, is_ours, write_card
+from hf_ext.storage.atomic import locked, staged_folder
+from hf_ext.storage.config_file import CONFIG, remove_settings
+from hf_ext.storage.delta.codec import DEFAULT_LEVEL
+from hf_ext.storage.delta.file import KEY, CompressedFile
+from hf_ext.storage.delta.source import DeltaCheckpoint, decoded
+from hf_ext.storage.delta.writer import METHOD, Sets, write_model
+from hf_ext.storage.guards import places_of, require_another_folder, require_deletable
+from hf_ext.storage.hub import downloaded
+from hf_ext.storage.layout import ADAPTER, all_weights
+from hf_ext.storage.open import open_checkpoint, open_files, require_depth
+from hf_ext.storage.prefetch import progress
+from hf_ext.storage.safetensors_file import SafetensorsFile
+from hf_ext.storage.source import NoBase, TensorSource
+from hf_ext.storage.tree import copy_entries, delete_folder, finish_deletion, flush_folder, stamp
 
 
 def compress_checkpoint(
@@ -60,8 +59,9 @@ def compress_checkpoint(
         base_id: Hub id to record for the base if `base` is a local copy of it, so that others can load the result.
 
     Raises:
-        CheckpointError: `src` has no safetensors weights, or is already quantized or compressed; `out` is `src` or the base; or
-            `src` cannot be deleted, because `out` or the base is a folder in it.
+        CheckpointError: `src` has no safetensors weights, or is already quantized or compressed; `out` is `src` or the base, or
+            holds a model where `src` is an adapter, or the reverse; or `src` cannot be deleted, because `out` or the base is a
+            folder in it.
         BaseModelError: the base cannot be read.
         CorruptFileError: a decoded file differs from the source; `out` and `src` are unchanged.
         ValueError: `revision` or `base_id` is given without a base.
@@ -77,14 +77,18 @@ def compress_checkpoint(
         if delete_source:
             require_deletable(src, out, places_of(source))
         seen = stamp(src) if delete_source else None
-        compress_folder(
-            src,
-            source,
-            out,
-            verify=verify or delete_source,
-            leave=without_free_card(src, out),
-            write=partial(write_with_card, name=base_id, level=level, target=out, revision=revision),
-        )
+        require_another_folder(out, [src, *source.paths])
+        require_depth(source)
+        folder = ModelFolder.open_plain(src)
+        with staged_folder(out) as stage:
+            _require_one_kind(folder, out)
+            omitted = without_free_card(src, out)
+            others = [path for path in folder.others(out) if path not in omitted]
+            copy_entries(src, others, stage, like=source.paths[0].parent if source.paths else None)
+            write_with_card(folder.sets, source, stage, base_id, level, target=out, revision=revision)
+            folder.copy_modes(stage)
+            if verify or delete_source:
+                _compare(folder, stage, others, source)
         if delete_source:
             flush_folder(out)
             delete_folder(src, seen, places_of(source))
@@ -115,37 +119,47 @@ def write_with_card(
         write_card(out, compressed_card(sets, out, root, name, chain), target)
 
 
-def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: str | os.PathLike | None = None) -> None:
-    """Restores the original folder of a compressed one: safetensors and all other files, byte for byte.
+def _require_one_kind(folder: ModelFolder, out: Path) -> None:
+    """Raises CheckpointError if `out` would hold both a compressed model and a compressed adapter: only the model would be
+    restored."""
+    adapter = out / ADAPTER
+    if folder.is_adapter:
+        clash = out.is_dir() and bool(all_weights(out))
+    else:
+        clash = adapter.exists() and not (folder.path / ADAPTER).exists() and KEY in SafetensorsFile(adapter).metadata
+    if clash:
+        raise CheckpointError(
+            f"{out} holds a model and {folder.path} an adapter, or the reverse; give another folder to write."
+        )
 
-    Leaves out the model card that the compression added, unless it was changed since.
 
-    Args:
-        src: compressed folder, or its id on the Hub.
-        out: folder to write. On failure it is unchanged.
-        base: folder or Hub id of the base, if it has moved. Defaults to the base in config.json.
+def _compare(folder: ModelFolder, out: Path, others: Iterable[Path], base: TensorSource) -> None:
+    """Decodes the compressed weights in `out` and compares them with their source, and all `others` too, byte for byte.
 
     Raises:
-        CorruptFileError: a file is damaged or from a newer version.
-        BaseModelError: the base is missing or is another model.
+        CorruptFileError: names the first file or tensor that differs.
     """
-    src, out = local_copy(src), Path(out)
-    decompress_folder(src, out, base, leave=without_free_card(src, out) | _added(src), stale=outdated(out))
 
+    def require(same: bool, what: str) -> None:
+        if not same:
+            raise CorruptFileError(
+                f"{what} of {folder.path} does not come out of its compressed form as it was: it changed in the meantime, or "
+                "memory or disk is at fault. Nothing was written; compress it again."
+            )
 
-def restored_files(src: Path, out: Path, base: str | os.PathLike | None = None) -> list[RestoredFile]:
-    """Returns the weights that `decompress_checkpoint` would write, decoded when they are read. Writes all other files into
-    `out`."""
-    files, _ = open_restored(src, base)
-    restore_others(src, out, [path for path in other_files(src, out) if path not in _added(src)])
-    return files
-
-
-def _added(src: Path) -> set[Path]:
-    """Returns the files that were added by compressing."""
-    return {Path(CARD)} if came_with_compression(src / CARD) else set()
-
-
-def places_of(base: TensorSource) -> list[str | Path]:
-    """Returns the folder and the files that reading a base needs."""
-    return [*([base.name] if os.path.isdir(base.name) else []), *base.paths]
+    for path in others:
+        source, copied = folder.path / path, out / path
+        if path == Path(CONFIG):
+            require(remove_settings(copied.read_bytes().decode()).encode() == source.read_bytes(), CONFIG)
+        elif not copied.is_dir() and not copied.is_symlink():
+            require(filecmp.cmp(source, copied, shallow=False), str(path))
+    # Opened again, because the files may have changed since.
+    originals = [SafetensorsFile(file.path) for file in folder.files]
+    with progress("Verifying", sum(len(file.entries) for file in originals)) as bar:
+        for original in originals:
+            file = CompressedFile(out / original.path.name)
+            require(file.original_header == original.header_bytes, f"The header of {original.path.name}")
+            for name, tensor in decoded(file, base, original.entries):
+                require(np.array_equal(tensor.data, original[name].data), f"Tensor '{name}'")
+                original.release(name)
+                bar.update()

@@ -1,7 +1,7 @@
 """The `quantization_config` in the config.json of a compressed checkpoint."""
 
 from hf_ext.integration.quantizer import DecodingConfig
-from hf_ext.storage.delta.folder import METHOD
+from hf_ext.storage.delta.writer import METHOD
 
 
 class FMDeltaConfig(DecodingConfig):

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_ext.storage.native import FLOATS, WIDTHS, cast
+from hf_ext.storage.native import FLOATS, MANTISSA, WIDTHS, cast
 from hf_ext.storage.safetensors_file import Entry, RawTensor
 from hf_ext.storage.source import TensorSource, layer_of
 
 RUNS, LENGTH = 16, 64  # from each tensor, 16 evenly spread runs of 64 values are read: at most 8 KB
-MANTISSA = {"F32": 23, "F16": 10, "BF16": 7, "F64": 52}  # bits below the exponent
 
 
 @dataclass(frozen=True)

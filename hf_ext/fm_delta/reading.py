@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from types import EllipsisType
 from typing import TYPE_CHECKING, TypeAlias
 
 from hf_ext.storage.hub import Hub
 from hf_ext.storage.open import open_lazily
-from hf_ext.storage.safetensors_file import RawTensor
 from hf_ext.storage.source import TensorSource
 
 if TYPE_CHECKING:
@@ -75,9 +73,9 @@ class OpenCheckpoint:
             CorruptFileError: the tensor is damaged.
         """
         self._source.require_whole()
-        tensor = _own(self._source.read(self._known(name)))
+        tensor = self._source.read(self._known(name)).to_torch()
         self._source.release(name)
-        return tensor.to_torch()
+        return tensor
 
     def get_slice(self, name: str) -> TensorSlice:
         """Returns a tensor to take a part of: `get_slice(name)[a:b]`. Reads nothing yet.
@@ -148,7 +146,7 @@ class TensorSlice:
         shape = self._source.entry(self._name).shape
         self._source.require_whole()
         if not shape or not isinstance(first, int | slice):
-            return _own(self._source.read(self._name)).to_torch()[index].clone()
+            return self._source.read(self._name).to_torch()[index].clone()
         if isinstance(first, int):
             if not -shape[0] <= first < shape[0]:
                 raise IndexError(f"index {first} is out of range for dimension 0 with size {shape[0]}")
@@ -157,9 +155,4 @@ class TensorSlice:
         else:
             begin, end, step = first.indices(shape[0])
             end, within = max(begin, end), (slice(None, None, step), *rest)
-        return _own(self._source.read_rows(self._name, begin, end)).to_torch()[within].clone()
-
-
-def _own(tensor: RawTensor) -> RawTensor:
-    """Returns a tensor whose memory is not that of a mapped file."""
-    return tensor if tensor.data.flags.writeable else replace(tensor, data=tensor.data.copy())
+        return self._source.read_rows(self._name, begin, end).to_torch()[within].clone()

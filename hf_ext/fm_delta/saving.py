@@ -14,15 +14,17 @@ from transformers.utils import logging
 
 from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.compress import write_with_card
+from hf_ext.fm_delta.folder import ModelFolder
 from hf_ext.integration import versions
 from hf_ext.integration.save_hooks import PushToHub, Saving
 from hf_ext.storage.atomic import staged_folder
+from hf_ext.storage.config_file import forget_encoding
 from hf_ext.storage.delta.codec import decode_raw
-from hf_ext.storage.delta.folder import plain_files
 from hf_ext.storage.delta.payload import is_payload, read_header
 from hf_ext.storage.delta.source import base_tensor
+from hf_ext.storage.guards import require_another_folder
 from hf_ext.storage.hub import absolute
-from hf_ext.storage.layout import all_weights, forget_encoding, require_another_folder
+from hf_ext.storage.layout import all_weights
 from hf_ext.storage.open import open_checkpoint, require_depth
 from hf_ext.storage.source import TensorSource
 
@@ -109,7 +111,7 @@ class CompressedSaving(Saving):
                 if path not in weights:
                     path.rename(stage / path.name)
             if weights:  # of a model with a PEFT adapter, Transformers saves only the adapter
-                write_with_card(plain_files(plain), base, stage, target=folder)
+                write_with_card(ModelFolder.open_plain(plain).sets, base, stage, target=folder)
             for path in weights:
                 path.unlink()
             plain.rmdir()

@@ -18,18 +18,19 @@ from hf_ext.display import percent, table
 from hf_ext.errors import CheckpointError, HfExtError
 from hf_ext.fm_delta.card import came_with_compression
 from hf_ext.fm_delta.compress import write_with_card
+from hf_ext.fm_delta.folder import ModelFolder
+from hf_ext.fm_delta.restore import decode_all
 from hf_ext.integration.model_cards import CARD
 from hf_ext.storage.atomic import locked, recover, rewrite, staged_folder
+from hf_ext.storage.config_file import CONFIG, remove_settings
 from hf_ext.storage.delta.file import KEY, CompressedFile
-from hf_ext.storage.delta.folder import Sets, copy_modes, decode_all, plain_files
 from hf_ext.storage.delta.source import (
     DeltaCheckpoint,
-    RestoredFile,
     original_size,
 )
 from hf_ext.storage.hub import absolute
-from hf_ext.storage.layout import CONFIG, all_weights, other_files, remove_settings, shard_sets
-from hf_ext.storage.open import base_of, open_base, open_checkpoint, open_files, require_depth
+from hf_ext.storage.layout import all_weights
+from hf_ext.storage.open import base_of, open_checkpoint, open_files, require_depth
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
 from hf_ext.storage.tree import OURS, copy, delete_folder, finish_deletion, link
@@ -208,7 +209,8 @@ def secure(run: Path, step: int, best: str | None = None) -> None:
 def store(folder: Path, root: TensorSource, newer: Path | None = None) -> None:
     """Rewrites the weights of a checkpoint against the base `root` or the checkpoint `newer`, whichever makes them smaller."""
     bases = {None: root} | ({f"../{newer.name}": open_checkpoint(newer)} if newer else {})
-    sets, times = files_of(folder), folder.stat()
+    model = ModelFolder.open_compressed(folder) if is_compressed(folder) else ModelFolder.open_plain(folder)
+    times = folder.stat()
     with staged_folder(folder) as stage:
         written: dict[Path, TensorSource] = {}
         for name, base in bases.items():
@@ -220,28 +222,18 @@ def store(folder: Path, root: TensorSource, newer: Path | None = None) -> None:
                 rewrite(out / CONFIG, remove_settings)
             if (folder / CARD).exists() and not came_with_compression(folder / CARD):
                 link(folder / CARD, out / CARD)
-            write_with_card(sets, base, out, name, root=root)
+            write_with_card(model.sets, base, out, name, root=root)
         smallest = min(written, key=lambda out: sum(path.stat().st_size for path in all_weights(out)))
         decode_all(open_files(smallest), written[smallest])  # before the plain weights are deleted
-        copy_modes(folder, smallest)
+        model.copy_modes(smallest)
         for path in smallest.iterdir():
             path.rename(stage / path.name)
-        for path in other_files(folder, stage):
+        for path in model.others(stage):
             if path not in (Path(CONFIG), Path(CARD)) and (folder / path).is_file():
                 link(folder / path, stage / path)
         for out in written:
             shutil.rmtree(out)
     os.utime(folder, ns=(times.st_atime_ns, times.st_mtime_ns))  # a Trainer deletes checkpoints in the order of these times
-
-
-def files_of(folder: Path) -> Sets:
-    """Returns the original files of the weights, compressed or not, in the sets that are read together."""
-    if not is_compressed(folder):
-        return plain_files(folder)
-    files = open_files(folder)
-    base = open_base(files, folder)
-    sets = shard_sets([file.path for file in files])
-    return [[RestoredFile(file, base) for file in files if file.path in shards] for shards in sets]
 
 
 def checkpoints(run: Path, until: int | None = None) -> list[Path]:

@@ -9,8 +9,8 @@ from collections.abc import Hashable
 from dataclasses import asdict, dataclass
 
 from hf_ext.display import megabytes, percent
+from hf_ext.fm_delta.folder import ModelFolder
 from hf_ext.storage.delta.codec import DEFAULT_LEVEL, encode_raw
-from hf_ext.storage.delta.folder import plain_files
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.prefetch import progress, threads_for
@@ -66,7 +66,7 @@ def estimate(
         CheckpointError, BaseModelError: as in `compress_checkpoint`.
     """
     src = downloaded(src)
-    plain_files(src)  # raises what compressing would raise
+    ModelFolder.open_plain(src)  # raises what compressing would raise
     return estimate_size(open_checkpoint(src), NoBase() if base is None else open_checkpoint(base, revision), level)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -19,12 +18,12 @@ from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.integration import compat
 from hf_ext.integration.in_place import Move, configure, difference, move_between, replace
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.delta.folder import METHOD
+from hf_ext.storage.config_file import CONFIG, ENCODINGS, forget_encoding, read_config
+from hf_ext.storage.delta.writer import METHOD
 from hf_ext.storage.hub import Hub, is_local, reaching
-from hf_ext.storage.layout import CONFIG, ENCODINGS, forget_encoding, read_config
 from hf_ext.storage.open import OF_TASK, holds_several_models, open_checkpoint
 from hf_ext.storage.prefetch import Prefetcher, progress
-from hf_ext.storage.safetensors_file import Entry, RawTensor, safetensors_dtype
+from hf_ext.storage.safetensors_file import Entry, safetensors_dtype
 from hf_ext.storage.source import TensorSource
 
 if TYPE_CHECKING:
@@ -264,7 +263,7 @@ def _write(model: PreTrainedModel, weights: dict[str, torch.Tensor], source: Ten
         if memory is not None and source.read(names[0], memory).data is memory:
             torch.autograd.graph.increment_version(weights[loaded.target])
             return
-        for target, tensor in loaded.convert(model, partial(_tensor, source)).items():
+        for target, tensor in loaded.convert(model, lambda name: source.read(name).to_torch()).items():
             replace(model, weights[target], tensor)
     for name in names:
         source.release(name)
@@ -276,13 +275,6 @@ def _memory(weight: torch.Tensor, entry: Entry) -> np.ndarray | None:
     if not same or weight.device.type != "cpu" or not weight.is_contiguous() or weight.is_inference():
         return None
     return weight.detach().reshape(-1).view(torch.uint8).numpy()
-
-
-def _tensor(source: TensorSource, name: str) -> torch.Tensor:
-    raw = source.read(name)
-    if not raw.data.flags.writeable:  # a view of a plain file; torch warns about it
-        raw = RawTensor(raw.dtype, raw.shape, raw.data.copy())
-    return raw.to_torch()
 
 
 def _copies(model: PreTrainedModel, weights: dict[str, torch.Tensor], plan: list[Loaded]) -> Iterator[tuple[str, str]]:

@@ -18,6 +18,7 @@ from transformers.core_model_loading import WeightConverter
 
 from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
+from hf_ext.integration.in_place import plain
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.layout import ADAPTER
@@ -34,7 +35,7 @@ AUTO_CLASSES = {
     TaskType.FEATURE_EXTRACTION: "AutoModel",
 }
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # starts of PEFT's that take a part out of the base's weights
-WRAPPERS = (".base_layer", ".original_module", ".modules_to_save.default")
+TRAINED = ".modules_to_save.default"  # PEFT puts it between a module that was trained whole and its weights
 
 
 class AdapterSource(TensorSource):
@@ -151,8 +152,7 @@ class AdapterSource(TensorSource):
         inner = layer.get_base_layer()
         for other, tensor in empty.items():
             if _is_nothing(tensor):
-                raw = self.base.read(self._twins[f"{module}.{other}"])
-                weight = RawTensor(raw.dtype, raw.shape, raw.data.copy()).to_torch()
+                weight = self.base.read(self._twins[f"{module}.{other}"]).to_torch()
                 setattr(inner, other, torch.nn.Parameter(weight, requires_grad=False))
         with torch.no_grad():
             layer.merge(adapter_names=["default"])
@@ -177,9 +177,7 @@ def _require_all_tensors(model: PeftModel, folder: Path, base: TensorSource) -> 
 
 def _plain(path: str) -> str:
     """Returns the name that a parameter has without PEFT."""
-    for wrapper in WRAPPERS:
-        path = path.replace(wrapper, "")
-    return path
+    return plain(path).replace(TRAINED, "")
 
 
 def _skeleton(settings: PeftConfig, config: PretrainedConfig) -> PreTrainedModel:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from copy import copy, deepcopy
 from re import escape
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -29,9 +29,6 @@ from hf_ext.integration import compat
 from hf_ext.storage.delta.source import payload_name
 from hf_ext.storage.prefetch import Prefetcher
 
-if TYPE_CHECKING:
-    from hf_ext.integration.quantizer import DecodingQuantizer
-
 Converter = TypeVar("Converter", bound=WeightConverter)
 
 
@@ -39,7 +36,7 @@ class Decoding:
     """The decoding of one checkpoint for one model.
 
     Args:
-        quantizer: decides what is decoded and what is done with it.
+        quantizer: the `DecodingQuantizer`, which decides what is decoded and what is done with it.
         model: on the meta device.
         conversions: the model's own, which get a `Decode` in front of their operations.
 
@@ -50,7 +47,7 @@ class Decoding:
 
     def __init__(
         self,
-        quantizer: DecodingQuantizer,
+        quantizer: Any,
         model: PreTrainedModel,
         conversions: list[WeightTransform],
     ):
@@ -163,7 +160,7 @@ class Decode(ConversionOps):
 class Quantize(ConversionOps):
     """Quantizes what a converter of the model has made of decoded tensors."""
 
-    def __init__(self, quantizer: DecodingQuantizer):
+    def __init__(self, quantizer: Any):
         self.quantizer = quantizer
 
     def __deepcopy__(self, memo) -> Quantize:

@@ -21,7 +21,7 @@ import numpy as np
 
 from hf_ext.emr.folder import MergeFolder, is_merge, task_files_into
 from hf_ext.errors import CheckpointError, HfExtError, MissingDependencyError
-from hf_ext.fm_delta.compress import restored_files
+from hf_ext.fm_delta.restore import restored_files
 from hf_ext.storage.prefetch import cores
 from hf_ext.storage.safetensors_file import TensorFile
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from hf_ext.serving.stored_models import StoredModel, read_tensors
-from hf_ext.storage.layout import forget_encoding
+from hf_ext.storage.config_file import forget_encoding
 
 if TYPE_CHECKING:
     import torch

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from hf_ext.emr.folder import open_merge
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.config_file import CONFIG, ENCODINGS, storage_settings
 from hf_ext.storage.delta.source import PARTS_OF
 from hf_ext.storage.hub import HUB, is_local, reaching
-from hf_ext.storage.layout import CONFIG, ENCODINGS, storage_settings
 from hf_ext.storage.open import OF_TASK, open_checkpoint
 from hf_ext.storage.prefetch import Prefetcher
 from hf_ext.storage.safetensors_file import RawTensor

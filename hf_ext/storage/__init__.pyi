@@ -2,9 +2,6 @@ from .checkpoint import Checkpoint as Checkpoint
 from .delta.codec import apply as apply
 from .delta.codec import decode as decode
 from .delta.codec import encode as encode
-from .delta.folder import compress_folder as compress_folder
-from .delta.folder import decompress_folder as decompress_folder
-from .delta.folder import verify_folder as verify_folder
 from .delta.source import DeltaCheckpoint as DeltaCheckpoint
 from .hub import Hub as Hub
 from .open import open_checkpoint as open_checkpoint

@@ -23,7 +23,8 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from hf_ext.errors import CheckpointError
-from hf_ext.storage.layout import ADAPTER_CONFIG, CONFIG, INDEX, WEIGHTS, save_of
+from hf_ext.storage.config_file import CONFIG
+from hf_ext.storage.layout import ADAPTER_CONFIG, INDEX, WEIGHTS, save_of
 from hf_ext.storage.tree import GRAVE, HELD, JOURNAL, OURS, STAGE, finish_deletion, scan
 
 LOCK = f"{OURS}lock"

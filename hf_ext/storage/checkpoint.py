@@ -13,8 +13,9 @@ from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils import SafetensorsFileMetadata
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+from hf_ext.storage.config_file import CONFIG
 from hf_ext.storage.hub import HUB, Hub, is_local, reaching
-from hf_ext.storage.layout import CONFIG, INDEX, SINGLE, read_index, save_of, select_weights
+from hf_ext.storage.layout import INDEX, SINGLE, read_index, save_of, select_weights
 from hf_ext.storage.remote import RemoteFile
 from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile
 from hf_ext.storage.source import TensorSource

@@ -31,12 +31,14 @@ try:
 except ImportError as error:
     _native = MissingExtension(error)  # type: ignore[assignment]
 
-__all__ = ["FLOATS", "WIDTHS", "_native", "aligned", "as_numbers", "cast"]
+__all__ = ["FLOATS", "MANTISSA", "WIDTHS", "_native", "aligned", "as_numbers", "cast"]
 
 #: The float types under their safetensors names, with their codes in C++ and in compressed files.
 FLOATS = {"F32": 1, "F16": 2, "BF16": 3, "F64": 4}
 #: Bytes of one value of each float type.
 WIDTHS = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
+#: Bits of the mantissa of each float type.
+MANTISSA = {"F32": 23, "F16": 10, "BF16": 7, "F64": 52}
 
 
 def aligned(data: np.ndarray, dtype: str) -> np.ndarray:

@@ -11,10 +11,11 @@ from huggingface_hub.utils import SafetensorsFileMetadata
 
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.checkpoint import Checkpoint, LazyCheckpoint
+from hf_ext.storage.config_file import storage_settings
 from hf_ext.storage.delta.file import KEY, BaseInfo, CompressedFile, check_shards, require_one_save
 from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, DeltaCheckpoint, LazyDeltaCheckpoint
 from hf_ext.storage.hub import HUB, Hub, absolute, snapshot_of
-from hf_ext.storage.layout import all_weights, no_weights, shard_sets, storage_settings, weights_or_adapter
+from hf_ext.storage.layout import all_weights, no_weights, shard_sets, weights_or_adapter
 from hf_ext.storage.source import NoBase, TensorSource
 
 OF_TASK = "#"  # in a name: between a merge and one of its tasks

@@ -67,13 +67,14 @@ class RawTensor:
         return cls(dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy())
 
     def to_torch(self) -> torch.Tensor:
-        """Returns a tensor that shares this memory, so `data` must be writable and not in use elsewhere."""
+        """Returns a tensor that shares this memory, or a copy if `data` is read-only, as a view of a mapped file is."""
         import torch
 
         dtype = torch_dtype(self.dtype)
         if not self.data.size:  # torch cannot view an empty array as another type
             return torch.empty(self.shape, dtype=dtype)
-        return torch.from_numpy(self.data).view(dtype).reshape(self.shape)
+        data = self.data if self.data.flags.writeable else self.data.copy()
+        return torch.from_numpy(data).view(dtype).reshape(self.shape)
 
 
 class TensorFile(Protocol):

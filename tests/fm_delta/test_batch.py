@@ -20,7 +20,7 @@ from hf_ext import fm_delta
 from hf_ext.cli.main import main
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.fm_delta import batch
-from hf_ext.fm_delta.batch import RECORD
+from hf_ext.fm_delta.batch_record import RECORD
 from hf_ext.storage import prefetch
 from hf_ext.storage.prefetch import CORES, Prefetcher, at_most_cores, cores
 
@@ -219,9 +219,9 @@ def test_only_the_sources_of_this_run_are_deleted(folder):
 
 def test_a_process_that_dies_fails_only_the_model_that_killed_it(folder, monkeypatch):
     before = contents(folder / "models")
-    monkeypatch.setattr(batch, "_compress", die_or_compress)
+    monkeypatch.setattr(batch, "compress_job", die_or_compress)
     report = compress(folder, workers=2, level=1)
-    assert [model.name for model in report.failed] == ["two"] and "BrokenProcessPool" in report.failed[0].error
+    assert [model.name for model in report.failed] == ["two"] and "The process died (exit code -9)" in report.failed[0].error
     assert_restored(folder, before, ("one", "three"))
 
 
@@ -297,9 +297,9 @@ def test_processes_share_the_cores_that_are_left_to_a_run(folder, monkeypatch):
 
     def here(job):  # instead of in a process
         shares.append(job.cores)
-        return batch._compress(job)
+        return batch.compress_job(job)
 
-    monkeypatch.setattr(batch, "_compress_in_process", here)
+    monkeypatch.setattr(batch, "compress_in_process", here)
     monkeypatch.setattr(prefetch, "CORES", 8)
     for limit in (None, 6, 1):
         with at_most_cores(limit) if limit else contextlib.nullcontext():

@@ -15,11 +15,11 @@ from hf_ext import fm_delta
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.storage import prefetch as work_ahead
 from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.config_file import HINT, add_settings, remove_settings
 from hf_ext.storage.delta import writer
 from hf_ext.storage.delta.file import KEY, MAX_USES, SEAL, CompressedFile, check_shards
 from hf_ext.storage.delta.payload import read_header
 from hf_ext.storage.delta.source import PARTS_OF
-from hf_ext.storage.layout import HINT, add_settings, remove_settings
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile, safetensors_dtype
 
 

@@ -12,7 +12,7 @@ from processes import python
 from tiny_models import bert, perturb
 
 from hf_ext.installation import plugin
-from hf_ext.storage.layout import HINT
+from hf_ext.storage.config_file import HINT
 
 MODELS = """
 import json, os, sys

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, fm_delta
-from hf_ext.storage.layout import HINT
+from hf_ext.storage.config_file import HINT
 from hf_ext.storage.tree import STAGE
 
 

@@ -30,8 +30,8 @@ def fault(monkeypatch, change):
     """Between compressing and verifying, `change` is called with the folder that was compressed into."""
     write = compress.write_with_card
 
-    def faulty(sets, base, out, **options):
-        write(sets, base, out, **options)
+    def faulty(sets, base, out, *arguments, **options):
+        write(sets, base, out, *arguments, **options)
         change(out)
 
     monkeypatch.setattr(compress, "write_with_card", faulty)

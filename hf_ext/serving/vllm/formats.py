@@ -14,7 +14,7 @@ from vllm.model_executor.model_loader import register_model_loader
 
 from hf_ext.emr.folder import METHOD as EMR
 from hf_ext.serving.vllm.loader import StoredModelLoader
-from hf_ext.storage.delta.folder import METHOD as FM_DELTA
+from hf_ext.storage.delta.writer import METHOD as FM_DELTA
 
 
 class StoredFormat(QuantizationConfig):

@@ -18,8 +18,8 @@ import numpy as np
 import xxhash
 
 from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.storage.config_file import HINT
 from hf_ext.storage.delta.payload import STORED, VERSION, Header, payload_shape, read_header
-from hf_ext.storage.layout import HINT
 from hf_ext.storage.remote import RemoteFile
 from hf_ext.storage.safetensors_file import MAX_HEADER, Entry, SafetensorsFile, TensorFile, parse_header, write_header
 from hf_ext.storage.sealed import Seal

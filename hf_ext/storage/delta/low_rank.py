@@ -7,16 +7,15 @@ difference costs the bits of the factors and saves bits of every value.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from hf_ext.storage.delta.change import Change
 from hf_ext.storage.delta.weighted_fit import fit
-from hf_ext.storage.native import FLOATS, WIDTHS, _native, as_numbers
-from hf_ext.storage.prefetch import check_awaited
-from hf_ext.storage.safetensors_file import torch_dtype
+from hf_ext.storage.native import MANTISSA, WIDTHS, as_numbers
 
 MAX_RANK = 64  # each component adds a product to the decoding of every value
 MAX_RANK_OF_ALL = {2: MAX_RANK, 3: 256}  # by level, for changes that are completely of low rank
@@ -26,8 +25,6 @@ FEW = 16  # components that the first look at a sample of the rows shows
 ROWS_PER_COMPONENT = 10  # of that sample
 MAX_EXPONENT = 100
 PASSES = {2: 0, 3: 2}  # by level: power iterations over the whole matrix
-FINEST = 6  # limit of a spacing's exponent below the largest: otherwise a few values would outweigh all others
-PIECE = 1 << 18  # values whose change is computed at once
 MOST = 1 << 23  # values of the largest sample of rows
 LEAST_GAIN = 0.004  # bits of each value that a component must save to be worth the time
 TINY = 1e-300  # replaces 0 in divisors
@@ -39,8 +36,7 @@ STEP_SAMPLE = 1 << 14  # values on which steps of the factors are compared
 GRID_SAMPLE = 4096  # values from which the spacing of a tensor's values is estimated
 GAUSSIAN_BITS = 0.5 * math.log2(2 * math.pi * math.e)  # entropy of a Gaussian number with a standard deviation of one step
 
-#: Bits of the mantissa, and exponent of the smallest normal number, of each float type.
-MANTISSA = {"F32": 23, "F16": 10, "BF16": 7, "F64": 52}
+#: Exponent of the smallest normal number of each float type.
 LEAST_EXPONENT = {"F32": -126, "F16": -14, "BF16": -126, "F64": -1022}
 
 
@@ -72,58 +68,6 @@ class Grid(NamedTuple):
         """Returns the bits that a value takes, up to a constant, if it is predicted with an error of this variance. The
         variance is a number or an array."""
         return np.log2(np.add.outer(variance, self.variances) + TINY) @ self.shares / 2
-
-
-class Change:
-    """The difference between a matrix and its prediction. Rows are computed each time they are needed.
-
-    Args:
-        data: bytes of the matrix, with rows of `length` values.
-        prediction: bytes of the prediction, of the same type and size.
-    """
-
-    def __init__(self, data: np.ndarray, prediction: np.ndarray, dtype: str, length: int):
-        self.dtype = dtype
-        self._values, self._predictions = (array.reshape(-1, length * WIDTHS[dtype]) for array in (data, prediction))
-        self.shape = len(self._values), length
-
-    def rows(self, rows: slice | np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
-        """Returns the change of some rows (float32, 0 where it is not finite) and the sum of the squares of each."""
-        check_awaited()
-        values, predictions = (np.ascontiguousarray(array[rows]) for array in (self._values, self._predictions))
-        change, energies = np.empty((len(values), self.shape[1]), np.float32), np.empty(len(values))
-        _native.subtract(values, predictions, FLOATS[self.dtype], self.shape[1], change, energies)
-        return torch.from_numpy(change), energies
-
-    def weights(self, rows: slice | np.ndarray, top: int) -> torch.Tensor:
-        """Returns the weights of the values in some rows (float32): 1 where the exponent of the spacing is `top` or more. The
-        weight is 4 times as large with each lower exponent, down to FINEST below `top`."""
-        values = np.ascontiguousarray(self._values[rows])
-        weights = np.empty((len(values), self.shape[1]), np.float32)
-        _native.weigh(values, FLOATS[self.dtype], top, FINEST, weights)
-        return torch.from_numpy(weights)
-
-    def bands(self, rows: int | None = None) -> Iterator[slice]:
-        """Yields the ranges of about PIECE values that together cover the first rows, or the whole matrix."""
-        rows, step = self.shape[0] if rows is None else rows, max(1, PIECE // self.shape[1])
-        for start in range(0, rows, step):
-            yield slice(start, min(start + step, rows))
-
-    def sample(self, values: int) -> np.ndarray:
-        """Returns the indices of rows with at most this many values in total: a random row of each stretch, with a fixed
-        seed."""
-        count = min(max(1, values // self.shape[1]), self.shape[0])
-        if count == self.shape[0]:
-            return np.arange(count)
-        starts = np.arange(count + 1) * self.shape[0] // count
-        return starts[:-1] + (np.random.default_rng(0).random(count) * np.diff(starts)).astype(np.int64)
-
-    def pair(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the values in some rows in their own type, and their predictions as float32."""
-        values, predictions = (
-            torch.from_numpy(array[rows]).view(torch_dtype(self.dtype)) for array in (self._values, self._predictions)
-        )
-        return values, predictions.float()
 
 
 class Components(NamedTuple):

@@ -7,14 +7,12 @@ factors fixed, each row of the other factors is a separate small problem, and vi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from hf_ext.storage.delta.change import Change
 from hf_ext.storage.prefetch import check_awaited
-
-if TYPE_CHECKING:
-    from hf_ext.storage.delta.low_rank import Change
 
 ROUNDS = {2: 2, 3: 3}  # by level
 SAMPLE = {2: 1 << 20, 3: 1 << 23}  # by level: values from which the factors of the columns are fitted

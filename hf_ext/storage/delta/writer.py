@@ -1,4 +1,4 @@
-"""Files of tensors written as differences from a base."""
+"""Writes tensors as differences from a base: files, and the weights of a model with the entry in its config.json."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+from hf_ext.errors import CheckpointError
+from hf_ext.storage.atomic import rewrite
+from hf_ext.storage.config_file import CONFIG, HINT, add_settings
 from hf_ext.storage.delta.codec import DEFAULT_LEVEL, LEVELS, encode_raw
 from hf_ext.storage.delta.file import MAX_USES, BaseInfo, CompressedWriter, digest_of
 from hf_ext.storage.hub import absolute
+from hf_ext.storage.layout import select_weights
 from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
-from hf_ext.storage.safetensors_file import TensorFile
+from hf_ext.storage.safetensors_file import TensorFile, float_name
 from hf_ext.storage.source import NoBase, TensorSource, fingerprint_of, sample
 
 logger = logging.getLogger(__name__)
+
+METHOD = "fm_delta"  # `quant_method` in config.json
+
+Sets: TypeAlias = Sequence[Sequence[TensorFile]]
 
 
 class Written(NamedTuple):
@@ -30,7 +38,7 @@ class Written(NamedTuple):
 
 
 def write_delta(
-    sets: Sequence[Sequence[TensorFile]],
+    sets: Sets,
     base: TensorSource,
     out: str | os.PathLike,
     name: str | None = None,
@@ -87,6 +95,41 @@ def write_delta(
     if not alone and not any(header.base_name for writer in writers.values() for header in writer.headers):
         logger.warning(f"No tensor of these weights matches one of the base {base}; is this the right base?")
     return Written(info, digests)
+
+
+def write_model(
+    sets: Sets,
+    base: TensorSource,
+    out: Path,
+    name: str | None = None,
+    level: int = DEFAULT_LEVEL,
+    settings: dict | None = None,
+    revision: str | None = None,
+) -> None:
+    """Compresses the weights of a model into a folder and adds the `quantization_config` entry to its config.json.
+
+    Args:
+        sets: files that are read together, such as the shards of one checkpoint.
+        base: the model that was fine-tuned, or `NoBase`.
+        out: folder to write into; its config.json is in place already.
+        name: the base's name to record, instead of its own.
+        level: see `write_delta`.
+        settings: more values for the entry.
+        revision: the commit to record with `name`.
+
+    Raises:
+        CheckpointError: the base lies in these files.
+    """
+    src = sets[0][0].path.parent
+    if any(path.parent.samefile(src) for path in base.paths):
+        raise CheckpointError(f"{src} is the base model itself, or the base needs it; give the folder of a fine-tune of it.")
+    selected = select_weights(src, adapter=isinstance(base, NoBase))[0]
+    entries = next(file.entries for shards in sets for file in shards if file.path == selected)
+    info = write_delta(sets, base, out, name, level, revision).base
+    dtype = float_name(entries[key].dtype for key in sorted(entries))
+    name, revision = (None, None) if info is None else (info.name, info.revision)
+    entry = {"quant_method": METHOD, "hint": HINT, "base": name, "revision": revision, "dtype": dtype}
+    rewrite(out / CONFIG, lambda text: add_settings(text, entry | (settings or {})))
 
 
 def _twins(shards: Sequence[TensorFile], base: TensorSource) -> list[dict[str, str | None]]:

@@ -1,0 +1,106 @@
+"""A model's folder, read once and handed on: its weights, plain or compressed, and everything else in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+from hf_ext.errors import CheckpointError
+from hf_ext.storage.atomic import rewrite
+from hf_ext.storage.config_file import CONFIG, ENCODINGS, read_config, remove_settings
+from hf_ext.storage.delta.file import KEY
+from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, RestoredFile, require_one_model
+from hf_ext.storage.layout import ADAPTER, no_weights, shard_sets, weights_or_adapter
+from hf_ext.storage.open import open_base, open_files
+from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile
+from hf_ext.storage.source import NoBase, TensorSource
+from hf_ext.storage.tree import copy_entries, real_path, scan
+
+
+class ModelFolder:
+    """The folder of a model or a PEFT adapter.
+
+    Attributes:
+        path: the folder.
+        files: the files of its weights, as they were before compression. Those of compressed weights decode tensors when they
+            are read.
+        base: the base of compressed weights; `NoBase` if they have none or are plain.
+    """
+
+    def __init__(self, path: Path, files: Sequence[TensorFile], base: TensorSource):
+        self.path, self.files, self.base = path, files, base
+
+    @classmethod
+    def open_plain(cls, path: Path) -> ModelFolder:
+        """Opens a folder with plain weights.
+
+        Raises:
+            CheckpointError: there are none, or they are quantized or compressed.
+        """
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is not a folder; give the folder of a saved model.")
+        files = [SafetensorsFile(file) for file in weights_or_adapter(path)]
+        if not files:
+            raise no_weights(path)
+        if any(PARTS_OF in file.metadata for file in files):
+            raise CheckpointError(f"{path} {SEVERAL_MODELS}")
+        if any(KEY in file.metadata for file in files):
+            raise CheckpointError(f"{path} is compressed already; decompress it first.")
+        settings = read_config(path / CONFIG).get("quantization_config")
+        method = settings.get("quant_method") if isinstance(settings, dict) else settings
+        if settings is not None and method not in ENCODINGS:  # which a configuration may have kept
+            raise CheckpointError(f"{path} is quantized ({method}); only plain weights can be compressed.")
+        return cls(path, files, NoBase())
+
+    @classmethod
+    def open_compressed(cls, path: Path, base: str | os.PathLike | None = None) -> ModelFolder:
+        """Opens a compressed folder, or one compressed file.
+
+        Args:
+            base: folder or Hub id of the base, if it is no longer where config.json says.
+
+        Raises:
+            CheckpointError, CorruptFileError: there are no weights, or they are damaged or hold several models.
+            BaseModelError: the base is missing or is another model.
+        """
+        files = open_files(path)
+        require_one_model(files, path)
+        source = open_base(files, path, base)
+        return cls(path if path.is_dir() else path.parent, [RestoredFile(file, source) for file in files], source)
+
+    @property
+    def is_adapter(self) -> bool:
+        """Checks whether the weights are those of a PEFT adapter."""
+        return self.files[0].path.name == ADAPTER
+
+    @cached_property
+    def sets(self) -> list[list[TensorFile]]:
+        """The files in sets that are read together, such as the shards of one checkpoint."""
+        sets = shard_sets([file.path for file in self.files])
+        return [[file for file in self.files if file.path in paths] for paths in sets]
+
+    def others(self, out: Path) -> list[Path]:
+        """Returns everything below the folder except its weights and what lies in `out`, relative to the folder: files,
+        folders, links."""
+        weights, out = {file.path for file in self.files}, real_path(out)
+        around = real_path(self.path).is_relative_to(out)
+
+        def is_other(path: Path) -> bool:
+            places = (real_path(path), real_path(path.parent))
+            return path not in weights and (around or not any(place.is_relative_to(out) for place in places))
+
+        return [path for path in scan(self.path) if is_other(self.path / path)]
+
+    def restore_others(self, others: Iterable[Path], out: Path) -> None:
+        """Copies files of a compressed folder that hold no weights, as they were before the compression."""
+        copy_entries(self.path, others, out)
+        read_config(out / CONFIG)  # raises if it is damaged
+        rewrite(out / CONFIG, remove_settings)
+
+    def copy_modes(self, out: Path) -> None:
+        """Copies the permissions of the weights to the files of the same names in `out`."""
+        for file in self.files:
+            shutil.copymode(file.path, out / file.path.name)

@@ -1,0 +1,90 @@
+"""Restores the original folders of compressed checkpoints, and checks what they decode to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_ext.fm_delta.card import came_with_compression, without_free_card
+from hf_ext.fm_delta.folder import ModelFolder
+from hf_ext.integration.model_cards import CARD, outdated
+from hf_ext.storage.atomic import staged_folder
+from hf_ext.storage.delta.file import CompressedFile
+from hf_ext.storage.delta.source import decoded
+from hf_ext.storage.guards import require_another_folder
+from hf_ext.storage.hub import local_copy
+from hf_ext.storage.open import open_base, open_files
+from hf_ext.storage.plain_writer import write_files
+from hf_ext.storage.prefetch import progress
+from hf_ext.storage.safetensors_file import TensorFile
+from hf_ext.storage.source import TensorSource
+
+
+def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: str | os.PathLike | None = None) -> None:
+    """Restores the original folder of a compressed one: safetensors and all other files, byte for byte.
+
+    Leaves out the model card that the compression added, unless it was changed since.
+
+    Args:
+        src: compressed folder, or its id on the Hub.
+        out: folder to write. On failure it is unchanged.
+        base: folder or Hub id of the base, if it has moved. Defaults to the base in config.json.
+
+    Raises:
+        CorruptFileError: a file is damaged or from a newer version.
+        BaseModelError: the base is missing or is another model.
+    """
+    path, out = local_copy(src), Path(out)
+    folder = ModelFolder.open_compressed(path, base)
+    require_another_folder(out, [path, *folder.base.paths])
+    omitted = without_free_card(folder.path, out) | _added_files(folder.path)
+    with staged_folder(out, outdated(out)) as stage:
+        if path.is_dir():
+            folder.restore_others([file for file in folder.others(out) if file not in omitted], stage)
+        write_files(folder.files, stage, "Decompressing")
+        folder.copy_modes(stage)
+
+
+def restored_files(src: Path, out: Path, base: str | os.PathLike | None = None) -> Sequence[TensorFile]:
+    """Returns the weights that `decompress_checkpoint` would write, decoded when they are read. Writes all other files into
+    `out`."""
+    folder = ModelFolder.open_compressed(src, base)
+    folder.restore_others([file for file in folder.others(out) if file not in _added_files(src)], out)
+    return folder.files
+
+
+def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int:
+    """Decodes every tensor of a compressed folder (or file) and compares it with its checksum.
+
+    Args:
+        src: compressed folder or file, or the id of a repository on the Hub.
+        base: folder or Hub id of the base, if it is no longer where config.json says.
+
+    Returns:
+        The number of tensors.
+
+    Raises:
+        CorruptFileError, BaseModelError: names the first tensor that differs from the saved one.
+    """
+    src = local_copy(src)
+    files = open_files(src)
+    decode_all(files, open_base(files, src, base))
+    return sum(len(file.original) for file in files)
+
+
+def decode_all(files: Sequence[CompressedFile], base: TensorSource) -> None:
+    """Decodes every tensor of these files.
+
+    Raises:
+        CorruptFileError, BaseModelError: names the first tensor that differs from the saved one.
+    """
+    with progress("Verifying", sum(len(file.original) for file in files)) as bar:
+        for file in files:
+            for _ in decoded(file, base, file.original):
+                bar.update()
+
+
+def _added_files(src: Path) -> set[Path]:
+    """Returns the files that were added by compressing."""
+    return {Path(CARD)} if came_with_compression(src / CARD) else set()

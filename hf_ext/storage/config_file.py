@@ -1,0 +1,76 @@
+"""The config.json of a model folder, and its entry that says how the weights are stored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hf_ext.errors import CorruptFileError
+from hf_ext.installation import plugin
+
+CONFIG = "config.json"
+SETTINGS = '\n  "quantization_config": '
+ENCODINGS = ("fm_delta", "emr")  # values of `quant_method` there for this package's checkpoints
+#: Tells users without this package how to load a checkpoint.
+HINT = (
+    "The weights are compressed, as differences from the base model if one is named. Loading them requires "
+    f"{plugin()}: `import hf_ext` before from_pretrained. Without this entry they cannot be loaded."
+)
+
+
+def read_config(path: Path) -> dict:
+    """Returns the contents of a config.json; an empty dict if there is none.
+
+    Raises:
+        CorruptFileError: it is not a JSON object.
+    """
+    if not path.exists():
+        return {}
+    if not path.is_file():
+        raise CorruptFileError(f"{path} is not a file.")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(config, dict):
+        raise CorruptFileError(f"{path} is not a JSON object.")
+    return config
+
+
+def storage_settings(folder: Path) -> dict:
+    """Returns the `quantization_config` of a folder's config.json, which says how its weights are stored; empty if there is
+    none."""
+    settings = read_config(folder / CONFIG).get("quantization_config")
+    return settings if isinstance(settings, dict) else {}
+
+
+def forget_encoding(config: object) -> None:
+    """Removes the `quantization_config` of a compressed checkpoint or a merge from a model's configuration, because the weights
+    in memory are plain ones."""
+    settings = getattr(config, "quantization_config", None)
+    if isinstance(settings, dict) and settings.get("quant_method") in ENCODINGS:
+        del config.quantization_config  # type: ignore[attr-defined]
+
+
+def add_settings(text: str, settings: dict) -> str:
+    """Returns the text of a config.json with `settings` as its `quantization_config`, otherwise unchanged.
+
+    The entry comes last: where the text has an empty one, JSON parsers take the later of the two.
+    """
+    before, brace, after = text.rpartition("}")
+    content = before.rstrip()
+    comma = "" if content.endswith("{") else ","
+    entry = SETTINGS + json.dumps(settings, indent=2).replace("\n", "\n  ")
+    return content + comma + entry + before[len(content) :] + brace + after
+
+
+def remove_settings(text: str) -> str:
+    """Undoes `add_settings`. If another program has rewritten the file since, its contents are right, but its bytes may
+    differ."""
+    before, entry, rest = text.rpartition(SETTINGS)
+    if entry:
+        settings, end = json.JSONDecoder().raw_decode(rest)
+        if isinstance(settings, dict) and rest[end:].strip() == "}":
+            return before.removesuffix(",") + rest[end:]
+    config = json.loads(text)
+    return text if config.pop("quantization_config", None) is None else json.dumps(config, indent=2) + "\n"

@@ -1,0 +1,67 @@
+"""The difference between a matrix and its prediction, read in bands of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from hf_ext.storage.native import FLOATS, WIDTHS, _native
+from hf_ext.storage.prefetch import check_awaited
+from hf_ext.storage.safetensors_file import torch_dtype
+
+PIECE = 1 << 18  # values whose change is computed at once
+FINEST = 6  # limit of a spacing's exponent below the largest: otherwise a few values would outweigh all others
+
+
+class Change:
+    """The difference between a matrix and its prediction. Rows are computed each time they are needed.
+
+    Args:
+        data: bytes of the matrix, with rows of `length` values.
+        prediction: bytes of the prediction, of the same type and size.
+    """
+
+    def __init__(self, data: np.ndarray, prediction: np.ndarray, dtype: str, length: int):
+        self.dtype = dtype
+        self._values, self._predictions = (array.reshape(-1, length * WIDTHS[dtype]) for array in (data, prediction))
+        self.shape = len(self._values), length
+
+    def rows(self, rows: slice | np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
+        """Returns the change of some rows (float32, 0 where it is not finite) and the sum of the squares of each."""
+        check_awaited()
+        values, predictions = (np.ascontiguousarray(array[rows]) for array in (self._values, self._predictions))
+        change, energies = np.empty((len(values), self.shape[1]), np.float32), np.empty(len(values))
+        _native.subtract(values, predictions, FLOATS[self.dtype], self.shape[1], change, energies)
+        return torch.from_numpy(change), energies
+
+    def weights(self, rows: slice | np.ndarray, top: int) -> torch.Tensor:
+        """Returns the weights of the values in some rows (float32): 1 where the exponent of the spacing is `top` or more. The
+        weight is 4 times as large with each lower exponent, down to FINEST below `top`."""
+        values = np.ascontiguousarray(self._values[rows])
+        weights = np.empty((len(values), self.shape[1]), np.float32)
+        _native.weigh(values, FLOATS[self.dtype], top, FINEST, weights)
+        return torch.from_numpy(weights)
+
+    def bands(self, rows: int | None = None) -> Iterator[slice]:
+        """Yields the ranges of about PIECE values that together cover the first rows, or the whole matrix."""
+        rows, step = self.shape[0] if rows is None else rows, max(1, PIECE // self.shape[1])
+        for start in range(0, rows, step):
+            yield slice(start, min(start + step, rows))
+
+    def sample(self, values: int) -> np.ndarray:
+        """Returns the indices of rows with at most this many values in total: a random row of each stretch, with a fixed
+        seed."""
+        count = min(max(1, values // self.shape[1]), self.shape[0])
+        if count == self.shape[0]:
+            return np.arange(count)
+        starts = np.arange(count + 1) * self.shape[0] // count
+        return starts[:-1] + (np.random.default_rng(0).random(count) * np.diff(starts)).astype(np.int64)
+
+    def pair(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the values in some rows in their own type, and their predictions as float32."""
+        values, predictions = (
+            torch.from_numpy(array[rows]).view(torch_dtype(self.dtype)) for array in (self._values, self._predictions)
+        )
+        return values, predictions.float()
