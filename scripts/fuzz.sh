@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Looks for damaged bodies that harm the decoder, or that two instruction sets decode differently, for FUZZ_SECONDS (600 by default).
 # What libFuzzer learns stays in build/fuzz/corpus. A file that it leaves in build/fuzz is a finding: fix the code and move the file to
-# tests/fm_delta/crashes.
+# tests/storage/crashes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 clang=${CLANG:-clang++}

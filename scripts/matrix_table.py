@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 
 # Modules of tests by what they test, as pytest's reports name them; the first pattern that matches counts.
 FEATURES = {
-    "storage and the command line": r"tests\.test_(checkpoint|folder_safety|cli|local_hub|hub_artifacts)|tests\.fm_delta\.test_"
-    r"(codec|folders|files|corruption|compatibility|fuzz|instruction_sets|low_rank|verification|batch|report|likeness|base_search)",
+    "storage and the command line": r"tests\.(storage|test_(cli|local_hub|hub_artifacts))|tests\.fm_delta\.test_"
+    r"(folder_safety|folders|files|corruption|verification|batch|report|likeness|base_search)",
     "FM-Delta": r"tests\.fm_delta",
     "EMR": r"tests\.emr",
     "QPiSSA": r"tests\.pissa\.test_(qpissa|quantization)",

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Cross compiles the C++ code for 64-bit ARM and emulates that: what either processor encodes, both must decode alike, with NEON and
-# without. It takes minutes; tests/fm_delta/test_arm.py is shorter.
+# without. It takes minutes; tests/storage/test_arm.py is shorter.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cxx=${ARM_CXX:-aarch64-linux-gnu-g++} run=${ARM_RUN:-qemu-aarch64}

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python tests/golden_checkpoints.py
 
-It writes tests/fm_delta/golden/vN and tests/emr/golden/vN, where N is the version that this checkout writes, and never
+It writes tests/storage/golden/vN and tests/emr/golden/vN, where N is the version that this checkout writes, and never
 overwrites them. The tensors are computed from integers alone, so the bases, which are not stored, can be made again on any
 machine. Never change the tensors of a version that has files. For a later version, add tensors under `if version >= N`.
 """
@@ -27,7 +27,7 @@ from hf_ext.storage.open import open_plain
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile
 
 TESTS = Path(__file__).parent
-DELTAS, MERGES = TESTS / "fm_delta" / "golden", TESTS / "emr" / "golden"
+DELTAS, MERGES = TESTS / "storage" / "golden", TESTS / "emr" / "golden"
 Tensors = dict[str, torch.Tensor]
 TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 

@@ -128,7 +128,7 @@ def test_the_fast_way_is_taken_with_a_newer_version_that_works(checkpoints, monk
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_experts_are_saved_apart_where_transformers_forgets_its_conversions(checkpoints, tmp_path, monkeypatch):
+def test_experts_are_saved_apart_without_host_conversions(checkpoints, tmp_path, monkeypatch):
     remove = HfQuantizer.remove_quantization_config
 
     def forgetful(self, model):
@@ -140,7 +140,7 @@ def test_experts_are_saved_apart_where_transformers_forgets_its_conversions(chec
     same_tensors(tensors_of(tmp_path / "again"), tensors_of(checkpoints / "tuned"))
 
 
-def test_a_merge_loads_the_plain_way_and_switches_or_says_why_not(tmp_path, monkeypatch, warned):
+def test_a_merge_loads_the_plain_way_after_host_changes(tmp_path, monkeypatch, warned):
     base, tasks = write_tasks(tmp_path, {"trec": 6, "cr": 2})
     emr.merge(base, tasks, tmp_path / "merged")
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
@@ -161,7 +161,7 @@ def test_a_merge_loads_the_plain_way_and_switches_or_says_why_not(tmp_path, monk
         fm_delta.switch(AutoModelForSequenceClassification.from_pretrained(tasks["cr"]), tasks["cr"])
 
 
-def test_a_switch_that_needs_what_a_host_no_longer_has_says_so_and_changes_nothing(tmp_path, monkeypatch):
+def test_a_switch_without_host_support_changes_nothing(tmp_path, monkeypatch):
     base, tasks = write_tasks(tmp_path, {"trec": 6, "cr": 2})
     emr.merge(base, tasks, tmp_path / "merged")
     model, plain = (AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged") for _ in range(2))
@@ -208,7 +208,7 @@ error_of(peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING["QPISSA"])
 """
 
 
-def test_a_method_that_cannot_be_registered_stops_no_other_and_says_why_when_it_is_used(checkpoints):
+def test_a_method_that_cannot_register_stops_no_other(checkpoints):
     result = python("-c", REGISTER, checkpoints / "small")
     assert result.returncode == 0, result.stderr
     names = [

@@ -71,7 +71,7 @@ def test_a_model_is_not_saved_over_the_base_of_its_base(tmp_path: Path) -> None:
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
 
 
-def test_a_task_is_not_overwritten_by_the_merge_that_it_is_added_to_and_neither_is_its_base(tmp_path: Path) -> None:
+def test_adding_a_task_overwrites_neither_it_nor_its_base(tmp_path: Path) -> None:
     base, tasks = write_tasks(tmp_path / "in", {"cr": 2, "subj": 3, "trec": 6})
     emr.merge(base, {"cr": tasks["cr"]}, tmp_path / "merged")
     fm_delta.compress_checkpoint(tasks["subj"], tasks["trec"], tmp_path / "small")

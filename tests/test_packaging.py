@@ -52,7 +52,7 @@ def test_the_sdist_has_no_build_results_and_no_tests(sdist):
     assert not (sdist / "tests").exists()
 
 
-def test_the_package_that_the_sdist_builds_is_that_of_the_checkout(sdist, tmp_path):
+def test_the_sdist_builds_the_package_of_the_checkout(sdist, tmp_path):
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
     subprocess.run(command, cwd=sdist, check=True, capture_output=True, timeout=100)
     built = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
@@ -71,7 +71,7 @@ def release(tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_metadata_name_the_repository_that_a_release_is_built_from(release):
+def test_the_metadata_names_the_repository_of_the_build(release):
     metadata = message_from_string((release / "hf_ext.egg-info/PKG-INFO").read_text("utf-8"))
     files = f"https://host.example/me/hf_ext/blob/v{hf_ext.__version__}/"
     urls = dict(line.split(", ", 1) for line in metadata.get_all("Project-URL"))
@@ -110,7 +110,7 @@ def test_no_text_installs_the_package_from_an_index():
 
 
 @pytest.mark.parametrize("is_release", [False, True])
-def test_written_files_name_the_repository_of_the_build_or_no_install_line(release, tmp_path, is_release):
+def test_written_files_name_the_repository_of_the_build(release, tmp_path, is_release):
     write_folder(tmp_path / "plain", weights())
     code = f"from hf_ext.cli.main import main; main(['compress', '{tmp_path}/plain', '--no-base', '--out', '{tmp_path}/small'])"
     path = os.pathsep.join([str(release)] * is_release + [str(ROOT), *sys.path])
@@ -122,7 +122,7 @@ def test_written_files_name_the_repository_of_the_build_or_no_install_line(relea
         assert ("pip install" in text) == is_release and not from_an_index(text)
 
 
-def test_the_extra_all_has_what_the_methods_can_use_and_errors_tell_to_install():
+def test_the_extra_all_covers_what_errors_recommend():
     settings = ConfigParser()
     settings.read(ROOT / "setup.cfg")
     extras = settings["options.extras_require"]
@@ -136,7 +136,7 @@ def test_the_extra_all_has_what_the_methods_can_use_and_errors_tell_to_install()
     assert {"torch", "mfusepy", "pillow", "openai"} < told <= names
 
 
-def test_the_citation_names_this_version_and_the_papers_of_the_pages():
+def test_the_citation_names_version_and_papers():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
     assert citation["version"] == hf_ext.__version__
     page = " ".join((ROOT / "docs/index.md").read_text("utf-8").replace("\n> ", " ").split())

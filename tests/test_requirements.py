@@ -42,7 +42,7 @@ def pinned(name) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("package", "version"), [("transformers", "4.57.6"), ("peft", "0.17.0")])
-def test_a_version_that_cannot_work_is_an_error_before_anything_is_imported(tmp_path, package, version):
+def test_an_unsupported_version_is_an_early_error(tmp_path, package, version):
     install(tmp_path, package, version)
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text("raise SystemExit('it was imported')")
@@ -146,7 +146,7 @@ def test_the_versions_that_tests_run_with_are_in_the_range(name):
             assert Requirement(NEEDED[package]).specifier.contains(version), package
 
 
-def test_the_oldest_versions_that_tests_run_with_are_the_lower_ends():
+def test_the_oldest_tested_versions_are_the_lower_bounds():
     for package, version in pinned("constraints/oldest.txt").items():
         if package in NEEDED and package != "transformers":  # older ones run a part: docs/compatibility.md
             assert Version(version) == Version(re.search(r">=([\d.]+)", NEEDED[package])[1]), package

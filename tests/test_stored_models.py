@@ -20,5 +20,5 @@ def test_the_config_says_whether_the_weights_are_encoded(tmp_path, method, is_en
 
 
 @pytest.mark.parametrize("name", ["/nowhere", "./model.gguf", "s3://bucket/model", "org/not-in-the-cache", "model.gguf"])
-def test_names_that_are_no_model_of_this_package_are_left_to_the_server(name):
+def test_other_models_are_left_to_the_server(name):
     assert not StoredModel.named(name).is_encoded()

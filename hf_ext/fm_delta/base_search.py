@@ -135,12 +135,12 @@ def find_base(src: str | os.PathLike, candidates: Iterable[str | os.PathLike] | 
     source.read_sparsely()
     examined = [_examine(source, name, None, name, f"named in {where}") for name, where in _declared(src)]
     if all(candidate.verdict != "sure" for candidate in examined):
-        places = _cached() if candidates is None else ((name := os.fspath(given), None, name) for given in candidates)
-        known = {(candidate.name, candidate.revision) for candidate in examined}
+        places = _cached() if candidates is None else ((name := os.fspath(candidate), None, name) for candidate in candidates)
+        compared = {(candidate.name, candidate.revision) for candidate in examined}
         examined += [
             _examine(source, *place)
             for place in dict.fromkeys(places)
-            if not _is_same(src, place[2]) and (place[0], place[1]) not in known
+            if not _is_same(src, place[2]) and (place[0], place[1]) not in compared
         ]
     examined.sort(key=lambda candidate: (VERDICTS.index(candidate.verdict), candidate.bits or 0))
     return BaseReport(str(src), examined)

@@ -99,10 +99,10 @@ def compress_all(
                     jobs.append(Job(str(source), against.name, commit, target, run.verify, level, 1, base_id))
                     run.needed += places_of(against)
         if not run.models and not jobs:
-            instead = "".join(f" {folder} {held}" for folder, held in [*skipped.items()][:1])
+            instead = "".join(f" {folder} {contents}" for folder, contents in [*skipped.items()][:1])
             raise CheckpointError(f"There is nothing to compress: no folder of safetensors weights in {sources}.{instead}")
-        for folder, held in skipped.items():
-            run.models.setdefault(folder.name, ModelResult(folder.name, str(folder), skipped=held))
+        for folder, contents in skipped.items():
+            run.models.setdefault(folder.name, ModelResult(folder.name, str(folder), skipped=contents))
         if delete_source:  # the sources of an earlier run; all bases must be known before
             run.delete(list(run.models.values()))
         with tqdm(total=len(jobs), desc="Compressing models", disable=not jobs) as bar:
@@ -130,7 +130,7 @@ def _folders(
             raise CheckpointError(f"{folder} is not a folder; give a folder of saved models, or a list of their folders.")
         visible = [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
         folders = [path for path in visible if _holds_weights(path) and not _is_base(path, base)]
-        skipped = {path: held for path in visible if not _holds_weights(path) and (held := weights_instead(path))}
+        skipped = {path: contents for path in visible if not _holds_weights(path) and (contents := weights_instead(path))}
     else:
         folders = [Path(os.path.abspath(source)) for source in sources]
     names = [path.name for path in folders]

@@ -73,7 +73,7 @@ class OpenCheckpoint:
             CorruptFileError: the tensor is damaged.
         """
         self._source.require_whole()
-        tensor = self._source.read(self._known(name)).to_torch()
+        tensor = self._source.read(self._require(name)).to_torch()
         self._source.release(name)
         return tensor
 
@@ -83,7 +83,7 @@ class OpenCheckpoint:
         Raises:
             KeyError: the checkpoint has no tensor of that name.
         """
-        return TensorSlice(self._source, self._known(name))
+        return TensorSlice(self._source, self._require(name))
 
     def close(self) -> None:
         """Ends the use of the files. Tensors that were read stay valid."""
@@ -110,7 +110,7 @@ class OpenCheckpoint:
             raise ValueError("The checkpoint is closed.")
         return self._opened
 
-    def _known(self, name: str) -> str:
+    def _require(self, name: str) -> str:
         if name not in self._source:
             raise KeyError(f"{self._source} has no tensor '{name}'")
         return name

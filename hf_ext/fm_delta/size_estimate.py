@@ -81,10 +81,10 @@ def estimate_size(source: TensorSource, base: TensorSource, level: int = DEFAULT
         for names in kinds.values():
             chosen = sorted({names[len(names) * (2 * i + 1) // (2 * SAMPLES)] for i in range(SAMPLES)})
             tensors = [source.read(name) for name in chosen]
-            whole, part = (sum(source.entry(name).nbytes for name in some) for some in (names, chosen))
+            total, sample = (sum(source.entry(name).nbytes for name in group) for group in (names, chosen))
             sizes = [len(_compressed(name, tensor, base, level)) for name, tensor in zip(chosen, tensors)]
-            original, sampled = original + whole, sampled + part
-            compressed += round(sum(sizes) * whole / part) if part else sum(sizes)
+            original, sampled = original + total, sampled + sample
+            compressed += round(sum(sizes) * total / sample) if sample else sum(sizes)
             bar.update()
     return SizeEstimate(None if isinstance(base, NoBase) else str(base.name), original, compressed, sampled)
 

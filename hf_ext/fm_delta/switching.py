@@ -180,10 +180,10 @@ def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[Ten
 
 def _move(model: PreTrainedModel, source: TensorSource, text: dict, settings: dict | None) -> Move:
     """Returns the changes besides the weights, after checking that they are possible."""
-    own = model.config.to_dict()
-    kinds = own.get("model_type"), text.get("model_type")
-    new = type(model.config).from_dict(dict(text)).to_dict() | {"dtype": own.get("dtype")}
-    differs = ("model_type", *kinds) if kinds[0] != kinds[1] else difference(own, new)
+    config = model.config.to_dict()
+    kinds = config.get("model_type"), text.get("model_type")
+    new = type(model.config).from_dict(dict(text)).to_dict() | {"dtype": config.get("dtype")}
+    differs = ("model_type", *kinds) if kinds[0] != kinds[1] else difference(config, new)
     if differs:
         key, here, there = differs
         raise CheckpointError(
@@ -191,7 +191,7 @@ def _move(model: PreTrainedModel, source: TensorSource, text: dict, settings: di
             "checkpoint with from_pretrained."
         )
     before = model.generation_config.to_dict() if model.can_generate() else None
-    return move_between(model, (own, new), (before, settings))
+    return move_between(model, (config, new), (before, settings))
 
 
 def _plan(
@@ -234,12 +234,12 @@ def _require_all(
                 f"{source} has no tensor for '{names[0]}' of this {type(model).__name__}: it is a checkpoint of another class, "
                 "or incomplete."
             )
-        given = [name for name in names if name in loaded_of]
-        for name in given[1:]:
-            first, second = (source.read(loaded_of[key].all_names()[0]).data for key in (given[0], name))
+        stored = [name for name in names if name in loaded_of]
+        for name in stored[1:]:
+            first, second = (source.read(loaded_of[key].all_names()[0]).data for key in (stored[0], name))
             if not np.array_equal(first, second):
                 raise CheckpointError(
-                    f"{source} has two different tensors '{given[0]}' and '{name}', which are one weight in this model. "
+                    f"{source} has two different tensors '{stored[0]}' and '{name}', which are one weight in this model. "
                     "Load the checkpoint with from_pretrained."
                 )
 
@@ -247,8 +247,8 @@ def _require_all(
 def _shapes(model: PreTrainedModel, source: TensorSource, loaded: Loaded) -> dict[str, tuple[int, ...]]:
     if loaded.converter is None:
         return {loaded.target: tuple(source.entry(loaded.all_names()[0]).shape)}
-    made = loaded.convert(model, lambda name: torch.empty(source.entry(name).shape, device="meta"))
-    return {target: tuple(tensor.shape) for target, tensor in made.items()}
+    weights = loaded.convert(model, lambda name: torch.empty(source.entry(name).shape, device="meta"))
+    return {target: tuple(tensor.shape) for target, tensor in weights.items()}
 
 
 def _size(source: TensorSource, loaded: Loaded) -> int:

@@ -54,35 +54,7 @@ class AdapterSource(TensorSource):
 
     def __init__(self, folder: Path, base: TensorSource):
         self.name, self.base = str(folder), base
-        if (folder / ADAPTER).exists() and KEY in SafetensorsFile(folder / ADAPTER).metadata:
-            raise CheckpointError(f"{folder} is a compressed adapter; run `hf-ext decompress` on it first.")
-        try:
-            settings = PeftConfig.from_pretrained(folder)
-            trained_on, auto_mapping = settings.base_model_name_or_path, settings.auto_mapping
-            if not isinstance(trained_on, str | None) or not isinstance(auto_mapping, dict | None):
-                raise TypeError("base_model_name_or_path or auto_mapping is of another type")
-        except Exception as error:  # a stranger's file may hold anything
-            raise CheckpointError(
-                f"{folder} has no adapter_config.json that PEFT can read: {type(error).__name__}: {error}"
-            ) from error
-        if trained_on and holds_several_models(trained_on):
-            raise CheckpointError(
-                f"{folder} is an adapter of a task of the merge {trained_on}, not of the base. Merge it into that task's model "
-                "(merge_and_unload), save the model, and give that folder."
-            )
-        if settings.is_prompt_learning:
-            raise CheckpointError(f"{folder} is a {settings.peft_type.value} adapter, which cannot be merged into weights.")
-        if (start := getattr(settings, "init_lora_weights", None)) and str(start).startswith(CHANGES_BASE):
-            raise CheckpointError(
-                f"{folder} is a LoRA that PEFT started by {start}, which changes the base's weights, and saved without "
-                "conversion. Save it with path_initial_model_for_weight_conversion, or merge it (merge_and_unload), save the "
-                "model, and give that folder."
-            )
-        if getattr(settings, "trainable_token_indices", None) is not None:
-            raise CheckpointError(
-                f"{folder} trained single tokens (trainable_token_indices), which cannot be merged file by file. Merge it "
-                "(merge_and_unload), save the model, and give that folder."
-            )
+        settings = _settings_of(folder)
         self.config = _config_of(settings, base, load_peft_weights(str(folder), device="cpu"))
         skeleton = _skeleton(settings, self.config)
         _fill_with_nothing(skeleton)
@@ -93,46 +65,57 @@ class AdapterSource(TensorSource):
         except Exception as error:  # of settings of wrong types, too
             raise CheckpointError(f"The adapter {folder} does not fit the base {base}: {error}") from error
         _require_all_tensors(self._model, folder, base)
-        self._layers: dict[str, BaseTunerLayer] = {}  # name of a weight -> the layer that makes it
-        self._given: dict[str, torch.Tensor] = {}  # tensors that the adapter holds whole
-        inside = skeleton.state_dict()
-        prefixes = [path + "." for path, module in skeleton.named_modules() if isinstance(module, BaseTunerLayer)]
+        layers = {path: module for path, module in skeleton.named_modules() if isinstance(module, BaseTunerLayer)}
+        self._layers = {  # name of a weight -> the layer that makes it
+            f"{_plain(path)}.{parameter}": layer
+            for path, layer in layers.items()
+            for parameter, _ in layer.get_base_layer().named_parameters(recurse=False)
+        }
+        names = self._find_given(skeleton, tuple(f"{path}." for path in layers), tied)
+        self._twins = {name: twin for name in names if (twin := base.twin_of(name)) is not None and name not in self._given}
+        self._require_twins(skeleton, names - self._given.keys() - self._twins.keys())
+
+    def _find_given(self, skeleton: PreTrainedModel, prefixes: tuple[str, ...], tied: set[str]) -> set[str]:
+        """Keeps the tensors that the adapter holds whole, and returns the names of all weights.
+
+        Args:
+            prefixes: of the names of tensors in layers that the adapter changes.
+            tied: weights that the base ties to others.
+        """
+        self._given: dict[str, torch.Tensor] = {}
         names = set()
-        for path, tensor in inside.items():
-            name = _plain(path)
-            adapter = ".base_layer." not in path and any(path.startswith(prefix) for prefix in prefixes)
-            whole = ".modules_to_save." in path
+        for path, tensor in skeleton.state_dict().items():
+            name, whole = _plain(path), ".modules_to_save." in path
+            adapter = ".base_layer." not in path and path.startswith(prefixes)
             if adapter and not whole or ".original_module." in path or name in tied and not whole:
                 continue
             names.add(name)
             if whole and name in {*tied, *skeleton.all_tied_weights_keys.values()}:
                 raise CheckpointError(
-                    f"The adapter {folder} trained the whole '{name}', which is tied to another weight in the base. Merge it "
-                    "(merge_and_unload), save the model, and give that folder."
+                    f"The adapter {self.name} trained the whole '{name}', which is tied to another weight in the base. "
+                    "Merge it (merge_and_unload), save the model, and give that folder."
                 )
             if not _is_nothing(tensor):
                 self._given[name] = tensor
-        for path, module in skeleton.named_modules():
-            if isinstance(module, BaseTunerLayer):
-                for parameter, _ in module.get_base_layer().named_parameters(recurse=False):
-                    self._layers[f"{_plain(path)}.{parameter}"] = module
-        self._twins = {name: twin for name in names if (twin := base.twin_of(name)) is not None and name not in self._given}
-        orphans = names - self._given.keys() - self._twins.keys()
+        return names
+
+    def _require_twins(self, skeleton: PreTrainedModel, orphans: set[str]) -> None:
+        """Raises CheckpointError if weights that neither the adapter nor the base has are required, or changed."""
         converted = any(isinstance(entry, WeightConverter) for entry in get_model_conversion_mapping(skeleton))
         if orphans and not converted:
             raise CheckpointError(
-                f"Neither the adapter {folder} nor the base {base} has '{min(orphans)}', which a {type(skeleton).__name__} "
-                "requires. Save the adapter with this module in modules_to_save, or merge it (merge_and_unload) and save the "
-                "model."
+                f"Neither the adapter {self.name} nor the base {self.base} has '{min(orphans)}', which a "
+                f"{type(skeleton).__name__} requires. Save the adapter with this module in modules_to_save, or merge it "
+                "(merge_and_unload) and save the model."
             )
         if stray := sorted(orphans & self._layers.keys()):
             raise CheckpointError(
-                f"The adapter {folder} changes '{stray[0]}', which has no counterpart in the files of the base {base}. Merge "
-                "it with merge_and_unload, save the model, and give that folder."
+                f"The adapter {self.name} changes '{stray[0]}', which has no counterpart in the files of the base "
+                f"{self.base}. Merge it with merge_and_unload, save the model, and give that folder."
             )
         if orphans:  # Transformers makes these from other tensors during loading, which keep the base's names
             used = set(self._twins.values())
-            self._twins |= {name: name for name in base.names() if name not in used}
+            self._twins |= {name: name for name in self.base.names() if name not in used}
 
     def names(self) -> list[str]:
         return sorted({*self._given, *self._twins})
@@ -157,6 +140,44 @@ class AdapterSource(TensorSource):
         with torch.no_grad():
             layer.merge(adapter_names=["default"])
         return RawTensor.from_torch(getattr(layer.get_base_layer(), parameter))
+
+
+def _settings_of(folder: Path) -> PeftConfig:
+    """Returns the configuration of an adapter that can be merged into the weights of its base, file by file.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    if (folder / ADAPTER).exists() and KEY in SafetensorsFile(folder / ADAPTER).metadata:
+        raise CheckpointError(f"{folder} is a compressed adapter; run `hf-ext decompress` on it first.")
+    try:
+        settings = PeftConfig.from_pretrained(folder)
+        trained_on, auto_mapping = settings.base_model_name_or_path, settings.auto_mapping
+        if not isinstance(trained_on, str | None) or not isinstance(auto_mapping, dict | None):
+            raise TypeError("base_model_name_or_path or auto_mapping is of another type")
+    except Exception as error:  # a stranger's file may hold anything
+        raise CheckpointError(
+            f"{folder} has no adapter_config.json that PEFT can read: {type(error).__name__}: {error}"
+        ) from error
+    if trained_on and holds_several_models(trained_on):
+        raise CheckpointError(
+            f"{folder} is an adapter of a task of the merge {trained_on}, not of the base. Merge it into that task's model "
+            "(merge_and_unload), save the model, and give that folder."
+        )
+    if settings.is_prompt_learning:
+        raise CheckpointError(f"{folder} is a {settings.peft_type.value} adapter, which cannot be merged into weights.")
+    if (start := getattr(settings, "init_lora_weights", None)) and str(start).startswith(CHANGES_BASE):
+        raise CheckpointError(
+            f"{folder} is a LoRA that PEFT started by {start}, which changes the base's weights, and saved without "
+            "conversion. Save it with path_initial_model_for_weight_conversion, or merge it (merge_and_unload), save the "
+            "model, and give that folder."
+        )
+    if getattr(settings, "trainable_token_indices", None) is not None:
+        raise CheckpointError(
+            f"{folder} trained single tokens (trainable_token_indices), which cannot be merged file by file. Merge it "
+            "(merge_and_unload), save the model, and give that folder."
+        )
+    return settings
 
 
 def _require_all_tensors(model: PeftModel, folder: Path, base: TensorSource) -> None:

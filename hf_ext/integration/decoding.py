@@ -51,7 +51,7 @@ class Decoding:
         model: PreTrainedModel,
         conversions: list[WeightTransform],
     ):
-        self.quantizer, self.own = quantizer, list(conversions)
+        self.quantizer, self.model_conversions = quantizer, list(conversions)
         self.expected = _expected(quantizer.weights, model, quantizer.dtype)
         # Weights move to their device after all operations. Quantization runs on that device.
         self.works_on_cpu = compat.converts_on_cpu() and quantizer.then is None
@@ -74,12 +74,12 @@ class Decoding:
         self.tensors.close()
         if self.error is not None:
             raise self.error
-        for entry in self.own:
+        for entry in self.model_conversions:
             if isinstance(entry, WeightConverter):
                 entry.operations = own_operations(entry)
                 entry.quantization_operation = None
         # Transformers 5.24 deletes these when it removes the quantization config.
-        model._weight_conversions = [entry for entry in self.own if entry.was_used()]
+        model._weight_conversions = [entry for entry in self.model_conversions if entry.was_used()]
         compat.point_offloaded_ties_at_decoded_weights(model)
 
     def _names_kept(self, prefix: str) -> dict[str, str]:
@@ -87,7 +87,7 @@ class Decoding:
 
         Transformers loads these without any converter, so without decoding them.
         """
-        conversions = deepcopy(self.own)  # renaming leaves marks on them
+        conversions = deepcopy(self.model_conversions)  # renaming leaves marks on them
         renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
         return {

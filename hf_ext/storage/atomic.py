@@ -255,8 +255,8 @@ def recover(folder: Path) -> None:
 def _stages(place: Path, key: str | None = None) -> list[Path]:
     """Returns the stages in a folder, for one target or for all."""
     name = re.compile(rf"\.{re.escape(key) if key else '.+'}\.[0-9a-f]{{8}}{re.escape(STAGE)}")
-    found = [path for path in place.iterdir() if name.fullmatch(path.name)] if place.is_dir() else []
-    return [path for path in found if path.is_dir() and not path.is_symlink()]
+    paths = [path for path in place.iterdir() if name.fullmatch(path.name)] if place.is_dir() else []
+    return [path for path in paths if path.is_dir() and not path.is_symlink()]
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:

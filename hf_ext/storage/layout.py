@@ -67,9 +67,9 @@ def _require_complete(folder: Path) -> None:
 
 def no_weights(folder: Path) -> CheckpointError:
     """Returns the error for a folder without safetensors weights. It says what the folder holds instead, and what to do."""
-    held = weights_instead(folder)
+    contents = weights_instead(folder)
     return CheckpointError(
-        f"{folder} {held}" if held else f"{folder} holds no safetensors weights (model.safetensors or shards of it)."
+        f"{folder} {contents}" if contents else f"{folder} holds no safetensors weights (model.safetensors or shards of it)."
     )
 
 

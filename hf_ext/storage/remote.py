@@ -145,5 +145,5 @@ def _wait_after(error: HfHubHTTPError) -> float | None:
     if error.response.status_code not in BUSY:
         return None
     headers = error.response.headers
-    asked = re.search(r"(?:^|\bt=)([0-9]{1,9})", headers.get("Retry-After") or headers.get("RateLimit") or "")
-    return min(int(asked[1]) if asked else 2, LONGEST_WAIT)
+    seconds = re.search(r"(?:^|\bt=)([0-9]{1,9})", headers.get("Retry-After") or headers.get("RateLimit") or "")
+    return min(int(seconds[1]) if seconds else 2, LONGEST_WAIT)

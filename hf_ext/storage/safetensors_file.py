@@ -235,10 +235,10 @@ def torch_dtype(dtype: str) -> torch.dtype:
     """
     import torch
 
-    found = getattr(torch, DTYPES[dtype][0], None) if dtype in DTYPES else None
-    if found is None:
+    torch_type = getattr(torch, DTYPES[dtype][0], None) if dtype in DTYPES else None
+    if torch_type is None:
         raise CheckpointError(f"PyTorch {torch.__version__} has no tensors of type {dtype}.")
-    return found
+    return torch_type
 
 
 def safetensors_dtype(dtype: torch.dtype) -> str | None:

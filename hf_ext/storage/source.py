@@ -64,7 +64,7 @@ class TensorSource(ABC):
         """Raises CorruptFileError if a mapped file was truncated since it was opened: reading it would end the process."""
 
     def __contains__(self, name: object) -> bool:
-        return name in self._known
+        return name in self._names
 
     def __str__(self) -> str:
         return f"'{self.name}'" + (f" at revision {self.revision}" if self.revision else "")
@@ -88,7 +88,7 @@ class TensorSource(ABC):
         return None
 
     @cached_property
-    def _known(self) -> frozenset[str]:
+    def _names(self) -> frozenset[str]:
         return frozenset(self.names())
 
     @cached_property

@@ -37,7 +37,7 @@ def test_the_base_is_told_from_strangers(folder):
 
 @pytest.mark.parametrize("tuned", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("base", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_it_is_found_across_float_types_and_before_what_was_tuned_from_it_too(tmp_path, tuned, base):
+def test_the_base_ranks_before_siblings_in_any_float_type(tmp_path, tuned, base):
     origin = weights()
     src = write_folder(tmp_path / "src", {name: tensor.to(tuned) for name, tensor in fine_tune(origin, 1).items()})
     other = fine_tune(fine_tune(origin, 2), 3)
@@ -49,7 +49,7 @@ def test_it_is_found_across_float_types_and_before_what_was_tuned_from_it_too(tm
         assert report.best.name == str(expected)
 
 
-def test_names_may_differ_by_a_prefix_and_a_new_head_is_no_hindrance(tmp_path):
+def test_prefixes_and_new_heads_do_not_hide_the_base(tmp_path):
     base = {name.removeprefix("model."): tensor for name, tensor in weights().items() if name != "lm_head.weight"}
     tuned = {name: tensor for name, tensor in fine_tune(weights()).items() if name != "lm_head.weight"}
     tuned |= {"score.weight": torch.randn(3, 16, generator=torch.Generator().manual_seed(0))}
@@ -96,7 +96,7 @@ def test_weights_that_agree_only_in_part_are_likely_at_most(folder):
     assert report.verdict == "likely" and report.best.why == "the weights agree in part"
 
 
-def test_the_checkpoint_itself_is_not_offered_but_a_copy_of_it_is(folder):
+def test_the_checkpoint_is_no_candidate_but_its_copy_is(folder):
     copy = write_folder(folder / "copy", fine_tune(weights()))
     (folder / "link").symlink_to(folder / "tuned")
     report = fm_delta.find_base(folder / "tuned", [folder / "tuned", folder / "link", copy, folder / "base"])
@@ -136,7 +136,7 @@ def name_in_card(folder, *names):
     (folder / "tuned/README.md").write_text(f"---\nlicense: mit\nbase_model: {text}\n---\n\n# A model\n")
 
 
-def test_what_the_config_names_is_taken_and_nothing_else_looked_at(folder):
+def test_a_named_base_that_fits_ends_the_search(folder):
     name_in_config(folder, folder / "base")
     report = fm_delta.find_base(folder / "tuned", [folder / "stranger0"])
     assert verdicts(report) == {"base": "sure"} and "config.json" in report.best.why
@@ -158,7 +158,7 @@ def test_what_is_named_must_fit_all_the_same(folder):
     assert fm_delta.find_base(folder / "tuned", []).verdict == "none"
 
 
-def test_a_checkpoint_that_names_itself_or_nonsense_names_nothing(folder):
+def test_invalid_base_names_in_files_are_ignored(folder):
     name_in_config(folder, folder / "tuned")
     for card in ("---\nbase_model: [3, {a: b}]\n---\n", "---\n: [\n---\n", "no card", ""):
         (folder / "tuned/README.md").write_text(card)
@@ -185,7 +185,7 @@ print(json.dumps([report.to_dict(), json.load(open("out/config.json"))["quantiza
 """
 
 
-def test_by_default_every_model_of_the_hub_cache_is_tried_and_none_is_downloaded(folder):
+def test_the_default_candidates_are_the_cached_models(folder):
     write_folder(folder / "shards", fine_tune(weights(), seed=7), shards=2)
     (folder / "empty").mkdir()
     (folder / "empty/config.json").write_text(CONFIG)

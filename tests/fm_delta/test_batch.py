@@ -65,7 +65,7 @@ def test_every_model_is_compressed_and_reported(folder):
     assert_restored(folder, before)
 
 
-def test_a_list_of_folders_will_do_and_the_base_among_the_models_is_left_out(folder):
+def test_the_base_among_the_models_is_left_out(folder):
     report = fm_delta.compress_all([folder / "models/one", folder / "models/two"], folder / "out", folder / "base")
     assert [model.name for model in report.models] == ["one", "two"]
     shutil.copytree(folder / "base", folder / "models/base")
@@ -138,7 +138,7 @@ def test_a_record_that_cannot_be_read_is_an_error(folder):
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 
 
-def test_a_bad_model_stops_no_other_and_is_done_when_it_is_mended(folder):
+def test_a_failed_model_stops_no_other_and_can_be_retried(folder):
     weights_file = folder / "models/one/model.safetensors"
     data = weights_file.read_bytes()
     weights_file.write_bytes(data[:-1])
@@ -192,7 +192,7 @@ def test_sources_are_deleted_once_they_are_verified(folder):
         compress(folder)
 
 
-def test_no_source_is_deleted_that_is_a_base_or_holds_what_is_needed(folder):
+def test_a_source_that_a_result_needs_is_not_deleted(folder):
     two, nested = folder / "models/two", folder / "models/three/nested"
     write_folder(folder / "models/one", fine_tune(fine_tune(weights(), 2), 1), json.dumps({"_name_or_path": str(two)}))
     shutil.copytree(two, nested)
@@ -307,7 +307,7 @@ def test_processes_share_the_cores_that_are_left_to_a_run(folder, monkeypatch):
     assert shares == [4] * 3 + [3] * 3 + [1] * 3
 
 
-def test_pytorch_takes_one_core_for_each_of_the_tensors_that_are_worked_on():
+def test_pytorch_uses_one_core_per_tensor():
     def threads_of_a_new_thread():
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(torch.get_num_threads).result()

@@ -23,7 +23,7 @@ def folders(tmp_path):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_the_estimate_is_near_the_size_and_reads_two_of_equal_layers(folders, tmp_path, level):
+def test_the_estimate_reads_two_of_equal_layers(folders, tmp_path, level):
     tuned, base = folders
     before = contents(tmp_path)
     estimate = fm_delta.estimate(tuned, base, level=level)

@@ -50,7 +50,7 @@ def compressed_files(folder):
     return [CompressedFile(path) for path in sorted(folder.glob("*.safetensors"))]
 
 
-def test_variants_and_their_shards_come_back_beside_the_main_weights(tmp_path):
+def test_variants_are_restored_beside_the_main_weights(tmp_path):
     src, base = pair(tmp_path, shards=2)
     half = fine_tune(weights(torch.float16))
     names = list(half)
@@ -68,7 +68,7 @@ def test_variants_and_their_shards_come_back_beside_the_main_weights(tmp_path):
 @pytest.mark.parametrize(
     "names", [("a.safetensors", "z.safetensors"), ("m-01-of-000002.safetensors", "m-02-of-000002.safetensors")]
 )
-def test_the_shards_that_an_index_lists_belong_together_whatever_their_names(tmp_path, names):
+def test_the_shards_of_an_index_are_one_set(tmp_path, names):
     src, base = pair(tmp_path, shards=2)
     index = src / "model.safetensors.index.json"
     for old, new in zip(sorted(src.glob("*.safetensors")), names, strict=True):
@@ -84,7 +84,7 @@ def test_the_shards_that_an_index_lists_belong_together_whatever_their_names(tmp
         fm_delta.verify(small)
 
 
-def test_linked_folders_come_back_as_links_that_lead_to_the_copy_or_out_of_it(tmp_path):
+def test_linked_folders_are_restored_as_links(tmp_path):
     src, base = pair(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     for folder in (src / "a", tmp_path / "elsewhere"):
@@ -236,7 +236,7 @@ def test_headers_come_back_however_they_are_written(tmp_path, metadata, layout):
 
 
 @pytest.mark.parametrize("key", [KEY, PARTS_OF])
-def test_metadata_that_say_something_else_of_a_plain_file_are_named_before_it_is_deleted(tmp_path, key):
+def test_differing_metadata_is_reported_before_deletion(tmp_path, key):
     base = weights()
     src, base = tmp_path / "tuned", write_folder(tmp_path / "base", base)
     write_safetensors(src / "model.safetensors", fine_tune(weights()), {key: "{}"})
@@ -326,7 +326,7 @@ def test_a_base_in_shards_of_another_type_predicts_as_well(tmp_path):
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_compressed_file_is_a_safetensors_file_of_the_same_names_and_other_dimensions(tmp_path, shards):
+def test_a_compressed_file_is_safetensors_with_the_same_names(tmp_path, shards):
     tensors = {f"{ndim}d": torch.randn([2] * ndim) for ndim in range(6)} | {
         "steps": torch.arange(3),
         "none": torch.empty(0),
@@ -374,7 +374,7 @@ def test_digest_and_fingerprint_are_those_of_the_documentation(tmp_path):
         assert (file.digest, file.base.fingerprint) == (digest.hexdigest(), fingerprint.hexdigest())
 
 
-def test_a_relative_base_is_recorded_so_that_it_is_found_from_anywhere(tmp_path, monkeypatch):
+def test_a_relative_base_is_recorded_as_absolute(tmp_path, monkeypatch):
     src, base = pair(tmp_path)
     monkeypatch.chdir(tmp_path)
     fm_delta.compress_checkpoint("tuned", "base", "small")
@@ -383,7 +383,7 @@ def test_a_relative_base_is_recorded_so_that_it_is_found_from_anywhere(tmp_path,
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_compressing_twice_gives_the_same_bytes_on_any_number_of_cores(tmp_path, monkeypatch, shards):
+def test_the_bytes_do_not_depend_on_the_number_of_cores(tmp_path, monkeypatch, shards):
     src, base = pair(tmp_path, shards=shards)
     generator = torch.Generator().manual_seed(0)
     for folder in (src, base):  # large enough for all cores to share it

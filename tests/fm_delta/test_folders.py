@@ -41,7 +41,7 @@ def test_shards_may_have_names_that_only_the_index_knows(tmp_path: Path) -> None
     assert files(tmp_path / "back") == files(tuned)
 
 
-def test_links_to_folders_stay_links_and_links_to_files_become_files(tmp_path: Path) -> None:
+def test_links_to_folders_stay_and_links_to_files_are_copied(tmp_path: Path) -> None:
     tuned, base = pair(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "secret").write_text("not part of the model")
@@ -91,7 +91,7 @@ def test_what_is_no_file_is_named(tmp_path: Path, kind: str) -> None:
     assert (tuned / "model.safetensors").exists() and not (tmp_path / "out").exists()
 
 
-def test_a_relative_base_is_found_from_the_checkpoint_so_that_both_can_move(tmp_path: Path) -> None:
+def test_a_checkpoint_and_its_relative_base_can_move(tmp_path: Path) -> None:
     fine_tuned(bert(), tmp_path / "models")
     tuned, base = tmp_path / "models" / "tuned", tmp_path / "models" / "base"
     fm_delta.compress_checkpoint(tuned, base, tmp_path / "models" / "small")

@@ -84,7 +84,7 @@ def assert_untouched(model: PreTrainedModel, before: tuple[dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_model_becomes_the_other_bit_by_bit_where_its_weights_lie(tmp_path, name):
+def test_every_architecture_switches_bit_by_bit_in_place(tmp_path, name):
     auto, folder = MODELS[name].auto, two(tmp_path, MODELS[name].build())
     model = auto.from_pretrained(folder / "first").eval()
     places = addresses(model)
@@ -174,7 +174,7 @@ def test_what_was_tied_in_name_only_is_the_same_again(tmp_path):
     assert same_bits(model.lm_head.weight, expected) and same_bits(model.model.embed_tokens.weight, expected)
 
 
-def test_a_model_that_saves_compressed_and_trains_goes_on_doing_so(tmp_path):
+def test_a_switched_model_still_trains_and_saves_compressed(tmp_path):
     folder = two(tmp_path, bert())
     model = AutoModelForSequenceClassification.from_pretrained(folder / "first")
     fm_delta.enable(model, folder / "base")
@@ -327,7 +327,7 @@ def test_another_structure_is_refused_by_its_first_difference(tmp_path, model, b
     refused(model, tmp_path, CheckpointError, str(tmp_path), *parts)
 
 
-def test_a_tensor_of_another_shape_than_config_json_says_is_refused(tmp_path, model):
+def test_a_shape_that_contradicts_the_config_is_refused(tmp_path, model):
     bert(5).save_pretrained(tmp_path)
     bert(3).config.save_pretrained(tmp_path)
     refused(model, tmp_path, CheckpointError, "'classifier.bias'", "[5]", "[3]")
@@ -371,7 +371,7 @@ def test_what_is_made_when_a_module_is_cannot_follow(tmp_path, first, second, pa
     refused(type(first).from_pretrained(tmp_path / "first"), tmp_path / "second", CheckpointError, *parts)
 
 
-def test_nothing_of_the_former_stays_where_the_other_has_no_tensor(tmp_path):
+def test_a_checkpoint_without_a_required_tensor_is_refused(tmp_path):
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     config = BartConfig(vocab_size=96, d_model=32, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=32, **sizes)
     model = BartForConditionalGeneration(config)
@@ -410,7 +410,7 @@ def test_damage_is_found_before_a_weight_changes(folder, model, tmp_path, place)
     refused(model, weights.parent, CorruptFileError, "damaged")
 
 
-def test_a_base_that_is_gone_or_another_is_named_before_a_weight_changes(folder, model, tmp_path):
+def test_a_wrong_base_is_refused_before_a_weight_changes(folder, model, tmp_path):
     bad = copy_of(folder, "second", tmp_path / "bad")
     for base, message in ((tmp_path / "gone", "there is no folder"), (folder / "first-plain", "is another model or revision")):
         config = json.loads((bad / "config.json").read_text())
@@ -465,7 +465,7 @@ def test_a_merge_is_refused_on_either_side(folder, model, tmp_path):
 # ---- a failure half-way ------------------------------------------------------------------------------------------------
 
 
-def test_a_base_changed_in_secret_is_found_half_way_and_said_so_and_another_switch_mends_it(tmp_path):
+def test_a_switch_that_fails_half_way_can_be_repeated(tmp_path):
     config = BertConfig(**bert().config.to_dict() | {"hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 4})
     torch.manual_seed(0)
     folder = two(tmp_path, BertForMaskedLM(config))

@@ -135,7 +135,7 @@ def metadata(file: bytes) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("repo", ["user/small", "user/saved"])
-def test_both_ways_to_push_upload_compressed_files_and_the_commit_of_the_base(client, commits, repo):
+def test_both_pushes_upload_compressed_files(client, commits, repo):
     files, plain = client.files(repo), client.files("user/plain")
     assert files.keys() == plain.keys()
     assert len(files["model.safetensors"]) < 0.85 * len(plain["model.safetensors"])
@@ -163,7 +163,7 @@ def test_shards_are_pushed_compressed(client, commits):
     assert len(shards) > 2 and all("fm_delta" in metadata(shard) for shard in shards)
 
 
-def test_pushed_checkpoints_load_by_id_branch_and_commit_though_the_base_has_moved_on(client, commits, tmp_path):
+def test_a_pushed_checkpoint_loads_after_its_base_has_changed(client, commits, tmp_path):
     assert client.hub.repos["user/base"].branches["main"] == commits["other"]
     client.run(LOAD, commits["second"], home=tmp_path)
     answered = len(client.hub.log)
@@ -222,7 +222,7 @@ for folder, model in (("five-small", None), ("six-small", tuned(6))):
 """
 
 
-def test_a_compressed_base_on_the_hub_is_recorded_by_its_id_and_commit(client, commits, tmp_path):
+def test_a_compressed_base_is_recorded_by_id_and_commit(client, commits, tmp_path):
     client.run(CHAIN, client.hub.repos["user/small"].branches["main"])
     folders = [str(client.home / folder) for folder in ("five-small", "six-small")]
     client.run("check(5, sys.argv[1]); check(6, sys.argv[2])", *folders, home=tmp_path / "without the cache")

@@ -28,7 +28,7 @@ def test_a_fine_tune_agrees_and_a_stranger_does_not_across_types(dtype, other):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_bits_are_those_of_the_distances_in_the_order_of_floats(dtype):
+def test_the_bits_are_those_of_ordered_distances(dtype):
     values = torch.tensor([1.0, -1.0, 0.0, 3.0], dtype=dtype)
     steps = torch.nextafter(values, torch.full_like(values, torch.inf))
     a, b = RawTensor.from_torch(values), RawTensor.from_torch(steps)
@@ -89,7 +89,7 @@ def test_of_resized_embeddings_the_common_rows_are_compared(tmp_path):
     assert likeness(bigger, smaller).same_layers
 
 
-def test_layers_of_another_number_or_shape_are_noticed_on_both_sides(tmp_path):
+def test_other_layers_are_noticed_on_both_sides(tmp_path):
     base = weights()
     one = open_folder(tmp_path / "one", {name: tensor for name, tensor in base.items() if "layers.1" not in name})
     two = open_folder(tmp_path / "two", base)

@@ -122,7 +122,7 @@ def test_tensors_of_several_blocks_load_bit_equal(tmp_path):
 
 @pytest.mark.parametrize("tuned_class", [BertModel, BertForSequenceClassification])
 @pytest.mark.parametrize("base_class", [BertModel, BertForSequenceClassification])
-def test_base_models_and_task_models_predict_each_other_and_load_as_each_other(tmp_path, base_class, tuned_class):
+def test_base_and_task_models_predict_each_other(tmp_path, base_class, tuned_class):
     model = bert()
     tuned = perturb(model)
     (model if base_class is type(model) else model.bert).save_pretrained(tmp_path / "base")
@@ -158,7 +158,7 @@ def test_a_sharded_base_is_as_good_as_one_of_a_single_file(tmp_path, folder_of):
     assert_loads_the_same(AutoModelForCausalLM, tmp_path)
 
 
-def test_a_model_may_have_more_shards_than_a_process_may_open_files(tmp_path):
+def test_more_shards_load_than_files_may_be_open(tmp_path):
     fine_tuned(llama(), tmp_path)
     for name in ("base", "tuned"):
         LlamaForCausalLM.from_pretrained(tmp_path / name).save_pretrained(tmp_path / "shards" / name, max_shard_size="1KB")
@@ -187,7 +187,7 @@ def test_a_dtype_gives_what_the_plain_load_gives(folder_of, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "mixed"], ids=str)
-def test_dtype_auto_finds_the_stored_type_without_the_help_of_config_json(tmp_path, dtype):
+def test_dtype_auto_needs_no_dtype_in_config_json(tmp_path, dtype):
     model = t5().to(torch.float16 if dtype == "mixed" else dtype)
     if dtype == "mixed":  # most of the bytes are float32, the first tensor is not
         model.shared.float(), model.encoder.block.float()
@@ -269,14 +269,14 @@ def test_a_sharded_variant_loads_bit_equal(tmp_path):
     assert_loads_the_same(AutoModelForCausalLM, folder, variant="fp16")
 
 
-def test_a_head_of_another_size_is_initialised_as_in_the_plain_load(folder_of):
+def test_a_head_of_another_size_is_initialized_as_usual(folder_of):
     folder = folder_of("bert")
     model, _ = assert_loads_the_same(AutoModelForSequenceClassification, folder, num_labels=7, ignore_mismatched_sizes=True)
     assert model.classifier.weight.shape[0] == 7
     assert_fails(RuntimeError, folder=folder / "small", auto=AutoModelForSequenceClassification, num_labels=7)
 
 
-def test_tokens_and_labels_that_the_base_does_not_have_load_bit_equal(tmp_path):
+def test_new_tokens_and_labels_load_bit_equal(tmp_path):
     model = bert(labels=2)
     model.save_pretrained(tmp_path / "base")
     tuned = perturb(bert(labels=5))
@@ -302,7 +302,7 @@ def test_integers_and_buffers_load_as_in_the_plain_load(tmp_path):
     assert_loads_the_same(AutoModelForSequenceClassification, tmp_path, dtype=torch.bfloat16)
 
 
-def test_old_names_of_normalisation_weights_are_predicted_and_renamed(tmp_path):
+def test_old_names_of_normalization_weights_load(tmp_path):
     fine_tuned(bert(), tmp_path)
 
     def rename(weights):
@@ -318,7 +318,7 @@ def test_old_names_of_normalisation_weights_are_predicted_and_renamed(tmp_path):
     assert_loads_the_same(AutoModelForSequenceClassification, tmp_path)
 
 
-def test_a_subfolder_and_a_config_given_by_hand_load_as_in_the_plain_load(folder_of, tmp_path):
+def test_subfolder_and_config_arguments_work_as_usual(folder_of, tmp_path):
     folder = folder_of("llama")
     for name in ("tuned", "small"):
         shutil.copytree(folder / name, tmp_path / name / "inner")
@@ -470,7 +470,7 @@ def test_qpissa_starts_on_a_compressed_base_as_on_the_plain_one(folder_of):
     assert_same_weights(*starts)
 
 
-def test_a_damaged_payload_is_found_when_the_weights_are_quantized(folder):
+def test_a_damaged_payload_is_refused_when_quantizing(folder):
     pytest.importorskip("bitsandbytes")
     path = folder / "small/model.safetensors"
     data = bytearray(path.read_bytes())
@@ -509,7 +509,7 @@ def test_a_base_that_was_overwritten_is_refused(folder):
 
 
 @pytest.mark.parametrize("build, part", [(llama, "mlp"), (llama, "attn"), (mixtral, "experts")], ids=["mlp", "attn", "experts"])
-def test_a_base_changed_where_its_fingerprint_does_not_look_is_refused(tmp_path, build, part):
+def test_a_base_changed_between_samples_is_refused(tmp_path, build, part):
     folder = compressed(build(), tmp_path)
     tensors = fm_delta.inspect(folder / "small").tensors
     name = next(tensor.name for tensor in tensors if part in tensor.name and tensor.original_bytes > 4096)
@@ -539,7 +539,7 @@ def test_a_base_without_weights_is_refused(folder):
 
 
 @pytest.mark.parametrize("place", [0.3, 0.6, 0.999])
-def test_a_flipped_byte_in_a_payload_is_found_before_a_weight_reaches_the_model(folder, place):
+def test_a_flipped_byte_is_refused_before_any_weight_is_set(folder, place):
     path = folder / "small/model.safetensors"
     data = bytearray(path.read_bytes())
     start = 8 + int.from_bytes(data[:8], "little")
@@ -576,7 +576,7 @@ def test_a_missing_shard_is_an_error(tmp_path):
     assert_fails(CorruptFileError, folder / "small", "missing", folder=folder / "small")
 
 
-def test_plain_weights_behind_a_compressed_config_are_used_as_they_are(folder, monkeypatch):
+def test_plain_weights_with_a_compressed_config_load(folder, monkeypatch):
     """As of a model that is made and saved with the configuration of a compressed checkpoint."""
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "small"))
     model.save_pretrained(folder / "plain")

@@ -168,7 +168,7 @@ def test_a_decompression_that_fails_leaves_the_older_one(tmp_path):
     assert contents(out) == contents(src)
 
 
-def test_weights_of_another_number_of_shards_are_replaced_as_a_whole(tmp_path):
+def test_another_number_of_shards_replaces_all_weights(tmp_path):
     base = write_folder(tmp_path / "base", weights())
     out = tmp_path / "small"
     for shards in (3, 1, 2, 3):
@@ -184,9 +184,7 @@ def test_weights_of_another_number_of_shards_are_replaced_as_a_whole(tmp_path):
 @repeats("stride", 9, 1)
 @pytest.mark.parametrize("exchanges", [True, False], ids=["one step", "file by file"])
 @pytest.mark.parametrize(("old_shards", "new_shards"), [(2, 2), (1, 2), (2, 1), (0, 2)])
-def test_a_kill_at_any_step_leaves_the_old_checkpoint_or_the_new_or_one_that_is_refused(
-    tmp_path, monkeypatch, old_shards, new_shards, exchanges, stride
-):
+def test_a_killed_save_leaves_no_mixed_checkpoint_that_loads(tmp_path, monkeypatch, old_shards, new_shards, exchanges, stride):
     if not exchanges:
         monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
     base = write_folder(tmp_path / "base", weights())
@@ -246,7 +244,7 @@ def test_a_kill_while_weights_are_written_leaves_nothing_visible(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_what_a_killed_save_left_in_the_source_is_not_taken_along(tmp_path):
+def test_leftovers_of_a_killed_save_are_not_copied(tmp_path):
     src, base = pair(tmp_path)
     before = contents(src)
     left = src / f".small.0123abcd{STAGE}"

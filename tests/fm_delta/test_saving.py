@@ -59,7 +59,7 @@ def model(base) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_every_model_saves_is_smaller_loads_bit_equal_and_decompresses_to_the_plain_save(tmp_path, name):
+def test_every_architecture_saves_smaller_and_loads_bit_equal(tmp_path, name):
     tiny = MODELS[name]
     tiny.build().save_pretrained(tmp_path / "base")
     tuned = perturb(tiny.build())
@@ -74,7 +74,7 @@ def test_what_every_model_saves_is_smaller_loads_bit_equal_and_decompresses_to_t
     assert contents(tmp_path / "restored") == plain
 
 
-def test_config_json_tells_how_to_load_and_is_otherwise_the_plain_one(tmp_path, base, model):
+def test_config_json_differs_only_by_its_new_entry(tmp_path, base, model):
     model.save_pretrained(tmp_path / "small")
     config = json.loads((tmp_path / "small/config.json").read_text())
     settings = {"quant_method": "fm_delta", "hint": HINT, "base": str(base), "revision": None, "dtype": "float32"}
@@ -100,7 +100,7 @@ def test_saving_again_gives_the_same_bytes(tmp_path, model):
     assert contents(tmp_path / "new" / "small") == first
 
 
-def test_shards_are_compressed_and_those_of_an_earlier_save_removed(tmp_path, model):
+def test_the_shards_of_an_earlier_save_are_removed(tmp_path, model):
     sizes = {}
     for size in ("60KB", "150KB", "1GB", "60KB", "150KB"):
         model.save_pretrained(tmp_path / "small", max_shard_size=size)
@@ -168,7 +168,7 @@ def torch_loaded(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, unpickled, torch_loaded])
-def test_a_copy_saves_its_own_weights_compressed_and_is_disabled_alone(tmp_path, model, copied):
+def test_a_copy_saves_and_is_disabled_on_its_own(tmp_path, model, copied):
     twin = copied(model)
     with torch.no_grad():
         twin.lm_head.weight += 1
@@ -367,7 +367,7 @@ def test_a_save_that_fails_leaves_the_earlier_one_as_it_was(tmp_path, base, mode
     assert contents(tmp_path / "small") == before and not (tmp_path / "new").exists()
 
 
-def test_a_full_disk_is_one_clear_error_and_the_earlier_save_stays(tmp_path, model):
+def test_a_full_disk_is_a_clear_error_and_keeps_the_old_save(tmp_path, model):
     resource = pytest.importorskip("resource")
     model.save_pretrained(tmp_path / "small")
     before = contents(tmp_path / "small")
@@ -463,7 +463,7 @@ def stopped(request, tmp_path_factory):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("case", STOPS, ids="-".join)
-def test_a_save_stopped_anywhere_leaves_the_old_the_new_or_an_error_and_the_next_one_clears_up(stopped, case):
+def test_an_interrupted_save_leaves_no_mixed_checkpoint(stopped, case):
     how, kind, _, size = case
     root, steps = stopped[case]
     old, new = perturb(llama(), seed=1), perturb(llama(), seed=2)

@@ -70,7 +70,7 @@ def bases(run: Path) -> dict[int, str]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shards", [1, 3])
-def test_each_is_stored_against_the_next_or_the_base_and_comes_back_byte_for_byte(tmp_path, shards, dtype):
+def test_each_checkpoint_is_restored_byte_for_byte(tmp_path, shards, dtype):
     run = write_run(tmp_path, (5, 10, 15, 100), shards, dtype)
     times = {checkpoint.name: checkpoint.stat().st_mtime_ns for checkpoint in run.iterdir()}
     report = fm_delta.compress_series(run, tmp_path / "base")
@@ -150,7 +150,7 @@ def edit(checkpoint: Path, **settings) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "60KB"}], ids=["whole", "shards"])
-def test_from_pretrained_and_every_command_read_along_the_chain_wherever_the_run_is_moved(tmp_path, monkeypatch, options):
+def test_a_moved_run_is_read_along_its_chain(tmp_path, monkeypatch, options):
     run = model_run(tmp_path, **options)
     assert bases(run) == {1: "checkpoint-2", 2: "checkpoint-3", 3: "base"}
     run = run.rename(tmp_path / "moved")
@@ -167,7 +167,7 @@ def test_from_pretrained_and_every_command_read_along_the_chain_wherever_the_run
     assert found == before
 
 
-def test_a_folder_of_the_same_relative_name_elsewhere_is_not_taken(tmp_path, monkeypatch):
+def test_a_folder_of_the_same_relative_name_is_not_used(tmp_path, monkeypatch):
     run = model_run(tmp_path)
     (tmp_path / "elsewhere/here").mkdir(parents=True)
     perturb(bert(), seed=9).save_pretrained(tmp_path / "elsewhere/checkpoint-2")
@@ -203,7 +203,7 @@ def test_a_damaged_link_is_noticed_before_anything_is_decoded(tmp_path):
         open_checkpoint(run / "checkpoint-1")
 
 
-def test_the_longest_chain_opens_and_a_longer_one_is_refused_before_anything_is_written(tmp_path):
+def test_a_chain_that_is_too_long_is_refused_early(tmp_path):
     base = write_folder(tmp_path / "0", {"weight": torch.zeros(8)})
     for step in range(1, MAX_CHAIN + 2):
         tuned = write_folder(tmp_path / "tuned", {"weight": torch.full((8,), float(step))})
@@ -266,7 +266,7 @@ def test_the_oldest_may_always_be_deleted_by_whoever(tmp_path):
         assert_all_come_back(run)
 
 
-def test_one_that_others_need_is_deleted_only_after_they_are_stored_anew(tmp_path):
+def test_a_needed_checkpoint_is_deleted_only_after_rebasing(tmp_path):
     run = write_run(tmp_path, range(1, 6))
     fm_delta.compress_series(run, tmp_path / "base")
     assert needed_by(run / "checkpoint-3") == run / "checkpoint-4"
@@ -290,7 +290,7 @@ def test_only_checkpoints_are_deleted(tmp_path):
             fm_delta.remove_checkpoint(folder)
 
 
-def test_what_may_be_overwritten_or_deleted_first_is_needed_by_none(tmp_path):
+def test_no_checkpoint_needs_one_that_may_be_overwritten(tmp_path):
     run = write_run(tmp_path, (1, 2, 3, 4))
     fm_delta.compress_series(run, tmp_path / "base")
     assert needed_by(run / "checkpoint-2") and needed_by(run / "checkpoint-3")
@@ -303,7 +303,7 @@ def test_what_may_be_overwritten_or_deleted_first_is_needed_by_none(tmp_path):
     assert_all_come_back(run)
 
 
-def test_one_that_seems_younger_than_what_it_needs_is_stored_against_the_base(tmp_path):
+def test_a_checkpoint_in_the_wrong_order_is_stored_on_the_base(tmp_path):
     run = write_run(tmp_path, (8, 9, 10))
     fm_delta.compress_series(run, tmp_path / "base")
     assert needed_by(run / "checkpoint-9")
@@ -378,7 +378,7 @@ def test_where_there_are_no_hard_links_files_are_copied(tmp_path, monkeypatch):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kills processes as Linux does")
 @repeats("stride", 15, 1)
 @pytest.mark.parametrize("work", ["compress", "remove"])
-def test_a_kill_at_any_step_leaves_each_checkpoint_plain_or_compressed(tmp_path, work, stride):
+def test_a_killed_run_leaves_each_checkpoint_whole(tmp_path, work, stride):
     run = write_run(tmp_path, (1, 2))
     base, start = tmp_path / "base", tmp_path / "start"
     if work == "remove":

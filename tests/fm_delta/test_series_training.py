@@ -106,7 +106,7 @@ class Watch(TrainerCallback):
         self.seen.append({step: is_compressed(checkpoint) for step, checkpoint in sorted(there.items())})
 
 
-def test_older_checkpoints_are_compressed_while_training_and_all_at_the_end(tmp_path, base, through):
+def test_all_checkpoints_are_compressed_at_the_end(tmp_path, base, through):
     watch = Watch()
     trainer = train_compressed(base, tmp_path / "out", watch)
     assert watch.seen[-1] == {2: True, 4: True, 6: True, 8: True, 10: True, 12: False}
@@ -123,7 +123,7 @@ def test_older_checkpoints_are_compressed_while_training_and_all_at_the_end(tmp_
 
 
 @pytest.mark.parametrize("step", [2, *(pytest.param(step, marks=pytest.mark.slow) for step in (4, 8)), 12])
-def test_a_training_resumes_from_any_checkpoint_with_the_same_bits(tmp_path, base, through, run, step):
+def test_training_resumes_from_any_checkpoint_bit_by_bit(tmp_path, base, through, run, step):
     resumed = train_compressed(base, run, resume=str(run / f"checkpoint-{step}"))
     assert resumed.state.global_step == 12
     assert_same_weights(resumed.model, through.model)
@@ -131,7 +131,7 @@ def test_a_training_resumes_from_any_checkpoint_with_the_same_bits(tmp_path, bas
     assert all(map(is_compressed, checkpoints(run).values()))
 
 
-def test_a_training_that_was_stopped_goes_on_also_without_the_callback(tmp_path, base, through):
+def test_a_stopped_training_resumes_without_the_callback(tmp_path, base, through):
     class Crash(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 7:
@@ -178,7 +178,7 @@ train(model, Path({str(series)!r}), resume=True, **{OPTIONS!r}).save_model({str(
 
 
 @pytest.mark.parametrize("limit", [None, 2])
-def test_a_training_that_goes_on_otherwise_without_the_callback_loses_no_checkpoint(tmp_path, base, through, series, limit):
+def test_another_training_without_the_callback_loses_nothing(tmp_path, base, through, series, limit):
     """It saves over checkpoints with other weights, and deletes some, which older ones were stored against."""
     run, plain = series, tmp_path / "plain"
     assert needed_by(run / "checkpoint-2") == run / "checkpoint-4"
@@ -195,7 +195,7 @@ def test_a_training_that_goes_on_otherwise_without_the_callback_loses_no_checkpo
         assert any(not torch.equal(again[name], was[name]) for name in was)
 
 
-def test_a_training_that_starts_anew_leaves_the_older_checkpoints_readable(tmp_path, base, through, run):
+def test_a_new_training_leaves_older_checkpoints_readable(tmp_path, base, through, run):
     train_compressed(base, run, save_steps=3, label_smoothing_factor=0.5)
     assert set(checkpoints(run)) == {2, 3, 4, 6, 8, 9, 10, 12}
     for checkpoint in checkpoints(run).values():
@@ -247,7 +247,7 @@ def test_rotation_never_takes_what_another_checkpoint_needs(tmp_path, base, thro
     assert all(map(is_compressed, checkpoints(tmp_path / "out").values()))
 
 
-def test_a_limit_that_comes_later_finds_nothing_that_it_could_break(tmp_path, base):
+def test_a_later_save_total_limit_breaks_no_checkpoint(tmp_path, base):
     train_compressed(base, tmp_path / "out", StopAfter(8))
     assert any(map(needed_by, checkpoints(tmp_path / "out").values()))
     watch = Watch()
@@ -295,7 +295,7 @@ def test_a_model_with_the_callback_can_be_copied_and_pickled(tmp_path, base):
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_a_base_that_cannot_serve_is_refused_before_the_first_step(tmp_path, base):
+def test_an_unusable_base_is_refused_before_the_first_step(tmp_path, base):
     def begin(model, *arguments, out="out"):
         train(model, tmp_path / out, callbacks=[fm_delta.CompressCheckpoints(*arguments)], **OPTIONS | {"max_steps": 4})
 

@@ -44,7 +44,7 @@ def model_of(base: Path, enabled: bool = True, auto=AutoModelForSequenceClassifi
     return fm_delta.enable(model, base) if enabled else model
 
 
-def test_trainer_saves_compressed_checkpoints_and_trains_as_before(tmp_path, base, through):
+def test_trainer_saves_compressed_and_trains_as_before(tmp_path, base, through):
     trainer, plain = train(model_of(base), tmp_path / "out"), through
     assert trainer.state.log_history[0]["loss"] == plain.state.log_history[0]["loss"]
     for step in (2, 4, 6):
@@ -60,7 +60,7 @@ def test_trainer_saves_compressed_checkpoints_and_trains_as_before(tmp_path, bas
 @pytest.mark.parametrize(
     "auto, causal", [(AutoModelForSequenceClassification, False), (AutoModelForCausalLM, True)], ids=["bert", "llama_tied"]
 )
-def test_a_resumed_training_ends_with_the_bits_of_one_that_ran_through(tmp_path, auto, causal):
+def test_a_resumed_training_ends_with_equal_bits(tmp_path, auto, causal):
     (llama(tied=True) if causal else bert()).save_pretrained(tmp_path / "base")
     through = train(model_of(tmp_path / "base", False, auto), tmp_path / "plain", causal=causal)
     train(model_of(tmp_path / "base", True, auto), tmp_path / "out", callbacks=[StopAfter(4)], causal=causal)
@@ -81,7 +81,7 @@ def test_training_resumes_from_shards(tmp_path, base, through):
     assert_same_weights(train(model_of(base), tmp_path / "out", resume=True).model, through.model)
 
 
-def test_training_starts_from_and_resumes_on_a_loaded_compressed_model(tmp_path, base):
+def test_a_loaded_compressed_model_trains_and_resumes(tmp_path, base):
     tuned = fm_delta.enable(perturb(bert()), base)
     tuned.save_pretrained(tmp_path / "small")
     fm_delta.disable(tuned).save_pretrained(tmp_path / "tuned")
@@ -113,7 +113,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path, base):
     assert all(is_compressed(tmp_path / "out" / name) for name in kept)
 
 
-def test_a_model_that_is_not_enabled_resumes_from_a_compressed_checkpoint(tmp_path, base, through):
+def test_a_plain_model_resumes_from_a_compressed_checkpoint(tmp_path, base, through):
     train(model_of(base), tmp_path / "out", callbacks=[StopAfter(2)])
     assert is_compressed(tmp_path / "out/checkpoint-2")
     (tmp_path / "out/checkpoint-1").mkdir()
@@ -124,7 +124,7 @@ def test_a_model_that_is_not_enabled_resumes_from_a_compressed_checkpoint(tmp_pa
     assert not resumed.model._load_state_dict_pre_hooks
 
 
-def test_adapters_train_save_and_resume_on_top_of_a_compressed_model(tmp_path, base):
+def test_adapters_train_and_resume_on_a_compressed_model(tmp_path, base):
     fm_delta.enable(perturb(bert()), base).save_pretrained(tmp_path / "small")
     perturb(bert()).save_pretrained(tmp_path / "tuned")
 

@@ -75,7 +75,7 @@ def test_the_source_is_deleted_when_all_is_well(folders):
     assert contents(src) == before
 
 
-def test_a_source_that_is_still_needed_is_not_deleted_and_nothing_is_done(folders, tmp_path, monkeypatch):
+def test_a_needed_source_is_refused_before_any_work(folders, tmp_path, monkeypatch):
     src, base, out = folders
     shutil.copytree(base, src / "base")
     (tmp_path / "links").mkdir()
@@ -101,7 +101,7 @@ def test_a_source_that_is_still_needed_is_not_deleted_and_nothing_is_done(folder
 
 
 @linux
-def test_a_source_that_may_not_be_deleted_is_an_error_that_leaves_both(everybodys_folder):  # noqa: F811
+def test_a_source_without_permission_is_kept_with_an_error(everybodys_folder):  # noqa: F811
     src, base = pair(everybodys_folder)
     before = contents(src)
     (everybodys_folder / "open").mkdir()
@@ -114,7 +114,7 @@ def test_a_source_that_may_not_be_deleted_is_an_error_that_leaves_both(everybody
 
 @linux
 @repeats("stride", 10, 1)
-def test_a_kill_at_any_step_leaves_the_source_whole_or_the_result(folders, tmp_path, stride):
+def test_a_killed_command_leaves_the_source_or_the_result(folders, tmp_path, stride):
     src, base, out = folders
     fm_delta.compress_checkpoint(src, base, tmp_path / "expected")
     before, after = contents(src), contents(tmp_path / "expected")
@@ -137,7 +137,7 @@ def test_a_kill_at_any_step_leaves_the_source_whole_or_the_result(folders, tmp_p
     assert step > 20 and (stride > 1 or seen == {(True, False), (True, True), (False, True)})
 
 
-def test_a_checkpoint_may_lie_in_the_folder_that_it_is_compressed_into(folders):
+def test_out_may_be_the_parent_of_the_source(folders):
     src, base, _ = folders
     fm_delta.compress_checkpoint(src, base, src.parent, verify=True)
     assert (src.parent / "vocab.txt").read_text() == "words" and not list(src.parent.glob(".*"))

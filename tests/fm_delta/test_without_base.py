@@ -101,7 +101,7 @@ def test_a_compressed_adapter_is_not_taken_for_a_plain_one(tmp_path):
         fm_delta.compress_checkpoint(tmp_path / "small", None, tmp_path / "again")
 
 
-def test_a_folder_gets_no_compressed_adapter_beside_a_compressed_model(tmp_path):
+def test_a_compressed_adapter_is_not_put_beside_a_model(tmp_path):
     model, lora = write_folder(tmp_path / "model", weights()), adapter(tmp_path / "adapter")
     for first, second in ((model, lora), (lora, model)):
         out = tmp_path / f"small-{first.name}"
@@ -148,7 +148,7 @@ def test_a_base_that_is_given_to_what_has_none_is_an_error(tmp_path):
         fm_delta.verify(tmp_path / "small")
 
 
-def test_a_record_without_the_base_that_a_payload_needs_is_refused(tmp_path):
+def test_a_payload_that_needs_an_unrecorded_base_is_refused(tmp_path):
     src, base = pair(tmp_path)
     fm_delta.compress_checkpoint(src, base, tmp_path / "small")
     forge_file(tmp_path / "small/model.safetensors", {"base": None})

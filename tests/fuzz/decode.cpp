@@ -10,7 +10,7 @@
 //     7       3      base values
 //     10             the base: so many values of its type, then the body
 //
-// mutate.cpp and tests/fm_delta/test_fuzz.py also read this layout; seeds.py writes it.
+// mutate.cpp and tests/storage/test_fuzz.py also read this layout; seeds.py writes it.
 
 #include <algorithm>
 #include <cstddef>

@@ -276,10 +276,10 @@ def best_step(change: Change, left: torch.Tensor, right: torch.Tensor, rest: flo
     rows that the rounded factors do not predict."""
     rows = change.sample(STEP_SAMPLE)
     values, base = change.pair(rows)
-    some = left[torch.from_numpy(rows)]
+    sample = left[torch.from_numpy(rows)]
     bits = []
     for finer in halvings:
-        factors = quantize(some, right, rest, finer, len(left))
+        factors = quantize(sample, right, rest, finer, len(left))
         if factors is None:
             break
         product = torch.from_numpy(factors.rows).float() @ torch.from_numpy(factors.columns).float()
@@ -291,19 +291,19 @@ def best_step(change: Change, left: torch.Tensor, right: torch.Tensor, rest: flo
     return halvings[int(np.argmin(bits))] if bits else halvings[0]
 
 
-def quantize(left: torch.Tensor, right: torch.Tensor, rest: float, finer: int = 0, whole: int = 0) -> Factors | None:
+def quantize(left: torch.Tensor, right: torch.Tensor, rest: float, finer: int = 0, all_rows: int = 0) -> Factors | None:
     """Rounds the factors of a product (rows × rank times rank × columns) to integers, with the step that takes the fewest bits.
     Returns None if no step gives exact sums.
 
     Args:
         rest: variance of a value's rest after the product, including the rounding of its type.
         finer: number of times that the squared step is halved.
-        whole: number of rows of the matrix, if these are a sample.
+        all_rows: number of rows of the matrix, if these are a sample.
     """
     left, right = left.double(), right.double()
     (rows, rank), columns = left.shape, right.shape[1]
     most = rank * float(left.abs().max()) * float(right.abs().max())
-    square = float(_steps(float(left.square().sum()) * (whole or rows) / rows, rank, rest, whole or rows, columns)[1])
+    square = float(_steps(float(left.square().sum()) * (all_rows or rows) / rows, rank, rest, all_rows or rows, columns)[1])
     if not (0 < square < math.inf and 0 < most < math.inf):
         return None
     exponent = min(round(-math.log2(square)) + finer, math.floor(math.log2(EXACT / most)) - 1)

@@ -47,10 +47,10 @@ def fit(change: Change, left: torch.Tensor, right: torch.Tensor, top: int, level
     left, right = left.contiguous(), right.contiguous()
     rows = change.sample(min(max(SAMPLE[level], ROWS_PER_FACTOR * rank * columns), MOST))
     is_all = len(rows) == change.shape[0]
-    some = left if is_all else left[torch.from_numpy(rows)]
+    sampled_left = left if is_all else left[torch.from_numpy(rows)]
     bands = list(change.bands(len(rows)))
     sampled = [
-        Weighted(change.rows(chosen)[0], change.weights(chosen, top), some[band])
+        Weighted(change.rows(chosen)[0], change.weights(chosen, top), sampled_left[band])
         for band in bands
         for chosen in [band if is_all else rows[band]]
     ]

@@ -87,7 +87,7 @@ def low_rank(rng: np.random.Generator, code: int, rows: int, columns: int, rank:
     return sprinkled(rng, tensor, code), sprinkled(rng, base, code), (*factors, exponent)
 
 
-def test_the_best_instructions_of_the_processor_are_in_use_unless_told() -> None:
+def test_the_best_instruction_set_is_the_default() -> None:
     assert SETS in (("scalar",), ("scalar", "avx2"), ("scalar", "avx2", "avx512"), ("scalar", "neon"))
     with using(SETS[0]):
         assert _native.use(SETS[-1]) == SETS[0]

@@ -77,9 +77,7 @@ def commands(tasks, tmp_path_factory) -> dict[str, tuple[Callable[[Path], object
 @repeats("stride", 11, 1)
 @pytest.mark.parametrize("exchanges", [True, False], ids=["one step", "file by file"])
 @pytest.mark.parametrize("name", ["decompress", "extract", "merge", "add-task"])
-def test_a_kill_at_any_step_leaves_the_old_folder_the_new_one_or_one_that_does_not_load(
-    commands, tmp_path, monkeypatch, name, exchanges, stride
-):
+def test_a_killed_command_leaves_no_mixed_folder_that_loads(commands, tmp_path, monkeypatch, name, exchanges, stride):
     if not exchanges:
         monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
     work, old = commands[name]
@@ -232,7 +230,7 @@ def test_a_folder_that_cannot_be_listed_stops_a_deletion(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("state", ["held", "deleted"])
-def test_a_deletion_that_was_killed_is_undone_or_completed_by_the_next_call(tmp_path, state):
+def test_the_next_call_ends_a_killed_deletion(tmp_path, state):
     src, base = pair(tmp_path)
     fm_delta.compress_checkpoint(src, base, tmp_path / "out", verify=True)
     src.rename(src.with_name(f".{src.name}.hf_ext-{state}"))
@@ -243,7 +241,7 @@ def test_a_deletion_that_was_killed_is_undone_or_completed_by_the_next_call(tmp_
     assert fm_delta.verify(tmp_path / "out") == len(weights())
 
 
-def test_a_stamp_changes_with_everything_that_a_deletion_would_lose(tmp_path):
+def test_a_stamp_covers_everything_that_a_deletion_loses(tmp_path):
     folder = tmp_path / "folder"
     (folder / "sub").mkdir(parents=True)
     (folder / "sub" / "file").write_text("text")
@@ -286,7 +284,7 @@ def test_a_file_system_that_cannot_flush_folders_is_no_error(tmp_path, monkeypat
 # ---- what lies in a folder already --------------------------------------------------------------------------------------
 
 
-def test_what_an_interrupted_command_left_in_a_source_is_not_deleted(tmp_path):
+def test_interrupted_work_in_a_source_is_not_deleted(tmp_path):
     tuned, base = pair(tmp_path)
     for name in (f"notes{OURS}mine.txt", f"sub/.checkpoint-5{OURS}held/model.safetensors"):
         left = tuned / name
@@ -342,7 +340,7 @@ def test_a_stage_that_is_a_link_is_not_moved(tmp_path, home):
     assert contents(run / "checkpoint-10").keys() - {"README.md"} == contents(tuned).keys()
 
 
-def test_a_link_at_the_place_of_a_temporary_file_is_not_written_through(tmp_path, home):
+def test_links_in_place_of_temporary_files_are_not_followed(tmp_path, home):
     tuned, base = pair(tmp_path)
     out = tmp_path / "out"
     (out / "sub").mkdir(parents=True)  # so that files are moved one by one, with a journal
@@ -397,7 +395,7 @@ def test_files_that_equal_those_of_the_base_share_its_blocks(copy_on_write):
     assert (base / "tokenizer.json").read_bytes() == tokenizer
 
 
-def test_a_folder_whose_replacement_needs_one_that_is_gone_is_not_deleted(tmp_path):
+def test_no_folder_is_deleted_whose_result_lacks_its_base(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "file").write_text("text")
@@ -407,7 +405,7 @@ def test_a_folder_whose_replacement_needs_one_that_is_gone_is_not_deleted(tmp_pa
 
 
 @pytest.mark.parametrize("pause", ["before", "after"])
-def test_two_models_that_are_each_others_base_are_never_both_deleted(tmp_path, monkeypatch, pause):
+def test_models_that_need_each_other_are_not_both_deleted(tmp_path, monkeypatch, pause):
     """The second command runs in the middle of the first one's deletion."""
     one, two = pair(tmp_path)
     rename, renamed = os.rename, []
@@ -466,7 +464,7 @@ def test_a_link_to_itself_is_copied_as_a_link(tmp_path, place, copied):
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors", "model.safetensors.index.json", "out"])
-def test_a_link_to_itself_in_place_of_a_file_is_one_clear_error_or_a_link(tmp_path, file):
+def test_a_link_to_itself_is_copied_or_a_clear_error(tmp_path, file):
     src, base = pair(tmp_path)
     link = tmp_path / "out" if file == "out" else src / file
     link.unlink(missing_ok=True)
@@ -489,7 +487,7 @@ def test_what_has_the_name_of_a_folder_in_deletion_is_left_alone(tmp_path, suffi
     assert contents(src) == before and os.path.lexists(kept) and (tmp_path / "elsewhere").exists()
 
 
-def test_a_name_too_long_to_delete_by_is_an_error_before_any_work(tmp_path):
+def test_a_name_too_long_to_delete_is_an_early_error(tmp_path):
     src, base = pair(tmp_path)
     src = src.rename(tmp_path / ("x" * 240))
     with pytest.raises(CheckpointError, match="could not be deleted: .*too long"):
@@ -499,7 +497,7 @@ def test_a_name_too_long_to_delete_by_is_an_error_before_any_work(tmp_path):
 
 
 @pytest.mark.parametrize("step", [2, 3])
-def test_a_checkpoint_that_disappears_during_a_run_is_one_clear_error(tmp_path, monkeypatch, step):
+def test_a_checkpoint_that_disappears_is_a_clear_error(tmp_path, monkeypatch, step):
     write_folder(tmp_path / "base", weights())
     for number in (1, 2, 3):
         write_folder(tmp_path / f"run/checkpoint-{number}", fine_tune(weights(), seed=number))

@@ -63,7 +63,7 @@ def outcomes(data: bytes) -> list[bytes | None]:
 
 
 @pytest.mark.parametrize("path", SEEDS + CRASHES, ids=lambda path: path.name)
-def test_all_decoders_make_the_same_of_what_the_fuzzer_starts_from_and_has_found(path: Path) -> None:
+def test_all_decoders_agree_on_the_seeds_of_the_fuzzer(path: Path) -> None:
     results = outcomes(path.read_bytes())
     assert len(set(results)) == 1
     assert results[0] is not None or path not in SEEDS

@@ -77,7 +77,7 @@ def test_a_fine_tuned_tensor_comes_back_bit_by_bit(dtype, shape):
 
 
 @every_float
-def test_the_landmarks_of_a_type_come_back_with_their_signs_and_payloads(dtype):
+def test_special_values_keep_their_signs_and_nan_payloads(dtype):
     width, limits = 8 * dtype.itemsize, torch.finfo(dtype)
     infinity = int.from_bytes(bits(torch.tensor(math.inf, dtype=dtype)), "little")
     patterns = [0, 1, 2, infinity, infinity - 1, infinity + 1, infinity | infinity >> 1, (1 << (width - 1)) - 1]
@@ -164,7 +164,7 @@ def test_a_stranger_as_base_is_left_aside(dtype):
 @every_float
 @pytest.mark.parametrize(("rows", "base_rows"), [(100, 97), (97, 100), (100, 1), (1, 100), (300, 299)])
 @pytest.mark.parametrize("row", [(64,), (8, 9), (5, 7), ()], ids=str)
-def test_the_rows_of_a_resized_embedding_that_remain_are_predicted(dtype, rows, base_rows, row):
+def test_remaining_rows_of_resized_embeddings_are_predicted(dtype, rows, base_rows, row):
     tensor, base = trained(dtype, (max(rows, base_rows), *row))
     tensor, base = tensor[:rows], base[:base_rows]
     header = read_header(assert_comes_back(tensor, base))
@@ -330,14 +330,14 @@ def test_a_payload_with_another_base_is_right_or_refused(pair, other):
 
 @every_float
 @pytest.mark.parametrize("with_base", [False, True])
-def test_what_cannot_be_compressed_grows_by_less_than_a_thousandth(dtype, with_base):
+def test_incompressible_data_grows_by_less_than_a_thousandth(dtype, with_base):
     tensor = random_bits(dtype, (1000, 1000))
     payload = assert_comes_back(tensor, random_bits(dtype, (1000, 1000), 1) if with_base else None)
     assert len(payload) < 1.001 * len(bits(tensor))
 
 
 @every_float
-def test_no_payload_without_a_base_stands_for_more_values_than_the_decoder_allows(dtype):
+def test_the_decoder_limits_the_values_of_a_payload(dtype):
     for value in (0.0, 1.0, -1.5, math.inf, torch.finfo(dtype).smallest_normal):
         for shape in ((1 << 18,), (1, 1 << 18), (1 << 14, 16), (1, 1)):
             tensor = torch.full(shape, value, dtype=dtype)
@@ -409,7 +409,7 @@ def test_a_payload_is_recognized_among_tensors():
 
 
 @pytest.mark.parametrize("size", [1, 1000, DEFLATE_AT_ONCE - 1, DEFLATE_AT_ONCE, 2 * DEFLATE_AT_ONCE + 5])
-def test_deflated_tensors_of_any_size_come_back_and_no_byte_may_be_missing_or_left(size):
+def test_deflated_tensors_are_exact_in_length(size):
     for data in (np.zeros(size, np.uint8), np.random.default_rng(0).integers(0, 250, size, np.uint8)):
         stream = zlib.compress(data.tobytes(), 1)
         assert np.array_equal(inflate(np.frombuffer(stream, np.uint8), size), data)

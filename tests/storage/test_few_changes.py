@@ -109,7 +109,7 @@ def test_changes_at_the_ends_of_blocks_come_back(code: int) -> None:
     np.testing.assert_array_equal(body.decoded(threads=2), tensor)
 
 
-def test_a_block_without_changes_takes_the_four_bytes_of_its_entry() -> None:
+def test_a_block_without_changes_takes_four_bytes() -> None:
     base = weights(np.random.default_rng(0), 3 * BLOCK, BF16)
     tensor = base.copy()
     none = encode(tensor, base, BF16, 1024)
@@ -202,7 +202,7 @@ def test_damaged_lists_are_refused_or_decoded_alike(rounds: int) -> None:
 # ---- lists of changes ------------------------------------------------------------------------------------------------
 
 
-def test_the_places_and_values_of_changes_are_listed_and_exchanged() -> None:
+def test_listed_changes_are_applied_in_place() -> None:
     rng = np.random.default_rng(0)
     base = weights(rng, BLOCK + 10_000, BF16)
     tensor = step(rng, base, BF16, 3e-6)
@@ -279,7 +279,7 @@ def test_only_memory_that_can_be_changed_in_place_is() -> None:
 
 
 @pytest.mark.parametrize("rate", [1e-6, 1e-3])
-def test_a_payload_whose_base_has_another_type_is_refused_however_many_values_changed(rate: float) -> None:
+def test_a_base_of_another_type_is_refused(rate: float) -> None:
     base, tensor = fine_tuned(rate)
     with pytest.raises(BaseModelError, match="compressed against a F32 tensor"):
         codec.apply(codec.encode(tensor, base.float()), base.clone())

@@ -26,7 +26,7 @@ from hf_ext.storage.tree import STAGE
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_gives_every_tensor_as_the_safetensors_library_wrote_it(tmp_path):
+def test_tensors_equal_those_of_the_safetensors_library(tmp_path):
     tensors = {f"{name}.weight": torch.arange(24).to(dtype).reshape(2, 3, 4) for dtype, name in SAFETENSORS_DTYPES.items()}
     tensors |= {"scalar": torch.tensor(-0.0), "empty": torch.empty(0, 5)}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
@@ -69,7 +69,7 @@ def test_a_tensor_with_lazy_conjugation_gives_the_bytes_it_shows():
     assert RawTensor.from_torch(values.conj().imag).data.tobytes() == torch.tensor([-2.0, 4.0]).numpy().tobytes()
 
 
-def test_types_that_only_torch_or_only_safetensors_has_are_refused_by_name():
+def test_types_without_a_counterpart_are_refused_by_name():
     with pytest.raises(CheckpointError, match="complex128"):
         RawTensor.from_torch(torch.zeros(2, dtype=torch.complex128))
     with pytest.raises(CheckpointError, match="F4"):
@@ -79,7 +79,7 @@ def test_types_that_only_torch_or_only_safetensors_has_are_refused_by_name():
 # ---- which files -----------------------------------------------------------------------------------------------------
 
 
-def test_the_single_file_goes_before_shards_and_the_index_before_what_lies_about(tmp_path):
+def test_the_single_file_precedes_the_index_and_other_shards(tmp_path):
     write_folder(tmp_path, weights(), shards=2)
     write_safetensors(tmp_path / "model.fp16.safetensors", weights(torch.float16))
     write_safetensors(tmp_path / "model-00001-of-00003.safetensors", weights())
@@ -129,7 +129,7 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./none", "~/none", "file"])
-def test_a_name_that_can_only_be_a_folders_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, name):
+def test_a_path_is_not_searched_on_the_hub(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(BaseModelError, match=f"there is no folder '{name}'"):
@@ -137,7 +137,7 @@ def test_a_name_that_can_only_be_a_folders_is_not_looked_for_on_the_hub(tmp_path
 
 
 @pytest.mark.parametrize("name", ["no/such/folder/here", "", "a b", "n" * 300])
-def test_a_name_that_is_neither_folder_nor_repository_is_repeated(name):
+def test_an_unknown_name_is_repeated_in_the_error(name):
     with pytest.raises(BaseModelError, match=f"'{name}' is neither a folder nor a Hub repository"):
         Checkpoint(name)
 
@@ -163,7 +163,7 @@ def test_a_config_that_is_no_json_object_is_named(tmp_path, text):
 # ---- fingerprints and names ------------------------------------------------------------------------------------------
 
 
-def test_the_fingerprint_does_not_depend_on_shards_order_or_layout(tmp_path):
+def test_the_fingerprint_does_not_depend_on_shards_or_order(tmp_path):
     tensors = weights()
     backwards = dict(reversed(tensors.items()))
     first = Checkpoint(write_folder(tmp_path / "one", tensors)).fingerprint
@@ -173,7 +173,7 @@ def test_the_fingerprint_does_not_depend_on_shards_order_or_layout(tmp_path):
     assert Checkpoint(tmp_path / "padded").fingerprint == first
 
 
-def test_the_fingerprint_tells_names_types_shapes_and_values_apart(tmp_path):
+def test_the_fingerprint_covers_names_types_shapes_values(tmp_path):
     tensors = {"a.weight": torch.zeros(4, 6), "a.bias": torch.zeros(6), "large": torch.zeros(100, 100)}
     start, middle, end = (tensors["large"].clone() for _ in range(3))
     start[0, 0] = middle[50, 3] = end[99, 99] = 1e-30
@@ -212,7 +212,7 @@ def test_the_fingerprint_tells_names_types_shapes_and_values_apart(tmp_path):
         ("bert.pooler.dense.weight_gamma", None),
     ],
 )
-def test_a_parameter_finds_its_twin_under_another_prefix_or_an_old_name(tmp_path, name, twin):
+def test_twins_are_found_under_prefixes_and_old_names(tmp_path, name, twin):
     names = [
         "bert.encoder.layer.0.output.dense.weight",
         "bert.encoder.layer.0.output.LayerNorm.weight",
@@ -382,7 +382,7 @@ def test_weights_that_a_save_replaces_by_other_files_go(tmp_path, old, new):
     assert texts(tmp_path) == KEPT | new
 
 
-def test_a_broken_index_in_the_folder_does_not_stop_a_save_half_way(tmp_path):
+def test_a_broken_index_does_not_stop_a_save(tmp_path):
     fill(tmp_path, {"model.safetensors.index.json": "no JSON", "model-00001-of-00001.safetensors": "old"})
     with staged_folder(tmp_path) as stage:
         fill(stage, {"model.safetensors": "new", "config.json": "new"})
@@ -397,7 +397,7 @@ def test_weights_stay_where_a_save_has_none(tmp_path):
     assert texts(tmp_path) == old | {"config.json": "new", "sub/model.safetensors": "elsewhere"}
 
 
-def test_without_an_exchange_the_old_config_goes_first_and_the_new_one_comes_last(tmp_path, monkeypatch):
+def test_without_exchange_the_config_is_replaced_last(tmp_path, monkeypatch):
     out, moved, replace = tmp_path / "out", [], os.replace
 
     def watched(old, new):
@@ -439,7 +439,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert path.read_text() == "first"
 
 
-def test_one_of_several_models_in_a_folder_is_not_taken_in_silence(tmp_path):
+def test_a_folder_with_several_models_is_refused(tmp_path):
     folder = write_folder(tmp_path / "folder", weights())
     (folder / "model.safetensors").rename(folder / "model.ema.safetensors")
     assert set(Checkpoint(folder).names()) == weights().keys()

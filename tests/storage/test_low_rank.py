@@ -153,7 +153,7 @@ def test_a_thousand_components_are_summed(code, rank, most):
 
 
 @every_type
-def test_untouched_rows_have_no_factors_and_rows_without_a_base_none_either(code):
+def test_untouched_rows_have_no_factors(code):
     rng = np.random.default_rng(1)
     base = floats(rng.normal(0, 0.02, ROWS * COLUMNS), code)
     change = factors(rng, ROWS, COLUMNS, 3, 50, 18)
@@ -290,7 +290,7 @@ def test_a_sample_of_the_rows_shows_about_the_rank(rank, width):
     assert (0 if start is None else start.shape[1]) == width
 
 
-def test_singular_values_of_a_whole_matrix_are_estimated_from_a_sample_of_its_rows():
+def test_singular_values_are_estimated_from_sampled_rows():
     draw = torch.Generator().manual_seed(10)
     strengths = torch.tensor([4.0, 2.0, 1.0, 0.5])
     change = (torch.randn(4000, 4, generator=draw) * strengths) @ torch.randn(4, 300, generator=draw)
@@ -435,7 +435,7 @@ def test_a_change_without_structure_is_left_as_it_is(dtype):
 @pytest.mark.parametrize("level", codec.LEVELS)
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("change", [10.0**exponent for exponent in range(-18, -1)])
-def test_a_change_smaller_than_its_type_resolves_is_left_as_it_is(dtype, change, level):
+def test_a_change_below_the_types_resolution_is_left(dtype, change, level):
     tensor, base = trained(dtype, (96, 128), change=change)
     payload = codec.encode(tensor, base, level=level)
     assert bits(codec.decode(payload, base)) == bits(tensor) and len(payload) <= len(codec.encode(tensor, base, level=1))
