@@ -13,15 +13,15 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.quantizers.base import HfQuantizer
 
 from hf_ext import CheckpointError, emr, fm_delta
-from hf_ext.integration import compat, decoding, rehearsal, weight_plan
+from hf_ext.integration import compat, decoding, rehearsal, renaming, weight_plan
 
 
 class Gone:
     """In place of a name that has another meaning in a later version: calls and isinstance raise TypeError."""
 
 
-def break_name(monkeypatch, name: str) -> None:
-    monkeypatch.setattr(decoding, name, Gone())
+def break_name(monkeypatch, name: str, module=decoding) -> None:
+    monkeypatch.setattr(module, name, Gone())
 
 
 def break_import(monkeypatch) -> None:
@@ -47,9 +47,9 @@ def fails(*args, **kwargs):
 BREAKS = {
     "import": break_import,
     "converter class": lambda patch: break_name(patch, "WeightConverter"),
-    "renaming class": lambda patch: break_name(patch, "WeightRenaming"),
-    "order of tensors": lambda patch: break_name(patch, "dot_natural_key"),
-    "names": lambda patch: break_name(patch, "rename_source_key"),
+    "renaming class": lambda patch: break_name(patch, "WeightRenaming", renaming),
+    "order of tensors": lambda patch: break_name(patch, "dot_natural_key", renaming),
+    "names": lambda patch: break_name(patch, "rename_source_key", renaming),
     "types": lambda patch: break_name(patch, "_expected"),
     "operations get other arguments": lambda patch: break_in_the_loop(patch, "Decode.convert", lambda self, tensors: tensors),
     "copies": lambda patch: break_in_the_loop(patch, "unused", fails),
@@ -144,7 +144,7 @@ def test_a_merge_loads_the_plain_way_after_host_changes(tmp_path, monkeypatch, w
     base, tasks = write_tasks(tmp_path, {"trec": 6, "cr": 2})
     emr.merge(base, tasks, tmp_path / "merged")
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
-    break_name(monkeypatch, "dot_natural_key")
+    break_name(monkeypatch, "_expected")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
     assert len(warned) == 1
     assert_same_weights(model, plain)
@@ -152,7 +152,7 @@ def test_a_merge_loads_the_plain_way_after_host_changes(tmp_path, monkeypatch, w
         model.set_task(task)
         plain.set_task(task)
         assert_same_weights(model, plain)
-    monkeypatch.setattr(weight_plan, "rename_source_key", Gone())
+    break_name(monkeypatch, "rename_source_key", renaming)
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
     assert_same_weights(model, plain)
     with pytest.raises(CheckpointError, match="hf-ext extract"):

@@ -8,7 +8,7 @@ calling it raises AttributeError, ImportError or TypeError, and `DecodingQuantiz
 from __future__ import annotations
 
 from collections import defaultdict
-from copy import copy, deepcopy
+from copy import copy
 from re import escape
 from typing import Any, TypeVar
 
@@ -17,15 +17,13 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import (
     ConversionOps,
     WeightConverter,
-    WeightRenaming,
     WeightTransform,
     build_glob_alternation,
-    dot_natural_key,
-    rename_source_key,
 )
 
 from hf_ext.errors import HfExtError
 from hf_ext.integration import compat
+from hf_ext.integration.renaming import destinations
 from hf_ext.storage.delta.source import payload_name
 from hf_ext.storage.prefetch import Prefetcher
 
@@ -56,18 +54,19 @@ class Decoding:
         # Weights move to their device after all operations. Quantization runs on that device.
         self.works_on_cpu = compat.converts_on_cpu() and quantizer.then is None
         self.error: HfExtError | None = None
-        kept = self._names_kept(model.base_model_prefix)
+        source = quantizer.source
+        places = destinations(source.names(), conversions, model.base_model_prefix, self.expected)
+        # Transformers loads tensors that keep their names without any converter, so without decoding them.
+        kept = {place.kept: name for name, place in places.items() if place.kept is not None}
         others = [AnyTensor(rf"^{escape(renamed)}$", name, self) for renamed, name in kept.items()]
         self.conversions = [*conversions, *others, AnyTensor("^(.+)", r"\1", self)]
-        # Decoding runs ahead of loading, in the same order.
-        source = quantizer.source
-        sizes = {name: source.entry(name).nbytes for name in sorted(source.names(), key=dot_natural_key)}
         for converter in conversions:  # changed last: the plain way needs them as they are
             if isinstance(converter, WeightConverter):
                 converter.operations = [Decode(self, converter), *converter.operations]
                 converter.force_cpu = self.works_on_cpu
                 converter.quantization_operation = Quantize(quantizer)
-        self.tensors = Prefetcher(source.read, sizes)
+        # Decoding runs ahead of loading, in the same order.
+        self.tensors = Prefetcher(source.read, {name: source.entry(name).nbytes for name in places})
 
     def finish(self, model: PreTrainedModel) -> None:
         """Raises the error in the data, if there was one; else leaves the model with its own conversions, for saving."""
@@ -81,21 +80,6 @@ class Decoding:
         # Transformers 5.24 deletes these when it removes the quantization config.
         model._weight_conversions = [entry for entry in self.model_conversions if entry.was_used()]
         compat.point_offloaded_ties_at_decoded_weights(model)
-
-    def _names_kept(self, prefix: str) -> dict[str, str]:
-        """Returns the tensors to load under their own names because their new names are not in the model, by new name.
-
-        Transformers loads these without any converter, so without decoding them.
-        """
-        conversions = deepcopy(self.model_conversions)  # renaming leaves marks on them
-        renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-        return {
-            rename_source_key(name, renamings, [])[0]: name
-            for name in self.quantizer.source.names()
-            if name in self.expected
-            and rename_source_key(name, renamings, converters, prefix, self.expected)[0] not in self.expected
-        }
 
 
 class AnyTensor(WeightConverter):

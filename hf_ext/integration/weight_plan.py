@@ -11,15 +11,10 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from hf_ext.integration.decoding import AnyTensor, own_operations, unused
+from hf_ext.integration.renaming import destinations
 from hf_ext.storage.safetensors_file import Entry
 
 
@@ -64,21 +59,14 @@ class Loaded:
 def plan_of(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[Loaded], list[str]]:
     """Returns the origin of the model's parameters in a checkpoint with tensors of these names, and the names that
     `from_pretrained` would ignore."""
-    mapping = get_model_conversion_mapping(model)
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    names, mapping = set(names), get_model_conversion_mapping(model)
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     converter_of = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-    prefix, state = model.base_model_prefix, model.state_dict()
     sources: dict[str, dict[str, list[str]]] = {}
     used: dict[str, WeightConverter | None] = {}
-    ignored = []
-    for name in sorted(names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
-        if target not in state and name in state:
-            target, pattern = rename_source_key(name, [], [], prefix, state)
-        if target not in state:
-            ignored.append(name)
-            continue
+    places = destinations(names, mapping, model.base_model_prefix, model.state_dict())
+    for name, (target, pattern, _) in places.items():
         sources.setdefault(target, defaultdict(list))[pattern or name].append(name)
         used.setdefault(target, converter_of.get(pattern) if pattern else None)
-    return [Loaded.of(target, dict(tensors), used[target]) for target, tensors in sources.items()], ignored
+    plan = [Loaded.of(target, dict(tensors), used[target]) for target, tensors in sources.items()]
+    return plan, sorted(names - places.keys())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import ContextVar
@@ -37,7 +38,7 @@ class Prefetcher(Generic[Result]):
     def __init__(self, work: Callable[[str], Result], sizes: dict[str, int]):
         self._work = work
         self._sizes = sizes
-        self._coming = iter(sizes)
+        self._coming = OrderedDict.fromkeys(sizes)  # in order, and without those that were requested earlier
         closed = Event()
         pool = ThreadPoolExecutor(cores(), initializer=_start_thread, initargs=(_limit.get(), closed))
         self._pool = pool
@@ -50,6 +51,7 @@ class Prefetcher(Generic[Result]):
         """Returns the result for a name. Computes it in this thread if no other thread does."""
         future = self._running.pop(name, None)
         if future is None:
+            self._coming.pop(name, None)
             return self._work(name)
         result = future.result()
         self._ahead -= self._sizes[name]
@@ -69,7 +71,8 @@ class Prefetcher(Generic[Result]):
         self._pool.shutdown()
 
     def _start(self) -> None:
-        while (self._ahead < AHEAD or not self._running) and (name := next(self._coming, None)) is not None:
+        while self._coming and (self._ahead < AHEAD or not self._running):
+            name, _ = self._coming.popitem(last=False)
             self._ahead += self._sizes[name]
             self._running[name] = self._pool.submit(self._work, name)
 

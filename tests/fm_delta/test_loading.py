@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ from transformers import (
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, QPissaConfig, fm_delta
 from hf_ext.integration import quantizer
+from hf_ext.storage import DeltaCheckpoint, prefetch
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -112,6 +114,23 @@ def test_every_model_loads_bit_equal_and_smaller(folder_of, name):
         if isinstance(output, torch.Tensor):
             torch.testing.assert_close(output, expected)
     assert (folder / "small/model.safetensors").stat().st_size < (folder / "tuned/model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("name, auto", [*((name, None) for name in MODELS), ("llama", AutoModel), ("mixtral", AutoModel)])
+def test_each_tensor_is_decoded_once_and_ahead_of_its_use(folder_of, monkeypatch, name, auto):
+    read, requested = DeltaCheckpoint.read, []
+
+    def recorded(self, key, *arguments):
+        requested.append((key, threading.current_thread() is threading.main_thread()))
+        return read(self, key, *arguments)
+
+    monkeypatch.setattr(DeltaCheckpoint, "read", recorded)
+    monkeypatch.setattr(prefetch, "AHEAD", 1)  # a tensor that is not requested next would keep all others waiting
+    model = (auto or MODELS[name].auto).from_pretrained(folder_of(name) / "small")
+    keys = [key for key, _ in requested]
+    assert len(keys) == len(set(keys)) and not any(late for _, late in requested)
+    plain = (auto or MODELS[name].auto).from_pretrained(folder_of(name) / "tuned")
+    assert_same_weights(model, plain)
 
 
 def test_tensors_of_several_blocks_load_bit_equal(tmp_path):
