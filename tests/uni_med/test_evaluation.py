@@ -4,22 +4,16 @@ import pytest
 import torch
 from tiny_uni_med import image, processor, rows, uni_med
 
-from hf_ext.uni_med import (
-    accuracy,
-    answer,
-    authors_scores,
-    bleu1,
-    box_ious,
+from hf_ext.uni_med import accuracy, authors_scores, bleu1, box_ious, evaluate, first_words, scores
+from hf_ext.uni_med.evaluation.answers import answer
+from hf_ext.uni_med.evaluation.authors_metrics import (
     containment_accuracy,
-    evaluate,
-    first_words,
     normalize_answer,
     normalized_accuracy,
     normalized_bleu1,
     normalized_f1,
     pixel_box_ious,
     report_bleu1,
-    scores,
 )
 
 

@@ -301,7 +301,7 @@ def test_damaged_files_are_named(tmp_path):
     assert "Photometric Interpretation' value 'XYZ'" in error(PhotometricInterpretation="XYZ")
     assert "photometric interpretation HSV with 1 samples is not supported" in error(PhotometricInterpretation="HSV")
     assert "center 40 and width 0; give window=" in error(WindowCenter=40, WindowWidth=0)
-    assert "VOI LUT function CURVE" in error(WindowCenter=40, WindowWidth=9, VOILUTFunction="CURVE")
+    assert "VOI LUT Function value 'CURVE'" in error(WindowCenter=40, WindowWidth=9, VOILUTFunction="CURVE")
     short = table(0, 8, [1, 2, 3])
     short.LUTDescriptor = [300, 0, 8]
     assert "has 3 entries instead of 300" in error(VOILUTSequence=[short])

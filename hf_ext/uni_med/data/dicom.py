@@ -149,27 +149,25 @@ def _grey(stored: np.ndarray, header: Dataset, index: int, window: tuple[float, 
     modality = _macro(header, "PixelValueTransformationSequence", index)
     voi = _macro(header, "FrameVOILUTSequence", index)
     little = header.original_encoding[1] is not False
-    values = _rescale(stored, modality, little)
-    if window is None and (tables := voi.get("VOILUTSequence")):
+    values = _apply_modality(stored, modality, little)
+    if window is not None:
+        return _apply_window(values, *window, "LINEAR_EXACT")
+    if tables := voi.get("VOILUTSequence"):
         values, highest = _look_up(values, tables[0], little)
         return values / highest
-    function = "LINEAR_EXACT"
-    if window is None and voi.get("WindowCenter") is not None and voi.get("WindowWidth") is not None:
+    if voi.get("WindowCenter") is not None and voi.get("WindowWidth") is not None:
         center, width = (np.atleast_1d(voi[name].value).astype(float)[0] for name in ("WindowCenter", "WindowWidth"))
-        window, function = (center, width), voi.get("VOILUTFunction") or "LINEAR"
-    if window is not None:
-        return _apply_window(values, *window, function)
+        return _apply_window(values, center, width, voi.get("VOILUTFunction") or "LINEAR")
     bits = header.get("BitsStored")  # missing if the pixels are floats
+    shown = values
     if bits and bits <= 8:
         lowest = -(2 ** (bits - 1)) if header.PixelRepresentation else 0
-        ends = _rescale(np.array([lowest, lowest + 2**bits - 1]), modality, little)
+        shown = _apply_modality(np.array([lowest, lowest + 2**bits - 1]), modality, little)
     elif (padding := header.get("PixelPaddingValue")) is not None:
         first, last = sorted((padding, header.get("PixelPaddingRangeLimit", padding)))
         is_padding = (stored >= first) & (stored <= last)
-        ends = values if is_padding.all() else values[~is_padding]
-    else:
-        ends = values
-    low, high = float(ends.min()), float(ends.max())
+        shown = values if is_padding.all() else values[~is_padding]
+    low, high = float(shown.min()), float(shown.max())
     if not np.isfinite([low, high]).all():
         raise ValueError("the pixels are not finite numbers")
     return np.clip((values - low) / (high - low or 1), 0, 1)
@@ -177,23 +175,25 @@ def _grey(stored: np.ndarray, header: Dataset, index: int, window: tuple[float, 
 
 def _macro(header: Dataset, name: str, index: int) -> Dataset:
     """Returns the functional group of a frame in an enhanced multi-frame file (PS3.3 C.7.6.16), or else the header."""
-    own = (header.get("PerFrameFunctionalGroupsSequence") or [])[index : index + 1]
+    of_frame = (header.get("PerFrameFunctionalGroupsSequence") or [])[index : index + 1]
     shared = header.get("SharedFunctionalGroupsSequence") or []
-    return next((group[name].value[0] for group in (*own, *shared) if group.get(name)), header)
+    return next((group[name].value[0] for group in (*of_frame, *shared) if group.get(name)), header)
 
 
-def _rescale(stored: np.ndarray, modality: Dataset, little: bool) -> np.ndarray:
+def _apply_modality(stored: np.ndarray, modality: Dataset, little: bool) -> np.ndarray:
     """Applies the modality LUT or the rescale (PS3.3 C.11.1)."""
+    from pydicom.pixels import apply_rescale
+
     if tables := modality.get("ModalityLUTSequence"):
         return _look_up(stored, tables[0], little)[0]
-    slope, intercept = (modality.get(name) for name in ("RescaleSlope", "RescaleIntercept"))
-    return stored * float(1 if slope is None else slope) + float(intercept or 0)
+    return apply_rescale(stored.astype(float), modality)
 
 
 def _look_up(values: np.ndarray, item: Any, little: bool) -> tuple[np.ndarray, int]:
     """Returns values after a lookup table (PS3.3 C.11.1.1), and the largest value that the table may have.
 
-    pydicom's own functions wrap around where an index does not fit the type of the table or of the pixels.
+    pydicom's `apply_modality_lut` and `apply_voi` require two bytes an entry, and wrap around where an index does not fit the
+    type of the table or of the pixels.
     """
     count, first, bits = item.LUTDescriptor
     count = count or 2**16
@@ -208,17 +208,22 @@ def _look_up(values: np.ndarray, item: Any, little: bool) -> tuple[np.ndarray, i
 
 def _apply_window(values: np.ndarray, center: float, width: float, function: str) -> np.ndarray:
     """Returns values after a window, in 0…1 (PS3.3 C.11.2.1.2 and C.11.2.1.3)."""
-    if not (np.isfinite([center, width]).all() and width > 0 and (width >= 1 or function != "LINEAR")):
-        raise ValueError(f"the window has center {center:g} and width {width:g}; give window=(center, width)")
-    if function == "SIGMOID":
-        return 1 / (1 + np.exp(np.clip(-4 * (values - center) / width, -500, 500)))
-    if function == "LINEAR":
-        center, width = center - 0.5, width - 1
-    elif function != "LINEAR_EXACT":
-        raise ValueError(f"the VOI LUT function {function} is not supported; give window=(center, width)")
-    if width == 0:
-        return (values > center).astype(float)
-    return np.clip((values - center) / width + 0.5, 0, 1)
+    from pydicom import Dataset
+    from pydicom.pixels import apply_windowing
+
+    view = Dataset()
+    view.PhotometricInterpretation, view.PixelRepresentation, view.BitsStored = "MONOCHROME2", 0, 1  # from 0 to 1
+    view.VOILUTFunction = function
+    view.add_new("WindowCenter", "FD", center)  # the VR DS would limit a number to 16 characters
+    view.add_new("WindowWidth", "FD", width)
+    try:
+        if not np.isfinite([center, width]).all():
+            raise ValueError("the window is not finite")
+        with np.errstate(over="ignore"):  # far below a sigmoid window; the result is 0
+            return apply_windowing(values, view)
+    except ValueError as error:
+        hint = f"the window has center {center:g} and width {width:g}; give window=(center, width)"
+        raise ValueError(f"{error}: {hint}") from error
 
 
 def _line(value: Any) -> str:

@@ -136,7 +136,7 @@ def authors_scores(task: str, predictions: Sequence[str], samples: Sequence[Mapp
     """Returns the metrics of a task as the authors' scripts compute them, each in 0…1, for `evaluate(…, score=authors_scores)`.
     References are cut to 50 words.
 
-    | task | metrics |
+    | task | metrics, of `hf_ext.uni_med.evaluation.authors_metrics` |
     |---|---|
     | "vqa" | `normalized_bleu1`, `normalized_f1`; `containment_accuracy` of the closed questions, if samples have `closed` |
     | "refer" | mean of `pixel_box_ious`, and the share above 0.5 |
