@@ -27,9 +27,11 @@ Tensors = Mapping[str, torch.Tensor]
 
 EXPERT = re.compile(r"(?:moe_layers|llm_proj)\.(\d+)\.(\d+)\.(weight|bias)")  # both names are in the files, for the same
 LORA = re.compile(r"llm_model\.base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
+ROUTER = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 BUFFER = re.compile(r"llm_model\..*rotary_emb\.inv_freq")
 ROUTER_INPUT = {"router_task_token": "task_token", "router_token": "token", "router_task": "task"}
 RESAMPLING = {"projection": "projection", "avgpool": "avg_pool", "maxpool": "max_pool"}
+PEFT_PREFIX = "base_model.model."
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 LORA_ALPHA = 16  # the paper's, for checkpoints without the setting
 
@@ -77,9 +79,10 @@ def convert_checkpoint(
         raise CheckpointError(f"{checkpoint} has settings that do not fit together: {error}") from error
     model = UniMedForConditionalGeneration.from_vision_text_pretrained(vision, text, **options)
     _load(model, connector, checkpoint)
-    layers = sorted({name.rsplit(".lora_", 1)[0] for name in adapter})
+    layers = sorted({name.removeprefix(PEFT_PREFIX).rsplit(".lora_", 1)[0] for name in adapter})
+    rank = len(adapter.get(f"{PEFT_PREFIX}{layers[0]}.lora_A.weight", ())) if layers else 0
     for layer in layers:
-        _check_layer(model, layer.removeprefix("base_model.model."), layers[0], adapter, checkpoint)
+        _check_layer(model, layer, rank, adapter, checkpoint)
     stale = [] if layers else [Path("adapter", name) for name in ADAPTER_FILES]
     with staged_folder(out, stale) as stage:
         model.save_pretrained(stage)
@@ -88,12 +91,11 @@ def convert_checkpoint(
         processor.save_pretrained(stage)
     if not layers:
         return Converted(os.fspath(out), options, None)
-    rank = len(adapter[f"{layers[0]}.lora_A.weight"])
     config = LoraConfig(
         r=rank,
         lora_alpha=settings.get("lora_alpha", LORA_ALPHA),
         lora_dropout=0.05,
-        target_modules=[layer.removeprefix("base_model.model.") for layer in layers],
+        target_modules=layers,
         task_type="CAUSAL_LM",
         base_model_name_or_path=os.fspath(out),
         inference_mode=True,
@@ -117,92 +119,83 @@ def split(
     Raises:
         CheckpointError: there are unknown tensors.
     """
-    rest = {name: tensor for name, tensor in state.items() if not BUFFER.fullmatch(name)}
-    adapter = {
-        f"base_model.model.language_model.{found[1]}.lora_{found[2]}.weight": rest.pop(name).contiguous()
-        for name in list(rest)
-        if (found := LORA.fullmatch(name))
-    }
-    layers = {}
-    for name in list(rest):
-        if found := EXPERT.fullmatch(name):
-            layers[int(found[1]), int(found[2]), found[3]] = rest.pop(name)
-    options: dict[str, Any] = {
-        "resampling": _named(settings, "resample_method", RESAMPLING, "projection"),
-        "resampling_rate": settings.get("resample_rate", 4),
-    }
-    connector = {}
+    adapter, layers, rest = {}, {}, {}
+    for name, tensor in state.items():
+        if match := LORA.fullmatch(name):
+            adapter[f"{PEFT_PREFIX}language_model.{match[1]}.lora_{match[2]}.weight"] = tensor.contiguous()
+        elif match := EXPERT.fullmatch(name):
+            layers[int(match[1]), int(match[2]), match[3]] = tensor
+        elif not BUFFER.fullmatch(name):
+            rest[name] = tensor
     tokens = {task: rest.pop(f"task_tokens.{task}") for task in TASKS if f"task_tokens.{task}" in rest}
-    router = {name: rest.pop(f"router.{name}") for name in _ROUTER if f"router.{name}" in rest}
-    if layers:
-        count = 1 + max(expert for expert, _, _ in layers)
-        linear = not any(layer for _, layer, _ in layers)
-        options |= {
-            "connector": "moe_linear" if linear else "moe_mlp",
-            "num_experts": count,
-            "router": settings.get("router_type", "soft"),
-            "num_experts_per_tok": settings.get("sparse_topk", 2),
-        }
-        if not linear:
-            connector["experts.up"] = _stacked(layers, count, 0, "weight")
-            connector["experts.up_bias"] = _stacked(layers, count, 0, "bias")
-        last = 0 if linear else 2
-        connector["experts.down"] = _stacked(layers, count, last, "weight").transpose(1, 2)
-        connector["experts.down_bias"] = _stacked(layers, count, last, "bias")
-        if options["router"] in ("soft", "sparse"):
-            connector |= _router(router, tokens, settings, options)
-    else:
-        plain = [name for name in ("llm_proj", "llm_proj.0", "llm_proj.2") if f"{name}.weight" in rest]
-        options["connector"] = "linear" if plain == ["llm_proj"] else "mlp"
-        if (
-            plain not in (["llm_proj"], ["llm_proj.0", "llm_proj.2"])
-            or "llm_proj.4.weight" in rest
-            or any(f"{name}.bias" not in rest for name in plain)
-        ):
-            raise CheckpointError("The checkpoint has no supported connector: linear, mlp2x_gelu, moe_linear or moe_mlp.")
-        if len(plain) == 2:
-            connector["experts.up"] = rest.pop("llm_proj.0.weight")[None]
-            connector["experts.up_bias"] = rest.pop("llm_proj.0.bias")[None]
-        connector["experts.down"] = rest.pop(f"{plain[-1]}.weight").T[None]
-        connector["experts.down_bias"] = rest.pop(f"{plain[-1]}.bias")[None]
+    router = {name: rest.pop(f"router.{name}") for name in ROUTER if f"router.{name}" in rest}
+    kinds = ("moe_linear", "moe_mlp") if layers else ("linear", "mlp")
+    layers = layers or _projection(rest)
+    if {layer for _, layer, _ in layers} not in ({0}, {0, 2}):  # the activation is layer 1
+        raise CheckpointError("The checkpoint has no supported connector: linear, mlp2x_gelu, moe_linear or moe_mlp.")
     if rest:
         raise CheckpointError(
             f"The checkpoint has {len(rest)} unknown tensors, such as {', '.join(sorted(rest)[:3])}: only "
             "the connector, its router and task tokens, and a LoRA of the language model can be converted. The vision tower "
             "comes from --vision."
         )
+    count = 1 + max(expert for expert, _, _ in layers)
+    last = max(layer for _, layer, _ in layers)  # 0 if the experts are linear, or else 2
+    options: dict[str, Any] = {
+        "resampling": _named(settings, "resample_method", RESAMPLING, "projection"),
+        "resampling_rate": settings.get("resample_rate", 4),
+        "connector": kinds[last > 0],
+    }
+    connector = {
+        "experts.down": _stacked(layers, count, last, "weight").transpose(1, 2),
+        "experts.down_bias": _stacked(layers, count, last, "bias"),
+    }
+    if last > 0:
+        connector["experts.up"] = _stacked(layers, count, 0, "weight")
+        connector["experts.up_bias"] = _stacked(layers, count, 0, "bias")
+    if "moe_mlp" in kinds:
+        options["num_experts"] = count
+        options["router"] = settings.get("router_type", "soft")
+        options["num_experts_per_tok"] = settings.get("sparse_topk", 2)
+        if options["router"] in ("soft", "sparse"):
+            connector |= _router(router, tokens, settings, options)
     return options, {name: tensor.contiguous() for name, tensor in connector.items()}, adapter
 
 
-_ROUTER = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
+def _projection(rest: dict[str, torch.Tensor]) -> dict[tuple[int, int, str], torch.Tensor]:
+    """Removes the layers of a connector without a mixture from `rest`, and returns them as those of a single expert. Returns
+    nothing if there are others, or parts of them."""
+    tensors = {name: rest.pop(name) for name in list(rest) if name.startswith("llm_proj.")}
+    for names in ({"llm_proj": 0}, {"llm_proj.0": 0, "llm_proj.2": 2}):
+        keys = {f"{name}.{kind}": (0, layer, kind) for name, layer in names.items() for kind in ("weight", "bias")}
+        if tensors.keys() == keys.keys():
+            return {key: tensors[name] for name, key in keys.items()}
+    return {}
 
 
 def _router(router: Tensors, tokens: Tensors, settings: Mapping[str, Any], options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    if len(router) < len(_ROUTER):
+    """Returns the tensors of the router and the task tokens, and adds their options."""
+    if len(router) < len(ROUTER):
         raise CheckpointError(f"The checkpoint lacks the router, or part of it: it has {', '.join(router) or 'nothing of it'}.")
     options["router_input"] = _named(settings, "router_method", ROUTER_INPUT, "task_token")
-    first, found = router["fc1.weight"], {}
-    size = 0
-    if options["router_input"] != "token":
-        if (
-            list(tokens) != list(TASKS)
-            or len({token.shape[1:] for token in tokens.values()}) > 1
-            or any(token.shape[:-1] != (1, 1) for token in tokens.values())
-        ):
-            shapes = {task: tuple(token.shape) for task, token in tokens.items()}
-            raise CheckpointError(f"The router takes one task token of each of {', '.join(TASKS)}; there are {shapes}.")
-        found["task_tokens"] = torch.cat([token[0] for token in tokens.values()])
-        size = options["task_token_size"] = found["task_tokens"].shape[1]
-        found["router.task_weight"] = first[:, :size]
-    if options["router_input"] != "task":
-        found["router.token_weight"] = first[:, size:]
+    first, size = router["fc1.weight"], 0
     names = {"fc1.bias": "bias", "fc2.weight": "out_weight", "fc2.bias": "out_bias"}
-    return found | {f"router.{new}": router[old] for old, new in names.items()}
+    tensors = {f"router.{new}": router[old] for old, new in names.items()}
+    if options["router_input"] != "token":
+        shapes = {task: tuple(token.shape) for task, token in tokens.items()}
+        if list(tokens) != list(TASKS) or len(set(shapes.values())) > 1 or shapes[TASKS[0]][:2] != (1, 1):
+            raise CheckpointError(f"The router takes one task token of each of {', '.join(TASKS)}; there are {shapes}.")
+        tensors["task_tokens"] = torch.cat([token[0] for token in tokens.values()])
+        size = options["task_token_size"] = tensors["task_tokens"].shape[1]
+        tensors["router.task_weight"] = first[:, :size]
+    if options["router_input"] != "task":
+        tensors["router.token_weight"] = first[:, size:]
+    return tensors
 
 
 def _read(path: str | os.PathLike) -> tuple[Tensors, dict[str, Any]]:
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except OSError as error:
         reason = error.strerror or error
         raise CheckpointError(f"{path} cannot be read ({reason}); give the .pth of Uni-Med's authors.") from error
@@ -212,7 +205,7 @@ def _read(path: str | os.PathLike) -> tuple[Tensors, dict[str, Any]]:
             f"{path} is not a checkpoint that torch.load can read ({type(error).__name__}: {reason}); give the .pth of "
             "Uni-Med's authors."
         ) from error
-    state = found.get("model") if isinstance(found, dict) else None
+    state = content.get("model") if isinstance(content, dict) else None
     if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
         raise CorruptFileError(f"{path} is not a checkpoint of Uni-Med's code: it has no dict 'model' of tensors.")
     for name, tensor in state.items():
@@ -222,7 +215,7 @@ def _read(path: str | os.PathLike) -> tuple[Tensors, dict[str, Any]]:
         ours = str(name).startswith(("task_tokens.", "router.", "llm_proj.", "moe_layers.")) or LORA.fullmatch(str(name))
         if ours and tensor.dim() != dims:
             raise CorruptFileError(f"{path}: {name} has shape {tuple(tensor.shape)}, and {dims} dimensions are expected.")
-    config = found.get("config")
+    config = content.get("config")
     settings = config.get("model") if isinstance(config, dict) else None
     settings = settings if isinstance(settings, dict) else {}
     for name in ("resample_rate", "sparse_topk", "lora_alpha"):
@@ -243,10 +236,9 @@ def _load(model: UniMedForConditionalGeneration, connector: Tensors, checkpoint:
 
 
 def _check_layer(
-    model: UniMedForConditionalGeneration, layer: str, first: str, adapter: Tensors, checkpoint: str | os.PathLike
+    model: UniMedForConditionalGeneration, layer: str, rank: int, adapter: Tensors, checkpoint: str | os.PathLike
 ) -> None:
-    B, A = (adapter.get(f"base_model.model.{layer}.lora_{which}.weight") for which in "BA")
-    rank = len(adapter.get(f"{first}.lora_A.weight", ()))
+    B, A = (adapter.get(f"{PEFT_PREFIX}{layer}.lora_{which}.weight") for which in "BA")
     try:
         size = tuple(model.get_submodule(layer).weight.shape)
     except AttributeError as error:
@@ -258,18 +250,18 @@ def _check_layer(
         )
 
 
-def _stacked(layers: Mapping[tuple, torch.Tensor], count: int, layer: int, kind: str) -> torch.Tensor:
+def _stacked(layers: Mapping[tuple[int, int, str], torch.Tensor], count: int, layer: int, kind: str) -> torch.Tensor:
     """Stacks a tensor of all experts."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for expert in range(count):
         tensor = layers.get((expert, layer, kind))
         if tensor is None:
             raise CheckpointError(f"The checkpoint lacks llm_proj.{expert}.{layer}.{kind}.")
-        found.append(tensor)
-        if tensor.shape != found[0].shape:
-            shapes = tuple(tensor.shape), tuple(found[0].shape)
+        tensors.append(tensor)
+        if tensor.shape != tensors[0].shape:
+            shapes = tuple(tensor.shape), tuple(tensors[0].shape)
             raise CheckpointError(f"llm_proj.{expert}.{layer}.{kind} has shape {shapes[0]}, and that of expert 0 {shapes[1]}.")
-    return torch.stack(found)
+    return torch.stack(tensors)
 
 
 def _named(settings: Mapping[str, Any], key: str, names: Mapping[str, str], default: str) -> str:

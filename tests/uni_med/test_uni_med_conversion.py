@@ -194,6 +194,10 @@ def test_bad_checkpoints_are_errors_and_nothing_is_written(tmp_path, capsys):
     trained = {"ln_vision.weight": torch.ones(3)}
     refuses(CheckpointError, "unknown tensors, such as ln_vision.weight", state | trained)
     refuses(CheckpointError, "no supported connector", {"llm_proj.weight": torch.ones(64, 128)})
+    deeper = {
+        f"moe_layers.{i}.4.{kind}": torch.ones(64, *[64] * (kind == "weight")) for i in range(3) for kind in ("weight", "bias")
+    }
+    refuses(CheckpointError, "no supported connector", state | deeper)
     refuses(CheckpointError, "no supported connector", {"router.fc1.weight": state["router.fc1.weight"]})
     refuses(CheckpointError, r"connector.experts.up is \(3, 64, 100\) there, and \(3, 64, 128\)", {
         k: v[:, :100] if k.endswith("0.weight") else v for k, v in state.items()})  # fmt: skip
