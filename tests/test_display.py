@@ -42,7 +42,7 @@ PICTURES = {
         ["Cosine to the single model", "L2 distance", "% of the task vector", "Mask density", "% of all parameters", "cola"],
     ),
     "checkpoint": (
-        CheckpointReport("base", None, TENSORS, 400, 80),
+        CheckpointReport("base", None, TENSORS, original_bytes=400, compressed_bytes=80),
         ["Size of each layer: 0.00 MB of 0.00 MB (20.0 %)", "layer", "MB", "original", "attention, compressed"],
     ),
     "pissa": (

@@ -6,11 +6,12 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hf_ext.display import megabytes, percent, table
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
+from hf_ext.fm_delta.sizes import Sizes
 from hf_ext.storage.atomic import write_atomically
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.guards import require_deletable
@@ -21,7 +22,7 @@ RECORD = "compress_all.json"  # in the folder of the compressed models
 
 
 @dataclass(frozen=True)
-class ModelResult:
+class ModelResult(Sizes):
     """The result for one model.
 
     Attributes:
@@ -41,8 +42,6 @@ class ModelResult:
     source: str
     base: str | None = None
     revision: str | None = None
-    original_bytes: int = 0
-    compressed_bytes: int = 0
     seconds: float = 0.0
     verified: bool = False
     deleted: bool = False
@@ -50,11 +49,6 @@ class ModelResult:
     skipped: str | None = None
     stamp: str | None = None
     digest: str | None = None
-
-    @property
-    def ratio(self) -> float:
-        """Compressed size as a share of the original."""
-        return self.compressed_bytes / max(self.original_bytes, 1)
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,7 @@ class BatchReport:
         return [model for model in self.models if model.error]
 
     def to_dict(self) -> dict:
-        models = [asdict(model) | {"ratio": model.ratio} for model in self.models]
+        models = [model.to_dict() for model in self.models]
         return {"version": 1, "done_before": self.done_before, "models": models}
 
     def __str__(self) -> str:

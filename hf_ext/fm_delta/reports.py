@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from hf_ext.display import COLORS, PALE, label, legend, megabytes, new_figure, percent, save_figure, table
+from hf_ext.fm_delta.sizes import Sizes
 from hf_ext.storage.delta.payload import STORED, Header
 from hf_ext.storage.delta.source import original_size
 from hf_ext.storage.hub import local_copy
@@ -44,7 +45,7 @@ class TensorReport:
 
 
 @dataclass(frozen=True)
-class CheckpointReport:
+class CheckpointReport(Sizes):
     """The report of a compressed checkpoint. `str()` gives a table. Sizes are those of whole files, headers included.
 
     `base` is None if the checkpoint was compressed without one.
@@ -53,16 +54,6 @@ class CheckpointReport:
     base: str | None
     revision: str | None
     tensors: list[TensorReport]
-    original_bytes: int
-    compressed_bytes: int
-
-    @property
-    def ratio(self) -> float:
-        """Compressed size as a share of the original."""
-        return self.compressed_bytes / max(self.original_bytes, 1)
-
-    def to_dict(self) -> dict:
-        return asdict(self) | {"ratio": self.ratio}
 
     def __str__(self) -> str:
         return "\n\n".join((self.tensor_table(), self.kind_table(), self.summary()))
@@ -148,8 +139,8 @@ def inspect(src: str | os.PathLike) -> CheckpointReport:
     return CheckpointReport(
         *base_of(files[0], None),
         tensors,
-        sum(map(original_size, files)),
-        sum(file.path.stat().st_size for file in files),
+        original_bytes=sum(map(original_size, files)),
+        compressed_bytes=sum(file.path.stat().st_size for file in files),
     )
 
 

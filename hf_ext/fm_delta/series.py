@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from hf_ext.display import percent, table
@@ -20,6 +20,7 @@ from hf_ext.fm_delta.card import came_with_compression
 from hf_ext.fm_delta.compress import write_with_card
 from hf_ext.fm_delta.folder import ModelFolder
 from hf_ext.fm_delta.restore import decode_all
+from hf_ext.fm_delta.sizes import Sizes
 from hf_ext.integration.model_cards import CARD
 from hf_ext.storage.atomic import locked, recover, rewrite, staged_folder
 from hf_ext.storage.config_file import CONFIG, remove_settings
@@ -42,14 +43,11 @@ LONGEST_CHAIN = 8  # checkpoints that are decoded to read one; each costs as muc
 
 
 @dataclass(frozen=True)
-class StoredCheckpoint:
-    """A checkpoint of a run. `base` is what it is stored against, None if it is plain or was compressed without a base; the
-    sizes are those of the weights."""
+class StoredCheckpoint(Sizes):
+    """A checkpoint of a run. `base` is what it is stored against, None if it is plain or was compressed without a base."""
 
     name: str
     base: str | None
-    original_bytes: int
-    compressed_bytes: int
 
     @property
     def stored_against(self) -> str:
@@ -58,26 +56,10 @@ class StoredCheckpoint:
 
 
 @dataclass(frozen=True)
-class SeriesReport:
-    """The checkpoints of a run, oldest first. `str()` gives a table."""
+class SeriesReport(Sizes):
+    """The checkpoints of a run, oldest first, and the sums of their sizes. `str()` gives a table."""
 
     checkpoints: list[StoredCheckpoint]
-
-    @property
-    def original_bytes(self) -> int:
-        return sum(checkpoint.original_bytes for checkpoint in self.checkpoints)
-
-    @property
-    def compressed_bytes(self) -> int:
-        return sum(checkpoint.compressed_bytes for checkpoint in self.checkpoints)
-
-    @property
-    def ratio(self) -> float:
-        """Compressed size as a share of the original."""
-        return self.compressed_bytes / max(self.original_bytes, 1)
-
-    def to_dict(self) -> dict:
-        return asdict(self) | {"ratio": self.ratio}
 
     def __str__(self) -> str:
         rows = [(c.name, c.stored_against, c.original_bytes, c.compressed_bytes) for c in self.checkpoints]
@@ -135,9 +117,14 @@ def inspect_series(run: str | os.PathLike) -> SeriesReport:
         CorruptFileError: the header of a file is damaged or from a newer version.
     """
     try:
-        return SeriesReport([_stored(folder) for folder in checkpoints(Path(run))])
+        stored = [_stored(folder) for folder in checkpoints(Path(run))]
     except OSError as error:
         raise CheckpointError(f"{run} changed while it was read: {error}") from error
+    return SeriesReport(
+        stored,
+        original_bytes=sum(checkpoint.original_bytes for checkpoint in stored),
+        compressed_bytes=sum(checkpoint.compressed_bytes for checkpoint in stored),
+    )
 
 
 def _stored(folder: Path) -> StoredCheckpoint:
@@ -149,7 +136,7 @@ def _stored(folder: Path) -> StoredCheckpoint:
         original = sum(map(original_size, files))
         needed = needed_by(folder)
         base = needed.name if needed else base_of(files[0], folder)[0]
-    return StoredCheckpoint(folder.name, base, original, size)
+    return StoredCheckpoint(folder.name, base, original_bytes=original, compressed_bytes=size)
 
 
 def remove_checkpoint(folder: str | os.PathLike, rebase: bool = False) -> None:

@@ -6,10 +6,11 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Hashable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from hf_ext.display import megabytes, percent
 from hf_ext.fm_delta.folder import ModelFolder
+from hf_ext.fm_delta.sizes import Sizes
 from hf_ext.storage.delta.codec import DEFAULT_LEVEL, encode_raw
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.open import open_checkpoint
@@ -21,28 +22,16 @@ SAMPLES = 2  # of the tensors that differ only in the numbers of their names, as
 
 
 @dataclass(frozen=True)
-class SizeEstimate:
+class SizeEstimate(Sizes):
     """An estimate of a checkpoint's compressed size. Sizes are in bytes, without the headers of files.
 
     Attributes:
         base: None without a base.
-        original_bytes: of all tensors.
-        compressed_bytes: the estimate.
         sampled_bytes: size of the tensors that were compressed for the estimate.
     """
 
     base: str | None
-    original_bytes: int
-    compressed_bytes: int
     sampled_bytes: int
-
-    @property
-    def ratio(self) -> float:
-        """Compressed size as a share of the original."""
-        return self.compressed_bytes / max(self.original_bytes, 1)
-
-    def to_dict(self) -> dict:
-        return asdict(self) | {"ratio": self.ratio}
 
     def summary(self) -> str:
         """Returns the estimate in one line."""
@@ -86,7 +75,8 @@ def estimate_size(source: TensorSource, base: TensorSource, level: int = DEFAULT
             original, sampled = original + total, sampled + sample
             compressed += round(sum(sizes) * total / sample) if sample else sum(sizes)
             bar.update()
-    return SizeEstimate(None if isinstance(base, NoBase) else str(base.name), original, compressed, sampled)
+    base_name = None if isinstance(base, NoBase) else str(base.name)
+    return SizeEstimate(base_name, sampled, original_bytes=original, compressed_bytes=compressed)
 
 
 def _compressed(name: str, tensor: RawTensor, base: TensorSource, level: int) -> bytes:
