@@ -1,6 +1,7 @@
 """Hooks of MkDocs (see mkdocs.yml), which make pages of files outside this folder.
 
 - Each public module gets a page of the reference: everything in its `__all__`. mkdocstrings fills it from the docstrings.
+- The help texts of `hf-ext` make a page of the command line.
 - CHANGELOG.md and SECURITY.md become pages.
 - A notebook becomes a page with its outputs, which offers the notebook for download.
 - A link to a file outside this folder leads to a page that shows the file.
@@ -16,13 +17,17 @@ import re
 import types
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from hf_ext.cli.main import app
+
 ROOT = Path(__file__).parent.parent
-MODULES = ("emr", "errors", "fm_delta", "pissa", "trans_lora", "uni_med", "weight_sync")
+MODULES = ("emr", "errors", "fm_delta", "pissa", "storage", "trans_lora", "uni_med", "weight_sync")
 ROOT_PAGES = ("CHANGELOG.md", "SECURITY.md")
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)[^)#\s]+")
 LANGUAGES = {".py": "python", ".md": "markdown"}
@@ -35,7 +40,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
         files.append(File.generated(config, f"notebooks/{notebook.name}", abs_src_path=str(notebook)))
         made |= tutorial(notebook)
-    made |= {"reference/index.md": overview(), **{f"reference/{module}.md": reference(module) for module in MODULES}}
+    made |= {
+        "reference/index.md": overview(),
+        "reference/cli.md": command_line(),
+        **{f"reference/{module}.md": reference(module) for module in MODULES},
+    }
     for page in files.documentation_pages():
         targets = {outside(page.src_uri, link) for link in LINK.findall(page.content_string)} - {"", *ROOT_PAGES}
         made = {f"{target}.md": source(target) for target in targets} | made
@@ -121,6 +130,21 @@ def reference(module: str) -> str:
     """Returns the page of a public module."""
     found = import_module(f"hf_ext.{module}")
     return "\n\n".join([f"# hf_ext.{module}", found.__doc__, *(f"::: hf_ext.{module}.{name}" for name in public(found))])
+
+
+def command_line() -> str:
+    """Returns the page of the command line: the help of `hf-ext` and of each command."""
+    group = typer.main.get_command(app)
+
+    def help_of(command: Any, name: str, parent: Any = None) -> tuple[Any, str]:
+        context = command.context_class(command, info_name=name, parent=parent, max_content_width=100, terminal_width=100)
+        return context, f"```text\n{command.get_help(context).rstrip()}\n```"
+
+    root, text = help_of(group, "hf-ext")
+    parts = ["# Command line", text]
+    for name, command in sorted(group.commands.items()):
+        parts += [f"## hf-ext {name}", help_of(command, name, root)[1]]
+    return "\n\n".join(parts)
 
 
 def public(module: types.ModuleType) -> list[str]:
