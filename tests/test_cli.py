@@ -127,7 +127,7 @@ for name, folder in (("base", sys.argv[2]), ("tuned", sys.argv[1])):
     HfApi().upload_folder(repo_id=f"user/{name}", folder_path=folder)
 codes = [
     main(["compress", "user/tuned", "--base", sys.argv[2], "--push-to-hub", "user/small"]),
-    main(["compress", "user/tuned", "--base", "user/base", "--push-to-hub", "user/small"]),
+    main(["compress", "user/tuned", "--base", "user/base", "--push-to-hub", "small"]),  # in the user's own namespace
     main(["compress", "user/tuned", "--base", "user/base", "--out", sys.argv[3]]),
 ]
 HfApi().snapshot_download("user/small", local_dir=sys.argv[4])
@@ -136,7 +136,7 @@ sys.exit(codes != [2, 0, 0])
         arguments = (src, base, tmp_path / "out", tmp_path / "pushed")
         done = python("-c", script, *arguments, env=hub.client_env(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "others cannot read the base" in done.stderr and "Pushed to user/small." in done.stdout
+    assert "others cannot read the base" in done.stderr and "Pushed to small." in done.stdout
     for folder in ("out", "pushed"):
         assert not any(path.is_symlink() for path in (tmp_path / folder).rglob("*"))
         assert fm_delta.inspect(tmp_path / folder).base == "user/base"
@@ -164,6 +164,8 @@ def test_find_base_prints_a_table_or_json_of_the_same_report(folder, capsys):
     report = fm_delta.find_base(*arguments[1:2], arguments[2:])
     assert run(capsys, *arguments)[:2] == (0, f"{report}\n") and report.verdict == "sure"
     assert json.loads(run(capsys, *arguments, "--json")[1]) == report.to_dict()
+    stranger = write_folder(folder / "stranger", weights(seed=5))
+    assert run(capsys, "find-base", folder / "tuned", stranger)[0] == 1
 
 
 def test_many_models_are_compressed_and_one_that_fails_is_told_by_the_exit_code(folder, capsys):
@@ -646,6 +648,33 @@ def test_an_interrupted_run_says_what_it_has_left(folder, monkeypatch, capsys):
     assert run(capsys, *command, folder / "out") == (130, "", "hf-ext: interrupted; nothing was written.\n")
     left = f"hf-ext: interrupted; {folder / 'small'} is unchanged, or has the whole model.\n"
     assert run(capsys, *command, folder / "small") == (130, "", left)
+
+
+def test_ctrl_c_while_the_command_starts_prints_one_line():
+    code = """
+import importlib.abc, runpy, signal, sys
+class Interrupt(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("hf_ext", run_name="__main__")
+"""
+    done = process("verify", "small", of=("-c", code))
+    assert (done.returncode, done.stderr) == (130, "hf-ext: interrupted.\n")
+
+
+def test_a_folder_without_config_json_gets_a_note(folder, capsys):
+    for name in ("tuned", "small"):
+        (folder / name / "config.json").unlink()
+    tuned, small, base = folder / "tuned", folder / "small", folder / "base"
+    for command, bare in (
+        (["compress", tuned, "--base", base, "--out", folder / "out"], tuned),
+        (["decompress", small, "--base", base, "--out", folder / "back"], folder / "back"),
+        (["verify", small, "--base", base], small),
+    ):
+        code, _, err = run(capsys, *command)
+        assert (code, err) == (0, f"hf-ext: {bare} has no config.json; from_pretrained will need it.\n")
 
 
 def test_another_tool_runs_with_the_package_imported(tmp_path, monkeypatch, capsys):

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
-from hf_ext.cli.command import MovedBase, Result, Section, argument, drawn, option, say
+from hf_ext.cli.command import MovedBase, Result, Section, argument, drawn, note_missing_config, option, say
 
 section = Section(
     "Inspect a compressed model or a merge, and check it",
@@ -46,6 +46,7 @@ def inspect(
 def verify(src: Stored, base: MovedBase = None) -> Result:
     folder = local(src)
     count = method_of(folder).verify(folder, base=base)
+    note_missing_config(folder)
     return Result(f"All {count} tensors of {src} match their checksums.", {"src": src, "tensors": count})
 
 

@@ -202,7 +202,7 @@ def folder_to_push(out: str | None, repo_id: str | None) -> Iterator[str]:
     failures = (HTTPError, ValueError, OSError)  # invalid names and cards are ValueErrors
     if repo_id:
         try:
-            HfApi().create_repo(repo_id, exist_ok=True)
+            repo_id = HfApi().create_repo(repo_id, exist_ok=True).repo_id  # with the user's name, if it had none
         except failures as error:
             raise HfExtError(f"The repository {repo_id} cannot be written, so nothing was done: {first_line(error)}") from error
     folder = out or mkdtemp(prefix="hf-ext-")
@@ -219,6 +219,14 @@ def folder_to_push(out: str | None, repo_id: str | None) -> Iterator[str]:
             raise HfExtError(f"{folder} is written, but its upload to {repo_id} failed: {first_line(error)}") from error
     if out is None:
         shutil.rmtree(folder)
+
+
+def note_missing_config(folder: str | os.PathLike) -> None:
+    """Prints a note if a model's folder has no config.json."""
+    from hf_ext.storage.layout import ADAPTER_CONFIG, CONFIG
+
+    if os.path.isdir(folder) and not any(os.path.exists(os.path.join(folder, name)) for name in (CONFIG, ADAPTER_CONFIG)):
+        say(f"{folder} has no {CONFIG}; from_pretrained will need it.")
 
 
 def drawn(draw: Callable[[], object]) -> str:

@@ -24,6 +24,7 @@ from hf_ext.cli.command import (
     flag,
     folder_to_push,
     mistake,
+    note_missing_config,
     option,
 )
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
@@ -117,6 +118,7 @@ def compress(
                 f"{reason} `hf-ext find-base {src}` looks for the base; --no-base compresses without one; --any-base accepts "
                 "this one."
             )
+    note_missing_config(src)
     if dry_run:
         estimate = fm_delta.estimate(src, base, revision, level)
         return Result(found + estimate.summary(), estimate.to_dict())
@@ -139,6 +141,7 @@ def decompress(
     from hf_ext import fm_delta
 
     fm_delta.decompress_checkpoint(src, out, base=base)
+    note_missing_config(out)
     return Result(f"{out} holds the original weights, and the other files of {src}.", {"out": out})
 
 
@@ -147,7 +150,8 @@ def decompress(
     "  hf-ext find-base my-bert                                  # among the models it names and the local Hub cache\n"
     "  hf-ext find-base my-bert google-bert/bert-base-uncased ../other-bert",
     "Tries the models that config.json and the model card name, then compares a few KB of each tensor. It can report "
-    "another fine-tune of the same base. Such a model works as a base too, but then you must keep it.",
+    "another fine-tune of the same base. Such a model works as a base too, but then you must keep it. The exit code is 1 if "
+    "no candidate fits.",
 )
 def find_base(
     src: Src,
@@ -158,7 +162,7 @@ def find_base(
     from hf_ext import fm_delta
 
     report = fm_delta.find_base(src, candidates or None)
-    return Result(str(report), report.to_dict())
+    return Result(str(report), report.to_dict(), failed=report.best is None)
 
 
 @many_models.command(

@@ -66,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> Any:
             stream.reconfigure(errors="backslashreplace")  # for encodings that lack letters of our tables
     try:
         return typer.main.get_command(app).main(arguments, prog_name="hf-ext", standalone_mode=False)
+    except typer.Abort:  # Ctrl-C outside the command's own work
+        raise KeyboardInterrupt from None
     except OSError as error:  # of printing: commands report their own errors
         sys.stdout = open(os.devnull, "w")  # the old one would fail again at the end of the process
         print(f"hf-ext: the result could not be printed: {error}", file=sys.stderr)
