@@ -35,7 +35,7 @@ import numpy as np
 import torch
 import xxhash
 import zstandard
-from measuring import print_table
+from measuring import one_thread, print_table, run_sections
 from safetensors.numpy import load
 from safetensors.torch import save_file
 
@@ -294,21 +294,17 @@ def cell(results: Counter[str]) -> str:
     return ", ".join(f"{results[result]} {result}" for result in RESULTS if results[result])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tries", type=int, default=300, help="attempts for each attack and format")
-    parser.add_argument("--json", type=Path, help="also write every number to this file")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+def attacks(args: argparse.Namespace) -> dict:
+    """Counts the results of each attack on each format."""
     found: dict[str, dict[str, Counter[str]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with one_thread(), tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         write_models(root)
         formats = store(root)
         for kind, form in formats.items():
             right = {name: xxhash.xxh3_64_intdigest(data) for name, data in form.read(root / kind / "one").items()}
-            attacks = DAMAGE | ({"forged": form.forge} if form.forge else {})
-            for number, (attack, change) in enumerate(attacks.items()):
+            changes = DAMAGE | ({"forged": form.forge} if form.forge else {})
+            for number, (attack, change) in enumerate(changes.items()):
                 rng = np.random.default_rng(number)
                 results = Counter(attempt(root, kind, form, change, rng, right) for _ in range(args.tries))
                 found.setdefault(attack, {})[kind] = results
@@ -318,9 +314,10 @@ def main() -> None:
             found.setdefault("another base in its place", {})[kind] = Counter([result])
     rows = [[attack, *(cell(by_kind.get(kind, Counter())) for kind in formats)] for attack, by_kind in found.items()]
     print_table(f"{args.tries} attempts each", ["", *formats], rows)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tries", type=int, default=300, help="attempts for each attack and format")
+    run_sections(parser, {"attacks": attacks})

@@ -10,13 +10,11 @@ import argparse
 import statistics
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from fine_tunes import FILES, minilm, read_split
-from measuring import peak_of, print_table, run_sections, timed
+from measuring import TORCH, fresh, peak_of, print_table, ratio, run_sections, size_of, timed
 from peft.utils.merge_utils import task_arithmetic, ties
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer
@@ -25,15 +23,10 @@ from transformers.utils import logging
 
 from hf_ext import emr
 
-TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 REFERENCE_TASKS = ["trec", "cr", "subj", "sst2"]
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()
-
-
-def size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 # ---- accuracy --------------------------------------------------------------------------------------------------------
@@ -208,16 +201,15 @@ def merging(args: argparse.Namespace) -> dict:
         for i, name in enumerate(ways):
             found[name]["bytes"] = size_of(Path(scratch, str(i)))
         for name, way in (ways | {"libraries alone": nothing}).items():
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh_process:
-                found[name]["peak"] = fresh_process.submit(peak_of, way, minilm(), tasks, Path(scratch, "peak")).result()
+            found[name]["peak"] = fresh(peak_of, way, minilm(), tasks, Path(scratch, "peak"))
     least = found["libraries alone"]["peak"]
     plain = found["formula in PyTorch"]
     rows = []
     for name in ways:
         seconds, extra = found[name]["seconds"], found[name]["peak"] - least
-        ratio = statistics.median(a / b for a, b in zip(plain["seconds"], seconds))
         memory = [f"{found[name]['peak']:.0f}", f"{extra:.0f} ({extra / (plain['peak'] - least):.2f})"]
-        rows.append([name, f"{statistics.median(seconds):.2f}", f"{ratio:.2f} ×", *memory, f"{found[name]['bytes'] / 1e6:.1f}"])
+        speed = [f"{statistics.median(seconds):.2f}", f"{ratio(plain['seconds'], seconds):.2f} ×"]
+        rows.append([name, *speed, *memory, f"{found[name]['bytes'] / 1e6:.1f}"])
     header = ["way", "seconds", "speed", "peak, MB", "above the libraries', MB", "on disk, MB"]
     print_table(f"Merging {len(tasks)} tasks from folders to a folder, median of {args.runs}", header, rows)
     return found

@@ -29,10 +29,10 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from emr import combined, peers, size_of
+from emr import combined, peers
 from fine_tunes import read_split
 from language_model import save, train
-from measuring import print_table, run_sections
+from measuring import print_table, run_sections, size_of
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTrainedModel, set_seed
 from transformers.utils import logging

@@ -10,27 +10,24 @@ Every codec must restore the same bits of every measured tensor; otherwise the r
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from multiprocessing import get_context
 from pathlib import Path
 
-import numpy as np
 import torch
-from alone import alone
 from fine_tunes import FILES, minilm
-from links import cold, links
-from load_from_hub import load_and_read
-from measuring import peak_of, print_table, run_sections, timed
-from pairs import QUANTIZED, TORCH, Pair, compress_checked, load_pairs, ours
-from peers import all_peers, zstd_xor_planes
+from measuring import TORCH, fresh, in_turns, one_thread, peak_of, print_table, run_sections, timed
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from scale import scale
-from switching import switching
-from transformers import AutoConfig, AutoModel
+from sections.alone import alone
+from sections.links import cold, links
+from sections.load_from_hub import empty_model, load_and_read
+from sections.pairs import QUANTIZED, Pair, compress_checked, load_pairs, measure, ours, speed_row, write_models
+from sections.peers import Peer, all_peers, zstd_xor_planes
+from sections.scale import scale
+from sections.switching import switching
+from transformers import AutoModel
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers.utils import logging
 
@@ -101,14 +98,13 @@ def speed(args: argparse.Namespace, dtype: str) -> dict:
 
     All peers run in every round, each round from another first peer; an untimed round before warms up and verifies.
     """
-    default_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     pairs = [pair for pair in load_pairs(args.pairs / args.tasks[0], dtype) if pair.dense]
     megabytes = sum(pair.x.nbytes for pair in pairs) / 1e6
     variants = [ours(), ours(level=1), *(ours(instructions=each) for each in _native.instruction_sets()[1:-1])]
     twice = [replace(peer, name=f"{peer.name}, 2 threads") for peer in variants[:2]]
     peers = [*variants, *twice, *all_peers()]
-    blobs = {peer.name: compress_checked(peer, pairs, dtype) for peer in peers}
+    with one_thread():
+        blobs = {peer.name: compress_checked(peer, pairs, dtype) for peer in peers}
 
     def compress(peer, mapping):
         list(mapping(lambda pair: peer.compress(pair.x, pair.base, dtype), pairs))
@@ -117,14 +113,13 @@ def speed(args: argparse.Namespace, dtype: str) -> dict:
         list(mapping(lambda pair, blob: peer.decompress(blob, pair.base, dtype, pair.x.shape), pairs, blobs[peer.name]))
 
     found = {peer.name: {"compress": [], "decompress": []} for peer in peers}
-    with ThreadPoolExecutor(2) as pool:  # as whole checkpoints are worked on: a tensor a thread
+    with one_thread(), ThreadPoolExecutor(2) as pool:  # as whole checkpoints are worked on: a tensor a thread
         for i in range(args.runs):
             for peer in peers[i % len(peers) :] + peers[: i % len(peers)]:
                 mapping = pool.map if peer.name.endswith("threads") else map
                 found[peer.name]["compress"].append(megabytes / timed(compress, peer, mapping))
                 found[peer.name]["decompress"].append(megabytes / timed(decompress, peer, mapping))
 
-    torch.set_num_threads(default_threads)
     rows = []
     for name, directions in found.items():
         row = [name]
@@ -137,40 +132,23 @@ def speed(args: argparse.Namespace, dtype: str) -> dict:
     return found
 
 
-def empty_model(folder: str) -> None:
-    """Builds the model of a folder without weights: the part of a load that does not depend on them."""
-    with torch.device("meta"):
-        Classifier.from_config(AutoConfig.from_pretrained(folder))
-
-
 def load(args: argparse.Namespace, dtype: str) -> dict:
     """Returns the seconds to load the plain and the compressed first task, warm, and the peak memory of fresh processes in
     MB."""
     with tempfile.TemporaryDirectory() as scratch:
-        base, plain, packed, again = (str(Path(scratch) / name) for name in ("base", "plain", "packed", "again"))
-        AutoModel.from_pretrained(minilm(), dtype=TORCH[dtype]).save_pretrained(base)
-        Classifier.from_pretrained(args.pairs / args.tasks[0], dtype=TORCH[dtype]).save_pretrained(plain)
-        compress_checkpoint(plain, base, packed)
-
+        base, plain, packed = map(str, write_models(args, dtype, Path(scratch)))
         expected, loaded = (Classifier.from_pretrained(folder).state_dict() for folder in (plain, packed))
         if expected.keys() != loaded.keys() or not all(torch.equal(expected[key], loaded[key]) for key in expected):
             raise SystemExit(f"the compressed folder does not load the same weights in {dtype}")
-
-        seconds = {"plain": [], "compressed": []}
-        for _ in range(args.runs):
-            seconds["plain"].append(timed(load_and_read, plain))
-            seconds["compressed"].append(timed(load_and_read, packed))
-
-        peaks = {
+        ways = {"plain": lambda: load_and_read(plain), "compressed": lambda: load_and_read(packed)}
+        seconds = in_turns(ways, args.runs)
+        actions = {
             "model without weights": (empty_model, plain),
             "from_pretrained, plain": (load_and_read, plain),
             "from_pretrained, compressed": (load_and_read, packed),
-            "compress_checkpoint": (compress_checkpoint, plain, base, again),
+            "compress_checkpoint": (compress_checkpoint, plain, base, str(Path(scratch, "again"))),
         }
-        for what, call in peaks.items():
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh_process:
-                peaks[what] = fresh_process.submit(peak_of, *call).result()
-
+        peaks = {what: fresh(peak_of, *action) for what, action in actions.items()}
     rows = [[what, f"{statistics.median(times):.3f}"] for what, times in seconds.items()]
     print_table(f"{dtype}, {args.tasks[0]}: warm from_pretrained, median of {args.runs}", ["folder", "seconds"], rows)
     rows = [[what, f"{peak:.0f}"] for what, peak in peaks.items()]
@@ -264,30 +242,8 @@ def quantized(args: argparse.Namespace) -> dict:
     """Returns results for the dense matrices of the first task in one-byte types: per cent of the original, MB/s on one
     thread."""
     peers = [ours(), *(peer for peer in all_peers() if peer.name in ("zstd-3 raw", "zstd-3 XOR planes", "zipnn", "memcpy"))]
-    found = {}
-    for dtype in QUANTIZED:
-        pairs = load_pairs(args.pairs / args.tasks[0], dtype)
-        total = sum(pair.x.nbytes for pair in pairs)
-        rows = []
-        for peer in peers:
-            blobs = compress_checked(peer, pairs, dtype)
-            share = sum(map(len, blobs)) / total
-
-            def compress(peer=peer, pairs=pairs, dtype=dtype):
-                for pair in pairs:
-                    peer.compress(pair.x, pair.base, dtype)
-
-            def decompress(peer=peer, pairs=pairs, dtype=dtype, blobs=blobs):
-                for pair, blob in zip(pairs, blobs):
-                    peer.decompress(blob, pair.base, dtype, pair.x.shape)
-
-            speeds = [total / 1e6 / statistics.median(timed(way) for _ in range(args.runs)) for way in (compress, decompress)]
-            found.setdefault(dtype, {})[peer.name] = {"share": share, "compress": speeds[0], "decompress": speeds[1]}
-            rows.append([peer.name, f"{100 * share:.1f} %", *(f"{speed:.0f}" for speed in speeds)])
-        changed = sum(int((pair.x != pair.base).sum()) for pair in pairs) / sum(pair.x.size for pair in pairs)
-        title = f"{dtype}, dense of {args.tasks[0]}: {100 * changed:.1f} % of the values are not the base's"
-        print_table(title, ["codec", "of the original", "compress, MB/s", "decompress, MB/s"], rows)
-    return found
+    pairs = {dtype: load_pairs(args.pairs / args.tasks[0], dtype) for dtype in QUANTIZED}
+    return {dtype: speeds(f"{dtype}, dense of {args.tasks[0]}", pairs[dtype], dtype, peers, args.runs) for dtype in QUANTIZED}
 
 
 def language_model(args: argparse.Namespace) -> dict:
@@ -295,29 +251,22 @@ def language_model(args: argparse.Namespace) -> dict:
     {peer: {…}}}."""
     if args.lm is None:
         raise SystemExit("the section language_model needs --lm, the folder that benchmarks/language_model.py makes")
-    default_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    found = {}
+    peers, results = [ours(), ours(level=1), *all_peers()], {}
     for name in ("full", "lora", "light"):
         pairs = load_pairs(args.lm / name, "bf16", args.lm / "base")
-        megabytes = sum(pair.x.nbytes for pair in pairs) / 1e6
-        rows = []
-        for peer in [ours(), ours(level=1), *all_peers()]:
-            start = time.perf_counter()
-            blobs = [peer.compress(pair.x, pair.base, "bf16") for pair in pairs]
-            middle = time.perf_counter()
-            back = [peer.decompress(blob, pair.base, "bf16", pair.x.shape) for pair, blob in zip(pairs, blobs)]
-            speeds = [megabytes / seconds for seconds in (middle - start, time.perf_counter() - middle)]
-            if not all(np.array_equal(x, pair.x) for x, pair in zip(back, pairs)):
-                raise SystemExit(f"{peer.name} does not give back {name}")
-            share = sum(map(len, blobs)) / megabytes / 1e6
-            found.setdefault(name, {})[peer.name] = {"share": share, "compress": speeds[0], "decompress": speeds[1]}
-            rows.append([peer.name, f"{100 * share:.2f} %", *(f"{speed:.0f}" for speed in speeds)])
-        changed = sum(int((pair.x != pair.base).sum()) for pair in pairs) / sum(pair.x.size for pair in pairs)
-        title = f"SmolLM2-135M, {name}, bf16: {100 * changed:.1f} % of the values changed"
-        print_table(title, ["codec", "of the original", "compress, MB/s", "decompress, MB/s"], rows)
-    torch.set_num_threads(default_threads)
-    return found
+        results[name] = speeds(f"SmolLM2-135M, {name}, bf16", pairs, "bf16", peers, 1)
+    return results
+
+
+def speeds(what: str, pairs: list[Pair], dtype: str, peers: list[Peer], runs: int) -> dict:
+    """Returns the size and the speeds of each peer, and prints them."""
+    with one_thread():
+        figures = {peer.name: measure(peer, pairs, dtype, runs) for peer in peers}
+    changed = sum(int((pair.x != pair.base).sum()) for pair in pairs) / sum(pair.x.size for pair in pairs)
+    title = f"{what}: {100 * changed:.1f} % of the values changed"
+    header = ["codec", "of the original", "compress, MB/s", "decompress, MB/s"]
+    print_table(title, header, [speed_row(name, measured) for name, measured in figures.items()])
+    return figures
 
 
 def in_each_type(section: Callable[[argparse.Namespace, str], dict]) -> Callable[[argparse.Namespace], dict]:

@@ -6,10 +6,16 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
+
+TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
@@ -45,6 +51,26 @@ def peak_of(action: Callable, *args) -> float:
     """Returns the peak memory of this process in MB after one call. On Linux, ru_maxrss would include that of its parent."""
     action(*args)
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
+
+
+def fresh(action: Callable, *args) -> Any:
+    """Returns the result of one call in a fresh process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(action, *args).result()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Runs PyTorch on one thread in a `with` block."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def size_of(folder: Path, pattern: str = "*") -> int:
+    """Returns the bytes of the files below a folder whose names match."""
+    return sum(path.stat().st_size for path in folder.rglob(pattern) if path.is_file())
 
 
 def run_sections(parser: argparse.ArgumentParser, sections: Mapping[str, Callable[[argparse.Namespace], dict]]) -> None:

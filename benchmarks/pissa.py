@@ -11,13 +11,11 @@ import copy
 import statistics
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 
 import torch
 from fine_tunes import minilm
-from measuring import in_turns, peak_of, print_table, ratio, run_sections, timed
+from measuring import fresh, in_turns, peak_of, print_table, ratio, run_sections, timed
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaModel
@@ -300,8 +298,7 @@ def memory(args: argparse.Namespace) -> dict:
         layers = [parameter.numel() for name, parameter in model.named_parameters() if "proj" in name]
         del model
         for name, action in {"load in 4 bits": load_only, "load in 4 bits, QPissaConfig": load_and_adapt}.items():
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh_process:
-                found[name] = fresh_process.submit(peak_of, action, folder).result()
+            found[name] = fresh(peak_of, action, folder)
     first, second = found.values()
     rows = [[name, f"{peak:.0f}"] for name, peak in found.items()]
     rows += [["the difference", f"{second - first:.0f}"], ["the largest layer in float32", f"{4 * max(layers) / 1e6:.0f}"]]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import zstandard
 from fine_tunes import minilm
-from measuring import print_table, run_sections, timed
+from measuring import one_thread, print_table, run_sections, timed
 from safetensors.torch import load_file
 
 from hf_ext.storage.delta import codec
@@ -119,20 +119,18 @@ def steps(args: argparse.Namespace) -> dict:
     for rate in RATES if args.lm else ():
         folders = [args.lm / f"step-{rate}" / end / "model.safetensors" for end in ("0", "1")]
         pairs[f"SmolLM2, lr {rate}"] = lambda folders=folders: (load_file(folders[0]), load_file(folders[1]))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     found, rows = {}, []
     for name, load in pairs.items():
         base, step = load()
         least = entropy(base, step)
-        found[name] = {"changed": changed(base, step), "entropy": least} | measure(base, step, args.runs)
+        with one_thread():
+            found[name] = {"changed": changed(base, step), "entropy": least} | measure(base, step, args.runs)
         row = [name, f"{100 * found[name]['changed']:.2f} %", f"{least:.4f}"]
         for way in WAYS:
             figures = found[name][way]
             row += [f"{figures['bits']:.4f} ({figures['bits'] / least:.2f} ×)"]
             row += [f"{statistics.median(figures[what]):.2f}" for what in ("encode", "apply")]
         rows.append(row)
-    torch.set_num_threads(threads)
     header = ["step", "changed", "entropy", *(cell for way in WAYS for cell in (way, "encode", "apply"))]
     print_table("Bits per parameter; GB of original per second, one thread", header, rows)
     return found

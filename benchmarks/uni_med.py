@@ -12,11 +12,9 @@ import ctypes
 import gc
 import statistics
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import torch
-from measuring import in_turns, peak_of, print_table, ratio, run_sections
+from measuring import fresh, in_turns, peak_of, print_table, ratio, run_sections
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, ViTConfig
 from transformers.utils import logging
@@ -129,8 +127,7 @@ def connector(args: argparse.Namespace) -> dict:
                 del made
                 gc.collect()
             for way in ("loop", "hf_ext", "hf_ext sparse"):
-                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-                    peaks[way] = pool.submit(memory, way, router, TYPES[name], args.device).result()
+                peaks[way] = fresh(memory, way, router, TYPES[name], args.device)
             soft, sparse, both = times.values()
             loop = statistics.median(soft["loop"])
             rows.append(["loop", f"{loop:.2f}", "1.00", "", f"{peaks['loop']:,.0f}"])

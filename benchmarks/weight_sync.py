@@ -43,7 +43,7 @@ import numpy as np
 import torch
 import zstandard
 from datasets import Dataset
-from measuring import print_table, ratio, run_sections
+from measuring import one_thread, print_table, ratio, run_sections
 from safetensors.torch import load_file, save_file
 from small_steps import WAYS as XOR_AND_OURS
 from small_steps import Tensors, bits, changed, values, zstd_apply, zstd_encode
@@ -138,21 +138,19 @@ class Measure(TrainerCallback):
 
     def on_step_end(self, args, state, control, **others) -> None:
         base, self.weights = self.weights, self.rounded()
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
         self.found["changed"].append(changed(base, self.weights))
-        for way, (encode, apply) in WAYS.items():
-            figures, live = self.found[way], self.live[way]
-            start = time.process_time()
-            blobs = encode(self.weights, base)
-            encoded = time.process_time()
-            apply(blobs, live)
-            figures["apply"].append(time.process_time() - encoded)
-            figures["encode"].append(encoded - start)
-            figures["bytes"].append(sum(map(len, blobs)))
-            if any(not np.array_equal(bits(live[name]), bits(weight)) for name, weight in self.weights.items()):
-                raise SystemExit(f"{way} does not give back the weights of step {state.global_step}")
-        torch.set_num_threads(threads)
+        with one_thread():
+            for way, (encode, apply) in WAYS.items():
+                figures, live = self.found[way], self.live[way]
+                start = time.process_time()
+                blobs = encode(self.weights, base)
+                encoded = time.process_time()
+                apply(blobs, live)
+                figures["apply"].append(time.process_time() - encoded)
+                figures["encode"].append(encoded - start)
+                figures["bytes"].append(sum(map(len, blobs)))
+                if any(not np.array_equal(bits(live[name]), bits(weight)) for name, weight in self.weights.items()):
+                    raise SystemExit(f"{way} does not give back the weights of step {state.global_step}")
         self.keep(state.global_step)
 
 

@@ -51,7 +51,7 @@ def tuned(tmp_path_factory):
     return folder
 
 
-def test_a_compressed_checkpoint_says_how_small_it_is_and_how_to_have_it_plain(tuned):
+def test_the_card_of_a_compressed_checkpoint_shows_size_and_use(tuned):
     data, text = valid_card(tuned / "small", "fm_delta")
     report = fm_delta.inspect(tuned / "small")
     parameters = sum(tensor.parameters for tensor in report.tensors)
@@ -70,7 +70,7 @@ def test_a_model_that_is_compressed_without_a_base_names_none(tuned, tmp_path):
     assert data.base_model is None and data.license is None and "hf-ext decompress" in text
 
 
-def test_an_enabled_model_and_a_trainers_checkpoints_have_the_card_of_their_own_weights(tuned, tmp_path):
+def test_models_and_trainer_checkpoints_have_cards_of_their_own(tuned, tmp_path):
     model = fm_delta.enable(perturb(bert(), 2), tuned / "base")
     train(model, tmp_path / "run", max_steps=2)
     model.save_pretrained(tmp_path / "final")
@@ -79,7 +79,7 @@ def test_an_enabled_model_and_a_trainers_checkpoints_have_the_card_of_their_own_
         assert f"{fm_delta.inspect(folder).compressed_bytes / 1e6:.2f} MB" in text
 
 
-def test_the_checkpoints_of_a_series_name_what_they_are_stored_against(tmp_path):
+def test_cards_of_a_series_name_the_checkpoints_bases(tmp_path):
     base = weights()
     write_folder(tmp_path / "base", base)
     steps = [fine_tune(base, 1)]
@@ -174,7 +174,7 @@ def snippets(text: str, names: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [PissaConfig, QPissaConfig, "lora"])
-def test_without_a_type_of_task_the_class_of_the_base_says_how_to_load_it(llama, tmp_path, kind):
+def test_without_a_task_type_the_bases_class_is_shown(llama, tmp_path, kind):
     config = (PissaConfig if kind == "lora" else kind)(r=4, target_modules=["q_proj"])
     model = trained(load(llama), config)
     saved = pissa.convert_to_lora(model) if kind == "lora" else model
@@ -189,19 +189,19 @@ def test_without_a_type_of_task_the_class_of_the_base_says_how_to_load_it(llama,
     assert torch.allclose(logits(scope["model"]), logits(model), atol=1e-4)
 
 
-def test_the_tables_of_transformers_are_read_as_importing_them_gives_them():
+def test_tables_of_transformers_are_read_without_import():
     for table in {table for tables in cards.TASKS.values() for table in tables}:
         imported = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").values()
         classes = {name for entry in imported for name in ([entry] if isinstance(entry, str) else entry)}
         assert classes and classes <= cards.auto_classes()[f"MODEL_FOR_{table}_MAPPING_NAMES"]
 
 
-def test_a_class_of_the_users_own_is_not_said_to_be_one_of_transformers():
+def test_a_users_class_is_not_shown_as_one_of_transformers():
     card = cards.adapter_card("pissa", "user/base", None, [], "MyModel", config=PissaConfig(r=2))
     assert "import AutoModel\n" in card.text and card.data.pipeline_tag is None
 
 
-def test_an_adapter_that_is_trained_further_still_knows_what_it_started_from(llama, tmp_path):
+def test_an_adapter_trained_further_keeps_its_start(llama, tmp_path):
     trained(load(llama), adapter_config(PissaConfig)).save_pretrained(tmp_path / "one")
     config = PissaConfig.from_pretrained(tmp_path / "one")
     again = PeftModel.from_pretrained(load(llama), tmp_path / "one", config=config, is_trainable=True)
@@ -245,7 +245,7 @@ def test_the_hub_id_of_a_local_base_comes_from_its_own_files(tuned, tmp_path, mo
 
 
 @pytest.mark.parametrize("text", ['{"_name_or_path": "base"}', '{"_name_or_path": "./a/b"}', '{"_name_or_path": 3}', "[", "{}"])
-def test_a_local_base_without_a_hub_id_is_not_named_in_the_metadata(tmp_path, text):
+def test_metadata_names_no_local_base(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     assert cards.origin_of(tmp_path) is None and cards.origin_of("user/tiny") == "user/tiny"
 
@@ -304,7 +304,7 @@ def test_a_card_of_the_source_is_kept_to_the_last_byte_both_ways(tuned, tmp_path
     assert contents(tmp_path / "back") == contents(tmp_path / "tuned")
 
 
-def test_a_written_card_that_somebody_changed_is_a_file_of_theirs(tuned, tmp_path):
+def test_a_card_that_a_user_changed_is_kept(tuned, tmp_path):
     shutil.copytree(tuned / "small", tmp_path / "small")
     with open(tmp_path / "small/README.md", "a") as card:
         card.write("\nTrained on my own mails.\n")
@@ -319,7 +319,7 @@ def test_a_folder_without_a_configuration_gets_no_card(tmp_path):
     assert contents(tmp_path / "small").keys() == {"model.safetensors"}
 
 
-def test_a_card_of_what_was_there_before_does_not_stay_with_plain_weights(tuned, merged, tmp_path):
+def test_plain_weights_drop_the_card_of_older_contents(tuned, merged, tmp_path):
     fm_delta.compress_checkpoint(tuned / "tuned", tuned / "base", tmp_path / "out")
     fm_delta.decompress_checkpoint(tuned / "small", tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tuned / "tuned")
@@ -333,7 +333,7 @@ def test_a_card_of_what_was_there_before_does_not_stay_with_plain_weights(tuned,
 
 
 @pytest.mark.parametrize("way", ["compress", "decompress"])
-def test_a_card_of_the_users_stays_where_the_source_has_one_that_nobody_wrote(tuned, llama, tmp_path, way):
+def test_a_users_card_wins_over_a_generated_one_of_the_source(tuned, llama, tmp_path, way):
     source, copy = {
         "compress": ("tuned", lambda src, out: fm_delta.compress_checkpoint(src, tuned / "base", out, verify=True)),
         "decompress": ("small", fm_delta.decompress_checkpoint),
@@ -415,7 +415,7 @@ def test_a_card_that_somebody_changed_is_theirs(tuned, tmp_path, change):
     assert path.read_bytes() == before
 
 
-def test_a_task_that_somebody_changed_stays_in_the_card_of_an_adapter(llama, tmp_path):
+def test_a_changed_task_stays_in_the_card_of_an_adapter(llama, tmp_path):
     model = trained(load(llama), adapter_config(PissaConfig))
     model.save_pretrained(tmp_path)
     metadata_update_here(tmp_path / "README.md", {"pipeline_tag": "text-ranking"})
@@ -442,7 +442,7 @@ def bare_cards(llama: Path, folder: Path) -> dict[str, Path]:
     return {name: folder / name / "README.md" for name in ("peft", "transformers")}
 
 
-def test_a_bare_card_of_peft_or_transformers_is_nobodys_until_something_is_filled_in(llama, tmp_path):
+def test_a_bare_card_of_peft_or_transformers_is_replaced(llama, tmp_path):
     for name, path in bare_cards(llama, tmp_path).items():
         assert cards.is_free(path), name
         text = path.read_text()
@@ -475,7 +475,7 @@ def test_a_card_of_metadata_alone_is_the_users(tuned, tmp_path, metadata):
     assert path.read_bytes() == before
 
 
-def test_tags_of_a_bare_card_go_into_the_one_that_takes_its_place(tuned, llama, tmp_path):
+def test_tags_of_a_bare_card_go_into_its_replacement(tuned, llama, tmp_path):
     bare = bare_cards(llama, tmp_path)
     for name, save in {
         "transformers": fm_delta.enable(perturb(bert(), 3), tuned / "base").save_pretrained,

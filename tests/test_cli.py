@@ -107,7 +107,7 @@ def test_a_dry_run_prints_the_estimate_and_writes_nothing(folder, capsys):
     assert contents(folder) == before
 
 
-def test_a_source_is_not_deleted_for_a_result_that_only_an_upload_keeps(folder, capsys):
+def test_delete_source_requires_a_local_result(folder, capsys):
     before = contents(folder)
     command = ("compress", folder / "tuned", "--base", folder / "base", "--base-id", "user/base", "--delete-source")
     assert "requires --out" in mistaken(capsys, *command, "--push-to-hub", "user/small")
@@ -168,7 +168,7 @@ def test_find_base_prints_a_table_or_json_of_the_same_report(folder, capsys):
     assert run(capsys, "find-base", folder / "tuned", stranger)[0] == 1
 
 
-def test_many_models_are_compressed_and_one_that_fails_is_told_by_the_exit_code(folder, capsys):
+def test_many_models_are_compressed_and_a_failure_exits_with_1(folder, capsys):
     write_folder(folder / "models/a", fine_tune(weights(), 2))
     write_folder(folder / "models/b", fine_tune(weights(), 3))
     options = ("--base", folder / "base", "--out", folder / "out")
@@ -211,7 +211,7 @@ def mixed(folder):
     return models
 
 
-def test_a_folder_without_safetensors_weights_is_told_by_what_it_holds(folder, mixed, capsys):
+def test_errors_say_what_a_folder_without_weights_holds(folder, mixed, capsys):
     options = ("--base", folder / "base", "--out", folder / "out")
     for name, told in (("lora", "holds a PEFT adapter"), ("gguf", "holds GGUF weights"), ("old", "holds PyTorch files")):
         for command in ("compress", "compress-all"):
@@ -223,7 +223,7 @@ def test_a_folder_without_safetensors_weights_is_told_by_what_it_holds(folder, m
     assert "no/lora holds a PEFT adapter" in fails(capsys, "compress-all", mixed / "no", "--out", folder / "none")
 
 
-def test_many_models_are_reported_with_the_folders_that_are_skipped(folder, mixed, capsys):
+def test_reports_of_many_models_list_skipped_folders(folder, mixed, capsys):
     for _ in range(2):  # also when all is done
         code, out, _ = run(capsys, "compress-all", mixed, "--base", folder / "base", "--out", folder / "out")
         assert code == 0 and "2 of 2 models done" in out and "Skipped 4 other folders." in out
@@ -306,7 +306,7 @@ THREADED = (
 )
 
 
-def test_threads_limits_the_threads_of_every_command_that_works_on_tensors(folder, tasks, monkeypatch, capsys):
+def test_threads_limits_all_commands_that_work_on_tensors(folder, tasks, monkeypatch, capsys):
     pools, (base, models) = [], tasks
 
     class Pool(ThreadPoolExecutor):
@@ -453,7 +453,7 @@ def test_what_goes_wrong_is_one_line(folder, capsys):
     assert not (folder / "out").exists()
 
 
-def test_every_result_is_to_be_had_as_json_with_nothing_else_on_stdout(folder, tasks, capsys):
+def test_json_prints_the_result_and_nothing_else_to_stdout(folder, tasks, capsys):
     src, base, small, out = folder / "tuned", folder / "base", folder / "small", folder / "out"
     merge_base, folders = tasks
     made = shown(capsys, "compress", src, "--base", base, "--out", out)
@@ -491,7 +491,7 @@ def parsed(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_every_command_has_examples_that_it_understands(command, capsys):
+def test_the_help_of_every_command_has_valid_examples(command, capsys):
     code, out, err = run(capsys, command, "--help")
     assert (code, err) == (0, "") and out.startswith(f"Usage: hf-ext {command} ")
     found = examples(out.split("Examples:\n")[1])
@@ -595,7 +595,7 @@ def test_as_a_process_it_exits_with_one_line_and_no_traceback(folder):
     assert failed.stderr.startswith("hf-ext: ") and failed.stderr.count("\n") == 1
 
 
-def test_commands_for_compressed_models_need_neither_transformers_nor_peft(folder):
+def test_delta_commands_need_neither_transformers_nor_peft(folder):
     code = """
 import sys
 sys.modules |= {"transformers": None, "peft": None, "accelerate": None}  # as if they were not installed
@@ -612,7 +612,7 @@ print([main(line.split()) for line in lines])
     assert contents(folder / "back") == contents(folder / "tuned")
 
 
-def test_a_command_imports_pytorch_only_for_low_rank_parts_and_never_transformers(folder):
+def test_delta_commands_import_pytorch_only_for_low_rank_parts(folder):
     code = """
 import sys
 from hf_ext.cli.main import main
@@ -628,7 +628,7 @@ for line in ("compress tuned --base base --out new --level 1", "verify new", "de
     assert "text-classification" in (folder / "new/README.md").read_text()
 
 
-def test_a_fault_of_the_code_is_one_line_too_and_a_traceback_is_to_be_had(folder, monkeypatch, capsys):
+def test_a_fault_is_one_line_and_traceback_shows_where(folder, monkeypatch, capsys):
     def faulty(*_, **__):
         raise KeyError("what is missing")
 

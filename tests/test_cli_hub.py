@@ -93,7 +93,7 @@ def test_checkpoints_are_read_from_the_hub_by_their_ids(results, place, command)
         assert "user/base" in out and "sure" in out
 
 
-def test_a_base_that_is_not_the_base_is_refused_before_anything_is_written(tmp_path, capsys):
+def test_an_unrelated_base_is_refused_before_writing(tmp_path, capsys):
     src, base = pair(tmp_path)
     stranger = write_folder(tmp_path / "stranger", weights(seed=5))
     command = ("compress", src, "--base", stranger, "--out", tmp_path / "small")

@@ -158,7 +158,7 @@ def test_it_is_pushed_privately_with_a_card(hub, pushed, kind):
 
 @every_kind
 @pytest.mark.parametrize("revision", ["main", "second"])
-def test_it_comes_back_by_id_revision_and_token_with_a_base_of_the_hub(pushed, fetched, kind, revision):
+def test_it_loads_by_id_revision_and_token(pushed, fetched, kind, revision):
     if revision in loadable(kind):
         assert same(fetched["loaded"][kind][revision], pushed[kind][revision])
 
@@ -168,7 +168,7 @@ def test_a_stranger_is_refused_and_told_which_repository(fetched, kind):
     assert f"user/{kind}" in fetched["refused"][kind]
 
 
-def test_a_base_is_read_with_the_settings_of_the_call_or_not_at_all(hub, pushed, tmp_path):
+def test_a_base_is_read_with_the_settings_of_the_call(hub, pushed, tmp_path):
     bases = {"fm_delta": "user/bert", "emr": "user/body"}
     for kind, base in bases.items():
         hub.repos[f"user/{kind}"].private, hub.repos[base].private = False, True
@@ -194,7 +194,7 @@ def test_what_was_downloaded_is_enough_offline(pushed, offline, kind):
 
 
 @host("huggingface_hub>=1.20")
-def test_a_connection_that_breaks_is_resumed_and_one_that_stays_broken_leaves_nothing_half_written(hub, pushed, tmp_path):
+def test_a_broken_connection_resumes_or_leaves_nothing(hub, pushed, tmp_path):
     compressed, base = (hub.repos[f"user/{name}"].at("main").files["model.safetensors"] for name in ("fm_delta", "bert"))
     hub.cuts = {compressed.sha256: [len(compressed.content) // 2], base.sha256: [0] * 7}
     seen = len(hub.log)
@@ -207,7 +207,7 @@ def test_a_connection_that_breaks_is_resumed_and_one_that_stays_broken_leaves_no
     assert 206 in statuses, "the rest was asked for by its range"
 
 
-def test_a_model_in_memory_becomes_another_of_the_hub_and_only_what_is_compressed_is_fetched(hub, pushed, tmp_path):
+def test_switching_to_a_model_of_the_hub_fetches_only_its_delta(hub, pushed, tmp_path):
     seen = len(hub.log)
     found = Client(hub, tmp_path).run(SWITCH, hub.token)
     assert "'user/fm_delta'" in found["refused"] and "HF_TOKEN" in found["refused"]

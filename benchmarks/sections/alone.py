@@ -5,12 +5,11 @@ import statistics
 import tempfile
 from pathlib import Path
 
-import torch
 from fine_tunes import minilm
-from measuring import print_table, timed
-from pairs import TORCH, Pair, bits, compress_checked, is_dense, ours
-from peers import FilePeer, Peer, lmzip, without_base
+from measuring import TORCH, one_thread, print_table, timed
 from safetensors.torch import load_file, save_file
+from sections.pairs import Pair, bits, is_dense, measure, ours, speed_row
+from sections.peers import FilePeer, lmzip, without_base
 
 
 def alone(args: argparse.Namespace, dtype: str) -> dict:
@@ -20,39 +19,21 @@ def alone(args: argparse.Namespace, dtype: str) -> dict:
 
 
 def of_values(args: argparse.Namespace, dtype: str, values: str) -> dict:
-    default_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     weights = load_file(minilm() / "model.safetensors")
     floats = {name: tensor.to(TORCH[values]) for name, tensor in weights.items() if tensor.is_floating_point()}
     tensors = {name: tensor.to(TORCH[dtype]) for name, tensor in floats.items()}
     pairs = [Pair(name, bits(tensor, dtype), None, is_dense(name, tensor)) for name, tensor in tensors.items()]
-    found = {peer.name: of_tensors(peer, pairs, dtype, args.runs) for peer in (ours(), *without_base())}
+    with one_thread():
+        found = {peer.name: measure(peer, pairs, dtype, args.runs) for peer in (ours(), *without_base())}
     if (peer := lmzip()) is not None:
         with tempfile.TemporaryDirectory() as folder:
             save_file(tensors, Path(folder, "model.safetensors"))
             found[peer.name] = of_file(peer, Path(folder, "model.safetensors"), args.runs)
-    torch.set_num_threads(default_threads)
-    rows = [[name, f"{100 * x['share']:.2f} %", f"{x['compress']:.0f}", f"{x['decompress']:.0f}"] for name, x in found.items()]
+    rows = [speed_row(name, figures) for name, figures in found.items()]
     kind = dtype if values == dtype else f"{dtype} that holds {values}"
     title = f"{kind}, all-MiniLM-L6-v2 without a base: size, and MB of original per second, median of {args.runs} rounds"
     print_table(title, ["codec", "of the original", "compress", "decompress"], rows)
     return found
-
-
-def of_tensors(peer: Peer, pairs: list[Pair], dtype: str, runs: int) -> dict[str, float]:
-    blobs = compress_checked(peer, pairs, dtype)
-
-    def compress():
-        for pair in pairs:
-            peer.compress(pair.x, None, dtype)
-
-    def decompress():
-        for pair, blob in zip(pairs, blobs):
-            peer.decompress(blob, None, dtype, pair.x.shape)
-
-    size = sum(pair.x.nbytes for pair in pairs)
-    speeds = {way.__name__: size / 1e6 / statistics.median(timed(way) for _ in range(runs)) for way in (compress, decompress)}
-    return {"share": sum(map(len, blobs)) / size, **speeds}
 
 
 def of_file(peer: FilePeer, path: Path, runs: int) -> dict[str, float]:

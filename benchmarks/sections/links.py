@@ -14,25 +14,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
-from multiprocessing import get_context
 from pathlib import Path
 from threading import Lock
 
 import torch
-from fine_tunes import minilm
-from load_from_hub import load_and_read
-from measuring import print_table, timed
-from pairs import TORCH, compress_checked, load_pairs, ours
-from peers import all_peers
-from transformers import AutoModel
-from transformers import AutoModelForSequenceClassification as Classifier
+from measuring import fresh, print_table, timed
+from sections.load_from_hub import load_and_read
+from sections.pairs import compress_checked, load_pairs, ours, write_models
+from sections.peers import all_peers
 
-from hf_ext.fm_delta import compress_checkpoint
+from hf_ext.display import new_figure, save_figure
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from local_hub import Commit, File, LocalHub, Repo, Request  # noqa: E402
 
 LINKS = [100, 300, 1000, 2500, 10_000, 25_000]  # Mbit/s
@@ -174,13 +170,9 @@ def disk_speed(original: Path, rounds: int = 3) -> tuple[float, float]:
 
 def plot(codecs: list[Codec], dtype: str, path: Path) -> None:
     """Draws both ways: seconds for 1 GB by the speed of the link."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     speeds = [10 ** (2 + i / 50 * 2.4) for i in range(51)]
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    figure = new_figure(11, 4.5)
+    axes = figure.subplots(1, 2, sharey=True)
     for axis, way in zip(axes, ("upload", "download")):
         for i, c in enumerate(codecs):
             for (mode, seconds), style in zip(MODES.items(), ("-", "--")):
@@ -190,9 +182,7 @@ def plot(codecs: list[Codec], dtype: str, path: Path) -> None:
         axis.grid(True, which="both", alpha=0.2)
     axes[0].set_ylabel("seconds for 1 GB of original")
     axes[1].legend(fontsize=8)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-    print(f"\nsaved {path}")
+    save_figure(figure, path)
 
 
 # ---- a hub behind a slow link ----------------------------------------------------------------------------------------
@@ -268,11 +258,8 @@ def cold(args: argparse.Namespace, dtype: str) -> dict:
     what the first load downloaded; and of loading from this machine's disk what is not in the page cache."""
     found: dict = {"links": {}, "disk": {}}
     with tempfile.TemporaryDirectory() as scratch:
-        base, plain, packed, away = (Path(scratch) / name for name in ("base", "plain", "packed", "away"))
-        AutoModel.from_pretrained(minilm(), dtype=TORCH[dtype]).save_pretrained(base)
-        Classifier.from_pretrained(args.pairs / args.tasks[0], dtype=TORCH[dtype]).save_pretrained(plain)
-        compress_checkpoint(plain, base, packed)
-        shutil.copytree(packed, away)
+        base, plain, packed = write_models(args, dtype, Path(scratch))
+        away = shutil.copytree(packed, Path(scratch, "away"))
         rows = []
         for mbit in args.links:
             with SlowHub(Link(mbit)) as hub:
@@ -299,8 +286,7 @@ def cold(args: argparse.Namespace, dtype: str) -> dict:
                 row = [speed_name(mbit), name, f"{seconds['first']:.2f}", f"{first:.2f} ×"]
                 rows.append([*row, f"{seconds['again']:.3f}", f"{again:.2f} ×"])
         for name, folder in (("plain", plain), ("compressed", packed)):
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh_process:
-                found["disk"][name] = fresh_process.submit(load_evicted, folder, base, args.runs).result()
+            found["disk"][name] = fresh(load_evicted, folder, base, args.runs)
     title = f"{dtype}, {args.tasks[0]}: from_pretrained from a Hub behind a link, in seconds"
     print_table(title, ["link", "model", "first load", "of plain", "loaded again", "of plain"], rows)
     rows = [[name, f"{seconds:.3f}", f"{seconds / found['disk']['plain']:.2f} ×"] for name, seconds in found["disk"].items()]

@@ -1,18 +1,25 @@
 """Real fine-tunes and their base as bit patterns, and our codec as a peer of those in peers.py."""
 
+import argparse
+import statistics
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from fine_tunes import minilm
-from peers import WORDS, Peer
+from measuring import TORCH
 from safetensors.torch import load_file
+from sections.peers import WORDS, Peer
+from transformers import AutoModel
+from transformers import AutoModelForSequenceClassification as Classifier
 
+from hf_ext.fm_delta import compress_checkpoint
 from hf_ext.storage.delta import codec
 from hf_ext.storage.native import _native
 
-TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 QUANTIZED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 
 
@@ -85,10 +92,48 @@ def ours(level: int = codec.DEFAULT_LEVEL, instructions: str = BEST) -> Peer:
 
 def compress_checked(peer: Peer, pairs: list[Pair], dtype: str) -> list[bytes]:
     """Compresses every tensor and stops the run unless each comes back bit for bit."""
-    blobs = []
-    for pair in pairs:
-        blob = peer.compress(pair.x, pair.base, dtype)
-        if not np.array_equal(peer.decompress(blob, pair.base, dtype, pair.x.shape), pair.x):
-            raise SystemExit(f"{peer.name} does not give back {pair.name} in {dtype}")
-        blobs.append(blob)
+    blobs = [peer.compress(pair.x, pair.base, dtype) for pair in pairs]
+    decoded = (peer.decompress(blob, pair.base, dtype, pair.x.shape) for pair, blob in zip(pairs, blobs))
+    require_same(peer, decoded, pairs, dtype)
     return blobs
+
+
+def require_same(peer: Peer, decoded: Iterable[np.ndarray], pairs: list[Pair], dtype: str) -> None:
+    for x, pair in zip(decoded, pairs):
+        if not np.array_equal(x, pair.x):
+            raise SystemExit(f"{peer.name} does not give back {pair.name} in {dtype}")
+
+
+def measure(peer: Peer, pairs: list[Pair], dtype: str, runs: int = 1) -> dict[str, float]:
+    """Returns a codec's share of the original size, and MB of original per second on the calling thread, the medians of some
+    rounds. Stops the run unless every tensor comes back bit for bit."""
+    size, times, share = sum(pair.x.nbytes for pair in pairs), [], 0.0
+    for _ in range(runs):
+        start = time.perf_counter()
+        blobs = [peer.compress(pair.x, pair.base, dtype) for pair in pairs]
+        middle = time.perf_counter()
+        decoded = [peer.decompress(blob, pair.base, dtype, pair.x.shape) for pair, blob in zip(pairs, blobs)]
+        times.append((middle - start, time.perf_counter() - middle))
+        require_same(peer, decoded, pairs, dtype)
+        share = sum(map(len, blobs)) / size
+    compress, decompress = (size / 1e6 / statistics.median(seconds) for seconds in zip(*times))
+    return {"share": share, "compress": compress, "decompress": decompress}
+
+
+def speed_row(name: str, figures: dict[str, float]) -> list[str]:
+    """Returns the row of a table for the result of `measure`."""
+    return [name, f"{100 * figures['share']:.2f} %", f"{figures['compress']:.0f}", f"{figures['decompress']:.0f}"]
+
+
+def write_models(args: argparse.Namespace, dtype: str, folder: Path, tasks: Sequence[str] = ()) -> tuple[Path, ...]:
+    """Writes the base, and each task's fine-tune plain and compressed (by default, of the first task), in a type. Returns the
+    folders: the base, then two of each task."""
+    base = folder / "base"
+    AutoModel.from_pretrained(minilm(), dtype=TORCH[dtype]).save_pretrained(base)
+    folders = [base]
+    for task in tasks or args.tasks[:1]:
+        plain, packed = folder / f"{task}-plain", folder / f"{task}-packed"
+        Classifier.from_pretrained(args.pairs / task, dtype=TORCH[dtype]).save_pretrained(plain)
+        compress_checkpoint(plain, base, packed)
+        folders += [plain, packed]
+    return tuple(folders)

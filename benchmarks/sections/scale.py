@@ -11,17 +11,16 @@ import json
 import math
 import statistics
 import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from measuring import peak_of, print_table, timed
-from pairs import is_dense, load_tensors
+from measuring import fresh, peak_of, print_table, size_of, timed
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from sections.load_from_hub import empty_model, load_and_read
+from sections.pairs import is_dense, load_tensors
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_ext.fm_delta import compress_checkpoint
 
@@ -157,49 +156,30 @@ def write_models(args: argparse.Namespace, tuned: Path, base: Path) -> int:
     return parameters
 
 
-def size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-
-
-def load_llama(folder: Path) -> None:
-    """Loads a model and reads a byte of every page of its weights, since a plain file is only mapped, not read."""
-    for weight in LlamaForCausalLM.from_pretrained(folder).parameters():
-        weight.detach().reshape(-1).view(torch.uint8)[::4096].sum()
-
-
-def build_empty(folder: Path) -> None:
-    """Builds the model of a folder without weights: what every load pays besides them."""
-    with torch.device("meta"):
-        LlamaForCausalLM(LlamaConfig.from_pretrained(folder))
-
-
-def run_fresh(action, *args) -> tuple[float, float]:
-    """Seconds of one call in a fresh process, after its imports, and the peak of that process's memory in MB."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh_process:
-        seconds = fresh_process.submit(timed, action, *args).result()
-        return seconds, fresh_process.submit(peak_of, int).result()
+def timed_with_peak(action: Callable, *args) -> tuple[float, float]:
+    """Returns the seconds of one call, and the peak memory of this process in MB."""
+    return timed(action, *args), peak_of(int)
 
 
 def scale(args: argparse.Namespace) -> dict:
     """Seconds and peak memory of compressing and loading a model of a billion parameters in bf16, files in the page cache."""
     with tempfile.TemporaryDirectory() as scratch:
         tuned, base, packed = (Path(scratch) / name for name in ("tuned", "base", "packed"))
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh_process:
-            parameters = fresh_process.submit(write_models, args, tuned, base).result()
+        parameters = fresh(write_models, args, tuned, base)
         found = {"parameters": parameters}
         actions = {
-            "model without weights": (build_empty, tuned),
+            "model without weights": (empty_model, tuned, AutoModelForCausalLM),
             "compress_checkpoint": (compress_checkpoint, tuned, base, packed),
-            "from_pretrained, plain": (load_llama, tuned),
-            "from_pretrained, compressed": (load_llama, packed),
+            "from_pretrained, plain": (load_and_read, tuned, AutoModelForCausalLM),
+            "from_pretrained, compressed": (load_and_read, packed, AutoModelForCausalLM),
         }
         rows, original = [], 0
         for what, action in actions.items():
-            seconds, peak = run_fresh(*action)
-            original = size_of(tuned) / 1e6
+            seconds, peak = fresh(timed_with_peak, *action)
+            original = size_of(tuned, "*.safetensors") / 1e6
             found[what] = {"seconds": seconds, "peak_mb": peak}
             rows.append([what, f"{seconds:.2f}", f"{original / seconds:.0f}", f"{peak:.0f}", f"{peak / original:.2f}"])
-        found["share"] = size_of(packed) / size_of(tuned)
+        found["share"] = size_of(packed, "*.safetensors") / size_of(tuned, "*.safetensors")
     rows[0][2] = ""
     model = f"bf16, {parameters / 1e9:.2f} B parameters, {original:.0f} MB, drawn like {args.tasks[0]}"
     title = f"{model}; compressed {100 * found['share']:.1f} % of it"

@@ -5,20 +5,16 @@ import re
 import statistics
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from threading import Event, Thread
 
 import torch
-from fine_tunes import minilm
-from load_from_hub import load_and_read
-from measuring import in_turns, print_table, ratio
-from pairs import TORCH
-from transformers import AutoModel
+from measuring import fresh, in_turns, print_table, ratio
+from sections.load_from_hub import load_and_read
+from sections.pairs import write_models
 from transformers import AutoModelForSequenceClassification as Classifier
 
-from hf_ext.fm_delta import compress_checkpoint, switch
+from hf_ext.fm_delta import switch
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.prefetch import Prefetcher
 
@@ -29,13 +25,10 @@ def switching(args: argparse.Namespace, dtype: str) -> dict:
     first, *others = heads(args)
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
-        AutoModel.from_pretrained(minilm(), dtype=TORCH[dtype]).save_pretrained(Path(scratch, "base"))
-        for task in (first, *others):
-            Classifier.from_pretrained(args.pairs / task, dtype=TORCH[dtype]).save_pretrained(Path(scratch, f"{task}-plain"))
-            compress_checkpoint(Path(scratch, f"{task}-plain"), Path(scratch, "base"), Path(scratch, task))
+        write_models(args, dtype, Path(scratch), [first, *others])
         rows = []
         for other in others:
-            here, there = Path(scratch, first), Path(scratch, other)
+            here, there = (Path(scratch, f"{task}-packed") for task in (first, other))
             model = Classifier.from_pretrained(here)
             require_same(switch(model, there), Classifier.from_pretrained(Path(scratch, f"{other}-plain")))
             ways = {
@@ -47,8 +40,7 @@ def switching(args: argparse.Namespace, dtype: str) -> dict:
                 ],
             }
             times = {way: [pair / 2 for pair in pairs] for way, pairs in in_turns(ways, args.runs).items()}
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh_process:
-                above = fresh_process.submit(memory_above, here, there).result()
+            above = fresh(memory_above, here, there)
             heads_of = "/".join(str(Classifier.from_pretrained(folder).num_labels) for folder in (here, there))
             found[other] = {"seconds": times, "megabytes_above": above}
             row = [f"{first} and {other}", heads_of]

@@ -122,10 +122,10 @@ def reporting(function: Callable[..., Result | None], left: str, threaded: bool 
         left: see `Section.command`.
         threaded: take `--threads` too, which limits the threads of `function`.
     """
-    own = inspect.signature(function, eval_str=True).parameters
+    declared = inspect.signature(function, eval_str=True).parameters
 
     def run(context: typer.Context, as_json: bool, threads: int | None = None, **arguments: Any) -> int:
-        if "context" in own:
+        if "context" in declared:
             arguments["context"] = context
         try:
             # The output of libraries is not the result.
@@ -152,7 +152,7 @@ def reporting(function: Callable[..., Result | None], left: str, threaded: bool 
     }
     if not threaded:
         del added["threads"]
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in {**own, **added}.values()]
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in {**declared, **added}.values()]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run

@@ -74,9 +74,9 @@ def merge(
     from hf_ext import emr
     from hf_ext.emr.recipe import Recipe
 
-    made = Recipe.read(recipe) if recipe else Recipe(str(base), dict(tasks), revision, rescale)
-    result = merged(emr.merge(made.base, made.tasks, out, made.rescale, made.revision), out, report)
-    return with_lossless_size(result, made) if report else result
+    settings = Recipe.read(recipe) if recipe else Recipe(str(base), dict(tasks), revision, rescale)
+    result = merged(emr.merge(settings.base, settings.tasks, out, settings.rescale, settings.revision), out, report)
+    return with_lossless_size(result, settings) if report else result
 
 
 @section.command(
@@ -135,7 +135,7 @@ def named(text: str) -> tuple[str, str]:
     return name, path
 
 
-def with_lossless_size(made: Result, recipe: Recipe) -> Result:
+def with_lossless_size(result: Result, recipe: Recipe) -> Result:
     """Adds to the report of a merge the size of its models if FM-Delta stored each of them."""
     from hf_ext.emr.merging import open_task
     from hf_ext.fm_delta.size_estimate import estimate_size
@@ -146,13 +146,13 @@ def with_lossless_size(made: Result, recipe: Recipe) -> Result:
     for name, path in recipe.tasks.items():
         with TemporaryDirectory() as scratch:
             size += estimate_size(open_task(name, path, source, Path(scratch)).tensors, source).compressed_bytes
-    smaller = size < made.data["bytes"]
+    smaller = size < result.data["bytes"]
     text = (
         f"FM-Delta (hf-ext compress) would store the {len(recipe.tasks)} models without loss in about {megabytes(size)}, "
         + ("less than this merge. " if smaller else "more than this merge. ")
         + "Use FM-Delta if files must be small or exact. Use the merge if one model in memory must switch tasks."
     )
-    return Result(f"{made.text}\n{text}", made.data | {"fm_delta_bytes": size})
+    return Result(f"{result.text}\n{text}", result.data | {"fm_delta_bytes": size})
 
 
 def merged(report: MergeReport, out: str, show: bool) -> Result:

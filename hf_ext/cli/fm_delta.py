@@ -106,13 +106,13 @@ def compress(
     from hf_ext.fm_delta.base_search import unrelated
     from hf_ext.storage.hub import downloaded
 
-    found, src = "", src if delete_source else str(downloaded(src))
+    finding, src = "", src if delete_source else str(downloaded(src))
     if base is None and not no_base:
         report = fm_delta.find_base(src, candidates or None)
-        base, revision, found = report.require().name, report.require().revision, f"{report.summary()}\n"
+        base, revision, finding = report.require().name, report.require().revision, f"{report.summary()}\n"
     if push_to_hub and base and os.path.isdir(base) and not base_id:
         raise mistake(f"others cannot read the base {base}; give the Hub id of the same model as --base-id", "--push-to-hub")
-    if base and not found and not any_base:
+    if base and not finding and not any_base:
         if reason := unrelated(src, base, revision):
             raise BaseModelError(
                 f"{reason} `hf-ext find-base {src}` looks for the base; --no-base compresses without one; --any-base accepts "
@@ -121,12 +121,12 @@ def compress(
     note_missing_config(src)
     if dry_run:
         estimate = fm_delta.estimate(src, base, revision, level)
-        return Result(found + estimate.summary(), estimate.to_dict())
+        return Result(finding + estimate.summary(), estimate.to_dict())
     with folder_to_push(out, push_to_hub) as folder:
         fm_delta.compress_checkpoint(src, base, folder, revision, verify, delete_source, level, base_id=base_id)
-        made = fm_delta.inspect(folder)
-    text = found + made.summary() + (f"\nPushed to {push_to_hub}." if push_to_hub else "")
-    return Result(text, made.to_dict() | {"tensors": len(made.tensors)})  # `inspect` lists them
+        written = fm_delta.inspect(folder)
+    text = finding + written.summary() + (f"\nPushed to {push_to_hub}." if push_to_hub else "")
+    return Result(text, written.to_dict() | {"tensors": len(written.tensors)})  # `inspect` lists them
 
 
 @one_model.command(

@@ -31,12 +31,12 @@ def run(
         list[str] | None, typer.Argument(metavar="ARGUMENT", help="Arguments of PROGRAM.", show_default=False)
     ] = None,
 ) -> Any:
-    found = entry_points(group="console_scripts", name=program)
-    if not found:
+    commands = entry_points(group="console_scripts", name=program)
+    if not commands:
         say(f"There is no command '{program}' in this Python environment ({sys.prefix}). Install the package that provides it.")
         return 1
     sys.argv = [program, *(arguments or ())]
     try:
-        return min(found, key=lambda point: point.value).load()()
+        return min(commands, key=lambda point: point.value).load()()
     except ImportError as error:  # such as an extra of the tool that is not installed
         return failure(context, error)

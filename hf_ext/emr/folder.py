@@ -95,8 +95,8 @@ def files_of(folder: Path, tasks: Mapping[str, TaskFile]) -> list[Path]:
     """Returns the files of a folder that belong to its merge, relative to the folder."""
     paths = [folder / INDEX, folder / CONFIG, folder / RECIPE, *select_weights(folder)]
     for task, file in tasks.items():
-        own = folder / task_folder(task)
-        paths += [own / FILE, own / CONFIG, *(place / name for name in file.record.files for place in (own, folder))]
+        place = folder / task_folder(task)
+        paths += [place / FILE, place / CONFIG, *(parent / name for name in file.record.files for parent in (place, folder))]
     return sorted({path.relative_to(folder) for path in paths if path.is_file()})
 
 

@@ -180,8 +180,8 @@ class TaskFile:
             self.record = _record_of(fields)
         except (TypeError, ValueError, AttributeError) as error:
             raise CorruptFileError(f"The header of {path} contains invalid values: {error}.") from error
-        own = [key.removeprefix(OWN) for key in self.entries if key.startswith(OWN)]
-        self._names = dict.fromkeys(sorted([*self.record.modulated, *self.record.shared, *own]))
+        stored = [key.removeprefix(OWN) for key in self.entries if key.startswith(OWN)]
+        self._names = dict.fromkeys(sorted([*self.record.modulated, *self.record.shared, *stored]))
 
     def require_whole(self) -> None:
         """Raises CorruptFileError if the file was cut off since it was opened."""

@@ -39,33 +39,33 @@ class Recipe:
             CheckpointError: the file is not a recipe; the message says which key is missing, unknown or of another type.
         """
         try:
-            found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            contents = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise CheckpointError(f"The recipe {path} cannot be read: {error}") from error
         keys = [field.name for field in fields(cls)]
-        if not isinstance(found, dict):
+        if not isinstance(contents, dict):
             raise CheckpointError(f"The recipe {path} must have the keys {', '.join(keys)}, at its top level.")
-        if unknown := [str(key) for key in found if key not in keys]:
+        if unknown := [str(key) for key in contents if key not in keys]:
             raise CheckpointError(f"The recipe {path} must have the keys {', '.join(keys)}, not {', '.join(unknown)}.")
-        problem = _problem(found)
+        problem = _problem(contents)
         if problem:
             raise CheckpointError(f"The recipe {path}: {problem}")
-        return cls(**found)
+        return cls(**contents)
 
     def write(self, path: str | os.PathLike) -> None:
         contents = {key: value for key, value in asdict(self).items() if value is not None}
         Path(path).write_text(yaml.safe_dump(contents, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-def _problem(found: dict[str, Any]) -> str | None:
+def _problem(contents: dict[str, Any]) -> str | None:
     """Returns a sentence about the first value that is not valid."""
-    if not isinstance(found.get("base"), str):
+    if not isinstance(contents.get("base"), str):
         return "'base' must be the folder or Hub id of the base model."
-    tasks = found.get("tasks")
+    tasks = contents.get("tasks")
     if not isinstance(tasks, dict) or not tasks or not all(isinstance(part, str) for pair in tasks.items() for part in pair):
         return "'tasks' must map the name of each task to its folder or Hub id, as in 'sst2: my-sst2'."
-    if not isinstance(found.get("revision"), str | None):
+    if not isinstance(contents.get("revision"), str | None):
         return "'revision' must be text; quote a number."
-    if found.get("rescale", "tensor") not in RESCALE:
+    if contents.get("rescale", "tensor") not in RESCALE:
         return f"'rescale' must be one of: {', '.join(RESCALE)}."
     return None

@@ -124,9 +124,9 @@ def figures_of(record: TaskRecord, sums: Mapping[str, np.ndarray], values: Mappi
     scales = {name: record.modulated[name].scale for name in sums}
     used = [scale for scale in scales.values() if scale]
     product = math.fsum(scales[name] * float(tensor["product"]) for name, tensor in sums.items())
-    given = math.fsum(scales[name] ** 2 * float(tensor["unified_squares"]) for name, tensor in sums.items())
+    kept = math.fsum(scales[name] ** 2 * float(tensor["unified_squares"]) for name, tensor in sums.items())
     length, moved = total("task_squares"), total("moved")
-    distance = math.sqrt(max(length - 2 * product + given, 0.0))
+    distance = math.sqrt(max(length - 2 * product + kept, 0.0))
     parameters = sum(values[name] for name in sums)
     return {
         "parameters": parameters,
@@ -137,7 +137,7 @@ def figures_of(record: TaskRecord, sums: Mapping[str, np.ndarray], values: Mappi
         "conflicts": _ratio(moved - total("agreeing"), moved),
         "distance": distance,
         "relative": _ratio(distance, math.sqrt(length)),
-        "cosine": _ratio(product, math.sqrt(length * given)),
+        "cosine": _ratio(product, math.sqrt(length * kept)),
     }
 
 

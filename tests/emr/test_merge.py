@@ -62,7 +62,7 @@ def test_every_task_is_the_formula(tmp_path, folders):
 
 
 @pytest.mark.parametrize(("rescale", "total"), [("paper", np.sum), ("tensor_mean", np.mean)])
-def test_one_rescaler_for_the_whole_model_sums_or_averages_the_tensors(tmp_path, folders, rescale, total):
+def test_a_rescaler_of_the_whole_model_sums_or_averages(tmp_path, folders, rescale, total):
     base, tasks = folders
     emr.merge(base, tasks, tmp_path / "merged", rescale=rescale)
     prior = {f"bert.{name}": tensor.numpy() for name, tensor in tensors_of(base).items()}
@@ -208,7 +208,7 @@ def test_added_tokens_and_resized_vocabularies(tmp_path):
         assert (tmp_path / task / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
-def test_tensors_that_only_some_tasks_have_and_buffers_of_any_type(tmp_path):
+def test_tensors_of_some_tasks_and_buffers_of_any_type_return(tmp_path):
     base = weights()
     write_folder(tmp_path / "base", base | {"steps": torch.tensor(1), "mask": torch.eye(4, dtype=torch.bool)})
     extra = {
@@ -229,7 +229,7 @@ def test_tensors_that_only_some_tasks_have_and_buffers_of_any_type(tmp_path):
         assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in own.items())
 
 
-def test_a_head_of_the_bases_shape_and_one_of_another_in_the_same_merge(tmp_path):
+def test_heads_of_the_bases_shape_and_of_another_merge(tmp_path):
     bert(3).save_pretrained(tmp_path / "base")
     for task, labels in {"three": 3, "five": 5, "again": 3}.items():
         model = classifier(labels, labels)
@@ -364,7 +364,7 @@ def test_an_adapter_in_memory_keeps_what_else_is_in_memory(tmp_path):
         ({"trainable_token_indices": [3]}, "trainable_token_indices.*merge_and_unload"),
     ],
 )
-def test_adapters_that_only_their_own_model_can_merge_are_refused(tmp_path, options, message):
+def test_adapters_that_only_their_model_can_merge_are_refused(tmp_path, options, message):
     base, _ = write_tasks(tmp_path / "in", {"cr": 2})
     get_peft_model(classifier(2, 4), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS", **options)).save_pretrained(
         tmp_path / "adapter"
@@ -384,7 +384,7 @@ def test_an_adapter_needs_the_config_of_its_base(tmp_path):
 
 
 @adapters_of_transformers
-def test_adapters_that_cannot_be_told_from_their_files_are_refused(tmp_path):
+def test_adapters_whose_files_lack_their_state_are_refused(tmp_path):
     base, tasks = write_tasks(tmp_path / "in", {"cr": 2, "subj": 2})
     emr.merge(base, tasks, tmp_path / "merged")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
@@ -440,7 +440,7 @@ def test_an_adapter_with_forged_settings_is_one_clear_error(tmp_path, folders, c
 
 @adapters_of_transformers
 @pytest.mark.parametrize("active", ["trec", "cr"])
-def test_an_adapter_added_to_a_task_is_saved_alone_and_knows_its_task(tmp_path, folders, caplog, active):
+def test_an_adapter_on_a_task_is_saved_alone_and_names_it(tmp_path, folders, caplog, active):
     base, tasks = folders
     emr.merge(base, tasks, tmp_path / "merged")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
@@ -619,7 +619,7 @@ def test_an_adapter_that_makes_no_weights(tmp_path, folders, nothing_written):
         emr.merge(base, {"prompt": tmp_path / "prompt"}, nothing_written)
 
 
-def test_quantized_merged_and_compressed_folders_are_refused_where_they_make_no_sense(tmp_path, folders):
+def test_quantized_and_merged_folders_are_refused_as_inputs(tmp_path, folders):
     base, tasks = folders
     emr.merge(base, tasks, tmp_path / "merged")
     with pytest.raises(CheckpointError, match="hf-ext extract"):
@@ -736,7 +736,7 @@ def test_a_task_that_moved_other_weights_is_added_exactly(tmp_path):
     same_tensors(tensors_of(tmp_path / "again"), tensors_of(tmp_path / "b"))
 
 
-def test_a_task_that_the_election_cannot_give_is_refused_until_it_is_elected_anew(tmp_path):
+def test_a_task_that_the_election_does_not_suit_needs_reelect(tmp_path):
     base = weights()
     write_folder(tmp_path / "base", base)
     tuned = fine_tune(base, 1)
@@ -768,7 +768,7 @@ def test_a_name_that_is_taken_and_a_folder_that_is_no_merge(tmp_path, folders):
         emr.extract(tmp_path / "merged", "cr", tmp_path / "merged")
 
 
-def test_plain_weights_behind_the_config_of_a_merge_are_used_as_they_are(tmp_path):
+def test_plain_weights_with_the_config_of_a_merge_load(tmp_path):
     base, tasks = write_tasks(tmp_path / "in", {"cr": 2, "subj": 2})
     emr.merge(base, tasks, tmp_path / "merged")
     model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(tmp_path / "merged"))

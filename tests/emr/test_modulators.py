@@ -65,7 +65,7 @@ def test_everything_comes_back(tmp_path):
     assert sorted(path.name for path in (tmp_path / "cr").iterdir()) == ["modulators.safetensors"]
 
 
-def test_the_order_of_writing_does_not_matter_and_safetensors_reads_it(tmp_path):
+def test_files_do_not_depend_on_the_order_of_writing(tmp_path):
     first, second = write(tmp_path / "first"), write(tmp_path / "second", -1)
     assert first.read_bytes() == second.read_bytes()
     assert torch.equal(load_file(first)["own/head.weight"], OWN["head.weight"])
@@ -95,7 +95,7 @@ def test_a_stream_that_grows_without_end_is_not_followed(tmp_path):
             file.mask(name, 64)
 
 
-def test_a_copy_for_other_elected_weights_is_the_same_but_for_their_digest(tmp_path):
+def test_a_copy_differs_only_in_the_digest_of_elected_weights(tmp_path):
     file = TaskFile(write(tmp_path / "file"))
     copy_task(file, tmp_path / "copy", elected="d2")
     assert TaskFile(tmp_path / "copy").record.elected == "d2"

@@ -26,7 +26,7 @@ def test_the_recipe_in_a_merge_makes_the_same_merge_again(tmp_path, tasks):
     assert contents(tmp_path / "again") == contents(tmp_path / "merged")
 
 
-def test_a_merge_of_models_in_memory_or_with_a_task_added_keeps_no_older_recipe(tmp_path, tasks):
+def test_a_merge_without_a_recipe_of_its_own_has_none(tmp_path, tasks):
     from transformers import AutoModelForSequenceClassification
 
     base, folders = tasks

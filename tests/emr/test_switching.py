@@ -296,7 +296,7 @@ def test_a_pipeline_serves_the_active_task(merged):
         assert found == pytest.approx(right, abs=1e-6)
 
 
-def test_tokenizers_and_configurations_load_from_the_folder_and_from_a_task(merged):
+def test_tokenizers_and_configurations_load_from_a_merge(merged):
     assert AutoTokenizer.from_pretrained(merged[0]).vocab_size == tokenizer().vocab_size
     assert AutoConfig.from_pretrained(merged[0], subfolder="task-cr").num_labels == 2
 
@@ -458,7 +458,7 @@ def test_saving_writes_the_merge_again(merged, model, tmp_path, task):
     assert contents(tmp_path / "again") == contents(merged[0])
 
 
-def test_saving_an_edited_configuration_says_that_it_is_not_saved(merged, model, tmp_path, caplog):
+def test_saving_warns_that_an_edited_configuration_is_lost(merged, model, tmp_path, caplog):
     logging.get_logger().addHandler(caplog.handler)
     model(**inputs(model), labels=torch.tensor([0, 1]))
     model.save_pretrained(tmp_path / "same")
@@ -605,7 +605,7 @@ def test_a_base_that_changes_while_it_is_in_use_is_noticed(broken, damage):
     assert model.active_task == "subj" and all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
-def test_a_base_of_another_type_that_changes_while_it_is_in_use_leaves_no_wrong_weights(tmp_path):
+def test_a_base_that_changes_in_use_leaves_no_wrong_weights(tmp_path):
     bert().save_pretrained(tmp_path / "base")
     tasks = {name: tmp_path / name for name in ("one", "two")}
     for seed, folder in enumerate(tasks.values(), start=1):
@@ -625,7 +625,7 @@ def test_a_base_of_another_type_that_changes_while_it_is_in_use_leaves_no_wrong_
 
 @pytest.mark.parametrize("name", ["model.safetensors", "task-cr/modulators.safetensors", "task-subj/modulators.safetensors"])
 @pytest.mark.parametrize("left", [0, 5000])
-def test_a_file_of_the_merge_that_is_cut_off_while_it_is_in_use_is_noticed(broken, name, left):
+def test_a_file_that_is_cut_off_while_in_use_is_noticed(broken, name, left):
     model = Auto.from_pretrained(broken)
     os.truncate(broken / name, left)
     for discard in (False, True):
@@ -705,7 +705,7 @@ def test_a_file_of_no_task_may_lie_beside(broken):
     assert Auto.from_pretrained(broken).tasks == ["cr", "subj"]
 
 
-def test_merging_over_a_merge_without_a_config_leaves_none_of_its_tasks(broken, tmp_path):
+def test_merging_over_a_damaged_merge_leaves_none_of_its_tasks(broken, tmp_path):
     _, tasks = write_tasks(tmp_path / "again", {"cr": 2, "subj": 3})
     emr.add_task(broken, "more", tasks["cr"], tmp_path / "larger")
     (tmp_path / "larger" / "config.json").unlink()
@@ -753,7 +753,7 @@ def test_a_task_without_its_config_is_refused(broken, text):
     model.set_task("cr", discard_changes=True)
 
 
-def test_another_merge_in_the_place_of_the_loaded_one_is_not_saved_as_it(broken, tmp_path):
+def test_a_merge_that_was_replaced_on_disk_is_not_saved(broken, tmp_path):
     model = Auto.from_pretrained(broken)
     base, tasks = write_tasks(tmp_path / "more", {"cr": 4})
     emr.merge(base, tasks, broken)
