@@ -81,7 +81,7 @@ MORE = {
 }
 
 
-# Commands that do not end by themselves: test_serving.py, test_mount.py and with_vllm/test_weight_transfer.py run them.
+# Commands that do not end by themselves: tests/serving and with_vllm/test_weight_transfer.py run them.
 ELSEWHERE = ("run", "mount", "follow")
 
 

@@ -42,6 +42,13 @@ def write(path: Path, pixels: np.ndarray, syntax: str = ExplicitVRLittleEndian, 
     return path
 
 
+def grey(image: Image.Image) -> np.ndarray:
+    """Returns the values of an RGB image without color."""
+    pixels = np.asarray(image)
+    assert image.mode == "RGB" and (pixels == pixels[..., :1]).all()
+    return pixels[..., 0]
+
+
 def save(path: Path, size: tuple[int, int] = (80, 40), mode: str = "RGB", value: Any = 77) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new(mode, size, value).save(path)

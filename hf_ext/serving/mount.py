@@ -103,13 +103,13 @@ class VirtualFile:
 
     def read(self, begin: int, end: int, tensors: TensorCache) -> bytes:
         """Returns the bytes from `begin` to `end`, or to the end of the file."""
-        found = [self._head[begin:end]]
+        chunks = [self._head[begin:end]]
         first = max(bisect_right(self._begins, begin) - 1, 0)
         for place in range(first, bisect_left(self._begins, end)):
             name, *following = self._names[place : place + 1 + AHEAD]
             data, start = tensors.get(self._file, name, following), self._begins[place]
-            found.append(data[max(begin - start, 0) : end - start].tobytes())
-        return b"".join(found)
+            chunks.append(data[max(begin - start, 0) : end - start].tobytes())
+        return b"".join(chunks)
 
 
 class TensorCache:
@@ -159,11 +159,11 @@ class PlainFolder(mfusepy.Operations):
         self.was_mounted = True
 
     def getattr(self, path: str, fh: int | None = None) -> dict:
-        own = self._files.get(path)
-        place = os.lstat(self._stage if own else f"{self._stage}{path}")
-        found = {key: getattr(place, key) for key in ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid")}
-        found |= {f"st_{kind}time": getattr(place, f"st_{kind}time_ns") for kind in "amc"}
-        return found | {"st_mode": stat.S_IFREG | 0o444, "st_nlink": 1, "st_size": own.size} if own else found
+        weights = self._files.get(path)
+        place = os.lstat(self._stage if weights else f"{self._stage}{path}")
+        attributes = {key: getattr(place, key) for key in ("st_mode", "st_nlink", "st_size", "st_uid", "st_gid")}
+        attributes |= {f"st_{kind}time": getattr(place, f"st_{kind}time_ns") for kind in "amc"}
+        return attributes | {"st_mode": stat.S_IFREG | 0o444, "st_nlink": 1, "st_size": weights.size} if weights else attributes
 
     def readdir(self, path: str, fh: int) -> list[str]:
         parent = path.rstrip("/")

@@ -45,17 +45,17 @@ def parse_boxes(text: str, size: tuple[float, float]) -> list[Box]:
     """Returns the boxes in a text, in pixels of an image of `size` (width, height). Skips empty and reversed boxes."""
     width, height = size
     boxes = []
-    for found in PATTERN.finditer(text):
-        x1, y1, x2, y2 = (min(int(value), 100) / 100 for value in found.groups())
+    for match in PATTERN.finditer(text):
+        x1, y1, x2, y2 = (min(int(value), 100) / 100 for value in match.groups())
         if x1 < x2 and y1 < y2:
             boxes.append((x1 * width, y1 * height, x2 * width, y2 * height))
     return boxes
 
 
-def box_iou(box: Box, other: Box) -> float:
-    """Returns the intersection over union of two boxes, in 0…1."""
-    across = max(0.0, min(box[2], other[2]) - max(box[0], other[0]))
-    down = max(0.0, min(box[3], other[3]) - max(box[1], other[1]))
-    areas = [(b[2] - b[0]) * (b[3] - b[1]) for b in (box, other)]
+def box_iou(box: Box, other: Box, edge: float = 0.0) -> float:
+    """Returns the intersection over union of two boxes, in 0…1. `edge`: 1 where right and bottom are pixels of the box."""
+    across = max(0.0, min(box[2], other[2]) - max(box[0], other[0]) + edge)
+    down = max(0.0, min(box[3], other[3]) - max(box[1], other[1]) + edge)
+    areas = [(b[2] - b[0] + edge) * (b[3] - b[1] + edge) for b in (box, other)]
     union = sum(areas) - across * down
     return across * down / union if union > 0 else 0.0

@@ -43,8 +43,8 @@ def _bases(model: PreTrainedModel) -> list[str]:
     if hub_id(model.name_or_path):
         return [model.name_or_path]
     parts = [part.name_or_path for part in (model.config.vision_config, model.config.text_config) if part.name_or_path]
-    found = parts or (metadata_of(model.name_or_path) or {}).get("base_model") or []
-    return found if isinstance(found, list) else [found]
+    bases = parts or (metadata_of(model.name_or_path) or {}).get("base_model") or []
+    return bases if isinstance(bases, list) else [bases]
 
 
 def _name(part: PreTrainedConfig) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, PreTrainedConfig
 
-from hf_ext.uni_med.connector import Kind, Resampling, RouterInput, Routing
+from hf_ext.uni_med.connector import Kind, Resampling, RouterInput, Routing, check_routing
 
 TASKS = ("vqa", "refer", "identify", "caption", "cls")
 IMAGE_TOKEN = "<image>"
@@ -73,19 +73,12 @@ class UniMedConfig(PreTrainedConfig):
                 f"task_token_size={self.task_token_size}: give at least 1, or None for the connector's input size."
             )
         if self.connector.startswith("moe"):
-            if self.router == "hard" and self.num_experts < len(self.tasks):
+            check_routing(self.router, self.num_experts, self.num_experts_per_tok, len(self.tasks))
+            if self.router == "sparse" and any(size % 8 for size in (self.connector_input_size, text_config.hidden_size)):
                 raise ValueError(
-                    f"The hard router requires an expert for each task: num_experts={self.num_experts} is less than the "
-                    f"{len(self.tasks)} tasks."
+                    "The sparse router's grouped matrix products require sizes that are multiples of 8; the connector's "
+                    f"input has {self.connector_input_size} and the language model {text_config.hidden_size}."
                 )
-            if self.router == "sparse":
-                if not 1 <= self.num_experts_per_tok <= self.num_experts:
-                    raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} is not within 1…{self.num_experts}.")
-                if any(size % 8 for size in (self.connector_input_size, text_config.hidden_size)):
-                    raise ValueError(
-                        "The sparse router's grouped matrix products require sizes that are multiples of 8; the connector's "
-                        f"input has {self.connector_input_size} and the language model {text_config.hidden_size}."
-                    )
 
     @property
     def vision_size(self) -> int:

@@ -44,6 +44,16 @@ def resample(features: torch.Tensor, grid: tuple[int, int], how: Resampling, rat
     return pooled.flatten(1, 2)
 
 
+def check_routing(router: Routing, num_experts: int, num_experts_per_tok: int, num_tasks: int) -> None:
+    """Raises a ValueError if a mixture has too few experts for its router."""
+    if router == "hard" and num_experts < num_tasks:
+        raise ValueError(
+            f"The hard router requires an expert for each task: num_experts={num_experts} is less than the {num_tasks} tasks."
+        )
+    if router == "sparse" and not 1 <= num_experts_per_tok <= num_experts:
+        raise ValueError(f"num_experts_per_tok={num_experts_per_tok} is not within 1…{num_experts}.")
+
+
 class Router(nn.Module):
     """Logits over experts: W₂ GELU(W₁ [task token ; visual token] + b₁) + b₂.
 
@@ -235,8 +245,11 @@ class Connector(nn.Module):
         if self.num_experts is None:
             return self.experts(tokens).unflatten(0, (images, count)), None
         shape = (images, count, self.num_experts)
-        if self.router is None:
-            weights = self._fixed(images, self.num_experts, tasks, x).expand(shape)
+        if self.routing == "constant":
+            weights = x.new_full(shape, 1 / self.num_experts)
+        elif self.router is None:
+            assert tasks is not None  # checked above
+            weights = F.one_hot(tasks, self.num_experts)[:, None].to(x.dtype).expand(shape)
         else:
             logits = self.router(x, None if self.task_tokens is None else self.task_tokens[tasks]).expand(shape)
             if self.routing == "sparse":
@@ -246,10 +259,3 @@ class Connector(nn.Module):
                 return out.unflatten(0, (images, count)), torch.zeros_like(logits).scatter(-1, chosen, top)
             weights = soft_weights(logits).to(x.dtype)
         return self.experts(tokens, weights.flatten(0, 1)).unflatten(0, (images, count)), weights
-
-    def _fixed(self, images: int, experts: int, tasks: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """Returns weights that are not learned, (images, 1, experts)."""
-        if self.routing == "constant":
-            return like.new_full((images, 1, experts), 1 / experts)
-        assert tasks is not None  # forward raises without them
-        return F.one_hot(tasks, experts)[:, None].to(like.dtype)

@@ -361,13 +361,13 @@ def _vision_tower(source: str | os.PathLike, loading: dict[str, Any]) -> PreTrai
     if not hasattr(config, "vision_config"):
         return AutoModel.from_pretrained(source, **loading)
     # A checkpoint of several towers has a prefix for the tensors of each.
-    tower, found = AutoModel.from_pretrained(
+    tower, info = AutoModel.from_pretrained(
         source,
         config=config.vision_config,
         key_mapping={r"^(model\.)?(vision_tower|vision_model)\.(vision_model\.)?": ""},
         output_loading_info=True,
         **loading,
     )
-    if missing := sorted(name for name in found["missing_keys"] if not name.startswith(("pooler", "head"))):
+    if missing := sorted(name for name in info["missing_keys"] if not name.startswith(("pooler", "head"))):
         raise ValueError(f"{source} has no weights for its vision tower's {missing[0]} and {len(missing) - 1} more.")
     return tower

@@ -230,8 +230,8 @@ class UniMedProcessor(ProcessorMixin):
                     f"Sample {i}: {images} images, but {self.image_token} occurs {places} times in the text. Give a question "
                     f"with task=, or a prompt with one {self.image_token} for each image."
                 )
-            found = re.search("|".join(rf"\[({re.escape(name)})\]" for name in self.tasks), text)
-            return text, self.tasks.index(found[0][1:-1]) if found else None
+            match = re.search("|".join(rf"\[({re.escape(name)})\]" for name in self.tasks), text)
+            return text, self.tasks.index(match[0][1:-1]) if match else None
         if task not in (*self.tasks, QA):
             raise ValueError(f"Sample {i}: there is no task '{task}'; they are {', '.join((*self.tasks, QA))}.")
         if places:
@@ -310,8 +310,8 @@ class UniMedProcessor(ProcessorMixin):
 
         def ids_of(text: str) -> list[int]:
             parts = [part for part in apart.split(text) if part]
-            found = ([special[part]] if part in special else self.tokenizer(part, **options)["input_ids"] for part in parts)
-            return [i for ids in found for i in ids]
+            pieces = ([special[part]] if part in special else self.tokenizer(part, **options)["input_ids"] for part in parts)
+            return [i for ids in pieces for i in ids]
 
         ids = [first + ids_of(prompt) for prompt in prompts]
         starts = [len(row) for row in ids]

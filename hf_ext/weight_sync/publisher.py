@@ -87,20 +87,23 @@ class Publisher:
             raise ValueError("several ranks that publish need the name of their run: Publisher(…, run='name')")
         self.place = open_place(place)
         self.anchor_every, self.keep_anchors, self.dtype, self.world_size = anchor_every, keep_anchors, dtype, world_size
-        found = Index.read(self.place, rank)
-        if found is not None and not resume:
+        previous = Index.read(self.place, rank)
+        if previous is not None and not resume:
             raise CheckpointError(
-                f"{self.place} holds the steps of another training ('{found.run}'). Give an empty place, or continue that "
+                f"{self.place} holds the steps of another training ('{previous.run}'). Give an empty place, or continue that "
                 "training with resume=True."
             )
-        if found is not None and (run or found.run, world_size) != (found.run, found.world_size):
+        if previous is not None and (run or previous.run, world_size) != (previous.run, previous.world_size):
             raise CheckpointError(
-                f"{self.place} holds the steps of run '{found.run}', published by {found.world_size} ranks. Give another place."
+                f"{self.place} holds the steps of run '{previous.run}', published by {previous.world_size} ranks. Give another "
+                "place."
             )
-        run = found.run if found else run or uuid.uuid4().hex[:8]
+        run = previous.run if previous else run or uuid.uuid4().hex[:8]
         self._attempt = _common(uuid.uuid4().hex, world_size) if resume else ""
-        self._index = Index(run, rank, world_size, uuid.uuid4().hex, found.steps if found else [])
-        self._session = found and found.session  # of the index that is at the place, unless another publisher writes there
+        self._index = Index(run, rank, world_size, uuid.uuid4().hex, previous.steps if previous else [])
+        self._session = (
+            previous and previous.session
+        )  # of the index that is at the place, unless another publisher writes there
         self._parts: dict[str, Part] = {}
         self._current: dict[str, torch.Tensor] = {}  # the parts as last published
         self._spare: dict[str, torch.Tensor] = {}  # memory for the next step
@@ -194,9 +197,9 @@ class Publisher:
 
     def _write(self, weights: dict[str, torch.Tensor], parts: dict[str, Part], step: int) -> None:
         """Writes the files of a step, then the index, and makes the weights the base of the next step."""
-        found = Index.read(self.place, self._index.rank)
+        index_there = Index.read(self.place, self._index.rank)
         # The first index of this object may be there although `put` failed: the answer was lost, or a removal failed.
-        if (found and found.session) not in (self._session, self._index.session):
+        if (index_there and index_there.session) not in (self._session, self._index.session):
             raise CheckpointError(f"Another publisher writes to {self.place}, so step {step} was not published. End one.")
         tensors = {key: RawTensor.from_torch(weight) for key, weight in weights.items()}
         bases = {key: RawTensor.from_torch(weight) for key, weight in self._current.items()}
@@ -207,7 +210,7 @@ class Publisher:
         else:
             checksums = {key: xxhash.xxh3_64_intdigest(tensor.data) for key, tensor in tensors.items()}
         entry = Step(step, before, digest_of(checksums.items()), self._attempt)
-        there = _files(found.steps) if found else set()
+        there = _files(index_there.steps) if index_there else set()
         # A training that was resumed comes again to steps that had been published.
         steps = [earlier for earlier in self._index.steps if earlier.step < step]
         is_anchor = not any(earlier.anchor for earlier in steps[max(len(steps) - self.anchor_every + 1, 0) :])

@@ -46,9 +46,9 @@ class VLLMServer:
         requests: Literal["wait", "keep", "abort"] = "wait",
         api_key: str | None = None,
     ):
-        found = open_place(place)
+        opened = open_place(place)
         self.url, self.requests = url.rstrip("/"), requests
-        self.place = str(found.path.absolute()) if isinstance(found, Folder) else str(found)
+        self.place = str(opened.path.absolute()) if isinstance(opened, Folder) else str(opened)
         key = api_key or os.environ.get("VLLM_API_KEY")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 

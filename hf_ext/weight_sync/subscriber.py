@@ -50,7 +50,7 @@ class Subscriber:
         self.changed: set[str] = set()
         self._run = ""
         self._ranks: list[_Rank] = []  # none: nothing is known of the tensors
-        self._given: dict[str, _Given] = {}  # in the last `update`, by published name
+        self._kept: dict[str, _KeptTensor] = {}  # in the last `update`, by published name
 
     def steps(self) -> list[int]:
         """Returns the steps at the place, oldest first.
@@ -97,14 +97,14 @@ class Subscriber:
                 ranks = [self._after(index, path, files) for index, path in zip(indices, paths)]
                 chains = _by_key(files[name] for path in paths for stage in path for name in stage.files)
                 # Checksums of what is in memory, except where the tensors begin at an anchor.
-                known = {
+                checksums = {
                     key: header.checksum
                     for rank, path in zip(self._ranks, paths)
                     if not any(stage.is_anchor for stage in path)
                     for key, header in rank.headers.items()
                 }
                 layout = layout_of((key, part, rank.headers[key]) for rank in ranks for key, part in rank.parts.items())
-                homes, given = self._homes(layout, known, chains, named_tensors, locate)
+                homes, kept_tensors = self._homes(layout, checksums, chains, named_tensors, locate)
                 break
             except _DamagedFile as error:
                 logger.warning(f"{error} Other files take its place.")
@@ -121,7 +121,7 @@ class Subscriber:
         except (BaseModelError, CorruptFileError) as error:
             raise CorruptFileError(f"{error} The tensors are now of no one step: update them again.") from error
         self._ranks, self._run, self.step = ranks, indices[0].run, target
-        self._given = {name: _Given.of(*where) for name, where in given.items()}
+        self._kept = {name: _KeptTensor.of(*where) for name, where in kept_tensors.items()}
         self.changed = {rank.parts[key].name for rank in ranks for key in rank.parts if key in chains}
         return target
 
@@ -147,9 +147,9 @@ class Subscriber:
         for target in reversed(steps) if step is None else [step]:
             digests: list[str | None] = [rank.digest for rank in self._ranks] or [None for _ in indices]
             paths = [_path(index.steps, target, digest, damaged) for index, digest in zip(indices, digests)]
-            found = [path for path in paths if path is not None]
-            if len(found) == len(indices):
-                return target, found
+            reachable = [path for path in paths if path is not None]
+            if len(reachable) == len(indices):
+                return target, reachable
         if damaged:
             raise CorruptFileError(f"{next(iter(damaged.values()))} No other files at {self.place} lead to the step.")
         raise CheckpointError(f"Nothing is published at {self.place} that these tensors could begin with.")
@@ -189,7 +189,7 @@ class Subscriber:
     def _homes(
         self,
         layout: Mapping[str, Parts],
-        known: Mapping[str, int],
+        checksums: Mapping[str, int],
         chains: Mapping[str, object],
         named_tensors: Mapping[str, torch.Tensor] | None,
         locate: Callable[[str], Piece | None] | None,
@@ -197,12 +197,12 @@ class Subscriber:
         """Returns where those parts are kept that have to change, by key, once it is sure that all hold what they should; and
         what the caller keeps, by published name."""
         homes: dict[str, Home] = {}
-        given: dict[str, tuple[torch.Tensor, Piece]] = {}
+        kept_tensors: dict[str, tuple[torch.Tensor, Piece]] = {}
         used: set[str] = set()
         places: set[int] = set()
         if named_tensors is None:
             for name, parts in layout.items():
-                self._own(name, parts, known)
+                self._copy_of(name, parts, checksums)
             for name in self.tensors.keys() - layout.keys():  # of another run
                 del self.tensors[name]
             named_tensors, locate = self.tensors, None
@@ -214,8 +214,8 @@ class Subscriber:
                 raise CheckpointError(f"'{piece.tensor}', where '{name}' is to be kept, is not among the tensors given.")
             used.add(piece.tensor)
             tensor = named_tensors[piece.tensor]
-            given[name] = tensor, piece
-            is_as_left = name in self._given and self._given[name].is_still(tensor, piece)
+            kept_tensors[name] = tensor, piece
+            is_as_left = name in self._kept and self._kept[name].is_still(tensor, piece)
             rows = rows_of(tensor, piece, parts, is_whole=locate is None)
             # Of two names for the same memory, as tied weights have, the second is copied to it.
             in_place = rows.device.type == "cpu" and rows.is_contiguous() and rows.data_ptr() not in places
@@ -228,31 +228,31 @@ class Subscriber:
                 if in_place and (first, last) == (part.begin, part.end(header)):
                     home = Home(kept, kept, None)
                 else:
-                    own = self._own(name, parts, known)[part.begin : part.end(header)]
-                    home = Home(own, own[first - part.begin : last - part.begin], kept, first - part.begin)
+                    copy = self._copy_of(name, parts, checksums)[part.begin : part.end(header)]
+                    home = Home(copy, copy[first - part.begin : last - part.begin], kept, first - part.begin)
                 is_new = home.elsewhere is not None and not is_as_left
                 # What a caller keeps may have changed even where this step changes nothing.
-                if key in known and (key in chains or is_new or home.elsewhere is None):
-                    if xxhash.xxh3_64_intdigest(RawTensor.from_torch(home.part).data) != known[key]:
+                if key in checksums and (key in chains or is_new or home.elsewhere is None):
+                    if xxhash.xxh3_64_intdigest(RawTensor.from_torch(home.part).data) != checksums[key]:
                         raise _ChangedTensor(f"'{piece.tensor}' is not as the last update left it")
                 if key in chains or is_new:
                     homes[key] = home._replace(is_new=is_new)
         if missing := sorted(set(named_tensors) - used):
             raise CheckpointError(f"Nothing is published at {self.place} for the tensor '{missing[0]}'.")
-        return homes, given
+        return homes, kept_tensors
 
-    def _own(self, name: str, parts: Parts, known: Mapping[str, int]) -> torch.Tensor:
+    def _copy_of(self, name: str, parts: Parts, checksums: Mapping[str, int]) -> torch.Tensor:
         """Returns this object's copy of a tensor, a scalar as one row. Memory is taken only for what is written there."""
         key, part, header = parts[0]
-        own, dtype = self.tensors.get(name), torch_dtype(header.dtype)
-        if own is None or (own.shape, own.dtype) != (part.shape, dtype):  # that of another run
+        copy, dtype = self.tensors.get(name), torch_dtype(header.dtype)
+        if copy is None or (copy.shape, copy.dtype) != (part.shape, dtype):  # that of another run
             self.tensors[name] = torch.empty(part.shape, dtype=dtype)
-            if key in known:
+            if key in checksums:
                 raise _ChangedTensor(f"There is no copy of '{name}' in memory yet")
         return torch.atleast_1d(self.tensors[name])
 
 
-class _Given(NamedTuple):
+class _KeptTensor(NamedTuple):
     """A tensor of the caller that holds a published one, as the last `update` left it."""
 
     tensor: weakref.ref[torch.Tensor]
@@ -261,7 +261,7 @@ class _Given(NamedTuple):
     version: int  # PyTorch counts what changes a tensor, except for inference tensors
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, piece: Piece) -> _Given:
+    def of(cls, tensor: torch.Tensor, piece: Piece) -> _KeptTensor:
         return cls(
             weakref.ref(tensor), piece, tensor.data_ptr(), 0 if tensor.is_inference() else getattr(tensor, "_version", 0)
         )

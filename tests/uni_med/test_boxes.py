@@ -43,7 +43,7 @@ def test_boxes_outside_the_image_are_errors(box):
     st.tuples(*[st.floats(0, 0.9)] * 2),
     st.tuples(*[st.floats(0.05, 0.5)] * 2),
 )
-def test_what_is_read_is_what_was_written_to_half_a_hundredth(size, corner, extent):
+def test_boxes_round_trip_to_half_a_hundredth(size, corner, extent):
     box = tuple(value * side for value, side in zip((*corner, *(a + b for a, b in zip(corner, extent))), (*size, *size)))
     (found,) = parse_boxes(format_box(box, size), size)
     for value, expected, side in zip(found, box, (*size, *size)):

@@ -128,7 +128,7 @@ def test_tasks_are_routed_image_by_image():
     assert not torch.allclose(together, other, atol=1e-4)
 
 
-def test_what_is_not_routed_by_task_needs_none():
+def test_only_routing_by_task_requires_a_task():
     features, grid, tasks = inputs()
     for options in ({"kind": "mlp"}, {"router": "constant"}, {"router_input": "token"}):
         model = connector(**options)
@@ -156,7 +156,7 @@ def test_a_grid_that_cannot_be_divided_is_an_error():
         resample(torch.zeros(1, 12, 2), (3, 4), "avg_pool", 4)
 
 
-def test_a_router_that_wants_no_expert_still_chooses_in_half_precision():
+def test_soft_weights_do_not_underflow_in_half_precision():
     model = connector().half()
     with torch.no_grad():
         model.router.out_bias.fill_(-30)

@@ -219,7 +219,7 @@ def test_a_processor_is_saved_and_loaded(tmp_path):
     assert (made.num_image_tokens, made.tasks) == (2 * TOKENS, ["cls", "vqa"])
 
 
-def test_a_tokenizer_is_given_what_it_lacks_and_no_more():
+def test_a_tokenizer_gets_only_missing_tokens():
     words = tokenizer(pad_token="w0")
     words.add_tokens(["<image>"], special_tokens=True)
     size = len(words)
@@ -241,7 +241,7 @@ def broken(tmp_path) -> Image.Image:
     return Image.open(path)
 
 
-def test_an_image_token_that_is_a_word_of_the_vocabulary_is_not_split():
+def test_an_image_token_in_the_vocabulary_is_not_split():
     words = Tokenizer(models.WordLevel({"<image>": 0, "</s>": 1, "<unk>": 2, "what": 3}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     make = UniMedProcessor(
@@ -265,7 +265,7 @@ def test_images_that_are_not_rgb_are_errors(mode):
         processor()(images=[image(), picture], text=["what ?", "what ?"], task="cls")
 
 
-def test_files_are_held_to_the_same(tmp_path):
+def test_image_files_that_are_not_rgb_are_errors(tmp_path):
     Image.new("L", (9, 9)).save(tmp_path / "grey.png")
     with pytest.raises(ValueError, match="Sample 0: the image has mode L, not RGB"):
         processor()(images=str(tmp_path / "grey.png"), text="what ?", task="cls")
@@ -313,6 +313,6 @@ def test_broken_images_are_errors(tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_what_does_not_fit_is_an_error_that_names_the_sample(call, message):
+def test_invalid_samples_are_errors_that_name_the_sample(call, message):
     with pytest.raises(ValueError, match=message):
         processor()(**call)

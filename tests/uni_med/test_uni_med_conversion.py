@@ -153,7 +153,7 @@ def test_the_lora_is_an_adapter_of_peft(tmp_path, capsys):
     assert processor.num_image_tokens == 8 and processor.prompt_format == "authors"
 
 
-def test_a_checkpoint_without_its_configuration_is_taken_as_the_papers(tmp_path):
+def test_a_checkpoint_without_settings_has_the_papers(tmp_path):
     vision, text = save_parts(tmp_path)
     torch.save({"model": Layout(SETTINGS).state_dict()}, tmp_path / "c.pth")
     found = convert_checkpoint(tmp_path / "c.pth", tmp_path / "out", vision, text)
@@ -232,7 +232,7 @@ def test_bad_checkpoints_are_errors_and_nothing_is_written(tmp_path, capsys):
     refuses(CorruptFileError, "resample_rate='4'", state, SETTINGS | {"resample_rate": "4"})
 
 
-def test_an_old_file_format_is_read_and_an_old_adapter_does_not_stay(tmp_path):
+def test_old_formats_load_and_old_adapters_are_removed(tmp_path):
     vision, text = save_parts(tmp_path)
     checkpoint(tmp_path / "c.pth", SETTINGS, Layout(SETTINGS).state_dict() | lora())
     convert_checkpoint(tmp_path / "c.pth", tmp_path / "out", vision, text)

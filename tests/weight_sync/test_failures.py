@@ -36,7 +36,7 @@ def damage(path: Path) -> None:
     "harm", [damage, Path.unlink, lambda path: path.write_bytes(b""), lambda path: path.write_bytes(b"x" * 99)]
 )
 @pytest.mark.parametrize("kind", ["step", "anchor"])
-def test_a_damaged_file_is_named_and_the_newest_anchor_takes_its_place(tmp_path: Path, caplog, harm, kind: str):
+def test_a_damaged_file_is_replaced_by_the_newest_anchor(tmp_path: Path, caplog, harm, kind: str):
     tensors, subscriber = zeros(), Subscriber(tmp_path)
     with Publisher(tmp_path, anchor_every=3) as run:
         for step in range(6):
@@ -96,7 +96,7 @@ def forge(place: Path, payload: bytes, part: Sequence[object]) -> None:
     (place / "index-00000.json").write_bytes(index.to_bytes())
 
 
-def test_what_a_stranger_made_up_is_refused(tmp_path: Path):
+def test_forged_files_are_refused(tmp_path: Path):
     huge = write_payload(("F32", "F32", "key", "key"), (10**15,), 1, 10**15, 0, memoryview(b"1"))
     empty = write_payload(("F32", "", "key", ""), (2**64 - 1, 0), 0, 0, 0, memoryview(b""))
     some = encode(torch.ones(4, 3))
@@ -246,7 +246,7 @@ def test_a_killed_publisher_leaves_whole_steps_and_goes_on(tmp_path: Path, limit
 
 
 @pytest.mark.parametrize("limit", range(2))
-def test_a_publisher_that_is_killed_while_it_replaces_steps_leaves_them_whole(tmp_path: Path, limit: int):
+def test_a_publisher_killed_while_replacing_leaves_whole_steps(tmp_path: Path, limit: int):
     publish(tmp_path, range(3), anchor_every=1, keep_anchors=1)
     child = multiprocessing.get_context("fork").Process(target=_publish_until_killed, args=(tmp_path, limit, 2))
     child.start()
@@ -256,7 +256,7 @@ def test_a_publisher_that_is_killed_while_it_replaces_steps_leaves_them_whole(tm
     assert subscriber.update() == 2 and same(subscriber.tensors, weights(2))
 
 
-def test_the_next_step_follows_the_last_one_of_a_run_that_is_continued(tmp_path: Path):
+def test_a_continued_run_numbers_its_steps_on(tmp_path: Path):
     for first in (0, 2):
         with Publisher(tmp_path, resume=True) as run:
             for step in (first, first + 1):

@@ -37,7 +37,7 @@ def test_tensors_follow_step_by_step_in_place(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("parts")
-def test_what_was_missed_is_folded_and_any_kept_step_can_be_reached(tmp_path: Path):
+def test_missed_steps_are_applied_in_one_update(tmp_path: Path):
     publish(tmp_path, range(7), anchor_every=3)
     subscriber = Subscriber(tmp_path)
     assert subscriber.steps() == list(range(3, 7))  # since the second newest anchor
@@ -92,7 +92,7 @@ def test_the_training_may_go_on_before_a_step_is_written(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("parts")
-def test_each_rank_publishes_its_rows_and_each_reader_takes_its_own(tmp_path: Path):
+def test_ranks_publish_rows_and_readers_take_rows(tmp_path: Path):
     cut = {"embedding.weight": 130, "layer.weight": 31}
 
     def share(step: int, rank: int) -> dict[str, torch.Tensor | Rows]:

@@ -111,7 +111,7 @@ def test_a_chain_may_have_more_files_than_a_process_may_open(tmp_path: Path):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_an_empty_place_has_nothing_to_offer(tmp_path: Path):
+def test_an_empty_place_is_an_error_to_update_from(tmp_path: Path):
     subscriber = Subscriber(tmp_path / "missing")
     assert subscriber.steps() == []
     with pytest.raises(CheckpointError, match="Nothing is published at .*missing"):

@@ -50,7 +50,7 @@ def test_every_step_is_what_save_pretrained_writes(tmp_path: Path, kind: str):
         assert same(subscriber.tensors, saved(tmp_path / f"saved/{step}"))
 
 
-def test_the_training_waits_for_each_step_if_someone_has_to_be_told(tmp_path: Path):
+def test_the_training_waits_for_on_step(tmp_path: Path):
     subscriber, told = Subscriber(tmp_path / "place"), []
 
     def tell(step: int) -> None:

@@ -58,7 +58,7 @@ def test_a_server_that_refuses_goes_on(http: ThreadingHTTPServer, tmp_path: Path
     assert {key for _, _, key in http.requests} == {"Bearer secret"}
 
 
-def test_a_server_without_weight_transfer_and_a_missing_one_are_named(http: ThreadingHTTPServer, tmp_path: Path):
+def test_unsuitable_and_missing_servers_are_named(http: ThreadingHTTPServer, tmp_path: Path):
     http.answers["/pause?mode=wait"] = 404
     with pytest.raises(ServerError, match="takes no weights. Start it with VLLM_SERVER_DEV_MODE=1"):
         VLLMServer(http.url, tmp_path).update(0)

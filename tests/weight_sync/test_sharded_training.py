@@ -75,7 +75,7 @@ def _fsdp(rank: int, folder: str) -> None:
     destroy_process_group()
 
 
-def test_a_model_sharded_by_fsdp_is_published_under_the_names_of_its_checkpoint(tmp_path: Path, capfd):
+def test_an_fsdp_model_is_published_under_checkpoint_names(tmp_path: Path, capfd):
     assert on_ranks(_fsdp, str(tmp_path)) == [0, 0]
     # The first process calls `on_step`, once the step is whole.
     assert capfd.readouterr().out.splitlines() == ["0 0 0", "0 1 1"]
@@ -86,7 +86,7 @@ def test_a_model_sharded_by_fsdp_is_published_under_the_names_of_its_checkpoint(
         assert same(subscriber.tensors, {name: sign * weight for name, weight in weights.items()})
 
 
-def test_steps_that_only_one_rank_published_again_are_not_mixed_with_those_before(tmp_path: Path):
+def test_steps_of_different_attempts_are_not_mixed(tmp_path: Path):
     assert _start(tmp_path, "sharded") == [0, 0]
     assert _start(tmp_path, "sharded", resume=True) == [0, 0]
     subscriber = Subscriber(tmp_path / "place")

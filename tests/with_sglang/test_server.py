@@ -89,7 +89,7 @@ def test_after_a_switch_the_weights_are_those_of_the_plain_model(server, folder,
     ],
 )
 @pytest.mark.parametrize("before", ["small-two", "base"])
-def test_a_model_that_cannot_be_loaded_is_an_error_and_the_server_goes_on(server, folder, expected, before, model, reason):
+def test_the_server_survives_a_model_that_it_cannot_load(server, folder, expected, before, model, reason):
     assert server.switch(folder / before)[0] == 200
     status, message = server.switch(folder / model)
     assert status == 400 and reason in message, message

@@ -66,7 +66,7 @@ def test_a_request_without_a_model_is_for_the_first_one(server, expected):
     assert server.answer(None) == ("first", expected["one"]["text"])
 
 
-def test_requests_to_several_models_at_once_get_the_answers_of_their_models(server, expected):
+def test_concurrent_requests_are_answered_by_their_models(server, expected):
     draw = random.Random(0)
     models = [draw.choice(list(PLAIN)) for _ in range(40)]
     with ThreadPoolExecutor(len(models)) as pool:
@@ -86,7 +86,7 @@ def test_requests_to_several_models_at_once_get_the_answers_of_their_models(serv
         ("mixed", "checksum mismatch"),
     ],
 )
-def test_a_model_that_cannot_be_served_is_an_error_and_the_server_goes_on(server, expected, model, reason):
+def test_the_server_survives_a_model_that_it_cannot_load(server, expected, model, reason):
     server.answer("two")
     status, message = server.refusal(model)
     assert status == 503 and reason in message, message
@@ -95,7 +95,7 @@ def test_a_model_that_cannot_be_served_is_an_error_and_the_server_goes_on(server
     assert server.answer("first") == ("first", expected["one"]["text"])
 
 
-def test_files_overwritten_while_their_model_is_in_memory_are_not_compared_with(server, folder, expected):
+def test_overwritten_files_are_not_compared_with_memory(server, folder, expected):
     assert server.answer("overwritten") == ("overwritten", expected["base"]["text"])
     (folder / "overwritten" / "model.safetensors").write_bytes((folder / "one" / "model.safetensors").read_bytes())
     assert server.answer("first") == ("first", expected["one"]["text"])
@@ -111,7 +111,7 @@ def test_a_request_without_the_key_switches_nothing(server):
 
 
 @pytest.mark.skipif(os.cpu_count() == 1, reason="vLLM gives each worker a core of its own")
-def test_tensor_parallel_workers_hold_the_same_parts_as_of_the_plain_model(folder):
+def test_tensor_parallel_workers_hold_the_plain_models_parts(folder):
     with Publisher(folder / "steps") as run:
         for step, model in enumerate(("two", "one")):
             run.publish(load_file(folder / model / "model.safetensors"), step)

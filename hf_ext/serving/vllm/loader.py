@@ -29,7 +29,7 @@ CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 
 @dataclass
-class _Held:
+class _Loaded:
     """The weights that a module in memory holds.
 
     Attributes:
@@ -45,7 +45,7 @@ class _Held:
     states: list[tuple[int, ...]] = field(default_factory=list)
 
 
-_held: WeakKeyDictionary[torch.nn.Module, _Held] = WeakKeyDictionary()
+_loaded: WeakKeyDictionary[torch.nn.Module, _Loaded] = WeakKeyDictionary()
 
 
 class StoredModelLoader(DefaultModelLoader):
@@ -71,15 +71,15 @@ class StoredModelLoader(DefaultModelLoader):
         error is raised, because vLLM cannot begin anew with a layer that is loaded in part. All of them must then be loaded
         again.
         """
-        name, is_first = model_config.model, model not in _held
+        name, is_first = model_config.model, model not in _loaded
         first = {name: StoredModel(name, model_config.revision, self.task)}
-        held = _held.setdefault(model, _Held(self.models | first))
-        source = held.models.get(name, StoredModel(name)).open()
+        memory = _loaded.setdefault(model, _Loaded(self.models | first))
+        source = memory.models.get(name, StoredModel(name)).open()
         states = _states(source)
-        before, held.source = held.source, None
+        before, memory.source = memory.source, None
         if is_first and isinstance(source, Checkpoint):
             yield from super().get_all_weights(model_config, model)
-        elif before is None or held.name == name or held.states != _states(before):
+        elif before is None or memory.name == name or memory.states != _states(before):
             yield from _read(source, source.names())
         else:
             names = list(changed(before, source))
@@ -87,13 +87,13 @@ class StoredModelLoader(DefaultModelLoader):
                 "Switching to %s: %d of its %d tensors are in layers that differ.", source, len(names), len(source.names())
             )
             yield from _read(source, names)
-        held.name, held.source, held.states = name, source, states
+        memory.name, memory.source, memory.states = name, source, states
 
 
 def _states(source: TensorSource) -> list[tuple[int, ...]]:
     """Returns inode, size and time of change of each file of a model, or () for a deleted one."""
-    found = [path.stat() if path.exists() else None for path in source.paths]
-    return [(file.st_ino, file.st_size, file.st_mtime_ns) if file else () for file in found]
+    stats = [path.stat() if path.exists() else None for path in source.paths]
+    return [(file.st_ino, file.st_size, file.st_mtime_ns) if file else () for file in stats]
 
 
 def _read(source: TensorSource, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:

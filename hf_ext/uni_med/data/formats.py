@@ -69,12 +69,10 @@ def read_vqa_rad(
     if split not in (None, "train", "test"):
         raise ValueError(f"VQA-RAD has no split '{split}'; give 'train', 'test' or None.")
 
-    def convert(row: Any) -> dict[str, Any] | None:
-        if split and _text(row, "phrase_type").startswith("test") != (split == "test"):
-            return None
-        return _sample([_path(images, row, "image_name")], _text(row, "question"), "vqa", _text(row, "answer"))
+    def is_of_split(row: Any) -> bool:
+        return split is None or _text(row, "phrase_type").startswith("test") == (split == "test")
 
-    return _dataset(file, _each(file, _list(file, _read_json(file)), convert, on_error))
+    return _read_vqa(file, images, "image_name", is_of_split, on_error)
 
 
 def read_slake(
@@ -92,10 +90,16 @@ def read_slake(
         a data set as [`read_vqa_rad`] returns it, and with its errors.
     """
 
+    return _read_vqa(file, images, "img_name", lambda row: not language or _text(row, "q_lang") == language, on_error)
+
+
+def _read_vqa(
+    file: str | os.PathLike, images: str | os.PathLike, image_key: str, is_wanted: Callable[[Any], bool], on_error: str
+) -> Dataset:
     def convert(row: Any) -> dict[str, Any] | None:
-        if language and _text(row, "q_lang") != language:
+        if not is_wanted(row):
             return None
-        return _sample([_path(images, row, "img_name")], _text(row, "question"), "vqa", _text(row, "answer"))
+        return _sample([_path(images, row, image_key)], _text(row, "question"), "vqa", _text(row, "answer"))
 
     return _dataset(file, _each(file, _list(file, _read_json(file)), convert, on_error))
 
@@ -164,13 +168,27 @@ def read_coco(
     if task not in QUESTIONS:
         raise ValueError(f"Boxes make samples of the tasks {' and '.join(QUESTIONS)}, not of '{task}'.")
     question = question or QUESTIONS[task]
+    boxes = _read_boxes(file, images, on_error)
+    if task == "identify":
+        return _dataset(file, [_sample([path], question.format(box=box), task, name) for _, path, name, box in boxes])
+    answers: dict[tuple[str, str], list[str]] = {(path, name): [] for _, path, name, _ in boxes}  # in the order of the file
+    for _, path, name, box in sorted(boxes, key=lambda row: -row[0]):
+        answers[path, name].append(box)
+    return _dataset(
+        file,
+        [_sample([path], question.format(name=name), task, " ".join(texts)) for (path, name), texts in answers.items()],
+    )
+
+
+def _read_boxes(file: str | os.PathLike, images: str | os.PathLike, on_error: str) -> list[tuple[float, str, str, str]]:
+    """Returns the annotations of COCO: area of the box, path of the image, name of the category, and the box as text."""
     content = _read_json(file)
 
     def by_id(name: str) -> dict[str, Any]:
         rows = _each(f"{file}, list {name}", _list(file, content, name), lambda row: (_text(row, "id"), row), on_error)
-        if len(found := dict(rows)) < len(rows):
+        if len(entries := dict(rows)) < len(rows):
             raise ValueError(f"'{file}' has ids in the list '{name}' that are not unique. Correct them.")
-        return found
+        return entries
 
     pictures, categories = by_id("images"), by_id("categories")
 
@@ -181,9 +199,9 @@ def read_coco(
 
     def convert(row: Any) -> tuple[float, str, str, str]:
         picture, category = _text(row, "image_id"), _text(row, "category_id")
-        for found, rows, name in ((picture, pictures, "images"), (category, categories, "categories")):
-            if found not in rows:
-                raise ValueError(f"the list '{name}' has no id {found}.")
+        for key, rows, name in ((picture, pictures, "images"), (category, categories, "categories")):
+            if key not in rows:
+                raise ValueError(f"the list '{name}' has no id {key}.")
         path, size = find(picture)
         box = _value(row, "bbox")
         if not (isinstance(box, list) and len(box) == 4 and all(map(_is_number, box))):
@@ -192,28 +210,19 @@ def read_coco(
         text = format_box((left, top, left + width, top + height), size)
         return width * height, path, _text(categories[category], "name"), text
 
-    boxes = _each(f"{file}, list annotations", _list(file, content, "annotations"), convert, on_error)
-    if task == "identify":
-        return _dataset(file, [_sample([path], question.format(box=box), task, name) for _, path, name, box in boxes])
-    grouped: dict[tuple[str, str], list[str]] = {}
-    for _, path, name, box in sorted(boxes, key=lambda found: -found[0]):
-        grouped.setdefault((path, name), []).append(box)
-    keys = dict.fromkeys((path, name) for _, path, name, _ in boxes)  # in the order of the file
-    return _dataset(
-        file, [_sample([path], question.format(name=name), task, " ".join(grouped[path, name])) for path, name in keys]
-    )
+    return _each(f"{file}, list annotations", _list(file, content, "annotations"), convert, on_error)
 
 
 def _box_space(path: str, row: Mapping[str, Any]) -> tuple[float, float]:
     """Returns the width and height that boxes refer to: a row's, if the image in the file has the same proportions."""
-    found = image_size(path)
-    width, height = row.get("width") or found[0], row.get("height") or found[1]
+    columns, rows = image_size(path)
+    width, height = row.get("width") or columns, row.get("height") or rows
     if not (_is_number(width) and _is_number(height)):
         raise ValueError(f"the image '{path}' has width {width!r} and height {height!r} in the list 'images', not numbers.")
     # Boxes are shares of the image, so that resizing it changes nothing. Sizes may be rounded to whole pixels.
-    if abs(width * found[1] - height * found[0]) > max(width + height, sum(found)):
+    if abs(width * rows - height * columns) > max(width + height, columns + rows):
         raise ValueError(
-            f"the image '{path}' has {found[0]} x {found[1]} pixels, and its boxes are for {width} x {height}. Use the image "
+            f"the image '{path}' has {columns} x {rows} pixels, and its boxes are for {width} x {height}. Use the image "
             "that was annotated, neither cropped nor turned."
         )
     return width, height
@@ -255,8 +264,8 @@ def _each(source: str | os.PathLike, rows: Sequence[Any], convert: Callable[[Any
             if (result := convert(row)) is not None:
                 results.append(result)
         except ValueError as error:
-            known = next((f" ({key} {row[key]})" for key in ("id", "qid") if isinstance(row, dict) and key in row), "")
-            message = f"{source}, row {i}{known}: {error}"
+            row_id = next((f" ({key} {row[key]})" for key in ("id", "qid") if isinstance(row, dict) and key in row), "")
+            message = f"{source}, row {i}{row_id}: {error}"
             if on_error == "raise":
                 raise ValueError(f'{message} Correct the row, or leave such rows out with on_error="skip".') from error
             skipped.append(str(i))

@@ -144,8 +144,8 @@ def _gradient(
             if loss is None:
                 raise ValueError(f"The batches of '{task}' have no labels: pass answers= to the processor.")
             if loss.requires_grad:  # False if it depends on no trained parameter
-                found = torch.autograd.grad(loss / len(batches), parameters, allow_unused=True, materialize_grads=True)
-                total = [a.add_(b) for a, b in zip(total, found)]
+                gradients = torch.autograd.grad(loss / len(batches), parameters, allow_unused=True, materialize_grads=True)
+                total = [a.add_(b) for a, b in zip(total, gradients)]
     return total
 
 
@@ -179,9 +179,9 @@ class InterferenceCallback(TrainerCallback):
             return
         if self.every and self.history and state.global_step - self.history[-1][0] < self.every:
             return
-        found = interference(model, self.batches_by_task)
-        self.history.append((state.global_step, found))
-        means = {"interference_direction": found.mean_direction, "interference_magnitude": found.mean_magnitude}
+        measurement = interference(model, self.batches_by_task)
+        self.history.append((state.global_step, measurement))
+        means = {"interference_direction": measurement.mean_direction, "interference_magnitude": measurement.mean_magnitude}
         logs.update(means)
         state.log_history[-1].update(means)
 
@@ -235,9 +235,9 @@ def feature_map(model: PreTrainedModel, batches_by_task: Mapping[str, Batches]) 
             for batch in [batches] if isinstance(batches, Mapping) else batches:
                 if (batch := _on(model, batch)).get("pixel_values") is None:
                     continue
-                found = model.get_image_features(batch["pixel_values"], batch.get("image_tasks"))
-                before.append(found.last_hidden_state.float().mean(1).cpu())
-                after.append(found.pooler_output.float().mean(1).cpu())
+                features = model.get_image_features(batch["pixel_values"], batch.get("image_tasks"))
+                before.append(features.last_hidden_state.float().mean(1).cpu())
+                after.append(features.pooler_output.float().mean(1).cpu())
                 tasks += [task] * len(before[-1])
     if len(tasks) < 3:
         raise ValueError(f"There are {len(tasks)} images; a map requires at least three.")

@@ -31,8 +31,8 @@ class Evaluation:
     def __str__(self) -> str:
         rows = [
             (name, metric, f"{value:.3f}", str(len(self.predictions[name])))
-            for name, found in self.metrics.items()
-            for metric, value in found.items()
+            for name, values in self.metrics.items()
+            for metric, value in values.items()
         ]
         return table(("data", "metric", "value", "samples"), rows)
 
@@ -62,7 +62,7 @@ def evaluate(
     generation = {"do_sample": False, "num_beams": 1} | generation
     if processor.tasks != model.config.tasks:
         raise ValueError(f"The processor has the tasks {processor.tasks}, and the model {model.config.tasks}.")
-    asked = {name: _samples(name, data, score) for name, data in datasets.items()}
+    samples_by_name = {name: _samples(name, data, score) for name, data in datasets.items()}
     metrics, predictions = {}, {}
     with evaluating(model), tqdm(total=sum(map(len, datasets.values())), desc="Answering") as bar:
         for name, data in datasets.items():
@@ -71,7 +71,7 @@ def evaluate(
                 rows = [data[i] for i in range(start, min(start + batch_size, len(data)))]
                 answers += answer(model, processor, rows, **generation)
                 bar.update(len(rows))
-            task, samples = asked[name]
+            task, samples = samples_by_name[name]
             metrics[name], predictions[name] = score(task, answers, samples), answers
     return Evaluation(metrics, predictions)
 

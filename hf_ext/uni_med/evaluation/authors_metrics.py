@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_ext.errors import HfExtError
-from hf_ext.uni_med.boxes import PATTERN, Box
-from hf_ext.uni_med.evaluation.metrics import bleu1
+from hf_ext.uni_med.boxes import PATTERN, Box, box_iou
+from hf_ext.uni_med.evaluation.metrics import bleu1, nltk_bleu, overlap_scores
 
 # The normalization of VQA's evaluation, as the authors have it.
 ARTICLES = {"a", "an", "the"}
@@ -53,13 +52,13 @@ def normalized_bleu1(predictions: Sequence[str], references: Sequence[str]) -> f
 def normalized_f1(predictions: Sequence[str], references: Sequence[str]) -> float:
     """Returns the authors' mean F1 of the words of normalized answers, in 0…1. A word that the reference has once counts as
     often as the prediction has it."""
-    found = []
+    scores = []
     for a, b in zip(predictions, references, strict=True):
-        said, expected = (Counter(normalize_answer(text).split()) for text in (a, b))
-        hits = sum(count for word, count in said.items() if word in expected)
-        missed = sum(count for word, count in expected.items() if word not in said)
-        found.append(2 * hits / (hits + said.total() + missed) if hits else 0.0)
-    return statistics.fmean(found)
+        predicted, expected = (Counter(normalize_answer(text).split()) for text in (a, b))
+        hits = sum(count for word, count in predicted.items() if word in expected)
+        missed = sum(count for word, count in expected.items() if word not in predicted)
+        scores.append(2 * hits / (hits + predicted.total() + missed) if hits else 0.0)
+    return statistics.fmean(scores)
 
 
 def normalized_accuracy(predictions: Sequence[str], references: Sequence[str]) -> float:
@@ -82,14 +81,11 @@ def report_bleu1(predictions: Sequence[str], references: Sequence[str]) -> float
     Raises:
         HfExtError: NLTK is not installed.
     """
-    try:
-        from nltk.translate.bleu_score import corpus_bleu
-    except ImportError as error:
-        raise HfExtError("BLEU requires NLTK: pip install nltk.") from error
+    bleu = nltk_bleu()
     pairs = [(a, b) for a, b in zip(predictions, references, strict=True) if a and b]
     if not pairs:
         return 0.0
-    return float(corpus_bleu([[_report_words(b)] for _, b in pairs], [_report_words(a) for a, _ in pairs], weights=(1,)))
+    return float(bleu.corpus_bleu([[_report_words(b)] for _, b in pairs], [_report_words(a) for a, _ in pairs], weights=(1,)))
 
 
 def _report_words(text: str) -> list[str]:
@@ -109,22 +105,14 @@ def pixel_box_ious(predictions: Sequence[str], boxes: Sequence[Box], sizes: Sequ
         boxes: left, top, right, bottom in pixels, as annotated.
         sizes: width and height of each image in pixels.
     """
-    found = []
+    ious = []
     for text, box, (width, height) in zip(predictions, boxes, sizes, strict=True):
         if match := PATTERN.match(text.replace("<unk>", "").replace(" ", "")):
             x1, y1, x2, y2 = (int(value) / 100 for value in match.groups())
-            found.append(_pixel_iou((x1 * width, y1 * height, x2 * width, y2 * height), box))
+            ious.append(box_iou((x1 * width, y1 * height, x2 * width, y2 * height), box, edge=1))
         else:
-            found.append(0.0)
-    return found
-
-
-def _pixel_iou(box: Box, other: Box) -> float:
-    across = max(0.0, min(box[2], other[2]) - max(box[0], other[0]) + 1)
-    down = max(0.0, min(box[3], other[3]) - max(box[1], other[1]) + 1)
-    areas = [(b[2] - b[0] + 1) * (b[3] - b[1] + 1) for b in (box, other)]
-    union = sum(areas) - across * down
-    return across * down / union if union > 0 else 0.0
+            ious.append(0.0)
+    return ious
 
 
 def first_words(text: str, count: int = 50) -> str:
@@ -156,17 +144,17 @@ def authors_scores(task: str, predictions: Sequence[str], samples: Sequence[Mapp
             if missing := [name for name in ("box", "size") if sample.get(name) is None]:
                 raise ValueError(f"Sample {i} has no {' and no '.join(missing)}, which the authors' IoU requires.")
         ious = pixel_box_ious(predictions, [sample["box"] for sample in samples], [sample["size"] for sample in samples])
-        return {"iou": statistics.fmean(ious), "recall@0.5": statistics.fmean(iou > 0.5 for iou in ious)}
-    said = [text.lower().replace("<unk>", "").strip() for text in predictions]
+        return overlap_scores(ious)
+    answers = [text.lower().replace("<unk>", "").strip() for text in predictions]
     expected = [first_words(sample["answer"]) for sample in samples]
     if task == "caption":
-        pairs = [(a, b) for a, b in zip(said, expected, strict=True) if a and b]
-        return {"bleu1": report_bleu1(said, expected), "f1": normalized_f1(*zip(*pairs)) if pairs else 0.0}
+        pairs = [(a, b) for a, b in zip(answers, expected, strict=True) if a and b]
+        return {"bleu1": report_bleu1(answers, expected), "f1": normalized_f1(*zip(*pairs)) if pairs else 0.0}
     if task not in ("vqa", "identify"):
-        return {"accuracy": normalized_accuracy(said, expected)}
-    found = {"bleu1": normalized_bleu1(said, expected), "f1": normalized_f1(said, expected)}
+        return {"accuracy": normalized_accuracy(answers, expected)}
+    metrics = {"bleu1": normalized_bleu1(answers, expected), "f1": normalized_f1(answers, expected)}
     if task == "identify":
-        found["accuracy"] = normalized_accuracy(said, expected)
+        metrics["accuracy"] = normalized_accuracy(answers, expected)
     elif closed := [i for i, sample in enumerate(samples) if sample.get("closed")]:
-        found["closed_accuracy"] = containment_accuracy([said[i] for i in closed], [expected[i] for i in closed])
-    return found
+        metrics["closed_accuracy"] = containment_accuracy([answers[i] for i in closed], [expected[i] for i in closed])
+    return metrics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from hf_ext.errors import HfExtError
@@ -18,12 +19,18 @@ def bleu1(predictions: Sequence[str], references: Sequence[str]) -> float:
     Raises:
         HfExtError: NLTK is not installed.
     """
+    bleu = nltk_bleu()
+    pairs = zip(predictions, references, strict=True)
+    return statistics.fmean(bleu.sentence_bleu([b.lower().split()], a.lower().split(), weights=(1,)) for a, b in pairs)
+
+
+def nltk_bleu() -> ModuleType:
+    """Imports NLTK's functions. Raises an HfExtError if it is not installed."""
     try:
-        from nltk.translate.bleu_score import sentence_bleu
+        from nltk.translate import bleu_score
     except ImportError as error:
         raise HfExtError("BLEU requires NLTK: pip install nltk.") from error
-    pairs = zip(predictions, references, strict=True)
-    return statistics.fmean(sentence_bleu([b.lower().split()], a.lower().split(), weights=(1,)) for a, b in pairs)
+    return bleu_score
 
 
 def accuracy(predictions: Sequence[str], references: Sequence[str]) -> float:
@@ -37,13 +44,17 @@ def box_ious(predictions: Sequence[str], references: Sequence[str]) -> list[floa
     Raises:
         ValueError: a reference has no box.
     """
-    found = []
+    ious = []
     for i, (a, b) in enumerate(zip(predictions, references, strict=True)):
         if not (expected := parse_boxes(b, SQUARE)):
             raise ValueError(f"The answer of sample {i} has no box: {b!r}.")
         boxes = parse_boxes(a, SQUARE)
-        found.append(box_iou(boxes[0], expected[0]) if boxes else 0.0)
-    return found
+        ious.append(box_iou(boxes[0], expected[0]) if boxes else 0.0)
+    return ious
+
+
+def overlap_scores(ious: Sequence[float]) -> dict[str, float]:
+    return {"iou": statistics.fmean(ious), "recall@0.5": statistics.fmean(iou > 0.5 for iou in ious)}
 
 
 def scores(task: str, predictions: Sequence[str], samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -55,8 +66,7 @@ def scores(task: str, predictions: Sequence[str], samples: Sequence[Mapping[str,
     """
     references = [sample["answer"] for sample in samples]
     if task == "refer":
-        ious = box_ious(predictions, references)
-        return {"iou": statistics.fmean(ious), "recall@0.5": statistics.fmean(iou > 0.5 for iou in ious)}
+        return overlap_scores(box_ious(predictions, references))
     if task in ("cls", "qa"):
         return {"accuracy": accuracy(predictions, references)}
     return {"bleu1": bleu1(predictions, references), "accuracy": accuracy(predictions, references)}

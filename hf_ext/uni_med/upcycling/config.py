@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from peft import LoraConfig, PeftType
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 
 from hf_ext.integration.model_cards import adapter_card, write_card
-from hf_ext.uni_med.connector import RouterInput, Routing
+from hf_ext.uni_med.connector import RouterInput, Routing, check_routing
 
 
 @dataclass
@@ -62,25 +62,18 @@ class CMoEConfig(LoraConfig):
                 f"r={self.r}, num_experts={self.num_experts}, router_hidden_size={self.router_hidden_size}: each must be 1 or "
                 "more."
             )
-        for name, values in (
-            ("router", ("soft", "sparse", "hard", "constant")),
-            ("router_input", ("task_token", "token", "task")),
-        ):
-            if getattr(self, name) not in values:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not supported. Use {', '.join(map(repr, values))}.")
+        for name, kind in (("router", Routing), ("router_input", RouterInput)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not supported. Use {', '.join(map(repr, get_args(kind)))}."
+                )
         if len(set(self.tasks)) < len(self.tasks):
             raise ValueError(f"tasks={self.tasks}: give each name once.")
         if not self.tasks:
             if self.router == "hard" or (self.router != "constant" and self.router_input == "task"):
                 raise ValueError(f"router={self.router!r} with router_input={self.router_input!r} requires tasks=(name, …).")
             self.router_input = "token"
-        if self.router == "hard" and self.num_experts < len(self.tasks):
-            raise ValueError(
-                f"The hard router requires an expert for each task: num_experts={self.num_experts} is less than the "
-                f"{len(self.tasks)} tasks."
-            )
-        if self.router == "sparse" and not 1 <= self.num_experts_per_tok <= self.num_experts:
-            raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} is not within 1…{self.num_experts}.")
+        check_routing(self.router, self.num_experts, self.num_experts_per_tok, len(self.tasks))
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Writes the configuration, and the card of an adapter whose weights are in the folder."""

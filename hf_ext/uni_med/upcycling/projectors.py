@@ -64,9 +64,9 @@ def layers_of(projector: nn.Module, name: str) -> Layers:
     Raises:
         ValueError: the class is unknown and has not one or two linear layers.
     """
-    known = PROJECTORS.get(type(projector).__name__)
-    if known is not None:
-        return known
+    layers = PROJECTORS.get(type(projector).__name__)
+    if layers is not None:
+        return layers
     linear = [name for name, module in projector.named_modules() if isinstance(module, nn.Linear)]
     if len(linear) not in (1, 2):
         raise ValueError(
@@ -97,7 +97,7 @@ def find_projectors(model: nn.Module, names: Sequence[str] | None) -> list[str]:
         return projectors
     ends = tuple(f".{name}" for name in names)
     projectors = [name for name in modules if name in names or name.endswith(ends)]
-    if missing := [name for name in names if not any(f".{found}".endswith(f".{name}") for found in projectors)]:
+    if missing := [name for name in names if not any(f".{projector}".endswith(f".{name}") for projector in projectors)]:
         raise ValueError(f"connectors={missing}: {type(model).__name__} has no such module.")
     return projectors
 

@@ -79,13 +79,13 @@ class BatchTasks:
             raise ValueError("Batches of mixed tasks require input_ids: their placeholders say which sample an image is of.")
         beams = len(self._input_ids) // len(indices)
         of_rows = torch.tensor(indices, device=self._input_ids.device).repeat_interleave(beams)
-        found = [tasks for tasks in self._candidates(of_rows) if len(tasks) == count]
-        if not found or any(not torch.equal(tasks, found[0]) for tasks in found):
+        candidates = [tasks for tasks in self._candidates(of_rows) if len(tasks) == count]
+        if not candidates or any(not torch.equal(tasks, candidates[0]) for tasks in candidates):
             raise ValueError(
                 f"The projector computes {count} visual tokens, and the placeholders do not say which sample each is of. Put "
                 "one image in each sample, or one task in each batch."
             )
-        return found[0]
+        return candidates[0]
 
     def _index(self, task: int | str, names: Sequence[str]) -> int:
         if isinstance(task, str) and task in names:

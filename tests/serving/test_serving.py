@@ -111,7 +111,7 @@ def test_a_pipeline_of_a_merge_takes_a_task_in_each_call(folder, expected):
         pipe(PROMPT, **options, task="three")
 
 
-def test_generate_takes_a_task_by_name_or_in_its_settings_from_many_threads(folder, expected):
+def test_generate_takes_a_task_from_many_threads(folder, expected):
     words = AutoTokenizer.from_pretrained(folder / "base")
     model = AutoModelForCausalLM.from_pretrained(folder / "merged")
     model.set_task("two")

@@ -50,7 +50,7 @@ class Engine:
             self.turns.leave(name)
 
 
-def test_each_request_is_answered_by_its_model_and_requests_are_grouped():
+def test_requests_are_grouped_and_answered_by_their_models():
     async def run() -> None:
         engine, draw = Engine(), random.Random(0)
         names = [draw.choice("abcd") for _ in range(200)]
@@ -84,7 +84,7 @@ def test_a_model_in_demand_gives_way_when_its_turn_is_over(monkeypatch):
     asyncio.run(run())
 
 
-def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests_alone():
+def test_a_broken_model_fails_its_own_requests_alone():
     async def run() -> None:
         engine = Engine()
         engine.broken, engine.unfit = {"b"}, {"c"}

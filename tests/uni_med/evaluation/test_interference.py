@@ -36,7 +36,7 @@ def test_the_matrices_are_those_of_the_gradients():
     assert f"mean GD {found.mean_direction:.3f}, mean GM {found.mean_magnitude:.3f} of 3 tasks" in str(found)
 
 
-def test_several_batches_are_averaged_and_parameters_can_be_chosen():
+def test_interference_averages_batches_of_a_task():
     model = uni_med()
     one, other = batches()["vqa"], batches()["cls"]
     found = interference(model, {"both": [one, other], "one": one}, [model.connector.experts.down])
@@ -52,7 +52,7 @@ def test_a_task_without_a_gradient_has_no_angle():
     assert math.isfinite(found.mean_direction) and math.isfinite(found.mean_magnitude) and "–" in str(found)
 
 
-def test_a_loss_that_nothing_trained_makes_has_a_gradient_of_zero():
+def test_a_loss_of_frozen_weights_has_a_zero_gradient():
     model = uni_med()
     model.requires_grad_(False).connector.requires_grad_(True)
     found = interference(model, batches() | {"qa": batch(samples=rows()[1:2])})
@@ -69,7 +69,7 @@ def test_measuring_leaves_the_model_as_it_is():
     assert all(torch.equal(model.get_parameter(name).grad, gradient) for name, gradient in before.items())
 
 
-def test_what_cannot_be_measured_is_an_error():
+def test_interference_without_gradients_is_an_error():
     model = uni_med()
     with pytest.raises(ValueError, match="at least two"):
         interference(model, {"vqa": batches()["vqa"]})

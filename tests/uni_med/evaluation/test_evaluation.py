@@ -21,7 +21,7 @@ def samples(*answers: str, **columns: list) -> list[dict]:
     return [{"answer": text} | {name: values[i] for name, values in columns.items()} for i, text in enumerate(answers)]
 
 
-def test_bleu1_is_the_share_of_words_with_the_penalty_for_short_answers():
+def test_bleu1_is_the_share_of_words_with_brevity_penalty():
     assert bleu1(["the red cell"], ["The red cell"]) == 1
     assert bleu1(["the blue cell"], ["the red cell"]) == pytest.approx(2 / 3)
     assert bleu1(["the the the"], ["the red cell"]) == pytest.approx(1 / 3)  # counts are clipped
@@ -75,7 +75,7 @@ def test_the_authors_text_metrics_are_of_normalized_answers():
     assert normalized_f1(["left left heart", "no"], ["left lung", "yes"]) == pytest.approx((4 / 6 + 0) / 2)
 
 
-def test_the_authors_bleu_of_reports_is_of_all_reports_on_treebank_tokens():
+def test_report_bleu1_is_corpus_bleu_on_treebank_tokens():
     report = "Heart size is normal. No effusion; lungs aren't clear."
     assert report_bleu1(["heart size is normal , no effusion lungs are n't clear"], [report]) == 1
     # 2 of 3 and 2 of 2 words are right: 4 / 5. The references have 8 words, so exp(1 - 8 / 5).
@@ -110,7 +110,7 @@ def test_the_authors_metrics_of_each_task():
     assert first_words(" one  two\n\nthree ", 2) == "one two" and len(first_words("w " * 99).split()) == 50
 
 
-def test_a_model_is_asked_and_measured():
+def test_evaluate_generates_answers_and_scores_them():
     model, make = uni_med().train(), processor()
     data = {
         "cells": [{"image": image(i), "text": "what is there ?", "task": "cls", "answer": "red"} for i in range(5)],

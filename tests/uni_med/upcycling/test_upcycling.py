@@ -380,7 +380,7 @@ def test_projectors_of_other_classes_by_name():
 
 @pytest.mark.parametrize("options, words", [
     ({"num_experts": 0}, "1 or more"),
-    ({"router": "best"}, "'soft', 'sparse'"),
+    ({"router": "best"}, "'soft', 'hard'"),
     ({"router_input": "image"}, "'task_token'"),
     ({"tasks": ("a", "a")}, "each name once"),
     ({"router": "hard"}, "requires tasks"),

@@ -70,7 +70,7 @@ def test_a_merge_is_a_folder_for_each_task(tmp_path):
             assert tiny_checkpoints.contents(shown) == tiny_checkpoints.contents(extracted)
 
 
-def test_a_damaged_tensor_is_an_error_of_reading_and_the_others_stay_readable(tmp_path):
+def test_a_damaged_tensor_leaves_other_files_readable(tmp_path):
     tuned, base = tiny_checkpoints.pair(tmp_path)
     fm_delta.compress_checkpoint(tuned, base, tmp_path / "small")
     with mounted(tmp_path / "small", tmp_path / "plain") as process:
@@ -98,7 +98,7 @@ def test_after_a_killed_process_the_error_says_how_to_unmount(tmp_path):
 
 
 @pytest.mark.parametrize("case", ["not empty", "plain"])
-def test_what_cannot_be_mounted_is_one_clear_error(tmp_path, case):
+def test_sources_that_cannot_be_mounted_are_one_clear_error(tmp_path, case):
     tuned, base = tiny_checkpoints.pair(tmp_path)
     fm_delta.compress_checkpoint(tuned, base, tmp_path / "small")
     (tmp_path / "full").mkdir()
