@@ -223,7 +223,8 @@ def folder_to_push(out: str | None, repo_id: str | None) -> Iterator[str]:
 
 def note_missing_config(folder: str | os.PathLike) -> None:
     """Prints a note if a model's folder has no config.json."""
-    from hf_ext.storage.layout import ADAPTER_CONFIG, CONFIG
+    from hf_ext.storage.config_file import CONFIG
+    from hf_ext.storage.layout import ADAPTER_CONFIG
 
     if os.path.isdir(folder) and not any(os.path.exists(os.path.join(folder, name)) for name in (CONFIG, ADAPTER_CONFIG)):
         say(f"{folder} has no {CONFIG}; from_pretrained will need it.")
