@@ -61,15 +61,15 @@ class Chart:
 
 TYPES = {"fp32, whole": "fp32", "bf16, whole": "bf16", "fp16, whole": "fp16"}
 CHARTS = {
-    "fm_delta_size": Chart("fm_delta.md", TYPES, "bits per parameter"),
+    "fm_delta_size": Chart("fm_delta_performance.md", TYPES, "bits per parameter"),
     "fm_delta_speed": Chart(
-        "fm_delta.md",
+        "fm_delta_performance.md",
         {f"{name} decompress": f"{name}, decompressing" for name in ("fp32", "bf16", "fp16")},
         "MB/s",
         skip=("memcpy",),
     ),
     "fm_delta_language_model": Chart(
-        "fm_delta.md",
+        "fm_delta_performance.md",
         {
             "full, 29 % changed": "Full fine-tune",
             "merged LoRA, 10 %": "Merged LoRA",
@@ -77,7 +77,7 @@ CHARTS = {
         },
         "% of the original",
     ),
-    "fm_delta_alone": Chart("fm_delta.md", {name: name for name in ("fp32", "bf16", "fp16")}, "% of the original"),
+    "fm_delta_alone": Chart("fm_delta_performance.md", {name: name for name in ("fp32", "bf16", "fp16")}, "% of the original"),
     "emr_accuracy": Chart(
         "emr.md",
         {name: name[0].upper() + name[1:] for name in ("mean of five", "TREC", "CR", "SUBJ", "SST-2", "MPQA")},

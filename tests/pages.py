@@ -174,6 +174,10 @@ def fm_delta() -> dict[str, Any]:
     torch.manual_seed(9)
     BertModel(tiny_models.bert().config).save_pretrained("bert-b")
     classifier(3, 0).push_to_hub("me/my-bert")
+    return {"model": classifier(3, 5)}
+
+
+def fm_delta_training() -> dict[str, Any]:
     model = classifier(3, 1)
     for step in (500, 1000, 1500):
         model = tiny_models.perturb(model, step)
@@ -299,7 +303,7 @@ def index() -> dict[str, Any]:
 
 METHODS = (fm_delta, emr, pissa, trans_lora, uni_med, weight_sync)
 MAKERS = {"README.md": readme} | {
-    f"{make.__name__}.md": make for make in (*METHODS, serving, index, uni_med_data, uni_med_cmoe)
+    f"{make.__name__}.md": make for make in (*METHODS, fm_delta_training, serving, index, uni_med_data, uni_med_cmoe)
 }
 
 
