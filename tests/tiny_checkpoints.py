@@ -86,6 +86,25 @@ def pair(folder: Path, dtype: torch.dtype = torch.float32, shards: int = 1) -> t
     return write_folder(folder / "tuned", fine_tune(base), shards=shards), write_folder(folder / "base", base)
 
 
+def flip_bit(path: Path, place: float = -1) -> None:
+    """Damages a file: flips a bit of its last byte, or of the byte after a share of the file from 0 to 1."""
+    data = bytearray(path.read_bytes())
+    data[int(place * len(data)) if place >= 0 else -1] ^= 1
+    path.write_bytes(data)
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Sets fields of config.json, or removes them where the new value is None."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def edit_settings(folder: Path, **changes: Any) -> None:
+    """Sets fields of a compressed checkpoint's `quantization_config`, for example its base."""
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    edit_config(folder, quantization_config=settings | changes)
+
+
 def contents(folder: Path) -> dict[str, str]:
     """The SHA-256 of every file below a folder, by its relative path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""Whatever happens to a file or its base, reading it raises an error of ours or gives the right bytes; nothing else."""
+"""Reading a damaged or forged file, config.json or base raises an HfExtError or returns the original bytes."""
 
 import base64
 import json
@@ -77,12 +77,8 @@ def assert_right_or_refused(folder: Path) -> bool:
 
 
 def test_the_small_checkpoint_has_tensors_of_every_kind(compressed):
-    assert {tensor.how for tensor in fm_delta.inspect(compressed / "small").tensors} == {
-        "delta",
-        "resized",
-        "alone",
-        "stored",
-    }
+    kinds = {tensor.how for tensor in fm_delta.inspect(compressed / "small").tensors}
+    assert kinds == {"delta", "resized", "alone", "stored"}
 
 
 @repeats("stride", 23, 1)
@@ -121,10 +117,8 @@ def test_holes_and_swapped_parts_are_refused(compressed):
         size = rng.randrange(1, 200)
         first, second = sorted(rng.sample(range(len(data) - size), 2))
         swapped = bytearray(data)
-        swapped[first : first + size], swapped[second : second + size] = (
-            data[second : second + size],
-            data[first : first + size],
-        )
+        swapped[first : first + size] = data[second : second + size]
+        swapped[second : second + size] = data[first : first + size]
         for changed in (data[:first] + bytes(size) + data[first + size :], bytes(swapped)):
             if changed[: len(data)] != data:
                 path.write_bytes(changed[: len(data)])
@@ -132,8 +126,9 @@ def test_holes_and_swapped_parts_are_refused(compressed):
 
 
 @repeats("stride", 5, 1)
-def test_a_flipped_byte_of_the_config_never_changes_weights(compressed, stride):
-    path = compressed / "small/config.json"
+@pytest.mark.parametrize("name", ["small/config.json", "base/model.safetensors"])
+def test_a_flip_in_config_or_base_never_changes_weights(compressed, name, stride):
+    path = compressed / name
     data = path.read_bytes()
     rng = random.Random(2)
     for at in range(0, len(data), stride):
@@ -141,10 +136,12 @@ def test_a_flipped_byte_of_the_config_never_changes_weights(compressed, stride):
         assert_right_or_refused(compressed)
 
 
-@pytest.mark.parametrize("config", ["", "{", "[]", "null", '"fm_delta"', "[" * 100_000, "\ufeff{}"])
+@pytest.mark.parametrize(
+    "config", [b"", b"{", b"[]", b"null", b'"fm_delta"', b"[" * 100_000, "\ufeff{}".encode(), b'{"a": "\xff"}']
+)
 def test_a_config_that_is_no_json_object_is_named(compressed, config):
     for folder in ("small", "tuned"):
-        (compressed / folder / "config.json").write_text(config)
+        (compressed / folder / "config.json").write_bytes(config)
     for action in (
         lambda: fm_delta.verify(compressed / "small"),
         lambda: fm_delta.decompress_checkpoint(compressed / "small", compressed / "back", base=compressed / "base"),
@@ -156,7 +153,7 @@ def test_a_config_that_is_no_json_object_is_named(compressed, config):
 
 
 @pytest.mark.parametrize("settings", ["{}", "null", "5", "[]", '"fm_delta"', '{"quant_method": "fm_delta"}'])
-def test_where_the_config_names_no_base_the_files_do(compressed, settings):
+def test_the_files_name_the_base_where_the_config_does_not(compressed, settings):
     (compressed / "small/config.json").write_text(f'{{"quantization_config": {settings}}}')
     assert fm_delta.verify(compressed / "small") == 5
     (compressed / "small/config.json").unlink()
@@ -260,32 +257,10 @@ def test_a_base_that_cannot_be_read_is_named_with_what_to_do(compressed):
     assert fm_delta.inspect(compressed / "small").ratio > 0  # needs no base
 
 
-@repeats("stride", 7, 1)
-def test_a_flipped_byte_of_the_base_never_changes_weights(compressed, stride):
-    path = compressed / "base/model.safetensors"
-    data = path.read_bytes()
-    rng = random.Random(4)
-    for at in range(0, len(data), stride):
-        path.write_bytes(data[:at] + bytes([data[at] ^ rng.randrange(1, 256)]) + data[at + 1 :])
-        assert_right_or_refused(compressed)
-
-
 # ---- forgeries: files whose every checksum is right ------------------------------------------------------------------
 
-FIXED = (
-    "<4sBBBBHHQQQ"  # docs/fm_delta_format.md: magic, mode, dimensions, lengths of the texts, base values, checksum, integrity
-)
-FIELDS = (
-    "magic",
-    "mode",
-    "ndim",
-    "dtype_bytes",
-    "base_dtype_bytes",
-    "name_bytes",
-    "base_name_bytes",
-    "base_values",
-    "checksum",
-)
+FIXED = struct.Struct("<4sBBBBHHQQQ")  # docs/fm_delta_format.md describes it
+FIELDS = "magic mode ndim dtype_bytes base_dtype_bytes name_bytes base_name_bytes base_values checksum".split()
 
 
 def seal(payload: bytes) -> bytes:
@@ -295,17 +270,14 @@ def seal(payload: bytes) -> bytes:
 
 def forge(payload: bytes, replace: tuple[bytes, bytes] = (b"", b""), **changes) -> bytes:
     """The payload with other fields, and bytes in its first 100 replaced, under a checksum that is right."""
-    fields = dict(zip(FIELDS, struct.unpack(FIXED, payload[:36])[:-1], strict=True)) | changes
-    rest = payload[36:136].replace(*replace, 1) + payload[136:]
-    return seal(struct.pack(FIXED, *fields.values(), 0) + rest)
+    fields = dict(zip(FIELDS, FIXED.unpack(payload[:36])[:-1], strict=True)) | changes
+    return seal(FIXED.pack(*fields.values(), 0) + payload[36:136].replace(*replace, 1) + payload[136:])
 
 
 def shaped(payload: bytes, *shape: int, **changes) -> bytes:
     """The payload with another shape."""
-    ndim = payload[5]
-    return seal(
-        forge(payload, ndim=len(shape), **changes)[:36] + struct.pack(f"<{len(shape)}Q", *shape) + payload[36 + 8 * ndim :]
-    )
+    fixed = forge(payload, ndim=len(shape), **changes)[:36]
+    return seal(fixed + struct.pack(f"<{len(shape)}Q", *shape) + payload[36 + 8 * payload[5] :])
 
 
 def payloads() -> tuple[bytes, bytes, bytes, RawTensor]:
@@ -421,22 +393,6 @@ def test_a_forged_payload_is_refused_in_little_memory(changed):
         decode_raw(changed(delta), twin)
 
 
-def test_a_payload_that_is_forged_by_chance_is_refused():
-    rng = random.Random(5)
-    delta, alone, stored, twin = payloads()
-    with little_memory():
-        for payload in (delta, alone, stored):
-            for _ in range(1500):
-                at, length = rng.randrange(4, len(payload)), rng.choice((1, 1, 2, 8))
-                if not 20 <= at < 36:  # the checksums
-                    changed = seal(payload[:at] + rng.randbytes(length) + payload[at + length :])
-                    try:
-                        decoded = decode_raw(changed, twin).data.tobytes()
-                    except HfExtError:
-                        continue
-                    assert xxhash.xxh3_64_intdigest(decoded).to_bytes(8, "little") == payload[20:28]
-
-
 def test_a_payload_of_a_later_version_says_so():
     payload = payloads()[0]
     with pytest.raises(CorruptFileError, match="format version 2, this hf_ext reads version 1: update hf_ext"):
@@ -448,8 +404,7 @@ def test_a_payload_of_a_later_version_says_so():
 
 def forge_file(path: Path, record: dict | str, tensors: dict[str, bytes] | None = None) -> None:
     """Rewrites a compressed file with another record and other payloads, every checksum right."""
-    file = SafetensorsFile(path)
-    tensors = tensors or {name: file[name].data.tobytes() for name in file.entries}
+    file, tensors = SafetensorsFile(path), tensors or payloads_of(path)
     text = record if isinstance(record, str) else json.dumps(json.loads(file.metadata["fm_delta"]) | record)
     entries, end = {}, 0
     for name, payload in tensors.items():
@@ -461,11 +416,16 @@ def forge_file(path: Path, record: dict | str, tensors: dict[str, bytes] | None 
     path.write_bytes(len(written).to_bytes(8, "little") + written + b"".join(tensors.values()))
 
 
+def payloads_of(path: Path) -> dict[str, bytes]:
+    file = SafetensorsFile(path)
+    return {name: file[name].data.tobytes() for name in file.entries}
+
+
 def packed(header: bytes) -> str:
     return base64.b85encode(zlib.compress(header, 9)).decode()
 
 
-def test_the_forger_of_these_tests_makes_files_that_are_read(compressed):
+def test_an_unchanged_forgery_is_read(compressed):
     forge_file(compressed / "small/model.safetensors", {})
     assert assert_right_or_refused(compressed)
 
@@ -522,6 +482,11 @@ def test_a_forged_record_is_refused_without_much_memory(compressed, record):
                 read(compressed / "small")
 
 
+def move(header: dict, to) -> None:
+    for entry in list(header.values())[1:]:
+        entry["data_offsets"] = [to(offset) for offset in entry["data_offsets"]]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -537,12 +502,8 @@ def test_a_forged_record_is_refused_without_much_memory(compressed, record):
         lambda header: header.update(steps=[]),
         lambda header: header.pop("steps"),
         lambda header: header.update(more={"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}),
-        lambda header: [
-            entry.update(data_offsets=[x + 8 for x in entry["data_offsets"]]) for entry in list(header.values())[1:]
-        ],
-        lambda header: [
-            entry.update(data_offsets=[x * 2 for x in entry["data_offsets"]]) for entry in list(header.values())[1:]
-        ],
+        lambda header: move(header, lambda offset: offset + 8),
+        lambda header: move(header, lambda offset: offset * 2),
     ],
 )
 def test_a_forged_original_header_is_refused(compressed, change):
@@ -574,8 +535,7 @@ def test_a_payload_shaped_like_its_tensor_is_refused(compressed):
 
 def test_payloads_under_each_others_names_are_refused(compressed):
     path = compressed / "small/model.safetensors"
-    file = SafetensorsFile(path)
-    tensors = {name: file[name].data.tobytes() for name in file.entries}
+    tensors = payloads_of(path)
     forge_file(path, {}, tensors | {"a.weight": tensors["c.weight"], "c.weight": tensors["a.weight"]})
     with pytest.raises(CorruptFileError, match="Tensor 'a.weight' holds the data of 'c.weight'"):
         fm_delta.verify(compressed / "small")
@@ -593,9 +553,7 @@ def test_a_forged_base_is_refused(compressed, base):
 
 def test_forged_payloads_in_a_file_are_refused(compressed):
     path = compressed / "small/model.safetensors"
-    file = SafetensorsFile(path)
-    tensors = {name: file[name].data.tobytes() for name in file.entries}
-    data = path.read_bytes()
+    tensors, data = payloads_of(path), path.read_bytes()
     for forged in (
         forge(tensors["steps"], mode=2),
         forge(tensors["steps"], replace=(b"I64", b"F64")),

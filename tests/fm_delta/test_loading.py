@@ -1,4 +1,4 @@
-"""A compressed checkpoint loads through `from_pretrained` as the plain one does, to the last bit, or fails with a reason."""
+"""`from_pretrained` loads a compressed checkpoint bit-equal to the plain one, or raises an error that names the reason."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hosts import adapters_of_transformers, host
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from processes import python
 from safetensors.torch import load_file, save_file
+from tiny_checkpoints import edit_config, edit_settings, flip_bit
 from tiny_models import (
     MODELS,
     assert_same_weights,
@@ -78,12 +79,6 @@ def assert_fails(error: type[Exception], *parts: str | os.PathLike, folder: Path
         assert os.fspath(part) in str(info.value)
 
 
-def edit_config(folder: Path, **changes) -> None:
-    """Sets fields of config.json, or takes them out where the new value is None."""
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-
-
 def edit_weights(folder: Path, edit) -> None:
     weights = load_file(folder / "model.safetensors")
     edit(weights)
@@ -117,7 +112,7 @@ def test_every_model_loads_bit_equal_and_smaller(folder_of, name):
 
 
 @pytest.mark.parametrize("name, auto", [*((name, None) for name in MODELS), ("llama", AutoModel), ("mixtral", AutoModel)])
-def test_each_tensor_is_decoded_once_and_ahead_of_its_use(folder_of, monkeypatch, name, auto):
+def test_no_tensor_is_decoded_twice_and_none_late(folder_of, monkeypatch, name, auto):
     read, requested = DeltaCheckpoint.read, []
 
     def recorded(self, key, *arguments):
@@ -161,19 +156,16 @@ def test_shards_load_bit_equal(tmp_path, build):
     assert_loads_the_same(AutoModelForCausalLM, folder)
 
 
-def test_a_sharded_base_is_as_good_as_one_of_a_single_file(tmp_path, folder_of):
+def test_a_sharded_base_equals_one_of_a_single_file(tmp_path, folder_of):
     folder = folder_of("llama")
     LlamaForCausalLM.from_pretrained(folder / "base").save_pretrained(tmp_path / "shards", max_shard_size="60KB")
     fm_delta.compress_checkpoint(folder / "tuned", tmp_path / "shards", tmp_path / "small")
-    one, other = (path / "model.safetensors" for path in (folder / "small", tmp_path / "small"))
-    assert load_file(one).keys() == load_file(other).keys()
-    assert all(torch.equal(load_file(one)[name], tensor) for name, tensor in load_file(other).items())
-    shutil.copytree(folder / "small", tmp_path / "moved")
-    settings = json.loads((tmp_path / "moved/config.json").read_text())["quantization_config"]
-    edit_config(tmp_path / "moved", quantization_config=settings | {"base": str(tmp_path / "shards")})
+    one, other = (load_file(path / "small/model.safetensors") for path in (folder, tmp_path))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], tensor) for name, tensor in other.items())
     (tmp_path / "tuned").symlink_to(folder / "tuned")
     assert_loads_the_same(AutoModelForCausalLM, tmp_path)
-    shutil.move(tmp_path / "moved", shutil.move(tmp_path / "small", tmp_path / "old").parent / "small")
+    shutil.copytree(folder / "small", tmp_path / "small", dirs_exist_ok=True)  # compressed against the single file
+    edit_settings(tmp_path / "small", base=str(tmp_path / "shards"))
     assert_loads_the_same(AutoModelForCausalLM, tmp_path)
 
 
@@ -271,20 +263,16 @@ def test_weights_offloaded_to_disk_are_the_decoded_ones(tmp_path, name, sharded)
     torch.testing.assert_close(model, plain)
     for kind, model in zip(("tuned", "small"), models, strict=True):
         model.save_pretrained(tmp_path / f"saved_{kind}")
-    assert (tmp_path / "saved_small/model.safetensors").read_bytes() == (
-        tmp_path / "saved_tuned/model.safetensors"
-    ).read_bytes()
+    saved = [(tmp_path / f"saved_{kind}/model.safetensors").read_bytes() for kind in ("small", "tuned")]
+    assert saved[0] == saved[1]
 
 
-def test_a_variant_loads_bit_equal(tmp_path):
-    folder = compressed(llama().half(), tmp_path, variant="fp16")
-    assert [path.name for path in (folder / "small").glob("*.safetensors")] == ["model.fp16.safetensors"]
-    assert_loads_the_same(AutoModelForCausalLM, folder, variant="fp16")
-
-
-def test_a_sharded_variant_loads_bit_equal(tmp_path):
-    folder = compressed(llama().half(), tmp_path, variant="fp16", max_shard_size="60KB")
-    assert len(list((folder / "small").glob("model.fp16-*-of-*.safetensors"))) > 2
+@pytest.mark.parametrize("size", ["1GB", "60KB"])
+def test_a_variant_loads_bit_equal(tmp_path, size):
+    folder = compressed(llama().half(), tmp_path, variant="fp16", max_shard_size=size)
+    names = {path.name for path in (folder / "small").glob("*.safetensors")}
+    assert names == {"model.fp16.safetensors"} if size == "1GB" else len(names) > 2
+    assert names == {path.name for path in (folder / "small").glob("model.fp16*.safetensors")}
     assert_loads_the_same(AutoModelForCausalLM, folder, variant="fp16")
 
 
@@ -326,9 +314,7 @@ def test_old_names_of_normalization_weights_load(tmp_path):
 
     def rename(weights):
         for name in [name for name in weights if "LayerNorm" in name]:
-            weights[name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")] = (
-                weights.pop(name)
-            )
+            weights[name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")] = weights.pop(name)
 
     edit_weights(tmp_path / "tuned", rename)
     fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small")
@@ -469,34 +455,23 @@ def test_bitsandbytes_quantizes_the_decoded_weights(folder_of, tmp_path, name, k
     assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), plain)
 
 
-def test_qlora_trains_on_a_compressed_base_like_on_the_plain_one(folder_of):
+@pytest.mark.parametrize("method", ["QLoRA", "QPiSSA"])
+def test_a_quantized_compressed_base_takes_adapters(folder_of, method):
     pytest.importorskip("bitsandbytes")
-    losses = []
+    adapted = []
     for form in ("tuned", "small"):
         model = quantized(AutoModelForCausalLM, folder_of("llama") / form, "nf4")
         torch.manual_seed(0)
-        adapted = get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-        losses.append([train_step(adapted) for _ in range(2)])
-    assert losses[0] == losses[1]
-
-
-def test_qpissa_starts_on_a_compressed_base_as_on_the_plain_one(folder_of):
-    pytest.importorskip("bitsandbytes")
-    starts = []
-    for form in ("tuned", "small"):
-        model = quantized(AutoModelForCausalLM, folder_of("llama") / form, "nf4")
-        starts.append(get_peft_model(model, QPissaConfig(r=4, target_modules=["q_proj", "v_proj"])))
-    assert_same_weights(*starts)
-
-
-def test_a_damaged_payload_is_refused_when_quantizing(folder):
-    pytest.importorskip("bitsandbytes")
-    path = folder / "small/model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[int(0.6 * len(data))] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(CorruptFileError):
-        quantized(AutoModelForCausalLM, folder / "small", "nf4")
+        if method == "QPiSSA":
+            adapted.append(get_peft_model(model, QPissaConfig(r=4, target_modules=["q_proj", "v_proj"])))
+        else:
+            config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+            adapted.append(get_peft_model(prepare_model_for_kbit_training(model), config))
+    if method == "QPiSSA":
+        assert_same_weights(*adapted)
+    else:
+        plain, small = ([train_step(model) for _ in range(2)] for model in adapted)
+        assert plain == small
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------------
@@ -511,14 +486,9 @@ def folder(folder_of, tmp_path) -> Path:
     return tmp_path
 
 
-def other_llama(folder: Path) -> Path:
-    perturb(llama(), seed=99).save_pretrained(folder / "other")
-    return folder / "other"
-
-
 def test_a_base_of_other_weights_is_refused_and_both_are_named(folder):
-    settings = json.loads((folder / "small/config.json").read_text())["quantization_config"]
-    edit_config(folder / "small", quantization_config=settings | {"base": str(other_llama(folder))})
+    perturb(llama(), seed=99).save_pretrained(folder / "other")
+    edit_settings(folder / "small", base=str(folder / "other"))
     assert_fails(BaseModelError, folder / "base", folder / "other", "config.json", folder=folder / "small")
 
 
@@ -539,16 +509,14 @@ def test_a_base_changed_between_samples_is_refused(tmp_path, build, part):
     edit_weights(folder / "base", change)
     assert_fails(BaseModelError, name, folder / "base", folder=folder / "small")
     shutil.copytree(folder / "base", folder / "moved")
-    settings = json.loads((folder / "small/config.json").read_text())["quantization_config"]
-    edit_config(folder / "small", quantization_config=settings | {"base": str(folder / "moved")})
+    edit_settings(folder / "small", base=str(folder / "moved"))
     assert_fails(BaseModelError, name, folder / "base", folder / "moved", folder=folder / "small")
 
 
 def test_a_missing_base_is_named_with_what_to_do(folder):
     (folder / "base").rename(folder / "moved")
     assert_fails(BaseModelError, folder / "base", '"base" under "quantization_config"', folder=folder / "small")
-    settings = json.loads((folder / "small/config.json").read_text())["quantization_config"]
-    edit_config(folder / "small", quantization_config=settings | {"base": str(folder / "moved")})
+    edit_settings(folder / "small", base=str(folder / "moved"))
     assert_loads_the_same(AutoModelForCausalLM, folder)
 
 
@@ -558,13 +526,13 @@ def test_a_base_without_weights_is_refused(folder):
 
 
 @pytest.mark.parametrize("place", [0.3, 0.6, 0.999])
-def test_a_flipped_byte_is_refused_before_any_weight_is_set(folder, place):
-    path = folder / "small/model.safetensors"
-    data = bytearray(path.read_bytes())
-    start = 8 + int.from_bytes(data[:8], "little")
-    data[start + int(place * (len(data) - start))] ^= 1
-    path.write_bytes(data)
-    assert_fails(CorruptFileError, "Tensor '", "damaged", folder=folder / "small")
+@pytest.mark.parametrize("quantizes", [False, True])
+def test_a_flipped_bit_is_refused_before_a_weight_is_set(folder, place, quantizes):
+    flip_bit(folder / "small/model.safetensors", place)
+    if quantizes:
+        pytest.importorskip("bitsandbytes")
+    options = {"quantization_config": BitsAndBytesConfig(**QUANTIZATIONS["nf4"])} if quantizes else {}
+    assert_fails(CorruptFileError, "Tensor '", "damaged", folder=folder / "small", **options)
 
 
 def test_a_truncated_file_is_refused(folder):
