@@ -45,7 +45,7 @@ class Chart:
         columns: headings of the table's columns, each with the title of its panel.
         unit: of all columns, or of each.
         skip: labels of rows that are left out.
-        log: whether the bars have a logarithmic scale.
+        log: whether the scale is logarithmic; then with dots, because the length of a bar would mislead.
         shared: whether the panels have one scale.
         ours: the column or row that is colored, where it is not the row in bold.
     """
@@ -166,12 +166,16 @@ def bars(chart: Chart) -> Figure:
     for i, (axes, (column, title), unit) in enumerate(zip(panels, chart.columns.items(), units)):
         values = [row[i] for row in rows.values()]
         ours = [chart.ours in (column, name) or "**" in name or "hf_ext" in name for name in rows]
-        drawn = axes.barh(names, [float(value or 0) for value in values], color=[COLORS[0] if own else PALE for own in ours])
-        axes.bar_label(drawn, values, fontsize="x-small", padding=2)
+        sizes, colors = [float(value or 0) for value in values], [COLORS[0] if own else PALE for own in ours]
         if chart.log:
+            axes.scatter(sizes, names, color=colors)
             axes.set_xscale("log")
+            for name, size, value in zip(names, sizes, values):
+                axes.annotate(value, (size, name), (6, 0), textcoords="offset points", va="center", fontsize="x-small")
+            axes.grid(axis="y", lw=0.3)
         else:
-            axes.margins(x=0.18)
+            axes.bar_label(axes.barh(names, sizes, color=colors), values, fontsize="x-small", padding=2)
+        axes.margins(x=0.18)
         label(axes, title, unit)
     figure.axes[0].invert_yaxis()
     return figure
