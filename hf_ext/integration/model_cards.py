@@ -25,10 +25,10 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import validate_repo_id
 
 from hf_ext.errors import CorruptFileError
-from hf_ext.installation import plugin
 from hf_ext.storage.atomic import write_atomically
 from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.hub import snapshot_of
+from hf_ext.storage.installation import plugin
 
 CARD = "README.md"
 MARK = re.compile(r"<!-- hf_ext (?P<kind>\w+) (?P<checksum>[0-9a-f]{16}): [^<>]*-->")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from hf_ext.errors import CorruptFileError
-from hf_ext.installation import plugin
+from hf_ext.storage.installation import plugin
 
 CONFIG = "config.json"
 SETTINGS = '\n  "quantization_config": '

@@ -11,8 +11,8 @@ from local_hub import LocalHub
 from processes import python
 from tiny_models import bert, perturb
 
-from hf_ext.installation import plugin
 from hf_ext.storage.config_file import HINT
+from hf_ext.storage.installation import plugin
 
 MODELS = """
 import json, os, sys
