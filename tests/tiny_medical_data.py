@@ -16,29 +16,29 @@ from pydicom.uid import ExplicitVRBigEndian, ExplicitVRLittleEndian, RLELossless
 def write(path: Path, pixels: np.ndarray, syntax: str = ExplicitVRLittleEndian, frames: int = 0, **attributes: Any) -> Path:
     """Writes a DICOM file. Pixels are (frames,) rows, columns(, 3)."""
     shape = pixels.shape[1:] if frames else pixels.shape
-    found = Dataset()
-    found.file_meta = FileMetaDataset()
-    found.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian if syntax == RLELossless else syntax
-    found.file_meta.MediaStorageSOPClassUID = found.SOPClassUID = SecondaryCaptureImageStorage
-    found.file_meta.MediaStorageSOPInstanceUID = found.SOPInstanceUID = generate_uid()
-    found.Rows, found.Columns = shape[:2]
-    found.SamplesPerPixel = shape[2] if len(shape) == 3 else 1
-    found.PhotometricInterpretation = "RGB" if len(shape) == 3 else "MONOCHROME2"
+    header = Dataset()
+    header.file_meta = FileMetaDataset()
+    header.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian if syntax == RLELossless else syntax
+    header.file_meta.MediaStorageSOPClassUID = header.SOPClassUID = SecondaryCaptureImageStorage
+    header.file_meta.MediaStorageSOPInstanceUID = header.SOPInstanceUID = generate_uid()
+    header.Rows, header.Columns = shape[:2]
+    header.SamplesPerPixel = shape[2] if len(shape) == 3 else 1
+    header.PhotometricInterpretation = "RGB" if len(shape) == 3 else "MONOCHROME2"
     if len(shape) == 3:
-        found.PlanarConfiguration = 0
+        header.PlanarConfiguration = 0
     if frames:
-        found.NumberOfFrames = frames
-    found.BitsAllocated = found.BitsStored = 8 * pixels.itemsize
-    found.HighBit = found.BitsAllocated - 1
-    found.PixelRepresentation = int(pixels.dtype.kind == "i")
+        header.NumberOfFrames = frames
+    header.BitsAllocated = header.BitsStored = 8 * pixels.itemsize
+    header.HighBit = header.BitsAllocated - 1
+    header.PixelRepresentation = int(pixels.dtype.kind == "i")
     for name, value in attributes.items():
-        setattr(found, name, value)
+        setattr(header, name, value)
     data = pixels.astype(pixels.dtype.newbyteorder(">" if syntax == ExplicitVRBigEndian else "<")).tobytes()
-    found.PixelData = data + b"\0" * (len(data) % 2)
-    found["PixelData"].VR = "OW" if found.BitsAllocated > 8 else "OB"
+    header.PixelData = data + b"\0" * (len(data) % 2)
+    header["PixelData"].VR = "OW" if header.BitsAllocated > 8 else "OB"
     if syntax == RLELossless:
-        found.compress(RLELossless, generate_instance_uid=False)
-    found.save_as(path, enforce_file_format=True)
+        header.compress(RLELossless, generate_instance_uid=False)
+    header.save_as(path, enforce_file_format=True)
     return path
 
 
@@ -99,8 +99,8 @@ def slake(folder: Path) -> tuple[Path, Path]:
 
 def reports(folder: Path) -> tuple[Path, Path]:
     def row(name: str, views: list[str], split: str) -> dict[str, Any]:
-        known = {"id": name, "study_id": 50414267, "subject_id": 10000032, "image_path": views, "split": split}
-        return known | {"report": " the red cell is there . no w1 "}
+        fields = {"id": name, "study_id": 50414267, "subject_id": 10000032, "image_path": views, "split": split}
+        return fields | {"report": " the red cell is there . no w1 "}
 
     first, second = ["CXR1/0.png", "CXR1/1.png"], ["p10/p10000032/s50414267/02aa804e.jpg"]
     splits = {

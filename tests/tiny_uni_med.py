@@ -43,11 +43,11 @@ def tokenizer(**options: Any) -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.add_special_tokens([])
-    found = PreTrainedTokenizerFast(
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=64, **options
     )
-    found.add_tokens(["<Img>", "</Img>"])
-    return found
+    fast.add_tokens(["<Img>", "</Img>"])
+    return fast
 
 
 def image_processor() -> ViTImageProcessorPil:
@@ -65,9 +65,9 @@ def config(text: Any = None, **options: Any) -> UniMedConfig:
 
 def uni_med(text: Any = None, **options: Any) -> UniMedForConditionalGeneration:
     """Seeded, in eval mode; options are those of the configuration."""
-    made = config(text, **options)
+    settings = config(text, **options)
     torch.manual_seed(0)
-    return UniMedForConditionalGeneration(made).eval()
+    return UniMedForConditionalGeneration(settings).eval()
 
 
 def save_parts(folder: Path, gpt: bool = False) -> tuple[Path, Path]:

@@ -71,22 +71,8 @@ class UniMedPreTrainedModel(PreTrainedModel):
 
 
 class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
-    """A vision-language model that answers questions about images and text.
-
-    `forward` takes the output of [`UniMedProcessor`]:
-
-    Args:
-        input_ids: (batch, length); contains `config.image_token_id` once for each token of an image.
-        pixel_values: (images, 3, height, width), in the order of the rows. Rows may have no image.
-        image_tasks: (images,), the index of each image's task in `config.tasks`. Connectors that do not route by task need
-            none.
-        labels: (batch, length), -100 for positions without loss.
-        output_router_weights: also return the experts' weights.
-        interpolate_pos_encoding: for images of another size than the tower's, if the tower supports it.
-        mm_encoder_outputs: {"image": output of `get_image_features`} in place of `pixel_values`.
-        logits_to_keep: number of last positions to compute logits for; 0 for all.
-
-    All other arguments go to the language model.
+    """A vision-language model that answers questions about images and text. `forward` takes the output of [`UniMedProcessor`];
+    its docstring lists the arguments.
     """
 
     def __init__(
@@ -275,9 +261,9 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         """Returns the language model's output, with images in place of the image tokens.
 
         Args:
-            input_ids: (batch, length), with an image token for each token of an image.
-            pixel_values: (images, 3, height, width), in the order of the batch.
-            image_tasks: (images,), the index of each image's task in `config.tasks`.
+            input_ids: (batch, length), with `config.image_token_id` for each token of an image.
+            pixel_values: (images, 3, height, width), in the order of the rows. Rows may have no image.
+            image_tasks: (images,), the index of each image's task in `config.tasks`, if the connector routes by task.
             attention_mask: (batch, length).
             inputs_embeds: (batch, length, text size), in place of `input_ids`, without images.
             labels: (batch, length), -100 for positions without loss; adds `loss`.

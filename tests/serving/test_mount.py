@@ -39,9 +39,15 @@ def mounted(src: Path, where: Path) -> Iterator[subprocess.Popen]:
         process.wait(30)
 
 
+def compressed(folder: Path, **options: int) -> Path:
+    """Writes a compressed model to `folder`/small. Returns the folder of the plain one."""
+    tuned, base = tiny_checkpoints.pair(folder, **options)
+    fm_delta.compress_checkpoint(tuned, base, folder / "small")
+    return tuned
+
+
 def test_a_compressed_folder_is_the_plain_one(tmp_path):
-    tuned, base = tiny_checkpoints.pair(tmp_path, shards=2)
-    fm_delta.compress_checkpoint(tuned, base, tmp_path / "small")
+    tuned = compressed(tmp_path, shards=2)
     with mounted(tmp_path / "small", tmp_path / "plain") as process:
         assert tiny_checkpoints.contents(tmp_path / "plain") == tiny_checkpoints.contents(tuned)
         with pytest.raises(OSError):
@@ -50,8 +56,7 @@ def test_a_compressed_folder_is_the_plain_one(tmp_path):
 
 
 def test_parts_of_a_file_are_those_of_the_plain_one(tmp_path):
-    tuned, base = tiny_checkpoints.pair(tmp_path)
-    fm_delta.compress_checkpoint(tuned, base, tmp_path / "small")
+    tuned = compressed(tmp_path)
     expected = (tuned / "model.safetensors").read_bytes()
     with mounted(tmp_path / "small", tmp_path / "plain"), open(tmp_path / "plain" / "model.safetensors", "rb") as file:
         for begin in range(0, len(expected), len(expected) // 17):
@@ -71,8 +76,7 @@ def test_a_merge_is_a_folder_for_each_task(tmp_path):
 
 
 def test_a_damaged_tensor_leaves_other_files_readable(tmp_path):
-    tuned, base = tiny_checkpoints.pair(tmp_path)
-    fm_delta.compress_checkpoint(tuned, base, tmp_path / "small")
+    tuned = compressed(tmp_path)
     with mounted(tmp_path / "small", tmp_path / "plain") as process:
         data = bytearray((tmp_path / "small" / "model.safetensors").read_bytes())
         data[-20] ^= 1  # after it was opened and checked
@@ -84,8 +88,7 @@ def test_a_damaged_tensor_leaves_other_files_readable(tmp_path):
 
 
 def test_after_a_killed_process_the_error_says_how_to_unmount(tmp_path):
-    tuned, base = tiny_checkpoints.pair(tmp_path)
-    fm_delta.compress_checkpoint(tuned, base, tmp_path / "small")
+    compressed(tmp_path)
     command = [sys.executable, "-m", "hf_ext", "mount", "small", "plain"]
     try:
         with mounted(tmp_path / "small", tmp_path / "plain") as process:
@@ -99,8 +102,7 @@ def test_after_a_killed_process_the_error_says_how_to_unmount(tmp_path):
 
 @pytest.mark.parametrize("case", ["not empty", "plain"])
 def test_sources_that_cannot_be_mounted_are_one_clear_error(tmp_path, case):
-    tuned, base = tiny_checkpoints.pair(tmp_path)
-    fm_delta.compress_checkpoint(tuned, base, tmp_path / "small")
+    compressed(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     src, where = ("small", "full") if case == "not empty" else ("base", "where")

@@ -1,4 +1,4 @@
-"""What the methods write answers through pipelines, `transformers serve` and lm-eval as the plain model would."""
+"""Models that the methods write answer through pipelines, `transformers serve` and lm-eval as the plain model would."""
 
 from __future__ import annotations
 
@@ -74,24 +74,24 @@ def folder(tmp_path_factory):
     return folder
 
 
-def said(model, words, prompt: str = PROMPT, **options) -> str:
-    """What a model at hand goes on with."""
+def continuation(model, words, prompt: str = PROMPT, **options) -> str:
+    """Returns the text that a model in memory continues the prompt with."""
     tokens = words(prompt, return_tensors="pt")
-    found = model.generate(**tokens, max_new_tokens=8, do_sample=False, **options)
-    return words.decode(found[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
+    ids = model.generate(**tokens, max_new_tokens=8, do_sample=False, **options)
+    return words.decode(ids[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 @pytest.fixture(scope="module")
 def expected(folder) -> dict[str, str]:
-    """What the plain model of each folder goes on with, said without what is tested here."""
+    """Returns the continuations of plain models, without the code under test."""
     words = AutoTokenizer.from_pretrained(folder / "base")
     load = AutoModelForCausalLM.from_pretrained
-    found = {name: said(load(folder / name), words) for name in ("base", "one", "merged-one", "merged-two")}
+    texts = {name: continuation(load(folder / name), words) for name in ("base", "one", "merged-one", "merged-two")}
     for name in ADAPTERS:
-        found[name] = said(PeftModel.from_pretrained(load(folder / "base"), folder / name).merge_and_unload(), words)
-    found["compressed"] = found["one"]
-    assert len(set(found.values())) == len(found) - 1, found  # else a test here could pass by chance
-    return found
+        texts[name] = continuation(PeftModel.from_pretrained(load(folder / "base"), folder / name).merge_and_unload(), words)
+    texts["compressed"] = texts["one"]
+    assert len(set(texts.values())) == len(texts) - 1, texts  # else a test here could pass by chance
+    return texts
 
 
 @pytest.mark.parametrize("name", ["compressed", *(pytest.param(name, marks=host("peft>=0.19.1")) for name in LORAS)])
@@ -115,24 +115,24 @@ def test_generate_takes_a_task_from_many_threads(folder, expected):
     words = AutoTokenizer.from_pretrained(folder / "base")
     model = AutoModelForCausalLM.from_pretrained(folder / "merged")
     model.set_task("two")
-    assert said(model, words) == expected["merged-two"]
+    assert continuation(model, words) == expected["merged-two"]
     in_settings = GenerationConfig(max_new_tokens=8, do_sample=False, task="one")
     tokens = words(PROMPT, return_tensors="pt")
-    found = model.generate(**tokens, generation_config=in_settings)[0, tokens["input_ids"].shape[1] :]
-    assert words.decode(found, skip_special_tokens=True) == expected["merged-one"]
+    written = model.generate(**tokens, generation_config=in_settings)[0, tokens["input_ids"].shape[1] :]
+    assert words.decode(written, skip_special_tokens=True) == expected["merged-one"]
     assert model.active_task == "two"
     tasks = ["one", "two"] * 6
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda task: said(model, words, task=task), tasks))
-    assert found == [expected[f"merged-{task}"] for task in tasks]
+        written = list(pool.map(lambda task: continuation(model, words, task=task), tasks))
+    assert written == [expected[f"merged-{task}"] for task in tasks]
 
 
 def test_a_copy_and_an_adapter_on_top_take_tasks_too(folder, expected):
     words = AutoTokenizer.from_pretrained(folder / "base")
     model = copy.deepcopy(AutoModelForCausalLM.from_pretrained(folder / "merged"))
-    assert model.generate.model is model and said(model, words, task="two") == expected["merged-two"]
+    assert model.generate.model is model and continuation(model, words, task="two") == expected["merged-two"]
     adapted = get_peft_model(model, lora("llama"))  # which changes nothing yet
-    assert said(adapted, words, task="two") == expected["merged-two"] and model.active_task == "one"
+    assert continuation(adapted, words, task="two") == expected["merged-two"] and model.active_task == "one"
 
 
 def test_generate_for_another_task_keeps_changed_weights(folder):
@@ -142,16 +142,16 @@ def test_generate_for_another_task_keeps_changed_weights(folder):
         model.lm_head.weight += 1
     before = model.lm_head.weight.clone()
     with pytest.raises(UnsavedChangesError):
-        said(model, words, task="two")
-    assert torch.equal(model.lm_head.weight, before) and said(model, words, task="one") == said(model, words)
+        continuation(model, words, task="two")
+    assert torch.equal(model.lm_head.weight, before) and continuation(model, words, task="one") == continuation(model, words)
 
 
 @pytest.fixture(scope="module")
 def server(folder):
     """`transformers serve` on loopback, started by `hf-ext run`."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     command = [sys.executable, "-m", "hf_ext", "run", "transformers", "serve", "--port", str(port), "--device", "cpu"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     with open(folder / "server.log", "w") as log:
@@ -219,7 +219,7 @@ def test_a_server_has_an_adapter_as_a_compressed_fine_tune(folder, expected, ser
 
 
 def lm_eval_scores(**names: Path) -> list[float]:
-    """What lm-eval makes of the prompt's two continuations."""
+    """Returns lm-eval's scores of the prompt's two continuations."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
@@ -239,9 +239,9 @@ def test_lm_eval_scores_as_the_plain_model_scores(folder, arguments, plain):
         base = AutoModelForCausalLM.from_pretrained(folder / "base")
         PeftModel.from_pretrained(base, folder / name).merge_and_unload().save_pretrained(folder / plain)
         AutoTokenizer.from_pretrained(folder / "base").save_pretrained(folder / plain)
-    found = lm_eval_scores(**{key: folder / name for key, name in arguments.items()})
-    assert found == pytest.approx(lm_eval_scores(pretrained=folder / plain), abs=1e-4)
-    assert found != pytest.approx(lm_eval_scores(pretrained=folder / "base"), abs=1e-3)
+    scores = lm_eval_scores(**{key: folder / name for key, name in arguments.items()})
+    assert scores == pytest.approx(lm_eval_scores(pretrained=folder / plain), abs=1e-4)
+    assert scores != pytest.approx(lm_eval_scores(pretrained=folder / "base"), abs=1e-3)
 
 
 @pytest.mark.slow
@@ -260,5 +260,5 @@ def test_lm_evals_command_scores_a_compressed_model(folder, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     (samples,) = (tmp_path / "out").rglob("samples_early_*.jsonl")
-    found = [float(score) for score, _ in json.loads(samples.read_text())["filtered_resps"]]
-    assert found == pytest.approx(lm_eval_scores(pretrained=folder / "one"), abs=1e-4)
+    scores = [float(score) for score, _ in json.loads(samples.read_text())["filtered_resps"]]
+    assert scores == pytest.approx(lm_eval_scores(pretrained=folder / "one"), abs=1e-4)

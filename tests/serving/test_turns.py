@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 import tiny_checkpoints
@@ -50,85 +53,79 @@ class Engine:
             self.turns.leave(name)
 
 
-def test_requests_are_grouped_and_answered_by_their_models():
-    async def run() -> None:
-        engine, draw = Engine(), random.Random(0)
-        names = [draw.choice("abcd") for _ in range(200)]
-        answers = await asyncio.gather(*(engine.answer(name, draw.random() / 100) for name in names))
-        assert answers == [(name, name) for name in names]
-        assert sorted(engine.switches) == ["b", "c", "d"]
-
-    asyncio.run(run())
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs a test that is a coroutine."""
+    return functools.wraps(test)(lambda *args, **kwargs: asyncio.run(test(*args, **kwargs)))
 
 
-def test_a_model_in_demand_gives_way_when_its_turn_is_over(monkeypatch):
+@in_a_loop
+async def test_requests_are_grouped_and_answered_by_their_models():
+    engine, draw = Engine(), random.Random(0)
+    names = [draw.choice("abcd") for _ in range(200)]
+    answers = await asyncio.gather(*(engine.answer(name, draw.random() / 100) for name in names))
+    assert answers == [(name, name) for name in names]
+    assert sorted(engine.switches) == ["b", "c", "d"]
+
+
+@in_a_loop
+async def test_a_model_in_demand_gives_way_when_its_turn_is_over(monkeypatch):
     monkeypatch.setattr(turns, "TURN", 0.05)
+    engine, done = Engine(), asyncio.Event()
 
-    async def run() -> None:
-        engine, done = Engine(), asyncio.Event()
+    async def insist() -> int:
+        count = 0
+        while not done.is_set():
+            assert await engine.answer("a") == ("a", "a")
+            count += 1
+        return count
 
-        async def insist() -> int:
-            count = 0
-            while not done.is_set():
-                assert await engine.answer("a") == ("a", "a")
-                count += 1
-            return count
-
-        clients = [asyncio.create_task(insist()) for _ in range(3)]
-        await asyncio.sleep(0.01)
-        assert await asyncio.wait_for(engine.answer("b"), 5) == ("b", "b")
-        done.set()
-        assert min(await asyncio.gather(*clients)) > 3
-        assert engine.switches[:2] == ["b", "a"]
-
-    asyncio.run(run())
+    clients = [asyncio.create_task(insist()) for _ in range(3)]
+    await asyncio.sleep(0.01)
+    assert await asyncio.wait_for(engine.answer("b"), 5) == ("b", "b")
+    done.set()
+    assert min(await asyncio.gather(*clients)) > 3
+    assert engine.switches[:2] == ["b", "a"]
 
 
-def test_a_broken_model_fails_its_own_requests_alone():
-    async def run() -> None:
-        engine = Engine()
-        engine.broken, engine.unfit = {"b"}, {"c"}
-        answers = await asyncio.gather(*(engine.answer(name) for name in "abacbab"), return_exceptions=True)
-        kinds = [answer if isinstance(answer, tuple) else str(answer) for answer in answers]
-        damaged, other = "b is damaged", "c is another model"
-        assert kinds == [("a", "a"), damaged, ("a", "a"), other, damaged, ("a", "a"), damaged]
-        engine.broken = set()
-        assert await engine.answer("b") == ("b", "b")
-
-    asyncio.run(run())
+@in_a_loop
+async def test_a_broken_model_fails_its_own_requests_alone():
+    engine = Engine()
+    engine.broken, engine.unfit = {"b"}, {"c"}
+    answers = await asyncio.gather(*(engine.answer(name) for name in "abacbab"), return_exceptions=True)
+    kinds = [answer if isinstance(answer, tuple) else str(answer) for answer in answers]
+    damaged, other = "b is damaged", "c is another model"
+    assert kinds == [("a", "a"), damaged, ("a", "a"), other, damaged, ("a", "a"), damaged]
+    engine.broken = set()
+    assert await engine.answer("b") == ("b", "b")
 
 
-def test_a_client_that_left_causes_no_switch():
-    async def run() -> None:
-        engine = Engine()
-        running = asyncio.create_task(engine.answer("a", 0.05))
-        await asyncio.sleep(0.005)
-        waiting = [asyncio.create_task(engine.answer(name)) for name in "bcb"]
-        await asyncio.sleep(0.005)
-        waiting[0].cancel()
-        waiting[2].cancel()
-        await asyncio.gather(running, *waiting, return_exceptions=True)
-        assert engine.switches == ["c"]
-        assert await engine.answer("a") == ("a", "a")
-
-    asyncio.run(run())
+@in_a_loop
+async def test_a_client_that_left_causes_no_switch():
+    engine = Engine()
+    running = asyncio.create_task(engine.answer("a", 0.05))
+    await asyncio.sleep(0.005)
+    waiting = [asyncio.create_task(engine.answer(name)) for name in "bcb"]
+    await asyncio.sleep(0.005)
+    waiting[0].cancel()
+    waiting[2].cancel()
+    await asyncio.gather(running, *waiting, return_exceptions=True)
+    assert engine.switches == ["c"]
+    assert await engine.answer("a") == ("a", "a")
 
 
-def test_a_request_that_ends_at_any_moment_gives_its_turn_back():
-    async def run(moment: int, how: str) -> None:
-        engine, left = Engine(), asyncio.get_running_loop().create_future()
-        request = asyncio.create_task(engine.turns.enter_unless(left, "b"))
-        for _ in range(moment):
-            await asyncio.sleep(0.001 if engine.held == "nothing" else 0)
-        request.cancel() if how == "cancelled" else left.set_result(None)
-        if (await asyncio.gather(request, return_exceptions=True))[0] is True:
-            engine.turns.leave("b")
-        assert await asyncio.wait_for(engine.answer("c"), 5) == ("c", "c")
-        assert not engine.turns._running.total()
-
-    for moment in range(12):
-        for how in ("cancelled", "left"):
-            asyncio.run(run(moment, how))
+@pytest.mark.parametrize("how", ["cancelled", "left"])
+@pytest.mark.parametrize("moment", range(12))
+@in_a_loop
+async def test_a_request_that_ends_at_any_moment_gives_its_turn_back(moment, how):
+    engine, left = Engine(), asyncio.get_running_loop().create_future()
+    request = asyncio.create_task(engine.turns.enter_unless(left, "b"))
+    for _ in range(moment):
+        await asyncio.sleep(0.001 if engine.held == "nothing" else 0)
+    request.cancel() if how == "cancelled" else left.set_result(None)
+    if (await asyncio.gather(request, return_exceptions=True))[0] is True:
+        engine.turns.leave("b")
+    for name in "cad":  # none could switch while a request to "b" held its turn
+        assert await asyncio.wait_for(engine.answer(name), 5) == (name, name)
 
 
 def test_models_are_named_by_folders_tasks_or_a_file(tmp_path):

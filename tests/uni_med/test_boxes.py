@@ -45,8 +45,8 @@ def test_boxes_outside_the_image_are_errors(box):
 )
 def test_boxes_round_trip_to_half_a_hundredth(size, corner, extent):
     box = tuple(value * side for value, side in zip((*corner, *(a + b for a, b in zip(corner, extent))), (*size, *size)))
-    (found,) = parse_boxes(format_box(box, size), size)
-    for value, expected, side in zip(found, box, (*size, *size)):
+    (parsed,) = parse_boxes(format_box(box, size), size)
+    for value, expected, side in zip(parsed, box, (*size, *size)):
         assert abs(value - min(expected, side)) <= 0.00501 * side
 
 

@@ -119,9 +119,9 @@ def test_a_row_may_have_several_images():
         return_tensors="pt",
     )  # fmt: skip
     assert inputs["image_tasks"].tolist() == [0, 0, 4]
-    found = logits(model, inputs)
+    together = logits(model, inputs)
     swapped = make(images=[[image(1), image(0)]], text=["how many cells ?"], task="vqa", return_tensors="pt")
-    assert not torch.allclose(found[0], logits(model, swapped)[0], atol=1e-5)
+    assert not torch.allclose(together[0], logits(model, swapped)[0], atol=1e-5)
     alone = make(images=[[image(0), image(1)]], text=["how many cells ?"], task="vqa", return_tensors="pt")
     options = GREEDY | {"num_beams": 2, "length_penalty": 0.0, "return_dict_in_generate": True, "output_scores": True}
     beams, expected = (model.generate(**each, **options).sequences_scores for each in (inputs, alone))
@@ -207,11 +207,14 @@ def test_a_checkpoint_of_other_sizes_is_an_error(tmp_path):
         UniMedForConditionalGeneration.from_pretrained(tmp_path, num_experts=6)
 
 
-def test_tied_weights_stay_tied(tmp_path):
-    model = uni_med(llama(tied=True).config)
+@pytest.mark.parametrize("text", [llama(tied=True).config, mixtral().config], ids=["tied", "mixtral"])
+def test_any_language_model_is_saved_and_loaded(tmp_path, text):
+    model = uni_med(text)
     model.save_pretrained(tmp_path)
     loaded = UniMedForConditionalGeneration.from_pretrained(tmp_path)
-    assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    assert_same_weights(model, loaded)
+    is_tied = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    assert is_tied == bool(text.tie_word_embeddings)
     torch.testing.assert_close(logits(loaded, batch()), logits(model, batch()))
 
 
@@ -349,14 +352,14 @@ def test_images_can_be_encoded_beforehand():
 
 def test_a_model_of_two_pretrained_parts(tmp_path):
     vision, text = save_parts(tmp_path)
-    made = UniMedForConditionalGeneration.from_vision_text_pretrained(vision, text, connector="moe_mlp", router="sparse")
-    assert (made.config.router, made.config.image_token_id) == ("sparse", UniMedProcessor.from_vision_text_pretrained(
+    joined = UniMedForConditionalGeneration.from_vision_text_pretrained(vision, text, connector="moe_mlp", router="sparse")
+    assert (joined.config.router, joined.config.image_token_id) == ("sparse", UniMedProcessor.from_vision_text_pretrained(
         vision, text).image_token_id)  # fmt: skip
-    assert_same_weights(made.language_model, llama())
+    assert_same_weights(joined.language_model, llama())
     make = UniMedProcessor.from_vision_text_pretrained(vision, text)
     inputs = make(images=image(), text="what is there ?", task="cls", return_tensors="pt")
-    expected = logits(made, inputs)
-    made.save_pretrained(tmp_path / "both")
+    expected = logits(joined, inputs)
+    joined.save_pretrained(tmp_path / "both")
     make.save_pretrained(tmp_path / "both")
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "both")
     torch.testing.assert_close(logits(loaded, inputs), expected)
@@ -403,12 +406,12 @@ def test_any_vision_tower_serves(tmp_path, kind):
     model = UniMedForConditionalGeneration.from_vision_text_pretrained(tmp_path / "vision", text)
     pixels = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
-        found = model.get_image_features(pixels, torch.tensor([0, 1])).last_hidden_state
+        tokens = model.get_image_features(pixels, torch.tensor([0, 1])).last_hidden_state
         inner = tower if kind in ("siglip", "registers", "swin", "convnext") else tower.vision_model
         expected = inner(pixels).last_hidden_state
     if kind == "convnext":
         expected = expected.flatten(2).transpose(1, 2)
-    torch.testing.assert_close(found, expected[:, {"clip": 1, "blip2": 1, "registers": 5}.get(kind, 0) :])
+    torch.testing.assert_close(tokens, expected[:, {"clip": 1, "blip2": 1, "registers": 5}.get(kind, 0) :])
     make = UniMedProcessor.from_vision_text_pretrained(tmp_path / "vision", text, model)
     if kind not in ("swin", "convnext"):
         counted = UniMedProcessor.from_vision_text_pretrained(tmp_path / "vision", text)
@@ -440,31 +443,22 @@ def test_images_of_another_size_than_the_towers():
     tower = {"vision_config": {"model_type": "vit", **SMALL, "image_size": 32, "patch_size": 8}}
     model = UniMedForConditionalGeneration(UniMedConfig(**tower, text_config=llama().config, image_token_id=96)).eval()
     pixels = torch.randn(1, 3, 64, 64)
-    found = model.get_image_features(pixels, torch.tensor([0]), interpolate_pos_encoding=True)
-    assert found.pooler_output.shape == (1, 16, 64)
+    features = model.get_image_features(pixels, torch.tensor([0]), interpolate_pos_encoding=True)
+    assert features.pooler_output.shape == (1, 16, 64)
     ids = torch.full((1, 18), model.config.image_token_id)
     ids[0, [0, -1]] = 5
     options = {"pixel_values": pixels, "image_tasks": torch.tensor([0]), "interpolate_pos_encoding": True}
     assert model.generate(ids, **options, **GREEDY).shape == (1, 24)
 
 
-def test_embeddings_of_another_size_than_the_hidden_states():
-    text = OPTConfig(
-        vocab_size=96, hidden_size=32, word_embed_proj_dim=16, ffn_dim=48, num_hidden_layers=1, num_attention_heads=2
-    )
-    assert_rows_are_written_as_alone(uni_med(text), GREEDY)
+NARROW = OPTConfig(  # its embeddings are narrower than its hidden states
+    vocab_size=96, hidden_size=32, word_embed_proj_dim=16, ffn_dim=48, num_hidden_layers=1, num_attention_heads=2
+)
 
 
-def test_a_mixture_as_language_model(tmp_path):
-    model = uni_med(mixtral().config)
-    model.save_pretrained(tmp_path)
-    loaded = UniMedForConditionalGeneration.from_pretrained(tmp_path)
-    assert_same_weights(model, loaded)
-    torch.testing.assert_close(logits(loaded, batch()), logits(model, batch()))
-
-
-def test_gpt2_as_language_model():
-    assert_rows_are_written_as_alone(uni_med(gpt2().config), GREEDY | {"max_new_tokens": 3})
+@pytest.mark.parametrize(("text", "tokens"), [(NARROW, 6), (gpt2().config, 3)], ids=["narrow embeddings", "gpt2"])
+def test_other_language_models_generate(text, tokens):
+    assert_rows_are_written_as_alone(uni_med(text), GREEDY | {"max_new_tokens": tokens})
 
 
 def test_bitsandbytes_skips_the_connector(tmp_path):
@@ -490,11 +484,11 @@ def test_bitsandbytes_skips_the_connector(tmp_path):
 
 
 def test_the_defaults_are_the_papers_model():
-    made = UniMedConfig()
-    assert made.vision_config.model_type == "blip_2_vision_model" and made.text_config.model_type == "llama"
-    assert (made.vision_size, made.connector_input_size, made.text_config.hidden_size) == (1408, 5632, 4096)
+    defaults = UniMedConfig()
+    assert defaults.vision_config.model_type == "blip_2_vision_model" and defaults.text_config.model_type == "llama"
+    assert (defaults.vision_size, defaults.connector_input_size, defaults.text_config.hidden_size) == (1408, 5632, 4096)
     with torch.device("meta"):
-        model = UniMedForConditionalGeneration(made)
+        model = UniMedForConditionalGeneration(defaults)
     experts, router = model.connector.experts, model.connector.router
     assert experts.up.shape == (5, 4096, 5632) and experts.down.shape == (5, 4096, 4096)
     assert model.connector.task_tokens.shape == (5, 5632) and router.out_weight.shape == (5, 4 * 11264)
@@ -525,10 +519,10 @@ def test_settings_that_do_not_fit_are_errors(options, message):
 
 
 def test_the_configuration_survives_json(tmp_path):
-    made = config(router="sparse", tasks=["vqa", "cls"], resampling="max_pool")
-    made.save_pretrained(tmp_path)
+    saved = config(router="sparse", tasks=["vqa", "cls"], resampling="max_pool")
+    saved.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "uni_med"
-    assert AutoConfig.from_pretrained(tmp_path).to_dict() | {"_name_or_path": ""} == made.to_dict()
+    assert AutoConfig.from_pretrained(tmp_path).to_dict() | {"_name_or_path": ""} == saved.to_dict()
 
 
 # The pipeline
@@ -545,9 +539,9 @@ def test_the_pipeline_answers(tmp_path):
     image().save(tmp_path / "picture.png")
     prompt = "[INST] <Img><image></Img> [cls] what is there ? [/INST]"
     for picture in (image(), str(tmp_path / "picture.png")):
-        found = pipe(images=picture, text=prompt, max_new_tokens=4, return_full_text=False)
-        assert found[0]["generated_text"].strip() == expected.strip()
+        answer = pipe(images=picture, text=prompt, max_new_tokens=4, return_full_text=False)
+        assert answer[0]["generated_text"].strip() == expected.strip()
     part = {"type": "image", "url": str(tmp_path / "picture.png")}
     chat = [{"role": "user", "content": [part, {"type": "text", "text": "[cls] what is there ?"}]}]
-    found = pipe(text=chat, max_new_tokens=4, return_full_text=False)
-    assert found[0]["generated_text"].strip() == expected.strip()
+    answer = pipe(text=chat, max_new_tokens=4, return_full_text=False)
+    assert answer[0]["generated_text"].strip() == expected.strip()

@@ -109,9 +109,9 @@ def llama_tokenizer(legacy: bool) -> LlamaTokenizer:
         "[INST] <Img> </Img> [qa] [vqa] [refer] [identify] [caption] [cls] what is {<1><2><30><40>} ? [/INST] a red cell"
     ] * 3
     words.train_from_iterator(texts, trainers.BpeTrainer(special_tokens=["<unk>", "<s>", "</s>"], vocab_size=400))
-    found = json.loads(words.to_str())["model"]
-    merges = [tuple(pair) for pair in found["merges"]]
-    return LlamaTokenizer(vocab=found["vocab"], merges=merges, legacy=legacy)
+    bpe_model = json.loads(words.to_str())["model"]
+    merges = [tuple(pair) for pair in bpe_model["merges"]]
+    return LlamaTokenizer(vocab=bpe_model["vocab"], merges=merges, legacy=legacy)
 
 
 @pytest.mark.parametrize("legacy", [True, False])
@@ -124,10 +124,10 @@ def test_the_authors_format_makes_the_tokens_of_their_code(task, legacy, tmp_pat
     question, answer = "what is {<1><2><30><40>} ?", "a red cell"
     # By hand: to train, one start token, a space before each text around the image, two spaces at the end of an image prompt.
     head = [] if task == "qa" else ["▁<Img>", "<image>", "<image>", "▁</Img>"]
-    asked = ["▁[INST]", *head, f"▁[{task}]", "▁what", "▁is", "▁{<1><2><30><40>}", "▁?"]
-    trained = ["<s>", *asked, *([] if task == "qa" else ["▁"]), "▁[/INST]"]
+    prompt = ["▁[INST]", *head, f"▁[{task}]", "▁what", "▁is", "▁{<1><2><30><40>}", "▁?"]
+    trained = ["<s>", *prompt, *([] if task == "qa" else ["▁"]), "▁[/INST]"]
     # To answer, their template and their tokenizer each add a start token, and only questions for a report end in a space.
-    evaluated = ["<s>", "<s>", *asked, *(["▁"] if task == "caption" else []), "▁[/INST]"]
+    evaluated = ["<s>", "<s>", *prompt, *(["▁"] if task == "caption" else []), "▁[/INST]"]
 
     def tokens(inputs) -> list[str]:
         return make.tokenizer.convert_ids_to_tokens(inputs["input_ids"][0])
@@ -157,8 +157,8 @@ def test_the_prompt_format_is_chosen_when_made_and_when_loaded(tmp_path):
     )
     assert loaded(text="is this", task="qa", add_special_tokens=False)["input_ids"][0][0] != loaded.tokenizer.bos_token_id
     assert loaded.format_box((199, 399, 599, 799), (1000, 1000)) == "{<19><39><59><79>}"
-    own = "{{ messages[0]['content'] }}"
-    assert processor(prompt_format="authors", chat_template=own).apply_chat_template(chat) == "is this a cell ?"
+    template = "{{ messages[0]['content'] }}"
+    assert processor(prompt_format="authors", chat_template=template).apply_chat_template(chat) == "is this a cell ?"
     with pytest.raises(ValueError, match="no prompt_format 'author'; they are paper, authors"):
         processor(prompt_format="author")
 
@@ -169,16 +169,16 @@ def test_images_come_in_many_forms(tmp_path):
     image().save(tmp_path / "image.png")
     array = np.asarray(image())
     for form in (tmp_path / "image.png", str(tmp_path / "image.png"), array, torch.tensor(array).permute(2, 0, 1), [image()]):
-        found = make(images=form, text="what ?", task="cls", return_tensors="pt")["pixel_values"]
-        torch.testing.assert_close(found, expected)
+        pixels = make(images=form, text="what ?", task="cls", return_tensors="pt")["pixel_values"]
+        torch.testing.assert_close(pixels, expected)
 
 
 def test_whole_prompts_say_their_task_themselves():
     make = processor()
-    asked = make(images=image(), text="what ?", task="cls", return_tensors="pt")
+    by_task = make(images=image(), text="what ?", task="cls", return_tensors="pt")
     written = make(images=image(), text="[INST] <Img><image></Img> [cls] what ? [/INST]", return_tensors="pt")
-    for name in asked:
-        assert torch.equal(asked[name], written[name]), name
+    for name in by_task:
+        assert torch.equal(by_task[name], written[name]), name
     prompts = ["[vqa] <image> <image> one", "two", "[cls] <image> three"]
     flat = make(images=[image(i) for i in range(3)], text=prompts, return_tensors="pt")
     assert flat["image_tasks"].tolist() == [0, 0, 4]
@@ -191,10 +191,10 @@ def test_the_chat_template_writes_the_same_prompt():
     make = processor()
     part = {"type": "image", "image": image()}
     chat = [{"role": "user", "content": [part, {"type": "text", "text": "what ?"}]}]
-    found = make.apply_chat_template(chat, task="cls", tokenize=True, return_dict=True, return_tensors="pt")
+    by_chat = make.apply_chat_template(chat, task="cls", tokenize=True, return_dict=True, return_tensors="pt")
     expected = make(images=image(), text="what ?", task="cls", return_tensors="pt")
     for name in expected:
-        assert torch.equal(found[name], expected[name]), name
+        assert torch.equal(by_chat[name], expected[name]), name
     chat += [{"role": "assistant", "content": [{"type": "text", "text": "a cell"}]}, {"role": "user", "content": "where ?"}]
     text = make.apply_chat_template(chat, task="cls")
     assert text == "[INST] <Img><image></Img> [cls] what ? [/INST] a cell</s>[INST] where ? [/INST]"
@@ -215,8 +215,8 @@ def test_a_processor_is_saved_and_loaded(tmp_path):
     vision, text = save_parts(tmp_path / "parts")
     assert UniMedProcessor.from_vision_text_pretrained(vision, text).num_image_tokens == TOKENS
     model = uni_med(tasks=["cls", "vqa"], resampling_rate=2)
-    made = UniMedProcessor.from_vision_text_pretrained(vision, text, model)
-    assert (made.num_image_tokens, made.tasks) == (2 * TOKENS, ["cls", "vqa"])
+    counted = UniMedProcessor.from_vision_text_pretrained(vision, text, model)
+    assert (counted.num_image_tokens, counted.tasks) == (2 * TOKENS, ["cls", "vqa"])
 
 
 def test_a_tokenizer_gets_only_missing_tokens():
@@ -265,25 +265,15 @@ def test_images_that_are_not_rgb_are_errors(mode):
         processor()(images=[image(), picture], text=["what ?", "what ?"], task="cls")
 
 
-def test_image_files_that_are_not_rgb_are_errors(tmp_path):
-    Image.new("L", (9, 9)).save(tmp_path / "grey.png")
-    with pytest.raises(ValueError, match="Sample 0: the image has mode L, not RGB"):
-        processor()(images=str(tmp_path / "grey.png"), text="what ?", task="cls")
-
-
 def test_broken_images_are_errors(tmp_path):
-    make, ask = processor(), {"text": ["is", "what ?"], "task": ["qa", "cls"]}
-    with pytest.raises(ValueError, match="Sample 1: the image is broken"):
-        make(images=[None, broken(tmp_path)], **ask)
     (tmp_path / "text.png").write_text("no image")
-    for path in ("text.png", "missing.png"):
-        with pytest.raises(ValueError, match=rf"Sample 1: the image .*{path} cannot be read"):
-            make(images=[None, str(tmp_path / path)], **ask)
-    for shape in ((9, 9), (9, 9, 1), (4, 9, 9), (1, 3, 9, 9)):
-        with pytest.raises(ValueError, match=r"Sample 1: the image has shape"):
-            make(images=[None, np.zeros(shape, np.uint8)], **ask)
-    with pytest.raises(ValueError, match="Sample 1: the image is a int"):
-        make(images=[None, 7], **ask)
+    Image.new("L", (9, 9)).save(tmp_path / "grey.png")
+    cases = [(broken(tmp_path), "is broken"), (7, "is a int"), (str(tmp_path / "grey.png"), "has mode L, not RGB")]
+    cases += [(str(tmp_path / path), rf".*{path} cannot be read") for path in ("text.png", "missing.png")]
+    cases += [(np.zeros(shape, np.uint8), "has shape") for shape in ((9, 9), (9, 9, 1), (4, 9, 9), (1, 3, 9, 9))]
+    for picture, message in cases:
+        with pytest.raises(ValueError, match=f"Sample 1: the image {message}"):
+            processor()(images=[None, picture], text=["is", "what ?"], task=["qa", "cls"])
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class Layout(nn.Module):
             self.llm_proj = nn.Sequential(nn.Linear(size, TEXT), nn.GELU(), nn.Linear(TEXT, TEXT))
 
     def project(self, tokens: torch.Tensor, task: str, settings) -> torch.Tensor:
-        """Of one image: (32, 32) visual tokens of a grid of 4 x 8."""
+        """Returns the embeddings of one image: (32, 32) visual tokens of a grid of 4 x 8."""
         if settings["resample_method"] == "projection":
             x = tokens.reshape(-1, VISION * RATE)
         else:
@@ -87,13 +87,13 @@ class Layout(nn.Module):
 
 def lora() -> dict[str, torch.Tensor]:
     torch.manual_seed(4)
-    found = {}
+    factors = {}
     for layer in range(2):
         for name, (m, n) in {"self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "mlp.down_proj": (64, 96)}.items():
             prefix = f"llm_model.base_model.model.model.layers.{layer}.{name}"
-            found[f"{prefix}.lora_A.default.weight"] = torch.randn(RANK, n)
-            found[f"{prefix}.lora_B.default.weight"] = torch.randn(m, RANK)
-    return found
+            factors[f"{prefix}.lora_A.default.weight"] = torch.randn(RANK, n)
+            factors[f"{prefix}.lora_B.default.weight"] = torch.randn(m, RANK)
+    return factors
 
 
 def checkpoint(path, settings, state=None):
@@ -126,8 +126,8 @@ def test_a_converted_connector_computes_what_the_original_does(tmp_path, change)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
     inputs = batch()
     with torch.no_grad():
-        found = model.get_image_features(inputs["pixel_values"], inputs["image_tasks"])
-        for tokens, task, embeddings in zip(found.last_hidden_state, inputs["image_tasks"], found.pooler_output):
+        features = model.get_image_features(inputs["pixel_values"], inputs["image_tasks"])
+        for tokens, task, embeddings in zip(features.last_hidden_state, inputs["image_tasks"], features.pooler_output):
             expected = layout.project(tokens, TASKS[task], settings)
             torch.testing.assert_close(embeddings, expected, rtol=1e-4, atol=1e-5)
 
@@ -156,12 +156,12 @@ def test_the_lora_is_an_adapter_of_peft(tmp_path, capsys):
 def test_a_checkpoint_without_settings_has_the_papers(tmp_path):
     vision, text = save_parts(tmp_path)
     torch.save({"model": Layout(SETTINGS).state_dict()}, tmp_path / "c.pth")
-    found = convert_checkpoint(tmp_path / "c.pth", tmp_path / "out", vision, text)
-    assert found.options == {
+    conversion = convert_checkpoint(tmp_path / "c.pth", tmp_path / "out", vision, text)
+    assert conversion.options == {
         "resampling": "projection", "resampling_rate": 4, "connector": "moe_mlp", "num_experts": 3, "router": "soft",
         "num_experts_per_tok": 2, "router_input": "task_token", "task_token_size": 24,
     }  # fmt: skip
-    assert found.lora is None and not (tmp_path / "out" / "adapter").exists()
+    assert conversion.lora is None and not (tmp_path / "out" / "adapter").exists()
 
 
 class Evil:

@@ -75,9 +75,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
 def test_trainer_evaluates_and_loads_the_best_checkpoint(tmp_path):
     hits = iter([0.2, 0.9, 0.4])
 
-    def metrics(found):
-        assert found.predictions.shape == (4, *found.label_ids.shape[1:], 96)
-        assert (found.label_ids >= 0).any(1).all()
+    def metrics(outputs):
+        assert outputs.predictions.shape == (4, *outputs.label_ids.shape[1:], 96)
+        assert (outputs.label_ids >= 0).any(1).all()
         return {"hits": next(hits)}
 
     model = uni_med()

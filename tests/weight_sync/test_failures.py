@@ -140,7 +140,7 @@ def test_another_run_is_not_mixed_in(tmp_path: Path, caplog):
 
 
 def test_another_run_may_have_other_tensors(tmp_path: Path):
-    kept, own = Subscriber(tmp_path), Subscriber(tmp_path)
+    kept, in_memory = Subscriber(tmp_path), Subscriber(tmp_path)
     for rows, name in ((100, "x"), (300, "y"), (200, "x")):
         for path in tmp_path.iterdir():
             path.unlink()
@@ -148,8 +148,8 @@ def test_another_run_may_have_other_tensors(tmp_path: Path):
         with Publisher(tmp_path) as run:
             run.publish({"x": x, name: x}, 0)
         kept.update(tensors)
-        own.update()
-        assert same(tensors, {"x": x}) and same(own.tensors, {"x": x, name: x})
+        in_memory.update()
+        assert same(tensors, {"x": x}) and same(in_memory.tensors, {"x": x, name: x})
 
 
 def test_a_step_of_another_run_under_a_known_name_is_refused(tmp_path: Path, caplog):
@@ -230,12 +230,16 @@ def _publish_until_killed(place: Path, limit: int, first: int = 0) -> None:
     publish(place, range(first, 3), anchor_every=2, resume=first > 0)
 
 
-@pytest.mark.parametrize("limit", range(8))
-def test_a_killed_publisher_leaves_whole_steps_and_goes_on(tmp_path: Path, limit: int):
-    child = multiprocessing.get_context("fork").Process(target=_publish_until_killed, args=(tmp_path, limit))
+def publish_until_killed(*args: object) -> int | None:
+    child = multiprocessing.get_context("fork").Process(target=_publish_until_killed, args=args)
     child.start()
     child.join(60)
-    assert child.exitcode == (0 if limit > 6 else -signal.SIGKILL)
+    return child.exitcode
+
+
+@pytest.mark.parametrize("limit", range(8))
+def test_a_killed_publisher_leaves_whole_steps_and_goes_on(tmp_path: Path, limit: int):
+    assert publish_until_killed(tmp_path, limit) == (0 if limit > 6 else -signal.SIGKILL)
     subscriber = Subscriber(tmp_path)
     for step in subscriber.steps():
         assert subscriber.update(step=step) == step and same(subscriber.tensors, weights(step))
@@ -248,11 +252,9 @@ def test_a_killed_publisher_leaves_whole_steps_and_goes_on(tmp_path: Path, limit
 @pytest.mark.parametrize("limit", range(2))
 def test_a_publisher_killed_while_replacing_leaves_whole_steps(tmp_path: Path, limit: int):
     publish(tmp_path, range(3), anchor_every=1, keep_anchors=1)
-    child = multiprocessing.get_context("fork").Process(target=_publish_until_killed, args=(tmp_path, limit, 2))
-    child.start()
-    child.join(60)
+    assert publish_until_killed(tmp_path, limit, 2) == -signal.SIGKILL
     subscriber = Subscriber(tmp_path)
-    assert child.exitcode == -signal.SIGKILL and subscriber.steps() == [2]
+    assert subscriber.steps() == [2]
     assert subscriber.update() == 2 and same(subscriber.tensors, weights(2))
 
 

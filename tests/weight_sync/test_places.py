@@ -43,8 +43,8 @@ def test_a_repository_on_the_hub_is_a_place(tmp_path: Path):
     with LocalHub() as hub:
         done = python("-c", FOLLOW, Path(__file__).parent, env=hub.client_env(tmp_path), cwd=tmp_path, hosts=False)
         assert done.returncode == 0, done.stderr[-3000:]
-        found = json.loads(done.stdout.splitlines()[-1])
-        assert found == {"found": [[step, True] for step in range(4)], "late": True, "steps": [2, 3]}
+        report = json.loads(done.stdout.splitlines()[-1])
+        assert report == {"found": [[step, True] for step in range(4)], "late": True, "steps": [2, 3]}
         repo = hub.repos["user/run"]
         weights_there = [name for name in repo.at("main").files if name.endswith(".safetensors")]
         assert len(weights_there) == 3  # two steps and an anchor; the others are removed

@@ -51,15 +51,15 @@ def test_every_step_is_what_save_pretrained_writes(tmp_path: Path, kind: str):
 
 
 def test_the_training_waits_for_on_step(tmp_path: Path):
-    subscriber, told = Subscriber(tmp_path / "place"), []
+    subscriber, calls = Subscriber(tmp_path / "place"), []
 
     def tell(step: int) -> None:
-        told.append((step, subscriber.update()))
+        calls.append((step, subscriber.update()))
 
     callback = PublishWeights(tmp_path / "place", every=4, dtype=None, on_step=tell)
     model = tiny_models.llama()
     train(model, tmp_path / "run", callbacks=[callback], causal=True, save_strategy="no")
-    assert told == [(0, 0), (4, 4), (6, 6)]  # the end, too
+    assert calls == [(0, 0), (4, 4), (6, 6)]  # the end, too
     assert all(bits(tensor) == bits(model.state_dict()[name]) for name, tensor in subscriber.tensors.items())
 
 

@@ -72,17 +72,17 @@ def test_the_command_tries_again_until_the_last_step(http: ThreadingHTTPServer, 
             run.publish(weights(step), step)
     http.answers["/start_weight_update"] = 503
     assert main(["follow", str(tmp_path), "--server", http.url, "--last", "2", "--every", "0.01"]) == 0
-    printed, said = capsys.readouterr()
+    printed, messages = capsys.readouterr()
     assert printed == "All servers are at step 2.\n"
-    assert "Step 2 is tried again" in said and f"{http.url} is at step 2" in said
+    assert "Step 2 is tried again" in messages and f"{http.url} is at step 2" in messages
     assert [content for path, content, _ in http.requests if path == "/finish_weight_update"] == ['{"weight_version": "2"}']
 
 
 def test_following_goes_on_while_the_place_cannot_be_read(http: ThreadingHTTPServer, tmp_path: Path):
-    place, said = tmp_path / "place", []
+    place, messages = tmp_path / "place", []
 
     def tell(text: str) -> None:
-        said.append(text)
+        messages.append(text)
         index = place / "index-00000.json"
         if text.endswith("is at step 0."):
             index.rename(tmp_path / "away")  # nothing is there
@@ -96,7 +96,7 @@ def test_following_goes_on_while_the_place_cannot_be_read(http: ThreadingHTTPSer
     with Publisher(place) as run:
         run.publish(weights(0), 0)
     assert follow(place, [VLLMServer(http.url, place)], last=1, every=0.01, tell=tell) == 1
-    assert "Is a directory" in said[1] and said[1].endswith(" The place is read again.") and len(said) == 3
+    assert "Is a directory" in messages[1] and messages[1].endswith(" The place is read again.") and len(messages) == 3
     assert [content for path, content, _ in http.requests if path == "/update_weights"] == [
         '{"update_info": {"step": 0}}',
         '{"update_info": {"step": 1}}',
@@ -104,27 +104,27 @@ def test_following_goes_on_while_the_place_cannot_be_read(http: ThreadingHTTPSer
 
 
 def test_a_restarted_server_is_updated_again(http: ThreadingHTTPServer, tmp_path: Path):
-    said = []
+    messages = []
 
     def tell(text: str) -> None:
-        said.append(text)
-        if len(said) == 1:
+        messages.append(text)
+        if len(messages) == 1:
             http.version = "default"
         else:
             publish(tmp_path, range(1, 2), resume=True)
 
     publish(tmp_path, range(1))
     assert follow(tmp_path, [VLLMServer(http.url, tmp_path)], last=1, every=0.01, tell=tell) == 1
-    assert said == [f"{http.url} is at step {step}." for step in (0, 0, 1)]
+    assert messages == [f"{http.url} is at step {step}." for step in (0, 0, 1)]
 
 
 def test_pauses_between_failures_grow_until_the_command_gives_up(tmp_path: Path, capsys):
     publish(tmp_path, range(1))
     command = ["follow", str(tmp_path), "--server", "http://127.0.0.1:9", "--every", "0.01", "--give-up", "0.5"]
     assert main(command) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert 2 < len(said) < 12 and "http://127.0.0.1:9 does not answer" in said[-1]
+    lines = capsys.readouterr().err.splitlines()
+    assert 2 < len(lines) < 12 and "http://127.0.0.1:9 does not answer" in lines[-1]
     (tmp_path / "index-00000.json").write_text("damaged")
     assert main(command) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert 2 < len(said) < 12 and "index-00000.json" in said[-1]
+    lines = capsys.readouterr().err.splitlines()
+    assert 2 < len(lines) < 12 and "index-00000.json" in lines[-1]

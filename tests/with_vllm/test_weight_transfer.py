@@ -113,10 +113,10 @@ def test_the_command_follows_a_place(server: VllmServer, folder: Path, expected:
     with Publisher(place) as run:
         for step, model in enumerate(("half", "one")):
             run.publish(weights(folder, model), step)
-    printed, said = follower.communicate(timeout=120)
-    assert follower.returncode == 0, said
+    printed, messages = follower.communicate(timeout=120)
+    assert follower.returncode == 0, messages
     assert json.loads(printed) == {"place": str(place), "servers": [server.url], "step": 1}
-    assert f"{server.url} is at step 1" in said
+    assert f"{server.url} is at step 1" in messages
     assert server.digests() == expected["one"]["digests"]
 
 

@@ -198,27 +198,27 @@ def test_jpeg_in_dicom_is_decoded_by_pillow(tmp_path):
     stream = BytesIO()
     Image.fromarray(np.full((16, 16), 99, np.uint8)).save(stream, "JPEG", quality=95)
     path = write(tmp_path / "a.dcm", np.zeros((16, 16), np.uint8))
-    found = dcmread(path)
-    found.file_meta.TransferSyntaxUID = JPEGBaseline8Bit
-    found.PixelData = encapsulate([stream.getvalue()])
-    found["PixelData"].is_undefined_length = True
-    found.save_as(path)
+    header = dcmread(path)
+    header.file_meta.TransferSyntaxUID = JPEGBaseline8Bit
+    header.PixelData = encapsulate([stream.getvalue()])
+    header["PixelData"].is_undefined_length = True
+    header.save_as(path)
     assert np.abs(grey(read_dicom(path)).astype(int) - 99).max() <= 2
 
-    found.PixelData = encapsulate([stream.getvalue()[:100]])
-    found["PixelData"].is_undefined_length = True
-    found.save_as(path)
+    header.PixelData = encapsulate([stream.getvalue()[:100]])
+    header["PixelData"].is_undefined_length = True
+    header.save_as(path)
     with pytest.raises(CorruptFileError, match=r"a\.dcm' cannot be decoded: .*another decoder may read it: pip install"):
         read_dicom(path)
 
 
 def test_a_missing_decoder_error_has_the_install_command(tmp_path, monkeypatch):
     path = write(tmp_path / "a.dcm", np.zeros((4, 4), np.uint8))
-    found = dcmread(path)
-    found.file_meta.TransferSyntaxUID = JPEGLosslessSV1
-    found.PixelData = encapsulate([b"\xff\xd8 lossless"])
-    found["PixelData"].is_undefined_length = True
-    found.save_as(path)
+    header = dcmread(path)
+    header.file_meta.TransferSyntaxUID = JPEGLosslessSV1
+    header.PixelData = encapsulate([b"\xff\xd8 lossless"])
+    header["PixelData"].is_undefined_length = True
+    header.save_as(path)
     with pytest.raises(HfExtError) as error:
         read_dicom(path)
     assert not isinstance(error.value, CorruptFileError)
@@ -227,8 +227,8 @@ def test_a_missing_decoder_error_has_the_install_command(tmp_path, monkeypatch):
     data = Dataset.from_list([{"image": [str(path)]}])
     with pytest.raises(HfExtError, match="requires more packages"):
         check_images(data, on_error="skip")
-    found.file_meta.TransferSyntaxUID = "1.2.840.10008.1.2.4.103"  # video
-    found.save_as(path)
+    header.file_meta.TransferSyntaxUID = "1.2.840.10008.1.2.4.103"  # video
+    header.save_as(path)
     with pytest.raises(CorruptFileError, match=r"a\.dcm' cannot be decoded"):
         read_dicom(path)
     for module in ("pydicom", "pydicom.pixels"):
@@ -243,9 +243,9 @@ def test_damaged_files_are_named(tmp_path):
     def error(**attributes: Any) -> str:
         if attributes:
             edited(write(path, RAMP), **attributes)
-        with pytest.raises(CorruptFileError, match=r"bad\.dcm") as found:
+        with pytest.raises(CorruptFileError, match=r"bad\.dcm") as failure:
             read_dicom(path)
-        return str(found.value)
+        return str(failure.value)
 
     assert "No such file" in error()
     path.write_bytes(b"no DICOM" * 40)

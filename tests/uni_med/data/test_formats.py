@@ -76,7 +76,7 @@ def test_files_that_are_no_images_are_named(tmp_path):
 
 @pytest.fixture
 def warnings(caplog):
-    """What is logged."""
+    """The log of warnings."""
     logging.enable_propagation()
     with caplog.at_level("WARNING"):
         yield caplog
@@ -188,8 +188,8 @@ def test_a_bad_row_is_named_or_skipped_with_a_log(tmp_path, name, warnings):
     rows = json.loads(file.read_text())
     bad = change if isinstance(change, list) else {k: v for k, v in (rows[1] | change).items() if v is not ...}
     write_json(file, [rows[0], bad, *rows[2:]])
-    known = "" if bad is change else r" \(qid 1\)"
-    with pytest.raises(ValueError, match=rf"Public\.json, row 1{known}: {reason}.*on_error=\"skip\""):
+    row_id = "" if bad is change else r" \(qid 1\)"
+    with pytest.raises(ValueError, match=rf"Public\.json, row 1{row_id}: {reason}.*on_error=\"skip\""):
         read_vqa_rad(file, images)
     assert read_vqa_rad(file, images, on_error="skip")["answer"] == ["Yes", "no", "No"]
     assert re.search(rf"Skipped 1 of 4 rows of .*Public\.json: 1\. The first reasons:\n.*{reason}", warnings.text)
@@ -295,14 +295,14 @@ def test_all_formats_mix_into_batches_of_the_collator(tmp_path):
 
 
 def test_box_samples_have_the_prompt_of_their_task(tmp_path):
-    made = processor()
+    process = processor()
     for task, question, answer in (
         ("refer", "where is the red cell", "{<20><20><50><60>} {<2><2><5><6>}"),
         ("identify", "what is in {<2><2><5><6>}", "red cell"),
     ):
         row = read_coco(*coco(tmp_path), task).with_transform(load_images)[0]
         assert (row["text"], row["answer"]) == (question, answer)
-        batch = UniMedCollator(made)([row])
-        prompt, _ = made._prompt(0, row["text"], task, 1, False)
+        batch = UniMedCollator(process)([row])
+        prompt, _ = process._prompt(0, row["text"], task, 1, False)
         assert prompt == f"[INST] <Img><image></Img> [{task}] {question} [/INST]"
-        assert batch["image_tasks"].tolist() == [made.tasks.index(task)]
+        assert batch["image_tasks"].tolist() == [process.tasks.index(task)]

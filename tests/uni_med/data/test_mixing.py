@@ -39,8 +39,8 @@ def test_a_data_set_without_a_ratio_is_an_error():
 
 
 def test_the_collator_makes_a_training_batch():
-    found, expected = UniMedCollator(processor())(rows()), batch()
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    collated, expected = UniMedCollator(processor())(rows()), batch()
+    assert collated.keys() == expected.keys() and all(torch.equal(collated[name], expected[name]) for name in expected)
     with pytest.raises(ValueError, match="Sample 1 has no image, task, answer, only text"):
         UniMedCollator(processor())([rows()[0], {"text": "what ?"}])
     with pytest.raises(ValueError, match="no data sets"):

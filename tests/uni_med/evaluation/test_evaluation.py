@@ -79,8 +79,8 @@ def test_report_bleu1_is_corpus_bleu_on_treebank_tokens():
     report = "Heart size is normal. No effusion; lungs aren't clear."
     assert report_bleu1(["heart size is normal , no effusion lungs are n't clear"], [report]) == 1
     # 2 of 3 and 2 of 2 words are right: 4 / 5. The references have 8 words, so exp(1 - 8 / 5).
-    found = report_bleu1(["heart is large.", "no effusion."], ["the heart is not big.", "No effusion now"])
-    assert found == pytest.approx(0.8 * torch.e ** (1 - 8 / 5), rel=1e-6)
+    bleu = report_bleu1(["heart is large.", "no effusion."], ["the heart is not big.", "No effusion now"])
+    assert bleu == pytest.approx(0.8 * torch.e ** (1 - 8 / 5), rel=1e-6)
     assert report_bleu1(["", "clear."], ["clear", "Clear"]) == 1 and report_bleu1([""], ["clear"]) == 0
     assert report_bleu1(["(clear)"], ["clear"]) == pytest.approx(1 / 3)  # brackets are words, as in COCO's evaluation
 
@@ -95,12 +95,12 @@ def test_the_authors_iou_is_of_pixels_that_count_their_edges():
 
 
 def test_the_authors_metrics_of_each_task():
-    said, right = ["Yes, it is.", "the left lung"], samples("yes", "Left lung.", closed=[True, False])
-    assert authors_scores("cls", said, right) == {"accuracy": 0.5} == authors_scores("qa", said, right)
+    predictions, right = ["Yes, it is.", "the left lung"], samples("yes", "Left lung.", closed=[True, False])
+    assert authors_scores("cls", predictions, right) == {"accuracy": 0.5} == authors_scores("qa", predictions, right)
     bleu, f1 = pytest.approx((1 / 3 + 1) / 2), pytest.approx((2 * 1 / (3 + 1) + 1) / 2)
-    assert authors_scores("identify", said, right) == {"bleu1": bleu, "f1": f1, "accuracy": 0.5}
-    assert authors_scores("vqa", said, right) == {"bleu1": bleu, "f1": f1, "closed_accuracy": 1}
-    assert authors_scores("vqa", said, samples("yes", "left lung")) == {"bleu1": bleu, "f1": f1}
+    assert authors_scores("identify", predictions, right) == {"bleu1": bleu, "f1": f1, "accuracy": 0.5}
+    assert authors_scores("vqa", predictions, right) == {"bleu1": bleu, "f1": f1, "closed_accuracy": 1}
+    assert authors_scores("vqa", predictions, samples("yes", "left lung")) == {"bleu1": bleu, "f1": f1}
     report = authors_scores("caption", ["<unk>one two", ""], samples("one " * 60, "clear"))
     assert report["bleu1"] == pytest.approx(0.5 * torch.e ** (1 - 50 / 2))  # the reference is cut to 50 words
     boxes = samples("{<0><0><9><9>}", box=[(0, 0, 19, 9)], size=[(100, 100)])
@@ -116,23 +116,19 @@ def test_evaluate_generates_answers_and_scores_them():
         "cells": [{"image": image(i), "text": "what is there ?", "task": "cls", "answer": "red"} for i in range(5)],
         "questions": [row for row in rows() if row["task"] == "qa"],
     }
-    for row, found in zip(data["cells"], answer(model.eval(), make, data["cells"], max_new_tokens=3, do_sample=False)):
+    for row, text in zip(data["cells"], answer(model.eval(), make, data["cells"], max_new_tokens=3, do_sample=False)):
         inputs = make(images=row["image"], text=row["text"], task="cls", return_tensors="pt")
         alone = model.generate(**inputs, max_new_tokens=3, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-        assert found == make.decode(alone, skip_special_tokens=True).strip()
-        row["answer"] = found  # so that it is right
+        assert text == make.decode(alone, skip_special_tokens=True).strip()
+        row["answer"] = text  # so that it is right
     data["cells"][0]["answer"] = "something else"
-    found = evaluate(model.train(), make, data, batch_size=2, max_new_tokens=3)
-    assert found.metrics["cells"] == {"accuracy": 0.8} and len(found.predictions["cells"]) == 5
-    assert set(found.metrics["questions"]) == {"accuracy"}
+    result = evaluate(model.train(), make, data, batch_size=2, max_new_tokens=3)
+    assert result.metrics["cells"] == {"accuracy": 0.8} and len(result.predictions["cells"]) == 5
+    assert set(result.metrics["questions"]) == {"accuracy"}
     assert model.training
-    table = str(found).splitlines()
-    assert table[0].split() == ["data", "metric", "value", "samples"] and table[2].split() == [
-        "cells",
-        "accuracy",
-        "0.800",
-        "5",
-    ]
+    table = str(result).splitlines()
+    assert table[0].split() == ["data", "metric", "value", "samples"]
+    assert table[2].split() == ["cells", "accuracy", "0.800", "5"]
 
 
 def test_metrics_may_use_any_column_but_the_image():
@@ -140,8 +136,8 @@ def test_metrics_may_use_any_column_but_the_image():
     with pytest.raises(ValueError, match="Sample 0 has no box"):
         evaluate(uni_med(), processor(), {"boxes": boxes}, score=authors_scores, max_new_tokens=2)
     boxes = [row | {"box": (0, 0, 9, 9), "size": (80, 48)} for row in boxes]
-    found = evaluate(uni_med(), processor(), {"boxes": boxes}, score=authors_scores, max_new_tokens=2)
-    assert found.metrics["boxes"] == {"iou": 0, "recall@0.5": 0}
+    result = evaluate(uni_med(), processor(), {"boxes": boxes}, score=authors_scores, max_new_tokens=2)
+    assert result.metrics["boxes"] == {"iou": 0, "recall@0.5": 0}
 
 
 def test_data_that_cannot_be_measured_is_an_error():

@@ -17,46 +17,46 @@ def batches() -> dict:
 
 def test_the_matrices_are_those_of_the_gradients():
     model = uni_med()
-    found = interference(model, batches())
-    assert found.tasks == ["vqa", "cls", "caption"]
+    result = interference(model, batches())
+    assert result.tasks == ["vqa", "cls", "caption"]
     gradients = []
     for inputs in batches().values():
         model.zero_grad()
         model(**inputs).loss.backward()
         gradients.append(torch.cat([p.grad.flatten() for p in model.connector.parameters()]).double())
     for i, a in enumerate(gradients):
-        assert found.norms[i].item() == pytest.approx(a.norm().item(), rel=1e-4)
+        assert result.norms[i].item() == pytest.approx(a.norm().item(), rel=1e-4)
         for j, b in enumerate(gradients):
             cosine = (a @ b / (a.norm() * b.norm())).item()
             magnitude = (2 * a.norm() * b.norm() / (a.norm() ** 2 + b.norm() ** 2)).item()
-            assert found.direction[i, j].item() == pytest.approx(cosine, abs=1e-5)
-            assert found.magnitude[i, j].item() == pytest.approx(magnitude, abs=1e-5)
+            assert result.direction[i, j].item() == pytest.approx(cosine, abs=1e-5)
+            assert result.magnitude[i, j].item() == pytest.approx(magnitude, abs=1e-5)
     off = [(0, 1), (0, 2), (1, 2)]
-    assert found.mean_direction == pytest.approx(sum(found.direction[i, j].item() for i, j in off) / 3)
-    assert f"mean GD {found.mean_direction:.3f}, mean GM {found.mean_magnitude:.3f} of 3 tasks" in str(found)
+    assert result.mean_direction == pytest.approx(sum(result.direction[i, j].item() for i, j in off) / 3)
+    assert f"mean GD {result.mean_direction:.3f}, mean GM {result.mean_magnitude:.3f} of 3 tasks" in str(result)
 
 
 def test_interference_averages_batches_of_a_task():
     model = uni_med()
     one, other = batches()["vqa"], batches()["cls"]
-    found = interference(model, {"both": [one, other], "one": one}, [model.connector.experts.down])
+    result = interference(model, {"both": [one, other], "one": one}, [model.connector.experts.down])
     total = torch.zeros_like(model.connector.experts.down)
     for inputs in (one, other):
         total += torch.autograd.grad(model(**inputs).loss, model.connector.experts.down)[0] / 2
-    assert found.norms[0].item() == pytest.approx(total.norm().item(), rel=1e-4)
+    assert result.norms[0].item() == pytest.approx(total.norm().item(), rel=1e-4)
 
 
 def test_a_task_without_a_gradient_has_no_angle():
-    found = interference(uni_med(), batches() | {"qa": batch(samples=rows()[1:2])})
-    assert found.norms[3] == 0 and math.isnan(found.direction[0, 3]) and math.isnan(found.magnitude[3, 3])
-    assert math.isfinite(found.mean_direction) and math.isfinite(found.mean_magnitude) and "–" in str(found)
+    result = interference(uni_med(), batches() | {"qa": batch(samples=rows()[1:2])})
+    assert result.norms[3] == 0 and math.isnan(result.direction[0, 3]) and math.isnan(result.magnitude[3, 3])
+    assert math.isfinite(result.mean_direction) and math.isfinite(result.mean_magnitude) and "–" in str(result)
 
 
 def test_a_loss_of_frozen_weights_has_a_zero_gradient():
     model = uni_med()
     model.requires_grad_(False).connector.requires_grad_(True)
-    found = interference(model, batches() | {"qa": batch(samples=rows()[1:2])})
-    assert found.norms[3] == 0 and (found.norms[:3] > 0).all()
+    result = interference(model, batches() | {"qa": batch(samples=rows()[1:2])})
+    assert result.norms[3] == 0 and (result.norms[:3] > 0).all()
 
 
 def test_measuring_leaves_the_model_as_it_is():
@@ -83,8 +83,8 @@ def test_interference_without_gradients_is_an_error():
 def test_pictures(tmp_path):
     model = uni_med()
     interference(model, batches()).plot(tmp_path / "interference.png")
-    found = feature_map(model, batches() | {"qa": batch(samples=rows()[1:2])})
-    found.plot(tmp_path / "features.png")
+    points = feature_map(model, batches() | {"qa": batch(samples=rows()[1:2])})
+    points.plot(tmp_path / "features.png")
     for name in ("interference.png", "features.png"):
         assert min(Image.open(tmp_path / name).size) > 300
 
@@ -93,12 +93,12 @@ def test_the_map_has_the_principal_components_of_the_means():
     model = uni_med()
     samples = [{"image": image(i), "text": "what ?", "task": "cls", "answer": "red"} for i in range(6)]
     inputs = batch(samples=samples)
-    found = feature_map(model, {"cls": inputs})
+    points = feature_map(model, {"cls": inputs})
     with torch.no_grad():
         means = model.get_image_features(inputs["pixel_values"], inputs["image_tasks"]).pooler_output.mean(1)
     singular = torch.linalg.svdvals(means - means.mean(0))
-    torch.testing.assert_close(found.after.norm(dim=0), singular[:2], rtol=1e-4, atol=1e-5)
-    assert found.tasks == ["cls"] * 6 and found.before.shape == (6, 2)
+    torch.testing.assert_close(points.after.norm(dim=0), singular[:2], rtol=1e-4, atol=1e-5)
+    assert points.tasks == ["cls"] * 6 and points.before.shape == (6, 2)
     model.connector.register_forward_pre_hook(lambda module, _: pytest.fail("dropout") if module.training else None)
     feature_map(model.train(), {"cls": inputs})
     assert model.training

@@ -126,9 +126,9 @@ def test_unknown_tasks_have_the_mean_of_all():
     (mixture,) = mixtures(adapter)
     router = mixture.router("default")
     nn.init.normal_(router.task_tokens)
-    known = logits(adapter, inputs, tasks=["vqa"] * 3)
+    of_task = logits(adapter, inputs, tasks=["vqa"] * 3)
     unknown = logits(adapter, inputs)
-    assert torch.equal(unknown, logits(adapter, inputs, tasks=[-1, -1, -1])) and not torch.allclose(unknown, known)
+    assert torch.equal(unknown, logits(adapter, inputs, tasks=[-1, -1, -1])) and not torch.allclose(unknown, of_task)
     with torch.no_grad():
         router.task_tokens[0] = router.task_tokens.mean(0)
     torch.testing.assert_close(logits(adapter, inputs, tasks=["vqa"] * 3), unknown)
