@@ -44,6 +44,12 @@ def resample(features: torch.Tensor, grid: tuple[int, int], how: Resampling, rat
     return pooled.flatten(1, 2)
 
 
+def _init_as_linear(parameter: nn.Parameter | None, inputs: int) -> None:
+    """Draws values as nn.Linear does."""
+    if parameter is not None:
+        nn.init.uniform_(parameter, -(inputs**-0.5), inputs**-0.5)
+
+
 def check_routing(router: Routing, num_experts: int, num_experts_per_tok: int, num_tasks: int) -> None:
     """Raises a ValueError if a mixture has too few experts for its router."""
     if router == "hard" and num_experts < num_tasks:
@@ -77,16 +83,10 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        hidden = len(self.bias)
-        for parameter, inputs in (
-            (self.token_weight, self.input_size),
-            (self.task_weight, self.input_size),
-            (self.bias, self.input_size),
-            (self.out_weight, hidden),
-            (self.out_bias, hidden),
-        ):
-            if parameter is not None:
-                nn.init.uniform_(parameter, -(inputs**-0.5), inputs**-0.5)  # as nn.Linear
+        for parameter in (self.token_weight, self.task_weight, self.bias):
+            _init_as_linear(parameter, self.input_size)
+        for parameter in (self.out_weight, self.out_bias):
+            _init_as_linear(parameter, len(self.bias))
 
     def forward(self, tokens: torch.Tensor, task: torch.Tensor | None) -> torch.Tensor:
         """Returns logits (images, tokens, experts), or (images, 1, experts) if they depend on the task alone.
@@ -128,13 +128,11 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for weight, bias, inputs in (
-            (self.up, self.up_bias, 0 if self.up is None else self.up.shape[2]),
-            (self.down, self.down_bias, self.down.shape[1]),
-        ):
-            if weight is not None and bias is not None:
-                nn.init.uniform_(weight, -(inputs**-0.5), inputs**-0.5)  # as nn.Linear
-                nn.init.uniform_(bias, -(inputs**-0.5), inputs**-0.5)
+        if self.up is not None:
+            for parameter in (self.up, self.up_bias):
+                _init_as_linear(parameter, self.up.shape[2])
+        for parameter in (self.down, self.down_bias):
+            _init_as_linear(parameter, self.down.shape[1])
 
     def forward(
         self, tokens: torch.Tensor, weights: torch.Tensor | None = None, chosen: torch.Tensor | None = None

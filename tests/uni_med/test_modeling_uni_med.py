@@ -88,8 +88,6 @@ def test_the_loss_is_that_of_the_answers_alone(model):
     labels = inputs["labels"][:, 1:]
     expected = F.cross_entropy(out.logits[:, :-1][labels >= 0], labels[labels >= 0])
     torch.testing.assert_close(out.loss, expected)
-    words = [processor().tokenizer.decode(row[row >= 0]) for row in inputs["labels"]]
-    assert words == [row["answer"] + " </s>" for row in rows()]
 
 
 def test_rows_do_not_see_each_other(model):

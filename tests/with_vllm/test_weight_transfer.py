@@ -118,8 +118,3 @@ def test_the_command_follows_a_place(server: VllmServer, folder: Path, expected:
     assert json.loads(printed) == {"place": str(place), "servers": [server.url], "step": 1}
     assert f"{server.url} is at step 1" in messages
     assert server.digests() == expected["one"]["digests"]
-
-
-def test_a_server_that_does_not_answer_is_named():
-    with pytest.raises(ServerError, match="127.0.0.1:9 does not answer"):
-        VLLMServer("http://127.0.0.1:9", "place").update(0)

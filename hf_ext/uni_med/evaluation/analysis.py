@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
@@ -68,11 +69,9 @@ class Interference:
             label(axes, title)
             axes.set_xticks(range(len(self.tasks)), self.tasks, rotation=45, ha="right")
             axes.set_yticks(range(len(self.tasks)), self.tasks)
-            for i in range(len(self.tasks)):
-                for j in range(len(self.tasks)):
-                    value = values[i, j].item()
-                    color = "white" if abs(value) > 0.7 else "black"
-                    axes.text(j, i, _cell(value), ha="center", va="center", color=color, fontsize=8)
+            for (i, j), value in np.ndenumerate(values.numpy()):
+                color = "white" if abs(value) > 0.7 else "black"
+                axes.text(j, i, _cell(value), ha="center", va="center", color=color, fontsize=8)
             figure.colorbar(drawn, ax=axes, shrink=0.8).set_label(unit, fontsize="small")
         save_figure(figure, path)
 
@@ -84,8 +83,7 @@ class Interference:
         return "\n\n".join([*parts, self.summary()])
 
     def _mean(self, values: torch.Tensor) -> float:
-        pairs = values[~torch.eye(len(values), dtype=torch.bool)]
-        return pairs.nanmean().item()
+        return values[~torch.eye(len(values), dtype=torch.bool)].nanmean().item()
 
 
 def interference(
@@ -116,7 +114,7 @@ def interference(
         raise ValueError("There are no gradients to compare: give parameters with requires_grad=True.")
     with evaluating(model):
         gradients = [
-            _gradient(model, parameters, task, [batches] if isinstance(batches, Mapping) else list(batches))
+            _gradient(model, parameters, task, _on_device(model, batches))
             for task, batches in tqdm(batches_by_task.items(), desc="Differentiating")
         ]
     count = len(gradients)
@@ -134,13 +132,11 @@ def interference(
     )
 
 
-def _gradient(
-    model: nn.Module, parameters: list[nn.Parameter], task: str, batches: list[Mapping[str, Any]]
-) -> list[torch.Tensor]:
+def _gradient(model: nn.Module, parameters: list[nn.Parameter], task: str, batches: list[dict[str, Any]]) -> list[torch.Tensor]:
     total = [torch.zeros_like(parameter) for parameter in parameters]
     with torch.enable_grad():
         for batch in batches:
-            loss = model(**_on(model, batch)).loss
+            loss = model(**batch).loss
             if loss is None:
                 raise ValueError(f"The batches of '{task}' have no labels: pass answers= to the processor.")
             if loss.requires_grad:  # False if it depends on no trained parameter
@@ -149,9 +145,13 @@ def _gradient(
     return total
 
 
-def _on(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+def _on_device(model: nn.Module, batches: Batches) -> list[dict[str, Any]]:
+    """Returns one or several batches as a list, on the model's device."""
     device = next(model.parameters()).device
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    return [
+        {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        for batch in ([batches] if isinstance(batches, Mapping) else batches)
+    ]
 
 
 def _cell(value: float) -> str:
@@ -232,8 +232,8 @@ def feature_map(model: PreTrainedModel, batches_by_task: Mapping[str, Batches]) 
     tasks, before, after = [], [], []
     with evaluating(model):
         for task, batches in batches_by_task.items():
-            for batch in [batches] if isinstance(batches, Mapping) else batches:
-                if (batch := _on(model, batch)).get("pixel_values") is None:
+            for batch in _on_device(model, batches):
+                if batch.get("pixel_values") is None:
                     continue
                 features = model.get_image_features(batch["pixel_values"], batch.get("image_tasks"))
                 before.append(features.last_hidden_state.float().mean(1).cpu())
