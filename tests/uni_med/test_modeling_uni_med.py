@@ -137,23 +137,22 @@ def test_the_image_token_may_be_in_the_vocabulary_or_not():
 
 def test_inputs_that_do_not_fit_are_errors():
     model, inputs = uni_med(), batch()
-    with pytest.raises(ValueError, match=r"\[8, 0, 8, 8\] image tokens in the rows of input_ids, but 2 images of 8 tokens"):
-        model(**inputs | {"pixel_values": inputs["pixel_values"][:2], "image_tasks": inputs["image_tasks"][:2]})
     moved = inputs["input_ids"].clone()
     moved[0, 2], moved[1, 2] = 9, model.config.image_token_id
-    with pytest.raises(ValueError, match=r"\[7, 1, 8, 8\] image tokens in the rows"):
-        model(**inputs | {"input_ids": moved})
+    pixels, tasks = inputs["pixel_values"], inputs["image_tasks"]
     text = {name: value for name, value in inputs.items() if name not in ("pixel_values", "image_tasks")}
-    with pytest.raises(ValueError, match="but no images: give pixel_values"):
-        model(**text)
-    with pytest.raises(ValueError, match="for 3 images: give one for each image, within 0…4"):
-        model(**inputs | {"image_tasks": inputs["image_tasks"] + 3})
-    with pytest.raises(ValueError, match="for 3 images: give one for each image"):
-        model(**inputs | {"image_tasks": inputs["image_tasks"][:2]})
-    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
-        model(attention_mask=inputs["attention_mask"])
-    with pytest.raises(ValueError, match="give input_ids, not inputs_embeds"):
-        model(inputs_embeds=torch.zeros(1, 3, 64), pixel_values=inputs["pixel_values"], image_tasks=inputs["image_tasks"])
+    embeds = {"inputs_embeds": torch.zeros(1, 3, 64), "pixel_values": pixels, "image_tasks": tasks}
+    for arguments, message in (
+        (inputs | {"pixel_values": pixels[:2], "image_tasks": tasks[:2]}, r"\[8, 0, 8, 8\] image tokens .* but 2 images of 8"),
+        (inputs | {"input_ids": moved}, r"\[7, 1, 8, 8\] image tokens in the rows"),
+        (text, "but no images: give pixel_values"),
+        (inputs | {"image_tasks": tasks + 3}, "for 3 images: give one for each image, within 0…4"),
+        (inputs | {"image_tasks": tasks[:2]}, "for 3 images: give one for each image"),
+        ({"attention_mask": inputs["attention_mask"]}, "either input_ids or inputs_embeds"),
+        (embeds, "give input_ids, not inputs_embeds"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(**arguments)
 
 
 # Saving and loading

@@ -177,7 +177,7 @@ def test_two_publishers_into_one_place_are_refused(tmp_path: Path):
         first.close()
     subscriber = Subscriber(tmp_path)
     assert subscriber.update() == 1 and same(subscriber.tensors, weights(1))
-    second._pool.shutdown()
+    second.close()
     later.close()
 
 

@@ -141,15 +141,14 @@ def test_metrics_may_use_any_column_but_the_image():
 
 
 def test_data_that_cannot_be_measured_is_an_error():
-    model, make = uni_med(), processor()
-    with pytest.raises(ValueError, match="'none' is empty"):
-        evaluate(model, make, {"none": []})
-    with pytest.raises(ValueError, match="'all' mixes the tasks caption, cls, qa, vqa"):
-        evaluate(model, make, {"all": rows()}, max_new_tokens=2)
-    boxes = [rows()[0] | {"task": "refer"}]
-    with pytest.raises(ValueError, match="sample 0 has no box"):
-        evaluate(model, make, {"boxes": boxes}, max_new_tokens=2)
-    with pytest.raises(ValueError, match="'open': the answer of sample 0 is None"):
-        evaluate(model, make, {"open": [rows()[1] | {"answer": None}]}, max_new_tokens=2)
+    model = uni_med()
+    for data, message in (
+        ({"none": []}, "'none' is empty"),
+        ({"all": rows()}, "'all' mixes the tasks caption, cls, qa, vqa"),
+        ({"boxes": [rows()[0] | {"task": "refer"}]}, "sample 0 has no box"),
+        ({"open": [rows()[1] | {"answer": None}]}, "'open': the answer of sample 0 is None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluate(model, processor(), data, max_new_tokens=2)
     with pytest.raises(ValueError, match="The processor has the tasks"):
         evaluate(model, processor(tasks=["cls", "vqa"]), {"all": rows()[:1]}, max_new_tokens=2)

@@ -158,22 +158,22 @@ def test_generate_takes_tasks_also_with_beams(family):
 def test_batches_without_images_and_wrong_tasks():
     model, inputs = build("llava")
     adapter = adapted(model)
+    expected = logits(adapter, inputs, tasks=MIXED)
     text = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     text["input_ids"] = text["input_ids"].masked_fill(text["input_ids"] == IMAGE, 3)
     assert torch.equal(logits(adapter, text, tasks=MIXED), logits(adapter.base_model.model, text))
-    with pytest.raises(ValueError, match="no task 'caption', only vqa, cls"):
-        adapter(**inputs, tasks=["vqa", "caption", "vqa"])
-    with pytest.raises(ValueError, match="2 entries for 3 samples"):
-        adapter(**inputs, tasks=["vqa", "cls"])
-    with pytest.raises(ValueError, match="1 entries for 3 samples"):
-        adapter.generate(**inputs, tasks=["vqa"], max_new_tokens=1)
     four = {name: torch.cat([value, value[:1]]) for name, value in inputs.items()}
-    with pytest.raises(ValueError, match="2 entries for 4 samples"):  # not two beams of each
-        adapter(**four, tasks=["vqa", "cls"])
-    with pytest.raises(ValueError, match="require input_ids"):
-        embeddings = adapter.get_input_embeddings()(inputs["input_ids"])
-        adapter(inputs_embeds=embeddings, pixel_values=inputs["pixel_values"], tasks=MIXED)
-    assert mixtures(adapter)[0]._mixing is None  # after the error
+    embeds = {"inputs_embeds": adapter.get_input_embeddings()(inputs["input_ids"]), "pixel_values": inputs["pixel_values"]}
+    for call, arguments, message in (
+        (adapter, {**inputs, "tasks": ["vqa", "caption", "vqa"]}, "no task 'caption', only vqa, cls"),
+        (adapter, {**inputs, "tasks": ["vqa", "cls"]}, "2 entries for 3 samples"),
+        (adapter.generate, {**inputs, "tasks": ["vqa"], "max_new_tokens": 1}, "1 entries for 3 samples"),
+        (adapter, {**four, "tasks": ["vqa", "cls"]}, "2 entries for 4 samples"),  # not two beams of each
+        (adapter, {**embeds, "tasks": MIXED}, "require input_ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(**arguments)
+    assert torch.equal(logits(adapter, inputs, tasks=MIXED), expected)  # no error leaves a trace
 
 
 def test_images_that_cannot_be_told_apart_raise():
@@ -247,16 +247,9 @@ def test_trainer_with_gradient_checkpointing(tmp_path):
     model, inputs = build("llava")
     adapter = adapted(model, target_modules=["q_proj"])
     arguments = TrainingArguments(
-        tmp_path,
-        max_steps=4,
-        per_device_train_batch_size=2,
-        gradient_checkpointing=True,
-        remove_unused_columns=False,
-        learning_rate=1e-2,
-        report_to=[],
-        save_steps=4,
-        disable_tqdm=True,
-    )
+        tmp_path, max_steps=4, per_device_train_batch_size=2, gradient_checkpointing=True, remove_unused_columns=False,
+        learning_rate=1e-2, report_to=[], save_steps=4, disable_tqdm=True,
+    )  # fmt: skip
     trainer = Trainer(adapter, arguments, train_dataset=Samples(inputs), data_collator=collate)
     trainer.train()
     (mixture,) = mixtures(adapter)
@@ -366,14 +359,14 @@ class Plain(nn.Module):
 def test_projectors_of_other_classes_by_name():
     model, x = Plain(), torch.randn(5, 6)
     expected = model(x)
-    with pytest.raises(ValueError, match="no projector of a known class"):
-        get_peft_model(model, CMoEConfig())
-    with pytest.raises(ValueError, match="no such module"):
-        get_peft_model(model, CMoEConfig(connectors=["bridges"]))
-    with pytest.raises(ValueError, match="no such modules for LoRA"):
-        get_peft_model(model, CMoEConfig(connectors=["bridge"], target_modules=["depth"]))
-    with pytest.raises(ValueError, match="3 linear layers"):
-        get_peft_model(model, CMoEConfig(connectors=["deep"]))
+    for options, message in (
+        ({}, "no projector of a known class"),
+        ({"connectors": ["bridges"]}, "no such module"),
+        ({"connectors": ["bridge"], "target_modules": ["depth"]}, "no such modules for LoRA"),
+        ({"connectors": ["deep"]}, "3 linear layers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            get_peft_model(model, CMoEConfig(**options))
     adapter = get_peft_model(model, CMoEConfig(connectors=["bridge"]))
     assert torch.equal(adapter(x), expected)
 
