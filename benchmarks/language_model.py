@@ -72,8 +72,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with TREC.train.all, custrev.all, …")
     parser.add_argument("--out", type=Path, required=True, help="where the checkpoints go")
-    parser.add_argument("--steps", type=int, default=40, help="of each fine-tune")
-    parser.add_argument("--warm_steps", type=int, default=10, help="before the two checkpoints that are one step apart")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each fine-tune")
+    parser.add_argument("--warm_steps", type=int, default=10, help="steps before the two checkpoints that are one step apart")
     parser.add_argument("--batch_size", type=int, default=4)
     args = parser.parse_args()
     base = args.out / "base"

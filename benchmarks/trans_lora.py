@@ -118,31 +118,39 @@ def one_seed(data: Path, models: Path, seed: int, samples: int, steps: int) -> d
         candidates = first.synthesize()
         judged = [one for one in candidates if one.reason in (None, "filter")]
         kept = [one.input for one in judged if one.kept]
-        right = dict(first.label(candidates)[0])
-        sensible = [text for text in right if makes_sense(text)]
-        shares |= {
-            "written, well-formed (a puzzle)": share(is_puzzle, [one.input for one in candidates]),
-            "written, makes sense": share(makes_sense, [one.input for one in candidates]),
-            "acceptance rate": len(kept) / len(candidates),
-            "like the task, before sifting": share(is_task_like, [one.input for one in judged]),
-            "like the task, kept": share(is_task_like, kept),
-            "right labels, of kept that make sense": share(lambda text: right[text] == world.answer(text), sensible),
-            "agreement of student and teacher": first.report.agreement,
-            "nearest input to a seed (Jaccard)": max(one.similarity for one in first.report.nearest),
-            "kept that are test items": share(lambda text: text in dict(world.test), kept),
-        }
+        labels = dict(first.label(candidates)[0])
+        shares |= shares_of_inputs(world, first, candidates, labels)
         shares |= discrepancies([text for text, _ in real[:500]], kept, [one.input for one in judged if not one.kept])
         transfer("unfiltered", inputs=[one.input for one in judged[:samples]])
         for name, count in (("half", samples // 2), ("quarter", samples // 4)):
             transfer(name, inputs=kept[:count])
         excess = transfer("token excess", filter="token_excess")
-        for name, labels in (("the discriminator", right), ("token excess", dict(excess.label(excess.synthesize())[0]))):
-            shares[f"answered Yes, kept by {name}"] = share("Yes".__eq__, list(labels.values()))
+        for name, answers in (("the discriminator", labels), ("token excess", dict(excess.label(excess.synthesize())[0]))):
+            shares[f"answered Yes, kept by {name}"] = share("Yes".__eq__, list(answers.values()))
         transfer("other text", inputs=world.other_text(samples, seed))
         transfer("seeds", inputs=seeds, max_steps=steps // 3, held_out_share=0)
         transfer("dora", inputs=kept[:samples], peft=lambda model: lora(model, use_dora=True))
         transfer("chain", onto=source_path, teaching=(first.model, first.processing_class), discriminator=discriminator)
     return {"accuracy": found, "shares": shares}
+
+
+def shares_of_inputs(world: World, trainer: TransLoraTrainer, candidates: list, labels: dict[str, str]) -> dict[str, float]:
+    """Returns what the written inputs are like, as shares of those written, judged or kept."""
+    written = [candidate.input for candidate in candidates]
+    judged = [candidate.input for candidate in candidates if candidate.reason in (None, "filter")]
+    kept = [candidate.input for candidate in candidates if candidate.kept]
+    sensible = [text for text in labels if makes_sense(text)]
+    return {
+        "written, well-formed (a puzzle)": share(is_puzzle, written),
+        "written, makes sense": share(makes_sense, written),
+        "acceptance rate": len(kept) / len(candidates),
+        "like the task, before sifting": share(is_task_like, judged),
+        "like the task, kept": share(is_task_like, kept),
+        "right labels, of kept that make sense": share(lambda text: labels[text] == world.answer(text), sensible),
+        "agreement of student and teacher": trainer.report.agreement,
+        "nearest input to a seed (Jaccard)": max(nearest.similarity for nearest in trainer.report.nearest),
+        "kept that are test items": share(lambda text: text in dict(world.test), kept),
+    }
 
 
 def discrepancies(real: list[str], kept: list[str], dropped: list[str]) -> dict[str, float]:
@@ -211,6 +219,6 @@ if __name__ == "__main__":
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="a run of everything for each")
     parser.add_argument("--num_samples", type=int, default=1000, help="synthetic inputs to keep")
-    parser.add_argument("--steps", type=int, default=300, help="of each training")
+    parser.add_argument("--steps", type=int, default=300, help="steps of each training")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="seeds at once, on a thread each")
     run_sections(parser, {"transfer": transfers, "throughput": throughput})

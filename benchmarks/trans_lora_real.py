@@ -201,22 +201,7 @@ def one_seed(args: argparse.Namespace, seed: int) -> dict:
             inputs=inputs,
         )
 
-    def write() -> dict:
-        writer = student("discriminator")
-        found = writer.synthesize()
-        lengths = writer.encoder.lengths([one.input for one in found])
-        shown = random.Random(0).sample([one.input for one in found if one.kept], 10)
-        kept = [one.input for one in found if one.kept]
-        return {
-            "counts": counts(found),
-            "tokens": sum(lengths),
-            "end with a question mark": sum(text.endswith("?") for text in kept) / len(kept),
-            "test items": sum(text in dict(test) for text in kept),
-            "kept": shown,
-            "dropped by the discriminator": [one.input for one in found if one.reason == "filter"][:10],
-        }
-
-    written = stages("writing and sifting", write)
+    written = stages("writing and sifting", lambda: write_inputs(student("discriminator"), test))
     candidates = student("discriminator").synthesize()
     trained, _ = stages("labels of the kept", lambda: student("discriminator").label(candidates))
     judged = [one.input for one in candidates if one.score is not None]
@@ -241,22 +226,36 @@ def one_seed(args: argparse.Namespace, seed: int) -> dict:
 
     for name in arms:
         stages(f"learned from: {name}", learn, name)
-    found = first.found | stages.found
-    rows = [[name, f"{one['seconds']:.0f}"] for name, one in found.items()]
+    results = first.found | stages.found
+    rows = [[name, f"{stage['seconds']:.0f}"] for name, stage in results.items()]
     print_table(f"seed {seed}: seconds of each stage", ["stage", "seconds"], rows)
     total = sum(written["counts"].values())
     rows = [["written", str(total), ""]] + [
         [name, str(count), f"{100 * count / total:.0f}"] for name, count in written["counts"].items()
     ]
     print_table(f"seed {seed}: inputs (the discriminator keeps {metrics})", ["", "inputs", "%"], rows)
-    said = {name: stages.found[f"learned from: {name}"]["value"] for name in arms}
-    rows = [[name, str(len(arm)), alike(said[name], right), alike(said[name], taught)] for name, arm in arms.items()]
+    students = {name: stages.found[f"learned from: {name}"]["value"] for name in arms}
+    rows = [[name, str(len(arm)), alike(students[name], right), alike(students[name], taught)] for name, arm in arms.items()]
     title = (
         f"seed {seed}: accuracy and agreement with the teacher on the test, % (the teacher's accuracy: {alike(taught, right)})"
     )
     print_table(title, ["learned from", "inputs", "accuracy", "agreement"], rows)
     print("kept:", *written["kept"], sep="\n  ")
-    return found
+    return results
+
+
+def write_inputs(writer: TransLoraTrainer, test: Pairs) -> dict:
+    """Writes and sifts inputs, and returns figures and examples of them."""
+    candidates = writer.synthesize()
+    kept = [candidate.input for candidate in candidates if candidate.kept]
+    return {
+        "counts": counts(candidates),
+        "tokens": sum(writer.encoder.lengths([candidate.input for candidate in candidates])),
+        "end with a question mark": sum(text.endswith("?") for text in kept) / len(kept),
+        "test items": sum(text in dict(test) for text in kept),
+        "kept": random.Random(0).sample(kept, 10),
+        "dropped by the discriminator": [candidate.input for candidate in candidates if candidate.reason == "filter"][:10],
+    }
 
 
 def step(args: argparse.Namespace) -> dict:
@@ -294,12 +293,12 @@ if __name__ == "__main__":
     parser.add_argument("--target", required=True, help="folder or Hub id of the target model")
     parser.add_argument("--data", type=Path, required=True, help="folder with TREC.train.all and TREC.test.all")
     parser.add_argument("--out", type=Path, default=Path("trans-lora-real"), help="folder that keeps the stages")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of what is written and learned from it, one by one")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of the runs")
     parser.add_argument("--num_real", type=int, default=800, help="how much data the task has")
     parser.add_argument("--num_judged", type=int, default=200, help="how many of it the discriminator learns from")
     parser.add_argument("--num_samples", type=int, default=90, help="synthetic inputs to keep and learn from")
     parser.add_argument("--longest", type=int, default=10, help="words of a question")
-    parser.add_argument("--steps", type=int, default=60, help="of the training on real data, and of the discriminator")
+    parser.add_argument("--steps", type=int, default=60, help="steps of the training on real data, and of the discriminator's")
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     run_sections(parser, {"gate": gate, "transfer": transfer, "step": step})

@@ -150,10 +150,19 @@ def write_models(args: argparse.Namespace, tuned: Path, base: Path) -> int:
             index |= dict.fromkeys(shard, file)
         parameters += sum(pair[0].numel() for pair in shard.values())
     for folder, index in zip((tuned, base), maps):
+        count = len(set(index.values()))
+        for file in set(index.values()):
+            (folder / file).rename(folder / numbered(file, count))
+        index |= {name: numbered(file, count) for name, file in index.items()}
         config.save_pretrained(folder)
         written = {"metadata": {"total_size": 2 * parameters}, "weight_map": index}
         (folder / "model.safetensors.index.json").write_text(json.dumps(written))
     return parameters
+
+
+def numbered(file: str, count: int) -> str:
+    """Returns the name of a shard among so many, as `save_pretrained` gives it."""
+    return file.replace(".safetensors", f"-of-{count:05d}.safetensors")
 
 
 def timed_with_peak(action: Callable, *args) -> tuple[float, float]:
