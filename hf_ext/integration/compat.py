@@ -145,27 +145,17 @@ def config_and_name_of_layer(options: Mapping[str, Any]) -> tuple[LoraConfig, st
     return variables.get("lora_config") or options["config"], variables.get("current_key") or options.get("target_name", "")
 
 
-def model_that_makes_layer() -> Any:
-    """Returns the PEFT model that adds an adapter's layers at this moment; None where PEFT's function has another name. The
-    model then combines adapters as PEFT does."""
+def tuner_that_makes_layer() -> Any:
+    """Returns the tuner that adds an adapter's layers at this moment, for its `add_weighted_adapter`. PEFT hands it to no layer
+    and no configuration. None where PEFT's function has another name; `pissa.add_weighted_adapter` works there too."""
     from peft.tuners.lora import LoraModel
 
     return (variables_of_caller(LoraModel, "_create_and_replace") or {}).get("self")
 
 
-def loads_adapter() -> bool:
-    """Tells whether PEFT makes an adapter in order to load its weights at this moment.
-
-    PEFT initializes the weights of such an adapter too, and then overwrites them. Where PEFT's functions have other names, that
-    takes the time of a decomposition.
-    """
-    from peft import PeftModel
-
-    return any(variables_of_caller(PeftModel, function) is not None for function in ("from_pretrained", "load_adapter"))
-
-
 def loads_adapter_by_transformers() -> bool:
-    """Tells whether `load_adapter` of a Transformers model runs at this moment. False where that is gone."""
+    """Tells whether `load_adapter` of a Transformers model runs at this moment, to which PEFT's functions look as those of a
+    training. False where that is gone."""
     try:
         from transformers.integrations.peft import PeftAdapterMixin
     except ImportError:

@@ -9,7 +9,7 @@ import os
 import warnings
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from peft import LoraConfig, PeftType
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
@@ -21,9 +21,10 @@ from hf_ext.integration.compat import saves_adapter, saves_only_lora_tensors
 from hf_ext.integration.model_cards import write_card
 from hf_ext.pissa.card import pissa_card
 from hf_ext.pissa.kinds import PissaConv1d, PissaConv2d, PissaConv3d, PissaEmbedding, PissaLinear, refuse
-from hf_ext.pissa.layer import PRINCIPAL, starts_of
+from hf_ext.pissa.layer import PRINCIPAL
 from hf_ext.pissa.quantization import QuantType
 from hf_ext.pissa.reports import PissaReport
+from hf_ext.pissa.start import PrincipalStart
 
 #: File beside adapter_config.json, which has no place for PiSSA's own options: PEFT warns about options that it does not know.
 FILE = "pissa_config.json"
@@ -47,7 +48,7 @@ NEUTRAL = {
 
 
 @dataclass
-class PissaConfig(LoraConfig):
+class PissaConfig(PrincipalStart):
     """A LoRA that starts from the principal singular components of the weights (PiSSA, arXiv 2404.02948).
 
     The layer computes W x + s (B A − B₀ A₀) x. s B₀ A₀ are the r principal components of W, and B and A start from B₀ and A₀.
@@ -72,15 +73,9 @@ class PissaConfig(LoraConfig):
     """
 
     if TYPE_CHECKING:
-        init_lora_weights: bool | str
+        init_lora_weights: bool | str = True
 
     lora_alpha: float | None = field(default=None, metadata={"help": "The scaling is lora_alpha / r. Default: r."})
-    svd: Literal["randomized", "exact"] = field(
-        default="randomized",
-        metadata={"help": "Algorithm that computes the principal components."},
-    )
-    niter: int = field(default=3, metadata={"help": "Rounds of subspace iteration of the randomized decomposition."})
-    seed: int = field(default=0, metadata={"help": "Seed of the randomized decomposition."})
 
     def __post_init__(self):
         super().__post_init__()
@@ -160,11 +155,14 @@ class PissaConfig(LoraConfig):
         # PEFT and Transformers save the adapter's weights before its configuration.
         if any(Path(folder, name).exists() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
             trained_class = (auto_mapping or self.auto_mapping or {}).get("base_model_class")
-            write_card(Path(folder), pissa_card(self, PissaReport(starts_of(self)), trained_class))
+            write_card(Path(folder), pissa_card(self, PissaReport(list(self.starts.values())), trained_class))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> PissaConfig:
         """Reads the configuration of a saved PiSSA adapter, to resume its training.
+
+        It decomposes nothing, because the adapter's weights are loaded next. For another adapter with the same options,
+        make a new `PissaConfig`.
 
         Raises:
             ValueError: the adapter is not one of PiSSA, as its rank is odd or its type is not LORA.
@@ -188,7 +186,9 @@ class PissaConfig(LoraConfig):
             "rank_pattern": {key: rank // 2 for key, rank in lora.rank_pattern.items()},
             "alpha_pattern": {key: _shortest(alpha / factor) for key, alpha in lora.alpha_pattern.items()},
         }
-        return cls(**options, **_saved_decomposition(pretrained_model_name_or_path, kwargs))
+        config = cls(**options, **_saved_decomposition(pretrained_model_name_or_path, kwargs))
+        config.is_trained = True
+        return config
 
 
 def _saved_decomposition(name: str | os.PathLike, options: dict[str, Any]) -> dict[str, Any]:
@@ -197,10 +197,10 @@ def _saved_decomposition(name: str | os.PathLike, options: dict[str, Any]) -> di
     Raises:
         ValueError: the file is damaged.
     """
-    known = ("subfolder", "revision", "token", "cache_dir", "force_download", "local_files_only")
-    asked = {key: options[key] for key in known if options.get(key) is not None}
+    names = ("subfolder", "revision", "token", "cache_dir", "force_download", "local_files_only")
+    hub = {key: options[key] for key in names if options.get(key) is not None}
     path = cached_file(
-        name, FILE, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False, **asked
+        name, FILE, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False, **hub
     )
     if path is None:
         return {}

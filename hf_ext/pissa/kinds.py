@@ -12,8 +12,8 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from hf_ext.integration.compat import config_and_name_of_layer
-from hf_ext.pissa.adapters import is_pissa
 from hf_ext.pissa.layer import PissaLayer
+from hf_ext.pissa.start import PrincipalStart
 
 
 class PissaLinear(PissaLayer, Linear):
@@ -99,7 +99,7 @@ class _PissaConv(PissaLayer):
         base, (config, name) = self.get_base_layer(), config_and_name_of_layer(kwargs)
         # PEFT's convolution A has neither.
         unsupported = base.groups > 1 or set(base.dilation) != {1} or base.padding_mode != "zeros"
-        if is_pissa(config) and unsupported:
+        if isinstance(config, PrincipalStart) and unsupported:
             raise ValueError(
                 f"{name or 'A convolution'} has groups, dilation or a padding_mode other than 'zeros', which PiSSA does not "
                 "support. Leave it out of target_modules, or name it in exclude_modules."

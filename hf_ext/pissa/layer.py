@@ -4,42 +4,30 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 from peft import LoraConfig
 from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.utils.logging import tqdm
 
 from hf_ext.errors import BaseModelError, HfExtError
 from hf_ext.integration.compat import (
     config_and_name_of_layer,
-    loads_adapter,
     loads_adapter_by_transformers,
     loads_weights_later,
-    model_that_makes_layer,
     saves_only_lora_tensors,
+    tuner_that_makes_layer,
 )
-from hf_ext.pissa.adapters import is_pissa
-from hf_ext.pissa.combination import PissaModel
+from hf_ext.pissa.combination import CombinableLayer, combine_as_loras
 from hf_ext.pissa.decomposition import energy, initial_factors, is_of, principal_components
 from hf_ext.pissa.reports import LayerReport
+from hf_ext.pissa.start import PrincipalStart
 from hf_ext.pissa.state import check_gathered, gathered, stack
-
-if TYPE_CHECKING:
-    from hf_ext.pissa.config import PissaConfig
 
 #: `init_lora_weights` of an adapter whose weights PiSSA decomposes. PEFT's own layers do not know it and name it in an error.
 PRINCIPAL = "principal components (see hf_ext.pissa.accept_pissa)"
-#: Every layer that is alive, in the order of creation. Model cards find the layers of an adapter here.
-LAYERS: WeakValueDictionary[int, PissaLayer] = WeakValueDictionary()
-_numbers = count()
 
 
 class PissaVariant(LoraVariant):
@@ -57,7 +45,7 @@ class PissaVariant(LoraVariant):
                 f"r={rank} is more than the {min(shape)} principal components that {module.name or 'a layer'} "
                 f"({shape[0]} × {shape[1]}) has. Set a smaller r, or a rank_pattern for this layer."
             )
-        is_loaded = A.device.type == "meta" or loads_adapter() or loads_weights_later()
+        is_loaded = A.device.type == "meta" or config.is_trained or loads_weights_later()
         decomposes = bool(config.init_lora_weights) and not is_loaded
         if decomposes:
             if is_deepspeed_zero3_enabled():
@@ -65,7 +53,7 @@ class PissaVariant(LoraVariant):
             with torch.no_grad():
                 for parameter, start in zip((A, B), module.start(adapter_name, config)):
                     parameter.copy_(start.view_as(parameter))
-            PissaLayer.count_decomposition()
+            config.count_decomposition()
         started = torch.clone if decomposes else torch.zeros_like  # or else the adapter is a LoRA with random A and B
         module.initial_A[adapter_name] = started(A.detach())
         module.initial_B[adapter_name] = started(B.detach())
@@ -99,56 +87,49 @@ class Frozen(nn.ParameterDict):
         super().__setitem__(key, nn.Parameter(value, requires_grad=False))
 
 
-class PissaLayer(LoraLayer):
+class PissaLayer(CombinableLayer):
     """The base of the PiSSA layers: keeps A₀ and B₀ beside A and B, as parameters that are frozen.
 
-    PEFT saves all four as one LoRA of rank 2r, [A; A₀] and [B, −B₀] (see `PissaModel`), and the layer loads either form.
+    PEFT saves all four as one LoRA of rank 2r, [A; A₀] and [B, −B₀] (see `stack`), and the layer loads either form.
     Plain LoRA adapters work in these layers as in PEFT's own.
 
     Attributes:
         name: the layer's name in the model.
         configs: the configuration of each adapter, of any kind.
         initial_A, initial_B: A₀ and B₀ of each PiSSA adapter.
-        started: the report on the start of each PiSSA adapter, where it is known.
     """
 
-    other_param_names = (*LoraLayer.other_param_names, "lora_variant", "configs", "initial_A", "initial_B", "started")
+    other_param_names = (*LoraLayer.other_param_names, "lora_variant", "configs", "initial_A", "initial_B")
     name: str
     configs: dict[str, LoraConfig]
     initial_A: Any
     initial_B: Any
-    started: dict[str, LayerReport]
-    _bar: ClassVar[Any] = None  # over the layers of the adapter that PEFT is adding
     _adapter_to_update: str | None = None
 
     def prepare(self) -> None:
         """Adds the attributes that PEFT's layers do not have."""
         if not hasattr(self, "configs"):
-            self.name, self.configs, self.started = "", {}, {}
+            self.name, self.configs = "", {}
             self.initial_A, self.initial_B = Frozen(), Frozen()
-            LAYERS[next(_numbers)] = self
-
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        LAYERS[next(_numbers)] = self  # a copy of a layer
 
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         self.prepare()
         config, name = config_and_name_of_layer(kwargs)
-        if is_pissa(config) and loads_adapter_by_transformers():
+        if isinstance(config, PrincipalStart) and loads_adapter_by_transformers():
             raise HfExtError(
                 f"model.load_adapter of Transformers cannot load an adapter of {type(config).__name__}. Use PeftModel: "
                 "PeftModel.from_pretrained(model, folder)."
             )
-        if (model := model_that_makes_layer()) is not None:
-            PissaModel.adopt(model)
+        if (tuner := tuner_that_makes_layer()) is not None:
+            combine_as_loras(tuner)
         self.configs[adapter_name], self.name = config, name or self.name
         self._adapter_to_update = adapter_name
         try:
             super().update_layer(adapter_name, *args, **kwargs)
         except BaseException:
             self.configs.pop(adapter_name, None)
-            PissaLayer.close_bar()
+            if isinstance(config, PrincipalStart):
+                config.close_bar()
             raise
         finally:
             self._adapter_to_update = None
@@ -157,28 +138,20 @@ class PissaLayer(LoraLayer):
         super().set_adapter(*args, **kwargs)
         # PEFT calls this in update_layer of each layer, and in all layers once every layer has its adapter.
         if self._adapter_to_update is None:
-            PissaLayer.close_bar()
-
-    @staticmethod
-    def count_decomposition() -> None:
-        """Advances the progress bar over the layers of the adapter that PEFT is adding."""
-        if PissaLayer._bar is None:
-            PissaLayer._bar = tqdm(desc="Principal components", unit=" layers")
-        PissaLayer._bar.update()
-
-    @staticmethod
-    def close_bar() -> None:
-        if PissaLayer._bar is not None:
-            PissaLayer._bar.close()
-            PissaLayer._bar = None
+            for config in self.configs.values():
+                if isinstance(config, PrincipalStart):
+                    config.close_bar()
 
     def reset_lora_parameters(self, adapter_name: str, init_lora_weights: bool | str) -> None:
-        if init_lora_weights != PRINCIPAL:  # `PissaVariant.init` handles that one
+        if init_lora_weights != PRINCIPAL:
             super().reset_lora_parameters(adapter_name, init_lora_weights)
+        elif self.configs[adapter_name].is_trained:  # type: ignore[attr-defined]  # PRINCIPAL is of a `PrincipalStart`
+            super().reset_lora_parameters(adapter_name, True)
+        # `PissaVariant.init` handles the others.
 
     def resolve_lora_variant(self, **kwargs: Any) -> LoraVariant | None:
         config = self.configs.get(self._adapter_to_update or "")
-        return PissaVariant() if is_pissa(config) else super().resolve_lora_variant(**kwargs)
+        return PissaVariant() if isinstance(config, PrincipalStart) else super().resolve_lora_variant(**kwargs)
 
     def pissa_adapters(self) -> list[str]:
         return [name for name, variant in self.lora_variant.items() if isinstance(variant, PissaVariant)]
@@ -199,7 +172,7 @@ class PissaLayer(LoraLayer):
             ValueError: the weight does not consist of floats.
         """
 
-    def start(self, adapter: str, config: PissaConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    def start(self, adapter: str, config: PrincipalStart) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes A and B from the weight's principal components."""
         niter = None if config.svd == "exact" else config.niter
         components = principal_components(self.matrix(), self.r[adapter], niter, seed=config.seed)
@@ -231,8 +204,10 @@ class PissaLayer(LoraLayer):
         return LayerReport(name, self.r[adapter], share.item(), None, None)
 
     def note_start(self, adapter: str, initial: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
-        """Records the report on the adapter's start, for the model card."""
-        self.started[adapter] = self.report(adapter, self.name, initial)
+        """Records the report on the adapter's start in its configuration, for the model card."""
+        config = self.configs[adapter]
+        assert isinstance(config, PrincipalStart)
+        config.starts[self.name] = self.report(adapter, self.name, initial)
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         if adapter not in self.pissa_adapters():
@@ -243,20 +218,6 @@ class PissaLayer(LoraLayer):
         )
         delta = (now - before).to(self.factors(adapter)[0].dtype)
         return delta.T if self.is_transposed() else delta
-
-    @contextmanager
-    def as_lora(self, adapter: str) -> Iterator[None]:
-        """Turns a PiSSA adapter into the LoRA that it is saved as, until the context ends."""
-        factors, whole = self.factors(adapter), self.stacked(adapter)
-        before, variant = [factor.data for factor in factors], self.lora_variant.pop(adapter)
-        for factor, data in zip(factors, whole):
-            factor.data = data
-        try:
-            yield
-        finally:
-            for factor, data in zip(factors, before):
-                factor.data = data
-            self.lora_variant[adapter] = variant
 
     def stacked(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns [A; A₀] and [B, −B₀], the factors of the saved LoRA."""
@@ -302,16 +263,6 @@ class PissaLayer(LoraLayer):
         if not is_of(B0.flatten(1), A0.flatten(1), self.start_scaling(adapter), gathered(self.matrix())):
             raise another_base(self.get_base_layer())
         self.note_start(adapter, (A0, B0))
-
-
-def starts_of(config: LoraConfig) -> list[LayerReport]:
-    """Returns the reports on the start of the adapter with this configuration object, layer by layer."""
-    found = {}
-    for layer in list(LAYERS.values()):
-        for adapter, report in layer.started.items():
-            if layer.configs[adapter] is config:
-                found[report.layer] = report
-    return list(found.values())
 
 
 def another_base(layer: object) -> BaseModelError:

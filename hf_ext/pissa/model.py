@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -16,13 +17,13 @@ from transformers.utils.logging import get_logger
 
 from hf_ext.errors import BaseModelError, HfExtError
 from hf_ext.integration.compat import config_and_name_of_layer, saves_only_lora_tensors
-from hf_ext.pissa.combination import PissaModel
 from hf_ext.pissa.config import QPissaConfig
 from hf_ext.pissa.decomposition import energy
 from hf_ext.pissa.kinds import PissaLinear
 from hf_ext.pissa.quantization import Quantization, QuantizedWeight, bitsandbytes, dequantize, quantized_residual
 from hf_ext.pissa.reports import LayerReport
 from hf_ext.pissa.residual import OriginalModel, OriginalWeight, ResidualLinear
+from hf_ext.pissa.state import stack
 from hf_ext.storage.prefetch import progress
 
 logger = get_logger(__name__)
@@ -46,7 +47,7 @@ class QPissaLinear(PissaLinear):
         A, B = self.lora_A[active[0]], self.lora_B[active[0]]
         return (result + self.scaling[active[0]] * B(A(self._cast_input_dtype(x, A.weight.dtype)))).to(result.dtype)
 
-    def start(self, adapter: str, config: QPissaConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    def start(self, adapter: str, config: QPissaConfig) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         base, rank, scaling = self.base_layer, self.r[adapter], self.start_scaling(adapter)
         if base.B is None:
             weight = base.full_precision()
@@ -139,6 +140,16 @@ class QPissaLinear(PissaLinear):
         self.merge(safe_merge, adapter_names)
         layer, self.merge_error = self.base_layer.plain()
         return layer
+
+
+class PissaModel(LoraModel):
+    """The tuner of which PEFT 0.21 and later ask what to save of PiSSA adapters (see `PissaConfig.peft_type`)."""
+
+    @classmethod
+    def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
+        state = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
+        stack(state, adapter_name)
+        return state
 
 
 class QPissaModel(PissaModel):

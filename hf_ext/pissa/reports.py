@@ -5,11 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 
-from torch import nn
-
 from hf_ext.display import COLORS, PALE, label, legend, new_figure, percent, save_figure, table
-from hf_ext.errors import HfExtError
-from hf_ext.pissa.adapters import active_adapter
 
 
 @dataclass(frozen=True)
@@ -89,32 +85,3 @@ class PissaReport:
         panels[0].tick_params(axis="y", labelsize="x-small")
         panels[0].invert_yaxis()
         save_figure(figure, path)
-
-
-def report(model: nn.Module, adapter_name: str | None = None) -> PissaReport:
-    """Reports what a PiSSA or QPiSSA adapter started from.
-
-    Args:
-        model: a model with the adapter in PiSSA's training form. For a QPiSSA adapter that was loaded, this reads the base's
-            original weights again, tensor by tensor.
-        adapter_name: defaults to the active adapter.
-
-    Raises:
-        HfExtError: there is no such adapter.
-        BaseModelError: the original weights are needed and cannot be found.
-    """
-    modules = {name: module for name, module in model.named_modules() if hasattr(module, "pissa_adapters")}
-    adapter_name = adapter_name or active_adapter(model)
-    if any(module.merged for module in modules.values()):
-        raise HfExtError("The model has merged adapters; call unmerge_adapter() before reporting.")
-    layers = [
-        module.report(adapter_name, name.removeprefix("base_model.model."))
-        for name, module in modules.items()
-        if adapter_name in module.pissa_adapters()
-    ]
-    if not layers:
-        raise HfExtError(
-            f"The model has no PiSSA adapter '{adapter_name}'. A saved one loads as a LoRA; for its training form load it with "
-            "config=PissaConfig.from_pretrained(folder)."
-        )
-    return PissaReport(layers)

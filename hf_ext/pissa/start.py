@@ -1,0 +1,50 @@
+"""What PiSSA adapters start from: the options of the decomposition, and what became of it in each layer."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from peft import LoraConfig
+from transformers.utils.logging import tqdm
+
+from hf_ext.pissa.reports import LayerReport
+
+
+@dataclass
+class PrincipalStart(LoraConfig):
+    """The part of a configuration that makes an adapter one of PiSSA.
+
+    Attributes:
+        is_trained: the adapter's weights are loaded afterwards, so no layer is decomposed.
+        starts: reports on the layers that adapters of this configuration started from, by name, for the model card.
+    """
+
+    svd: Literal["randomized", "exact"] = field(
+        default="randomized",
+        metadata={"help": "Algorithm that computes the principal components."},
+    )
+    niter: int = field(default=3, metadata={"help": "Rounds of subspace iteration of the randomized decomposition."})
+    seed: int = field(default=0, metadata={"help": "Seed of the randomized decomposition."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.is_trained = False
+        self.starts: dict[str, LayerReport] = {}
+        self._bar: Any = None
+
+    @abstractmethod
+    def to_lora_config(self) -> LoraConfig:
+        """Returns the configuration of the saved adapter."""
+
+    def count_decomposition(self) -> None:
+        """Advances the progress bar over the layers of the adapter that PEFT is adding."""
+        if self._bar is None:
+            self._bar = tqdm(desc="Principal components", unit=" layers")
+        self._bar.update()
+
+    def close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
