@@ -46,7 +46,7 @@ def require_files(**options: str | None) -> None:
 
 
 PeftType = Annotated[Literal["lora", "dora", "pissa", "prompt_tuning"], typer.Option(help="Type of the new adapter.")]
-Rank = Annotated[int, option("--rank", "Rank of the new adapter, or its number of virtual tokens.", "N")]
+Rank = Annotated[int, option("--rank", "Rank of the new adapter, or its number of virtual tokens.", "N", min=1)]
 SourceModel = Annotated[str, option("--source-model", "Folder or Hub id of the base model of the adapter.")]
 SourceAdapter = Annotated[str, option("--source-adapter", "Folder or Hub id of the adapter, of any PEFT type.")]
 TargetModel = Annotated[str, option("--target-model", "Folder or Hub id of the base model to move the adapter to.")]

@@ -38,7 +38,7 @@ from hf_ext.trans_lora.encoding import Encoder, load_tokenizer, loading
 from hf_ext.trans_lora.generation import Generator, ModelGenerator
 from hf_ext.trans_lora.prompts import MEMBERSHIP, NO, YES, membership_question
 from hf_ext.trans_lora.scoring import log_odds
-from hf_ext.trans_lora.stages import CHECKPOINTS, claim, delete_checkpoints, last_checkpoint
+from hf_ext.trans_lora.stages import CHECKPOINTS, claim, delete_checkpoints, last_checkpoint, starts_again
 from hf_ext.trans_lora.synthesis import SYNTHESIS, write_inputs
 from hf_ext.trans_lora.training import AnswerTrainer
 
@@ -280,10 +280,10 @@ def train_discriminator(
         only(model, NAME, trainable=True)
         discriminator = Discriminator(model, tokenizer, task, prompt=args.discriminator_prompt)
         known = training_settings(model, args, NAME) | {"discriminator_prompt": discriminator.prompt}
-        starts_again = str(args.resume_from_checkpoint).lower() == "false"
-        if starts_again:
+        anew = starts_again(args.resume_from_checkpoint)
+        if anew:
             delete_checkpoints(folder)
-        claim(folder, "training", known, [CHECKPOINTS], starts_again)
+        claim(folder, "training", known, [CHECKPOINTS], anew)
         prompts = [encoder.prompt(discriminator.question(text)) for text, _ in rows]
         unseen = [encoder.prompt(discriminator.question(text)) for text, _ in held_out]
         trainer = AnswerTrainer(

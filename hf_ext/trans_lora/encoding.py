@@ -179,8 +179,17 @@ def loading(name: str, what: str = "model") -> Iterator[None]:
 
 
 def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a model. If it has no padding token, it pads with the end-of-text token."""
-    tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+    """Loads the tokenizer of a model. If it has no padding token, it pads with the end-of-text token.
+
+    Raises:
+        HfExtError: the folder or repository has no tokenizer that can be loaded.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+    except (OSError, ValueError) as error:
+        raise HfExtError(
+            f"The model '{name}' has no tokenizer that can be loaded. Save one with it: tokenizer.save_pretrained(…)."
+        ) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -20,7 +20,7 @@ from hf_ext.storage.atomic import staged_folder, write_json
 from hf_ext.trans_lora.config import TransLoraConfig, chat_variables
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import Generator
-from hf_ext.trans_lora.pipeline import Source, load_model, with_adapter
+from hf_ext.trans_lora.pipeline import Source, load_model, require_target, with_adapter
 from hf_ext.trans_lora.stages import RECORD
 from hf_ext.trans_lora.synthesis import SYNTHESIS, Candidate, in_shares
 from hf_ext.trans_lora.teacher import Teacher, agreement
@@ -128,6 +128,7 @@ def migrate(
     """
     if test is None and args.held_out_share == 0:
         raise HfExtError("There is nothing to compare on with held_out_share=0; raise it, or give a test (--test).")
+    require_target(target_model, peft_config)
     ways = _Ways(
         Source(source_model, source_adapter, discriminator, discriminator_model),
         target_model,

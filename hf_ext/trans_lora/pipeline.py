@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from peft import PeftConfig, PeftModel
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.pytorch_utils import Conv1D
 
 from hf_ext.errors import HfExtError
 from hf_ext.trans_lora.config import TransLoraConfig
@@ -49,6 +55,7 @@ def transfer(
         HfExtError: the models, the adapter and the discriminator do not fit together.
     """
     require_discriminator(discriminator, args)
+    require_target(target_model, peft_config)
     source = Source(source_model, source_adapter, discriminator, discriminator_model)
     target, target_tokenizer = load_model(target_model)
     trainer = TransLoraTrainer(
@@ -66,6 +73,31 @@ def transfer(
     trainer.train(args.resume_from_checkpoint)
     trainer.save_model()
     return trainer
+
+
+def require_target(name: str, peft_config: PeftConfig) -> None:
+    """Checks, without the weights, that a target model has a tokenizer and the layers of its new adapter.
+
+    Raises:
+        HfExtError: it lacks one of them.
+    """
+    with loading(name):
+        config = AutoConfig.from_pretrained(name)
+        load_tokenizer(name)
+    modules = getattr(peft_config, "target_modules", None)
+    if not modules or modules == "all-linear":
+        return
+    with torch.device("meta"):
+        model = _class_of(config).from_config(config)
+    layers = [path for path, _ in model.named_modules()]
+    patterns = {modules: modules} if isinstance(modules, str) else {module: re.escape(module) for module in modules}
+    missing = [name for name, end in patterns.items() if not any(re.fullmatch(rf"(.*\.)?({end})", path) for path in layers)]
+    if missing:
+        linear = {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+        raise HfExtError(
+            f"The model '{name}' has no layer {', '.join(sorted(missing))} for target_modules (--target-modules). It has "
+            f'{", ".join(sorted(linear))}; "all-linear" stands for all of them but the last.'
+        )
 
 
 class Source:
@@ -126,8 +158,12 @@ def load_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         HfExtError: there is no such model.
     """
     with loading(name):
-        kind = AutoModelForSeq2SeqLM if AutoConfig.from_pretrained(name).is_encoder_decoder else AutoModelForCausalLM
+        kind = _class_of(AutoConfig.from_pretrained(name))
         return kind.from_pretrained(name, dtype="auto"), load_tokenizer(name)
+
+
+def _class_of(config: PretrainedConfig) -> Any:
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def read_inputs(path: str | os.PathLike) -> list[str]:

@@ -65,6 +65,11 @@ def _plain(value: Any) -> Any:
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
+def starts_again(resume_from_checkpoint: str | bool | None) -> bool:
+    """Returns true if a training must not resume. On the command line, TrainingArguments keeps "False" as a text."""
+    return str(resume_from_checkpoint).lower() == "false"
+
+
 def delete_checkpoints(folder: str | os.PathLike) -> None:
     """Deletes all checkpoints of a training that starts again: a killed run would resume from one of them."""
     if PartialState().is_main_process:

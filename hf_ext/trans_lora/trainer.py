@@ -40,6 +40,7 @@ from hf_ext.trans_lora.stages import (
     delete_checkpoints,
     last_checkpoint,
     read_lines,
+    starts_again,
     write_lines,
 )
 from hf_ext.trans_lora.synthesis import (
@@ -170,7 +171,10 @@ class TransLoraTrainer(AnswerTrainer):
         Raises:
             ValueError: there is no such checkpoint.
         """
-        resume_from_checkpoint = {"true": True, "false": False}.get(str(resume_from_checkpoint).lower(), resume_from_checkpoint)
+        if starts_again(resume_from_checkpoint):
+            resume_from_checkpoint = False
+        elif str(resume_from_checkpoint).lower() == "true":
+            resume_from_checkpoint = True
         if isinstance(resume_from_checkpoint, str) and not os.path.isdir(resume_from_checkpoint):
             raise ValueError(f"resume_from_checkpoint: there is no folder {resume_from_checkpoint}.")
         last = last_checkpoint(self.args.output_dir)

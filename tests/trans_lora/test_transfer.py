@@ -759,6 +759,7 @@ def test_files_of_inputs_are_read_whatever_wrote_them(tmp_path):
 def test_the_command_line_says_what_is_wrong_in_one_line(folders, tmp_path, capsys):
     given = ["transfer", "--source-model", folders / "gpt2", "--source-adapter", folders / "adapter"]
     given += ["--target-model", folders / "llama", "--seeds", folders / "seeds.jsonl", "--out", tmp_path / "out"]
+    AutoConfig.from_pretrained(folders / "llama").save_pretrained(tmp_path / "bare")
     (tmp_path / "bad.jsonl").write_text('{"input": "a"}\n{"text": "b"}\n')
     cases = [
         (("--discriminator", tmp_path, "--source-model", "nope"), "`hf-ext train-discriminator`, makes one"),
@@ -767,12 +768,15 @@ def test_the_command_line_says_what_is_wrong_in_one_line(folders, tmp_path, caps
         (("--filter", "token_excess", "--source-model", folders / "llama"), "does not fit the source model"),
         (("--filter", "none", "--seeds", tmp_path / "bad.jsonl"), "Line 2 of"),
         (("--filter", "best"), "filter='best' is none of"),
-        (("--filter", "none", "--rank", "0"), "should be a positive integer"),
+        (("--filter", "none", "--target-modules", "q_proj,foo"), "has no layer foo for target_modules"),
+        (("--filter", "none", "--target-modules", "foo"), "has no layer foo for target_modules (--target-modules)"),
+        (("--filter", "none", "--target-model", tmp_path / "bare"), "has no tokenizer that can be loaded. Save one with it"),
         (("--filter", "none", "--source-adapter", tmp_path), "is no adapter"),
     ]
     mistakes = [
         ((), "give one, or choose --filter token_excess"),
         (("--filter", "none", "--seeds", tmp_path / "no.jsonl"), "there is no file"),
+        (("--filter", "none", "--rank", "0"), "'--rank': Input should be greater than or equal to 1"),
         (("--filter", "none", "--no_such_option", "1"), "unrecognized arguments: --no_such_option"),
         (("--filter", "none", "--lerning_rate", "1"), "Did you mean --learning_rate"),
         (("--filter", "none", "--learning_rat", "1"), "Did you mean --learning_rate"),
