@@ -199,9 +199,9 @@ def loads_weights_later() -> bool:
 def saves_adapter() -> bool:
     """Tells whether PEFT collects an adapter's tensors at this moment.
 
-    PEFT 0.21 and later ask the tuner of the adapter's type for them. If the layers' state dicts held the saved form instead, FSDP 2
-    could not load them: their shapes would not be those of the parameters. Where the function has another name, PiSSA adapters are
-    saved in two parts, A and A₀, which only this package loads.
+    PEFT 0.21 and later ask the tuner of the adapter's type for them. If the layers' state dicts held the saved form instead,
+    FSDP 2 could not load them: their shapes would not be those of the parameters. Where the function has another name, PiSSA
+    adapters are saved in two parts, A and A₀, which only this package loads.
     """
     from peft.utils import save_and_load
 
