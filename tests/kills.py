@@ -1,12 +1,17 @@
 """Runs work in a process of its own, and kills it at a chosen step."""
 
+import ctypes
+import errno
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 
 def in_child(work: Callable[[], object]) -> tuple[int | None, str]:
@@ -40,24 +45,56 @@ def die_or_compress(job):
     return batch.compress_job(job)
 
 
-def dying_at(n: int, folder: Path, work: Callable[[], object]) -> tuple[int | None, str]:
+def dying_at(n: int, folder: Path, work: Callable[[], object], fail: bool = False) -> tuple[int | None, str]:
     """Runs `work` in a process that is killed as it opens, makes, renames or removes something in `folder`, or in a temporary
-    folder for it, for the n-th time; its exit code is 0 if there are fewer."""
-    events = {"open", "shutil.rmtree", "hf_ext.exchange"}
-    events |= {f"os.{name}" for name in ("mkdir", "rename", "link", "chmod", "remove", "rmdir")}
+    folder for it, for the n-th time; its exit code is 0 if there are fewer. With `fail` that change of a file or folder raises
+    OSError instead. The exit code is 3 if `work` writes to a file that others read, instead of replacing it whole."""
+    events = {"open", "hf_ext.exchange", *(f"os.{name}" for name in ("mkdir", "rename", "link", "remove", "rmdir"))}
+    events |= set() if fail else {"os.chmod", "shutil.rmtree"}  # which may fail without harm
     concerned = re.compile(rf"{re.escape(str(folder.parent))}/\.?{re.escape(folder.name)}(/|\.|$)")
+    visible = re.compile(rf"{re.escape(str(folder))}(/[^./][^/]*)+")
 
     def watched():
         left = n
 
         def watch(event: str, arguments: tuple) -> None:
             nonlocal left
-            if event in events and concerned.match(str(arguments[0])):
-                left -= 1
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
+            if event not in events or not concerned.match(str(arguments[0])):
+                return
+            writes = event != "open" or bool(set(str(arguments[1] or "")) & set("wax+"))
+            if event == "open" and writes and visible.fullmatch(str(arguments[0])):
+                os._exit(3)
+            if fail and (not writes or event == "os.mkdir" and os.path.isdir(arguments[0])):
+                return
+            left -= 1
+            if left == 0 and fail:
+                raise OSError(errno.EIO, "injected")
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(watch)
         return work()
 
     return in_child(watched)
+
+
+def killed(folder: Path, start: Path | None, work: Callable[[], object], stride: int, fail: bool = False) -> Iterator[int]:
+    """Runs `work` again and again, each time with `folder` as a copy of `start` (absent, if None) and killed `stride` steps
+    later. Yields the step after each kill; ends after the first run that was not killed, which must raise nothing. With `fail`
+    the step raises OSError instead, and `work` must raise a CheckpointError that names the folder."""
+    for step in range(1, 1000, stride):
+        shutil.rmtree(folder, ignore_errors=True)
+        if start:
+            shutil.copytree(start, folder)
+        code, answer = dying_at(step, folder, work, fail)
+        if code == 0 and not (fail and re.match(f"CheckpointError: .*{re.escape(str(folder))}", answer)):
+            assert step > 10 and not re.match(r"\w+Error:|no answer|$", answer), answer
+            return
+        assert fail or code == -signal.SIGKILL
+        yield step
+    raise AssertionError("the work takes more steps than expected")
+
+
+def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets this process find no `renameat2`, as on a system that cannot exchange two folders in one step."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda *arguments, **options: None)

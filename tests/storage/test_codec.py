@@ -1,4 +1,4 @@
-"""A tensor comes back from its payload with every bit, whatever it and its base are; a payload says what it needs."""
+"""A payload decodes to its tensor bit by bit, for every type, shape and base, and its header names what it requires."""
 
 import math
 import struct
@@ -68,26 +68,8 @@ def test_every_type_and_shape_comes_back_bit_by_bit(dtype, shape):
     assert_comes_back(tensor)
     assert_comes_back(tensor, base)
     assert_comes_back(tensor, tensor.clone())
-
-
-@every_float
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_fine_tuned_tensor_comes_back_bit_by_bit(dtype, shape):
-    assert_comes_back(*trained(dtype, shape))
-
-
-@every_float
-def test_special_values_keep_their_signs_and_nan_payloads(dtype):
-    width, limits = 8 * dtype.itemsize, torch.finfo(dtype)
-    infinity = int.from_bytes(bits(torch.tensor(math.inf, dtype=dtype)), "little")
-    patterns = [0, 1, 2, infinity, infinity - 1, infinity + 1, infinity | infinity >> 1, (1 << (width - 1)) - 1]
-    patterns += [int.from_bytes(bits(torch.tensor(value, dtype=dtype)), "little") for value in (limits.tiny, 1.0, limits.eps)]
-    patterns += [pattern | 1 << (width - 1) for pattern in patterns]
-    data = np.frombuffer(b"".join(pattern.to_bytes(dtype.itemsize, "little") for pattern in patterns * 60), np.uint8)
-    landmarks = RawTensor(safetensors_dtype(dtype), (60, len(patterns)), data.copy()).to_torch()
-    assert_comes_back(landmarks)
-    assert_comes_back(landmarks, landmarks.flip(1))
-    assert_comes_back(landmarks, torch.zeros_like(landmarks))
+    if dtype in FLOAT_DTYPES:
+        assert_comes_back(*trained(dtype, shape))
 
 
 @pytest.mark.parametrize(
@@ -171,21 +153,6 @@ def test_remaining_rows_of_resized_embeddings_are_predicted(dtype, rows, base_ro
     if row and base_rows > 1:  # a vector has no rows, and one row of a hundred saves next to nothing
         left_out = min(rows, base_rows) * math.prod(row) - header.base_values
         assert left_out == 0 or 0 < left_out < 1024 and math.prod(row) < 64  # short rows share a scale
-
-
-@every_float
-def test_rows_that_were_not_trained_cost_next_to_nothing(dtype):
-    tensor, base = trained(dtype, (1000, 64))
-    tensor[10:] = base[10:]
-    assert len(assert_comes_back(tensor, base)) < 0.03 * len(bits(tensor))
-
-
-@every_float
-def test_threads_make_no_difference(dtype):
-    tensor, base = trained(dtype, (600, 1000))
-    payload = encode(tensor, base, threads=1)
-    assert encode(tensor, base, threads=3) == payload
-    assert bits(decode(payload, base, threads=3)) == bits(tensor)
 
 
 def test_a_tensor_at_an_odd_address_comes_back():
@@ -350,12 +317,7 @@ def test_the_decoder_limits_the_values_of_a_payload(dtype):
 def test_the_header_has_the_layout_of_the_documentation():
     tensor = torch.tensor([[1, 2, 3]], dtype=torch.int16)
     payload = encode_raw(RawTensor.from_torch(tensor), name="a.ß")
-    fixed = (
-        b"FMD\x01"
-        + bytes([0, 2, 3, 0])
-        + struct.pack("<HHQ", 4, 0, 0)
-        + struct.pack("<Q", xxhash.xxh3_64_intdigest(bits(tensor)))
-    )
+    fixed = struct.pack("<4s4BHHQQ", b"FMD\x01", 0, 2, 3, 0, 4, 0, 0, xxhash.xxh3_64_intdigest(bits(tensor)))
     variable = struct.pack("<QQ", 1, 3) + "I16a.ß".encode() + bits(tensor)
     assert payload == fixed + struct.pack("<Q", xxhash.xxh3_64_intdigest(fixed + bytes(8) + variable)) + variable
 
@@ -381,10 +343,9 @@ def test_names_and_dimensions_up_to_the_formats_limits_fit():
     one = np.zeros(1, np.uint8)
     name = "ä" * 32767
     assert read_header(encode_raw(RawTensor("U8", (1,) * 255, one), name=name), name).shape == (1,) * 255
-    with pytest.raises(CheckpointError, match="too many dimensions or too long a name"):
-        encode_raw(RawTensor("U8", (1,) * 256, one))
-    with pytest.raises(CheckpointError, match="too many dimensions or too long a name"):
-        encode_raw(RawTensor("U8", (1,), one), name="a" * 65536)
+    for dimensions, name in ((256, "a"), (1, "a" * 65536)):
+        with pytest.raises(CheckpointError, match="too many dimensions or too long a name"):
+            encode_raw(RawTensor("U8", (1,) * dimensions, one), name=name)
 
 
 @pytest.mark.parametrize("ndim", range(5))
@@ -398,13 +359,8 @@ def test_a_payload_is_recognized_among_tensors():
     for shape in ((-1,), (1, -1)):
         assert is_payload(payload.reshape(shape)) and is_payload(payload.numpy().reshape(shape))
     assert not is_payload(payload[1:]) and not is_payload(payload[:20]) and not is_payload(payload[:0])
-    others = [
-        torch.randn(100),
-        torch.randn(10, 10).bfloat16(),
-        -torch.ones(100).int(),
-        torch.full((100,), 10**6),
-        torch.zeros(100).bool(),
-    ]
+    others = [torch.randn(100), torch.randn(10, 10).bfloat16(), -torch.ones(100).int(), torch.full((100,), 10**6)]
+    others.append(torch.zeros(100).bool())
     assert not any(map(is_payload, others)) and not is_payload(np.random.default_rng(0).random(100))
 
 

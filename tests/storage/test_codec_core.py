@@ -5,47 +5,28 @@ import struct
 import numpy as np
 import pytest
 import reference_codec as reference
-from hypothesis import given, settings
+from codec_arrays import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    NAMES,
+    SETS,
+    every_type,
+    fine_tune,
+    floats,
+    landmarks,
+    random_bits,
+    unsigned,
+    using,
+)
 from hypothesis import strategies as st
-from repeats import repeats
+from repeats import explores, repeats
 
 from hf_ext import _native
 
-FP32, FP16, BF16, FP64 = 1, 2, 3, 4
-NAMES = {FP32: "fp32", FP16: "fp16", BF16: "bf16", FP64: "fp64"}
 HEADER = 14
 Base = np.ndarray | None
-
-every_type = pytest.mark.parametrize("code", NAMES, ids=NAMES.values())
-
-
-def unsigned(code: int) -> np.dtype:
-    return reference.TYPES[code].unsigned
-
-
-def floats(values: np.ndarray, code: int) -> np.ndarray:
-    return reference.cast(np.asarray(values, "<f8").view("<u8"), FP64, code)
-
-
-def random_bits(rng: np.random.Generator, size: int, code: int) -> np.ndarray:
-    return rng.integers(0, np.iinfo(unsigned(code)).max, size, unsigned(code), endpoint=True)
-
-
-def landmarks(code: int) -> np.ndarray:
-    """Zero, one, the ends of the subnormals and of the finite values, infinity, NaNs with payloads; with both signs."""
-    kind = reference.TYPES[code]
-    least_normal, one = 1 << kind.mantissa, kind.exponent_bias << kind.mantissa
-    quiet = kind.infinity | 1 << (kind.mantissa - 1)
-    most = (1 << (kind.width - 1)) - 1
-    around = [0, 1, least_normal - 1, least_normal, one - 1, one, one + 1, kind.infinity - 1, kind.infinity]
-    positive = [*around, kind.infinity + 1, quiet, quiet + 5, most]
-    return np.array([bits | sign for bits in positive for sign in (0, 1 << (kind.width - 1))], kind.unsigned)
-
-
-def fine_tune(rng: np.random.Generator, size: int, code: int, change: float = 0.01) -> tuple[np.ndarray, np.ndarray]:
-    """Weights as they are usual, and what a little training makes of them."""
-    weights = rng.normal(0, 0.02, size)
-    return floats(weights + rng.normal(0, 0.02 * change, size), code), floats(weights, code)
 
 
 def encode(tensor: np.ndarray, base: Base, code: int, row_length: int, base_values: int | None = None) -> bytes:
@@ -74,15 +55,16 @@ def assert_comes_back(
     return body
 
 
-def outcome(body: bytes, base: Base, code: int, *sizes: int) -> tuple[bytes | None, bytes | None]:
-    """What the two decoders make of a body: None where it is refused."""
+def outcome(body: bytes, base: Base, code: int, *sizes: int) -> bytes | None:
+    """Returns the tensor of a body, or None if the codec refuses it. Fails if the reference decoder differs."""
     results: list[bytes | None] = []
     for decoder in (decode, reference.decode_body):
         try:
             results.append(decoder(body, base, code, *sizes).tobytes())
         except ValueError:
             results.append(None)
-    return results[0], results[1]
+    assert results[0] == results[1]
+    return results[0]
 
 
 # ---- round trips -----------------------------------------------------------------------------------------------------
@@ -123,40 +105,32 @@ def tensors(draw: st.DrawFn) -> tuple[np.ndarray, Base, int, int, int]:
     return tensor, base, code, row_length, size if rows is None else rows * row_length
 
 
-@repeats("examples", 100, 600)
-def test_any_bits_come_back_whatever_the_base(examples: int) -> None:
-    @settings(max_examples=examples, derandomize=True, database=None, deadline=None)
-    @given(tensors())
-    def comes_back(example: tuple[np.ndarray, Base, int, int, int]) -> None:
-        assert_comes_back(*example)
+@explores(100, 600, tensors())
+def test_any_bits_come_back_with_any_base(example: tuple[np.ndarray, Base, int, int, int]) -> None:
+    assert_comes_back(*example)
 
-    comes_back()
+
+SIZES = [(size, row_length) for size in (0, 1, 2, 63, 64, 65, 127, 128, 129) for row_length in (1, 16, 64, 1000)]
+SIZES += [(18_000, row_length) for row_length in (1, 2, 7, 64, 4097, 50_000, 10**6)]
 
 
 @every_type
-@pytest.mark.parametrize("size", [0, 1, 2, 63, 64, 65, 127, 128, 129])
-def test_sizes_around_those_of_a_row_of_lanes_come_back(code: int, size: int) -> None:
+@pytest.mark.parametrize("size, row_length", SIZES)
+def test_tensors_and_rows_of_any_length_come_back(code: int, size: int, row_length: int) -> None:
     tensor, base = fine_tune(np.random.default_rng(size), size, code)
-    for row_length in (1, 16, 64, 1000):
-        assert_comes_back(tensor, base, code, row_length)
-        assert_comes_back(tensor, None, code, row_length)
+    assert_comes_back(tensor, base, code, row_length)
+    assert_comes_back(tensor, None, code, row_length)
 
 
 @every_type
-@pytest.mark.parametrize("size", [16384, 18_001])
-def test_interleaved_blocks_come_back_with_tails_and_escapes(code: int, size: int) -> None:
+@pytest.mark.parametrize("size", [16383, 16384, 18_001])  # the first is the largest block of one lane
+def test_blocks_come_back_with_tails_and_escapes(code: int, size: int) -> None:
     rng = np.random.default_rng(size)
     tensor, base = fine_tune(rng, size, code)
     wild = np.where(rng.random(size) < 0.5, random_bits(rng, size, code), rng.choice(landmarks(code), size))
     tensor = np.where(rng.random(size) < 0.01, wild, tensor)
     for first, second in ((tensor, base), (base, tensor), (tensor, None)):
         assert_comes_back(first, second, code, 100)
-
-
-@every_type
-def test_the_largest_block_of_one_lane_comes_back(code: int) -> None:
-    tensor, base = fine_tune(np.random.default_rng(code), 16383, code)
-    assert_comes_back(tensor, base, code, 127)
 
 
 @repeats("slow", False, True)
@@ -168,14 +142,6 @@ def test_a_tensor_of_several_blocks_comes_back(code: int, slow: bool) -> None:
     tensor, base = fine_tune(np.random.default_rng(code), 1_500_000, code)
     for base_values in (1_500_000, 4096 * 100, 0):
         assert_comes_back(tensor, base, code, 4096, base_values, slow=False)
-
-
-@every_type
-@pytest.mark.parametrize("row_length", [1, 2, 7, 64, 4097, 50_000, 10**6])
-def test_rows_of_any_length_come_back(code: int, row_length: int) -> None:
-    tensor, base = fine_tune(np.random.default_rng(row_length), 18_000, code)
-    assert_comes_back(tensor, base, code, row_length)
-    assert_comes_back(tensor, None, code, row_length)
 
 
 @repeats("known", (8, 300), (1, 8, 100, 299, 300))
@@ -255,14 +221,6 @@ def test_small_changes_take_little_more_than_their_entropy(code: int, step: floa
     assert 8 * len(encode(tensor, base, code, length)) < 1.1 * entropy + 0.02 * size
 
 
-@every_type
-def test_random_data_grows_by_less_than_a_thousandth(code: int) -> None:
-    rng = np.random.default_rng(code)
-    tensor, base = (random_bits(rng, 1 << 20, code) for _ in range(2))
-    for other in (None, base):
-        assert len(assert_comes_back(tensor, other, code, 1024, slow=False)) < 1.001 * tensor.nbytes
-
-
 @pytest.mark.parametrize("code", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("outlier", [1e20, 3e38, 2.0**87])
 def test_one_huge_value_does_not_spoil_the_rest(code: int, outlier: float) -> None:
@@ -331,9 +289,7 @@ def test_a_flipped_byte_matches_the_reference(code: int, stride: int) -> None:
         for at in [*range(HEADER + 8), *places, len(body) - 1][::stride]:
             flipped = bytearray(body)
             flipped[at] ^= 1 << rng.integers(8) if rng.random() < 0.5 else rng.integers(1, 256)
-            fast, slow = outcome(bytes(flipped), *shape)
-            assert fast == slow
-            refused += fast is None
+            refused += outcome(bytes(flipped), *shape) is None
     assert refused > 100 / stride
 
 
@@ -345,7 +301,7 @@ def test_every_truncation_and_every_extension_is_refused(code: int) -> None:
             with pytest.raises(ValueError):
                 decode(body[:length], *shape)
         for tail in (b"\0", bytes(2), bytes(1000)):
-            assert outcome(body + tail, *shape) == (None, None)
+            assert outcome(body + tail, *shape) is None
 
 
 @repeats("rounds", 8, 30)
@@ -356,10 +312,9 @@ def test_garbage_is_refused_or_decoded_as_the_reference_does(code: int, rounds: 
         for _ in range(rounds):
             begin, end = sorted(rng.integers(0, len(body), 2))
             garbage = body[:begin] + rng.bytes(end - begin) + body[end:]
-            fast, slow = outcome(garbage, *shape)
-            assert fast == slow
+            outcome(garbage, *shape)
     for length in (0, 1, 13, 14, 15, 100, 5000):
-        assert outcome(rng.bytes(length), None, code, 50, 10, 0) == (None, None)
+        assert outcome(rng.bytes(length), None, code, 50, 10, 0) is None
 
 
 @every_type
@@ -374,15 +329,14 @@ def test_hostile_headers_are_refused(code: int) -> None:
         sizes = (2**32 - 1, 2**31, len(body), len(body) - HEADER + 1)
         headers += [(plane, flags, own_tables, other) for other in sizes]
         for header in headers:
-            assert outcome(struct.pack("<BBQI", *header) + body[HEADER:], *shape) == (None, None)
+            assert outcome(struct.pack("<BBQI", *header) + body[HEADER:], *shape) is None
         # Tables or scales that are not there, or a side information that holds more than it should.
         headers = [(plane, other, own_tables, side) for other in range(4) if other != flags]
         headers += [(plane, flags, own_tables ^ 1 << bit, side) for bit in range(33)]
         headers.append((plane, flags, 2**33 - 1, side))
         headers += [(plane, flags, own_tables, other) for other in (0, side // 2, side + 4, len(body) - HEADER)]
         for header in headers:
-            fast, slow = outcome(struct.pack("<BBQI", *header) + body[HEADER:], *shape)
-            assert fast == slow
+            outcome(struct.pack("<BBQI", *header) + body[HEADER:], *shape)
 
 
 @repeats("stride", 3, 1)
@@ -395,11 +349,10 @@ def test_blocks_that_lie_about_their_size_or_kind_are_refused(code: int, stride:
         for other in (size - 2, size - 1, size + 1, size + 2, 2 * size, 2**29, 2**30 - 1, 0, 1)[::stride]:
             for kind in range(4):
                 lie = body[:at] + struct.pack("<I", other << 2 | kind) + body[at + 4 :]
-                assert outcome(lie, *shape) == (None, None)
+                assert outcome(lie, *shape) is None
         for kind in range(4):
-            fast, slow = outcome(body[:at] + struct.pack("<I", size << 2 | kind) + body[at + 4 :], *shape)
-            assert fast == slow
-        assert outcome(body[:at] + struct.pack("<I", size << 2 | 3) + body[at + 4 :], *shape) == (None, None)
+            outcome(body[:at] + struct.pack("<I", size << 2 | kind) + body[at + 4 :], *shape)
+        assert outcome(body[:at] + struct.pack("<I", size << 2 | 3) + body[at + 4 :], *shape) is None
 
 
 @every_type
@@ -412,8 +365,7 @@ def test_a_body_of_another_shape_matches_the_reference(code: int) -> None:
         for other in NAMES:
             twin = None if base is None else np.resize(base.view(np.uint8), 8 * values).view(unsigned(other))
             for shape in shapes:
-                fast, slow = outcome(body, twin, other, *shape)
-                assert fast == slow
+                outcome(body, twin, other, *shape)
 
 
 # ---- casts -----------------------------------------------------------------------------------------------------------
@@ -436,11 +388,10 @@ def test_a_cast_rounds_to_the_nearest_even_for_any_bits(source: int, target: int
     sign = unsigned(source).type(1 << (reference.TYPES[source].width - 1))
     bits = np.concatenate([*near, *(part ^ sign for part in near), random_bits(rng, 50_000, source)])
     expected = reference.cast(bits, source, target)
-    for name in _native.instruction_sets():
+    for name in SETS:
         rounded = np.empty(len(bits), unsigned(target))
-        before = _native.use(name)
-        _native.cast(bits, source, rounded, target)
-        _native.use(before)
+        with using(name):
+            _native.cast(bits, source, rounded, target)
         np.testing.assert_array_equal(rounded, expected)
 
 

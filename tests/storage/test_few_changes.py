@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import reference_codec as reference
 import torch
+from codec_arrays import BF16, FP16, SETS, using, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from repeats import repeats
@@ -15,14 +16,9 @@ from hf_ext.errors import BaseModelError
 from hf_ext.storage.delta import codec
 from hf_ext.storage.safetensors_file import RawTensor
 
-FP16, BF16 = 2, 3
 FEW_CHANGES, LOW_RANK, UNTOUCHED_ROWS = 8, 4, 1
 BLOCK = 256 * 1024
 both_types = pytest.mark.parametrize("code", [FP16, BF16], ids=["fp16", "bf16"])
-
-
-def weights(rng: np.random.Generator, size: int, code: int) -> np.ndarray:
-    return reference.cast(rng.normal(0, 0.02, size).astype("<f8").view("<u8"), 4, code)
 
 
 def step(rng: np.random.Generator, base: np.ndarray, code: int, rate: float) -> np.ndarray:
@@ -62,13 +58,10 @@ def encode(tensor: np.ndarray, base: np.ndarray, code: int, row_length: int, can
     data = _native.encode(tensor, base, code, row_length, len(base), 1, candidates)
     body = Body(data, base, code, len(tensor), row_length, len(base))
     np.testing.assert_array_equal(body.expected(), tensor)
-    for name in _native.instruction_sets():
-        before = _native.use(name)
-        try:
+    for name in SETS:
+        with using(name):
             assert _native.encode(tensor, base, code, row_length, len(base), 1, candidates) == data
             np.testing.assert_array_equal(body.decoded(), tensor)
-        finally:
-            _native.use(before)
     return body
 
 
@@ -153,7 +146,7 @@ def test_few_changes_of_a_moved_base_come_back() -> None:
 
 @given(st.integers(0, 2**32), st.sampled_from([FP16, BF16]), st.integers(1, 400), st.floats(0, 0.12), st.floats(0, 0.5))
 @settings(max_examples=40, deadline=None)
-def test_whatever_few_values_change_to_comes_back(seed: int, code: int, row_length: int, share: float, wild: float) -> None:
+def test_few_changes_to_any_values_come_back(seed: int, code: int, row_length: int, share: float, wild: float) -> None:
     rng = np.random.default_rng(seed)
     size = 8192 + int(rng.integers(0, 3000))
     base = sprinkle(rng, weights(rng, size, code), wild)
@@ -261,21 +254,22 @@ def test_a_payload_that_does_not_fit_changes_nothing() -> None:
     with pytest.raises(BaseModelError, match="another base model"):
         codec.apply(payload, other)
     assert torch.equal(other, before)
-    with pytest.raises(BaseModelError, match="cannot take the place"):
-        codec.apply(payload, base.clone()[:100])
-    with pytest.raises(BaseModelError, match="cannot take the place"):
-        codec.apply(payload, base.float())
+    for other in (base.clone()[:100], base.float()):
+        with pytest.raises(BaseModelError, match="cannot take the place"):
+            codec.apply(payload, other)
 
 
-def test_only_memory_that_can_be_changed_in_place_is() -> None:
+def test_only_contiguous_memory_is_changed_in_place() -> None:
     base, tensor = fine_tuned(1e-6)
     payload = codec.encode(tensor, base)
-    with pytest.raises(ValueError, match="contiguous"):
-        codec.apply(payload, base.t().contiguous().t())
-    with pytest.raises(ValueError, match="contiguous"):
-        codec.apply(payload, torch._neg_view(-base))
-    with pytest.raises(ValueError, match="contiguous"):
-        codec.apply(codec.encode(torch.ones(5, dtype=torch.complex64)), torch.zeros(5, dtype=torch.complex64).conj())
+    numbers = torch.zeros(5, dtype=torch.complex64)
+    for data, live in (
+        (payload, base.t().contiguous().t()),
+        (payload, torch._neg_view(-base)),
+        (codec.encode(numbers + 1), numbers.conj()),
+    ):
+        with pytest.raises(ValueError, match="contiguous"):
+            codec.apply(data, live)
 
 
 @pytest.mark.parametrize("rate", [1e-6, 1e-3])

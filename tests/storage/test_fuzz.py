@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,9 @@ import pytest
 import reference_codec as reference
 import torch
 import xxhash
-from hypothesis import given, settings
+from codec_arrays import SETS, using
 from hypothesis import strategies as st
-from repeats import repeats
-from test_instruction_sets import SETS, using
+from repeats import explores
 from tiny_checkpoints import TORCH_DTYPES
 
 from hf_ext import _native
@@ -29,13 +28,6 @@ SEEDS = sorted((Path(__file__).parents[1] / "fuzz" / "seeds").iterdir())
 CRASHES = sorted((Path(__file__).parent / "crashes").glob("*"))  # inputs that the decoder once did wrong with
 NAMES = list(FLOATS)
 FIXED = struct.Struct("<4sBBBBHHQQQ")
-
-few_or_many = repeats("examples", 100, 400)
-
-
-def explore(examples: int, test: Callable[..., None], *strategies: st.SearchStrategy) -> None:
-    """Runs a test with examples, the same in each run."""
-    settings(max_examples=examples, derandomize=True, database=None, deadline=None)(given(*strategies)(test))()
 
 
 def outcomes(data: bytes) -> list[bytes | None]:
@@ -121,34 +113,23 @@ def read_or_refuse(payload: bytes, base: RawTensor | None = BASE) -> tuple | str
     return only
 
 
-def test_the_forger_of_these_tests_makes_payloads_that_are_read() -> None:
+def test_an_unchanged_forgery_is_decoded() -> None:
     payload = seal([MAGIC, 0, 1, 2, 0, 0, 0, 0, xxhash.xxh3_64_intdigest(b"a")], struct.pack("<Q", 1) + b"U8a")
     assert decode_raw(payload).data.tobytes() == b"a"
 
 
-@few_or_many
-def test_a_header_that_says_anything_is_refused_or_right(examples: int) -> None:
-    explore(examples, check_payload, payloads())
-
-
-def check_payload(payload: bytes) -> None:
+@explores(100, 400, payloads())
+def test_any_header_fields_are_refused_or_right(payload: bytes) -> None:
     read_or_refuse(payload)
 
 
-@few_or_many
-def test_any_bytes_are_refused_or_right(examples: int) -> None:
-    data = st.one_of(st.binary(max_size=60), st.binary(min_size=FIXED.size, max_size=200))
-    explore(examples, check_bytes, data, st.booleans())
-
-
-def check_bytes(data: bytes, sealed: bool) -> None:
+@explores(100, 400, st.one_of(st.binary(max_size=60), st.binary(min_size=FIXED.size, max_size=200)), st.booleans())
+def test_any_bytes_are_refused_or_right(data: bytes, sealed: bool) -> None:
     if sealed and len(data) >= FIXED.size:
         data = seal([MAGIC, *FIXED.unpack(data[: FIXED.size])[1:-1]], data[FIXED.size :])
     read_or_refuse(data)
-    try:
+    with suppress(struct.error, ValueError):
         peek_header(memoryview(data))
-    except (struct.error, ValueError):
-        pass
 
 
 def tensor_of(dtype: str, shape: tuple[int, ...], seed: int) -> RawTensor:
@@ -237,23 +218,15 @@ def test_a_mode_with_a_type_that_is_not_narrower_is_refused(dtype: str, narrower
         assert isinstance(outcome, tuple) if mode == CODED else is_known != ("invalid header" in outcome)
 
 
-@few_or_many
-def test_a_changed_payload_with_any_base_is_refused_or_right(examples: int) -> None:
-    explore(examples, check_changed, changed_payloads())
-
-
-def check_changed(changed: tuple[bytes, RawTensor | None]) -> None:
+@explores(100, 400, changed_payloads())
+def test_a_changed_payload_with_any_base_is_refused_or_right(changed: tuple[bytes, RawTensor | None]) -> None:
     payload, base = changed
     read_or_refuse(payload, base)
     read_or_refuse(with_checksum_of_its_tensor(payload, base), base)
 
 
-@few_or_many
-def test_a_sound_payload_with_other_fields_is_refused_or_right(examples: int) -> None:
-    explore(examples, check_other_fields, st.data())
-
-
-def check_other_fields(data: st.DataObject) -> None:
+@explores(100, 400, st.data())
+def test_a_sound_payload_with_other_fields_is_refused_or_right(data: st.DataObject) -> None:
     payload, base = data.draw(st.sampled_from(SOUND))
     fields = list(FIXED.unpack(payload[: FIXED.size])[:-1])
     for index in data.draw(st.lists(st.integers(1, 7), max_size=2)):

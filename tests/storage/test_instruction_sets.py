@@ -1,49 +1,21 @@
-"""Whatever vector instructions a processor has, the C++ codec writes the same bytes and reads the same values."""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
+"""The C++ codec writes the same bytes and reads the same values with every instruction set."""
 
 import numpy as np
 import pytest
 import reference_codec as reference
 import torch
+from codec_arrays import SETS, every_type, fine_tune, floats, landmarks, random_bits, using, weights
 
 from hf_ext import _native
 
-NAMES = {1: "fp32", 2: "fp16", 3: "bf16", 4: "fp64"}
-SETS = _native.instruction_sets()
 LOW_RANK = 4  # a flag of a body
-every_type = pytest.mark.parametrize("code", NAMES, ids=NAMES.values())
-
-
-@contextmanager
-def using(name: str) -> Iterator[None]:
-    before = _native.use(name)
-    try:
-        yield
-    finally:
-        assert _native.use(before) == name
-
-
-def floats(values: np.ndarray, code: int) -> np.ndarray:
-    return reference.cast(np.asarray(values, "<f8").view("<u8"), 4, code)
-
-
-def random_bits(rng: np.random.Generator, size: int, code: int) -> np.ndarray:
-    unsigned = reference.TYPES[code].unsigned
-    return rng.integers(0, np.iinfo(unsigned).max, size, unsigned, endpoint=True)
-
-
-def special(code: int) -> np.ndarray:
-    """Zeros, subnormals, the largest numbers, infinities and NaNs, of both signs."""
-    kind = reference.TYPES[code]
-    bits = [0, 1, (1 << kind.mantissa) - 1, 1 << kind.mantissa, kind.infinity - 1, kind.infinity, kind.infinity + 1]
-    return np.array([each | sign for each in bits for sign in (0, 1 << (kind.width - 1))], kind.unsigned)
 
 
 def sprinkled(rng: np.random.Generator, tensor: np.ndarray, code: int) -> np.ndarray:
     """With a special value or random bits now and then: tails, escapes, and predictions that are not finite."""
-    wild = np.where(rng.random(len(tensor)) < 0.5, random_bits(rng, len(tensor), code), rng.choice(special(code), len(tensor)))
+    wild = np.where(
+        rng.random(len(tensor)) < 0.5, random_bits(rng, len(tensor), code), rng.choice(landmarks(code), len(tensor))
+    )
     return np.where(rng.random(len(tensor)) < 0.003, wild, tensor)
 
 
@@ -80,10 +52,10 @@ def assert_the_same(tensor, base, code, row_length, base_values, candidates=()) 
 def low_rank(rng: np.random.Generator, code: int, rows: int, columns: int, rank: int, most: int, exponent: int):
     """A base, what factors of up to `most` make of it and a little noise, and the factors."""
     factors = [rng.integers(-most, most + 1, shape).astype(np.int32) for shape in ((rows, rank), (rank, columns))]
-    weights = rng.normal(0, 0.02, rows * columns)
+    values = rng.normal(0, 0.02, rows * columns)
     change = (factors[0].astype(float) @ factors[1]).ravel() * 2.0**-exponent
-    noise = rng.normal(0, 1e-5, len(weights))
-    tensor, base = floats(weights + change + noise, code), floats(weights, code)
+    noise = rng.normal(0, 1e-5, len(values))
+    tensor, base = floats(values + change + noise, code), floats(values, code)
     return sprinkled(rng, tensor, code), sprinkled(rng, base, code), (*factors, exponent)
 
 
@@ -96,18 +68,17 @@ def test_the_best_instruction_set_is_the_default() -> None:
 
 
 @pytest.mark.parametrize("name", ["sse", "", None, 1])
-def test_instructions_that_there_are_not_are_refused(name) -> None:
+def test_an_unknown_instruction_set_is_refused(name) -> None:
     with pytest.raises(ValueError, match="no such instruction set"):
         _native.use(name)
 
 
 @every_type
 @pytest.mark.parametrize("size, row_length", [(1, 1), (63, 7), (16_384, 64), (20_011, 127), (270_017, 1000), (17_000, 20_000)])
-def test_all_make_the_same_of_a_fine_tune(code: int, size: int, row_length: int) -> None:
+def test_all_encode_a_fine_tune_to_the_same_bytes(code: int, size: int, row_length: int) -> None:
     rng = np.random.default_rng([code, size])
-    weights = rng.normal(0, 0.02, size)
     for change in (1e-6, 1e-3, 0.3):
-        tensor, base = floats(weights + rng.normal(0, 0.02 * change, size), code), floats(weights, code)
+        tensor, base = fine_tune(rng, size, code, change)
         assert_the_same(tensor, base, code, row_length, size)
         assert_the_same(sprinkled(rng, tensor, code), sprinkled(rng, base, code), code, row_length, size)
     known = size // row_length // 2 * row_length
@@ -116,19 +87,19 @@ def test_all_make_the_same_of_a_fine_tune(code: int, size: int, row_length: int)
 
 
 @every_type
-def test_all_make_the_same_of_what_has_no_order(code: int) -> None:
+def test_all_encode_random_and_special_values_to_the_same_bytes(code: int) -> None:
     rng = np.random.default_rng(code)
     tensor, base = random_bits(rng, 20_000, code), random_bits(rng, 20_000, code)
-    few = rng.choice(special(code), 20_000)
+    few = rng.choice(landmarks(code), 20_000)
     for first, second in ((tensor, base), (few, base), (few, rng.permutation(few)), (tensor, few)):
         assert_the_same(first, second, code, 100, 20_000)
         assert_the_same(first, None, code, 100, 0)
 
 
 @every_type
-def test_all_escape_what_has_no_room_in_a_table(code: int) -> None:
+def test_all_escape_rare_symbols_the_same(code: int) -> None:
     rng = np.random.default_rng(code)
-    base = floats(rng.normal(0, 0.02, 40_000), code)
+    base = weights(rng, 40_000, code)
     steps = rng.choice([0, 3], len(base)).astype(base.dtype)
     rare = rng.choice([0, 1, 7, 30, 3000], len(base), p=[0.996, 0.001, 0.001, 0.001, 0.001]).astype(base.dtype)
     body = assert_the_same(base + steps + rare, base, code, 200, len(base))
@@ -193,9 +164,9 @@ def test_all_refuse_the_same_damaged_bodies(code: int) -> None:
 
 
 @every_type
-def test_a_block_whose_words_run_out_is_refused_wherever_it_ends(code: int) -> None:
+def test_a_block_that_is_cut_anywhere_is_refused(code: int) -> None:
     rng = np.random.default_rng(code)
-    base = floats(rng.normal(0, 0.02, 16_384), code)
+    base = weights(rng, 16_384, code)
     tensor = sprinkled(rng, base + rng.integers(0, 40, 16_384).astype(base.dtype), code)
     body = encode(tensor, base, code, 128, len(tensor))
     side = int.from_bytes(body[10:14], "little")

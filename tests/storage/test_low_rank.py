@@ -1,4 +1,4 @@
-"""A low-rank part of a change is found, told in small integers, and taken out of the difference, without a bit lost."""
+"""The codec approximates a low-rank change by integer factors and codes the rest of the change, without loss."""
 
 import sys
 
@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import reference_codec as reference
 import torch
+from codec_arrays import BF16, FP16, FP32, FP64, SETS, every_type, fine_tune, floats, landmarks, random_bits, using, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import python
 from repeats import repeats
 from test_codec import FLOAT_DTYPES, bits, trained
-from test_codec_core import BF16, FP16, FP32, FP64, decode, every_type, fine_tune, floats, landmarks, random_bits
+from test_codec_core import decode
 
 from hf_ext import _native
 from hf_ext.storage.delta import codec, low_rank, weighted_fit
@@ -39,14 +40,19 @@ def encode(tensor: np.ndarray, base: np.ndarray, code: int, columns: int, *chang
     return _native.encode(tensor, base, code, columns, len(base), 1, changes)
 
 
+def assert_decodes(body: bytes, tensor: np.ndarray, base: np.ndarray, code: int, columns: int, slow: bool = True) -> None:
+    """Both decoders give the tensor; if not `slow`, only the codec."""
+    for decoder in (decode, reference.decode_body)[: 1 + slow]:
+        np.testing.assert_array_equal(decoder(body, base, code, len(tensor), columns, len(base)), tensor)
+
+
 def assert_moved(
     tensor: np.ndarray, base: np.ndarray, code: int, columns: int, change: low_rank.Factors, slow: bool = True
 ) -> bytes:
-    """The change is taken, and the decoder gives the tensor back; if `slow`, the reference too."""
+    """The change is taken, and decoding gives the tensor."""
     body = encode(tensor, base, code, columns, change)
     assert body[1] & 4
-    for decoder in (decode, reference.decode_body)[: 1 + slow]:
-        np.testing.assert_array_equal(decoder(body, base, code, len(tensor), columns, len(base)), tensor)
+    assert_decodes(body, tensor, base, code, columns, slow)
     return body
 
 
@@ -55,7 +61,7 @@ def assert_moved(
 @pytest.mark.parametrize("most, exponent", [(1, 9), (60, 20), (1 << 10, 27), (1 << 15, 38), (1 << 22, 55)])
 def test_a_predicted_tensor_takes_little_more_than_the_factors(code, most, exponent, slow):
     rng = np.random.default_rng(0)
-    base = floats(rng.normal(0, 0.02, ROWS * COLUMNS), code)
+    base = weights(rng, ROWS * COLUMNS, code)
     change = factors(rng, ROWS, COLUMNS, 5, most, exponent)
     tensor = moved(base, change, code)
     assert (tensor != base).mean() > 0.5
@@ -79,22 +85,15 @@ def test_any_base_is_moved_alike_by_both_decoders(code, examples):
         tensor = moved(base, change, code)
         tensor[rng.random(size) < 0.1] ^= 1
         body = encode(tensor, base, code, columns, change)
-        for decoder in (decode, reference.decode_body):
-            np.testing.assert_array_equal(decoder(body, base, code, size, columns, size), tensor)
+        assert_decodes(body, tensor, base, code, columns)
 
     is_moved_alike()
 
 
-def decode_with_all_sets(body: bytes, base: np.ndarray, code: int, size: int, columns: int) -> list[np.ndarray]:
-    """The tensor as each instruction set of the processor decodes it."""
-    tensors = []
-    for name in _native.instruction_sets():
-        before = _native.use(name)
-        try:
-            tensors.append(decode(body, base, code, size, columns, len(base)))
-        finally:
-            _native.use(before)
-    return tensors
+def assert_all_sets_decode(body: bytes, tensor: np.ndarray, base: np.ndarray, code: int, columns: int) -> None:
+    for name in SETS:
+        with using(name):
+            assert_decodes(body, tensor, base, code, columns, slow=False)
 
 
 # Bytes: rows up to 127, columns up to 63, sums up to 2^15 - 1. Words: factors up to 2^15 - 1, sums up to 2^31 - 1.
@@ -112,12 +111,11 @@ def test_sums_are_exact_at_the_limits_of_each_size_of_factors(code, rank, row, c
     right = rng.choice([-column, column], (rank, columns)).astype(np.int32)
     left[0], right[:, 0], right[:, 1] = row, column, -column  # the largest sum and the smallest
     change = low_rank.Factors(left, right, (rank * row * column).bit_length() + 4)
-    base = floats(rng.normal(0, 0.02, rows * columns), code)
+    base = weights(rng, rows * columns, code)
     base[rng.random(len(base)) < 0.02] = rng.choice(landmarks(code))
     tensor = moved(base, change, code)
     body = assert_moved(tensor, base, code, columns, change, slow)
-    for decoded in decode_with_all_sets(body, base, code, len(tensor), columns):
-        np.testing.assert_array_equal(decoded, tensor)
+    assert_all_sets_decode(body, tensor, base, code, columns)
 
 
 @every_type
@@ -125,14 +123,13 @@ def test_sums_are_exact_at_the_limits_of_each_size_of_factors(code, rank, row, c
 @pytest.mark.parametrize("rows, columns", [(300, 1000), (4100, 65), (65, 4100)])
 def test_blocks_that_begin_and_end_within_a_row_are_moved(code, rows, columns, most):
     rng = np.random.default_rng([rows, code, most])
-    base = floats(rng.normal(0, 0.02, rows * columns), code)
+    base = weights(rng, rows * columns, code)
     change = factors(rng, rows, columns, 3, most, 2 * most.bit_length() + 5)
     tensor = moved(base, change, code)
     tensor[5 * columns : 8 * columns] = base[5 * columns : 8 * columns]  # untouched rows have no factors
     body = encode(tensor, base, code, columns, change)
     assert body[1] & 5 == 5
-    for decoded in decode_with_all_sets(body, base, code, len(tensor), columns):
-        np.testing.assert_array_equal(decoded, tensor)
+    assert_all_sets_decode(body, tensor, base, code, columns)
 
 
 @every_type
@@ -144,26 +141,24 @@ def test_a_thousand_components_are_summed(code, rank, most):
     change = factors(rng, rows, columns, rank, most, 2 * most.bit_length() + 7)
     change.columns[7:-3] = 0  # zeros take one bit
     change.rows[:, 7:-3] = 0
-    base = floats(rng.normal(0, 0.02, rows * columns), code)
+    base = weights(rng, rows * columns, code)
     tensor = moved(base, change, code)
     body = encode(tensor, base, code, columns, change)
     assert body[1] & 4
-    for decoded in decode_with_all_sets(body, base, code, len(tensor), columns):
-        np.testing.assert_array_equal(decoded, tensor)
+    assert_all_sets_decode(body, tensor, base, code, columns)
 
 
 @every_type
 def test_untouched_rows_have_no_factors(code):
     rng = np.random.default_rng(1)
-    base = floats(rng.normal(0, 0.02, ROWS * COLUMNS), code)
+    base = weights(rng, ROWS * COLUMNS, code)
     change = factors(rng, ROWS, COLUMNS, 3, 50, 18)
     tensor = moved(base, change, code)
     tensor[: 40 * COLUMNS] = base[: 40 * COLUMNS]
-    whole = np.concatenate([tensor, floats(rng.normal(0, 0.02, 7 * COLUMNS + 3), code)])
+    whole = np.concatenate([tensor, weights(rng, 7 * COLUMNS + 3, code)])
     body = _native.encode(whole, base, code, COLUMNS, len(base), 1, (change,))
     assert body[1] & 5 == 5
-    for decoder in (decode, reference.decode_body):
-        np.testing.assert_array_equal(decoder(body, base, code, len(whole), COLUMNS, len(base)), whole)
+    assert_decodes(body, whole, base, code, COLUMNS)
 
 
 def test_a_body_may_have_factors_for_no_row_at_all():
@@ -173,8 +168,7 @@ def test_a_body_may_have_factors_for_no_row_at_all():
     side = int(bits[::-1], 2).to_bytes(-(-len(bits) // 8), "little")
     body = bytes([0, 1 | 4]) + bytes(8) + len(side).to_bytes(4, "little") + side
     base = random_bits(np.random.default_rng(0), 2 * length, BF16)
-    for decoder in (decode, reference.decode_body):
-        assert np.array_equal(decoder(body, base, BF16, 2 * length, length, 2 * length), base)
+    assert_decodes(body, base, base, BF16, length)
 
 
 def test_the_cheapest_candidate_is_taken_or_none():
@@ -220,7 +214,7 @@ def test_factors_that_are_not_exact_are_refused(most, exponent):
 
 def test_a_forged_rank_asks_for_no_memory():
     rng = np.random.default_rng(6)
-    base = floats(rng.normal(0, 0.02, ROWS * COLUMNS), BF16)
+    base = weights(rng, ROWS * COLUMNS, BF16)
     change = factors(rng, ROWS, COLUMNS, 1, 50, 17)
     body = bytearray(assert_moved(moved(base, change, BF16), base, BF16, COLUMNS, change))
 
@@ -357,7 +351,7 @@ def test_a_part_that_does_not_pay_is_left_out_of_a_large_tensor(dtype):
     """One row holds nearly all the energy of the change. The candidates are compared on a sample of the rows."""
     tensor, base = trained(dtype, (2048, 128))
     tensor[1000] += (torch.randn(128, generator=torch.Generator().manual_seed(15)) * 3).to(dtype)
-    assert len(codec.encode(tensor, base)) <= 1.001 * len(codec.encode(tensor, base, level=1))
+    assert size_of(tensor, base) <= 1.001
 
 
 def tall_pair() -> tuple[torch.Tensor, torch.Tensor]:
@@ -405,14 +399,22 @@ print(memory("VmHWM") - before)
     assert float(run.stdout) < 160, run.stderr
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def size_of(tensor: torch.Tensor, base: torch.Tensor, **options) -> float:
+    """Returns the size of a payload as a part of that at level 1, after a check that it decodes to the tensor."""
+    payload = codec.encode(tensor, base, **options)
+    assert bits(codec.decode(payload, base)) == bits(tensor)
+    return len(payload) / len(codec.encode(tensor, base, level=1))
+
+
+every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+
+
+@every_dtype
 @pytest.mark.parametrize("noise", [0.0, 2e-4])
 def test_payloads_are_smaller_and_come_back(dtype, noise):
     tensor, base = low_rank_pair(dtype, 4, noise)
-    plain, good, best = (codec.encode(tensor, base, level=level) for level in codec.LEVELS)
-    assert len(good) < (0.93 if noise or dtype == torch.float64 else 0.6) * len(plain) and len(best) < 1.02 * len(good)
-    for payload in (plain, good, best):
-        assert bits(codec.decode(payload, base)) == bits(tensor)
+    plain, good, best = (size_of(tensor, base, level=level) for level in codec.LEVELS)
+    assert plain == 1 and good < (0.93 if noise or dtype == torch.float64 else 0.6) and best < 1.02 * good
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -422,38 +424,34 @@ def test_a_merged_adapter_leaves_few_values_to_correct(dtype):
     base = (torch.randn(256, 256, generator=draw) * 0.05).to(dtype)
     change = torch.randn(256, 3, generator=draw) @ torch.randn(3, 256, generator=draw) * 1e-3
     merged = base + change.to(dtype)
-    payload = codec.encode(merged, base)
-    assert len(payload) < 0.2 * len(codec.encode(merged, base, level=1)) and bits(codec.decode(payload, base)) == bits(merged)
+    assert size_of(merged, base) < 0.2
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@every_dtype
 def test_a_change_without_structure_is_left_as_it_is(dtype):
     tensor, base = trained(dtype, (150, 200))
     assert codec.encode(tensor, base) == codec.encode(tensor, base, level=1)
 
 
 @pytest.mark.parametrize("level", codec.LEVELS)
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@every_dtype
 @pytest.mark.parametrize("change", [10.0**exponent for exponent in range(-18, -1)])
 def test_a_change_below_the_types_resolution_is_left(dtype, change, level):
     tensor, base = trained(dtype, (96, 128), change=change)
-    payload = codec.encode(tensor, base, level=level)
-    assert bits(codec.decode(payload, base)) == bits(tensor) and len(payload) <= len(codec.encode(tensor, base, level=1))
+    assert size_of(tensor, base, level=level) <= 1
 
 
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@every_dtype
 def test_special_values_do_no_harm(dtype):
     tensor, base = low_rank_pair(dtype, 4, 0.0)
     tensor[3, 5], tensor[7, 7], base[9, 9], base[100, 3] = float("nan"), float("inf"), float("-inf"), float("nan")
-    payload = codec.encode(tensor, base)
-    assert len(payload) < len(codec.encode(tensor, base, level=1)) and bits(codec.decode(payload, base)) == bits(tensor)
+    assert size_of(tensor, base) < 1
 
 
 def test_only_rows_that_changed_are_decomposed():
     tensor, base = low_rank_pair(torch.bfloat16, 4, 0.0)
     tensor[64:128] = base[64:128]
-    payload = codec.encode(tensor, base)
-    assert len(payload) < 0.8 * len(codec.encode(tensor, base, level=1)) and bits(codec.decode(payload, base)) == bits(tensor)
+    assert size_of(tensor, base) < 0.8
 
 
 def test_an_unknown_level_is_refused():

@@ -1,0 +1,59 @@
+"""Floats as arrays of bits, for the tests of the C++ codec: usual weights, random bits, special values."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import reference_codec as reference
+
+from hf_ext import _native
+
+FP32, FP16, BF16, FP64 = 1, 2, 3, 4
+NAMES = {FP32: "fp32", FP16: "fp16", BF16: "bf16", FP64: "fp64"}
+SETS = _native.instruction_sets()
+
+every_type = pytest.mark.parametrize("code", NAMES, ids=NAMES.values())
+
+
+@contextmanager
+def using(name: str) -> Iterator[None]:
+    """Lets the codec use one instruction set in the block."""
+    before = _native.use(name)
+    try:
+        yield
+    finally:
+        assert _native.use(before) == name
+
+
+def unsigned(code: int) -> np.dtype:
+    return reference.TYPES[code].unsigned
+
+
+def floats(values: np.ndarray, code: int) -> np.ndarray:
+    return reference.cast(np.asarray(values, "<f8").view("<u8"), FP64, code)
+
+
+def weights(rng: np.random.Generator, size: int, code: int) -> np.ndarray:
+    return floats(rng.normal(0, 0.02, size), code)
+
+
+def random_bits(rng: np.random.Generator, size: int, code: int) -> np.ndarray:
+    return rng.integers(0, np.iinfo(unsigned(code)).max, size, unsigned(code), endpoint=True)
+
+
+def landmarks(code: int) -> np.ndarray:
+    """Zero, one, the ends of the subnormals and of the finite values, infinity, NaNs with payloads; with both signs."""
+    kind = reference.TYPES[code]
+    least_normal, one = 1 << kind.mantissa, kind.exponent_bias << kind.mantissa
+    quiet = kind.infinity | 1 << (kind.mantissa - 1)
+    most = (1 << (kind.width - 1)) - 1
+    around = [0, 1, least_normal - 1, least_normal, one - 1, one, one + 1, kind.infinity - 1, kind.infinity]
+    positive = [*around, kind.infinity + 1, quiet, quiet + 5, most]
+    return np.array([bits | sign for bits in positive for sign in (0, 1 << (kind.width - 1))], kind.unsigned)
+
+
+def fine_tune(rng: np.random.Generator, size: int, code: int, change: float = 0.01) -> tuple[np.ndarray, np.ndarray]:
+    """Weights after a little training, and before."""
+    values = rng.normal(0, 0.02, size)
+    return floats(values + rng.normal(0, 0.02 * change, size), code), floats(values, code)
