@@ -13,10 +13,12 @@ import gc
 import importlib
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -73,6 +75,27 @@ def _on_one_thread(function: Callable[..., None], *arguments: object) -> None:
 
     torch.set_num_threads(1)  # the threads of OpenMP are gone after a fork, and waiting for them would never end
     function(*arguments)
+
+
+def peak_above(action: Callable[[], object]) -> int:
+    """Returns the most bytes that this process holds during `action`, beyond those before; mapped files do not count."""
+
+    def held() -> int:
+        return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            seen.append(held())
+
+    before, seen, done = held(), list[int](), threading.Event()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    kept = action()  # until the last look
+    done.set()
+    watcher.join()
+    peak = max([*seen, held()]) - before
+    del kept
+    return peak
 
 
 class _Parent:

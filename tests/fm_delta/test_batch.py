@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from kills import die_or_compress
-from tiny_checkpoints import contents, fine_tune, weights, write_folder
+from tiny_checkpoints import contents, fine_tune, flip_bit, weights, write_folder
 
 from hf_ext import fm_delta
 from hf_ext.cli.main import main
@@ -73,7 +73,7 @@ def test_the_base_among_the_models_is_left_out(folder):
     assert [model.name for model in report.models] == list(NAMES) and not report.failed
 
 
-def test_each_models_own_base_is_found(folder):
+def test_the_base_of_every_model_is_found(folder):
     write_folder(folder / "other", weights(seed=9))
     for name, base in (("one", "base"), ("three", "other")):
         seeded = fine_tune(weights(seed=9 if base == "other" else 0))
@@ -89,7 +89,7 @@ def test_each_models_own_base_is_found(folder):
 # ---- again -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_done_is_not_done_again(folder):
+def test_finished_models_are_not_compressed_again(folder):
     compress(folder)
     first = written(folder / "out")
     again = compress(folder, level=1)
@@ -104,16 +104,14 @@ def test_what_is_done_is_not_done_again(folder):
 
 
 @pytest.mark.parametrize("change", ["source", "result", "result gone", "base", "record gone"])
-def test_what_has_changed_since_is_done_again(folder, change):
+def test_changed_models_are_compressed_again(folder, change):
     compress(folder)
     first = written(folder / "out")
     base = folder / "base"
     if change == "source":
         write_folder(folder / "models/one", fine_tune(weights(), 8))
     elif change == "result":
-        path = folder / "out/one/model.safetensors"
-        data = path.read_bytes()
-        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        flip_bit(folder / "out/one/model.safetensors")
     elif change == "result gone":
         shutil.rmtree(folder / "out/one")
     elif change == "base":
@@ -156,16 +154,16 @@ def test_a_failed_model_stops_no_other_and_can_be_retried(folder):
     assert done.items() <= written(folder / "out").items()
 
 
-def test_what_cannot_be_begun_is_one_error(folder):
+def test_an_impossible_run_is_one_error_and_writes_nothing(folder):
     one, again = folder / "models/one", shutil.copytree(folder / "models/one", folder / "again/one")
-    with pytest.raises(CheckpointError, match="Two models are called 'one'"):
-        fm_delta.compress_all([one, again], folder / "out", folder / "base")
-    with pytest.raises(CheckpointError, match="holds the models themselves"):
-        fm_delta.compress_all(folder / "models", folder / "models", folder / "base")
-    with pytest.raises(CheckpointError, match="nothing to compress"):
-        fm_delta.compress_all(one, folder / "out", folder / "base")
-    with pytest.raises(CheckpointError, match="none is not a folder"):
-        fm_delta.compress_all(folder / "none", folder / "out", folder / "base")
+    for models, out, message in (
+        ([one, again], "out", "Two models are called 'one'"),
+        (folder / "models", "models", "holds the models themselves"),
+        (one, "out", "nothing to compress"),
+        (folder / "none", "out", "none is not a folder"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            fm_delta.compress_all(models, folder / out, folder / "base")
     with pytest.raises(BaseModelError, match="none"):
         compress(folder, base=folder / "none")
     assert not (folder / "out").exists()

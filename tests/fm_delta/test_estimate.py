@@ -36,13 +36,13 @@ def test_the_estimate_reads_two_of_equal_layers(folders, tmp_path, level):
     assert "about" in estimate.summary() and str(base) in estimate.summary()
 
 
-def test_it_works_without_a_base(folders):
+def test_an_estimate_needs_no_base(folders):
     alone = fm_delta.estimate(folders[0], None)
     assert alone.base is None and 0.8 < alone.ratio < 1
     assert fm_delta.estimate(*folders).ratio < alone.ratio
 
 
-def test_what_cannot_be_compressed_has_no_estimate(folders, tmp_path):
+def test_unusable_sources_have_no_estimate(folders, tmp_path):
     tuned, base = folders
     fm_delta.compress_checkpoint(tuned, base, tmp_path / "small")
     with pytest.raises(CheckpointError, match="compressed already"):

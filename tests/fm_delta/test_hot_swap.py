@@ -1,8 +1,8 @@
-"""A model in memory becomes another fine-tune in place: to the last bit what `from_pretrained` gives, or untouched."""
+"""`fm_delta.switch` turns a model in memory into another fine-tune, bit-equal to `from_pretrained`, or leaves it as it was."""
 
 from __future__ import annotations
 
-import json
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from processes import python
 from safetensors.torch import load_file, save_file
+from tiny_checkpoints import edit_config, edit_settings, flip_bit
 from tiny_merges import write_tasks
 from tiny_models import MODELS, assert_same_weights, bert, inputs, llama, perturb, same_bits
 from transformers import (
@@ -57,13 +58,19 @@ def two(folder: Path, base: PreTrainedModel) -> Path:
 def assert_is(model: PreTrainedModel, expected: PreTrainedModel) -> None:
     """Weights, configuration and what it computes are those of another model."""
     assert_same_weights(model, expected)
-    found, wanted = model.config.to_dict(), expected.config.to_dict()
-    assert found == wanted
+    assert model.config.to_dict() == expected.config.to_dict()
     if model.can_generate():
         assert model.generation_config.to_dict() == expected.generation_config.to_dict()
     with torch.no_grad():
         for output, result in zip(model(**inputs(model))[0], expected(**inputs(expected))[0], strict=True):
             torch.testing.assert_close(output, result)
+
+
+def assert_follows(model: PreTrainedModel, *folders: Path, **options) -> None:
+    """Switches to each folder in turn; the model is then what `from_pretrained` gives."""
+    for folder in folders:
+        assert fm_delta.switch(model, folder) is model
+        assert_is(model, type(model).from_pretrained(folder, **options))
 
 
 def addresses(model: PreTrainedModel) -> dict[str, int]:
@@ -89,8 +96,7 @@ def test_every_architecture_switches_bit_by_bit_in_place(tmp_path, name):
     model = auto.from_pretrained(folder / "first").eval()
     places = addresses(model)
     for other in ("second", "first-plain", "base", "first"):
-        assert fm_delta.switch(model, folder / other) is model
-        assert_is(model, auto.from_pretrained(folder / other))
+        assert_follows(model, folder / other)
         assert addresses(model) == places
 
 
@@ -99,8 +105,7 @@ def test_every_architecture_switches_bit_by_bit_in_place(tmp_path, name):
 def test_weights_keep_their_types(tmp_path, name, dtype):
     auto, folder = MODELS[name].auto, two(tmp_path, MODELS[name].build())
     model = auto.from_pretrained(folder / "first", dtype=dtype)
-    fm_delta.switch(model, folder / "second")
-    assert_is(model, auto.from_pretrained(folder / "second", dtype=dtype))
+    assert_follows(model, folder / "second", dtype=dtype)
 
 
 def test_heads_and_labels_follow(tmp_path):
@@ -112,8 +117,7 @@ def test_heads_and_labels_follow(tmp_path):
     model.classifier.weight.requires_grad_(False)
     body = model.bert.embeddings.word_embeddings.weight
     for name, labels in (("five", 5), ("three", 3), ("five-plain", 5)):
-        fm_delta.switch(model, folder / name)
-        assert_is(model, AutoModelForSequenceClassification.from_pretrained(folder / name))
+        assert_follows(model, folder / name)
         assert model.num_labels == model.classifier.out_features == labels
         assert not model.classifier.weight.requires_grad and model.classifier.bias.requires_grad
         loss = model(**inputs(model), labels=torch.tensor([0, labels - 1])).loss
@@ -129,20 +133,15 @@ def test_resized_vocabularies_follow_and_stay_tied(tmp_path, tied):
     folder = write(tmp_path, base, first=perturb(base, 1), longer=longer)
     model = AutoModelForCausalLM.from_pretrained(folder / "first")
     for name in ("longer", "first"):
-        fm_delta.switch(model, folder / name)
-        assert_is(model, AutoModelForCausalLM.from_pretrained(folder / name))
+        assert_follows(model, folder / name)
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
 
 
 def test_generation_settings_follow(tmp_path):
-    base = llama()
-    other = perturb(base, 2)
+    other = perturb(llama(), 2)
     other.generation_config = GenerationConfig(max_new_tokens=7, do_sample=True, temperature=0.5)
-    folder = write(tmp_path, base, first=perturb(base, 1), other=other)
-    model = AutoModelForCausalLM.from_pretrained(folder / "first")
-    for name in ("other", "first"):
-        fm_delta.switch(model, folder / name)
-        assert_is(model, AutoModelForCausalLM.from_pretrained(folder / name))
+    folder = write(tmp_path, llama(), first=perturb(llama(), 1), other=other)
+    assert_follows(AutoModelForCausalLM.from_pretrained(folder / "first"), folder / "other", folder / "first")
     assert (folder / "other/generation_config.json").exists()
 
 
@@ -153,8 +152,7 @@ def test_shards_and_a_compressed_base_are_read(tmp_path):
     perturb(base, 3).save_pretrained(folder / "third-plain", max_shard_size="40KB")
     fm_delta.compress_checkpoint(folder / "third-plain", folder / "second", folder / "third")
     assert len(list((folder / "third").glob("*.safetensors"))) > 2
-    fm_delta.switch(model, folder / "third")
-    assert_is(model, AutoModelForCausalLM.from_pretrained(folder / "third"))
+    assert_follows(model, folder / "third")
     assert_same_weights(model, AutoModelForCausalLM.from_pretrained(folder / "third-plain"))
 
 
@@ -165,7 +163,7 @@ def test_the_body_of_a_classifier_becomes_the_body_of_another(tmp_path):
     assert_same_weights(model, AutoModel.from_pretrained(folder / "second"))
 
 
-def test_what_was_tied_in_name_only_is_the_same_again(tmp_path):
+def test_a_weight_untied_by_hand_is_set_like_its_twin(tmp_path):
     folder = two(tmp_path, llama(tied=True))
     model = AutoModelForCausalLM.from_pretrained(folder / "first")
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
@@ -190,7 +188,7 @@ def test_a_switched_model_still_trains_and_saves_compressed(tmp_path):
     assert_is(fm_delta.disable(model).eval(), trained)
 
 
-def test_names_and_gradients_of_the_former_go(tmp_path):
+def test_old_gradients_and_config_fields_are_removed(tmp_path):
     base, named = bert(), perturb(bert(), 3)
     named.config.finetuning_task = "cola"
     folder = write(tmp_path, base, first=perturb(base, 1), named=named)
@@ -213,7 +211,7 @@ def encoder_decoder(seed: int, **settings) -> VisionEncoderDecoderModel:
     return VisionEncoderDecoderModel(config=config)
 
 
-def test_the_settings_of_a_whole_stay_out_of_its_parts(tmp_path):
+def test_settings_of_a_model_stay_out_of_its_parts(tmp_path):
     encoder_decoder(1, pad_token_id=0).save_pretrained(tmp_path / "first")
     encoder_decoder(2, pad_token_id=4, id2label={0: "cat", 1: "dog", 2: "cow"}).save_pretrained(tmp_path / "second")
     model, expected = (VisionEncoderDecoderModel.from_pretrained(tmp_path / name) for name in ("first", "second"))
@@ -225,27 +223,10 @@ def test_the_settings_of_a_whole_stay_out_of_its_parts(tmp_path):
 # ---- memory ------------------------------------------------------------------------------------------------------------
 
 MEMORY = """
-import re
-from pathlib import Path
-from threading import Event, Thread
 import hf_ext
 from hf_ext import fm_delta
+from processes import peak_above
 from transformers import AutoModelForCausalLM
-
-def memory():  # without what is mapped from files
-    return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-
-def peak_above(action):
-    before, found, done = memory(), [], Event()
-    def watch():
-        while not done.wait(0.001):
-            found.append(memory())
-    watcher = Thread(target=watch)
-    watcher.start()
-    kept = action()
-    done.set()
-    watcher.join()
-    return max([*found, memory()]) - before
 
 model = AutoModelForCausalLM.from_pretrained("first")
 fm_delta.switch(model, "first")  # before, its weights are not in memory but mapped from the file
@@ -256,7 +237,7 @@ print(peak_above(lambda: AutoModelForCausalLM.from_pretrained("second")))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
-def test_no_second_model_is_in_memory(tmp_path):
+def test_switching_holds_no_second_model_in_memory(tmp_path):
     config = llama().config
     config.update({"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 10, "head_dim": 96})
     torch.manual_seed(0)
@@ -365,7 +346,7 @@ def mobile_net(output_stride: int) -> PreTrainedModel:
     ],
     ids=["xglm", "mobilenet"],
 )
-def test_what_is_made_when_a_module_is_cannot_follow(tmp_path, first, second, parts):
+def test_state_that_the_constructor_derives_is_refused(tmp_path, first, second, parts):
     first.save_pretrained(tmp_path / "first")
     second.save_pretrained(tmp_path / "second")
     refused(type(first).from_pretrained(tmp_path / "first"), tmp_path / "second", CheckpointError, *parts)
@@ -381,7 +362,7 @@ def test_a_checkpoint_without_a_required_tensor_is_refused(tmp_path):
     refused(model, tmp_path, CheckpointError, "no tensor for 'final_logits_bias'")
 
 
-def test_parameters_of_one_memory_are_one(tmp_path):
+def test_parameters_that_share_memory_count_as_one(tmp_path):
     folder = write(tmp_path, llama(), first=perturb(llama(), 1))
     model = AutoModelForCausalLM.from_pretrained(folder / "first")
     model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.data)
@@ -394,41 +375,28 @@ def test_generation_settings_that_cannot_be_read_are_refused(tmp_path):
     refused(perturb(llama(), 1), tmp_path, CheckpointError, "generation_config.json", "cache_implementation")
 
 
-def copy_of(folder: Path, name: str, target: Path) -> Path:
-    target.mkdir()
-    for path in (folder / name).iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
-    return target
-
-
 @pytest.mark.parametrize("place", [0.4, 0.9])
 def test_damage_is_found_before_a_weight_changes(folder, model, tmp_path, place):
-    weights = copy_of(folder, "second", tmp_path / "bad") / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[int(place * len(data))] ^= 1
-    weights.write_bytes(data)
-    refused(model, weights.parent, CorruptFileError, "damaged")
+    bad = shutil.copytree(folder / "second", tmp_path / "bad")
+    flip_bit(bad / "model.safetensors", place)
+    refused(model, bad, CorruptFileError, "damaged")
 
 
 def test_a_wrong_base_is_refused_before_a_weight_changes(folder, model, tmp_path):
-    bad = copy_of(folder, "second", tmp_path / "bad")
+    bad = shutil.copytree(folder / "second", tmp_path / "bad")
     for base, message in ((tmp_path / "gone", "there is no folder"), (folder / "first-plain", "is another model or revision")):
-        config = json.loads((bad / "config.json").read_text())
-        config["quantization_config"]["base"] = str(base)
-        (bad / "config.json").write_text(json.dumps(config))
+        edit_settings(bad, base=str(base))
         refused(model, bad, BaseModelError, str(base), message)
 
 
-def test_what_is_no_checkpoint_is_named(folder, model, tmp_path):
+def test_an_unusable_checkpoint_is_named(folder, model, tmp_path):
     refused(model, tmp_path / "nothing", CheckpointError, "nothing")
     refused(model, "user/nothing", CheckpointError, "'user/nothing' is neither a folder nor a Hub repository")
     (tmp_path / "bare").mkdir()
-    weights = folder / "second-plain/model.safetensors"
-    (tmp_path / "bare/model.safetensors").write_bytes(weights.read_bytes())
+    shutil.copy(folder / "second-plain/model.safetensors", tmp_path / "bare")
     refused(model, tmp_path / "bare", CheckpointError, "no config.json")
-    packed = copy_of(folder, "second-plain", tmp_path / "packed")
-    config = json.loads((packed / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
-    (packed / "config.json").write_text(json.dumps(config))
+    packed = shutil.copytree(folder / "second-plain", tmp_path / "packed")
+    edit_config(packed, quantization_config={"quant_method": "gptq"})
     refused(model, packed, CheckpointError, "quantized (gptq)")
 
 

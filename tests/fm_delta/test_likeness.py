@@ -36,18 +36,14 @@ def test_the_bits_are_those_of_ordered_distances(dtype):
     assert compare(a, b, 4)[1] == 0  # the same distance everywhere
     half = RawTensor.from_torch(torch.cat([values[:2], steps[2:]]))
     assert compare(half, a, 4)[1] == 1  # changed or not
-    mixed = RawTensor.from_torch(
-        torch.cat([values[:1], steps[1:2], values[2:3], torch.nextafter(values, torch.zeros_like(values))[3:]])
-    )
+    down = torch.nextafter(values, torch.zeros_like(values))
+    mixed = RawTensor.from_torch(torch.cat([values[:1], steps[1:2], values[2:3], down[3:]]))
     assert compare(mixed, a, 4)[1] == pytest.approx(1.5)  # up, down or not
-    signs = (
-        RawTensor.from_torch(torch.tensor([0.0, 0.0], dtype=dtype)),
-        RawTensor.from_torch(torch.tensor([-0.0, 0.0], dtype=dtype)),
-    )
+    signs = (RawTensor.from_torch(torch.tensor([zero, 0.0], dtype=dtype)) for zero in (0.0, -0.0))
     assert compare(*signs, 2) == (0.5, 1.0)
 
 
-def test_of_a_large_tensor_only_evenly_spread_values_count():
+def test_evenly_spread_values_of_a_large_tensor_count():
     base = normal(1 << 20, 0)
     tuned = base.clone()
     starts = np.linspace(0, len(base) - LENGTH, RUNS).astype(int)
@@ -70,7 +66,7 @@ def open_folder(path, tensors):
     return Checkpoint(write_folder(path, tensors))
 
 
-def test_what_has_no_counterpart_costs_its_full_width(tmp_path):
+def test_a_tensor_without_counterpart_costs_its_full_width(tmp_path):
     base = weights()
     src = open_folder(tmp_path / "src", base | {"score.weight": torch.ones(10, 16), "ids": torch.arange(5)})
     found = likeness(src, open_folder(tmp_path / "base", base))
@@ -80,7 +76,7 @@ def test_what_has_no_counterpart_costs_its_full_width(tmp_path):
     assert found.bits == pytest.approx(32 * 160 / (total + 160))
 
 
-def test_of_resized_embeddings_the_common_rows_are_compared(tmp_path):
+def test_common_rows_of_resized_embeddings_are_compared(tmp_path):
     base, name = weights(), "model.embed_tokens.weight"
     grown = base | {name: torch.cat([base[name], torch.ones(32, 16)])}
     bigger, smaller = open_folder(tmp_path / "grown", grown), open_folder(tmp_path / "base", base)

@@ -48,7 +48,7 @@ def test_the_sums_are_the_sizes_of_the_files(tmp_path, shards):
     assert (report.base, report.revision) == (str(base), None)
 
 
-def test_every_tensor_says_what_it_is_and_how_it_is_kept(report):
+def test_every_tensor_has_its_kind_type_shape_and_method(report):
     rows = {tensor.name: (tensor.kind, tensor.how, tensor.dtype, tensor.shape, tensor.parameters) for tensor in report.tensors}
     assert rows == {
         "model.embed_tokens.weight": ("embedding", "resized", "F32", (100, 16), 1600),
@@ -70,35 +70,34 @@ def test_every_tensor_says_what_it_is_and_how_it_is_kept(report):
     assert 16 < bits["position_ids"] < 64 and 0 < bits["lm_head.weight"] < 32
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("bert.embeddings.word_embeddings.weight", "embedding"),
-        ("transformer.wte.weight", "embedding"),
-        ("transformer.h.0.ln_1.weight", "norm"),
-        ("bert.encoder.layer.0.attention.output.LayerNorm.weight", "norm"),
-        ("bert.encoder.layer.0.attention.output.dense.weight", "attention"),
-        ("bert.encoder.layer.0.intermediate.dense.weight", "mlp"),
-        ("bert.encoder.layer.0.output.dense.weight", "mlp"),
-        ("transformer.h.0.attn.c_attn.weight", "attention"),
-        ("transformer.h.0.mlp.c_fc.weight", "mlp"),
-        ("model.layers.0.self_attn.o_proj.weight", "attention"),
-        ("model.layers.0.block_sparse_moe.experts.3.w1.weight", "mlp"),
-        ("score.weight", "other"),
-        ("²", "other"),
-        ("٣.4.weight", "other"),
-        ("", "other"),
+KINDS = {
+    "embedding": ["bert.embeddings.word_embeddings.weight", "transformer.wte.weight"],
+    "norm": ["transformer.h.0.ln_1.weight", "bert.encoder.layer.0.attention.output.LayerNorm.weight"],
+    "attention": [
+        "bert.encoder.layer.0.attention.output.dense.weight",
+        "transformer.h.0.attn.c_attn.weight",
+        "model.layers.0.self_attn.o_proj.weight",
     ],
-)
-def test_names_of_the_usual_models_have_the_right_kind(tmp_path, name, kind):
-    src = write_folder(tmp_path / "tuned", {name: torch.zeros(3), "x.1.weight": torch.zeros(1)})
+    "mlp": [
+        "bert.encoder.layer.0.intermediate.dense.weight",
+        "bert.encoder.layer.0.output.dense.weight",
+        "transformer.h.0.mlp.c_fc.weight",
+        "model.layers.0.block_sparse_moe.experts.3.w1.weight",
+    ],
+    "other": ["score.weight", "²", "٣.4.weight", "", "x.1.weight"],
+}
+
+
+def test_names_of_the_usual_models_have_the_right_kind(tmp_path):
+    kinds = {name: kind for kind, names in KINDS.items() for name in names}
+    src = write_folder(tmp_path / "tuned", {name: torch.zeros(3) for name in kinds})
     fm_delta.compress_checkpoint(src, write_folder(tmp_path / "base", weights()), tmp_path / "small")
     report = fm_delta.inspect(tmp_path / "small")
-    assert {tensor.name: tensor.kind for tensor in report.tensors}[name] == kind
+    assert {tensor.name: tensor.kind for tensor in report.tensors} == kinds
     report.plot(tmp_path / "plot.png")
 
 
-def test_as_text_it_lists_every_tensor_every_kind_and_the_sum(report):
+def test_the_text_lists_every_tensor_every_kind_and_the_sum(report):
     text = str(report)
     for tensor in report.tensors:
         assert f"{tensor.name} " in text and f"{tensor.compressed_bytes:,}" in text
@@ -110,7 +109,7 @@ def test_as_text_it_lists_every_tensor_every_kind_and_the_sum(report):
     assert not any(line.endswith(" ") for line in text.splitlines())
 
 
-def test_as_json_it_says_the_same(report):
+def test_the_json_has_what_the_report_has(report):
     data = json.loads(json.dumps(report.to_dict()))
     assert data["ratio"] == report.ratio and data["base"] == report.base and data["revision"] is None
     assert data["compressed_bytes"] == report.compressed_bytes and data["original_bytes"] == report.original_bytes
@@ -119,7 +118,7 @@ def test_as_json_it_says_the_same(report):
     ]
 
 
-def test_it_needs_no_base_and_decodes_nothing(tmp_path):
+def test_inspecting_needs_no_base_and_no_config(tmp_path):
     src, base = pair(tmp_path)
     fm_delta.compress_checkpoint(src, base, tmp_path / "small")
     before = fm_delta.inspect(tmp_path / "small")
@@ -132,12 +131,12 @@ def test_it_needs_no_base_and_decodes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["plot.png", "plot.svg", "plot.pdf"])
-def test_it_draws_itself(report, tmp_path, name):
+def test_a_report_is_plotted(report, tmp_path, name):
     report.plot(tmp_path / name)
     assert (tmp_path / name).stat().st_size > 5_000
 
 
-def test_a_picture_of_no_known_type_is_refused_by_name(report, tmp_path):
+def test_an_unknown_picture_type_is_refused_by_name(report, tmp_path):
     with pytest.raises(HfExtError, match="plot.weights could not be written"):
         report.plot(tmp_path / "plot.weights")
 
