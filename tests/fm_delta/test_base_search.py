@@ -26,7 +26,7 @@ def verdicts(report):
     return {Path(candidate.name).name: candidate.verdict for candidate in report.candidates}
 
 
-def test_the_base_is_told_from_strangers(folder):
+def test_the_base_is_found_among_strangers(folder):
     report = fm_delta.find_base(folder / "tuned", [folder / "stranger0", folder / "base", folder / "stranger1"])
     assert report.verdict == "sure" and report.require() is report.best
     assert report.best.name == str(folder / "base")
@@ -57,22 +57,19 @@ def test_prefixes_and_new_heads_do_not_hide_the_base(tmp_path):
     assert report.verdict == "sure"
 
 
-def variant(name):
-    """What agrees with tuned in its weights, but is of another architecture; and its config."""
-    base = weights()
-    layered = {n: tensor for n, tensor in base.items() if "layers.1" not in n}
-    return {
-        "fewer layers": (layered, CONFIG),
-        "more layers": (base | {n.replace("1", "2"): t for n, t in base.items() if "layers.1" in n}, CONFIG),
-        "wider layers": (base | {"model.layers.1.mlp.up_proj.weight": torch.ones(65, 16)}, CONFIG),
-        "another type": (base, CONFIG.replace("bert", "roberta")),
-        "half of the names": ({n: base[n] for n in ("model.embed_tokens.weight", "lm_head.weight")}, CONFIG),
-    }[name]
+VARIANTS = {
+    "fewer layers": lambda base: {name: tensor for name, tensor in base.items() if "layers.1" not in name},
+    "more layers": lambda base: base | {n.replace("1", "2"): tensor for n, tensor in base.items() if "layers.1" in n},
+    "wider layers": lambda base: base | {"model.layers.1.mlp.up_proj.weight": torch.ones(65, 16)},
+    "another type": dict,
+    "half of the names": lambda base: {name: base[name] for name in ("model.embed_tokens.weight", "lm_head.weight")},
+}
 
 
-@pytest.mark.parametrize("name", ["fewer layers", "more layers", "wider layers", "another type", "half of the names"])
+@pytest.mark.parametrize("name", VARIANTS)
 def test_another_architecture_is_never_sure(folder, name):
-    other = write_folder(folder / "other", *variant(name))
+    config = CONFIG.replace("bert", "roberta") if name == "another type" else CONFIG
+    other = write_folder(folder / "other", VARIANTS[name](weights()), config)
     report = fm_delta.find_base(folder / "tuned", [other])
     assert report.verdict == "likely"
     with pytest.raises(BaseModelError, match=f"perhaps {other} .*--base"):
@@ -104,7 +101,7 @@ def test_the_checkpoint_is_no_candidate_but_its_copy_is(folder):
     assert report.best.bits == 0 and report.verdict == "sure"
 
 
-def test_what_cannot_be_read_is_a_row_and_stops_nothing(folder):
+def test_an_unreadable_candidate_is_a_row_and_stops_nothing(folder):
     fm_delta.compress_checkpoint(folder / "tuned", folder / "base", folder / "small")
     (folder / "stranger0/model.safetensors").write_bytes(b"broken")
     report = fm_delta.find_base(
@@ -143,14 +140,14 @@ def test_a_named_base_that_fits_ends_the_search(folder):
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_what_the_model_card_names_is_taken(folder, several):
+def test_a_base_named_in_the_model_card_is_found(folder, several):
     name_in_card(folder, *([folder / "stranger0"] * several), str(folder / "base"))
     report = fm_delta.find_base(folder / "tuned", [])
     assert report.best.name == str(folder / "base") and "README.md" in report.best.why
     assert len(report.candidates) == 1 + several
 
 
-def test_what_is_named_must_fit_all_the_same(folder):
+def test_a_named_base_must_fit_too(folder):
     name_in_config(folder, folder / "stranger0")
     name_in_card(folder, "no/such-model")
     report = fm_delta.find_base(folder / "tuned", [folder / "base"])

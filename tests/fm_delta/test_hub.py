@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import hf_ext
 from hf_ext import fm_delta
+from tiny_checkpoints import edit_settings
 from tiny_models import assert_same_weights, bert, perturb
 from transformers import AutoModelForSequenceClassification
 
@@ -77,9 +78,7 @@ wide.push_to_hub("user/wide-shards", max_shard_size="60KB")
 errors = []
 for name in ("user/wide", "user/wide-shards"):
     folder = Path(snapshot_download("user/small", local_dir=f"needs/{name}"))
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] |= {"base": name, "revision": None}
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_settings(folder, base=name, revision=None)
     try:
         AutoModelForSequenceClassification.from_pretrained(folder)
     except Exception as error:
@@ -188,7 +187,7 @@ def test_a_base_that_cannot_be_reached_is_named_with_its_commit(client, commits,
     refusal(home=tmp_path / "newcomer")
 
 
-def test_the_weights_of_another_model_are_not_even_downloaded(client, commits, tmp_path):
+def test_weights_of_another_model_are_not_downloaded(client, commits, tmp_path):
     seen = len(client.hub.log)
     errors = json.loads(client.run(ANOTHER_BASE, home=tmp_path))
     assert len(errors) == 2

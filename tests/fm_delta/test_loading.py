@@ -596,13 +596,6 @@ def test_the_config_is_no_way_to_load_a_plain_checkpoint(folder):
     assert_fails(CheckpointError, "enable", folder=folder / "tuned", auto=AutoModelForCausalLM, quantization_config=settings)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_no_payload_could_pass_for_its_tensor(folder_of, name):
-    plain, small = (load_file(folder_of(name) / kind / "model.safetensors") for kind in ("tuned", "small"))
-    assert plain.keys() == small.keys()
-    assert all(weight.dim() != small[name].dim() for name, weight in plain.items())
-
-
 WITHOUT_THE_PLUGIN = """
 import sys
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification

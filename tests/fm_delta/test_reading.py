@@ -11,7 +11,7 @@ import torch
 from local_hub import LocalHub
 from processes import python
 from safetensors import safe_open
-from tiny_checkpoints import fine_tune, pair, weights, write_folder, write_safetensors
+from tiny_checkpoints import edit_settings, fine_tune, pair, weights, write_folder, write_safetensors
 
 from hf_ext import fm_delta
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
@@ -105,7 +105,7 @@ def test_odd_tensors_have_parts_too(tmp_path):
             checkpoint.get_slice("flags")[2]
 
 
-def test_what_was_read_is_writable_and_outlives_the_checkpoint(tmp_path):
+def test_a_tensor_is_writable_and_outlives_the_checkpoint(tmp_path):
     src, base = pair(tmp_path)
     with fm_delta.open(src) as checkpoint:
         whole, part = checkpoint.get_tensor("lm_head.weight"), checkpoint.get_slice("lm_head.weight")[:2]
@@ -119,7 +119,7 @@ def test_what_was_read_is_writable_and_outlives_the_checkpoint(tmp_path):
     assert (src / "model.safetensors").read_bytes() == before
 
 
-def test_only_what_is_read_is_checked(tmp_path):
+def test_only_tensors_that_are_read_are_checked(tmp_path):
     src, base = pair(tmp_path)
     fm_delta.compress_checkpoint(src, base, tmp_path / "small")
     file = CompressedFile(tmp_path / "small/model.safetensors")
@@ -148,8 +148,7 @@ def test_bases_are_found_as_by_from_pretrained(tmp_path):
     assert torch.equal(checkpoint.get_tensor("lm_head.weight"), expected["lm_head.weight"])
     with pytest.raises(BaseModelError, match="is another model or revision"):
         fm_delta.open(tmp_path / "chain", base=base)
-    config = tmp_path / "moved/config.json"
-    config.write_text(config.read_text().replace(json.dumps(str(base)), json.dumps(str(tmp_path / "chain"))))
+    edit_settings(tmp_path / "moved", base=str(tmp_path / "chain"))
     with pytest.raises(BaseModelError, match="need each other"):
         fm_delta.open(tmp_path / "chain", base=tmp_path / "moved")
 
@@ -294,9 +293,7 @@ def test_a_server_that_sends_whole_files_is_not_listened_to(client, monkeypatch)
 def test_another_base_on_the_hub_is_refused(client):
     for other in ("other", "wide"):
         folder = shutil.copytree(client.folder / "small", client.folder / f"needs-{other}")
-        settings = json.loads((folder / "config.json").read_text())
-        settings["quantization_config"] |= {"base": f"user/{other}", "revision": None}
-        (folder / "config.json").write_text(json.dumps(settings))
+        edit_settings(folder, base=f"user/{other}", revision=None)
     client.hub.sent.clear()
     refusals = client.refusals("./needs-other:a", "./needs-wide:a")
     assert [kind for kind, _ in refusals] == ["BaseModelError"] * 2

@@ -149,7 +149,7 @@ def test_a_stopped_training_resumes_without_the_callback(tmp_path, base, through
         assert_same_as_plain(Path(resumed.args.output_dir), tmp_path / "plain", 2, 4, 6, 8, 10, 12)
 
 
-def test_what_a_resumed_training_saves_over_is_needed_by_none(tmp_path, base, through, run):
+def test_an_overwritten_checkpoint_is_needed_by_none(tmp_path, base, through, run):
     assert needed_by(run / "checkpoint-4")
     train_compressed(base, run, StopAfter(9), resume=str(run / "checkpoint-4"), label_smoothing_factor=0.5)
     # 6 and 8 are of the second training, the others of the first.
@@ -318,7 +318,7 @@ def test_weights_of_another_run_are_not_taken_for_this_ones(tmp_path, base, run)
         train_compressed(base, tmp_path / "elsewhere", resume=str(run / "checkpoint-4"))
 
 
-def test_a_training_does_not_die_of_what_cannot_be_compressed(tmp_path, base, through, caplog):
+def test_a_training_goes_on_where_compression_fails(tmp_path, base, through, caplog):
     class Lock(TrainerCallback):
         """Holds the run's lock from another thread, as another process would."""
 

@@ -74,9 +74,8 @@ def test_a_resumed_training_ends_with_equal_bits(tmp_path, auto, causal):
 def test_training_resumes_from_shards(tmp_path, base, through):
     train(model_of(base), tmp_path / "out", callbacks=[StopAfter(4)])
     folder = tmp_path / "out/checkpoint-4"
-    fm_delta.enable(AutoModelForSequenceClassification.from_pretrained(folder), base).save_pretrained(
-        folder, max_shard_size="60KB"
-    )
+    model = fm_delta.enable(AutoModelForSequenceClassification.from_pretrained(folder), base)
+    model.save_pretrained(folder, max_shard_size="60KB")
     assert is_compressed(folder) and len(list(folder.glob("model-*.safetensors"))) > 2
     assert_same_weights(train(model_of(base), tmp_path / "out", resume=True).model, through.model)
 
@@ -91,26 +90,21 @@ def test_a_loaded_compressed_model_trains_and_resumes(tmp_path, base):
     assert_same_weights(resumed.model, through.model)
 
 
-def test_the_best_model_is_loaded_at_the_end(tmp_path, base):
+def test_the_newest_and_the_best_are_kept_and_the_best_loaded(tmp_path, base):
     class BestAtFour(TrainerCallback):
         def on_evaluate(self, args, state, control, metrics, **kwargs):
             metrics["eval_loss"] = abs(state.global_step - 4)
 
     options = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
-    options |= {"eval_strategy": "steps", "eval_steps": 2}
+    options |= {"eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 2}
     trained = train(model_of(base), tmp_path / "out", callbacks=[BestAtFour()], **options)
     best = Path(trained.state.best_model_checkpoint)
-    assert best.name == "checkpoint-4" and is_compressed(best)
+    assert best.name == "checkpoint-4"
+    kept = sorted((tmp_path / "out").glob("checkpoint-*"))
+    assert [path.name for path in kept] == ["checkpoint-4", "checkpoint-6"] and all(map(is_compressed, kept))
     plain = train(model_of(base, enabled=False), tmp_path / "plain", callbacks=[BestAtFour()], **options)
     assert_same_weights(trained.model, plain.model)
     assert_same_weights(trained.model, AutoModelForSequenceClassification.from_pretrained(best))
-
-
-def test_only_the_newest_checkpoints_are_kept(tmp_path, base):
-    train(model_of(base), tmp_path / "out", save_total_limit=2)
-    kept = sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*"))
-    assert kept == ["checkpoint-4", "checkpoint-6"]
-    assert all(is_compressed(tmp_path / "out" / name) for name in kept)
 
 
 def test_a_plain_model_resumes_from_a_compressed_checkpoint(tmp_path, base, through):
@@ -130,10 +124,9 @@ def test_adapters_train_and_resume_on_a_compressed_model(tmp_path, base):
 
     def adapted(folder: Path, enabled: bool) -> PeftModel:
         model = model_of(folder, enabled=False)
+        model = fm_delta.enable(model, base) if enabled else model
         torch.manual_seed(0)
-        return get_peft_model(
-            fm_delta.enable(model, base) if enabled else model, LoraConfig(r=2, target_modules=["query", "value"])
-        )
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["query", "value"]))
 
     through = train(adapted(tmp_path / "tuned", False), tmp_path / "plain").model
     for enabled in (False, True):
@@ -149,6 +142,5 @@ def test_adapters_train_and_resume_on_a_compressed_model(tmp_path, base):
             merged = fm_delta.enable(merged, base)
             merged.save_pretrained(tmp_path / "merged")
             assert is_compressed(tmp_path / "merged")
-            assert_same_weights(
-                AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged"), fm_delta.disable(merged)
-            )
+            loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+            assert_same_weights(loaded, fm_delta.disable(merged))

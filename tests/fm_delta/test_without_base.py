@@ -1,4 +1,4 @@
-"""Weights that are compressed without a base, of models and of PEFT adapters, need nothing but their own files."""
+"""Models and PEFT adapters that are compressed without a base need nothing but their own files."""
 
 import json
 import shutil
@@ -60,7 +60,7 @@ def test_a_model_loads_bit_equal_and_opens(tmp_path):
         assert all(torch.equal(checkpoint.get_tensor(name), tensor) for name, tensor in expected.items())
 
 
-def test_it_can_be_the_base_of_another_and_be_switched_to(tmp_path):
+def test_it_can_be_a_base_and_be_switched_to(tmp_path):
     bert().save_pretrained(tmp_path / "model")
     fm_delta.compress_checkpoint(tmp_path / "model", None, tmp_path / "base")
     tuned = fine_tune(load_file(tmp_path / "model/model.safetensors"))
@@ -133,7 +133,7 @@ def test_an_adapter_needs_no_base_and_has_none(tmp_path):
     assert not (tmp_path / "small").exists()
 
 
-def test_a_base_that_is_given_to_what_has_none_is_an_error(tmp_path):
+def test_a_base_for_weights_without_one_is_an_error(tmp_path):
     src, base = pair(tmp_path)
     fm_delta.compress_checkpoint(src, None, tmp_path / "small")
     for read in (fm_delta.verify, fm_delta.open):
@@ -171,7 +171,7 @@ def test_shards_with_and_without_a_base_are_not_mixed(tmp_path):
         fm_delta.verify(tmp_path / "small")
 
 
-def test_what_always_needs_a_base_says_so():
+def test_enable_and_compress_series_require_a_base():
     for use in (lambda: fm_delta.enable(bert(), None), lambda: fm_delta.compress_series("run", None)):
         with pytest.raises(BaseModelError, match="must be a folder or a Hub id, not None"):
             use()
