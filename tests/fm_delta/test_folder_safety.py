@@ -1,4 +1,4 @@
-"""Whatever writes or deletes a folder: killed anywhere, or run twice at once, it leaves the old, the new, or a clear error."""
+"""Commands that write or delete folders, killed at any step or run twice at once, leave the old folder or the new one."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from kills import dying_at
+from kills import in_child, killed, without_exchange
 from repeats import repeats
 from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 from tiny_merges import write_tasks
 
 from hf_ext import BaseModelError, CheckpointError, HfExtError, emr, fm_delta
 from hf_ext.fm_delta import compress
-from hf_ext.storage import atomic
 from hf_ext.storage.tree import GRAVE, HELD, OURS, delete_folder, flush_folder, scan, stamp
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kills processes as Linux does")
@@ -46,32 +46,19 @@ def commands(tasks, tmp_path_factory) -> dict[str, tuple[Callable[[Path], object
     for seed, shards in ((1, 1), (2, 2)):
         tuned = write_folder(place / f"tuned{seed}", fine_tune(weights(), seed=seed), shards=shards)
         fm_delta.compress_checkpoint(tuned, reference, place / f"small{seed}")
-    for name in folders:
-        emr.merge(base, {name: folders[name]}, place / f"merged-{name}")
+    emr.merge(base, {"trec": folders["trec"]}, place / "merged-trec")
     emr.merge(base, folders, place / "merged")
-    works: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
-        "decompress": (
-            lambda out: fm_delta.decompress_checkpoint(place / "small2", out),
-            lambda out: fm_delta.decompress_checkpoint(place / "small1", out),
-        ),
-        "extract": (
-            lambda out: emr.extract(place / "merged", "cr", out, max_shard_size="60KB"),
-            lambda out: emr.extract(place / "merged", "trec", out),
-        ),
-        "merge": (
-            lambda out: emr.merge(base, {"cr": folders["cr"]}, out, max_shard_size="60KB"),
-            lambda out: emr.merge(base, folders, out),
-        ),
+    fm_delta.decompress_checkpoint(place / "small1", place / "decompressed")
+    emr.extract(place / "merged", "trec", place / "extracted")
+    return {
+        "decompress": (lambda out: fm_delta.decompress_checkpoint(place / "small2", out), place / "decompressed"),
+        "extract": (lambda out: emr.extract(place / "merged", "cr", out, max_shard_size="60KB"), place / "extracted"),
+        "merge": (lambda out: emr.merge(base, {"cr": folders["cr"]}, out, max_shard_size="60KB"), place / "merged"),
         "add-task": (
             lambda out: emr.add_task(place / "merged-trec", "cr", folders["cr"], out, reelect=True),
-            lambda out: emr.merge(base, {"trec": folders["trec"]}, out),
+            place / "merged-trec",
         ),
     }
-    made = {}
-    for name, (work, before) in works.items():
-        before(place / f"old-{name}")
-        made[name] = work, place / f"old-{name}"
-    return made
 
 
 @repeats("stride", 11, 1)
@@ -79,7 +66,7 @@ def commands(tasks, tmp_path_factory) -> dict[str, tuple[Callable[[Path], object
 @pytest.mark.parametrize("name", ["decompress", "extract", "merge", "add-task"])
 def test_a_killed_command_leaves_no_mixed_folder_that_loads(commands, tmp_path, monkeypatch, name, exchanges, stride):
     if not exchanges:
-        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+        without_exchange(monkeypatch)
     work, old = commands[name]
     work(tmp_path / "expected")
     shutil.copytree(old, tmp_path / "then")
@@ -87,21 +74,14 @@ def test_a_killed_command_leaves_no_mixed_folder_that_loads(commands, tmp_path, 
     before, after = contents(old), contents(tmp_path / "then")
     assert contents(tmp_path / "expected").items() <= after.items()
     out, seen = tmp_path / "out", set()
-    for step in range(1, 1000, stride):
-        shutil.rmtree(out, ignore_errors=True)
-        shutil.copytree(old, out)
-        code, answer = dying_at(step, out, lambda: work(out))
+    for step in killed(out, old, lambda: work(out), stride):
         files = {name: digest for name, digest in contents(out).items() if OURS not in name}
-        if code == 0:
-            assert not answer.startswith(("CheckpointError", "OSError")) and files == after
-            break
-        assert code == -signal.SIGKILL
         seen.add("old" if files == before else "new" if files == after else "neither")
         assert files in (before, after) or "config.json" not in files
         if files not in (before, after) and step % 3 == 0:
             work(out)
             assert contents(out) == after
-    assert step > 10 and "old" in seen
+    assert contents(out) == after and "old" in seen
     assert stride > 1 or "new" in seen and ("neither" in seen) != exchanges
     assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "out", "then"]
 
@@ -109,29 +89,14 @@ def test_a_killed_command_leaves_no_mixed_folder_that_loads(commands, tmp_path, 
 # ---- twice at once ---------------------------------------------------------------------------------------------------
 
 
-def both(first: Callable[[], object], second: Callable[[], object], delay: float) -> list[str]:
-    """Runs two pieces of work in two processes, one a little later; returns the name of the error of each, or "done"."""
-    answers = []
-    for work, wait in ((first, 0.0), (second, delay)):
-        receiver, sender = os.pipe()
-        child = os.fork()
-        if child == 0:
-            time.sleep(wait)
-            try:
-                work()
-                answer = "done"
-            except BaseException as error:
-                answer = f"{type(error).__name__}: {error}"
-            os.write(sender, answer.encode())
-            os._exit(0)
-        os.close(sender)
-        answers.append((child, receiver))
-    results = []
-    for child, receiver in answers:
-        with os.fdopen(receiver) as pipe:
-            results.append(pipe.read())
-        os.waitpid(child, 0)
-    return results
+def twice(work: Callable[[], object], delay: float) -> list[str]:
+    """Runs the same work in two processes, one a little later; returns the error of each, or "done"."""
+
+    def late(wait: float) -> str:
+        return in_child(lambda: [time.sleep(wait), work(), "done"][-1])[1]
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(late, (0.0, delay)))
 
 
 ANSWERS = {"done", "CheckpointError", "BaseModelError", "CorruptFileError"}
@@ -159,7 +124,7 @@ def test_two_runs_at_once_never_lose_a_model(tmp_path, command, rounds):
         for folder in (run, small):
             shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(start, run)
-        answers = both(work[command], work[command], chance.uniform(0, 0.06))
+        answers = twice(work[command], chance.uniform(0, 0.06))
         outcomes |= {answer.partition(":")[0] for answer in answers}
         assert "done" in answers
         assert all(answer.partition(":")[0] in ANSWERS for answer in answers)
@@ -172,7 +137,7 @@ def test_two_runs_at_once_never_lose_a_model(tmp_path, command, rounds):
     assert "done" in outcomes and (rounds < 200 or outcomes & {"CheckpointError", "BaseModelError"})
 
 
-def test_nothing_stays_of_a_place_where_nothing_was_written(tmp_path):
+def test_a_failed_command_leaves_no_empty_folders(tmp_path):
     src, _ = pair(tmp_path)
     with pytest.raises(BaseModelError):
         fm_delta.compress_checkpoint(src, tmp_path / "missing", tmp_path / "new" / "deep" / "out", delete_source=True)
@@ -188,21 +153,22 @@ def restored(folder: Path, place: Path) -> dict[str, str]:
 # ---- only what was read is deleted -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("change", ["a new file", "a newer save", "a file removed", "a new folder"])
+CHANGES = {
+    "a new file": lambda src, base: (src / "optimizer.pt").write_text("state"),
+    "a newer save": lambda src, base: shutil.copyfile(base / "model.safetensors", src / "model.safetensors"),
+    "a file removed": lambda src, base: (src / "notes.txt").unlink(),
+    "a new folder": lambda src, base: (src / "checkpoint-1").mkdir(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_source_that_changes_meanwhile_is_kept(tmp_path, monkeypatch, change):
     src, base = pair(tmp_path)
     (src / "notes.txt").write_text("notes")
 
     def flush_and_change(out):
         flush_folder(out)
-        if change == "a new file":
-            (src / "optimizer.pt").write_text("state")
-        elif change == "a newer save":
-            shutil.copyfile(base / "model.safetensors", src / "model.safetensors")
-        elif change == "a file removed":
-            (src / "notes.txt").unlink()
-        else:
-            (src / "checkpoint-1").mkdir()
+        change(src, base)
 
     monkeypatch.setattr(compress, "flush_folder", flush_and_change)
     with pytest.raises(CheckpointError, match="is not deleted: files in it were written or removed"):
@@ -246,14 +212,14 @@ def test_a_stamp_covers_everything_that_a_deletion_loses(tmp_path):
     (folder / "sub").mkdir(parents=True)
     (folder / "sub" / "file").write_text("text")
     stamps = [stamp(folder)]
-    os.utime(folder / "sub" / "file", ns=(1, 1))
-    stamps.append(stamp(folder))
-    (folder / "empty").mkdir()
-    stamps.append(stamp(folder))
-    (folder / "link").symlink_to("sub")
-    stamps.append(stamp(folder))
-    (folder / "sub" / "file").chmod(stat.S_IRUSR)
-    stamps.append(stamp(folder))
+    for change in (
+        lambda: os.utime(folder / "sub" / "file", ns=(1, 1)),
+        lambda: (folder / "empty").mkdir(),
+        lambda: (folder / "link").symlink_to("sub"),
+        lambda: (folder / "sub" / "file").chmod(stat.S_IRUSR),
+    ):
+        change()
+        stamps.append(stamp(folder))
     assert len(set(stamps)) == 5 and stamp(folder) == stamps[-1]
     assert {path.as_posix() for path in scan(folder)} == {"sub", "sub/file", "empty", "link"}
     with pytest.raises(CheckpointError, match="is not deleted"):
@@ -476,7 +442,7 @@ def test_a_link_to_itself_is_copied_or_a_clear_error(tmp_path, file):
 
 @pytest.mark.parametrize("leads_to", ["elsewhere", "nowhere", None])
 @pytest.mark.parametrize("suffix", [HELD, GRAVE])
-def test_what_has_the_name_of_a_folder_in_deletion_is_left_alone(tmp_path, suffix, leads_to):
+def test_a_file_with_the_name_of_a_deletion_is_left(tmp_path, suffix, leads_to):
     src, base = pair(tmp_path)
     kept = tmp_path / f".tuned{suffix}"
     (tmp_path / "elsewhere").mkdir()

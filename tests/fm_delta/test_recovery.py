@@ -9,22 +9,21 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from kills import dying_at, in_child
+from kills import in_child, killed, without_exchange
+from processes import peak_above
 from repeats import repeats
 from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 from transformers.utils import logging
 
 from hf_ext import fm_delta
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
-from hf_ext.storage import atomic
-from hf_ext.storage import prefetch as work_ahead
+from hf_ext.storage import at_most_cores, prefetch
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.tree import OURS, STAGE
 
@@ -67,12 +66,12 @@ def test_the_source_and_the_base_are_never_written_over(tmp_path, monkeypatch):
 def test_a_file_or_an_impossible_place_as_target_is_refused(tmp_path):
     src, base = pair(tmp_path)
     (tmp_path / "file").write_text("mine")
-    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+    small = tmp_path / "small"
+    fm_delta.compress_checkpoint(src, base, small)
     for out in (tmp_path / "file", tmp_path / "file/below", Path("/proc/no-such-process/out"), tmp_path / ("n" * 300)):
-        with pytest.raises(CheckpointError, match=f"({out}|{out.parent}) (is a file|could not be written)"):
-            fm_delta.compress_checkpoint(src, base, out)
-        with pytest.raises(CheckpointError, match=f"({out}|{out.parent}) (is a file|could not be written)"):
-            fm_delta.decompress_checkpoint(tmp_path / "small", out)
+        for write, arguments in ((fm_delta.compress_checkpoint, (src, base)), (fm_delta.decompress_checkpoint, (small,))):
+            with pytest.raises(CheckpointError, match=f"({out}|{out.parent}) (is a file|could not be written)"):
+                write(*arguments, out)
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -168,16 +167,6 @@ def test_a_decompression_that_fails_leaves_the_older_one(tmp_path):
     assert contents(out) == contents(src)
 
 
-def test_another_number_of_shards_replaces_all_weights(tmp_path):
-    base = write_folder(tmp_path / "base", weights())
-    out = tmp_path / "small"
-    for shards in (3, 1, 2, 3):
-        src = write_folder(tmp_path / f"tuned{shards}", fine_tune(weights(), seed=shards), shards=shards)
-        fm_delta.compress_checkpoint(src, base, out)
-        assert contents(out).keys() == contents(src).keys() | {"README.md"}
-        assert fm_delta.verify(out) == 7
-
-
 # ---- killed ----------------------------------------------------------------------------------------------------------
 
 
@@ -186,9 +175,8 @@ def test_another_number_of_shards_replaces_all_weights(tmp_path):
 @pytest.mark.parametrize(("old_shards", "new_shards"), [(2, 2), (1, 2), (2, 1), (0, 2)])
 def test_a_killed_save_leaves_no_mixed_checkpoint_that_loads(tmp_path, monkeypatch, old_shards, new_shards, exchanges, stride):
     if not exchanges:
-        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
-    base = write_folder(tmp_path / "base", weights())
-    small, out = tmp_path / "small", tmp_path / "out"
+        without_exchange(monkeypatch)
+    base, small, out = write_folder(tmp_path / "base", weights()), tmp_path / "small", tmp_path / "out"
     if old_shards:
         old = write_folder(tmp_path / "old", fine_tune(weights(), seed=1), shards=old_shards)
         fm_delta.compress_checkpoint(old, base, small)
@@ -196,27 +184,17 @@ def test_a_killed_save_leaves_no_mixed_checkpoint_that_loads(tmp_path, monkeypat
     (new / "vocab.txt").write_text("new words")
     fm_delta.compress_checkpoint(new, base, tmp_path / "expected")
     before, after = contents(small) if old_shards else {}, contents(tmp_path / "expected")
-    seen = set()
-    for step in range(1, 200, stride):
-        shutil.rmtree(out, ignore_errors=True)
-        if old_shards:
-            shutil.copytree(small, out)
-        code, answer = dying_at(step, out, lambda: fm_delta.compress_checkpoint(new, base, out))
-        if code == 0:
-            assert answer == "None"
-            break
-        assert code == -signal.SIGKILL
+    mixed = False
+    for _ in killed(out, small if old_shards else None, lambda: fm_delta.compress_checkpoint(new, base, out), stride):
         files = {name: digest for name, digest in contents(out).items() if OURS not in name} if out.exists() else {}
         assert all(digest in (before.get(name), after.get(name)) for name, digest in files.items())
-        if files == before or files == after:
-            seen.add("whole")
-        else:
-            seen.add("mixed")
+        if files not in (before, after):
+            mixed = True
             assert "config.json" not in files  # so that nothing loads it
         fm_delta.compress_checkpoint(new, base, out)  # the next run
         assert contents(out) == after
-    assert step > 10 and seen <= ({"whole"} if exchanges or not old_shards else {"whole", "mixed"})
-    assert stride > 1 or "mixed" in seen or exchanges or not old_shards
+    by_file = old_shards and not exchanges
+    assert not mixed if not by_file else mixed or stride > 1
     assert contents(out) == after and not list(tmp_path.glob(".*"))
 
 
@@ -272,12 +250,13 @@ def test_files_that_may_not_grow_are_an_error_and_leave_nothing(tmp_path, limit)
 
         return in_child(run)
 
-    code, answer = limited(lambda: fm_delta.compress_checkpoint(src, base, out))
-    assert code == 0 and re.match(f"CheckpointError: {out} could not be written: .*File too large", answer)
-    assert not out.exists()
-    code, answer = limited(lambda: fm_delta.decompress_checkpoint(small, out))
-    assert code == 0 and re.match(f"CheckpointError: {out} could not be written: .*File too large", answer)
-    assert not out.exists()
+    for work in (
+        lambda: fm_delta.compress_checkpoint(src, base, out),
+        lambda: fm_delta.decompress_checkpoint(small, out),
+    ):
+        code, answer = limited(work)
+        assert code == 0 and re.match(f"CheckpointError: {out} could not be written: .*File too large", answer)
+        assert not out.exists()
     shutil.rmtree(small)
     assert contents(tmp_path) == before
 
@@ -328,32 +307,16 @@ def test_a_full_disk_is_an_error_and_leaves_what_was_there(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path, monkeypatch):
-    """96 tensors of 1 MiB, twice what a run may hold; the files' own pages, which the system can drop, do not count."""
-    monkeypatch.setattr(work_ahead, "AHEAD", 4 << 20)
-    monkeypatch.setattr(work_ahead, "CORES", 2)
+    """96 tensors of 1 MiB, twice what a run may hold."""
+    monkeypatch.setattr(prefetch, "AHEAD", 4 << 20)
     src, base = large_pair(tmp_path, tensors=96)
 
-    def anonymous() -> int:
-        return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) >> 10
+    def work():
+        with at_most_cores(2):
+            fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+            fm_delta.verify(tmp_path / "small")
+            fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
 
-    def peak() -> int:
-        most, done = 0, threading.Event()
-
-        def watch():
-            nonlocal most
-            while not done.wait(0.002):
-                most = max(most, anonymous())
-
-        before = anonymous()
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        fm_delta.compress_checkpoint(src, base, tmp_path / "small")
-        fm_delta.verify(tmp_path / "small")
-        fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
-        done.set()
-        watcher.join()
-        return most - before
-
-    code, megabytes = in_child(peak)
-    assert code == 0 and 1 <= int(megabytes) < 48
+    code, answer = in_child(lambda: peak_above(work))
+    assert code == 0 and 1 << 20 <= int(answer) < 48 << 20
     assert contents(tmp_path / "back") == contents(src)

@@ -1,4 +1,4 @@
-"""A model that was enabled saves compressed through every call people already make, and never leaves a broken folder behind."""
+"""After `fm_delta.enable` a model saves compressed through `save_pretrained`, also if the save fails or is killed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from hosts import adapters_of_transformers, host
-from peft import LoraConfig
-from processes import python
+from kills import killed
+from peft import LoraConfig, get_peft_model
+from repeats import repeats
 from safetensors.torch import load_file
 from tiny_models import MODELS, assert_same_weights, bert, llama, perturb, same_bits, t5
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     BertModel,
     BitsAndBytesConfig,
     LlamaForCausalLM,
@@ -59,7 +59,7 @@ def model(base) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_architecture_saves_smaller_and_loads_bit_equal(tmp_path, name):
+def test_a_save_gives_the_bytes_of_compressing_a_plain_save(tmp_path, name):
     tiny = MODELS[name]
     tiny.build().save_pretrained(tmp_path / "base")
     tuned = perturb(tiny.build())
@@ -70,8 +70,8 @@ def test_every_architecture_saves_smaller_and_loads_bit_equal(tmp_path, name):
     assert plain.keys() | {"README.md"} == small.keys()
     assert len(small["model.safetensors"]) < len(plain["model.safetensors"])
     assert_same_weights(tiny.auto.from_pretrained(tmp_path / "small"), tiny.auto.from_pretrained(tmp_path / "plain"))
-    fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "restored")
-    assert contents(tmp_path / "restored") == plain
+    fm_delta.compress_checkpoint(tmp_path / "plain", tmp_path / "base", tmp_path / "compressed", verify=True)
+    assert contents(tmp_path / "compressed") == small
 
 
 def test_config_json_differs_only_by_its_new_entry(tmp_path, base, model):
@@ -82,13 +82,6 @@ def test_config_json_differs_only_by_its_new_entry(tmp_path, base, model):
     fm_delta.disable(model).save_pretrained(tmp_path / "plain")
     assert config == json.loads((tmp_path / "plain/config.json").read_text())
     assert not hasattr(model.config, "quantization_config")
-
-
-def test_a_save_gives_the_bytes_of_compressing_the_plain_save(tmp_path, base, model):
-    model.save_pretrained(tmp_path / "small")
-    type(model).save_pretrained(model, tmp_path / "plain")
-    fm_delta.compress_checkpoint(tmp_path / "plain", base, tmp_path / "compressed")
-    assert contents(tmp_path / "small") == contents(tmp_path / "compressed")
 
 
 def test_saving_again_gives_the_same_bytes(tmp_path, model):
@@ -107,12 +100,8 @@ def test_the_shards_of_an_earlier_save_are_removed(tmp_path, model):
         assert is_compressed(tmp_path / "small")
         shards = sorted(path.name for path in (tmp_path / "small").glob("*.safetensors"))
         assert sizes.setdefault(size, shards) == shards
-        assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "small"), plain_of(model))
+        assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "small"), model)
     assert len({len(shards) for shards in sizes.values()}) == 3
-
-
-def plain_of(model: PreTrainedModel) -> PreTrainedModel:
-    return copy.deepcopy(model)
 
 
 @pytest.mark.parametrize("size", ["60KB", "1GB"])
@@ -120,16 +109,14 @@ def test_a_variant_is_compressed(tmp_path, model, size):
     model.half().save_pretrained(tmp_path / "small", variant="fp16", max_shard_size=size)
     assert is_compressed(tmp_path / "small")
     assert all(path.name.startswith("model.fp16") for path in (tmp_path / "small").glob("*.safetensors"))
-    assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "small", variant="fp16"), plain_of(model))
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "small", variant="fp16"), model)
 
 
 @pytest.mark.parametrize("positional", [False, True])
-def test_a_state_dict_given_to_the_save_is_what_is_compressed(tmp_path, model, positional):
+def test_a_save_compresses_the_state_dict_that_it_is_given(tmp_path, model, positional):
     other = perturb(llama(), seed=2)
-    if positional:
-        model.save_pretrained(tmp_path / "small", True, other.state_dict())
-    else:
-        model.save_pretrained(tmp_path / "small", state_dict=other.state_dict())
+    arguments, options = ((True, other.state_dict()), {}) if positional else ((), {"state_dict": other.state_dict()})
+    model.save_pretrained(tmp_path / "small", *arguments, **options)
     assert is_compressed(tmp_path / "small")
     assert_same_weights(LlamaForCausalLM.from_pretrained(tmp_path / "small"), other)
 
@@ -142,15 +129,6 @@ def test_a_model_offloaded_to_disk_saves_compressed(tmp_path, base, model):
     )
     fm_delta.enable(loaded, base).save_pretrained(tmp_path / "again")
     assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "small/model.safetensors").read_bytes()
-
-
-def test_the_base_may_have_another_head_and_prefix(tmp_path):
-    bert().bert.save_pretrained(tmp_path / "base")
-    tuned = fm_delta.enable(perturb(bert(labels=5)), tmp_path / "base")
-    tuned.save_pretrained(tmp_path / "small")
-    how = {tensor.name: tensor.how for tensor in fm_delta.inspect(tmp_path / "small").tensors}
-    assert how["bert.encoder.layer.0.output.dense.weight"] == "delta"
-    assert_same_weights(AutoModelForSequenceClassification.from_pretrained(tmp_path / "small"), plain_of(tuned))
 
 
 # ---- copies of the model -----------------------------------------------------------------------------------------------
@@ -176,9 +154,9 @@ def test_a_copy_saves_and_is_disabled_on_its_own(tmp_path, model, copied):
     model.save_pretrained(tmp_path / "small")
     for folder, saved in (("twin", twin), ("small", model)):
         assert is_compressed(tmp_path / folder)
-        assert_same_weights(LlamaForCausalLM.from_pretrained(tmp_path / folder), plain_of(saved))
+        assert_same_weights(LlamaForCausalLM.from_pretrained(tmp_path / folder), saved)
     twin.load_state_dict(load_file(tmp_path / "small/model.safetensors"))
-    assert_same_weights(twin, plain_of(model))
+    assert_same_weights(twin, model)
     fm_delta.disable(twin).save_pretrained(tmp_path / "twin")
     model.save_pretrained(tmp_path / "small")
     assert is_compressed(tmp_path / "small") and not is_compressed(tmp_path / "twin")
@@ -192,10 +170,10 @@ def test_a_copy_does_not_keep_the_original_alive_in_a_pickle(model):
 def test_a_compiled_model_saves_compressed(tmp_path, model):
     torch.compile(model).save_pretrained(tmp_path / "small")
     assert is_compressed(tmp_path / "small")
-    assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "small"), plain_of(model))
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "small"), model)
 
 
-def test_the_base_is_found_from_another_working_directory(tmp_path, base, monkeypatch):
+def test_a_relative_base_is_recorded_as_absolute(tmp_path, base, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = fm_delta.enable(perturb(llama()), "base")
     (tmp_path / "elsewhere").mkdir()
@@ -203,7 +181,7 @@ def test_the_base_is_found_from_another_working_directory(tmp_path, base, monkey
     model.save_pretrained("small")
     assert is_compressed(Path("small"))
     monkeypatch.chdir(tmp_path)
-    assert_same_weights(AutoModelForCausalLM.from_pretrained("elsewhere/small"), plain_of(model))
+    assert_same_weights(AutoModelForCausalLM.from_pretrained("elsewhere/small"), model)
 
 
 # ---- on and off --------------------------------------------------------------------------------------------------------
@@ -247,7 +225,7 @@ def test_only_the_enabled_object_changes(tmp_path, model):
 
 def test_an_enabled_model_loads_state_dicts_of_both_kinds(tmp_path, model):
     model.save_pretrained(tmp_path / "small")
-    expected = plain_of(fm_delta.disable(copy.deepcopy(model)))
+    expected = fm_delta.disable(copy.deepcopy(model))
     state_dict = load_file(tmp_path / "small/model.safetensors")
     keys = {name: weight.data_ptr() for name, weight in state_dict.items()}
     for state in (state_dict, expected.state_dict()):
@@ -302,14 +280,9 @@ def test_a_quantized_model_is_refused(base):
         fm_delta.enable(model, base)
 
 
-def test_what_is_not_a_transformers_model_is_refused(base, model):
-    from peft import get_peft_model
-
-    for other in (
-        torch.nn.Linear(2, 2),
-        model.state_dict(),
-        get_peft_model(perturb(llama()), LoraConfig(target_modules=["q_proj"])),
-    ):
+def test_other_objects_than_transformers_models_are_refused(base, model):
+    adapted = get_peft_model(perturb(llama()), LoraConfig(target_modules=["q_proj"]))
+    for other in (torch.nn.Linear(2, 2), model.state_dict(), adapted):
         with pytest.raises(CheckpointError, match=type(other).__name__):
             fm_delta.enable(other, base)
 
@@ -325,7 +298,7 @@ def test_a_base_that_has_nothing_in_common_is_warned_about(tmp_path, caplog):
     tuned = fm_delta.enable(perturb(bert()).bert, tmp_path / "base")
     assert [str(tmp_path / "base") in record.getMessage() for record in caplog.records] == [True]
     tuned.save_pretrained(tmp_path / "small")
-    assert_same_weights(BertModel.from_pretrained(tmp_path / "small"), plain_of(tuned))
+    assert_same_weights(BertModel.from_pretrained(tmp_path / "small"), tuned)
 
 
 @adapters_of_transformers
@@ -381,65 +354,6 @@ def test_a_full_disk_is_a_clear_error_and_keeps_the_old_save(tmp_path, model):
     assert contents(tmp_path / "small") == before and not list(tmp_path.glob(".*"))
 
 
-# Saves a model again and again, each time in a process of its own that is stopped right before its n-th change of the folder.
-INTERRUPTED = """
-import errno, json, os, shutil, signal, sys
-import torch
-from tiny_models import llama, perturb
-from hf_ext import CheckpointError, fm_delta
-
-CHANGES = {"open", "os.truncate", "shutil.copyfile", "hf_ext.exchange"}
-CHANGES |= {f"os.{name}" for name in ("mkdir", "rename", "link", "remove", "rmdir")}
-torch.set_num_threads(1)
-
-
-def save_until(step, how, model, size, folder):
-    left = step
-
-    def watch(event, args):
-        nonlocal left
-        paths = [os.fspath(path) for path in args if isinstance(path, (str, os.PathLike))]
-        place, name = os.path.split(folder)
-        staged = f"{place}/.{name}."
-        if event not in CHANGES or not any(path.startswith((folder, staged)) for path in paths):
-            return
-        if event == "os.mkdir" and os.path.isdir(args[0]) or event == "open" and not set(args[1] or "") & set("wax+"):
-            return
-        if event == "open" and not paths[0].startswith(staged):
-            os._exit(3)  # a file that is read by others is only ever replaced whole
-        left -= 1
-        if left == 0:
-            if how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise OSError(errno.EIO, "injected")
-
-    sys.addaudithook(watch)
-    try:
-        model.save_pretrained(folder, max_shard_size=size)
-    except Exception as error:
-        return 1 if isinstance(error, CheckpointError) and folder in str(error) else 2
-    return 0
-
-
-for root, how, kind, first_size, second_size in json.loads(sys.argv[2]):
-    base, start = f"{root}/base", f"{root}/start"
-    llama().save_pretrained(base)
-    first, second = perturb(llama(), seed=1), fm_delta.enable(perturb(llama(), seed=2), base)
-    if kind == "compressed":
-        fm_delta.enable(first, base)
-    first.save_pretrained(start, max_shard_size=first_size)
-    step, ended = 1 - (stride := int(sys.argv[1])), None
-    while ended != 0:
-        step += stride
-        folder = f"{root}/step{step}"
-        shutil.copytree(start, folder)
-        child = os.fork()
-        if child == 0:
-            os._exit(save_until(step, how, second, second_size, folder))
-        ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert ended in (0, -signal.SIGKILL if how == "kill" else 1), ended
-    print(step, flush=True)
-"""
 STOPS = [
     ("kill", "compressed", "1GB", "1GB"),
     ("kill", "compressed", "100KB", "100KB"),
@@ -450,27 +364,24 @@ STOPS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[7, pytest.param(1, marks=pytest.mark.slow)])
-def stopped(request, tmp_path_factory):
-    """For each of `STOPS` a folder and the steps before which the save in it was stopped; it ran to its end before the last."""
-    roots = {case: tmp_path_factory.mktemp("stopped") for case in STOPS}
-    cases = json.dumps([(str(root), *case) for case, root in roots.items()])
-    result = python("-c", INTERRUPTED, request.param, cases)
-    assert result.returncode == 0, result.stderr
-    steps = [range(1, int(last) + 1, request.param) for last in result.stdout.split()]
-    return {case: (root, steps) for (case, root), steps in zip(roots.items(), steps, strict=True)}
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("case", STOPS, ids="-".join)
-def test_an_interrupted_save_leaves_no_mixed_checkpoint(stopped, case):
-    how, kind, _, size = case
-    root, steps = stopped[case]
-    old, new = perturb(llama(), seed=1), perturb(llama(), seed=2)
+@repeats("stride", 7, 1)
+@pytest.mark.parametrize("how, kind, first_size, size", STOPS, ids=map("-".join, STOPS))
+def test_an_interrupted_save_leaves_no_mixed_checkpoint(tmp_path, base, how, kind, first_size, size, stride):
+    old, new = perturb(llama(), seed=1), fm_delta.enable(perturb(llama(), seed=2), base)
+    if kind == "compressed":
+        fm_delta.enable(old, base)
+    start, folder, expected = (tmp_path / name for name in ("start", "folder", "expected"))
+    old.save_pretrained(start, max_shard_size=first_size)
+    new.save_pretrained(shutil.copytree(start, expected), max_shard_size=size)
     outcomes, left = [], 0
-    for step in steps:
-        folder = root / f"step{step}"
-        left += step < steps[-1] and any(root.glob(f".{folder.name}.*{STAGE}"))
+
+    def save():
+        torch.set_num_threads(1)  # the threads of OpenMP are gone after a fork
+        new.save_pretrained(folder, max_shard_size=size)
+
+    for _ in killed(folder, start, save, stride, fail=how == "fail"):
+        left += any(tmp_path.glob(f".{folder.name}.*{STAGE}"))
         try:
             loaded = AutoModelForCausalLM.from_pretrained(folder)
         except Exception as error:
@@ -480,10 +391,8 @@ def test_an_interrupted_save_leaves_no_mixed_checkpoint(stopped, case):
         else:
             outcomes.append("old" if same_bits(loaded.lm_head.weight, old.lm_head.weight) else "new")
             assert_same_weights(loaded, old if outcomes[-1] == "old" else new)
-    assert outcomes.count("old") > 5 / steps.step and outcomes[-1] == "new"
-    assert outcomes == sorted(outcomes, key=["old", "error", "new"].index)
-    assert left > 5 / steps.step if how == "kill" else left == 0
-    fm_delta.enable(new, root / "base")
-    for step in steps[:-1]:
-        new.save_pretrained(root / f"step{step}", max_shard_size=size)
-        assert contents(root / f"step{step}") == contents(root / f"step{steps[-1]}")
+        new.save_pretrained(folder, max_shard_size=size)
+        assert contents(folder) == contents(expected)
+    assert contents(folder) == contents(expected)
+    assert "old" in outcomes and outcomes == sorted(outcomes, key=["old", "error", "new"].index)
+    assert (left > 0) == (how == "kill")
