@@ -58,7 +58,7 @@ def test_training_tells_real_inputs_from_others(tmp_path):
     assert real > others + 0.3
 
 
-def test_its_metrics_are_the_shares_that_it_keeps_of_what_it_was_not_trained_on(tmp_path):
+def test_metrics_are_the_kept_shares_of_held_out_inputs(tmp_path):
     """Its base model knows the answers, and steps of next to nothing do not change them."""
     model, words = pretrained("gpt2")
     model = write_judge(get_peft_model(model, lora("gpt2"))).merge_and_unload()
@@ -71,7 +71,7 @@ def test_its_metrics_are_the_shares_that_it_keeps_of_what_it_was_not_trained_on(
     assert found.score([]) == []
 
 
-def test_few_texts_of_a_kind_are_repeated_and_all_of_them_trained_on():
+def test_the_smaller_kind_is_repeated_and_all_of_it_trained_on():
     held_out, rows = _split(REAL, OTHERS[:3], seed=training_seed())
     assert [answer for _, answer in held_out] == ["Yes"] * 2
     assert Counter(answer for _, answer in rows) == {"Yes": 18, "No": 18}

@@ -61,7 +61,7 @@ def test_without_its_adapter_a_model_is_its_base_again(adapter):
         assert not torch.allclose(model(tokens).logits[:, -count:], plain(tokens).logits, atol=1e-2)
 
 
-def test_the_likeliest_answer_does_not_depend_on_a_models_own_way_of_generating():
+def test_greedy_answers_ignore_the_models_generation_config():
     model, words = teacher("gpt2")
     write = ModelGenerator(model, Encoder(words, model, "{input}"), 4)
     expected = write(inputs(6), 4)
@@ -93,7 +93,7 @@ def test_virtual_tokens_take_room_in_the_context():
         ModelGenerator(model, encoder, 1)([long], 8)
 
 
-def test_sampling_is_seeded_and_leaves_other_random_numbers_alone():
+def test_sampling_is_seeded_and_keeps_the_global_random_state():
     model, words = pretrained("llama")
     write = ModelGenerator(model, Encoder(words, model), batch_size=2, options={"min_p": 0.01})
     torch.manual_seed(5)
@@ -104,7 +104,7 @@ def test_sampling_is_seeded_and_leaves_other_random_numbers_alone():
     assert first == write(PROMPTS, 20, seed=1, temperature=1.0, top_p=0.9) != write(PROMPTS, 20, seed=2, temperature=1.0)
 
 
-def test_sampling_depends_on_no_generation_config_but_on_the_options():
+def test_sampling_depends_on_the_options_alone():
     model, words = pretrained("llama")
     encoder = Encoder(words, model)
 
@@ -191,7 +191,7 @@ def test_an_answer_has_the_tokens_that_it_has_in_the_whole_text():
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["gpt2", "t5"])
-def test_the_likelihood_of_an_answer_is_the_sum_that_the_model_alone_gives(kind, side):
+def test_an_answers_likelihood_is_the_sum_over_its_tokens(kind, side):
     model, words = teacher(kind)
     words = copy.deepcopy(words)
     words.padding_side = side
@@ -294,7 +294,7 @@ def test_a_server_is_asked_for_no_penalties_if_it_takes_them(takes_penalties):
     assert requests[0]["repetition_penalty"] == 1.0 and ("repetition_penalty" in requests[-1]) == takes_penalties
 
 
-def test_a_server_that_refuses_or_is_gone_is_an_error_that_says_so():
+def test_a_server_that_refuses_or_is_gone_is_an_error():
     with handling(lambda request: (404, {"error": {"message": "no such model"}})) as http:
         url = f"http://127.0.0.1:{http.server_port}/v1"
         with pytest.raises(ServerError, match="no such model.*run again to resume"):

@@ -53,7 +53,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_an_adapter_that_fits_a_relative_is_copied_and_nothing_else_is_done(folders, tmp_path):
+def test_a_good_enough_copy_ends_the_migration(folders, tmp_path):
     report = migrate(*names(folders, "relative"), settings(tmp_path), lora("gpt2"), test=TEST, enough=0.9)
     assert [one.method for one in report.attempts] == ["copy"] and report.best.score == report.teacher == 1
     assert report.evidence == "accuracy on 60 test inputs" and report.shared_seconds == 0
@@ -67,7 +67,7 @@ def test_an_adapter_that_fits_a_relative_is_copied_and_nothing_else_is_done(fold
     assert "the best one: copy." in text and f"| copy | {100 * report.best.score:.1f} % |" in text
 
 
-def test_on_another_family_the_ways_share_inputs_and_the_best_is_kept(folders, tmp_path, capsys):
+def test_methods_share_inputs_and_the_best_adapter_is_kept(folders, tmp_path, capsys):
     source, adapter, target, _ = names(folders, "llama")
     line = ["migrate", "--source-model", source, "--source-adapter", adapter, "--target-model", target, "--json"]
     line += ["--seeds", folders / "seeds.jsonl", "--discriminator", folders / "discriminator", "--out", tmp_path]
@@ -98,7 +98,7 @@ def test_on_another_family_the_ways_share_inputs_and_the_best_is_kept(folders, t
     assert lines(tmp_path / "trans_lora" / "synthesis.jsonl") == written
 
 
-def test_without_a_discriminator_token_excess_writes_its_own_inputs(folders, tmp_path):
+def test_without_a_discriminator_titok_writes_its_own_inputs(folders, tmp_path):
     args = settings(tmp_path, num_samples=12, num_train_epochs=1)
     report = migrate(*names(folders, "llama"), args, lora("llama"))
     assert [one.method for one in report.attempts] == ["copy", "titok"] and report.best.method == "titok"

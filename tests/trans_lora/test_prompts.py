@@ -82,7 +82,7 @@ def test_comments_and_backticks_are_no_part_of_an_item(text):
     assert parse_items(text, 6, 10, False, ["a", "b"]) == [Item("one", True), Item("two", True)]
 
 
-def test_lines_paragraphs_and_backticks_stay_where_the_seeds_have_them():
+def test_inputs_have_line_breaks_and_backticks_as_the_seeds():
     text = " Which?\n`a` or b\n\nI hope that this helps!"
     assert parse_items(text, 6, 10, True, ["What?\na or b"]) == [Item("Which?\na or b", True)]
     assert parse_items(text, 6, 10, True, ["What?\n\n`a` or b"]) == [Item(text.strip(), True)]

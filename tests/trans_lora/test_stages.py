@@ -56,7 +56,7 @@ def test_another_adapter_of_the_same_base_is_another_teacher(tmp_path):
         transfer(tmp_path, teaching=(other, words), **SMALL).train()
 
 
-def test_a_training_that_is_done_is_not_taken_for_one_with_other_settings(tmp_path):
+def test_a_finished_training_refuses_other_settings(tmp_path):
     transfer(tmp_path, **SMALL, learning_rate=1e-9).train()
     with pytest.raises(
         HfExtError, match="another learning_rate. Take another folder, or start again with resume_from_checkpoint=False"
@@ -105,7 +105,7 @@ def test_a_checkpoint_that_was_half_written_is_passed_over(tmp_path, left):
     assert again.report.to_dict() == whole.report.to_dict()
 
 
-def test_resuming_where_there_is_nothing_to_resume_is_an_early_error(tmp_path):
+def test_resuming_without_a_checkpoint_is_an_early_error(tmp_path):
     with pytest.raises(ValueError, match="no complete checkpoint"):
         transfer(tmp_path, **SMALL).train(resume_from_checkpoint=True)
     assert not (tmp_path / "synthesis.jsonl").exists() and last_checkpoint(tmp_path / "nowhere") is None
@@ -118,7 +118,7 @@ def test_the_report_is_json_for_any_reader(tmp_path):
 
 
 @pytest.mark.parametrize("given", [False, "False"])
-def test_a_training_that_starts_again_leaves_no_old_checkpoint_to_resume_from(tmp_path, given):
+def test_a_training_that_starts_again_deletes_old_checkpoints(tmp_path, given):
     transfer(tmp_path, **SMALL, learning_rate=1e-9).train()
     (tmp_path / "checkpoint-99").mkdir()  # later than all of the new training
     shutil.copy(f"{last_checkpoint(tmp_path)}/trainer_state.json", tmp_path / "checkpoint-99")

@@ -168,7 +168,7 @@ def test_the_best_are_kept_when_all_are_scored(tmp_path):
     assert keep_best(write(tmp_path, Script(), 6, judge), 3, path) == found and path.read_bytes() == before
 
 
-def test_a_rate_that_never_gets_there_is_an_early_and_clear_error(tmp_path):
+def test_too_low_a_rate_of_kept_inputs_is_an_early_error(tmp_path):
     script = Script(*(f" sort {a} {b}" for a in "abcdefgh" for b in "abcdefgh"))
     with pytest.raises(
         HfExtError, match=r"40 inputs are not possible within max_attempts=800\. .* 0 were kept .*\(\d+ filter\)"
@@ -180,7 +180,7 @@ def test_a_rate_that_never_gets_there_is_an_early_and_clear_error(tmp_path):
         write(tmp_path / "some", script, 40, lambda texts: [(0, text[-1] == "a", None) for text in texts], max_attempts=70)
 
 
-def test_what_is_beyond_hope_ends_before_a_twentieth_of_the_attempts(tmp_path):
+def test_a_hopeless_run_ends_before_a_twentieth_of_the_attempts(tmp_path):
     args = settings(tmp_path, generation_batch_size=8)
     script, path = Script(" pick a a a", *[" sort"] * 999), tmp_path / "synthesis.jsonl"
     said = r"1,050 inputs \(1,000 and 50\) are not possible within max_attempts=21,000\. Of the first \d+, 1 were kept and "
@@ -190,7 +190,7 @@ def test_what_is_beyond_hope_ends_before_a_twentieth_of_the_attempts(tmp_path):
     assert 300 < len(path.read_text().splitlines()) < 600
 
 
-def test_the_first_round_shows_inputs_with_their_fate_and_how_long_the_rest_takes(tmp_path, capsys):
+def test_the_first_round_shows_inputs_and_the_time_that_remains(tmp_path, capsys):
     script = Script(" pick a b c\n7. pick d f e\n8. sort", *(f" pick {a} {b} {a}" for a in "abcdefgh" for b in "abcdefgh"))
     logging.enable_progress_bar()
     write(tmp_path, script, 8, lambda texts: [(0.75, t != "pick d f e", None) for t in texts], lambda text: text != "sort")

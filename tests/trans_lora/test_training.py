@@ -34,7 +34,7 @@ def losses(folder, kind, config, **options):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_the_logits_of_answers_alone_give_the_same_loss_and_gradients(tmp_path, kind):
+def test_logits_of_answers_alone_give_equal_loss_and_gradients(tmp_path, kind):
     (whole, sparing), seen, places = losses(tmp_path, kind, lora(kind))
     assert len(whole) == len(sparing) > 1 and all(torch.allclose(one, other, atol=1e-5) for one, other in zip(whole, sparing))
     assert seen[1] == places < seen[0] / 2

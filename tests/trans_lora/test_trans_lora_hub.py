@@ -47,7 +47,7 @@ Discriminator.from_pretrained("user/nothing")
 """
 
 
-def test_what_is_pushed_loads_by_its_id_and_has_its_card_and_what_is_not_there_is_named(tmp_path):
+def test_pushed_adapters_load_by_id_and_missing_ones_are_named(tmp_path):
     with LocalHub() as hub:
         env = hub.client_env(tmp_path)
         result = python("-c", PUSH, env=env, cwd=tmp_path)

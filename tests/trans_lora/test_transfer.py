@@ -263,7 +263,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("stage", ["synthesis", "labels", "distillation"])
-def test_a_run_that_was_killed_in_any_stage_ends_as_one_that_was_not(tmp_path, whole, stage):
+def test_a_killed_run_ends_as_one_that_ran_through(tmp_path, whole, stage):
     def interrupt():
         raise KeyboardInterrupt
 
@@ -423,7 +423,7 @@ THINKING = (
 )
 
 
-def test_chats_have_the_system_prompt_and_the_variables_of_their_template(tmp_path):
+def test_chats_have_the_system_prompt_and_template_variables(tmp_path):
     (model, words), (target, _) = teacher("gpt2"), pretrained("gpt2")
     words = copy.deepcopy(words)
     words.add_special_tokens({"bos_token": "<begin>"})
@@ -530,7 +530,7 @@ def test_a_target_without_an_adapter_to_train_is_refused(tmp_path):
         TransLoraTrainer(adapted, settings(tmp_path, filter="none"), **options, peft_config=lora("llama"))
 
 
-def test_a_teacher_that_never_ends_an_answer_is_an_error_before_anything_is_written(tmp_path):
+def test_a_teacher_whose_answers_never_end_is_an_early_error(tmp_path):
     trainer = transfer(tmp_path, filter="none", max_label_length=1)
     with pytest.raises(HfExtError, match="gave none of the 5 seeds a whole answer within max_label_length=1 tokens"):
         trainer.train()
@@ -588,7 +588,7 @@ def test_settings_that_cannot_be_meant_are_refused(tmp_path, options, message):
         settings(tmp_path, **options)
 
 
-def test_the_papers_settings_keep_near_duplicates_and_as_many_inputs_as_there_were(tmp_path):
+def test_the_papers_settings_keep_near_duplicates_and_the_size(tmp_path):
     quiet = {"use_cpu": True, "report_to": [], "save_strategy": "no"}
     args = TransLoraConfig.paper(tmp_path, dataset_size=250, num_train_epochs=10, learning_rate=2e-4, **quiet)
     assert (args.num_samples, args.near_duplicate_threshold, args.filter, args.num_train_epochs) == (
@@ -699,7 +699,7 @@ def test_the_command_line_does_all_of_it(folders, tmp_path, capsys):
     PeftModel.from_pretrained(pretrained("llama")[0], out)
 
 
-def test_a_discriminator_that_is_no_better_than_chance_is_refused(folders, tmp_path, capsys):
+def test_a_discriminator_no_better_than_chance_is_refused(folders, tmp_path, capsys):
     """It learns next to nothing, so it says "Yes" of all inputs, as its base does."""
     source, out = ("--source-model", folders / "gpt2"), tmp_path / "d"
     line = ("train-discriminator", *source, "--inputs", folders / "real.jsonl", "--task", "pick", "--out", out, *COMMON)
@@ -727,14 +727,14 @@ def test_a_discriminator_that_is_no_better_than_chance_is_refused(folders, tmp_p
         ),
     ],
 )
-def test_the_papers_settings_on_the_command_line_yield_to_options(tmp_path, options, expected):
+def test_options_take_precedence_over_the_papers_settings(tmp_path, options, expected):
     needed = "--source-model a --source-adapter b --target-model c --seeds d --out e"
     context = get_command(app).commands["transfer"].make_context("transfer", f"{needed} {options}".split())
     args = training_arguments(context, str(tmp_path), context.params["paper"], context.params["peft_type"])
     assert (args.num_samples, args.near_duplicate_threshold, args.discriminator_prompt, args.learning_rate) == expected
 
 
-def test_the_papers_adapters_are_on_query_and_value_or_start_at_a_text(folders, tmp_path):
+def test_the_papers_adapters_have_its_layers_or_its_start_text(folders, tmp_path):
     OlmoConfig().save_pretrained(tmp_path)  # a family that PEFT has no default layers for
     families = ((folders / "llama", {"q_proj", "v_proj"}), (folders / "gpt2", {"c_attn"}), (tmp_path, {"q_proj", "v_proj"}))
     for path, modules in families:
