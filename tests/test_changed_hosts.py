@@ -1,4 +1,4 @@
-"""Internals of Transformers change: loading then takes the plain way, and a method that cannot be registered stops no other."""
+"""With changed internals of Transformers, loading falls back to the plain way, and the other methods still register."""
 
 from __future__ import annotations
 

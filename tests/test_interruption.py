@@ -1,4 +1,4 @@
-"""Long work ends soon after Ctrl-C, or after nobody waits for it any more, also in the middle of a tensor."""
+"""Long work ends soon after Ctrl-C or after its Prefetcher is closed, also in the middle of a tensor."""
 
 import signal
 import time

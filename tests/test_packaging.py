@@ -1,4 +1,4 @@
-"""What is published holds all that it needs, and its metadata agree with the rest of the repository."""
+"""The published package contains all that it needs, and its metadata agree with the repository."""
 
 import os
 import re
@@ -132,8 +132,10 @@ def test_the_extra_all_covers_what_errors_recommend():
     listed = "\n".join([(ROOT / "hf_ext/requirements.txt").read_text(), *(extras[extra] for extra in before)])
     names = {Requirement(need).name for need in re.findall(r"^\w[^#\n]*", listed, re.MULTILINE)}
     texts = [PARTS.sub("", path.read_text("utf-8")) for path in (ROOT / "hf_ext").rglob("*.py")]
-    told = {name[1] for text in texts for command in COMMAND.findall(text) if (name := re.match(r"'?([a-z][\w-]*)", command))}
-    assert {"torch", "mfusepy", "pillow", "openai"} < told <= names
+    recommended = {
+        name[1] for text in texts for command in COMMAND.findall(text) if (name := re.match(r"'?([a-z][\w-]*)", command))
+    }
+    assert {"torch", "mfusepy", "pillow", "openai"} < recommended <= names
 
 
 def test_the_citation_names_version_and_papers():

@@ -1,4 +1,4 @@
-"""On import, an unsupported version is named with the command that replaces it; a newer one than tested is a warning, once."""
+"""On import, an unsupported version is an error with the command that replaces it; an untested newer one is one warning."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A checkpoint's base is found by what it says and by its weights, and is never called sure where there is doubt."""
+"""`fm_delta.find_base` ranks candidates by config.json, model card and weights, and reports `sure` only without doubt."""
 
 import json
 from pathlib import Path
@@ -191,8 +191,8 @@ def test_the_default_candidates_are_the_cached_models(folder):
         done = python("-c", FIND, env=env, cwd=folder)
     assert done.returncode == 0, done.stderr
     report, settings = json.loads(done.stdout)
-    found = {candidate["name"]: candidate["verdict"] for candidate in report["candidates"]}
-    assert found == {"user/base": "sure", "user/shards": "sure", "user/stranger": "no"}
+    by_name = {candidate["name"]: candidate["verdict"] for candidate in report["candidates"]}
+    assert by_name == {"user/base": "sure", "user/shards": "sure", "user/stranger": "no"}
     best = report["candidates"][0]
     assert best["name"] == settings["base"] == "user/base"
     assert best["revision"] == settings["revision"] and len(best["revision"]) == 40

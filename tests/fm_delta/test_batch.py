@@ -1,4 +1,4 @@
-"""Many models are compressed in one run: what is done is not done again, and a bad one stops none of the others."""
+"""`fm_delta.compress_all` compresses many models, skips those that are done, and goes on after one that fails."""
 
 import contextlib
 import json

@@ -69,11 +69,11 @@ def open_folder(path, tensors):
 def test_a_tensor_without_counterpart_costs_its_full_width(tmp_path):
     base = weights()
     src = open_folder(tmp_path / "src", base | {"score.weight": torch.ones(10, 16), "ids": torch.arange(5)})
-    found = likeness(src, open_folder(tmp_path / "base", base))
+    result = likeness(src, open_folder(tmp_path / "base", base))
     total = sum(tensor.numel() for tensor in base.values())
-    assert found.shared == pytest.approx(total / (total + 160))
-    assert (found.agreement, found.same_layers) == (1.0, True)
-    assert found.bits == pytest.approx(32 * 160 / (total + 160))
+    assert result.shared == pytest.approx(total / (total + 160))
+    assert (result.agreement, result.same_layers) == (1.0, True)
+    assert result.bits == pytest.approx(32 * 160 / (total + 160))
 
 
 def test_common_rows_of_resized_embeddings_are_compared(tmp_path):

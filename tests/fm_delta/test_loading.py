@@ -64,9 +64,9 @@ def assert_loads_the_same(auto, folder: Path, **options):
     for name in ("tuned", "small"):
         torch.manual_seed(0)  # of weights that are in neither
         models.append(auto.from_pretrained(folder / name, output_loading_info=True, **options))
-    (plain, expected), (model, found) = models
+    (plain, expected), (model, report) = models
     assert_same_weights(model, plain)
-    assert found == expected
+    assert report == expected
     assert model.dtype == plain.dtype and model.config.dtype == plain.config.dtype
     return model, plain
 
@@ -352,8 +352,8 @@ def test_the_loaded_model_keeps_no_trace_of_its_compression(folder_of):
         model, plain = assert_loads_the_same(MODELS[name].auto, folder_of(name))
         assert vars(model).keys() == vars(plain).keys()
         assert not hasattr(model.config, "quantization_config")
-        own = model.config.to_dict() | {"_name_or_path": None}
-        assert own == plain.config.to_dict() | {"_name_or_path": None}
+        config = model.config.to_dict() | {"_name_or_path": None}
+        assert config == plain.config.to_dict() | {"_name_or_path": None}
         assert len(model._weight_conversions) == len(plain._weight_conversions)
         assert not model._load_state_dict_pre_hooks
 

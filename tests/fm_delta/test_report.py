@@ -1,4 +1,4 @@
-"""The report says how large everything is, and its sums are those of the files."""
+"""A report lists the sizes of all tensors, and its sums are the sizes of the files."""
 
 import json
 

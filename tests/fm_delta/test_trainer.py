@@ -21,9 +21,9 @@ from hf_ext import fm_delta
 def is_compressed(folder: Path) -> bool:
     files = list(folder.glob("model*.safetensors"))
     assert files
-    found = {"fm_delta" in safe_open(file, "pt").metadata() for file in files}
-    assert found == {"quantization_config" in json.loads((folder / "config.json").read_text())}
-    return found.pop()
+    kinds = {"fm_delta" in safe_open(file, "pt").metadata() for file in files}
+    assert kinds == {"quantization_config" in json.loads((folder / "config.json").read_text())}
+    return kinds.pop()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A checkpoint is read lazily, named by its content, matched by name, and written whole or not at all."""
+"""Checkpoints are read lazily, identified by content, matched by tensor names, and written whole or not at all."""
 
 import ctypes
 import json

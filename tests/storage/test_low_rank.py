@@ -226,9 +226,9 @@ def test_a_forged_rank_asks_for_no_memory():
 
     for place in range(14, len(body)):
         forged = (bytes(body[:place]) + b"\xff\xff" + bytes(body[place + 2 :]))[: len(body)]
-        found = attempt(decode, forged)
+        decoded = attempt(decode, forged)
         if place % 32 == 0:  # the reference takes its time
-            assert attempt(reference.decode_body, forged) == found
+            assert attempt(reference.decode_body, forged) == decoded
 
 
 # ---- from a change to factors ----------------------------------------------------------------------------------------
@@ -254,14 +254,14 @@ def fine_grid() -> low_rank.Grid:
 def test_the_decomposition_finds_the_leading_components():
     tensor, base = low_rank_pair(torch.float32, 6, 1e-5)
     start = torch.randn(256, 20, generator=torch.Generator().manual_seed(1))
-    found = low_rank.decompose(change_of(tensor, base), start, 1)
+    components = low_rank.decompose(change_of(tensor, base), start, 1)
     exact = torch.linalg.svd(tensor - base)
-    np.testing.assert_allclose(found.values[:6], exact.S[:6], rtol=1e-4)
-    assert np.square(found.values[:12]).sum() == pytest.approx(exact.S[:12].square().sum().item(), rel=1e-4)
-    assert found.touched == 192 and found.energy == pytest.approx(exact.S.square().sum().item(), rel=1e-5)
-    torch.testing.assert_close(found.left(12).T @ found.left(12), torch.eye(12), atol=1e-4, rtol=0)
-    torch.testing.assert_close(found.right(12) @ found.right(12).T, torch.eye(12), atol=1e-4, rtol=0)
-    near = found.left(6) @ (torch.from_numpy(found.values[:6, None]).float() * found.right(6))
+    np.testing.assert_allclose(components.values[:6], exact.S[:6], rtol=1e-4)
+    assert np.square(components.values[:12]).sum() == pytest.approx(exact.S[:12].square().sum().item(), rel=1e-4)
+    assert components.touched == 192 and components.energy == pytest.approx(exact.S.square().sum().item(), rel=1e-5)
+    torch.testing.assert_close(components.left(12).T @ components.left(12), torch.eye(12), atol=1e-4, rtol=0)
+    torch.testing.assert_close(components.right(12) @ components.right(12).T, torch.eye(12), atol=1e-4, rtol=0)
+    near = components.left(6) @ (torch.from_numpy(components.values[:6, None]).float() * components.right(6))
     torch.testing.assert_close(near, tensor - base, atol=6e-5, rtol=0)
 
 
@@ -270,8 +270,8 @@ def test_the_rank_is_that_of_the_change_where_the_rest_is_noise():
     noise = torch.randn(192, 256, generator=torch.Generator().manual_seed(8))
     start = torch.randn(256, 72, generator=torch.Generator().manual_seed(1))
     for change, rank in ((change_of(tensor, base), 6), (change_of(noise, torch.zeros_like(noise)), 0)):
-        found = low_rank.decompose(change, start, 1)
-        assert low_rank.best_rank(found.values, found.energy, change.shape, fine_grid()) == rank
+        components = low_rank.decompose(change, start, 1)
+        assert low_rank.best_rank(components.values, components.energy, change.shape, fine_grid()) == rank
 
 
 @pytest.mark.parametrize("rank, width", [(0, 0), (1, 16), (6, 16), (14, 32), (40, 64)])
@@ -290,9 +290,9 @@ def test_singular_values_are_estimated_from_sampled_rows():
     change = (torch.randn(4000, 4, generator=draw) * strengths) @ torch.randn(4, 300, generator=draw)
     change += 3 * torch.randn(4000, 300, generator=draw)
     exact, sampled = torch.linalg.svdvals(change), torch.linalg.svdvals(change[::10])
-    found = low_rank.whole_values(sampled[:16].double().numpy(), float(change[::10].square().sum()), 400, (4000, 300))
-    assert len(found) < 8  # the noise of the sample passes for hardly any component
-    np.testing.assert_allclose(found[:4], exact[:4], rtol=0.1)
+    values = low_rank.whole_values(sampled[:16].double().numpy(), float(change[::10].square().sum()), 400, (4000, 300))
+    assert len(values) < 8  # the noise of the sample passes for hardly any component
+    np.testing.assert_allclose(values[:4], exact[:4], rtol=0.1)
 
 
 def test_no_more_than_a_sample_is_read_where_nothing_pays(monkeypatch):
