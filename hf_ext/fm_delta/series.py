@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from hf_ext.fm_delta.card import came_with_compression
 from hf_ext.fm_delta.compress import write_with_card
 from hf_ext.fm_delta.folder import ModelFolder
 from hf_ext.fm_delta.restore import decode_all
+from hf_ext.fm_delta.size_estimate import estimate_size
 from hf_ext.fm_delta.sizes import Sizes
 from hf_ext.integration.model_cards import CARD
 from hf_ext.storage.atomic import locked, recover, rewrite, staged_folder
@@ -34,7 +34,7 @@ from hf_ext.storage.layout import all_weights
 from hf_ext.storage.open import base_of, open_checkpoint, open_files, require_depth
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
-from hf_ext.storage.tree import OURS, copy, delete_folder, finish_deletion, link
+from hf_ext.storage.tree import copy, delete_folder, finish_deletion, link
 
 logger = logging.getLogger(__name__)
 
@@ -194,32 +194,25 @@ def secure(run: Path, step: int, best: str | None = None) -> None:
 
 
 def store(folder: Path, root: TensorSource, newer: Path | None = None) -> None:
-    """Rewrites the weights of a checkpoint against the base `root` or the checkpoint `newer`, whichever makes them smaller."""
+    """Rewrites the weights of a checkpoint against the base `root` or the checkpoint `newer`, whichever is estimated to make
+    them smaller."""
     bases = {None: root} | ({f"../{newer.name}": open_checkpoint(newer)} if newer else {})
     model = ModelFolder.open_compressed(folder) if is_compressed(folder) else ModelFolder.open_plain(folder)
+    name = None
+    if newer:
+        weights = open_checkpoint(folder)
+        name = min(bases, key=lambda name: estimate_size(weights, bases[name]).compressed_bytes)
     times = folder.stat()
     with staged_folder(folder) as stage:
-        written: dict[Path, TensorSource] = {}
-        for name, base in bases.items():
-            out = stage / f"{OURS}{len(written)}"
-            out.mkdir()
-            written[out] = base
-            if (folder / CONFIG).exists():
-                copy(folder / CONFIG, out / CONFIG)
-                rewrite(out / CONFIG, remove_settings)
-            if (folder / CARD).exists() and not came_with_compression(folder / CARD):
-                link(folder / CARD, out / CARD)
-            write_with_card(model.sets, base, out, name, root=root)
-        smallest = min(written, key=lambda out: sum(path.stat().st_size for path in all_weights(out)))
-        decode_all(open_files(smallest), written[smallest])  # before the plain weights are deleted
-        model.copy_modes(smallest)
-        for path in smallest.iterdir():
-            path.rename(stage / path.name)
         for path in model.others(stage):
-            if path not in (Path(CONFIG), Path(CARD)) and (folder / path).is_file():
+            if path == Path(CONFIG):
+                copy(folder / CONFIG, stage / CONFIG)
+                rewrite(stage / CONFIG, remove_settings)
+            elif (folder / path).is_file() and not (path == Path(CARD) and came_with_compression(folder / CARD)):
                 link(folder / path, stage / path)
-        for out in written:
-            shutil.rmtree(out)
+        write_with_card(model.sets, bases[name], stage, name, root=root)
+        decode_all(open_files(stage), bases[name])  # before the plain weights are deleted
+        model.copy_modes(stage)
     os.utime(folder, ns=(times.st_atime_ns, times.st_mtime_ns))  # a Trainer deletes checkpoints in the order of these times
 
 
