@@ -25,7 +25,7 @@ from valid_cards import KINDS, valid_card
 
 import hf_ext
 from hf_ext import PissaConfig, QPissaConfig, UniMedForConditionalGeneration, emr, fm_delta, pissa
-from hf_ext.integration import model_cards as cards
+from hf_ext.integration import card_marks, model_cards, origins
 
 MINE = "---\nlicense: cc-by-4.0\ntags:\n- mine\n---\n\n# My model\n\nMy own words.\n"
 
@@ -190,14 +190,14 @@ def test_without_a_task_type_the_bases_class_is_shown(llama, tmp_path, kind):
 
 
 def test_tables_of_transformers_are_read_without_import():
-    for table in {table for tables in cards.TASKS.values() for table in tables}:
+    for table in {table for tables in origins.TASKS.values() for table in tables}:
         imported = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").values()
         classes = {name for entry in imported for name in ([entry] if isinstance(entry, str) else entry)}
-        assert classes and classes <= cards.auto_classes()[f"MODEL_FOR_{table}_MAPPING_NAMES"]
+        assert classes and classes <= origins.auto_classes()[f"MODEL_FOR_{table}_MAPPING_NAMES"]
 
 
 def test_a_users_class_is_not_shown_as_one_of_transformers():
-    card = cards.adapter_card("pissa", "user/base", None, [], "MyModel", config=PissaConfig(r=2))
+    card = model_cards.adapter_card("pissa", "user/base", None, [], "MyModel", config=PissaConfig(r=2))
     assert "import AutoModel\n" in card.text and card.data.pipeline_tag is None
 
 
@@ -247,7 +247,7 @@ def test_the_hub_id_of_a_local_base_comes_from_its_own_files(tuned, tmp_path, mo
 @pytest.mark.parametrize("text", ['{"_name_or_path": "base"}', '{"_name_or_path": "./a/b"}', '{"_name_or_path": 3}', "[", "{}"])
 def test_metadata_names_no_local_base(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
-    assert cards.origin_of(tmp_path) is None and cards.origin_of("user/tiny") == "user/tiny"
+    assert origins.origin_of(tmp_path) is None and origins.origin_of("user/tiny") == "user/tiny"
 
 
 def test_a_converted_lora_says_what_it_misses(llama, tmp_path):
@@ -390,7 +390,7 @@ def test_a_card_that_nobody_changed_is_written_anew(tuned, merged, tmp_path):
     assert valid_card(tmp_path, "fm_delta")[0].license == "mit" and first != second
     with open(tmp_path / "README.md", "w", newline="") as file:
         file.write(second.replace("\n", "\r\n"))  # as git may do
-    assert cards.is_ours(tmp_path / "README.md")
+    assert card_marks.is_ours(tmp_path / "README.md")
 
 
 @pytest.mark.parametrize("change", ["words", "figures", "licence", "tags", "mark", "behind the mark", "remark", "PEFT"])
@@ -444,7 +444,7 @@ def bare_cards(llama: Path, folder: Path) -> dict[str, Path]:
 
 def test_a_bare_card_of_peft_or_transformers_is_replaced(llama, tmp_path):
     for name, path in bare_cards(llama, tmp_path).items():
-        assert cards.is_free(path), name
+        assert card_marks.is_free(path), name
         text = path.read_text()
         for old, new in [
             ("[More Information Needed]", "Me"),
@@ -457,10 +457,10 @@ def test_a_bare_card_of_peft_or_transformers_is_replaced(llama, tmp_path):
         ]:
             assert old in text
             path.write_text(text.replace(old, new, 1))
-            assert not cards.is_free(path), (name, new)
+            assert not card_marks.is_free(path), (name, new)
         path.write_text(text)
         metadata_update_here(path, {"base_model": "me/my-base"})
-        assert not cards.is_free(path), name
+        assert not card_marks.is_free(path), name
 
 
 @pytest.mark.parametrize("metadata", ["tags:\n- legal", "base_model: me/my-base", "pipeline_tag: text-generation"])
@@ -468,7 +468,7 @@ def test_a_card_of_metadata_alone_is_the_users(tuned, tmp_path, metadata):
     path = tmp_path / "README.md"
     for nothing in ("library_name: transformers\n", "tags: []\n"):
         path.write_text(f"---\n{nothing}---\n")
-        assert cards.is_free(path), nothing
+        assert card_marks.is_free(path), nothing
     path.write_text(f"---\nlibrary_name: peft\n{metadata}\n---\n")
     before = path.read_bytes()
     fm_delta.compress_checkpoint(tuned / "tuned", tuned / "base", tmp_path)
@@ -489,32 +489,32 @@ def test_tags_of_a_bare_card_go_into_its_replacement(tuned, llama, tmp_path):
 
 def test_what_cannot_be_read_is_somebodys(tmp_path):
     path = tmp_path / "README.md"
-    assert cards.is_free(path)
+    assert card_marks.is_free(path)
     path.write_bytes(b"")
-    assert cards.is_free(path)
+    assert card_marks.is_free(path)
     for content in (b"\xff\xfe\x00", b"---\na: " + b"[" * 1200 + b"\n---\n", b"---\n: [\n---\n", b"---\n- a\n---\n"):
         path.write_bytes(content)
-        assert not cards.is_free(path) and cards.metadata_of(tmp_path) in (None, {})
+        assert not card_marks.is_free(path) and card_marks.metadata_of(tmp_path) in (None, {})
 
 
 def test_tags_of_numbers_or_of_a_single_word_are_words(tmp_path):
     for number, tags in enumerate(("[1, mine]", "mine", "2026", "[~]")):
         (tmp_path / "README.md").write_text(f"---\nlibrary_name: peft\ntags: {tags}\n---\n")
-        assert cards._tags(cards.metadata_of(tmp_path)) == [["1", "mine"], ["mine"], ["2026"], []][number]
+        assert card_marks.tags_of(card_marks.metadata_of(tmp_path)) == [["1", "mine"], ["mine"], ["2026"], []][number]
 
 
 def test_figures_and_names_do_not_become_markup_or_metadata(tmp_path):
     name = "{{ 7 * 7 }}: [x"
-    card = cards.adapter_card("trans_lora_discriminator", f"/nowhere/{name}", None, ["a"], task_name=name, metrics="")
-    assert cards.write_card(tmp_path, card)
+    card = model_cards.adapter_card("trans_lora_discriminator", f"/nowhere/{name}", None, ["a"], task_name=name, metrics="")
+    assert model_cards.write_card(tmp_path, card)
     assert metadata_load(tmp_path / "README.md") == {"library_name": "peft", "tags": ["a"]}
-    assert f"# Discriminator of {name}" in (tmp_path / "README.md").read_text() and cards.is_ours(tmp_path / "README.md")
+    assert f"# Discriminator of {name}" in (tmp_path / "README.md").read_text() and card_marks.is_ours(tmp_path / "README.md")
 
 
 def test_a_name_that_is_markdown_or_code_does_not_reach_the_card():
-    name = cards.name_in_text('folder/x`\n\n# Click [here](bad)\n")\nimport os #')
+    name = origins.name_in_text('folder/x`\n\n# Click [here](bad)\n")\nimport os #')
     assert name.startswith("`x") and not {"\n", '"', "[", "/"} & set(name) and name.count("`") == 2
-    assert cards.name_in_text("org/model") == "`org/model`" and cards.name_in_text("/a/my model-v1.2") == "`my model-v1.2`"
+    assert origins.name_in_text("org/model") == "`org/model`" and origins.name_in_text("/a/my model-v1.2") == "`my model-v1.2`"
 
 
 def test_metadata_that_stand_for_gigabytes_are_not_read(tmp_path):
@@ -523,9 +523,9 @@ def test_metadata_that_stand_for_gigabytes_are_not_read(tmp_path):
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
     text = "---\n" + "\n".join(lines) + "\nlicense: mit\n---\n# Mine\n"
     (tmp_path / "README.md").write_text(text)
-    assert cards.metadata_of(tmp_path) is None and not cards.is_free(tmp_path / "README.md")
-    (tmp_path / "README.md").write_text(f"---\nlicense: mit\nnotes: {'x' * cards.MAX_METADATA}\n---\n# Mine\n")
-    assert cards.metadata_of(tmp_path) is None
+    assert card_marks.metadata_of(tmp_path) is None and not card_marks.is_free(tmp_path / "README.md")
+    (tmp_path / "README.md").write_text(f"---\nlicense: mit\nnotes: {'x' * card_marks.MAX_METADATA}\n---\n# Mine\n")
+    assert card_marks.metadata_of(tmp_path) is None
 
 
 # ---- templates ---------------------------------------------------------------------------------------------------------

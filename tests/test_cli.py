@@ -21,7 +21,7 @@ import hf_ext
 from hf_ext import emr, fm_delta
 from hf_ext.cli.command import app
 from hf_ext.cli.main import main
-from hf_ext.integration.model_cards import is_ours
+from hf_ext.integration.card_marks import is_ours
 from hf_ext.storage import prefetch
 
 COMMANDS = typer.main.get_command(app).commands

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 from transformers.modelcard import TASK_MAPPING
 
-from hf_ext.integration.model_cards import is_ours
+from hf_ext.integration.card_marks import is_ours
 from hf_ext.storage.installation import plugin
 
 KINDS = {path.stem for path in (Path(__file__).parents[1] / "model_cards").glob("*.md")}

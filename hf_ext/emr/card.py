@@ -10,7 +10,9 @@ from huggingface_hub import ModelCard
 
 from hf_ext.display import markdown_table, megabytes
 from hf_ext.emr.reports import COLUMNS, MergeReport
-from hf_ext.integration.model_cards import class_of, license_of, metadata_of, model_card, name_in_text, task_of
+from hf_ext.integration.card_marks import metadata_of
+from hf_ext.integration.model_cards import model_card
+from hf_ext.integration.origins import class_of, license_of, name_in_text, task_of
 from hf_ext.storage.config_file import CONFIG, read_config
 
 

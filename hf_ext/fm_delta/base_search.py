@@ -13,7 +13,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 from hf_ext.display import table
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.fm_delta.likeness import Likeness, likeness
-from hf_ext.integration.model_cards import CARD, metadata_of
+from hf_ext.integration.card_marks import CARD, metadata_of
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.hub import downloaded

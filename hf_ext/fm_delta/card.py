@@ -8,7 +8,9 @@ from pathlib import Path
 from huggingface_hub import ModelCard
 
 from hf_ext.display import megabytes, percent
-from hf_ext.integration.model_cards import CARD, class_of, is_free, is_ours, model_card, name_in_text, task_of
+from hf_ext.integration.card_marks import CARD, is_free, is_ours
+from hf_ext.integration.model_cards import model_card
+from hf_ext.integration.origins import class_of, name_in_text, task_of
 from hf_ext.storage.config_file import CONFIG, read_config, storage_settings
 from hf_ext.storage.delta.writer import METHOD, Sets
 from hf_ext.storage.source import NoBase, TensorSource

@@ -12,7 +12,8 @@ import numpy as np
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.fm_delta.card import ORIGINAL, compressed_card, without_free_card
 from hf_ext.fm_delta.folder import ModelFolder
-from hf_ext.integration.model_cards import CARD, is_ours, write_card
+from hf_ext.integration.card_marks import CARD, is_ours
+from hf_ext.integration.model_cards import write_card
 from hf_ext.storage.atomic import locked, staged_folder
 from hf_ext.storage.config_file import CONFIG, remove_settings
 from hf_ext.storage.delta.codec import DEFAULT_LEVEL

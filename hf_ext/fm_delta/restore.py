@@ -8,7 +8,8 @@ from pathlib import Path
 
 from hf_ext.fm_delta.card import came_with_compression, without_free_card
 from hf_ext.fm_delta.folder import ModelFolder
-from hf_ext.integration.model_cards import CARD, outdated
+from hf_ext.integration.card_marks import CARD
+from hf_ext.integration.model_cards import outdated
 from hf_ext.storage.atomic import staged_folder
 from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.storage.delta.source import decoded

@@ -21,7 +21,7 @@ from hf_ext.fm_delta.folder import ModelFolder
 from hf_ext.fm_delta.restore import decode_all
 from hf_ext.fm_delta.size_estimate import estimate_size
 from hf_ext.fm_delta.sizes import Sizes
-from hf_ext.integration.model_cards import CARD
+from hf_ext.integration.card_marks import CARD
 from hf_ext.storage.atomic import locked, recover, rewrite, staged_folder
 from hf_ext.storage.config_file import CONFIG, remove_settings
 from hf_ext.storage.delta.file import KEY, CompressedFile

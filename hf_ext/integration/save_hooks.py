@@ -14,7 +14,8 @@ from huggingface_hub import CommitInfo, HfApi
 from transformers import PreTrainedModel
 from transformers.utils.hub import create_and_tag_model_card
 
-from hf_ext.integration.model_cards import CARD, may_be_pushed, tag_card
+from hf_ext.integration.card_marks import CARD
+from hf_ext.integration.model_cards import may_be_pushed, tag_card
 
 HUB_OPTIONS = ("repo_id", "private", "revision", "commit_message", "commit_description", "create_pr")
 

@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     SafetensorsParsingError,
 )
-from huggingface_hub.utils import SafetensorsFileMetadata
+from huggingface_hub.utils import SafetensorsFileMetadata, validate_repo_id
 
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 
@@ -152,6 +152,17 @@ def absolute(name: str | os.PathLike) -> str:
     if not isinstance(name, str | os.PathLike):
         raise BaseModelError(f"The base must be a folder or a Hub id, not {name!r}.")
     return os.path.abspath(name) if os.path.isdir(name) else os.fspath(name)
+
+
+def hub_id(name: str | os.PathLike | None) -> str | None:
+    """Returns a name if it is valid for a repository on the Hub and no such folder exists; else None."""
+    if not isinstance(name, str) or not name or os.path.exists(name):
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return None
+    return name
 
 
 def snapshot_of(folder: Path) -> Path | None:

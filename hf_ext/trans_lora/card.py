@@ -7,7 +7,8 @@ from pathlib import Path
 from huggingface_hub import ModelCard
 
 from hf_ext.display import markdown_table, percent
-from hf_ext.integration.model_cards import adapter_card, name_in_text
+from hf_ext.integration.model_cards import adapter_card
+from hf_ext.integration.origins import name_in_text
 from hf_ext.trans_lora.reports import TransferReport
 
 

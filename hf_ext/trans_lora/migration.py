@@ -15,7 +15,9 @@ from peft import PeftConfig, PeftModel
 
 from hf_ext.display import markdown_table, percent, table
 from hf_ext.errors import HfExtError
-from hf_ext.integration.model_cards import CARD, adapter_card, name_in_text, write_card
+from hf_ext.integration.card_marks import CARD
+from hf_ext.integration.model_cards import adapter_card, write_card
+from hf_ext.integration.origins import name_in_text
 from hf_ext.storage.atomic import staged_folder, write_json
 from hf_ext.trans_lora.config import TransLoraConfig, chat_variables
 from hf_ext.trans_lora.encoding import Encoder

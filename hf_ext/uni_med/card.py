@@ -5,7 +5,10 @@ from __future__ import annotations
 from huggingface_hub import ModelCard
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_ext.integration.model_cards import hub_id, metadata_of, model_card, name_in_text
+from hf_ext.integration.card_marks import metadata_of
+from hf_ext.integration.model_cards import model_card
+from hf_ext.integration.origins import name_in_text
+from hf_ext.storage.hub import hub_id
 from hf_ext.uni_med.configuration_uni_med import QA
 
 
