@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -91,8 +91,7 @@ class OriginalWeight:
                 f"'{name}' in {checkpoint} is of type {entry.dtype} and shape {tuple(entry.shape)}, not floats of {shape}: it "
                 f"is itself quantized, or of another model. {advice}"
             )
-        raw = checkpoint.read(name)
-        weight = replace(raw, data=raw.data.copy()).to_torch().to(device).float()
+        weight = checkpoint.read(name).to_torch().to(device).float()
         checkpoint.release(name)
         return weight.T.contiguous() if self.transposed else weight
 

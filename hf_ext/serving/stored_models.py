@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,7 +15,6 @@ from hf_ext.storage.delta.source import PARTS_OF
 from hf_ext.storage.hub import HUB, is_local, reaching
 from hf_ext.storage.open import OF_TASK, open_checkpoint
 from hf_ext.storage.prefetch import Prefetcher
-from hf_ext.storage.safetensors_file import RawTensor
 from hf_ext.storage.source import TensorSource
 
 if TYPE_CHECKING:
@@ -76,11 +74,7 @@ def read_tensors(source: TensorSource, names: list[str]) -> Iterator[tuple[str, 
 
     def convert() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
-            yield name, _to_torch(tensor)
+            yield name, tensor.to_torch()
             source.release(name)
 
     return convert()
-
-
-def _to_torch(tensor: RawTensor) -> torch.Tensor:
-    return tensor.to_torch() if tensor.data.flags.writeable else replace(tensor, data=tensor.data.copy()).to_torch()
