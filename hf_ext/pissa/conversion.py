@@ -91,31 +91,10 @@ def convert_to_lora(
         BaseModelError: the base's original weights are required and cannot be read.
     """
     adapter_name = adapter_name or active_adapter(model)
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, LoraLayer) and adapter_name in module.scaling
-    }
-    if not layers:
-        raise HfExtError(f"The model has no LoRA or PiSSA adapter '{adapter_name}' to convert.")
+    layers = _layers(model, adapter_name)
     config = model.peft_config[adapter_name]
-    variants = {type(layer.lora_variant.get(adapter_name)) for layer in layers.values()} - {type(None), PissaVariant}
-    start = config.init_lora_weights
-    if (
-        config.peft_type not in ("LORA", "QPISSA")
-        or variants
-        or config.target_parameters
-        or config.lora_bias
-        or start not in (True, False, "gaussian", PRINCIPAL)
-    ):
-        raise HfExtError(
-            f"The adapter '{adapter_name}' is neither of PiSSA or QPiSSA nor a plain LoRA (type {config.peft_type.value}, "
-            f"init_lora_weights={start!r}). Other adapters cannot be converted."
-        )
     if onto not in ("original", "quantized"):
         raise HfExtError(f"onto={onto!r} is not supported. Use 'original' or 'quantized'.")
-    if any(module.merged for module in layers.values()):
-        raise HfExtError("The model has merged adapters. Call unmerge_adapter() before you convert one.")
     if rank is not None and rank < 1:
         raise HfExtError(f"rank={rank} is not supported: a LoRA has at least rank 1.")
     state = get_peft_model_state_dict(model, adapter_name=adapter_name)
@@ -146,6 +125,38 @@ def convert_to_lora(
         base = type(model.get_base_model() if isinstance(model, PeftModel) else model)
         lora.auto_mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
     return LoraConversion(lora, state, records, kind)
+
+
+def _layers(model: PeftModel, adapter_name: str) -> dict[str, LoraLayer]:
+    """Returns the layers of an adapter by name.
+
+    Raises:
+        HfExtError: there are none, the adapter is not a LoRA, or it is merged.
+    """
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer) and adapter_name in module.scaling
+    }
+    if not layers:
+        raise HfExtError(f"The model has no LoRA or PiSSA adapter '{adapter_name}' to convert.")
+    config = model.peft_config[adapter_name]
+    variants = {type(layer.lora_variant.get(adapter_name)) for layer in layers.values()} - {type(None), PissaVariant}
+    start = config.init_lora_weights
+    if (
+        config.peft_type not in ("LORA", "QPISSA")
+        or variants
+        or config.target_parameters
+        or config.lora_bias
+        or start not in (True, False, "gaussian", PRINCIPAL)
+    ):
+        raise HfExtError(
+            f"The adapter '{adapter_name}' is neither of PiSSA or QPiSSA nor a plain LoRA (type {config.peft_type.value}, "
+            f"init_lora_weights={start!r}). Other adapters cannot be converted."
+        )
+    if any(module.merged for module in layers.values()):
+        raise HfExtError("The model has merged adapters. Call unmerge_adapter() before you convert one.")
+    return layers
 
 
 def _quantized(module: QPissaLinear, B: torch.Tensor, A: torch.Tensor, rank: int | None, onto: Onto):
