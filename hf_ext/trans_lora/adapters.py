@@ -14,10 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_ext.errors import HfExtError
+from hf_ext.integration.adapter_source import CHANGES_BASE
 from hf_ext.integration.modes import evaluating
-
-# PEFT's own starts that subtract themselves from the base's weights.
-CHANGES_BASE = {"pissa", "olora", "corda", "loftq", "lora_ga"}
 
 
 def bare(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
@@ -62,8 +60,7 @@ def base_of(model: PreTrainedModel | PeftModel) -> Iterator[PreTrainedModel]:
         yield model
         return
     for config in model.peft_config.values():
-        start = str(getattr(config, "init_lora_weights", "")).split("_")[0]
-        if start in CHANGES_BASE:
+        if str(getattr(config, "init_lora_weights", "")).startswith(CHANGES_BASE):
             raise HfExtError(
                 f"init_lora_weights='{config.init_lora_weights}' changes the base model's weights, and the base itself is "
                 "needed. For PiSSA take hf_ext.PissaConfig, which leaves them; PEFT can convert a saved adapter to a LoRA "

@@ -71,6 +71,14 @@ def test_greedy_answers_ignore_the_models_generation_config():
     assert write(inputs(6), 4) == expected
 
 
+@pytest.mark.parametrize("start", ["pissa_niter_4", "olora", "lora_ga"])
+def test_an_adapter_that_changed_the_base_has_no_base(start):
+    model, _ = adapted("llama", "lora")
+    model.peft_config["default"].init_lora_weights = start
+    with pytest.raises(HfExtError, match=f"init_lora_weights='{start}' changes the base model's weights"), base_of(model):
+        pass
+
+
 def test_without_its_adapter_a_model_keeps_what_is_trainable():
     model, _ = adapted("llama", "lora")
     frozen = {name for name, parameter in model.named_parameters() if "lora_A" in name}
