@@ -125,8 +125,8 @@ class TransLoraConfig(TrainingArguments):
             raise ValueError(f"held_out_share={self.held_out_share}: give 0 or more, and less than 1.")
         if not 0 <= self.logits_weight <= 1:
             raise ValueError(f"logits_weight={self.logits_weight}: give 0 to 1.")
-        given = (self.generation_kwargs or {}) if not isinstance(self.generation_kwargs, str) else {}
-        if fixed := sorted({"num_return_sequences", "num_beams", "do_sample", "max_new_tokens", "stop_strings"} & set(given)):
+        names = (self.generation_kwargs or {}) if not isinstance(self.generation_kwargs, str) else {}
+        if fixed := sorted({"num_return_sequences", "num_beams", "do_sample", "max_new_tokens", "stop_strings"} & set(names)):
             raise ValueError(f"generation_kwargs has {', '.join(fixed)}, which a transfer sets itself.")
         if self.num_items <= self.num_shots:
             raise ValueError(f"num_items={self.num_items} leaves nothing to write after num_shots={self.num_shots} seeds.")
@@ -165,5 +165,5 @@ def training_settings(model: PeftModel, args: TransLoraConfig, adapter: str = "d
         *("lr_scheduler_type", "warmup_steps", "weight_decay", "logits_weight", "distillation_temperature", "seed"),
     )
     config, sizes = model.peft_config[adapter], ("peft_type", "r", "target_modules", "num_virtual_tokens")
-    made = {f"adapter's {name}": getattr(config, name) for name in sizes if hasattr(config, name)}
-    return {name: getattr(args, name) for name in names} | made
+    adapter_settings = {f"adapter's {name}": getattr(config, name) for name in sizes if hasattr(config, name)}
+    return {name: getattr(args, name) for name in names} | adapter_settings

@@ -45,6 +45,7 @@ from hf_ext.trans_lora.training import AnswerTrainer
 
 NAME = "discriminator"  # of the adapter
 FILE = "discriminator.json"
+Answers = list[tuple[str, str]]  # inputs with YES or NO
 
 
 class Discriminator:
@@ -153,19 +154,19 @@ class Discriminator:
         name = os.fspath(pretrained_model_name_or_path)
         record = read_record(name, **kwargs)
         task, sample, metrics, prompt = record["task"], torch.tensor(record["base_sample"]), record["metrics"], record["prompt"]
-        asked = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}
+        access = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}
         config = PeftConfig.from_pretrained(name, **kwargs)
         base = config.base_model_name_or_path
         if model is None:
             kind = AutoModelForSeq2SeqLM if config.task_type == TaskType.SEQ_2_SEQ_LM else AutoModelForCausalLM
-            model = kind.from_pretrained(base, dtype="auto", **asked)
-        found = torch.tensor(base_sample(model))
-        if found.shape != sample.shape or torch.cosine_similarity(found, sample, dim=0) < 0.97:
+            model = kind.from_pretrained(base, dtype="auto", **access)
+        current = torch.tensor(base_sample(model))
+        if current.shape != sample.shape or torch.cosine_similarity(current, sample, dim=0) < 0.97:
             raise HfExtError(
                 f"The discriminator in {name} was trained on {base}, but {model.name_or_path or 'the given model'} is another "
                 "model. In a chain of transfers, it needs its own base: load it without `model`."
             )
-        tokenizer = tokenizer or load_tokenizer(bare(model).name_or_path or base, **asked)
+        tokenizer = tokenizer or load_tokenizer(bare(model).name_or_path or base, **access)
         with adapters_kept(model), _second_adapter():
             model = PeftModel.from_pretrained(bare(model), name, adapter_name=NAME, **kwargs)
         return cls(model.eval(), tokenizer, task, metrics, prompt)
@@ -209,9 +210,9 @@ def require_better_than_chance(metrics: dict[str, float], name: str) -> None:
         )
 
 
-def require_discriminator(given: object, args: TransLoraConfig) -> None:
+def require_discriminator(discriminator: object, args: TransLoraConfig) -> None:
     """Raises HfExtError if the filter is a discriminator and none is given."""
-    if args.filter == "discriminator" and given is None:
+    if args.filter == "discriminator" and discriminator is None:
         raise HfExtError(
             "filter='discriminator' needs a discriminator (--discriminator on the command line); without one take "
             "filter='token_excess' or 'none'."
@@ -258,52 +259,58 @@ def train_discriminator(
     seeds = seeds or random.Random(args.seed).sample(real, args.num_shots)
     if synthetic_inputs is not None and not synthetic_inputs:
         raise HfExtError("synthetic_inputs is empty. Give some, or leave it out to let the model write them.")
-    encoder = _encoder(tokenizer, model)
-    folder, base_name = Path(args.output_dir), bare(model).name_or_path
-    known = {"kind": "discriminator", "task": task, "model": base_name, "seeds": seeds, "seed": args.seed}
-    known |= {"real inputs (a checksum)": xxhash.xxh3_64("\n".join(real).encode()).hexdigest()}
-    claim(folder, "inputs", known | synthesis_settings(args), [SYNTHESIS])
-    if synthetic_inputs is None:
-        with base_of(model) as base, on_device(base, args.device):
-            writer = synthesizer or ModelGenerator.of(base, encoder, args)
-            written = write_inputs(writer, encoder, seeds, args, folder / SYNTHESIS, len(real))
-        synthetic_inputs = [candidate.input for candidate in written if candidate.kept]
-    synthetic = list(synthetic_inputs)[: len(real)]
-    held_out, rows = _split(real, synthetic, args.seed)
+    encoder, folder = _encoder(tokenizer, model), Path(args.output_dir)
     kind = TaskType.SEQ_2_SEQ_LM if encoder.encoder_decoder else TaskType.CAUSAL_LM
     peft_config = peft_config or LoraConfig(task_type=kind)
     if getattr(peft_config, "modules_to_save", None):
         raise HfExtError("A discriminator shares the source model, so it cannot replace modules: leave out modules_to_save.")
+    settings = {"kind": "discriminator", "task": task, "model": bare(model).name_or_path, "seeds": seeds, "seed": args.seed}
+    settings |= {"real inputs (a checksum)": xxhash.xxh3_64("\n".join(real).encode()).hexdigest()}
+    claim(folder, "inputs", settings | synthesis_settings(args), [SYNTHESIS])
+    if synthetic_inputs is None:
+        with base_of(model) as base, on_device(base, args.device):
+            writer = synthesizer or ModelGenerator.of(base, encoder, args)
+            candidates = write_inputs(writer, encoder, seeds, args, folder / SYNTHESIS, len(real))
+        synthetic_inputs = [candidate.input for candidate in candidates if candidate.kept]
+    held_out, rows = _split(real, list(synthetic_inputs)[: len(real)], args.seed)
     with adapters_kept(model):
         set_seed(args.seed)  # as Trainer does, but before the adapter is made
         with _second_adapter():
             model = get_peft_model(bare(model), peft_config, NAME)
         only(model, NAME, trainable=True)
         discriminator = Discriminator(model, tokenizer, task, prompt=args.discriminator_prompt)
-        known = training_settings(model, args, NAME) | {"discriminator_prompt": discriminator.prompt}
-        anew = starts_again(args.resume_from_checkpoint)
-        if anew:
-            delete_checkpoints(folder)
-        claim(folder, "training", known, [CHECKPOINTS], anew)
-        prompts = [encoder.prompt(discriminator.question(text)) for text, _ in rows]
-        unseen = [encoder.prompt(discriminator.question(text)) for text, _ in held_out]
-        trainer = AnswerTrainer(
-            model=model,
-            args=args,
-            train_dataset=encoder.samples(prompts, [answer for _, answer in rows]),
-            eval_dataset=encoder.samples(unseen, [answer for _, answer in held_out]),
-            data_collator=encoder.batch,
-            processing_class=tokenizer,
-        )
-        trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir))
+        _train(discriminator, args, rows, held_out)
     model.eval()
-    if held_out:
-        says = [score > 0.5 for score in discriminator.score([text for text, _ in held_out], args.generation_batch_size)]
-        for name, answer in (("real_kept", YES), ("synthetic_kept", NO)):
-            own = [said for said, (_, right) in zip(says, held_out) if right == answer]
-            if own:
-                discriminator.metrics[name] = sum(own) / len(own)
+    scores = discriminator.score([text for text, _ in held_out], args.generation_batch_size)
+    for name, answer in (("real_kept", YES), ("synthetic_kept", NO)):
+        verdicts = [score > 0.5 for score, (_, correct) in zip(scores, held_out) if correct == answer]
+        if verdicts:
+            discriminator.metrics[name] = sum(verdicts) / len(verdicts)
     return discriminator
+
+
+def _train(discriminator: Discriminator, args: TransLoraConfig, rows: Answers, held_out: Answers) -> None:
+    """Trains the adapter on inputs with their answers, from the last checkpoint in args.output_dir if there is one."""
+    folder, again = Path(args.output_dir), starts_again(args.resume_from_checkpoint)
+    settings = training_settings(discriminator.model, args, NAME) | {"discriminator_prompt": discriminator.prompt}
+    if again:
+        delete_checkpoints(folder)
+    claim(folder, "training", settings, [CHECKPOINTS], again)
+    encoder = discriminator.encoder
+
+    def samples(pairs: Answers) -> list[dict[str, list[int]]]:
+        prompts = [encoder.prompt(discriminator.question(text)) for text, _ in pairs]
+        return encoder.samples(prompts, [answer for _, answer in pairs])
+
+    trainer = AnswerTrainer(
+        model=discriminator.model,
+        args=args,
+        train_dataset=samples(rows),
+        eval_dataset=samples(held_out),
+        data_collator=encoder.batch,
+        processing_class=discriminator.tokenizer,
+    )
+    trainer.train(resume_from_checkpoint=last_checkpoint(folder))
 
 
 def _encoder(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | PeftModel) -> Encoder:
@@ -311,11 +318,11 @@ def _encoder(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | PeftMo
     return Encoder(tokenizer, model, None if tokenizer.chat_template else "{input}", "The discriminator's")
 
 
-def _split(real: list[str], synthetic: list[str], seed: int) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+def _split(real: list[str], synthetic: list[str], seed: int) -> tuple[Answers, Answers]:
     """Returns a tenth of both kinds for evaluation, and the rest for training, as inputs with their answers. Trains on all if
     there are few. Repeats the smaller kind, because a discriminator trained on unequal kinds answers with the larger one."""
-    held_out: list[tuple[str, str]] = []
-    rows: list[tuple[str, str]] = []
+    held_out: Answers = []
+    rows: Answers = []
     longer = max(len(texts) - len(texts) // 10 for texts in (real, synthetic))
     for texts, answer in ((real, YES), (synthetic, NO)):
         pairs = [(text, answer) for text in texts]

@@ -45,16 +45,18 @@ class SeenTexts:
         return words_of(text) in self._exact
 
     def has_near(self, text: str) -> bool:
-        own = shingles(text)
+        runs = shingles(text)
         return any(
-            jaccard(own, other) >= self.threshold for shingle in self._first(own) for other in self._by_shingle.get(shingle, ())
+            jaccard(runs, other) >= self.threshold
+            for shingle in self._first(runs)
+            for other in self._by_shingle.get(shingle, ())
         )
 
     def add(self, text: str) -> None:
-        own = shingles(text)
+        runs = shingles(text)
         self._exact.add(words_of(text))
-        for shingle in self._first(own):
-            self._by_shingle.setdefault(shingle, []).append(own)
+        for shingle in self._first(runs):
+            self._by_shingle.setdefault(shingle, []).append(runs)
 
-    def _first(self, own: frozenset) -> list[tuple[str, ...]]:
-        return sorted(own)[: len(own) - math.ceil(self.threshold * len(own) - 1e-9) + 1]
+    def _first(self, runs: frozenset) -> list[tuple[str, ...]]:
+        return sorted(runs)[: len(runs) - math.ceil(self.threshold * len(runs) - 1e-9) + 1]

@@ -75,7 +75,7 @@ class Encoder:
         """Returns the number of tokens of each text alone."""
         return [len(row) for row in self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]] if texts else []
 
-    def answer_tokens(self, prompts: Sequence[str], asked: Sequence[list[int]], answers: Sequence[str]) -> list[list[int]]:
+    def answer_tokens(self, prompts: Sequence[str], rows: Sequence[list[int]], answers: Sequence[str]) -> list[list[int]]:
         """Returns the tokens of answers as a model writes them after prompts, without the end token. A space precedes an
         answer, unless the prompt (of a decoder) ends with one or is a chat. The tokens are those of the whole text, if they
         begin with the prompt's."""
@@ -87,7 +87,7 @@ class Encoder:
         if self.encoder_decoder:
             return alone
         whole = self.tokens([prompt + answer for prompt, answer in zip(prompts, answers)])
-        return [both[len(row) :] if both[: len(row)] == row else answer for row, both, answer in zip(asked, whole, alone)]
+        return [both[len(row) :] if both[: len(row)] == row else answer for row, both, answer in zip(rows, whole, alone)]
 
     def samples(self, prompts: Sequence[str], answers: Sequence[str], end: bool = True) -> list[dict[str, list[int]]]:
         """Returns samples to train on or to score: for decoders with prompt and answer in one row, for encoder-decoders in
@@ -104,10 +104,10 @@ class Encoder:
         rows = self.tokens(prompts)
         return self.joined(rows, [begin + answer + ends for answer in self.answer_tokens(prompts, rows, answers)])
 
-    def joined(self, asked: Sequence[list[int]], answers: Sequence[list[int]]) -> list[dict[str, list[int]]]:
+    def joined(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[dict[str, list[int]]]:
         """Returns samples as `samples` does, from tokens as a model read and wrote them."""
         samples = []
-        for row, answer in zip(asked, answers):
+        for row, answer in zip(prompts, answers):
             if self.encoder_decoder:
                 sample = {"input_ids": row, "labels": answer}
             else:

@@ -135,9 +135,9 @@ class ModelGenerator:
             # A CPU's memory, unlike an accelerator's, is not for the cache alone. Masks of 8,192 tokens would fill this share.
             limits = {"max_memory_percent": 0.02, "max_batch_tokens": 1024} if self.model.device.type == "cpu" else {}
             batching = ContinuousBatchingConfig(seed=seed, **limits)
-            found = self.model.generate_batch(rows, GenerationConfig(**how), batching)
+            outputs = self.model.generate_batch(rows, GenerationConfig(**how), batching)
             # Requests are numbered in order, and a name ends with the request's number.
-            return [found[name].generated_tokens for name in sorted(found, key=lambda name: int(name.rsplit("_", 1)[-1]))]
+            return [outputs[name].generated_tokens for name in sorted(outputs, key=lambda name: int(name.rsplit("_", 1)[-1]))]
         pad = self.encoder.tokenizer.pad_token_id
         width = max(map(len, rows))
         tokens = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=self.model.device)
@@ -158,9 +158,9 @@ class ModelGenerator:
 
     def _ends(self) -> list[int]:
         """Returns the tokens that end a text: those of the model (chat models have several) and of the tokenizer."""
-        known = self.model.generation_config.eos_token_id
-        known = known if isinstance(known, list) else [known]
-        return sorted({token for token in [*known, self.encoder.tokenizer.eos_token_id] if token is not None})
+        ends = self.model.generation_config.eos_token_id
+        ends = ends if isinstance(ends, list) else [ends]
+        return sorted({token for token in [*ends, self.encoder.tokenizer.eos_token_id] if token is not None})
 
 
 class _End(StoppingCriteria):
@@ -264,9 +264,9 @@ class Server:
             return Completion(text, ended=choice.finish_reason == "stop" or bool(stopped))
 
         with ThreadPoolExecutor(self.concurrency) as pool:
-            asked = [pool.submit(ask, number, prompt) for number, prompt in enumerate(prompts)]
+            requests = [pool.submit(ask, number, prompt) for number, prompt in enumerate(prompts)]
             try:
-                return [answer.result() for answer in asked]
+                return [answer.result() for answer in requests]
             except self._errors as error:
                 pool.shutdown(cancel_futures=True)
                 raise ServerError(

@@ -79,4 +79,4 @@ def parse_items(text: str, first: int, last: int, ended: bool, seeds: Sequence[s
 def membership_question(text: str, task: str, template: str = MEMBERSHIP) -> str:
     """Returns the question for the discriminator, whose answer is YES or NO (section 3.2)."""
     # In one pass, so that braces in the text or in the task's name stay.
-    return re.sub(r"\{(input|task)\}", lambda found: text if found[1] == "input" else task, template)
+    return re.sub(r"\{(input|task)\}", lambda match: text if match[1] == "input" else task, template)

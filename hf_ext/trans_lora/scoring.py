@@ -24,10 +24,10 @@ def answer_log_probs(
         model: a causal or a sequence-to-sequence language model, with adapters or without. Dropout is off.
         samples: as the encoder makes them.
     """
-    found: list[torch.Tensor] = [torch.empty(0)] * len(samples)
+    log_probs: list[torch.Tensor] = [torch.empty(0)] * len(samples)
     for i, scores, labels in _answers(model, encoder, samples, batch_size):
-        found[i] = scores.gather(-1, labels[:, None])[:, 0].cpu()
-    return found
+        log_probs[i] = scores.gather(-1, labels[:, None])[:, 0].cpu()
+    return log_probs
 
 
 def log_odds(
@@ -35,13 +35,13 @@ def log_odds(
 ) -> list[float]:
     """Returns log p(first answer) − log p(second answer) for each prompt. Answers of one token share a forward pass."""
     first, second = (encoder.samples(prompts, [answer] * len(prompts), end=False) for answer in answers)
-    found = [0.0] * len(prompts)
+    odds = [0.0] * len(prompts)
     if any(sum(label != -100 for label in sample["labels"]) > 1 for sample in first + second):
         both = (answer_log_probs(model, encoder, samples, batch_size) for samples in (first, second))
         return [(one.sum() - other.sum()).item() for one, other in zip(*both)]
     for i, scores, labels in _answers(model, encoder, first, batch_size):
-        found[i] = (scores[0, labels[0]] - scores[0, second[i]["labels"][-1]]).item()
-    return found
+        odds[i] = (scores[0, labels[0]] - scores[0, second[i]["labels"][-1]]).item()
+    return odds
 
 
 @torch.inference_mode()

@@ -19,8 +19,8 @@ def distinct(texts: Sequence[str], n: int) -> float:
 
 def nearest(text: str, others: Sequence[str]) -> tuple[str, float]:
     """Returns the text among the others that is nearest to a text, and their Jaccard index of three-word shingles."""
-    own = shingles(text)
-    return max(((other, jaccard(own, shingles(other))) for other in others), key=lambda pair: pair[1])
+    runs = shingles(text)
+    return max(((other, jaccard(runs, shingles(other))) for other in others), key=lambda pair: pair[1])
 
 
 def mmd(x: torch.Tensor, y: torch.Tensor, bandwidth: float | None = None) -> float:

@@ -172,9 +172,9 @@ class Prompts:
         args, first = self.args, self.args.num_shots + 1
         order = random.Random(f"{args.seed} {number} {process}")
         shown = [order.sample(self.seeds, args.num_shots) for _ in range(args.generation_batch_size)]
-        asked = [self._prompt(seeds) for seeds in shown]
+        prompts = [self._prompt(seeds) for seeds in shown]
         written = generate(
-            without_bos(asked, self.encoder.tokenizer) if isinstance(generate, Server) else asked,
+            without_bos(prompts, self.encoder.tokenizer) if isinstance(generate, Server) else prompts,
             max_new_tokens=self.room,
             seed=order.randrange(2**31),
             temperature=args.temperature,
@@ -230,15 +230,15 @@ def _sift(
         seen.add(text)
         return None
 
-    found = [Candidate(text, False, reason=reason, round=number) for text, reason in ((t, fault(t, f)) for t, f in texts)]
-    fresh = [i for i, candidate in enumerate(found) if candidate.reason is None]
+    candidates = [Candidate(text, False, reason=reason, round=number) for text, reason in ((t, fault(t, f)) for t, f in texts)]
+    fresh = [i for i, candidate in enumerate(candidates) if candidate.reason is None]
     if judge is None:
         verdicts = [(None, True, None)] * len(fresh)
     else:
-        verdicts = in_shares([found[i].input for i in fresh], judge)
+        verdicts = in_shares([candidates[i].input for i in fresh], judge)
     for i, (score, keep, label) in zip(fresh, verdicts):
-        found[i] = replace(found[i], kept=keep, score=score, label=label, reason=None if keep else FILTER)
-    return found
+        candidates[i] = replace(candidates[i], kept=keep, score=score, label=label, reason=None if keep else FILTER)
+    return candidates
 
 
 def keep_best(candidates: list[Candidate], count: int, path: Path) -> list[Candidate]:
@@ -253,8 +253,8 @@ def keep_best(candidates: list[Candidate], count: int, path: Path) -> list[Candi
 
 def counts(candidates: Iterable[Candidate]) -> dict[str, int]:
     """Returns the number of kept inputs, and of dropped ones for each reason."""
-    found = Counter("kept" if candidate.kept else candidate.reason for candidate in candidates)
-    return {name: found[name] for name in ("kept", MALFORMED, SEED, DUPLICATE, NEAR_DUPLICATE, FILTER, RANK) if found[name]}
+    numbers = Counter("kept" if candidate.kept else candidate.reason for candidate in candidates)
+    return {name: numbers[name] for name in ("kept", MALFORMED, SEED, DUPLICATE, NEAR_DUPLICATE, FILTER, RANK) if numbers[name]}
 
 
 def _require_progress(candidates: list[Candidate], kept: int, needed: int, of_which: str, limit: int, path: Path) -> None:
@@ -277,8 +277,8 @@ def in_shares(items: Sequence, work: Callable[[Sequence], list]) -> list:
     """Runs `work` on each process's share of the items. All processes get all results, in order."""
     state = PartialState()
     share = math.ceil(len(items) / state.num_processes)
-    own = items[state.process_index * share :][:share]
-    return gather_object(work(own) if len(own) else [])
+    part = items[state.process_index * share :][:share]
+    return gather_object(work(part) if len(part) else [])
 
 
 def _read_candidates(path: Path) -> list[Candidate]:
