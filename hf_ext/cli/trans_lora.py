@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib.util
+import inspect
 import os
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
     from hf_ext import TransLoraConfig
-    from hf_ext.trans_lora import Server
 
 section = Section(
     "Move an adapter to another base model, without its training data (Trans-LoRA)",
@@ -47,20 +48,6 @@ def require_files(**options: str | None) -> None:
 
 PeftType = Annotated[Literal["lora", "dora", "pissa", "prompt_tuning"], typer.Option(help="Type of the new adapter.")]
 Rank = Annotated[int, option("--rank", "Rank of the new adapter, or its number of virtual tokens.", "N", min=1)]
-SourceModel = Annotated[str, option("--source-model", "Folder or Hub id of the base model of the adapter.")]
-SourceAdapter = Annotated[str, option("--source-adapter", "Folder or Hub id of the adapter, of any PEFT type.")]
-TargetModel = Annotated[str, option("--target-model", "Folder or Hub id of the base model to move the adapter to.")]
-Seeds = Annotated[str, lines("--seeds", 'A few real inputs, one per line: {"input": "…"}')]
-DiscriminatorModel = Annotated[
-    str | None,
-    option("--discriminator-model", "Base model of the discriminator. Defaults to --source-model."),
-]
-ServerUrl = Annotated[
-    str | None, option("--server", "OpenAI-compatible server with the target model, which writes the inputs.", "URL")
-]
-ServerModel = Annotated[
-    str | None, option("--server-model", "Name of the target model on the server. Defaults to --target-model.", "NAME")
-]
 TargetModules = Annotated[
     list[str] | None,
     option(
@@ -130,6 +117,57 @@ def train_discriminator(
     return Result(text, {"out": out, "task": task, "metrics": discriminator.metrics}) if first else None
 
 
+def request_of(
+    context: typer.Context,
+    source_model: Annotated[str, option("--source-model", "Folder or Hub id of the base model of the adapter.")],
+    source_adapter: Annotated[str, option("--source-adapter", "Folder or Hub id of the adapter, of any PEFT type.")],
+    target_model: Annotated[str, option("--target-model", "Folder or Hub id of the base model to move the adapter to.")],
+    seeds: Annotated[str, lines("--seeds", 'A few real inputs, one per line: {"input": "…"}')],
+    out: Out,
+    discriminator: str | None,
+    discriminator_model: Annotated[
+        str | None, option("--discriminator-model", "Base model of the discriminator. Defaults to --source-model.")
+    ] = None,
+    server: Annotated[
+        str | None, option("--server", "OpenAI-compatible server with the target model, which writes the inputs.", "URL")
+    ] = None,
+    server_model: Annotated[
+        str | None, option("--server-model", "Name of the target model on the server. Defaults to --target-model.", "NAME")
+    ] = None,
+    peft_type: PeftType = "lora",
+    rank: Rank = 16,
+    target_modules: TargetModules = None,
+    paper: Paper = None,
+) -> Any:
+    """Returns the `TransferRequest` of `transfer` or `migrate`, from the options that both commands have."""
+    require_files(seeds=seeds)
+    settings = training_arguments(context, out, paper, peft_type)
+    from hf_ext import trans_lora
+
+    sampling = cast("dict[str, Any]", settings.generation_kwargs or {})  # TrainingArguments has parsed JSON
+    return trans_lora.TransferRequest(
+        source_model,
+        source_adapter,
+        target_model,
+        trans_lora.read_inputs(seeds),
+        settings,
+        peft_config(peft_type, rank, target_modules, target_model, paper),
+        discriminator,
+        discriminator_model,
+        trans_lora.Server(server, server_model or target_model, options=sampling) if server else None,
+    )
+
+
+def with_shared_options(command: Callable[..., Result | None]) -> Callable[..., Result | None]:
+    """Declares the options of `request_of` in place of a command's `**options`."""
+    declared, shared = (inspect.signature(function, eval_str=True).parameters for function in (command, request_of))
+    parameters = {name: parameter for name, parameter in (shared | declared).items() if name != "options"}
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters.values()]
+    )
+    return command
+
+
 @section.command(
     "move an adapter: generate inputs, label them with the old adapter, train a new one",
     "  hf-ext transfer --source-model Llama-2-7b-hf --source-adapter my-lora --target-model gemma-7b \\\n"
@@ -139,46 +177,25 @@ def train_discriminator(
     RESUMABLE,
     **ANY,
 )
+@with_shared_options
 def transfer(
     context: typer.Context,
-    source_model: SourceModel,
-    source_adapter: SourceAdapter,
-    target_model: TargetModel,
-    seeds: Seeds,
-    out: Out,
     discriminator: Annotated[
         str | None,
         option("--discriminator", "Folder or Hub id. If you have none, use --filter token_excess or --filter none."),
     ] = None,
-    discriminator_model: DiscriminatorModel = None,
     real_inputs: Annotated[
         str | None, lines("--real-inputs", "Real inputs to compare the synthetic ones with. Only the report uses them.")
     ] = None,
-    server: ServerUrl = None,
-    server_model: ServerModel = None,
-    peft_type: PeftType = "lora",
-    rank: Rank = 16,
-    target_modules: TargetModules = None,
-    paper: Paper = None,
+    **options: Any,
 ) -> Result | None:
     if discriminator is None and not any(word.partition("=")[0] == "--filter" for word in context.args):
         raise mistake("give one, or choose --filter token_excess or --filter none", "--discriminator")
-    require_files(seeds=seeds, real_inputs=real_inputs)
-    settings = training_arguments(context, out, paper, peft_type)
-    from hf_ext import trans_lora
+    require_files(real_inputs=real_inputs)
+    request = request_of(context, discriminator=discriminator, **options)
+    from hf_ext.trans_lora import read_inputs
 
-    trainer = trans_lora.transfer(
-        source_model,
-        source_adapter,
-        target_model,
-        trans_lora.read_inputs(seeds),
-        settings,
-        peft_config(peft_type, rank, target_modules, target_model, paper),
-        discriminator,
-        discriminator_model,
-        synthesizer(server, server_model or target_model, settings),
-        trans_lora.read_inputs(real_inputs) if real_inputs else (),
-    )
+    trainer = request.transfer(read_inputs(real_inputs) if real_inputs else ())
     report = trainer.report if trainer.is_world_process_zero() else None
     return Result(str(report), report.to_dict()) if report else None
 
@@ -195,54 +212,25 @@ def transfer(
     RESUMABLE,
     **ANY,
 )
+@with_shared_options
 def migrate(
     context: typer.Context,
-    source_model: SourceModel,
-    source_adapter: SourceAdapter,
-    target_model: TargetModel,
-    seeds: Seeds,
-    out: Out,
     discriminator: Annotated[str | None, option("--discriminator", "Folder or Hub id. Trans-LoRA requires it.")] = None,
-    discriminator_model: DiscriminatorModel = None,
     test: Annotated[
         str | None, lines("--test", 'Inputs with correct answers, one per line: {"input": "…", "output": "…"}')
     ] = None,
     enough: Annotated[float, option("--enough", "Stop at the first method with this score (0 to 1).", "SCORE")] = 1.0,
-    server: ServerUrl = None,
-    server_model: ServerModel = None,
-    peft_type: PeftType = "lora",
-    rank: Rank = 16,
-    target_modules: TargetModules = None,
-    paper: Paper = None,
+    **options: Any,
 ) -> Result | None:
-    require_files(seeds=seeds, test=test)
-    settings = training_arguments(context, out, paper, peft_type)
+    require_files(test=test)
+    request = request_of(context, discriminator=discriminator, **options)
     from accelerate import PartialState
 
-    from hf_ext import trans_lora
+    from hf_ext.trans_lora import read_pairs
+    from hf_ext.trans_lora.migration import run
 
-    report = trans_lora.migrate(
-        source_model,
-        source_adapter,
-        target_model,
-        trans_lora.read_inputs(seeds),
-        settings,
-        peft_config(peft_type, rank, target_modules, target_model, paper),
-        discriminator,
-        discriminator_model,
-        synthesizer(server, server_model or target_model, settings),
-        trans_lora.read_pairs(test) if test else None,
-        enough,
-    )
+    report = run(request, read_pairs(test) if test else None, enough)
     return Result(str(report), report.to_dict()) if PartialState().is_main_process else None
-
-
-def synthesizer(url: str | None, model: str, settings: TransLoraConfig) -> Server | None:
-    """Returns the server that writes the inputs, if there is one."""
-    from hf_ext import trans_lora
-
-    sampling = cast("dict[str, Any]", settings.generation_kwargs or {})  # TrainingArguments has parsed JSON
-    return trans_lora.Server(url, model, options=sampling) if url else None
 
 
 def training_arguments(context: typer.Context, out: str, paper: int | None, peft_type: str) -> TransLoraConfig:
@@ -252,8 +240,8 @@ def training_arguments(context: typer.Context, out: str, paper: int | None, peft
         paper: size of a data set, with which the paper's settings are the defaults.
         peft_type: type of the new adapter.
     """
-    own = [name.lstrip("-") for item in context.command.params for name in item.opts]
-    names = [*found, *own] if (found := option_names()) else []
+    declared = [name.lstrip("-") for item in context.command.params for name in item.opts]
+    names = [*fields, *declared] if (fields := option_names()) else []
     for word in context.args:
         name = word.lstrip("-").partition("=")[0].replace("-", "_")
         if word.startswith("--") and name == "output_dir":
@@ -295,16 +283,16 @@ def option_names() -> list[str]:
         (host, "TrainingArguments"),
     ):
         tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
-        found = [
+        fields = [
             item.target.id
             for node in tree.body
             if isinstance(node, ast.ClassDef) and node.name == name
             for item in node.body
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
         ]
-        if not found:
+        if not fields:
             return []
-        names += found
+        names += fields
     return list(dict.fromkeys(names))
 
 

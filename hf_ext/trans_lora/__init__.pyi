@@ -5,6 +5,7 @@ from .generation import Server as Server
 from .migration import Attempt as Attempt
 from .migration import MigrationReport as MigrationReport
 from .migration import migrate as migrate
+from .pipeline import TransferRequest as TransferRequest
 from .pipeline import load_model as load_model
 from .pipeline import read_inputs as read_inputs
 from .pipeline import read_pairs as read_pairs

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from accelerate import PartialState
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 
 from hf_ext.display import markdown_table, percent, table
 from hf_ext.errors import HfExtError
@@ -19,18 +19,17 @@ from hf_ext.integration.card_marks import CARD
 from hf_ext.integration.model_cards import adapter_card, write_card
 from hf_ext.integration.origins import name_in_text
 from hf_ext.storage.atomic import staged_folder, write_json
-from hf_ext.trans_lora.config import TransLoraConfig, chat_variables
+from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.encoding import Encoder
-from hf_ext.trans_lora.generation import Generator
-from hf_ext.trans_lora.pipeline import Source, load_model, require_target, with_adapter
+from hf_ext.trans_lora.labels import LABELS, SEEDS, Pairs
+from hf_ext.trans_lora.pipeline import Source, TransferRequest, load_model, with_adapter
 from hf_ext.trans_lora.stages import RECORD
 from hf_ext.trans_lora.synthesis import SYNTHESIS, Candidate, in_shares
-from hf_ext.trans_lora.teacher import Teacher, agreement
-from hf_ext.trans_lora.trainer import LABELS, SEEDS, TransLoraTrainer
+from hf_ext.trans_lora.teacher import Teacher, agreement, teacher_encoder
+from hf_ext.trans_lora.trainer import TransLoraTrainer
 
 REPORT = "report.json"
 OF_A_RUN = {SEEDS, SYNTHESIS, LABELS, RECORD, REPORT, "report.png", "training_args.bin", CARD}  # rather than of an adapter
-Pairs = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -97,19 +96,7 @@ class MigrationReport:
         return f"{table(self.header, self.rows())}\n\n{self.source} → {self.target}: by {self.best.method}"
 
 
-def migrate(
-    source_model: str,
-    source_adapter: str,
-    target_model: str,
-    seeds: Sequence[str],
-    args: TransLoraConfig,
-    peft_config: PeftConfig,
-    discriminator: str | None = None,
-    discriminator_model: str | None = None,
-    synthesizer: Generator | None = None,
-    test: Pairs | None = None,
-    enough: float = 1.0,
-) -> MigrationReport:
+def migrate(*request: Any, test: Pairs | None = None, enough: float = 1.0, **options: Any) -> MigrationReport:
     """Moves an adapter by several methods, the cheapest first, and keeps the best result in args.output_dir.
 
     "copy" puts the adapter on the target unchanged, if its weights fit and the tokenizers are the same. "titok" trains one
@@ -118,9 +105,8 @@ def migrate(
     target writes. A run that was killed resumes, and its folder has the best adapter so far.
 
     Args:
-        source_model, source_adapter, target_model, discriminator, discriminator_model, synthesizer: as in `transfer`.
-        args: as in `transfer`, but `filter` is ignored, because each method has its own.
-        peft_config: configuration of the adapter that "titok" or "trans_lora" trains.
+        request, options: as in `transfer`. `args.filter` is ignored, because each method has its own filter, and `peft_config`
+            is that of the adapter that "titok" or "trans_lora" trains.
         test: inputs of the task with the correct answers. The score is then the accuracy on them. Without a test, it is the
             agreement with the source model and its adapter on held-out synthetic inputs.
         enough: score at which the run stops: it tries no further method.
@@ -128,43 +114,28 @@ def migrate(
     Raises:
         HfExtError: the models, the adapter and the discriminator do not go together, or there is nothing to score with.
     """
-    if test is None and args.held_out_share == 0:
+    return run(TransferRequest(*request, **options), test, enough)
+
+
+def run(request: TransferRequest, test: Pairs | None, enough: float) -> MigrationReport:
+    """Runs a migration: see `migrate`."""
+    if test is None and request.args.held_out_share == 0:
         raise HfExtError("There is nothing to compare on with held_out_share=0; raise it, or give a test (--test).")
-    require_target(target_model, peft_config)
-    ways = _Ways(
-        Source(source_model, source_adapter, discriminator, discriminator_model),
-        target_model,
-        seeds,
-        args,
-        peft_config,
-        synthesizer,
-    )
-    pairs, shared = test, 0.0
-    if pairs is None:
-        start = time.monotonic()
-        pairs = ways.written[1]
-        shared = time.monotonic() - start
-    if not pairs:
-        raise HfExtError("There is nothing to compare on: raise num_samples or held_out_share, or give a test (--test).")
-    what = "agreement on {} held-out inputs" if test is None else "accuracy on {} test inputs"
-    teacher = None
-    if test is not None:
-        with ways.teacher.on(args.device):
-            said = in_shares([text for text, _ in pairs], ways.teacher.answers)
-        teacher = sum(one == answer for one, (_, answer) in zip(said, pairs)) / len(pairs)
-    report = MigrationReport(source_model, target_model, what.format(f"{len(pairs):,}"), teacher, shared, [])
-    for method in ("copy", "titok", *(["trans_lora"] if discriminator else [])):
+    request.require_target()
+    methods = _Methods(request)
+    report, pairs = methods.evidence(test)
+    for method in ("copy", "titok", *(["trans_lora"] if request.discriminator else [])):
         start = time.monotonic()
         try:
-            model, encoder = getattr(ways, method)()
+            model, encoder = getattr(methods, method)()
         except _NotPossible as error:
             attempt = Attempt(method, None, time.monotonic() - start, reason=str(error))
         else:
-            score = agreement(model, encoder, pairs, args)
+            score = agreement(model, encoder, pairs, request.args)
             attempt = Attempt(method, score, time.monotonic() - start, encoder.prompt("{input}"))
         report.attempts.append(attempt)
         if report.best.score is not None:
-            _publish(report, args, peft_config.task_type)
+            _publish(report, request.args, request.peft_config.task_type)
         if attempt.score is not None and attempt.score >= enough:
             break
     return report
@@ -174,39 +145,48 @@ class _NotPossible(HfExtError):
     """An error that rules out one method, but not the others."""
 
 
-class _Ways:
+class _Methods:
     """The methods of moving one adapter. They share the teacher, the inputs that the target writes, and their labels."""
 
-    def __init__(
-        self,
-        source: Source,
-        target_model: str,
-        seeds: Sequence[str],
-        args: TransLoraConfig,
-        peft_config: PeftConfig,
-        synthesizer: Generator | None,
-    ):
-        self.source, self.target_model, self.seeds, self.args = source, target_model, seeds, args
-        self.peft_config, self.synthesizer = peft_config, synthesizer
-        self.teacher = Teacher(source.teacher, source.tokenizer, args)
+    def __init__(self, request: TransferRequest):
+        self.request, self.args = request, request.args
+        self.source = Source(request)
+        self.teacher = Teacher(self.source.teacher, self.source.tokenizer, request.args)
+
+    def evidence(self, test: Pairs | None) -> tuple[MigrationReport, Pairs]:
+        """Returns the report, without attempts, and the inputs with the answers that the score counts.
+
+        Raises:
+            HfExtError: there are none.
+        """
+        names = self.request.source_model, self.request.target_model
+        start = time.monotonic()
+        pairs = self.written[1] if test is None else test
+        if not pairs:
+            raise HfExtError("There is nothing to compare on: raise num_samples or held_out_share, or give a test (--test).")
+        if test is None:
+            evidence = f"agreement on {len(pairs):,} held-out inputs"
+            return MigrationReport(*names, evidence, None, time.monotonic() - start, []), pairs
+        with self.teacher.on(self.args.device):
+            answers = in_shares([text for text, _ in pairs], self.teacher.answers)
+        accuracy = sum(answer == correct for answer, (_, correct) in zip(answers, pairs)) / len(pairs)
+        return MigrationReport(*names, f"accuracy on {len(pairs):,} test inputs", accuracy, 0.0, []), pairs
 
     def copy(self) -> tuple[PeftModel, Encoder]:
-        target, tokenizer = load_model(self.target_model)
+        target, tokenizer = load_model(self.request.target_model)
         if tokenizer.get_vocab() != self.source.tokenizer.get_vocab():
             raise _NotPossible("the tokenizers differ")
         try:
-            model = with_adapter(target, self.source.adapter, self.target_model)
+            model = with_adapter(target, self.source.adapter, self.request.target_model)
         except HfExtError as error:
             raise _NotPossible("the adapter does not fit the target's layers") from error
         config = model.active_peft_config
-        config.base_model_name_or_path, config.revision = self.target_model, None
+        config.base_model_name_or_path, config.revision = self.request.target_model, None
         folder = Path(self.args.output_dir, "copy")
         if PartialState().is_main_process:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        args = self.args
-        asked = (args.teacher_prompt_template, "The target's", args.teacher_system_prompt, chat_variables(args))
-        return model.eval(), Encoder(tokenizer, model, *asked)
+        return model.eval(), teacher_encoder(tokenizer, model, self.args, "The target's")
 
     def titok(self) -> tuple[PeftModel, Encoder]:
         if self.source.discriminator is None:
@@ -216,9 +196,9 @@ class _Ways:
         pool = [one.input for one in candidates if one.score is not None and one.input not in apart]
         with self.teacher.on(self.args.device):
             judged = zip(pool, in_shares(pool, self.teacher.excess))
-        found = sorted(((score, text, label) for text, (score, label) in judged if score is not None and label), reverse=True)
-        count = min(self.args.num_samples, round(self.args.keep_share * len(found)))
-        return self._trained(self._trainer("titok", {text: label for _, text, label in found[: max(1, count)]}))
+        ranked = sorted(((score, text, label) for text, (score, label) in judged if score is not None and label), reverse=True)
+        count = min(self.args.num_samples, round(self.args.keep_share * len(ranked)))
+        return self._trained(self._trainer("titok", {text: label for _, text, label in ranked[: max(1, count)]}))
 
     def trans_lora(self) -> tuple[PeftModel, Encoder]:
         return self._trained(self._trainer("trans_lora"))
@@ -232,22 +212,10 @@ class _Ways:
         return candidates, trainer.label(candidates)[1]
 
     def _trainer(self, method: str, inputs: dict[str, str] | None = None) -> TransLoraTrainer:
-        target, tokenizer = load_model(self.target_model)
         args = copy.copy(self.args)
         args.output_dir = str(Path(args.output_dir, method))
         args.filter = "discriminator" if method == "trans_lora" else "token_excess"
-        return TransLoraTrainer(
-            target,
-            args,
-            processing_class=tokenizer,
-            teacher=self.source.teacher,
-            teacher_processing_class=self.source.tokenizer,
-            seeds=self.seeds,
-            discriminator=self.source.discriminator,
-            peft_config=copy.deepcopy(self.peft_config),
-            synthesizer=self.synthesizer,
-            inputs=inputs,
-        )
+        return self.request.trainer(self.source, args, inputs=inputs)
 
     def _trained(self, trainer: TransLoraTrainer) -> tuple[PeftModel, Encoder]:
         trainer.train(self.args.resume_from_checkpoint)

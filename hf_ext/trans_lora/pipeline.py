@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,98 +34,124 @@ from hf_ext.trans_lora.trainer import TransLoraTrainer
 ADVICE = "Give the model that its adapter_config.json names."
 
 
-def transfer(
-    source_model: str,
-    source_adapter: str,
-    target_model: str,
-    seeds: Sequence[str],
-    args: TransLoraConfig,
-    peft_config: PeftConfig,
-    discriminator: str | None = None,
-    discriminator_model: str | None = None,
-    synthesizer: Generator | None = None,
-    real_inputs: Sequence[str] = (),
-) -> TransLoraTrainer:
+@dataclass(frozen=True)
+class TransferRequest:
+    """An adapter to move, and the models to move it from and to, by their names.
+
+    Attributes:
+        source_model, source_adapter, target_model: folders or Hub ids.
+        seeds: a few real inputs of the task, without answers.
+        args: settings of the run, whose files are in args.output_dir.
+        peft_config: configuration of the new adapter, of any type.
+        discriminator: folder or Hub id; None for a filter without one.
+        discriminator_model: base of the discriminator. Defaults to `source_model`; another one is used in a chain of transfers.
+        synthesizer: a `Server` that writes the inputs. By default, the target model writes them.
+    """
+
+    source_model: str
+    source_adapter: str
+    target_model: str
+    seeds: Sequence[str]
+    args: TransLoraConfig
+    peft_config: PeftConfig
+    discriminator: str | None = None
+    discriminator_model: str | None = None
+    synthesizer: Generator | None = None
+
+    def require_target(self) -> None:
+        """Checks, without the weights, that the target model has a tokenizer and the layers of its new adapter.
+
+        Raises:
+            HfExtError: it lacks one of them.
+        """
+        with loading(self.target_model):
+            config = AutoConfig.from_pretrained(self.target_model)
+            load_tokenizer(self.target_model)
+        modules = getattr(self.peft_config, "target_modules", None)
+        if not modules or modules == "all-linear":
+            return
+        with torch.device("meta"):
+            model = _class_of(config).from_config(config)
+        layers = [path for path, _ in model.named_modules()]
+        patterns = {modules: modules} if isinstance(modules, str) else {module: re.escape(module) for module in modules}
+        missing = [name for name, end in patterns.items() if not any(re.fullmatch(rf"(.*\.)?({end})", path) for path in layers)]
+        if missing:
+            linear = {
+                path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
+            }
+            raise HfExtError(
+                f"The model '{self.target_model}' has no layer {', '.join(sorted(missing))} for target_modules "
+                f'(--target-modules). It has {", ".join(sorted(linear))}; "all-linear" stands for all of them but the last.'
+            )
+
+    def trainer(self, source: Source, args: TransLoraConfig, **options: Any) -> TransLoraTrainer:
+        """Loads the target model and returns its trainer.
+
+        Args:
+            args: settings of this training.
+            options: further arguments of `TransLoraTrainer`.
+        """
+        target, tokenizer = load_model(self.target_model)
+        return TransLoraTrainer(
+            target,
+            args,
+            processing_class=tokenizer,
+            teacher=source.teacher,
+            teacher_processing_class=source.tokenizer,
+            seeds=self.seeds,
+            discriminator=source.discriminator,
+            peft_config=copy.deepcopy(self.peft_config),
+            synthesizer=self.synthesizer,
+            **options,
+        )
+
+    def transfer(self, real_inputs: Sequence[str] = ()) -> TransLoraTrainer:
+        """Runs the transfer: see `trans_lora.transfer`."""
+        require_discriminator(self.discriminator, self.args)
+        self.require_target()
+        trainer = self.trainer(Source(self), self.args, real_inputs=real_inputs)
+        trainer.train(self.args.resume_from_checkpoint)
+        trainer.save_model()
+        return trainer
+
+
+def transfer(*request: Any, real_inputs: Sequence[str] = (), **options: Any) -> TransLoraTrainer:
     """Loads the models, runs the transfer and saves the new adapter to args.output_dir.
 
     Args:
-        source_model, source_adapter, target_model, discriminator: folders or Hub ids.
-        discriminator_model: base of the discriminator. Defaults to `source_model`; another one is used in a chain of transfers.
+        request, options: source_model, source_adapter, target_model, seeds, args, peft_config, and, optionally, discriminator,
+            discriminator_model and synthesizer, in this order or by name. `TransferRequest` describes them.
         real_inputs: real inputs of the task, where you still have them; only the report uses them.
 
     Raises:
         HfExtError: the models, the adapter and the discriminator do not fit together.
     """
-    require_discriminator(discriminator, args)
-    require_target(target_model, peft_config)
-    source = Source(source_model, source_adapter, discriminator, discriminator_model)
-    target, target_tokenizer = load_model(target_model)
-    trainer = TransLoraTrainer(
-        target,
-        args,
-        processing_class=target_tokenizer,
-        teacher=source.teacher,
-        teacher_processing_class=source.tokenizer,
-        seeds=seeds,
-        discriminator=source.discriminator,
-        peft_config=peft_config,
-        synthesizer=synthesizer,
-        real_inputs=real_inputs,
-    )
-    trainer.train(args.resume_from_checkpoint)
-    trainer.save_model()
-    return trainer
-
-
-def require_target(name: str, peft_config: PeftConfig) -> None:
-    """Checks, without the weights, that a target model has a tokenizer and the layers of its new adapter.
-
-    Raises:
-        HfExtError: it lacks one of them.
-    """
-    with loading(name):
-        config = AutoConfig.from_pretrained(name)
-        load_tokenizer(name)
-    modules = getattr(peft_config, "target_modules", None)
-    if not modules or modules == "all-linear":
-        return
-    with torch.device("meta"):
-        model = _class_of(config).from_config(config)
-    layers = [path for path, _ in model.named_modules()]
-    patterns = {modules: modules} if isinstance(modules, str) else {module: re.escape(module) for module in modules}
-    missing = [name for name, end in patterns.items() if not any(re.fullmatch(rf"(.*\.)?({end})", path) for path in layers)]
-    if missing:
-        linear = {path.rpartition(".")[2] for path, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
-        raise HfExtError(
-            f"The model '{name}' has no layer {', '.join(sorted(missing))} for target_modules (--target-modules). It has "
-            f'{", ".join(sorted(linear))}; "all-linear" stands for all of them but the last.'
-        )
+    return TransferRequest(*request, **options).transfer(real_inputs)
 
 
 class Source:
     """The source model with its adapter, and the discriminator of its task if there is one, loaded by their names.
 
-    Args:
-        model, adapter, discriminator, discriminator_model: as in `transfer`.
-
     Raises:
         HfExtError: they do not go together, or the discriminator is no better than chance.
     """
 
-    def __init__(self, model: str, adapter: str, discriminator: str | None = None, discriminator_model: str | None = None):
-        if discriminator is not None:
-            require_better_than_chance(read_record(discriminator)["metrics"], f"The discriminator {discriminator}")
+    def __init__(self, request: TransferRequest):
+        name = request.discriminator
+        if name is not None:
+            require_better_than_chance(read_record(name)["metrics"], f"The discriminator {name}")
+        self.adapter = request.source_adapter
         try:
-            PeftConfig.from_pretrained(adapter)
+            PeftConfig.from_pretrained(self.adapter)
         except ValueError as error:
-            raise HfExtError(f"{adapter} is no adapter: {error}") from error
-        self.adapter = adapter
-        base, self.tokenizer = load_model(model)
-        self.teacher = with_adapter(base, adapter, model)
+            raise HfExtError(f"{self.adapter} is no adapter: {error}") from error
+        base, self.tokenizer = load_model(request.source_model)
+        self.teacher = with_adapter(base, self.adapter, request.source_model)
         self.discriminator: Discriminator | None = None
-        if discriminator is not None:
-            own, words = (self.teacher, self.tokenizer) if discriminator_model is None else load_model(discriminator_model)
-            self.discriminator = Discriminator.from_pretrained(discriminator, own, words)
+        if name is not None:
+            other = request.discriminator_model
+            model, tokenizer = (self.teacher, self.tokenizer) if other is None else load_model(other)
+            self.discriminator = Discriminator.from_pretrained(name, model, tokenizer)
 
 
 def with_adapter(model: PreTrainedModel, adapter: str, name: str) -> PeftModel:
@@ -190,7 +218,7 @@ def _texts(path: str | os.PathLike, names: tuple[str, ...]) -> list[tuple[str, .
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise HfExtError(f"{path} cannot be read: {error}") from error
-    found = []
+    records = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -202,5 +230,5 @@ def _texts(path: str | os.PathLike, names: tuple[str, ...]) -> list[tuple[str, .
         if len(texts) != len(names) or not all(isinstance(text, str) for text in texts):
             form = ", ".join(f'"{name}": "…"' for name in names)
             raise HfExtError(f"Line {number} of {path} is not of the form {{{form}}}.")
-        found.append(texts)
-    return found
+        records.append(texts)
+    return records

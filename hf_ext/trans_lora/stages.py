@@ -34,22 +34,22 @@ def claim(folder: Path, part: str, settings: dict[str, Any], files: Sequence[str
     def check() -> str | None:
         path = folder / RECORD
         record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        own = json.loads(json.dumps(settings, default=_plain))
-        found = record.get(part)
+        current = json.loads(json.dumps(settings, default=_plain))
+        recorded = record.get(part)
         begun = [name for pattern in files for name in folder.glob(pattern)]
         if begun and not anew:
-            if found is None:
+            if recorded is None:
                 return f"{folder} holds {begun[0].name} of another run. Take another folder, or delete it."
-            if found != own:
-                different = ", ".join(key for key in own | found if found.get(key) != own.get(key))
+            if recorded != current:
+                different = ", ".join(key for key in current | recorded if recorded.get(key) != current.get(key))
                 hints = {
                     "training": "start again with resume_from_checkpoint=False (--resume_from_checkpoint False)",
                     "labels": f"delete {begun[0].name} for new labels",
                 }
                 hint = hints.get(part, "delete it")
                 return f"{folder} holds a run with another {different}. Take another folder, or {hint}."
-        if found != own:
-            text = json.dumps(record | {part: own}, indent=1, ensure_ascii=False)
+        if recorded != current:
+            text = json.dumps(record | {part: current}, indent=1, ensure_ascii=False)
             write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
         return None
 
@@ -92,6 +92,27 @@ def last_checkpoint(folder: str | os.PathLike) -> str | None:
     return None
 
 
+def checkpoint_to_resume(folder: str | os.PathLike, resume_from_checkpoint: str | bool | None) -> str | None:
+    """Returns the checkpoint that a training resumes from; None to begin.
+
+    Args:
+        resume_from_checkpoint: a folder, True for the last checkpoint, or None for the last one if there is one.
+
+    Raises:
+        ValueError: there is no such checkpoint.
+    """
+    last = last_checkpoint(folder)
+    if resume_from_checkpoint is None:
+        return last
+    if str(resume_from_checkpoint).lower() == "true":
+        if last is None:
+            raise ValueError(f"There is no complete checkpoint in {folder} to resume from.")
+        return last
+    if not os.path.isdir(str(resume_from_checkpoint)):
+        raise ValueError(f"resume_from_checkpoint: there is no folder {resume_from_checkpoint}.")
+    return str(resume_from_checkpoint)
+
+
 def append_lines(path: Path, records: Iterable[dict]) -> None:
     """Adds JSON lines to a file in one write."""
     with open(path, "a", encoding="utf-8") as file:
@@ -112,10 +133,10 @@ def read_lines(path: Path) -> list[dict]:
     Raises:
         HfExtError: a line is not a JSON object.
     """
-    found: list = [None]
+    parsed: list = [None]
     if PartialState().is_main_process:
-        found = [_parse_lines(path)]
-    lines = broadcast_object_list(found)[0]
+        parsed = [_parse_lines(path)]
+    lines = broadcast_object_list(parsed)[0]
     if isinstance(lines, HfExtError):
         raise lines
     return lines

@@ -36,14 +36,7 @@ class Teacher:
         self.tokenizer, self.args = tokenizer, args
         if isinstance(source, nn.Module):
             self.model = source
-            self.encoder = Encoder(
-                tokenizer,
-                source,
-                args.teacher_prompt_template,
-                "The teacher's",
-                args.teacher_system_prompt,
-                chat_variables(args),
-            )
+            self.encoder = teacher_encoder(tokenizer, source, args)
             self.generator = ModelGenerator(source, self.encoder, args.generation_batch_size)
         else:
             self.generator = source
@@ -68,13 +61,13 @@ class Teacher:
     def completions(self, inputs: Sequence[str]) -> list[Completion]:
         """Returns the answers to inputs."""
         args = self.args
-        asked = [
+        prompts = [
             prompt(text, self.tokenizer, args.teacher_prompt_template, args.teacher_system_prompt, chat_variables(args))
             for text in inputs
         ]
         if isinstance(self.generator, Server):
-            asked = without_bos(asked, self.tokenizer)
-        return self.generator(asked, args.max_label_length)
+            prompts = without_bos(prompts, self.tokenizer)
+        return self.generator(prompts, args.max_label_length)
 
     def excess(self, inputs: Sequence[str]) -> list[tuple[float | None, str | None]]:
         """Returns each input's token excess and label; neither for an incomplete answer.
@@ -82,21 +75,21 @@ class Teacher:
         The tokens are those that the teacher wrote, because another tokenization of the same text is less likely.
         """
         assert self.model is not None and self.encoder is not None  # require_for refuses a server
-        said = self.completions(inputs)
-        whole = {i: one.tokens for i, one in enumerate(said) if label(one) and one.tokens is not None}
-        asked = self.encoder.tokens([self.encoder.prompt(inputs[i]) for i in whole])
-        samples = self.encoder.joined(asked, list(whole.values()))
+        completions = self.completions(inputs)
+        whole = {i: one.tokens for i, one in enumerate(completions) if label(one) and one.tokens is not None}
+        prompts = self.encoder.tokens([self.encoder.prompt(inputs[i]) for i in whole])
+        samples = self.encoder.joined(prompts, list(whole.values()))
         taught = answer_log_probs(self.model, self.encoder, samples, self.args.generation_batch_size)
         with base_of(self.model) as base:
             untaught = answer_log_probs(base, self.encoder, samples, self.args.generation_batch_size)
         scores = dict(zip(whole, token_excess(taught, untaught)))
-        return [(scores.get(i), label(one)) for i, one in enumerate(said)]
+        return [(scores.get(i), label(one)) for i, one in enumerate(completions)]
 
     def settings(self) -> dict[str, Any]:
         """Returns what its labels depend on."""
         names = ("max_label_length", "teacher_prompt_template", "teacher_system_prompt", "chat_template_kwargs")
-        own = {"teacher": self.name, "teacher's adapter (a checksum)": self.digest}
-        return own | {name: getattr(self.args, name) for name in names}
+        settings = {"teacher": self.name, "teacher's adapter (a checksum)": self.digest}
+        return settings | {name: getattr(self.args, name) for name in names}
 
     def require_tokens_of(self, student: Encoder) -> None:
         """Checks that the student can be compared with the teacher token by token.
@@ -106,10 +99,11 @@ class Teacher:
         """
         if self.encoder is None:
             raise HfExtError("logits_weight needs a teacher at hand, not one on a server.")
-        own, other = student, self.encoder
-        alike = own.encoder_decoder == other.encoder_decoder and own.tokenizer.get_vocab() == other.tokenizer.get_vocab()
-        probe = own.prompt("A text, 1 2 3.")
-        if not alike or probe != other.prompt("A text, 1 2 3.") or own.tokens([probe]) != other.tokens([probe]):
+        teacher = self.encoder
+        alike = student.encoder_decoder == teacher.encoder_decoder
+        alike = alike and student.tokenizer.get_vocab() == teacher.tokenizer.get_vocab()
+        probe = student.prompt("A text, 1 2 3.")
+        if not alike or probe != teacher.prompt("A text, 1 2 3.") or student.tokens([probe]) != teacher.tokens([probe]):
             raise HfExtError(
                 "logits_weight compares teacher and student token by token, so both need the same tokenizer, the same kind of "
                 "model and the same prompt template. Use logits_weight=0, which needs none of them."
@@ -130,15 +124,22 @@ def agreement(
 ) -> float:
     """Returns the share of inputs to which a model gives the answers that come with them, word for word."""
     writer = ModelGenerator(model, encoder, args.generation_batch_size)
-    asked = [encoder.prompt(text) for text, _ in pairs]
+    prompts = [encoder.prompt(text) for text, _ in pairs]
     with on_device(model, args.device):
-        said = in_shares(asked, lambda part: [one.text.strip() for one in writer(part, args.max_label_length)])
-    return sum(one == answer for one, (_, answer) in zip(said, pairs)) / len(pairs)
+        answers = in_shares(prompts, lambda part: [one.text.strip() for one in writer(part, args.max_label_length)])
+    return sum(answer == expected for answer, (_, expected) in zip(answers, pairs)) / len(pairs)
 
 
-def label(said: Completion) -> str | None:
+def teacher_encoder(
+    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | PeftModel, args: TransLoraConfig, whose: str = "The teacher's"
+) -> Encoder:
+    """Returns the encoder of prompts for the teacher's adapter."""
+    return Encoder(tokenizer, model, args.teacher_prompt_template, whose, args.teacher_system_prompt, chat_variables(args))
+
+
+def label(completion: Completion) -> str | None:
     """Returns the answer if it is complete and not empty."""
-    return said.text.strip() or None if said.ended else None
+    return completion.text.strip() or None if completion.ended else None
 
 
 def name_of(model: PreTrainedModel | PeftModel | Generator) -> str:

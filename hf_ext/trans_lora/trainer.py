@@ -6,8 +6,6 @@ import contextlib
 import math
 import os
 import random
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,47 +16,27 @@ from peft import PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import TrainOutput
-from transformers.utils.logging import tqdm
 
-from hf_ext.display import percent, table
+from hf_ext.display import percent
 from hf_ext.errors import HfExtError
 from hf_ext.integration.model_cards import write_card
 from hf_ext.integration.modes import evaluating
-from hf_ext.trans_lora.adapters import adapter_digest, bare, base_of, on_device
+from hf_ext.trans_lora.adapters import bare, base_of, on_device
 from hf_ext.trans_lora.card import transfer_card
 from hf_ext.trans_lora.config import TransLoraConfig, chat_variables, synthesis_settings, training_settings
 from hf_ext.trans_lora.discriminator import Discriminator, require_discriminator
 from hf_ext.trans_lora.embedding import embed, load_encoder
 from hf_ext.trans_lora.encoding import Encoder
+from hf_ext.trans_lora.filters import InputFilter
 from hf_ext.trans_lora.generation import Completion, Generator, ModelGenerator
+from hf_ext.trans_lora.labels import answer_seeds, label_inputs, split
 from hf_ext.trans_lora.reports import TransferReport, describe
 from hf_ext.trans_lora.scoring import kl_divergence
-from hf_ext.trans_lora.stages import (
-    CHECKPOINTS,
-    append_lines,
-    claim,
-    delete_checkpoints,
-    last_checkpoint,
-    read_lines,
-    starts_again,
-    write_lines,
-)
-from hf_ext.trans_lora.synthesis import (
-    SYNTHESIS,
-    Candidate,
-    Judge,
-    Prompts,
-    counts,
-    duration,
-    first_line,
-    in_shares,
-    keep_best,
-    write_inputs,
-)
-from hf_ext.trans_lora.teacher import Teacher, agreement, label, name_of
+from hf_ext.trans_lora.stages import CHECKPOINTS, checkpoint_to_resume, claim, delete_checkpoints, starts_again
+from hf_ext.trans_lora.synthesis import SYNTHESIS, Candidate, Prompts, counts, keep_best, write_inputs
+from hf_ext.trans_lora.teacher import Teacher, agreement, name_of
 from hf_ext.trans_lora.training import AnswerTrainer
 
-SEEDS, LABELS = "seed_answers.jsonl", "labels.jsonl"
 DRAWN = 1000  # inputs of a kind that the report embeds
 
 
@@ -116,40 +94,27 @@ class TransLoraTrainer(AnswerTrainer):
         real_inputs: Sequence[str] = (),
         **kwargs: Any,
     ):
-        if kwargs.get("train_dataset") is not None:
-            raise HfExtError("The training data are written by the models. For inputs of your own give inputs=[…].")
-        asked = (args.prompt_template, "The target's", args.system_prompt, chat_variables(args))
-        self.encoder = Encoder(processing_class, model, *asked)
+        self.encoder = _encoder(processing_class, model, args)
         self.teacher = Teacher(teacher, teacher_processing_class or processing_class, args)
         self.seeds, self.inputs, self.synthesizer, self.well_formed = list(seeds), inputs, synthesizer, well_formed
         self.real_inputs = list(real_inputs)
         self.report: TransferReport | None = None
-        if not all(text.strip() for text in [*self.seeds, *(inputs or []), *self.real_inputs]):
-            raise HfExtError("One of the seeds, or of the inputs, is empty.")
-        evaluated = args.eval_strategy != "no" and not kwargs.get("eval_dataset")
-        if evaluated and args.held_out_share == 0:
-            raise HfExtError("There is nothing to evaluate on with held_out_share=0; raise it, or give an eval_dataset.")
-        if args.embedding_model:
-            AutoConfig.from_pretrained(args.embedding_model)  # so that a missing model is noticed before the run
+        _require_data(args, [*self.seeds, *(inputs or []), *self.real_inputs], **kwargs)
         if self.teacher.model is not None and bare(self.teacher.model) is bare(model):
             raise HfExtError("The teacher and the target are one model; load the target once more.")
-        self.discriminator = self._discriminator(discriminator)
+        self.discriminator = self._load(discriminator)
         if inputs is None:
             require_discriminator(discriminator, args)
             self.teacher.require_for(args)
         if args.logits_weight:
-            if args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
-                raise HfExtError(
-                    "logits_weight needs logits, which use_liger_kernel does not compute. Set "
-                    'liger_kernel_config={"fused_linear_cross_entropy": False}, or leave one of the options out.'
-                )
+            _require_logits(args)
             self.teacher.require_tokens_of(self.encoder)
         if isinstance(model, PeftModel) is (peft_config is not None):
             raise HfExtError("Give a target model and the peft_config of its new adapter, or a PeftModel and no peft_config.")
         if peft_config is not None:
             set_seed(args.seed)  # as Trainer does, but before the adapter is made
             model = get_peft_model(model, peft_config)
-            self.encoder = Encoder(processing_class, model, *asked)  # with its virtual tokens
+            self.encoder = _encoder(processing_class, model, args)  # with its virtual tokens
         with base_of(model):  # which raises if the adapter has changed it
             pass
         if inputs is None:
@@ -158,7 +123,12 @@ class TransLoraTrainer(AnswerTrainer):
         kwargs["eval_dataset"] = kwargs.get("eval_dataset") or []  # until there are inputs to hold out
         super().__init__(model=model, args=args, processing_class=processing_class, **kwargs)
 
-    # ------------------------------------------------------------------------------------------------ the three stages
+    def _load(self, discriminator: Discriminator | str | os.PathLike | None) -> Discriminator | None:
+        if discriminator is None or isinstance(discriminator, Discriminator):
+            return discriminator
+        if self.teacher.model is None:
+            raise HfExtError("With a teacher on a server, load the discriminator first: Discriminator.from_pretrained(…).")
+        return Discriminator.from_pretrained(discriminator, self.teacher.model, self.teacher.tokenizer)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Runs all stages. Each resumes from its files.
@@ -171,15 +141,8 @@ class TransLoraTrainer(AnswerTrainer):
         Raises:
             ValueError: there is no such checkpoint.
         """
-        if starts_again(resume_from_checkpoint):
-            resume_from_checkpoint = False
-        elif str(resume_from_checkpoint).lower() == "true":
-            resume_from_checkpoint = True
-        if isinstance(resume_from_checkpoint, str) and not os.path.isdir(resume_from_checkpoint):
-            raise ValueError(f"resume_from_checkpoint: there is no folder {resume_from_checkpoint}.")
-        last = last_checkpoint(self.args.output_dir)
-        if resume_from_checkpoint is True and last is None:
-            raise ValueError(f"There is no complete checkpoint in {self.args.output_dir} to resume from.")
+        again, explicit = starts_again(resume_from_checkpoint), resume_from_checkpoint is not None
+        checkpoint = None if again else checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint)
         self.ask_about_seeds()
         candidates = self.synthesize() if self.inputs is None else []
         trained, held_out = self.label(candidates)
@@ -188,17 +151,14 @@ class TransLoraTrainer(AnswerTrainer):
         self.train_dataset = samples[: len(trained)]
         if not self.eval_dataset:
             self.eval_dataset = samples[len(trained) :]
-        anew = resume_from_checkpoint is not None
-        known = training_settings(self.model, self.args, self.model.active_adapters[0])
-        known |= {name: getattr(self.args, name) for name in ("prompt_template", "system_prompt", "chat_template_kwargs")}
-        known |= {"labels (a checksum)": xxhash.xxh3_64(str(trained).encode()).hexdigest()}
-        if resume_from_checkpoint is False:
+        if again:
             delete_checkpoints(self.args.output_dir)
-        claim(Path(self.args.output_dir), "training", known, [CHECKPOINTS], anew)
-        if resume_from_checkpoint in (None, True):
-            resume_from_checkpoint = last
+        settings = training_settings(self.model, self.args, self.model.active_adapters[0])
+        settings |= {name: getattr(self.args, name) for name in ("prompt_template", "system_prompt", "chat_template_kwargs")}
+        settings |= {"labels (a checksum)": xxhash.xxh3_64(str(trained).encode()).hexdigest()}
+        claim(Path(self.args.output_dir), "training", settings, [CHECKPOINTS], anew=explicit)
         with self.teacher.on(self.args.device) if self.args.logits_weight else contextlib.nullcontext():
-            result = super().train(resume_from_checkpoint, *args, **kwargs)
+            result = super().train(checkpoint, *args, **kwargs)
         self.report = self._report(candidates, trained, held_out)
         if self.is_world_process_zero():
             self.report.save(self.args.output_dir)
@@ -210,78 +170,51 @@ class TransLoraTrainer(AnswerTrainer):
         Raises:
             HfExtError: no answer is complete, so no synthetic input would have a label.
         """
-        args, path, start = self.args, Path(self.args.output_dir, SEEDS), time.monotonic()
-        bar = tqdm(total=len(self.seeds), desc="Answers to the seeds", disable=not self.is_world_process_zero())
-        with bar, self.teacher.on(args.device):
-            said = in_shares(self.seeds, self.teacher.completions)
-            bar.update(len(said))
-        if self.is_world_process_zero() and said:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            pairs = list(zip(self.seeds, said))
-            write_lines(path, ({"input": seed, "answer": one.text, "ended": one.ended} for seed, one in pairs))
-            rows = [(first_line(one.text.strip()), "yes" if one.ended else "no", first_line(seed)) for seed, one in pairs]
-            count = args.num_samples if self.inputs is None else len(self.inputs)
-            seconds = (time.monotonic() - start) * count / len(said)
-            size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-            steps = args.max_steps if args.max_steps > 0 else math.ceil(math.ceil(count / size) * args.num_train_epochs)
-            ahead = f"Ahead: {count:,} labels (at this rate {duration(seconds)}) and {steps:,} steps of training."
-            bar.write(f"{table(('answer', 'ended', 'seed'), rows)}\n{ahead}", file=sys.stderr)
-        if said and not any(label(one) for one in said):
-            raise HfExtError(self._no_labels(f"{len(said):,} seeds", path))
-        return said
+        return answer_seeds(self.teacher, self.seeds, self.args, self._count)
+
+    @property
+    def _count(self) -> int:
+        """Returns the number of inputs that the user asks for."""
+        return self.args.num_samples if self.inputs is None else len(self.inputs)
 
     def synthesize(self) -> list[Candidate]:
-        """Returns the inputs that the target model wrote and the filter has checked. synthesis.jsonl contains the same."""
-        args, path = self.args, self._claim_inputs()
+        """Returns the inputs that the target model wrote and the filter has checked. synthesis.jsonl contains the same.
+
+        Raises:
+            HfExtError: too few inputs pass, or the file belongs to another transfer.
+        """
+        args, path = self.args, Path(self.args.output_dir, SYNTHESIS)
+        checks = InputFilter(args, self.encoder, self.teacher, self.discriminator, self.well_formed)
+        settings = {"kind": "transfer", "target": name_of(self.model), "seeds": self.seeds, "chat": self.encoder.chats}
+        claim(path.parent, "inputs", settings | checks.settings() | synthesis_settings(args), [SYNTHESIS])
         held_out = round(args.held_out_share * args.num_samples)
         needed = args.num_samples + held_out
         by_excess = args.filter == "token_excess"
         pool = math.ceil(needed / args.keep_share) if by_excess else needed
-        judge: Judge | None = {"discriminator": self._judge, "token_excess": self._judge_by_excess, "none": None}[args.filter]
         with base_of(self.model) as base, on_device(base, args.device):
             writer = self.synthesizer or ModelGenerator.of(base, self.encoder, args)
             best = f", which are the best {percent(args.keep_share, 0)} of them" if by_excess else ""
             of_which = f" ({args.num_samples:,} asked for and {held_out:,} held out{best})"
-            found = write_inputs(writer, self.encoder, self.seeds, args, path, pool, judge, self._usable, of_which)
-        return keep_best(found, needed, path) if by_excess else found
+            candidates = write_inputs(
+                writer, self.encoder, self.seeds, args, path, pool, checks.judge, checks.accepts, of_which
+            )
+        return keep_best(candidates, needed, path) if by_excess else candidates
 
     def label(self, candidates: Sequence[Candidate] = ()) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
         """Returns the kept inputs with the teacher's answers, for training and held out, as in labels.jsonl. An answer that is
         empty, or that reached max_label_length, is no label.
 
         Raises:
-            HfExtError: no input has a label.
+            HfExtError: no input has a label, or the file belongs to another transfer.
         """
-        args, path = self.args, self._claim_labels()
-        share = round(args.held_out_share * (args.num_samples if self.inputs is None else len(self.inputs)))
+        labels: Mapping[str, str | None]
         if self.inputs is None:
-            candidates = candidates or self.synthesize()
-            known = {candidate.input: candidate.label for candidate in candidates if candidate.kept}
-            inputs = list(known)
+            labels = {candidate.input: candidate.label for candidate in candidates or self.synthesize() if candidate.kept}
         else:
-            known, inputs = dict(self.inputs) if isinstance(self.inputs, Mapping) else {}, list(self.inputs)
-        records = read_lines(path)
-        if [record.get("input") for record in records] != inputs[: len(records)]:
-            raise HfExtError(f"{path} has labels of other inputs; delete it, or take another output_dir.")
-        step = args.generation_batch_size * args.world_size * 4
-        bar = tqdm(total=len(inputs), initial=len(records), desc="Labels", disable=not self.is_world_process_zero())
-        with bar, self.teacher.on(args.device):
-            for start in range(len(records), len(inputs), step):
-                part = inputs[start : start + step]
-                labels = [known.get(text) for text in part]
-                if None in labels:
-                    labels = in_shares(part, self.teacher.answers)
-                records += (new := [{"input": text, "label": label} for text, label in zip(part, labels)])
-                if self.is_world_process_zero():
-                    append_lines(path, new)
-                bar.update(len(new))
-        labelled = [(record["input"], record["label"]) for record in records if record["label"]]
-        if not labelled:
-            raise HfExtError(self._no_labels(f"{len(records):,} inputs", path))
-        order = random.Random(args.seed).sample(range(len(labelled)), len(labelled))
-        apart = set(order[: min(share, len(labelled) - 1)])
-        trained = [pair for i, pair in enumerate(labelled) if i not in apart]
-        return trained, [labelled[i] for i in sorted(apart)]
+            labels = self.inputs if isinstance(self.inputs, Mapping) else dict.fromkeys(self.inputs)
+        inputs = list(labels if self.inputs is None else self.inputs)
+        pairs = label_inputs(self.teacher, inputs, labels, self.args)
+        return split(pairs, round(self.args.held_out_share * self._count), self.args.seed)
 
     def compute_loss(
         self,
@@ -310,81 +243,6 @@ class TransLoraTrainer(AnswerTrainer):
         loss = (1 - weight) * loss + weight * divergence
         return (loss, outputs) if return_outputs else loss
 
-    # -------------------------------------------------------------------------------------------------------- its judges
-
-    def _judge(self, inputs: Sequence[str]) -> list[tuple[float | None, bool, str | None]]:
-        assert self.discriminator is not None  # require_discriminator
-        scores = self.discriminator.score(inputs, self.args.generation_batch_size, self.args.device)
-        return [(score, score > 0.5, None) for score in scores]
-
-    def _judge_by_excess(self, inputs: Sequence[str]) -> list[tuple[float | None, bool, str | None]]:
-        """Passes all inputs with a label. `keep_best` selects among them at the end."""
-        with self.teacher.on(self.args.device):
-            return [(score, score is not None, label) for score, label in self.teacher.excess(inputs)]
-
-    def _usable(self, text: str) -> bool:
-        """Checks whether a text passes the user's test and fits into the context of all models."""
-        readers = [(self.encoder, text, self.args.max_label_length)]
-        if self.teacher.encoder is not None:
-            readers.append((self.teacher.encoder, text, self.args.max_label_length))
-        if self.args.filter == "discriminator":
-            assert self.discriminator is not None  # require_discriminator
-            readers.append((self.discriminator.encoder, self.discriminator.question(text), 8))
-        fits = all(encoder.fits(encoder.prompt(asked), room) for encoder, asked, room in readers)
-        return fits and (self.well_formed is None or self.well_formed(text))
-
-    # --------------------------------------------------------------------------------------------------- what goes together
-
-    def _discriminator(self, given: Discriminator | str | os.PathLike | None) -> Discriminator | None:
-        if given is None or isinstance(given, Discriminator):
-            return given
-        if self.teacher.model is None:
-            raise HfExtError("With a teacher on a server, load the discriminator first: Discriminator.from_pretrained(…).")
-        return Discriminator.from_pretrained(given, self.teacher.model, self.teacher.tokenizer)
-
-    def _no_labels(self, asked: str, path: Path) -> str:
-        return (
-            f"The teacher gave none of the {asked} a whole answer within max_label_length={self.args.max_label_length} tokens "
-            f"(see {path}). Its adapter must have learned to end an answer with the token that ends a text. Set "
-            "teacher_prompt_template to what it was trained with, or raise max_label_length."
-        )
-
-    def _claim_inputs(self) -> Path:
-        """Returns the path of synthesis.jsonl.
-
-        Raises:
-            HfExtError: the file belongs to another transfer.
-        """
-        folder, args = Path(self.args.output_dir), self.args
-        judge = self.discriminator and {
-            "task": self.discriminator.task,
-            "prompt": self.discriminator.prompt,
-            "checksum": adapter_digest(self.discriminator.model),
-        }
-        settings = {
-            "kind": "transfer",
-            "target": name_of(self.model),
-            "discriminator": judge,
-            "seeds": self.seeds,
-            "chat": self.encoder.chats,
-        }
-        names = ("num_samples", "filter", "keep_share", "held_out_share", "seed")
-        settings |= {name: getattr(args, name) for name in names} | synthesis_settings(args)
-        settings |= self.teacher.settings() if args.filter == "token_excess" else {}
-        claim(folder, "inputs", settings, [SYNTHESIS])
-        return folder / SYNTHESIS
-
-    def _claim_labels(self) -> Path:
-        """Returns the path of labels.jsonl.
-
-        Raises:
-            HfExtError: the file belongs to another transfer, or has labels by other options.
-        """
-        claim(Path(self.args.output_dir), "labels", self.teacher.settings(), [LABELS])
-        return Path(self.args.output_dir, LABELS)
-
-    # --------------------------------------------------------------------------------------------------------- its report
-
     def _report(
         self, candidates: list[Candidate], trained: list[tuple[str, str]], held_out: list[tuple[str, str]]
     ) -> TransferReport:
@@ -399,14 +257,7 @@ class TransLoraTrainer(AnswerTrainer):
         if held_out:
             agreed = agreement(self.accelerator.unwrap_model(self.model), self.encoder, held_out, args)
             self.log({"agreement": agreed})
-        shown = texts | {"real": self.real_inputs}
-        drawn = {name: random.Random(args.seed).sample(part, min(len(part), DRAWN)) for name, part in shown.items()}
-        if args.embedding_model:
-            encoder, tokenizer = load_encoder(args.embedding_model)
-            embeddings = {name: embed(part, encoder.to(args.device), tokenizer) for name, part in drawn.items()}
-        else:
-            with base_of(self.model) as base:
-                embeddings = {name: embed(part, base, self.encoder.tokenizer) for name, part in drawn.items()}
+        embeddings = self._embed(texts | {"real": self.real_inputs})
         real = embeddings.pop("real")
         return TransferReport(
             source=self.teacher.name,
@@ -421,6 +272,15 @@ class TransLoraTrainer(AnswerTrainer):
             encoder=args.embedding_model or name_of(self.model),
             **describe(texts, embeddings, real),
         )
+
+    def _embed(self, texts: Mapping[str, Sequence[str]]) -> dict[str, torch.Tensor]:
+        """Returns embeddings of at most DRAWN texts of each kind."""
+        draws = {name: random.Random(self.args.seed).sample(part, min(len(part), DRAWN)) for name, part in texts.items()}
+        if self.args.embedding_model:
+            model, tokenizer = load_encoder(self.args.embedding_model)
+            return {name: embed(part, model.to(self.args.device), tokenizer) for name, part in draws.items()}
+        with base_of(self.model) as base:
+            return {name: embed(part, base, self.encoder.tokenizer) for name, part in draws.items()}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the adapter and the tokenizer as a Trainer does, with a model card that has the report."""
@@ -438,3 +298,29 @@ class TransLoraTrainer(AnswerTrainer):
     def _write_card(self, report: TransferReport, folder: Path) -> None:
         config = self.accelerator.unwrap_model(self.model).active_peft_config
         write_card(folder, transfer_card(report, config.task_type, folder))
+
+
+def _encoder(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | PeftModel, args: TransLoraConfig) -> Encoder:
+    return Encoder(tokenizer, model, args.prompt_template, "The target's", args.system_prompt, chat_variables(args))
+
+
+def _require_data(
+    args: TransLoraConfig, texts: Sequence[str], train_dataset: Any = None, eval_dataset: Any = None, **_: Any
+) -> None:
+    """Checks the data that a user gives, and that the rest can be written."""
+    if train_dataset is not None:
+        raise HfExtError("The training data are written by the models. For inputs of your own give inputs=[…].")
+    if not all(text.strip() for text in texts):
+        raise HfExtError("One of the seeds, or of the inputs, is empty.")
+    if args.eval_strategy != "no" and not eval_dataset and args.held_out_share == 0:
+        raise HfExtError("There is nothing to evaluate on with held_out_share=0; raise it, or give an eval_dataset.")
+    if args.embedding_model:
+        AutoConfig.from_pretrained(args.embedding_model)  # so that a missing model is noticed before the run
+
+
+def _require_logits(args: TransLoraConfig) -> None:
+    if args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
+        raise HfExtError(
+            "logits_weight needs logits, which use_liger_kernel does not compute. Set "
+            'liger_kernel_config={"fused_linear_cross_entropy": False}, or leave one of the options out.'
+        )
