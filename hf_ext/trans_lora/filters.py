@@ -10,10 +10,8 @@ from hf_ext.trans_lora.adapters import adapter_digest
 from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.discriminator import Discriminator
 from hf_ext.trans_lora.encoding import Encoder
-from hf_ext.trans_lora.synthesis import Judge
+from hf_ext.trans_lora.synthesis import Judge, Verdicts
 from hf_ext.trans_lora.teacher import Teacher
-
-Verdicts = list[tuple[float | None, bool, str | None]]  # as of a Judge
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,8 @@ Pairs = Sequence[tuple[str, str]]
 
 
 def answer_seeds(teacher: Teacher, seeds: Sequence[str], args: TransLoraConfig, count: int) -> list[Completion]:
-    """Returns the teacher's answers to the seeds, writes them to seed_answers.jsonl and prints them.
-
-    Args:
-        count: number of inputs of the run, for an estimate of its time.
-
-    Raises:
-        HfExtError: no answer is complete, so no synthetic input would have a label.
-    """
+    """Returns the teacher's answers to the seeds. Writes them to seed_answers.jsonl, and prints them with an estimate of the
+    time for `count` inputs."""
     path, start, main = Path(args.output_dir, SEEDS), time.monotonic(), PartialState().is_main_process
     bar = tqdm(total=len(seeds), desc="Answers to the seeds", disable=not main)
     with bar, teacher.on(args.device):
@@ -56,15 +50,7 @@ def answer_seeds(teacher: Teacher, seeds: Sequence[str], args: TransLoraConfig, 
 def label_inputs(
     teacher: Teacher, inputs: Sequence[str], labels: Mapping[str, str | None], args: TransLoraConfig
 ) -> list[tuple[str, str]]:
-    """Returns inputs with their labels, as in labels.jsonl. An answer that is empty, or that reached max_label_length, is no
-    label.
-
-    Args:
-        labels: existing labels. The teacher labels the rest of the inputs.
-
-    Raises:
-        HfExtError: no input has a label, or the file has labels of other inputs or options.
-    """
+    """Returns inputs with their labels, as in labels.jsonl. The teacher labels inputs that `labels` does not contain."""
     path = Path(args.output_dir, LABELS)
     claim(path.parent, "labels", teacher.settings(), [LABELS])
     records = read_lines(path)

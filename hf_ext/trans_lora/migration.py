@@ -114,28 +114,24 @@ def migrate(*request: Any, test: Pairs | None = None, enough: float = 1.0, **opt
     Raises:
         HfExtError: the models, the adapter and the discriminator do not go together, or there is nothing to score with.
     """
-    return run(TransferRequest(*request, **options), test, enough)
-
-
-def run(request: TransferRequest, test: Pairs | None, enough: float) -> MigrationReport:
-    """Runs a migration: see `migrate`."""
-    if test is None and request.args.held_out_share == 0:
+    move = TransferRequest(*request, **options)
+    if test is None and move.args.held_out_share == 0:
         raise HfExtError("There is nothing to compare on with held_out_share=0; raise it, or give a test (--test).")
-    request.require_target()
-    methods = _Methods(request)
+    move.require_target()
+    methods = _Methods(move)
     report, pairs = methods.evidence(test)
-    for method in ("copy", "titok", *(["trans_lora"] if request.discriminator else [])):
+    for method in ("copy", "titok", *(["trans_lora"] if move.discriminator else [])):
         start = time.monotonic()
         try:
             model, encoder = getattr(methods, method)()
         except _NotPossible as error:
             attempt = Attempt(method, None, time.monotonic() - start, reason=str(error))
         else:
-            score = agreement(model, encoder, pairs, request.args)
+            score = agreement(model, encoder, pairs, move.args)
             attempt = Attempt(method, score, time.monotonic() - start, encoder.prompt("{input}"))
         report.attempts.append(attempt)
         if report.best.score is not None:
-            _publish(report, request.args, request.peft_config.task_type)
+            _publish(report, move.args, move.peft_config.task_type)
         if attempt.score is not None and attempt.score >= enough:
             break
     return report
@@ -177,7 +173,7 @@ class _Methods:
         if tokenizer.get_vocab() != self.source.tokenizer.get_vocab():
             raise _NotPossible("the tokenizers differ")
         try:
-            model = with_adapter(target, self.source.adapter, self.request.target_model)
+            model = with_adapter(target, self.request.source_adapter, self.request.target_model)
         except HfExtError as error:
             raise _NotPossible("the adapter does not fit the target's layers") from error
         config = model.active_peft_config

@@ -105,15 +105,6 @@ class TransferRequest:
             **options,
         )
 
-    def transfer(self, real_inputs: Sequence[str] = ()) -> TransLoraTrainer:
-        """Runs the transfer: see `trans_lora.transfer`."""
-        require_discriminator(self.discriminator, self.args)
-        self.require_target()
-        trainer = self.trainer(Source(self), self.args, real_inputs=real_inputs)
-        trainer.train(self.args.resume_from_checkpoint)
-        trainer.save_model()
-        return trainer
-
 
 def transfer(*request: Any, real_inputs: Sequence[str] = (), **options: Any) -> TransLoraTrainer:
     """Loads the models, runs the transfer and saves the new adapter to args.output_dir.
@@ -126,7 +117,13 @@ def transfer(*request: Any, real_inputs: Sequence[str] = (), **options: Any) -> 
     Raises:
         HfExtError: the models, the adapter and the discriminator do not fit together.
     """
-    return TransferRequest(*request, **options).transfer(real_inputs)
+    move = TransferRequest(*request, **options)
+    require_discriminator(move.discriminator, move.args)
+    move.require_target()
+    trainer = move.trainer(Source(move), move.args, real_inputs=real_inputs)
+    trainer.train(move.args.resume_from_checkpoint)
+    trainer.save_model()
+    return trainer
 
 
 class Source:
@@ -140,13 +137,12 @@ class Source:
         name = request.discriminator
         if name is not None:
             require_better_than_chance(read_record(name)["metrics"], f"The discriminator {name}")
-        self.adapter = request.source_adapter
         try:
-            PeftConfig.from_pretrained(self.adapter)
+            PeftConfig.from_pretrained(request.source_adapter)
         except ValueError as error:
-            raise HfExtError(f"{self.adapter} is no adapter: {error}") from error
+            raise HfExtError(f"{request.source_adapter} is no adapter: {error}") from error
         base, self.tokenizer = load_model(request.source_model)
-        self.teacher = with_adapter(base, self.adapter, request.source_model)
+        self.teacher = with_adapter(base, request.source_adapter, request.source_model)
         self.discriminator: Discriminator | None = None
         if name is not None:
             other = request.discriminator_model

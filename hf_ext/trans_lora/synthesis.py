@@ -53,8 +53,9 @@ class Candidate:
     round_size: int = 0
 
 
-#: Scores inputs: (score, whether to keep, the teacher's label if it was needed) of each.
-Judge = Callable[[Sequence[str]], list[tuple[float | None, bool, str | None]]]
+#: Of each input: (score, whether to keep, the teacher's label if it was needed).
+Verdicts = list[tuple[float | None, bool, str | None]]
+Judge = Callable[[Sequence[str]], Verdicts]
 
 
 def write_inputs(
