@@ -111,7 +111,9 @@ class SafetensorsFile:
                 pass
             self._mapped = MappedFile(self.path)
         except (SafetensorError, OSError) as error:
-            raise CorruptFileError(f"{self.path} is not a readable safetensors file: {error}") from error
+            raise CorruptFileError(
+                f"{self.path} is not a readable safetensors file: {error}. Download or save it again."
+            ) from error
         length = int.from_bytes(self._mapped.data[:8].tobytes(), "little")
         self.header_bytes = self._mapped.data[8 : 8 + length].tobytes()
         self.metadata, self.entries = parse_header(self.header_bytes)
