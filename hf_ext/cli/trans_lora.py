@@ -138,24 +138,24 @@ def request_of(
     rank: Rank = 16,
     target_modules: TargetModules = None,
     paper: Paper = None,
-) -> dict[str, Any]:
-    """Returns the fields of a `TransferRequest`, from the options that `transfer` and `migrate` share."""
+) -> Any:
+    """Returns a `TransferRequest` of the options that `transfer` and `migrate` share."""
     require_files(seeds=seeds)
     settings = training_arguments(context, out, paper, peft_type)
     from hf_ext import trans_lora
 
     sampling = cast("dict[str, Any]", settings.generation_kwargs or {})  # TrainingArguments has parsed JSON
-    return {
-        "source_model": source_model,
-        "source_adapter": source_adapter,
-        "target_model": target_model,
-        "seeds": trans_lora.read_inputs(seeds),
-        "args": settings,
-        "peft_config": peft_config(peft_type, rank, target_modules, target_model, paper),
-        "discriminator": discriminator,
-        "discriminator_model": discriminator_model,
-        "synthesizer": trans_lora.Server(server, server_model or target_model, options=sampling) if server else None,
-    }
+    return trans_lora.TransferRequest(
+        source_model,
+        source_adapter,
+        target_model,
+        trans_lora.read_inputs(seeds),
+        settings,
+        peft_config(peft_type, rank, target_modules, target_model, paper),
+        discriminator,
+        discriminator_model,
+        trans_lora.Server(server, server_model or target_model, options=sampling) if server else None,
+    )
 
 
 def with_shared_options(command: Callable[..., Result | None]) -> Callable[..., Result | None]:
@@ -195,7 +195,7 @@ def transfer(
     request = request_of(context, discriminator=discriminator, **options)
     from hf_ext import trans_lora
 
-    trainer = trans_lora.transfer(**request, real_inputs=trans_lora.read_inputs(real_inputs) if real_inputs else ())
+    trainer = trans_lora.transfer(request, real_inputs=trans_lora.read_inputs(real_inputs) if real_inputs else ())
     report = trainer.report if trainer.is_world_process_zero() else None
     return Result(str(report), report.to_dict()) if report else None
 
@@ -228,7 +228,7 @@ def migrate(
 
     from hf_ext import trans_lora
 
-    report = trans_lora.migrate(**request, test=trans_lora.read_pairs(test) if test else None, enough=enough)
+    report = trans_lora.migrate(request, test=trans_lora.read_pairs(test) if test else None, enough=enough)
     return Result(str(report), report.to_dict()) if PartialState().is_main_process else None
 
 

@@ -8,7 +8,6 @@ import time
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from accelerate import PartialState
 from peft import PeftModel
@@ -96,7 +95,7 @@ class MigrationReport:
         return f"{table(self.header, self.rows())}\n\n{self.source} → {self.target}: by {self.best.method}"
 
 
-def migrate(*request: Any, test: Pairs | None = None, enough: float = 1.0, **options: Any) -> MigrationReport:
+def migrate(request: TransferRequest, *, test: Pairs | None = None, enough: float = 1.0) -> MigrationReport:
     """Moves an adapter by several methods, the cheapest first, and keeps the best result in args.output_dir.
 
     "copy" puts the adapter on the target unchanged, if its weights fit and the tokenizers are the same. "titok" trains one
@@ -105,8 +104,8 @@ def migrate(*request: Any, test: Pairs | None = None, enough: float = 1.0, **opt
     target writes. A run that was killed resumes, and its folder has the best adapter so far.
 
     Args:
-        request, options: as in `transfer`. `args.filter` is ignored, because each method has its own filter, and `peft_config`
-            is that of the adapter that "titok" or "trans_lora" trains.
+        request: as in `transfer`. Ignores `args.filter`, because each method has its own filter; `peft_config` is that of the
+            adapter that "titok" or "trans_lora" trains.
         test: inputs of the task with the correct answers. The score is then the accuracy on them. Without a test, it is the
             agreement with the source model and its adapter on held-out synthetic inputs.
         enough: score at which the run stops: it tries no further method.
@@ -114,24 +113,23 @@ def migrate(*request: Any, test: Pairs | None = None, enough: float = 1.0, **opt
     Raises:
         HfExtError: the models, the adapter and the discriminator do not go together, or there is nothing to score with.
     """
-    move = TransferRequest(*request, **options)
-    if test is None and move.args.held_out_share == 0:
+    if test is None and request.args.held_out_share == 0:
         raise HfExtError("There is nothing to compare on with held_out_share=0; raise it, or give a test (--test).")
-    move.require_target()
-    methods = _Methods(move)
+    request.require_target()
+    methods = _Methods(request)
     report, pairs = methods.evidence(test)
-    for method in ("copy", "titok", *(["trans_lora"] if move.discriminator else [])):
+    for method in ("copy", "titok", *(["trans_lora"] if request.discriminator else [])):
         start = time.monotonic()
         try:
             model, encoder = getattr(methods, method)()
         except _NotPossible as error:
             attempt = Attempt(method, None, time.monotonic() - start, reason=str(error))
         else:
-            score = agreement(model, encoder, pairs, move.args)
+            score = agreement(model, encoder, pairs, request.args)
             attempt = Attempt(method, score, time.monotonic() - start, encoder.prompt("{input}"))
         report.attempts.append(attempt)
         if report.best.score is not None:
-            _publish(report, move.args, move.peft_config.task_type)
+            _publish(report, request.args, request.peft_config.task_type)
         if attempt.score is not None and attempt.score >= enough:
             break
     return report

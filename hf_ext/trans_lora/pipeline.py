@@ -106,22 +106,20 @@ class TransferRequest:
         )
 
 
-def transfer(*request: Any, real_inputs: Sequence[str] = (), **options: Any) -> TransLoraTrainer:
+def transfer(request: TransferRequest, *, real_inputs: Sequence[str] = ()) -> TransLoraTrainer:
     """Loads the models, runs the transfer and saves the new adapter to args.output_dir.
 
     Args:
-        request, options: source_model, source_adapter, target_model, seeds, args, peft_config, and, optionally, discriminator,
-            discriminator_model and synthesizer, in this order or by name. `TransferRequest` describes them.
+        request: the adapter, the models and the settings.
         real_inputs: real inputs of the task, where you still have them; only the report uses them.
 
     Raises:
         HfExtError: the models, the adapter and the discriminator do not fit together.
     """
-    move = TransferRequest(*request, **options)
-    require_discriminator(move.discriminator, move.args)
-    move.require_target()
-    trainer = move.trainer(Source(move), move.args, real_inputs=real_inputs)
-    trainer.train(move.args.resume_from_checkpoint)
+    require_discriminator(request.discriminator, request.args)
+    request.require_target()
+    trainer = request.trainer(Source(request), request.args, real_inputs=real_inputs)
+    trainer.train(request.args.resume_from_checkpoint)
     trainer.save_model()
     return trainer
 

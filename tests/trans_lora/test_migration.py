@@ -13,7 +13,7 @@ from valid_cards import valid_card
 
 from hf_ext import HfExtError
 from hf_ext.cli.main import main
-from hf_ext.trans_lora import migrate, read_pairs
+from hf_ext.trans_lora import TransferRequest, migrate, read_pairs
 
 TEST = [(text, answer(text)) for text in inputs(60, 7)]
 
@@ -54,7 +54,7 @@ def lines(path):
 
 
 def test_a_good_enough_copy_ends_the_migration(folders, tmp_path):
-    report = migrate(*names(folders, "relative"), settings(tmp_path), lora("gpt2"), test=TEST, enough=0.9)
+    report = migrate(TransferRequest(*names(folders, "relative"), settings(tmp_path), lora("gpt2")), test=TEST, enough=0.9)
     assert [one.method for one in report.attempts] == ["copy"] and report.best.score == report.teacher == 1
     assert report.evidence == "accuracy on 60 test inputs" and report.shared_seconds == 0
     assert not list(tmp_path.rglob("synthesis.jsonl"))
@@ -100,7 +100,7 @@ def test_methods_share_inputs_and_the_best_adapter_is_kept(folders, tmp_path, ca
 
 def test_without_a_discriminator_titok_writes_its_own_inputs(folders, tmp_path):
     args = settings(tmp_path, num_samples=12, num_train_epochs=1)
-    report = migrate(*names(folders, "llama"), args, lora("llama"))
+    report = migrate(TransferRequest(*names(folders, "llama"), args, lora("llama")))
     assert [one.method for one in report.attempts] == ["copy", "titok"] and report.best.method == "titok"
     assert len(lines(tmp_path / "titok" / "labels.jsonl")) == 15  # 12 and a quarter of them held out
 
@@ -111,4 +111,5 @@ def test_what_cannot_be_compared_is_refused(folders, tmp_path):
         read_pairs(tmp_path / "bad.jsonl")
     assert read_pairs(folders / "test.jsonl") == TEST
     with pytest.raises(HfExtError, match="nothing to compare on with held_out_share=0"):
-        migrate(*names(folders, "llama"), settings(tmp_path / "out", held_out_share=0), lora("llama"))
+        settled = settings(tmp_path / "out", held_out_share=0)
+        migrate(TransferRequest(*names(folders, "llama"), settled, lora("llama")))

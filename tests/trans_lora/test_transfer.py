@@ -39,6 +39,7 @@ from hf_ext.trans_lora.duplicates import SeenTexts
 from hf_ext.trans_lora.embedding import embed, load_encoder
 from hf_ext.trans_lora.encoding import Encoder, without_bos
 from hf_ext.trans_lora.generation import ModelGenerator
+from hf_ext.trans_lora.pipeline import TransferRequest
 from hf_ext.trans_lora.pipeline import transfer as run_transfer
 from hf_ext.trans_lora.prompts import MEMBERSHIP, PAPERS_MEMBERSHIP
 from hf_ext.trans_lora.synthesis import Prompts
@@ -804,7 +805,9 @@ def test_an_adapter_of_another_base_is_refused(folders, tmp_path, layers, lackin
     arguments = TransLoraConfig(output_dir=str(tmp_path / "out"), filter="none")
     with pytest.raises(HfExtError) as error:
         run_transfer(
-            str(folders / "gpt2"), str(tmp_path / "adapter"), str(folders / "llama"), SEEDS, arguments, LoraConfig(r=2)
+            TransferRequest(
+                str(folders / "gpt2"), str(tmp_path / "adapter"), str(folders / "llama"), SEEDS, arguments, LoraConfig(r=2)
+            )
         )
     start = f"The adapter {tmp_path / 'adapter'} does not fit the source model {folders / 'gpt2'}: "
     assert str(error.value).startswith(start) and f" weights which {lacking} lacks, such as 'base_model." in str(error.value)
