@@ -22,7 +22,7 @@ def energy(found) -> float:
 
 
 @pytest.mark.parametrize("shape", [(96, 96), (40, 120), (120, 40), (3, 64, 96), (2, 3, 96, 32)])
-def test_the_components_are_orthonormal_and_those_of_the_exact_decomposition(shape):
+def test_the_components_equal_the_exact_decomposition(shape):
     weight = matrix(*shape)
     exact, found = (principal_components(weight, 8, niter) for niter in (None, 6))
     for vectors in (found.U.mT, found.Vh):
@@ -52,7 +52,7 @@ def test_a_basis_of_a_similar_matrix_saves_rounds():
     assert warm > cold and warm > 0.999 * energy(principal_components(similar, 16, None))
 
 
-def test_the_same_seed_gives_the_same_components_and_leaves_the_global_generator_alone():
+def test_a_seed_determines_the_components():
     weight, state = matrix(96, 96), torch.get_rng_state()
     first, second = (principal_components(weight, 4, seed=3) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
@@ -83,7 +83,7 @@ def test_all_components_together_are_the_matrix(m, n, data):
 
 
 @pytest.mark.parametrize("scaling", [0.5, 1.0, 4.0])
-def test_the_factors_at_their_scaling_are_the_principal_part_and_share_its_size(scaling):
+def test_the_scaled_factors_are_the_principal_part(scaling):
     weight = matrix(64, 48)
     found = principal_components(weight, 8, None)
     B, A = initial_factors(found, scaling)
@@ -102,7 +102,7 @@ def test_factors_are_told_from_those_of_another_matrix(shape, dtype):
 
 
 @pytest.mark.parametrize("rank", [1, 3, 6])
-def test_truncating_a_product_is_the_truncated_decomposition_of_it(rank):
+def test_a_truncated_product_equals_its_truncated_svd(rank):
     generator = torch.Generator().manual_seed(0)
     B, A = torch.randn(40, 6, generator=generator), torch.randn(6, 30, generator=generator)
     left, right, singular = truncate(B, A, rank)

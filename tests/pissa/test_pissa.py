@@ -58,7 +58,7 @@ def config(**options) -> PissaConfig:
 
 
 @every_case
-def test_the_model_starts_as_the_original_and_the_base_stays_so_in_training(build, options):
+def test_training_leaves_the_base_weights_unchanged(build, options):
     base = build()
     expected, weights = logits(base), copy.deepcopy(base.state_dict())
     model = get_peft_model(base, config(**options))
@@ -192,7 +192,7 @@ def test_a_mixed_model_takes_pissa_among_its_kinds():
     assert torch.equal(logits(model), expected)
 
 
-def test_a_model_with_lora_adapters_takes_pissa_once_it_is_told_to():
+def test_a_model_with_lora_adapters_accepts_pissa_on_request():
     model = trained(llama(), LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"]))
     before = logits(model)
     with pytest.raises(ValueError, match="accept_pissa"):
@@ -333,7 +333,7 @@ def test_combining_by_weights_is_that_of_the_saved_loras(saved_as_loras, combina
     assert torch.equal(logits(model), expected) and model.state_dict().keys() == before.keys()
 
 
-def test_a_combination_that_fails_leaves_the_adapters_as_they_were():
+def test_a_failed_combination_changes_no_adapter():
     model = trained(llama(), config())
     model.add_adapter("second", config(r=2))
     expected = logits(model)
@@ -408,7 +408,7 @@ def test_a_scaled_adapter_is_scaled_in_its_change_alone():
     model.load_state_dict(state)
 
 
-def test_a_configuration_holds_what_the_user_set_and_nothing_else():
+def test_a_configuration_holds_only_what_the_user_set():
     options = config()
     before = options.to_dict()
     model = trained(llama(), options)

@@ -44,7 +44,7 @@ def outputs(model: nn.Module) -> torch.Tensor:
 
 
 @every_kind
-def test_the_start_is_the_original_and_holds_the_principal_components(dimensions):
+def test_convolutions_start_from_the_principal_components(dimensions):
     base = Convolutions(dimensions)
     model = get_peft_model(Convolutions(dimensions), config(svd="exact", lora_alpha=8))
     assert torch.equal(outputs(model), outputs(base))
@@ -118,7 +118,7 @@ def test_adapters_are_combined_by_weights(combination):
 
 
 @pytest.mark.parametrize("options", [{"groups": 2}, {"dilation": 2}, {"padding_mode": "circular"}], ids=str)
-def test_convolutions_whose_lora_is_another_operation_are_an_error(options):
+def test_unsupported_convolutions_are_refused(options):
     model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1, **options), nn.Conv2d(8, 4, 1))
     with pytest.raises(ValueError, match="0 has groups, dilation or a padding_mode other than 'zeros'"):
         get_peft_model(model, config(target_modules=["0"]))

@@ -35,7 +35,7 @@ def again(build, folder: Path) -> PeftModel:
 
 
 @every_case
-def test_the_saved_adapter_is_a_lora_of_twice_the_rank_that_computes_the_same(tmp_path, build, options):
+def test_the_saved_adapter_is_an_equal_lora_of_twice_the_rank(tmp_path, build, options):
     model = trained(build(), config(**options))
     model.save_pretrained(tmp_path)
     saved = read_config(tmp_path)
@@ -66,7 +66,7 @@ def test_it_goes_on_as_pissa_to_the_last_bit(tmp_path, build, options):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_new_adapter_does_not_pay_for_a_decomposition_that_is_loaded_over(tmp_path, capfd):
+def test_loading_an_adapter_skips_the_decomposition(tmp_path, capfd):
     trained(llama(), config()).save_pretrained(tmp_path)
     capfd.readouterr()
     again(llama, tmp_path)
@@ -151,7 +151,7 @@ PeftConfig.from_pretrained(folder + "/qpissa")
 """
 
 
-def test_plain_peft_loads_pissa_without_this_package_and_says_what_it_misses_for_qpissa(tmp_path):
+def test_plain_peft_loads_pissa_and_refuses_qpissa(tmp_path):
     small_llama().save_pretrained(tmp_path / "base")
     model = trained(load(tmp_path / "base"), config())
     model.save_pretrained(tmp_path / "adapter")
@@ -210,7 +210,7 @@ def test_the_configuration_comes_back_exactly(tmp_path, alpha, use_rslora):
         assert loaded.to_dict() == options.to_dict()
 
 
-def test_the_options_of_the_decomposition_may_be_missing_but_not_damaged(tmp_path):
+def test_damaged_options_of_the_decomposition_are_refused(tmp_path):
     config(niter=1).save_pretrained(tmp_path)
     (tmp_path / "pissa_config.json").unlink()
     assert PissaConfig.from_pretrained(tmp_path).niter == config().niter

@@ -82,7 +82,7 @@ def _fsdp(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_a_model_sharded_by_fsdp2_trains_and_saves_whole_adapters(tmp_path: Path):
+def test_fsdp2_trains_and_saves_whole_adapters(tmp_path: Path):
     assert on_ranks(_fsdp, str(tmp_path)) == [0, 0]
 
 

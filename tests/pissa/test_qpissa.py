@@ -76,7 +76,7 @@ def assert_same_residuals(model: nn.Module, other: nn.Module | dict[str, torch.T
 
 
 @every_format
-def test_the_start_is_nearer_to_the_original_than_the_quantized_model(base, quantization):
+def test_the_start_has_less_error_than_the_quantized_model(base, quantization):
     original, plain = load(base), load(base, quantization or NF4)
     start = weights(get_peft_model(load(base, quantization), config()))
     errors = torch.zeros(2)
@@ -110,7 +110,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("onto", FORMATS.values(), ids=[f"onto {name}" for name in FORMATS])
-def test_a_saved_adapter_makes_the_same_model_of_the_base_in_any_form(saved, kind, onto):
+def test_a_saved_adapter_fits_the_base_in_any_form(saved, kind, onto):
     base, adapter = saved
     folder, residuals, expected = adapter(kind)
     again = PeftModel.from_pretrained(load(base, onto), folder)
@@ -149,7 +149,7 @@ def test_a_saved_residual_needs_no_original(tmp_path, llama_base, quantization):
 
 @pytest.mark.skipif(not saves_only_lora_tensors(), reason="this version of PEFT saves residuals and biases")
 @pytest.mark.parametrize("options", [{"save_residual": True}, {"bias": "all"}, {"bias": "lora_only"}])
-def test_what_an_older_peft_cannot_save_is_an_error_before_training(llama_base, options):
+def test_options_that_an_older_peft_cannot_save_are_refused(llama_base, options):
     with pytest.raises(HfExtError, match="Install peft>=0.21"):
         get_peft_model(load(llama_base, NF4), config(**options))
 
@@ -192,7 +192,7 @@ def test_unloading_gives_the_base_as_it_was(base, quantization):
 
 
 @every_format
-def test_merging_is_exact_and_merged_weights_are_quantized_with_a_known_error(base, quantization):
+def test_merging_is_exact_and_reports_its_quantization_error(base, quantization):
     model = trained(load(base, quantization), config())
     expected = logits(model)
     residuals = weights(model)
@@ -245,7 +245,7 @@ def test_it_loads_through_every_door(tmp_path, llama_base, low_cpu_mem_usage):
 
 @adapters_of_transformers
 @pytest.mark.parametrize("kind", [PissaConfig, QPissaConfig])
-def test_transformers_own_loading_is_an_error_that_names_another_way(tmp_path, llama_base, kind):
+def test_loading_by_transformers_is_refused_with_advice(tmp_path, llama_base, kind):
     options = {"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     trained(load(llama_base), kind(**options)).save_pretrained(tmp_path / "adapter")
     with pytest.raises(HfExtError, match=f"cannot load an adapter of {kind.__name__}. Use PeftModel"):
@@ -259,7 +259,7 @@ def test_transformers_own_loading_is_an_error_that_names_another_way(tmp_path, l
 
 @pytest.mark.parametrize("quantization", [NF4, FP4_IN_FLOATS, INT8], ids=["nf4", "fp4", "int8"])
 @pytest.mark.parametrize("save_residual", [False, pytest.param(True, marks=SAVED_RESIDUALS)])
-def test_layers_that_are_left_out_of_quantization_stay_in_full_precision(tmp_path, llama_base, quantization, save_residual):
+def test_unquantized_layers_stay_in_full_precision(tmp_path, llama_base, quantization, save_residual):
     left_out = quantization | {"llm_int8_skip_modules": ["q_proj", "lm_head"]}
     options = config(target_modules=["q_proj", "v_proj"], save_residual=save_residual)
     model = trained(load(llama_base, left_out), options)
@@ -313,7 +313,7 @@ def test_layers_that_transformers_keeps_in_float32_stay_there(tmp_path):
     assert torch.linalg.norm(logits(start) - expected) < 0.3 * torch.linalg.norm(expected)
 
 
-def test_a_base_that_was_changed_in_memory_is_not_given_back_as_another(llama_base):
+def test_a_base_changed_in_memory_is_refused(llama_base):
     base = load(llama_base)
     with torch.no_grad():
         for parameter in base.parameters():
@@ -402,7 +402,7 @@ def test_the_original_weights_may_stand_elsewhere_and_compressed(tmp_path):
     assert_same_residuals(model, expected)
 
 
-def test_weights_that_the_layers_were_not_quantized_from_are_an_error(tmp_path, llama_base):
+def test_other_original_weights_are_refused(tmp_path, llama_base):
     perturb(small_llama()).save_pretrained(tmp_path / "tuned")
     for other in (str(tmp_path / "tuned"),):
         with pytest.raises(BaseModelError, match="is not the one that the layer was quantized from"):

@@ -93,7 +93,7 @@ def test_less_is_missing_than_from_the_quantized_weight_alone(quantization, iter
     assert 0.3 < found.energy < 1
 
 
-def test_it_comes_as_near_as_the_authors_algorithm_and_nearer_with_more_iterations():
+def test_the_error_is_at_most_that_of_the_authors_algorithm():
     matrix, quantization = weight(192, 256), FORMATS["nf4"]
     plain = nuclear(matrix - dequantize(quantization.quantize(matrix)))
     paper = 100 * (1 - nuclear(by_the_paper(matrix, 12, quantization, 5)) / plain)
@@ -110,7 +110,7 @@ def test_exact_decompositions_give_the_authors_algorithm():
     torch.testing.assert_close(missing(matrix, found), by_the_paper(matrix, 8, quantization, 3), atol=2e-3, rtol=0)
 
 
-def test_the_residual_is_taken_against_the_factors_as_their_type_holds_them():
+def test_the_residual_is_of_the_rounded_factors():
     matrix, quantization = weight(), FORMATS["nf4"]
     found = quantized_residual(matrix, 8, quantization, 2, dtype=torch.bfloat16)
     assert found.B.dtype == found.A.dtype == torch.bfloat16
