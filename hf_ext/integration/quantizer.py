@@ -160,7 +160,7 @@ class DecodingQuantizer(HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list, *args, **kwargs) -> list:
         if self.holds_plain_weights:
-            self._quantize_later()
+            self._load_plainly()
             return weight_conversions
         try:
             rehearsal.require_success()
@@ -185,12 +185,13 @@ class DecodingQuantizer(HfQuantizer):
                 [ComputedFile(path.name, tensors, self.source.read, {"format": "pt"})], Path(self.decoded.name), "Decoding"
             )
             self.files[i] = str(Path(self.decoded.name, path.name))
-        self._quantize_later()
+        self._load_plainly()
 
-    def _quantize_later(self) -> None:
-        """Lets Transformers quantize the plain weights that it loads, as requested."""
+    def _load_plainly(self) -> None:
+        """Lets Transformers cast the plain weights that it loads, and quantize them as requested."""
+        self.pre_quantized = False  # up to Transformers 5.17, renamed weights would keep the type that they are stored in
         if self.then is not None:
-            self.pre_quantized, self.get_quantize_ops = False, self.then.get_quantize_ops
+            self.get_quantize_ops = self.then.get_quantize_ops
 
     def quantize(self, tensors: dict[str, Any], model: PreTrainedModel, **kwargs) -> dict[str, Any]:
         """Quantizes decoded parameters, by their names in the model, where the requested quantization concerns them."""
@@ -207,6 +208,10 @@ class DecodingQuantizer(HfQuantizer):
 
     def loaded(self, target: str, names: dict[str, list[str]], converter: Any) -> None:
         """Called when the tensors `names` (by the converter's source pattern) have been decoded for the parameter `target`."""
+
+    def postprocess_model(self, model, **kwargs):
+        self.pre_quantized |= self.then is None  # so that Transformers removes this quantizer
+        return super().postprocess_model(model, **kwargs)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         if self.decoding is not None:
