@@ -189,7 +189,7 @@ class DecodingQuantizer(HfQuantizer):
 
     def _load_plainly(self) -> None:
         """Lets Transformers cast the plain weights that it loads, and quantize them as requested."""
-        self.pre_quantized = False  # up to Transformers 5.17, renamed weights would keep the type that they are stored in
+        self.pre_quantized = False  # in Transformers 5.16, renamed weights would keep the type that they are stored in
         if self.then is not None:
             self.get_quantize_ops = self.then.get_quantize_ops
 
