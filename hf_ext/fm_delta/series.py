@@ -78,7 +78,7 @@ def compress_series(
     until: int | None = None,
 ) -> SeriesReport:
     """Compresses the weights of a run's `checkpoint-N` folders in place, each against the base or the next newer checkpoint,
-    whichever makes it smaller. All other files stay as they are.
+    whichever is estimated to make it smaller. All other files stay as they are.
 
     A checkpoint is decoded and checked before its plain weights are deleted. After a kill, each checkpoint is plain or
     compressed, and the next call resumes. Skips checkpoints that are compressed already or have no safetensors weights (only an

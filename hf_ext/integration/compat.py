@@ -1,7 +1,7 @@
 """Differences between the versions of Transformers, PEFT and accelerate, and the private names of theirs that this package
 uses. Each function says which versions it is about, and what happens where a name is gone.
 
-Loading depends on more of them, in one place: decoding.py. Where one is gone, `DecodingQuantizer` loads the plain way.
+Loading depends on more of them, in decoding.py and renaming.py. Where one is gone, `DecodingQuantizer` loads the plain way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a card says of a model by its files: its origin, license, class and task."""
+"""Finds a model's origin, license, class and task by its files, for its card."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PiSSA adapters start from: the options of the decomposition, and what became of it in each layer."""
+"""The start of a PiSSA adapter: the options of the decomposition, and its reports by layer."""
 
 from __future__ import annotations
 
