@@ -256,8 +256,8 @@ def outcome(read: Callable[[Path], Tensors], folder: Path, right: dict[str, int]
             signal.alarm(SECONDS)
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY,) * 2)
-            found = {name: xxhash.xxh3_64_intdigest(data) for name, data in read(folder).items()}
-            code = 0 if found == right else 1
+            digests = {name: xxhash.xxh3_64_intdigest(data) for name, data in read(folder).items()}
+            code = 0 if digests == right else 1
         except MemoryError:
             code = 4
         except Exception:
@@ -296,7 +296,7 @@ def cell(results: Counter[str]) -> str:
 
 def attacks(args: argparse.Namespace) -> dict:
     """Counts the results of each attack on each format."""
-    found: dict[str, dict[str, Counter[str]]] = {}
+    outcomes: dict[str, dict[str, Counter[str]]] = {}
     with one_thread(), tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         write_models(root)
@@ -307,14 +307,14 @@ def attacks(args: argparse.Namespace) -> dict:
             for number, (attack, change) in enumerate(changes.items()):
                 rng = np.random.default_rng(number)
                 results = Counter(attempt(root, kind, form, change, rng, right) for _ in range(args.tries))
-                found.setdefault(attack, {})[kind] = results
+                outcomes.setdefault(attack, {})[kind] = results
         swap_base(root)
         for kind in ("FM-Delta", "EMR-Merging"):
             result = outcome(formats[kind].read, root / kind / "one", {}, False)
-            found.setdefault("another base in its place", {})[kind] = Counter([result])
-    rows = [[attack, *(cell(by_kind.get(kind, Counter())) for kind in formats)] for attack, by_kind in found.items()]
+            outcomes.setdefault("another base in its place", {})[kind] = Counter([result])
+    rows = [[attack, *(cell(by_kind.get(kind, Counter())) for kind in formats)] for attack, by_kind in outcomes.items()]
     print_table(f"{args.tries} attempts each", ["", *formats], rows)
-    return found
+    return outcomes
 
 
 if __name__ == "__main__":

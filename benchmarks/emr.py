@@ -77,7 +77,7 @@ def peers(count: int) -> dict[str, Callable[[list[torch.Tensor]], torch.Tensor]]
 
 def accuracy(args: argparse.Namespace) -> dict:
     """Returns test accuracies as {group: {method: {task: accuracy}}}, for the four tasks of the reference and for all."""
-    measure, found = Accuracy(args.data), {}
+    measure, results = Accuracy(args.data), {}
     groups = {"four tasks": [task for task in args.tasks if task in REFERENCE_TASKS], "all tasks": args.tasks}
     base = {f"bert.{name}": weight for name, weight in load_file(minilm() / "model.safetensors").items()}
     with torch.inference_mode():
@@ -112,8 +112,8 @@ def accuracy(args: argparse.Namespace) -> dict:
                 for name, row in rows.items()
             ],
         )
-        found[group] = rows
-    return found
+        results[group] = rows
+    return results
 
 
 # ---- size ------------------------------------------------------------------------------------------------------------
@@ -131,27 +131,27 @@ def half(args: argparse.Namespace, dtype: str, scratch: Path) -> tuple[Path, dic
 
 def size(args: argparse.Namespace) -> dict:
     """Returns the bytes of the merge of all tasks and of its parts, by type."""
-    found = {}
+    results = {}
     for dtype in TORCH:
         with tempfile.TemporaryDirectory() as scratch:
             base, tasks = half(args, dtype, Path(scratch))
             report = emr.merge(base, tasks, Path(scratch, "out"))
             one = (tasks[args.tasks[0]] / "model.safetensors").stat().st_size
-            found[dtype] = {
+            results[dtype] = {
                 "one fine-tune": one,
                 "merge": size_of(Path(scratch, "out")),
                 "elected": Path(scratch, "out", "model.safetensors").stat().st_size,
                 "mask bits": {task.task: task.mask_bits for task in report.tasks},
             }
     rows = []
-    for dtype, f in found.items():
+    for dtype, f in results.items():
         one, merge, elected = (f[what] / 1e6 for what in ("one fine-tune", "merge", "elected"))
         bits = list(f["mask bits"].values())
         sizes = [f"{one:.1f}", f"{merge:.1f}", f"{100 * merge / one:.1f} %", f"{elected:.1f}"]
         rows.append([dtype, *sizes, f"{statistics.mean(bits):.3f}", f"{max(bits):.3f}"])
     header = ["type", "one fine-tune, MB", "merge, MB", "of one", "elected weights, MB", "mask bits/parameter, mean", "most"]
     print_table(f"Size on disk of {len(args.tasks)} tasks, everything in the folder", header, rows)
-    return found
+    return results
 
 
 # ---- merging ---------------------------------------------------------------------------------------------------------
@@ -193,26 +193,26 @@ def merging(args: argparse.Namespace) -> dict:
     """Returns the seconds from folders to folder, and the peak memory of fresh processes."""
     tasks = {task: args.pairs / task for task in args.tasks}
     ways = {"formula in PyTorch": formula, "hf_ext": ours}
-    found = {name: {"seconds": []} for name in [*ways, "libraries alone"]}
+    results = {name: {"seconds": []} for name in [*ways, "libraries alone"]}
     with tempfile.TemporaryDirectory() as scratch:
         for _ in range(args.runs):
             for i, (name, way) in enumerate(ways.items()):
-                found[name]["seconds"].append(timed(way, minilm(), tasks, Path(scratch, str(i))))
+                results[name]["seconds"].append(timed(way, minilm(), tasks, Path(scratch, str(i))))
         for i, name in enumerate(ways):
-            found[name]["bytes"] = size_of(Path(scratch, str(i)))
+            results[name]["bytes"] = size_of(Path(scratch, str(i)))
         for name, way in (ways | {"libraries alone": nothing}).items():
-            found[name]["peak"] = fresh(peak_of, way, minilm(), tasks, Path(scratch, "peak"))
-    least = found["libraries alone"]["peak"]
-    plain = found["formula in PyTorch"]
+            results[name]["peak"] = fresh(peak_of, way, minilm(), tasks, Path(scratch, "peak"))
+    least = results["libraries alone"]["peak"]
+    plain = results["formula in PyTorch"]
     rows = []
     for name in ways:
-        seconds, extra = found[name]["seconds"], found[name]["peak"] - least
-        memory = [f"{found[name]['peak']:.0f}", f"{extra:.0f} ({extra / (plain['peak'] - least):.2f})"]
+        seconds, extra = results[name]["seconds"], results[name]["peak"] - least
+        memory = [f"{results[name]['peak']:.0f}", f"{extra:.0f} ({extra / (plain['peak'] - least):.2f})"]
         speed = [f"{statistics.median(seconds):.2f}", f"{ratio(plain['seconds'], seconds):.2f} ×"]
-        rows.append([name, *speed, *memory, f"{found[name]['bytes'] / 1e6:.1f}"])
+        rows.append([name, *speed, *memory, f"{results[name]['bytes'] / 1e6:.1f}"])
     header = ["way", "seconds", "speed", "peak, MB", "above the libraries', MB", "on disk, MB"]
     print_table(f"Merging {len(tasks)} tasks from folders to a folder, median of {args.runs}", header, rows)
-    return found
+    return results
 
 
 # ---- switching -------------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def merging(args: argparse.Namespace) -> dict:
 
 def switching(args: argparse.Namespace) -> dict:
     """Returns the seconds of a switch and of copying all weights of the model in memory, by type and number of threads."""
-    found, threads = {}, torch.get_num_threads()
+    results, threads = {}, torch.get_num_threads()
     for dtype in TORCH:
         with tempfile.TemporaryDirectory() as scratch:
             base, tasks = half(args, dtype, Path(scratch))
@@ -242,15 +242,15 @@ def switching(args: argparse.Namespace) -> dict:
                 for i in range(max(args.runs, 20)):
                     times["switch"].append(timed(model.set_task, model.tasks[i % len(model.tasks)]))
                     times["copy"].append(timed(copy))
-                found[f"{dtype}, {count} threads"] = times
+                results[f"{dtype}, {count} threads"] = times
             torch.set_num_threads(threads)
     rows = []
-    for name, times in found.items():
+    for name, times in results.items():
         switch, copied, first = (1000 * statistics.median(times[what]) for what in ("switch", "copy", "first switch"))
         rows.append([name, f"{switch:.1f}", f"{copied:.1f}", f"{switch / copied:.2f}", f"{first:.0f}"])
     header = ["type", "switch, ms", "copy of the weights, ms", "ratio", "first switch, ms"]
     print_table("Switching a model of 22.7 M parameters between tasks, warm medians", header, rows)
-    return found
+    return results
 
 
 SECTIONS = {"accuracy": accuracy, "size": size, "merging": merging, "switching": switching}

@@ -47,11 +47,11 @@ def size(args: argparse.Namespace, dtype: str) -> dict:
 
 def widened(args: argparse.Namespace) -> dict:
     """Returns the same for the first task in fp32, with values (and those of its base) rounded to bf16 or fp16."""
-    task, found = args.tasks[0], {}
+    task, results = args.tasks[0], {}
     for values in ("bf16", "fp16"):
         print(f"\nThe values are those of {values}:")
-        found[values] = sizes({task: load_pairs(args.pairs / task, "fp32", values=values)}, "fp32")
-    return found
+        results[values] = sizes({task: load_pairs(args.pairs / task, "fp32", values=values)}, "fp32")
+    return results
 
 
 def merged(args: argparse.Namespace, dtype: str) -> dict:
@@ -67,16 +67,16 @@ def merged(args: argparse.Namespace, dtype: str) -> dict:
 
 def sizes(tasks: dict[str, list[Pair]], dtype: str) -> dict:
     """Returns the sizes for each task's tensors."""
-    found = {"dense": {}, "whole": {}}
+    results = {"dense": {}, "whole": {}}
     for task, pairs in tasks.items():
         for peer in [ours(), *all_peers()]:
             blobs = compress_checked(peer, pairs, dtype)
-            for part, per_peer in found.items():
+            for part, per_peer in results.items():
                 chosen = [i for i, pair in enumerate(pairs) if pair.dense or part == "whole"]
                 bits = 8 * sum(len(blobs[i]) for i in chosen) / sum(pairs[i].x.size for i in chosen)
                 per_peer.setdefault(peer.name, {})[task] = bits
 
-    for part, per_peer in found.items():
+    for part, per_peer in results.items():
 
         def mean(name, tasks, per_peer=per_peer):
             return statistics.mean(per_peer[name][task] for task in tasks)
@@ -90,7 +90,7 @@ def sizes(tasks: dict[str, list[Pair]], dtype: str) -> dict:
                 row.append(f"{bits:.3f}{share}")
             rows.append(row)
         print_table(f"{dtype}, {part}: bits per parameter (% of fm-delta)", ["codec", "mean", *tasks], rows)
-    return found
+    return results
 
 
 def speed(args: argparse.Namespace, dtype: str) -> dict:
@@ -112,24 +112,24 @@ def speed(args: argparse.Namespace, dtype: str) -> dict:
     def decompress(peer, mapping):
         list(mapping(lambda pair, blob: peer.decompress(blob, pair.base, dtype, pair.x.shape), pairs, blobs[peer.name]))
 
-    found = {peer.name: {"compress": [], "decompress": []} for peer in peers}
+    results = {peer.name: {"compress": [], "decompress": []} for peer in peers}
     with one_thread(), ThreadPoolExecutor(2) as pool:  # as whole checkpoints are worked on: a tensor a thread
         for i in range(args.runs):
             for peer in peers[i % len(peers) :] + peers[: i % len(peers)]:
                 mapping = pool.map if peer.name.endswith("threads") else map
-                found[peer.name]["compress"].append(megabytes / timed(compress, peer, mapping))
-                found[peer.name]["decompress"].append(megabytes / timed(decompress, peer, mapping))
+                results[peer.name]["compress"].append(megabytes / timed(compress, peer, mapping))
+                results[peer.name]["decompress"].append(megabytes / timed(decompress, peer, mapping))
 
     rows = []
-    for name, directions in found.items():
+    for name, directions in results.items():
         row = [name]
         for direction, speeds in directions.items():
-            ratios = [a / b for a, b in zip(speeds, found[YARDSTICK][direction])] if YARDSTICK in found else []
+            ratios = [a / b for a, b in zip(speeds, results[YARDSTICK][direction])] if YARDSTICK in results else []
             row += [f"{statistics.median(speeds):.0f}", f"{statistics.median(ratios):.2f}" if ratios else ""]
         rows.append(row)
     title = f"{dtype}, dense of {args.tasks[0]}: MB of original per second, median of {args.runs} rounds"
     print_table(title, ["codec", "compress", "× fm-delta", "decompress", "× fm-delta"], rows)
-    return found
+    return results
 
 
 def load(args: argparse.Namespace, dtype: str) -> dict:
@@ -180,10 +180,10 @@ def search(args: argparse.Namespace, dtype: str) -> dict:
             Path(folder, place).mkdir()
             tensors = cast_to(tensors, TORCH[dtype]) if place == "tuned" else tensors
             save_file(tensors, Path(folder, place, "model.safetensors"))
-        found = {place: find_base(tuned, [Path(folder, place)]).candidates[0] for place in models}
-    rows = [[place, f"{c.agreement:.2f}", f"{c.bits:.2f}", c.verdict] for place, c in found.items()]
+        results = {place: find_base(tuned, [Path(folder, place)]).candidates[0] for place in models}
+    rows = [[place, f"{c.agreement:.2f}", f"{c.bits:.2f}", c.verdict] for place, c in results.items()]
     print_table(f"{dtype}, {args.tasks[0]}: find_base", ["candidate", "agreement", "estimated bits/parameter", "base?"], rows)
-    return {place: asdict(candidate) for place, candidate in found.items()}
+    return {place: asdict(candidate) for place, candidate in results.items()}
 
 
 def cast_to(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -198,7 +198,7 @@ def series(args: argparse.Namespace, dtype: str) -> dict:
     run = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     if len(run) < 2:
         raise SystemExit(f"{folder} has no checkpoints; make them with benchmarks/fine_tunes.py --save_steps 34")
-    found = {"base": {}, "before": {}, "after": {}}
+    results = {"base": {}, "before": {}, "after": {}}
     for i, checkpoint in enumerate(run):
         step = checkpoint.name.split("-")[1]
         others = {"base": None} | ({"before": run[i - 1]} if i else {}) | ({"after": run[i + 1]} if i + 1 < len(run) else {})
@@ -207,12 +207,12 @@ def series(args: argparse.Namespace, dtype: str) -> dict:
             for peer in (ours(), zstd_xor_planes()):
                 blobs = compress_checked(peer, pairs, dtype)
                 bits = 8 * sum(map(len, blobs)) / sum(pair.x.size for pair in pairs)
-                found[against].setdefault(peer.name, {})[step] = bits
+                results[against].setdefault(peer.name, {})[step] = bits
 
-    columns = [(peer, against) for peer in found["base"] for against in found]
+    columns = [(peer, against) for peer in results["base"] for against in results]
     rows = [
-        [step, *(f"{found[against][peer][step]:.3f}" if step in found[against][peer] else "" for peer, against in columns)]
-        for step in found["base"]["ours"]
+        [step, *(f"{results[against][peer][step]:.3f}" if step in results[against][peer] else "" for peer, against in columns)]
+        for step in results["base"]["ours"]
     ]
     title = f"{dtype}, {args.tasks[0]}: bits per parameter as the fine-tuning goes on"
     print_table(title, ["step", *(f"{peer}, {against}" for peer, against in columns)], rows)
@@ -230,12 +230,12 @@ def series(args: argparse.Namespace, dtype: str) -> dict:
         figure = new_figure(8, 4)
         axes = figure.subplots()
         for peer, against in columns:
-            line = found[against][peer]
+            line = results[against][peer]
             axes.plot(list(map(int, line)), list(line.values()), label=f"{peer}, {against}", ls="-" if peer == "ours" else ":")
         axes.set(xlabel="step", ylabel="bits per parameter", ylim=(0, None), title=f"{dtype}, {args.tasks[0]}")
         figure.legend(loc="outside right center", fontsize="small", frameon=False)
         save_figure(figure, args.plot.with_stem(f"{args.plot.stem}-series-{dtype}"))
-    return found | {"original_bytes": report.original_bytes, "compressed_bytes": report.compressed_bytes}
+    return results | {"original_bytes": report.original_bytes, "compressed_bytes": report.compressed_bytes}
 
 
 def quantized(args: argparse.Namespace) -> dict:

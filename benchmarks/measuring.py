@@ -79,7 +79,7 @@ def run_sections(parser: argparse.ArgumentParser, sections: Mapping[str, Callabl
     parser.add_argument("--runs", type=int, default=5, help="rounds that the medians are taken over")
     parser.add_argument("--json", type=Path, help="also write every number to this file")
     args = parser.parse_args()
-    found = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    found |= {section: sections[section](args) for section in args.sections}
+    results = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    results |= {section: sections[section](args) for section in args.sections}
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+        args.json.write_text(json.dumps(results, indent=1))

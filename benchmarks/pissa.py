@@ -95,7 +95,7 @@ def starts(args: argparse.Namespace, name: str, build: Callable, ranks: list[int
     with torch.no_grad():
         expected = untouched(tokens).last_hidden_state
     kinds = ["LoRA", "pissa_niter_4", "PissaConfig"] + ["pissa", "PissaConfig, exact"] * (name == "MiniLM")
-    found = {}
+    results = {}
     for rank in ranks:
         seconds = {kind: [] for kind in kinds}
         for turn in range(args.runs + 1):
@@ -111,10 +111,10 @@ def starts(args: argparse.Namespace, name: str, build: Callable, ranks: list[int
             energy = "" if kind == "LoRA" else f"{100 * energy_of(model, originals):.3f} %"
             median, beside = statistics.median(seconds[kind]), ratio(seconds[kind], seconds["pissa_niter_4"])
             rows.append([kind, f"{1000 * median:.0f}", f"{beside:.2f}", energy, f"{difference:.1e}"])
-            found[f"{name}, {rank}, {kind}"] = {"seconds": seconds[kind], "energy": energy, "difference": difference}
+            results[f"{name}, {rank}, {kind}"] = {"seconds": seconds[kind], "energy": energy, "difference": difference}
         header = ["get_peft_model", "ms", "of pissa_niter_4", "energy in the adapter", "largest difference from the original"]
         print_table(f"{name}, r = {rank}, all linear layers, medians of {args.runs}", header, rows)
-    return found
+    return results
 
 
 # ---- the decomposition -----------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def starts(args: argparse.Namespace, name: str, build: Callable, ranks: list[int
 
 def large(args: argparse.Namespace) -> dict:
     """Measures the decomposition and QPiSSA of one matrix of 4096 × 4096, beside the exact ones."""
-    matrix, found, rows = decaying(4096, 4096), {}, []
+    matrix, results, rows = decaying(4096, 4096), {}, []
     exact = in_turns({"exact": lambda: torch.linalg.svd(matrix, full_matrices=False)}, 1)["exact"][0]
     singular = torch.linalg.svdvals(matrix)
     for rank in (16, 128):
@@ -136,20 +136,20 @@ def large(args: argparse.Namespace) -> dict:
         for name, way in ways.items():
             median, energy = statistics.median(seconds[name]), 100 * (way().square().sum() / total).item()
             rows.append([f"{rank}", name, f"{median:.2f}", f"{exact / median:.0f}", f"{energy:.3f} %"])
-            found[f"{rank}, {name}"] = {"seconds": seconds[name], "energy": energy}
-    found["exact"] = exact
+            results[f"{rank}, {name}"] = {"seconds": seconds[name], "energy": energy}
+    results["exact"] = exact
     header = ["r", "decomposition", "seconds", "times as fast", "of the exact energy"]
     print_table("4096 × 4096, singular values falling as i^-0.7", header, rows)
     rows = []
     for name, way in {"authors' algorithm": authors, "hf_ext": ours}.items():
         holder = []
         seconds = timed(lambda way=way, holder=holder: holder.append(way(matrix, 128, 5)))
-        found[name] = {"seconds": seconds, "reduction": reduction([matrix], holder)}
-        rows.append([name, f"{seconds:.1f}", f"{found[name]['reduction']:.2f} %"])
-    slow, fast = (found[name]["seconds"] for name in ("authors' algorithm", "hf_ext"))
+        results[name] = {"seconds": seconds, "reduction": reduction([matrix], holder)}
+        rows.append([name, f"{seconds:.1f}", f"{results[name]['reduction']:.2f} %"])
+    slow, fast = (results[name]["seconds"] for name in ("authors' algorithm", "hf_ext"))
     rows[1][1] += f" ({fast / slow:.3f})"
     print_table("4096 × 4096, r = 128, NF4, 5 iterations", ["way", "seconds", "less quantization error"], rows)
-    return found
+    return results
 
 
 # ---- quantization error ----------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def reduction(matrices: list[torch.Tensor], starts: list[Start]) -> float:
 
 def error(args: argparse.Namespace) -> dict:
     """Measures the quantization error of MiniLM's encoder at equal rank, and the time to compute it."""
-    matrices, found = encoder_matrices(), {}
+    matrices, results = encoder_matrices(), {}
     ways = {
         "QLoRA": (qlora, 0),
         "LoftQ, 1 iteration": (loftq, 1),
@@ -229,11 +229,11 @@ def error(args: argparse.Namespace) -> dict:
         rows = []
         for name in ways:
             value, median = reduction(matrices, starts[name]), statistics.median(seconds[name])
-            found[f"{rank}, {name}"] = {"seconds": seconds[name], "reduction": value}
+            results[f"{rank}, {name}"] = {"seconds": seconds[name], "reduction": value}
             rows.append([name, f"{value:.2f} %", f"{median:.2f}", f"{ratio(seconds[name], peer):.2f}"])
         header = ["start", "less quantization error", "seconds", "of the authors' 5 iterations"]
         print_table(f"MiniLM's encoder, r = {rank}, NF4 (nuclear norm, QLoRA = 0)", header, rows)
-    return found
+    return results
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
@@ -291,21 +291,21 @@ def memory(args: argparse.Namespace) -> dict:
         hidden_size=4096, intermediate_size=11008, num_hidden_layers=3, num_attention_heads=32, vocab_size=4096,
         tie_word_embeddings=True,
     )  # fmt: skip
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory() as folder:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder)
         layers = [parameter.numel() for name, parameter in model.named_parameters() if "proj" in name]
         del model
         for name, action in {"load in 4 bits": load_only, "load in 4 bits, QPissaConfig": load_and_adapt}.items():
-            found[name] = fresh(peak_of, action, folder)
-    first, second = found.values()
-    rows = [[name, f"{peak:.0f}"] for name, peak in found.items()]
+            results[name] = fresh(peak_of, action, folder)
+    first, second = results.values()
+    rows = [[name, f"{peak:.0f}"] for name, peak in results.items()]
     rows += [["the difference", f"{second - first:.0f}"], ["the largest layer in float32", f"{4 * max(layers) / 1e6:.0f}"]]
     rows += [["all adapted layers in float32", f"{4 * sum(layers) / 1e6:.0f}"]]
     title = f"Peak memory, three layers of Llama-2-7B's size ({sum(layers) / 1e6:.0f} M parameters)"
     print_table(title, ["what", "MB"], rows)
-    return found
+    return results
 
 
 SECTIONS = {"start": start, "error": error, "large": large, "steps": steps, "memory": memory}

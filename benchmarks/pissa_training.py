@@ -280,9 +280,9 @@ def tables(name: str, grids: dict[str, dict[int, float]], runs: dict[str, tuple[
 
 def difference(results: list[dict], peers: list[dict], key: str) -> str:
     """Returns the mean of the paired differences and its 95 % interval by Student's t."""
-    found = [result[key] - peer[key] for result, peer in zip(results, peers)]
-    mean, count = statistics.mean(found), len(found)
-    half = stats.t.ppf(0.975, count - 1) * statistics.stdev(found) / math.sqrt(count) if count > 1 else math.inf
+    differences = [result[key] - peer[key] for result, peer in zip(results, peers)]
+    mean, count = statistics.mean(differences), len(differences)
+    half = stats.t.ppf(0.975, count - 1) * statistics.stdev(differences) / math.sqrt(count) if count > 1 else math.inf
     return f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
 
 

@@ -90,7 +90,7 @@ WAYS: dict[str, tuple[Callable, Callable]] = {
 
 def measure(base: Tensors, step: Tensors, runs: int) -> dict:
     """Bits per parameter, and GB of original per second on one thread, by way and in each round."""
-    size, found = 2 * values(base) / 1e9, {way: {"encode": [], "apply": []} for way in WAYS}
+    size, results = 2 * values(base) / 1e9, {way: {"encode": [], "apply": []} for way in WAYS}
     for _ in range(runs):
         for way, (encode, apply) in WAYS.items():
             blobs, live = {}, {name: tensor.clone() for name, tensor in base.items()}
@@ -102,12 +102,12 @@ def measure(base: Tensors, step: Tensors, runs: int) -> dict:
                 for name, tensor in live.items():
                     apply(blobs[name], tensor)
 
-            found[way]["encode"].append(size / timed(encode_all))
-            found[way]["apply"].append(size / timed(apply_all))
-            found[way]["bits"] = 8 * sum(map(len, blobs.values())) / values(base)
+            results[way]["encode"].append(size / timed(encode_all))
+            results[way]["apply"].append(size / timed(apply_all))
+            results[way]["bits"] = 8 * sum(map(len, blobs.values())) / values(base)
             if any(not np.array_equal(bits(live[name]), bits(step[name])) for name in base):
                 raise SystemExit(f"{way} does not give back the step")
-    return found
+    return results
 
 
 def steps(args: argparse.Namespace) -> dict:
@@ -119,21 +119,21 @@ def steps(args: argparse.Namespace) -> dict:
     for rate in RATES if args.lm else ():
         folders = [args.lm / f"step-{rate}" / end / "model.safetensors" for end in ("0", "1")]
         pairs[f"SmolLM2, lr {rate}"] = lambda folders=folders: (load_file(folders[0]), load_file(folders[1]))
-    found, rows = {}, []
+    results, rows = {}, []
     for name, load in pairs.items():
         base, step = load()
         least = entropy(base, step)
         with one_thread():
-            found[name] = {"changed": changed(base, step), "entropy": least} | measure(base, step, args.runs)
-        row = [name, f"{100 * found[name]['changed']:.2f} %", f"{least:.4f}"]
+            results[name] = {"changed": changed(base, step), "entropy": least} | measure(base, step, args.runs)
+        row = [name, f"{100 * results[name]['changed']:.2f} %", f"{least:.4f}"]
         for way in WAYS:
-            figures = found[name][way]
+            figures = results[name][way]
             row += [f"{figures['bits']:.4f} ({figures['bits'] / least:.2f} ×)"]
             row += [f"{statistics.median(figures[what]):.2f}" for what in ("encode", "apply")]
         rows.append(row)
     header = ["step", "changed", "entropy", *(cell for way in WAYS for cell in (way, "encode", "apply"))]
     print_table("Bits per parameter; GB of original per second, one thread", header, rows)
-    return found
+    return results
 
 
 if __name__ == "__main__":

@@ -41,97 +41,119 @@ SHOWN = {
     "source LoRA": "source model with its LoRA",
     "source base": "source model, the likelier of Yes and No",
     "target base": "target model, the likelier of Yes and No",
-    "transferred": "**transferred: sifted by the discriminator**",
-    "token excess": "sifted by token excess",
-    "unfiltered": "not sifted",
+    "transferred": "**transferred: filtered by the discriminator**",
+    "token excess": "filtered by token excess",
+    "unfiltered": "not filtered",
     "other text": "other text",
     "seeds": "the five seeds alone",
     "real": "real data, right answers",
-    "half": "half as many, sifted by the discriminator",
+    "half": "half as many, filtered by the discriminator",
     "quarter": "a quarter",
-    "dora": "a DoRA, sifted by the discriminator",
+    "dora": "a DoRA, filtered by the discriminator",
     "chain": "second transfer, back to the source model's kind",
 }
 
 
+class Seed:
+    """The first section for one seed, on one thread: accuracy of every model on the test, and shares of the inputs.
+
+    Args:
+        data: the folder of BIG-Bench Hard.
+        models: the folder of the base models.
+        folder: a folder for what the trainings write.
+        samples: number of synthetic inputs to keep.
+        steps: steps of each training.
+    """
+
+    def __init__(self, data: Path, models: Path, folder: Path, seed: int, samples: int, steps: int):
+        self.world, self.folder, self.seed, self.samples, self.steps = World(data), folder, seed, samples, steps
+        self.source_path, self.target_path = base_models(data, models)
+        self.real = self.world.task_data(1000, seed)
+        self.inputs = [text for text, _ in self.real]
+        self.examples = self.inputs[:5]
+        self.accuracy: dict[str, float] = {}
+        self.shares: dict[str, float] = {}
+
+    def settings(self, name: str, **options) -> Training:
+        quiet = {"disable_tqdm": True, "use_cpu": True, "seed": self.seed, "logging_strategy": "no"}
+        plan = {"num_samples": self.samples, "max_steps": self.steps}
+        return Training(output_dir=str(self.folder / name), **plan | quiet | options)
+
+    def record(self, name: str, value: float) -> None:
+        self.accuracy[name] = value
+        print(f"seed {self.seed}, {SHOWN[name].strip('*')}: {100 * value:.1f} %", file=sys.stderr, flush=True)
+
+    def learn_real_data(self) -> None:
+        """Measures both bases and LoRAs that learn from the real data; the source model's becomes the teacher."""
+        source, source_tokenizer = trans_lora.load_model(str(self.source_path))
+        target, target_tokenizer = trans_lora.load_model(str(self.target_path))
+        self.record("source base", preference(source, source_tokenizer, self.world.test))
+        self.record("target base", preference(target, target_tokenizer, self.world.test))
+        student = learn(target, target_tokenizer, self.real, self.settings("real"), self.folder / "real")
+        self.record("real", accuracy(student, target_tokenizer, self.world.test))
+        teacher = learn(source, source_tokenizer, self.real, self.settings("source"), self.folder / "source")
+        self.record("source LoRA", accuracy(teacher, source_tokenizer, self.world.test))
+        self.teacher = teacher, source_tokenizer
+        self.discriminator = trans_lora.train_discriminator(
+            *self.teacher,
+            self.inputs,
+            task=TASK,
+            args=self.settings("discriminator"),
+            peft_config=lora(source),
+            seeds=self.examples,
+        )
+        self.shares |= {f"discriminator: {name}": value for name, value in self.discriminator.metrics.items()}
+
+    def transfer(self, name: str, onto: Path | None = None, peft=lora, teacher=None, **options) -> TransLoraTrainer:
+        """Trains a LoRA on a base model, with arguments of the trainer or of its settings, and measures it."""
+        arguments = {key: options.pop(key) for key in ("discriminator", "inputs") if key in options}
+        model, tokenizer = trans_lora.load_model(str(onto or self.target_path))
+        teacher, teacher_tokenizer = teacher or self.teacher
+        trainer = TransLoraTrainer(
+            model,
+            self.settings(name, **options),
+            processing_class=tokenizer,
+            teacher=teacher,
+            teacher_processing_class=teacher_tokenizer,
+            peft_config=peft(model),
+            seeds=self.examples,
+            **arguments,
+        )
+        trainer.train()
+        self.record(name, accuracy(trainer.model, tokenizer, self.world.test))
+        return trainer
+
+    def learn_from_synthetic_inputs(self) -> None:
+        first = self.transfer("transferred", discriminator=self.discriminator)
+        candidates = first.synthesize()
+        judged = [candidate.input for candidate in candidates if candidate.reason in (None, "filter")]
+        kept = [candidate.input for candidate in candidates if candidate.kept]
+        dropped = [candidate.input for candidate in candidates if candidate.reason == "filter"]
+        labels = dict(first.label(candidates)[0])
+        self.shares |= shares_of_inputs(self.world, first, candidates, labels)
+        self.shares |= discrepancies(self.inputs[:500], kept, dropped)
+        self.transfer("unfiltered", inputs=judged[: self.samples])
+        self.transfer("half", inputs=kept[: self.samples // 2])
+        self.transfer("quarter", inputs=kept[: self.samples // 4])
+        excess = self.transfer("token excess", filter="token_excess")
+        for name, answers in (("the discriminator", labels), ("token excess", dict(excess.label(excess.synthesize())[0]))):
+            self.shares[f"answered Yes, kept by {name}"] = share("Yes".__eq__, list(answers.values()))
+        self.transfer("other text", inputs=self.world.other_text(self.samples, self.seed))
+        self.transfer("seeds", inputs=self.examples, max_steps=self.steps // 3, held_out_share=0)
+        self.transfer("dora", inputs=kept[: self.samples], peft=lambda model: lora(model, use_dora=True))
+        student = first.model, first.processing_class
+        self.transfer("chain", onto=self.source_path, teacher=student, discriminator=self.discriminator)
+
+
 def one_seed(data: Path, models: Path, seed: int, samples: int, steps: int) -> dict:
-    """Runs the first section for one seed, on one thread."""
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    world = World(data)
-    source_path, target_path = base_models(data, models)
-    found, shares = {}, {}
-
     with tempfile.TemporaryDirectory() as folder:
-
-        def settings(name: str, **options) -> Training:
-            quiet = {"disable_tqdm": True, "use_cpu": True, "seed": seed, "logging_strategy": "no"}
-            plan = {"num_samples": samples, "max_steps": steps}
-            return Training(output_dir=f"{folder}/{name}", **plan | quiet | options)
-
-        def base(path: Path):
-            return trans_lora.load_model(str(path))
-
-        def transfer(name: str, onto: Path = target_path, peft=lora, teaching=None, **options) -> TransLoraTrainer:
-            own = {key: options.pop(key) for key in ("discriminator", "inputs", "seeds") if key in options}
-            model, tokenizer = base(onto)
-            knowing, known = teaching or (teacher, source_tokenizer)
-            trainer = TransLoraTrainer(
-                model,
-                settings(name, **options),
-                processing_class=tokenizer,
-                teacher=knowing,
-                teacher_processing_class=known,
-                peft_config=peft(model),
-                **{"seeds": seeds} | own,
-            )
-            trainer.train()
-            tell(name, accuracy(trainer.model, tokenizer, world.test))
-            return trainer
-
-        def tell(name: str, value: float) -> None:
-            found[name] = value
-            print(f"seed {seed}, {SHOWN[name].strip('*')}: {100 * value:.1f} %", file=sys.stderr, flush=True)
-
-        real = world.task_data(1000, seed)
-        seeds = [text for text, _ in real[:5]]
-        (source, source_tokenizer), (target, target_tokenizer) = base(source_path), base(target_path)
-        tell("source base", preference(source, source_tokenizer, world.test))
-        tell("target base", preference(target, target_tokenizer, world.test))
-        taught = learn(target, target_tokenizer, real, settings("real"), Path(folder, "real"))
-        tell("real", accuracy(taught, target_tokenizer, world.test))
-        teacher = learn(source, source_tokenizer, real, settings("source"), Path(folder, "source"))
-        tell("source LoRA", accuracy(teacher, source_tokenizer, world.test))
-        discriminator = trans_lora.train_discriminator(
-            teacher,
-            source_tokenizer,
-            [text for text, _ in real],
-            task=TASK,
-            args=settings("discriminator"),
-            peft_config=lora(source),
-            seeds=seeds,
-        )
-        shares |= {f"discriminator: {name}": value for name, value in discriminator.metrics.items()}
-
-        first = transfer("transferred", discriminator=discriminator)
-        candidates = first.synthesize()
-        judged = [one for one in candidates if one.reason in (None, "filter")]
-        kept = [one.input for one in judged if one.kept]
-        labels = dict(first.label(candidates)[0])
-        shares |= shares_of_inputs(world, first, candidates, labels)
-        shares |= discrepancies([text for text, _ in real[:500]], kept, [one.input for one in judged if not one.kept])
-        transfer("unfiltered", inputs=[one.input for one in judged[:samples]])
-        for name, count in (("half", samples // 2), ("quarter", samples // 4)):
-            transfer(name, inputs=kept[:count])
-        excess = transfer("token excess", filter="token_excess")
-        for name, answers in (("the discriminator", labels), ("token excess", dict(excess.label(excess.synthesize())[0]))):
-            shares[f"answered Yes, kept by {name}"] = share("Yes".__eq__, list(answers.values()))
-        transfer("other text", inputs=world.other_text(samples, seed))
-        transfer("seeds", inputs=seeds, max_steps=steps // 3, held_out_share=0)
-        transfer("dora", inputs=kept[:samples], peft=lambda model: lora(model, use_dora=True))
-        transfer("chain", onto=source_path, teaching=(first.model, first.processing_class), discriminator=discriminator)
-    return {"accuracy": found, "shares": shares}
+        run = Seed(data, models, Path(folder), seed, samples, steps)
+        run.learn_real_data()
+        run.learn_from_synthetic_inputs()
+    return {"accuracy": run.accuracy, "shares": run.shares}
 
 
 def shares_of_inputs(world: World, trainer: TransLoraTrainer, candidates: list, labels: dict[str, str]) -> dict[str, float]:
@@ -144,7 +166,7 @@ def shares_of_inputs(world: World, trainer: TransLoraTrainer, candidates: list, 
         "written, well-formed (a puzzle)": share(is_puzzle, written),
         "written, makes sense": share(makes_sense, written),
         "acceptance rate": len(kept) / len(candidates),
-        "like the task, before sifting": share(is_task_like, judged),
+        "like the task, before filtering": share(is_task_like, judged),
         "like the task, kept": share(is_task_like, kept),
         "right labels, of kept that make sense": share(lambda text: labels[text] == world.answer(text), sensible),
         "agreement of student and teacher": trainer.report.agreement,
@@ -195,7 +217,7 @@ def throughput(args: argparse.Namespace) -> dict:
     model, tokenizer = trans_lora.load_model(str(base_models(args.data, args.models)[1]))
     prompts = [synthesis_prompt([text for text, _ in world.task_data(5, 0)], 10)] * 64
     encoder = Encoder(tokenizer, model, TEMPLATE)
-    found, seconds = {}, {size: [] for size in (1, 8, 32, 64)}
+    results, seconds = {}, {size: [] for size in (1, 8, 32, 64)}
     for _ in range(args.runs):
         for size in seconds:
             write = ModelGenerator(model, encoder, size)
@@ -205,10 +227,10 @@ def throughput(args: argparse.Namespace) -> dict:
             took = time.perf_counter() - start
             seconds[size].append(took / sum(len(parse_items(one.text, 6, 10, one.ended)) for one in written))
     for size, times in seconds.items():
-        found[size] = {"inputs per second": 1 / statistics.median(times), "times one by one": 1 / ratio(times, seconds[1])}
-    rows = [[str(size), *(f"{value:.1f}" for value in each.values())] for size, each in found.items()]
+        results[size] = {"inputs per second": 1 / statistics.median(times), "times one by one": 1 / ratio(times, seconds[1])}
+    rows = [[str(size), *(f"{value:.1f}" for value in each.values())] for size, each in results.items()]
     print_table("Writing inputs with the target model", ["prompts at once", "inputs per second", "times one by one"], rows)
-    return found
+    return results
 
 
 if __name__ == "__main__":

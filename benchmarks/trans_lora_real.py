@@ -54,8 +54,8 @@ def task_data(args: argparse.Namespace) -> tuple[Pairs, Pairs]:
     """Returns the real data of the task, and the test."""
     test = random.Random(0).sample(questions(args.data / "TREC.test.all", args.longest), 250)
     tested = {text for text, _ in test}
-    known = dict.fromkeys(pair for pair in questions(args.data / "TREC.train.all", args.longest) if pair[0] not in tested)
-    return random.Random(0).sample(list(known), args.num_real), test
+    unseen = dict.fromkeys(pair for pair in questions(args.data / "TREC.train.all", args.longest) if pair[0] not in tested)
+    return random.Random(0).sample(list(unseen), args.num_real), test
 
 
 def load(name: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
@@ -81,9 +81,9 @@ def recipe(args: argparse.Namespace) -> dict:
 
 
 def settings(args: argparse.Namespace, folder: str, **options) -> TransLoraConfig:
-    own = {"num_samples": args.num_samples, "held_out_share": 0, "max_label_length": 4, "generation_batch_size": 16}
-    asked = {"prompt_template": TEMPLATE, "teacher_prompt_template": TEMPLATE}
-    return TransLoraConfig(output_dir=str(args.out / folder), **recipe(args) | own | asked | options)
+    synthesis = {"num_samples": args.num_samples, "held_out_share": 0, "max_label_length": 4, "generation_batch_size": 16}
+    templates = {"prompt_template": TEMPLATE, "teacher_prompt_template": TEMPLATE}
+    return TransLoraConfig(output_dir=str(args.out / folder), **recipe(args) | synthesis | templates | options)
 
 
 def learned(args: argparse.Namespace, name: str, data: Pairs, folder: str) -> tuple[PeftModel, PreTrainedTokenizerBase]:
@@ -95,16 +95,16 @@ def learned(args: argparse.Namespace, name: str, data: Pairs, folder: str) -> tu
     model = get_peft_model(model, lora(model))
     encoder = Encoder(tokenizer, model, TEMPLATE)
     samples = encoder.samples([encoder.prompt(text) for text, _ in data], [answer for _, answer in data])
-    own = TrainingArguments(str(args.out / folder), remove_unused_columns=False, label_names=["labels"], **recipe(args))
-    AnswerTrainer(model, own, encoder.batch, samples, processing_class=tokenizer).train()
+    training = TrainingArguments(str(args.out / folder), remove_unused_columns=False, label_names=["labels"], **recipe(args))
+    AnswerTrainer(model, training, encoder.batch, samples, processing_class=tokenizer).train()
     model.save_pretrained(args.out / folder)
     return model.eval(), tokenizer
 
 
 def answers(model: nn.Module, tokenizer: PreTrainedTokenizerBase, test: Pairs) -> list[str]:
     encoder = Encoder(tokenizer, model, TEMPLATE)
-    said = ModelGenerator(model, encoder, 125)([encoder.prompt(text) for text, _ in test], 4)
-    return [one.text.strip() for one in said]
+    written = ModelGenerator(model, encoder, 125)([encoder.prompt(text) for text, _ in test], 4)
+    return [answer.text.strip() for answer in written]
 
 
 def preference(model: nn.Module, tokenizer: PreTrainedTokenizerBase, test: Pairs) -> float:
@@ -123,17 +123,17 @@ class Stages:
 
     def __init__(self, path: Path):
         self.path = path
-        self.found = json.loads(path.read_text()) if path.exists() else {}
+        self.results = json.loads(path.read_text()) if path.exists() else {}
 
     def __call__(self, name: str, work: Callable, *given):
-        if name not in self.found:
+        if name not in self.results:
             start = time.process_time()
             value = work(*given)
-            self.found[name] = {"value": value, "seconds": time.process_time() - start}
+            self.results[name] = {"value": value, "seconds": time.process_time() - start}
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(json.dumps(self.found, indent=1))
-            print(f"{name}: {value} ({self.found[name]['seconds']:.0f} s)", file=sys.stderr, flush=True)
-        return self.found[name]["value"]
+            self.path.write_text(json.dumps(self.results, indent=1))
+            print(f"{name}: {value} ({self.results[name]['seconds']:.0f} s)", file=sys.stderr, flush=True)
+        return self.results[name]["value"]
 
 
 def gate(args: argparse.Namespace) -> dict:
@@ -151,101 +151,108 @@ def gate(args: argparse.Namespace) -> dict:
         stages(f"training of the {what}'s LoRA", train, name, f"{what}-real")
         value = stages(f"{what} model with its LoRA", test_it, name, f"{what}-real")
         base = stages(f"{what} model alone", lambda name: preference(*load(name), test), name)
-        seconds = stages.found[f"training of the {what}'s LoRA"]["seconds"]
+        seconds = stages.results[f"training of the {what}'s LoRA"]["seconds"]
         rows += [[f"{what} model, the likeliest of the six words", f"{100 * base:.1f}", ""]]
         rows += [[f"{what} model with a LoRA of {len(real)} real questions", f"{100 * value:.1f}", f"{seconds:.0f}"]]
     print_table(f"TREC, accuracy in % of {len(test)} questions", ["", "accuracy", "seconds of training"], rows)
-    return stages.found
+    return stages.results
 
 
 def transfer(args: argparse.Namespace) -> dict:
     return {seed: one_seed(args, seed) for seed in args.seeds}
 
 
-def one_seed(args: argparse.Namespace, seed: int) -> dict:
-    """Writes and learns all that depends on one seed."""
-    real, test = task_data(args)
-    seeds = [text for text, _ in real[:5]]
-    teacher, words = learned(args, args.source, real, "source-real")
-    first = Stages(args.out / "discriminator.json")
-    folder, stages = f"seed-{seed}", Stages(args.out / f"seed-{seed}.json")
+class Students:
+    """The target model's LoRAs of one seed, which learn from the source model's."""
 
-    def discriminate() -> dict:
-        model, _ = load(args.source)
-        found = trans_lora.train_discriminator(
+    def __init__(self, args: argparse.Namespace, seed: int):
+        self.args, self.seed, self.folder = args, seed, f"seed-{seed}"
+        self.real, self.test = task_data(args)
+        self.examples = [text for text, _ in self.real[:5]]
+        self.teacher = learned(args, args.source, self.real, "source-real")
+        self.stages, self.first = Stages(args.out / f"seed-{seed}.json"), Stages(args.out / "discriminator.json")
+        self.metrics = self.first("discriminator", self.train_discriminator)
+        self.discriminator = trans_lora.Discriminator.from_pretrained(args.out / "discriminator", *self.teacher)
+
+    def train_discriminator(self) -> dict:
+        model, tokenizer = load(self.args.source)
+        discriminator = trans_lora.train_discriminator(
             model,
-            words,
-            [text for text, _ in real[: args.num_judged]],
+            tokenizer,
+            [text for text, _ in self.real[: self.args.num_judged]],
             task="TREC",
-            args=settings(args, "discriminator-run"),
+            args=settings(self.args, "discriminator-run"),
             peft_config=lora(model),
-            seeds=seeds,
+            seeds=self.examples,
         )
-        found.save_pretrained(args.out / "discriminator")
-        return found.metrics
+        discriminator.save_pretrained(self.args.out / "discriminator")
+        return discriminator.metrics
 
-    metrics = first("discriminator", discriminate)
-    discriminator = trans_lora.Discriminator.from_pretrained(args.out / "discriminator", teacher, words)
-
-    def student(name: str, inputs: dict[str, str] | None = None, **options) -> TransLoraTrainer:
-        model, tokenizer = load(args.target)
+    def trainer(self, name: str, inputs: dict[str, str] | None = None, **options) -> TransLoraTrainer:
+        model, tokenizer = load(self.args.target)
+        teacher, teacher_tokenizer = self.teacher
         return TransLoraTrainer(
             model,
-            settings(args, f"{folder}/{name}", seed=seed, **options),
+            settings(self.args, f"{self.folder}/{name}", seed=self.seed, **options),
             processing_class=tokenizer,
             teacher=teacher,
-            teacher_processing_class=words,
-            seeds=seeds,
-            discriminator=discriminator,
+            teacher_processing_class=teacher_tokenizer,
+            seeds=self.examples,
+            discriminator=self.discriminator,
             peft_config=lora(model),
             inputs=inputs,
         )
 
-    written = stages("writing and sifting", lambda: write_inputs(student("discriminator"), test))
-    candidates = student("discriminator").synthesize()
-    trained, _ = stages("labels of the kept", lambda: student("discriminator").label(candidates))
-    judged = [one.input for one in candidates if one.score is not None]
-    excess = stages("token excess of all", lambda: Teacher(teacher, words, settings(args, folder)).excess(judged))
-    labelled = {text: (score, label) for text, (score, label) in zip(judged, excess) if label}
-    best = sorted(labelled, key=lambda text: -labelled[text][0])
-    labels = {text: label for text, (_, label) in labelled.items()}
-    arms = {
-        "discriminator": dict(trained),
-        "token excess": {text: labels[text] for text in best[: len(trained)]},
-        "not sifted": dict(list(labels.items())[: len(trained)]),
-        "seeds alone": dict(zip(seeds, answers(teacher, words, [(seed, "") for seed in seeds]))),
-    }
-    taught = stages("the teacher's answers to the test", answers, teacher, words, test)
-    right = [answer for _, answer in test]
+    def training_data(self) -> dict[str, dict[str, str]]:
+        """Returns the inputs with labels that each student learns from."""
+        candidates = self.trainer("discriminator").synthesize()
+        trained, _ = self.stages("labels of the kept", lambda: self.trainer("discriminator").label(candidates))
+        judged = [candidate.input for candidate in candidates if candidate.score is not None]
+        teacher = Teacher(*self.teacher, settings(self.args, self.folder))
+        excess = self.stages("token excess of all", lambda: teacher.excess(judged))
+        scores = {text: score for text, (score, label) in zip(judged, excess) if label}
+        labels = {text: label for text, (_, label) in zip(judged, excess) if label}
+        best = sorted(scores, key=scores.__getitem__, reverse=True)
+        examples = answers(*self.teacher, [(example, "") for example in self.examples])
+        return {
+            "discriminator": dict(trained),
+            "token excess": {text: labels[text] for text in best[: len(trained)]},
+            "not filtered": dict(list(labels.items())[: len(trained)]),
+            "seeds alone": dict(zip(self.examples, examples)),
+        }
 
-    def learn(name: str) -> list[str]:
-        steps = max(20, 5 * len(arms[name]) // 16)  # five epochs, but of five seeds more
-        trainer = student(f"trained on {name}".replace(" ", "-"), arms[name], max_steps=steps)
+    def learn(self, name: str, data: dict[str, str]) -> list[str]:
+        """Returns the answers to the test of a student that learned from this data."""
+        steps = max(20, 5 * len(data) // 16)  # five epochs, but of five seeds more
+        trainer = self.trainer(f"trained on {name}".replace(" ", "-"), data, max_steps=steps)
         trainer.train()
-        return answers(trainer.model, trainer.processing_class, test)
+        return answers(trainer.model, trainer.processing_class, self.test)
 
-    for name in arms:
-        stages(f"learned from: {name}", learn, name)
-    results = first.found | stages.found
+
+def one_seed(args: argparse.Namespace, seed: int) -> dict:
+    """Writes inputs, learns from them and prints what depends on one seed."""
+    run = Students(args, seed)
+    written = run.stages("writing and filtering", lambda: write_inputs(run.trainer("discriminator"), run.test))
+    arms = run.training_data()
+    taught = run.stages("the teacher's answers to the test", answers, *run.teacher, run.test)
+    students = {name: run.stages(f"learned from: {name}", run.learn, name, data) for name, data in arms.items()}
+    results = run.first.results | run.stages.results
     rows = [[name, f"{stage['seconds']:.0f}"] for name, stage in results.items()]
     print_table(f"seed {seed}: seconds of each stage", ["stage", "seconds"], rows)
     total = sum(written["counts"].values())
-    rows = [["written", str(total), ""]] + [
-        [name, str(count), f"{100 * count / total:.0f}"] for name, count in written["counts"].items()
-    ]
-    print_table(f"seed {seed}: inputs (the discriminator keeps {metrics})", ["", "inputs", "%"], rows)
-    students = {name: stages.found[f"learned from: {name}"]["value"] for name in arms}
+    rows = [[name, str(count), f"{100 * count / total:.0f}"] for name, count in written["counts"].items()]
+    title = f"seed {seed}: inputs (the discriminator keeps {run.metrics})"
+    print_table(title, ["", "inputs", "%"], [["written", str(total), ""], *rows])
+    right = [answer for _, answer in run.test]
     rows = [[name, str(len(arm)), alike(students[name], right), alike(students[name], taught)] for name, arm in arms.items()]
-    title = (
-        f"seed {seed}: accuracy and agreement with the teacher on the test, % (the teacher's accuracy: {alike(taught, right)})"
-    )
+    title = f"seed {seed}: accuracy and agreement with the teacher on the test, % (the teacher: {alike(taught, right)})"
     print_table(title, ["learned from", "inputs", "accuracy", "agreement"], rows)
     print("kept:", *written["kept"], sep="\n  ")
     return results
 
 
 def write_inputs(writer: TransLoraTrainer, test: Pairs) -> dict:
-    """Writes and sifts inputs, and returns figures and examples of them."""
+    """Writes and filters inputs, and returns figures and examples of them."""
     candidates = writer.synthesize()
     kept = [candidate.input for candidate in candidates if candidate.kept]
     return {
@@ -259,28 +266,28 @@ def write_inputs(writer: TransLoraTrainer, test: Pairs) -> dict:
 
 
 def step(args: argparse.Namespace) -> dict:
-    found, (real, _) = {}, task_data(args)
+    results, (real, _) = {}, task_data(args)
     for name in (args.source, args.target):
         model, tokenizer = load(name)
         model = get_peft_model(model, lora(model)).train()
         encoder = Encoder(tokenizer, model, TEMPLATE)
-        own = TrainingArguments(str(args.out / "step"), remove_unused_columns=False, **recipe(args))
+        training = TrainingArguments(str(args.out / "step"), remove_unused_columns=False, **recipe(args))
         batch = encoder.batch(encoder.samples([encoder.prompt(text) for text, _ in real[:16]], [one for _, one in real[:16]]))
         count, seconds = (batch["labels"] != -100).sum(), {}
         for trainer in (Trainer, AnswerTrainer):
-            trains, times = trainer(model, own, encoder.batch, [batch], processing_class=tokenizer), []
+            trains, times = trainer(model, training, encoder.batch, [batch], processing_class=tokenizer), []
             for _ in range(args.runs):
                 start = time.process_time()
                 trains.compute_loss(model, dict(batch), num_items_in_batch=count).backward()
                 times.append(time.process_time() - start)
             seconds[trainer.__name__] = statistics.median(times)
-        found[Path(name).name] = seconds
+        results[Path(name).name] = seconds
     rows = [
         [name, *(f"{value:.2f}" for value in one.values()), f"{one['AnswerTrainer'] / one['Trainer']:.2f}"]
-        for name, one in found.items()
+        for name, one in results.items()
     ]
     print_table("A step of 16 questions, seconds", ["model", "all places", "answers alone", "ratio"], rows)
-    return found
+    return results
 
 
 def alike(one: list[str], other: list[str]) -> str:

@@ -116,7 +116,7 @@ def memory(way: str, router: bool, dtype: torch.dtype, device: str) -> float:
 def connector(args: argparse.Namespace) -> dict:
     """Measures a step of the connector at the paper's sizes."""
     keep_freed_memory()
-    found = {}
+    results = {}
     for part, router in (("experts and router", True), ("experts alone", False)):
         for name in args.dtypes:
             rows = []
@@ -137,11 +137,11 @@ def connector(args: argparse.Namespace) -> dict:
                 rows.append([way, f"{statistics.median(seconds[way]):.2f}", f"{against:.2f}", gain, f"{peaks[way]:,.0f}"])
             header = ["", "seconds", "times the loop's speed", "times the soft router's", "peak MB"]
             print_table(f"Forward and backward of {part}, {name}, {IMAGES} images of {TOKENS} tokens", header, rows)
-            found[f"{part}, {name}"] = {
+            results[f"{part}, {name}"] = {
                 "times": {" / ".join(pair): values for pair, values in times.items()},
                 "peak_mb": peaks,
             }
-    return found
+    return results
 
 
 def generate(args: argparse.Namespace) -> dict:

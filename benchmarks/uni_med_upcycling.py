@@ -178,14 +178,14 @@ class Bench:
     def measure(self, model: nn.Module, data: dict[str, list[Sample]], tasks: bool) -> dict[str, tuple[float, float]]:
         """Returns the loss and the share of exact answers of each task."""
         model.eval()
-        found = {}
+        results = {}
         for name, samples in data.items():
             samples = samples[: self.args.test_samples]
             parts = [samples[i : i + 100] for i in range(0, len(samples), 100)]
             made = [model(**self.batch(part), **({"tasks": [s.task for s in part]} if tasks else {})) for part in parts]
             losses = [loss.item() * len(part) for (loss, _), part in zip(made, parts)]
-            found[name] = sum(losses) / len(samples), torch.cat([exact for _, exact in made]).float().mean().item()
-        return found
+            results[name] = sum(losses) / len(samples), torch.cat([exact for _, exact in made]).float().mean().item()
+        return results
 
     def base(self) -> Reader:
         """Returns the model whose projector, tower and language model know the five tasks."""
@@ -287,8 +287,8 @@ def when(args: argparse.Namespace) -> dict:
     towers.append(("five, weak tower", cases["five"], bench_of(args, args.vision_steps // 10)))
     for name, case, on in towers:
         data = [case(part) for part in (on.train, on.validation, on.test)]
-        found = {way: [on.run(name.split(",")[0], way, rates[way], seed, *data)["test"] for seed in SEEDS] for way in ways}
-        cells = [spread([measure(run) for run in found[way]]) for measure in (mean_loss, mean_exact) for way in ways]
+        results = {way: [on.run(name.split(",")[0], way, rates[way], seed, *data)["test"] for seed in SEEDS] for way in ways}
+        cells = [spread([measure(run) for run in results[way]]) for measure in (mean_loss, mean_exact) for way in ways]
         rows.append([name, *cells])
     header = ["", "loss: projector", "CMoE", "exact: projector", "CMoE"]
     print_table("When a mixture helps", header, rows)

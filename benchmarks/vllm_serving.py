@@ -114,11 +114,11 @@ class Server:
 
 
 def compressed(args: argparse.Namespace, scratch: Path) -> dict[str, Path]:
-    found = {}
+    results = {}
     for name, folder in FINE_TUNES.items():
-        found[name] = scratch / name.replace(" ", "-")
-        compress_checkpoint(args.lm / folder, args.lm / "base", found[name], level=1 if name.startswith("step") else 2)
-    return found
+        results[name] = scratch / name.replace(" ", "-")
+        compress_checkpoint(args.lm / folder, args.lm / "base", results[name], level=1 if name.startswith("step") else 2)
+    return results
 
 
 def starting(args: argparse.Namespace) -> dict:
@@ -126,15 +126,15 @@ def starting(args: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         small = Path(folder, "small")
         compress_checkpoint(args.lm / "full", args.lm / "base", small)
-        found: dict[str, list[tuple[float, float]]] = {"plain": [], "compressed": []}
+        results: dict[str, list[tuple[float, float]]] = {"plain": [], "compressed": []}
         for _ in range(args.runs):
             for name, model in (("plain", args.lm / "full"), ("compressed", small)):
                 with Server(model.absolute(), Path(folder, f"{name}.log")) as server:
                     server.ask()
-                    found[name].append((server.seconds, server.peak()))
-    rows = [[name, *(f"{statistics.median(column):.1f}" for column in zip(*runs))] for name, runs in found.items()]
+                    results[name].append((server.seconds, server.peak()))
+    rows = [[name, *(f"{statistics.median(column):.1f}" for column in zip(*runs))] for name, runs in results.items()]
     print_table(f"Start of a server, medians of {args.runs}", ["checkpoint", "s", "peak MB of the worker"], rows)
-    return found
+    return results
 
 
 def switching(args: argparse.Namespace) -> dict:
@@ -147,24 +147,24 @@ def switching(args: argparse.Namespace) -> dict:
         names = list(plain)
         extra = json.dumps({"models": {name: str(small[name]) for name in names}})
         options = ("--load-format", "hf_ext", "--model-loader-extra-config", extra)
-        found: dict[str, dict[str, list[float]]] = {}
+        results: dict[str, dict[str, list[float]]] = {}
         with Server((args.lm / "base").absolute(), Path(folder, "switch.log"), *options) as server:
             restart = server.seconds
             for name in names:
                 for _ in range(args.runs):
                     server.ask(name, 1)
                     server.ask("first", 1)
-                found[name] = {"switch": server.switches()[-2 * args.runs :: 2]}
+                results[name] = {"switch": server.switches()[-2 * args.runs :: 2]}
         with Server((args.lm / "base").absolute(), Path(folder, "plain.log")) as server:
             for name in names:
-                found[name]["reload"] = []
+                results[name]["reload"] = []
                 for _ in range(args.runs):
-                    found[name]["reload"].append(timed(server.reload, plain[name]))
+                    results[name]["reload"].append(timed(server.reload, plain[name]))
                     server.reload((args.lm / "base").absolute())
         for name in names:
-            found[name]["decode"] = [timed(decode, small[name]) for _ in range(args.runs)]
-            found[name]["copy"] = [timed(copy, plain[name]) for _ in range(args.runs)]
-    medians = {name: {way: statistics.median(seconds) for way, seconds in ways.items()} for name, ways in found.items()}
+            results[name]["decode"] = [timed(decode, small[name]) for _ in range(args.runs)]
+            results[name]["copy"] = [timed(copy, plain[name]) for _ in range(args.runs)]
+    medians = {name: {way: statistics.median(seconds) for way, seconds in ways.items()} for name, ways in results.items()}
     rows = [
         [name, *(f"{ways[way]:.2f}" for way in ("switch", "decode", "reload", "copy")), f"{restart:.0f}"]
         + [f"{ways['switch'] / ways['decode']:.2f}", f"{restart / ways['switch']:.0f}"]
@@ -172,7 +172,7 @@ def switching(args: argparse.Namespace) -> dict:
     ]
     header = ["fine-tune", "switch", "decode", "reload", "copy", "restart", "switch / decode", "restart / switch"]
     print_table(f"Seconds to another fine-tune of SmolLM2, medians of {args.runs}", header, rows)
-    return found | {"restart": restart}
+    return results | {"restart": restart}
 
 
 def decode(model: str | Path) -> None:

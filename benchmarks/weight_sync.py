@@ -124,7 +124,7 @@ class Measure(TrainerCallback):
         self.model, self.folder, self.kept = model, folder, kept
         self.weights = self.rounded()
         self.live = {way: {name: weight.clone() for name, weight in self.weights.items()} for way in WAYS}
-        self.found: dict = {"changed": [], **{way: {"bytes": [], "encode": [], "apply": []} for way in WAYS}}
+        self.results: dict = {"changed": [], **{way: {"bytes": [], "encode": [], "apply": []} for way in WAYS}}
         self.keep(0)
 
     def rounded(self) -> Tensors:
@@ -138,10 +138,10 @@ class Measure(TrainerCallback):
 
     def on_step_end(self, args, state, control, **others) -> None:
         base, self.weights = self.weights, self.rounded()
-        self.found["changed"].append(changed(base, self.weights))
+        self.results["changed"].append(changed(base, self.weights))
         with one_thread():
             for way, (encode, apply) in WAYS.items():
-                figures, live = self.found[way], self.live[way]
+                figures, live = self.results[way], self.live[way]
                 start = time.process_time()
                 blobs = encode(self.weights, base)
                 encoded = time.process_time()
@@ -190,22 +190,22 @@ def train(start: Callable[[PreTrainedModel, dict], Trainer], args: argparse.Name
         measure = Measure(model, kept_steps(args, start.__name__), args.runs)
         trainer.add_callback(measure)
         trainer.train()
-    report(start.__name__, measure.found, values(measure.weights))
-    return measure.found
+    report(start.__name__, measure.results, values(measure.weights))
+    return measure.results
 
 
-def report(name: str, found: dict, parameters: int) -> None:
+def report(name: str, results: dict, parameters: int) -> None:
     """Prints the tables of one run."""
-    median, share = statistics.median, [100 * each for each in found["changed"]]
+    median, share = statistics.median, [100 * each for each in results["changed"]]
     title = f"{name}: {parameters / 1e6:.0f} million weights, {len(share)} steps; a step changes {median(share):.2f} % of them"
     title += f" (median; the first {share[0]:.2f} %, the last {share[-1]:.2f} %)"
-    cpu = {way: [sum(both) for both in zip(found[way]["encode"], found[way]["apply"])] for way in WAYS}
+    cpu = {way: [sum(both) for both in zip(results[way]["encode"], results[way]["apply"])] for way in WAYS}
     rows = []
     for way in WAYS:
-        figures, row = found[way], [way]
+        figures, row = results[way], [way]
         for several in ([size / 1e6 for size in figures["bytes"]], figures["encode"], figures["apply"]):
             row.append(f"{median(several):.3f} ({min(several):.3f}–{max(several):.3f})")
-        row.append(f"{ratio(figures['bytes'], found['ours']['bytes']):.2f} ×")
+        row.append(f"{ratio(figures['bytes'], results['ours']['bytes']):.2f} ×")
         row.append(f"{ratio(cpu[way], cpu['XOR, zstd -1']):.2f} ×")
         for rate in GBITS:
             row.append(f"{median(seconds + size * 8e-9 / rate for seconds, size in zip(cpu[way], figures['bytes'])):.3f}")
@@ -217,7 +217,7 @@ def report(name: str, found: dict, parameters: int) -> None:
 def folder(args: argparse.Namespace) -> dict:
     """Bytes and wall-clock seconds of sending the first steps through a folder: with a `Publisher` and a `Subscriber`, and as a
     file of all weights that a receiver reads."""
-    found, rows = {}, []
+    results, rows = {}, []
     for run in ("grpo", "sft"):
         kept = kept_steps(args, run)
         if not (kept / f"{args.runs}.safetensors").exists():
@@ -229,12 +229,12 @@ def folder(args: argparse.Namespace) -> dict:
                 "Publisher, Subscriber": (publisher.publish, publisher.wait, Subscriber(place).update),
                 "safetensors, all weights": (partial(save_all, file), lambda: None, partial(load_all, file)),
             }
-            found[run] = {way: {what: [] for what in ("bytes", "returned", "complete", "received")} for way in ways}
+            results[run] = {way: {what: [] for what in ("bytes", "returned", "complete", "received")} for way in ways}
             live = {way: {name: torch.empty_like(weight) for name, weight in steps[0].items()} for way in ways}
             for step, weights in enumerate(steps):
                 masters = {name: weight.float() for name, weight in weights.items()}
                 for way, (send, wait, receive) in ways.items():
-                    before, start, figures = written(place), time.perf_counter(), found[run][way]
+                    before, start, figures = written(place), time.perf_counter(), results[run][way]
                     send(masters, step)
                     figures["returned"].append(time.perf_counter() - start)
                     wait()
@@ -244,13 +244,13 @@ def folder(args: argparse.Namespace) -> dict:
                     figures["bytes"].append(sum(file.stat().st_size for file, _ in written(place) - before))
                     if any(not np.array_equal(bits(live[way][name]), bits(weight)) for name, weight in weights.items()):
                         raise SystemExit(f"{way} does not give back the weights of step {step}")
-        for way, figures in found[run].items():
+        for way, figures in results[run].items():
             for which, chosen in (("first step", slice(1)), (f"next {args.runs}", slice(1, None))):
                 size, *seconds = (statistics.median(several[chosen]) for several in figures.values())
                 rows.append([f"{run}, {which}", way, f"{size / 1e6:.2f}", *(f"{each:.3f}" for each in seconds)])
     header = ["", "", "MB", "publish() returned, s", "files complete, s", "received, s"]
     print_table("Through a folder: seconds from the call of publish() on, all threads", header, rows)
-    return found
+    return results
 
 
 def written(place: str) -> set[tuple[Path, int]]:

@@ -145,7 +145,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         print(trainer.report)
         print(f"\nof {len(candidates):,} inputs written, puzzles: {share(is_puzzle, candidates)}")
         print(
-            f"like the task: {share(is_task_like, judged)} of those that were sifted, {share(is_task_like, kept)} of those kept"
+            f"like the task: {share(is_task_like, judged)} of those that were judged, {share(is_task_like, kept)} of those kept"
         )
         print("\nweb_of_lies of BIG-Bench Hard, accuracy:")
         for name, value in found.items():

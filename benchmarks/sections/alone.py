@@ -24,16 +24,16 @@ def of_values(args: argparse.Namespace, dtype: str, values: str) -> dict:
     tensors = {name: tensor.to(TORCH[dtype]) for name, tensor in floats.items()}
     pairs = [Pair(name, bits(tensor, dtype), None, is_dense(name, tensor)) for name, tensor in tensors.items()]
     with one_thread():
-        found = {peer.name: measure(peer, pairs, dtype, args.runs) for peer in (ours(), *without_base())}
+        results = {peer.name: measure(peer, pairs, dtype, args.runs) for peer in (ours(), *without_base())}
     if (peer := lmzip()) is not None:
         with tempfile.TemporaryDirectory() as folder:
             save_file(tensors, Path(folder, "model.safetensors"))
-            found[peer.name] = of_file(peer, Path(folder, "model.safetensors"), args.runs)
-    rows = [speed_row(name, figures) for name, figures in found.items()]
+            results[peer.name] = of_file(peer, Path(folder, "model.safetensors"), args.runs)
+    rows = [speed_row(name, figures) for name, figures in results.items()]
     kind = dtype if values == dtype else f"{dtype} that holds {values}"
     title = f"{kind}, all-MiniLM-L6-v2 without a base: size, and MB of original per second, median of {args.runs} rounds"
     print_table(title, ["codec", "of the original", "compress", "decompress"], rows)
-    return found
+    return results
 
 
 def of_file(peer: FilePeer, path: Path, runs: int) -> dict[str, float]:

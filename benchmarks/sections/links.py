@@ -120,7 +120,7 @@ def links(args: argparse.Namespace, dtype: str) -> dict:
     title = f"{dtype}, whole model of {args.tasks[0]}: MB of original per second on {CORES} cores"
     print_table(title, ["codec", "of the original", "compress", "decompress"], rows)
     print(f"\ndisk: reads {disk[0]:.0f} and writes {disk[1]:.0f} MB/s" + (" (given)" if args.disk else " (measured)"))
-    found = {"disk": disk, "codecs": {c.name: [c.share, c.compress, c.decompress] for c in codecs}}
+    results = {"disk": disk, "codecs": {c.name: [c.share, c.compress, c.decompress] for c in codecs}}
     for way in ("upload", "download"):
         for mode, seconds in MODES.items():
             rows = []
@@ -128,13 +128,13 @@ def links(args: argparse.Namespace, dtype: str) -> dict:
                 plain = c is codecs[0]
                 times = [1000 * seconds(c, way, link) for link in LINKS]
                 even = 0.0 if plain else break_even(c, codecs[0], way, seconds)
-                found[f"{way}, {mode}, {c.name}"] = {"seconds": times, "break_even": even}
+                results[f"{way}, {mode}, {c.name}"] = {"seconds": times, "break_even": even}
                 rows.append([c.name, *(f"{time:.1f}" for time in times), "" if plain else speed_name(even)])
             title = f"{dtype}, {way}, steps {mode}: seconds for 1 GB of original"
             print_table(title, ["codec", *map(speed_name, LINKS), "faster than plain below"], rows)
     if args.plot:
         plot(codecs, dtype, args.plot.with_stem(f"{args.plot.stem}-{dtype}"))
-    return found
+    return results
 
 
 def speed_name(mbit: float) -> str:
@@ -256,7 +256,7 @@ LOAD = Path(__file__).with_name("load_from_hub.py")
 def cold(args: argparse.Namespace, dtype: str) -> dict:
     """Seconds of `from_pretrained` with nothing downloaded yet, from a Hub behind links of `--links` Mbit/s; of loading again
     what the first load downloaded; and of loading from this machine's disk what is not in the page cache."""
-    found: dict = {"links": {}, "disk": {}}
+    results: dict = {"links": {}, "disk": {}}
     with tempfile.TemporaryDirectory() as scratch:
         base, plain, packed = write_models(args, dtype, Path(scratch))
         away = shutil.copytree(packed, Path(scratch, "away"))
@@ -277,22 +277,24 @@ def cold(args: argparse.Namespace, dtype: str) -> dict:
                             command = [sys.executable, LOAD, "bench/model", "--warm-up", plain]
                             output = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
                         loads[name].append(json.loads(output.splitlines()[-1]))
-                found["links"][mbit] = {
+                results["links"][mbit] = {
                     name: dict(zip(("first", "again"), map(statistics.median, zip(*pairs)))) for name, pairs in loads.items()
                 }
-            times = found["links"][mbit]
+            times = results["links"][mbit]
             for name, seconds in times.items():
                 first, again = (seconds[turn] / times["plain"][turn] for turn in ("first", "again"))
                 row = [speed_name(mbit), name, f"{seconds['first']:.2f}", f"{first:.2f} ×"]
                 rows.append([*row, f"{seconds['again']:.3f}", f"{again:.2f} ×"])
         for name, folder in (("plain", plain), ("compressed", packed)):
-            found["disk"][name] = fresh(load_evicted, folder, base, args.runs)
+            results["disk"][name] = fresh(load_evicted, folder, base, args.runs)
     title = f"{dtype}, {args.tasks[0]}: from_pretrained from a Hub behind a link, in seconds"
     print_table(title, ["link", "model", "first load", "of plain", "loaded again", "of plain"], rows)
-    rows = [[name, f"{seconds:.3f}", f"{seconds / found['disk']['plain']:.2f} ×"] for name, seconds in found["disk"].items()]
+    rows = [
+        [name, f"{seconds:.3f}", f"{seconds / results['disk']['plain']:.2f} ×"] for name, seconds in results["disk"].items()
+    ]
     title = f"{dtype}, {args.tasks[0]}: from_pretrained from disk, page cache empty"
     print_table(title, ["model", "seconds", "of plain"], rows)
-    return found
+    return results
 
 
 def load_evicted(folder: Path, base: Path, runs: int) -> float:

@@ -46,10 +46,10 @@ def spectrum(tensor: torch.Tensor, base: torch.Tensor) -> Spectrum:
     energies = torch.linalg.svdvals(delta) ** 2
     rank, noise = -1, 0.0
     for _ in range(50):
-        found, rank = rank, max(rank, 0)
+        previous, rank = rank, max(rank, 0)
         noise = energies[rank:].sum().item() / ((rows - rank) * (columns - rank))
         rank = int((energies > noise * (math.sqrt(rows) + math.sqrt(columns)) ** 2).sum())
-        if rank == found:
+        if rank == previous:
             break
     # Noise is in the directions that stand out, too.
     signal = (energies[:rank] - noise * (rows + columns)).clamp(min=0)
@@ -58,13 +58,13 @@ def spectrum(tensor: torch.Tensor, base: torch.Tensor) -> Spectrum:
     return Spectrum(delta.norm().item() / base.double().norm().item(), share, tuple(profile))
 
 
-def spectra(folder: Path) -> tuple[list[Spectrum], float]:
+def measure_spectra(folder: Path) -> tuple[list[Spectrum], float]:
     """Returns the spectra of a fine-tune's dense matrices in the order of the file, and the share of changed rows of its
     embedding."""
     tensors = load_tensors(folder)
-    found = [spectrum(tensor, base) for name, tensor, base in tensors if is_dense(name, tensor)]
+    spectra = [spectrum(tensor, base) for name, tensor, base in tensors if is_dense(name, tensor)]
     changed = [(tensor != base).any(-1).double().mean().item() for name, tensor, base in tensors if "word_embeddings" in name]
-    return found, changed[0]
+    return spectra, changed[0]
 
 
 def config_of(args: argparse.Namespace) -> LlamaConfig:
@@ -91,7 +91,7 @@ def trained(base: torch.Tensor, like: Spectrum, generator: torch.Generator) -> t
     return base + delta
 
 
-def shards(config: LlamaConfig, found: list[Spectrum], changed: float) -> Iterator[Shard]:
+def shards(config: LlamaConfig, spectra: list[Spectrum], changed: float) -> Iterator[Shard]:
     """Yields fine-tune and base, a layer at a time, in bfloat16."""
     with torch.device("meta"):
         weights = LlamaForCausalLM(config).named_parameters()  # each once, though the embedding is the head too
@@ -111,14 +111,14 @@ def shards(config: LlamaConfig, found: list[Spectrum], changed: float) -> Iterat
             else:
                 before = torch.randn(shape, generator=generator).mul_(BASE_SCALE)
                 if "embed" in name:
-                    like = Spectrum(statistics.median(s.change for s in found), 0.0, ())
+                    like = Spectrum(statistics.median(s.change for s in spectra), 0.0, ())
                     kept = torch.rand(shape[0], generator=generator) >= changed
                     after = trained(before, like, generator)
                     after[kept] = before[kept]
                 else:
                     # The same depth of the real model, and another of its matrices each time.
-                    depth = int(name.split(".")[2]) * (len(found) // 6) // config.num_hidden_layers
-                    after = trained(before, found[6 * depth + matrix * 6 // kinds], generator)
+                    depth = int(name.split(".")[2]) * (len(spectra) // 6) // config.num_hidden_layers
+                    after = trained(before, spectra[6 * depth + matrix * 6 // kinds], generator)
                     matrix += 1
             shard[name] = after.bfloat16(), before.bfloat16()
         yield shard
@@ -126,23 +126,23 @@ def shards(config: LlamaConfig, found: list[Spectrum], changed: float) -> Iterat
 
 def write_models(args: argparse.Namespace, tuned: Path, base: Path) -> int:
     """Writes both in shards, a layer each, so that only a layer is in memory; returns the number of parameters."""
-    found, changed = spectra(args.pairs / args.tasks[0])
+    spectra, changed = measure_spectra(args.pairs / args.tasks[0])
     row = [
         f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
         for values in (
-            [s.change for s in found],
-            [100 * s.share for s in found],
-            [len(s.profile) for s in found],
-            [100 * s.share * sum(value**2 for value in s.profile[:16]) for s in found],
+            [s.change for s in spectra],
+            [100 * s.share for s in spectra],
+            [len(s.profile) for s in spectra],
+            [100 * s.share * sum(value**2 for value in s.profile[:16]) for s in spectra],
         )
     ]
     header = ["change beside the base", "low rank, % of its energy", "rank", "rank 16, %", "embedding rows changed"]
-    title = f"{args.tasks[0]}, what training did to {len(found)} matrices: medians (least to most)"
+    title = f"{args.tasks[0]}, what training did to {len(spectra)} matrices: medians (least to most)"
     print_table(title, header, [[*row, f"{100 * changed:.0f} %"]])
     config = config_of(args)
     maps: list[dict[str, str]] = [{}, {}]
     parameters = 0
-    for number, shard in enumerate(shards(config, found, changed)):
+    for number, shard in enumerate(shards(config, spectra, changed)):
         for folder, place, index in ((tuned, 0, maps[0]), (base, 1, maps[1])):
             file = f"model-{number + 1:05d}.safetensors"
             folder.mkdir(exist_ok=True)
@@ -175,7 +175,7 @@ def scale(args: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as scratch:
         tuned, base, packed = (Path(scratch) / name for name in ("tuned", "base", "packed"))
         parameters = fresh(write_models, args, tuned, base)
-        found = {"parameters": parameters}
+        results = {"parameters": parameters}
         actions = {
             "model without weights": (empty_model, tuned, AutoModelForCausalLM),
             "compress_checkpoint": (compress_checkpoint, tuned, base, packed),
@@ -186,11 +186,11 @@ def scale(args: argparse.Namespace) -> dict:
         for what, action in actions.items():
             seconds, peak = fresh(timed_with_peak, *action)
             original = size_of(tuned, "*.safetensors") / 1e6
-            found[what] = {"seconds": seconds, "peak_mb": peak}
+            results[what] = {"seconds": seconds, "peak_mb": peak}
             rows.append([what, f"{seconds:.2f}", f"{original / seconds:.0f}", f"{peak:.0f}", f"{peak / original:.2f}"])
-        found["share"] = size_of(packed, "*.safetensors") / size_of(tuned, "*.safetensors")
+        results["share"] = size_of(packed, "*.safetensors") / size_of(tuned, "*.safetensors")
     rows[0][2] = ""
     model = f"bf16, {parameters / 1e9:.2f} B parameters, {original:.0f} MB, drawn like {args.tasks[0]}"
-    title = f"{model}; compressed {100 * found['share']:.1f} % of it"
+    title = f"{model}; compressed {100 * results['share']:.1f} % of it"
     print_table(title, ["what, in a fresh process", "seconds", "MB/s", "peak memory, MB", "of the model"], rows)
-    return found
+    return results

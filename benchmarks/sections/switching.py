@@ -23,7 +23,7 @@ def switching(args: argparse.Namespace, dtype: str) -> dict:
     """Seconds to switch to and fro between fine-tunes, beside decoding the same checkpoint and nothing else, and beside
     `from_pretrained`, all warm; and the memory that it takes above the model, without what is mapped from files."""
     first, *others = heads(args)
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory() as scratch:
         write_models(args, dtype, Path(scratch), [first, *others])
         rows = []
@@ -42,7 +42,7 @@ def switching(args: argparse.Namespace, dtype: str) -> dict:
             times = {way: [pair / 2 for pair in pairs] for way, pairs in in_turns(ways, args.runs).items()}
             above = fresh(memory_above, here, there)
             heads_of = "/".join(str(Classifier.from_pretrained(folder).num_labels) for folder in (here, there))
-            found[other] = {"seconds": times, "megabytes_above": above}
+            results[other] = {"seconds": times, "megabytes_above": above}
             row = [f"{first} and {other}", heads_of]
             row += [f"{statistics.median(times[way]):.3f}" for way in ways]
             row += [f"{ratio(times['switch'], times[way]):.2f}" for way in ("decode", "from_pretrained", "plain")]
@@ -50,7 +50,7 @@ def switching(args: argparse.Namespace, dtype: str) -> dict:
     header = ["models", "labels", "switch", "decoding", "from_pretrained", "plain from_pretrained"]
     header += ["× decoding", "× from_pretrained", "× plain", "MB above the model"]
     print_table(f"{dtype}: seconds until a model in memory is another one, median of {args.runs} rounds", header, rows)
-    return found
+    return results
 
 
 def heads(args: argparse.Namespace) -> list[str]:

@@ -16,9 +16,9 @@ from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.compress import write_with_card
 from hf_ext.fm_delta.folder import ModelFolder
 from hf_ext.integration import versions
+from hf_ext.integration.in_place import require_plain
 from hf_ext.integration.save_hooks import PushToHub, Saving
 from hf_ext.storage.atomic import staged_folder
-from hf_ext.storage.config_file import forget_encoding
 from hf_ext.storage.delta.codec import decode_raw
 from hf_ext.storage.delta.payload import is_payload, read_header
 from hf_ext.storage.delta.source import base_tensor
@@ -50,13 +50,7 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
         CheckpointError: the model is quantized, or the base is at the end of a long chain of compressed checkpoints.
     """
     versions.require("Saving compressed checkpoints", "transformers>=5.16.1", advice="save the model, then `hf-ext compress`.")
-    if not isinstance(model, PreTrainedModel):
-        raise CheckpointError(
-            f"enable takes a Transformers PreTrainedModel, not a {type(model).__name__}. For PEFT, pass get_base_model()."
-        )
-    forget_encoding(model.config)  # of a model that was made from the config.json of a compressed checkpoint
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
-        raise CheckpointError("This model is quantized; only plain weights can be compressed.")
+    require_plain(model, "enable", "For PEFT, pass get_base_model().", "can be compressed")
     disable(model)
     # A save may happen in another working directory.
     checkpoint = open_checkpoint(absolute(base), revision)

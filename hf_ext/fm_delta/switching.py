@@ -16,9 +16,9 @@ from transformers.utils.logging import get_logger
 
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.integration import compat
-from hf_ext.integration.in_place import Move, configure, difference, move_between, replace
+from hf_ext.integration.in_place import Move, configure, difference, move_between, replace, require_plain
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.config_file import CONFIG, ENCODINGS, forget_encoding, read_config
+from hf_ext.storage.config_file import CONFIG, ENCODINGS, read_config
 from hf_ext.storage.delta.writer import METHOD
 from hf_ext.storage.hub import Hub, is_local, reaching
 from hf_ext.storage.open import OF_TASK, holds_several_models, open_checkpoint
@@ -121,13 +121,7 @@ def _lock_of(model: torch.nn.Module) -> Lock:
 
 def _writable(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Returns a model's parameters and persistent buffers by name, after checking that they can be overwritten in place."""
-    if not isinstance(model, PreTrainedModel):
-        raise CheckpointError(
-            f"switch takes a Transformers PreTrainedModel, not a {type(model).__name__}. For a PeftModel, call unload()."
-        )
-    forget_encoding(model.config)  # of a model that was made from the config.json of a compressed checkpoint
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
-        raise CheckpointError("This model is quantized; only plain weights can be switched. Load the other model instead.")
+    require_plain(model, "switch", "For a PeftModel, call unload().", "can be switched. Load the other model instead")
     if hasattr(model, "set_task"):
         raise CheckpointError("This model is a merge of several tasks. Switch between them with model.set_task(name).")
     if any(hasattr(module, "base_layer") or hasattr(module, "original_module") for module in model.modules()):

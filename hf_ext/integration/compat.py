@@ -153,6 +153,14 @@ def tuner_that_makes_layer() -> Any:
     return (variables_of_caller(LoraModel, "_create_and_replace") or {}).get("self")
 
 
+def rank_of_combination(tuner: Any, adapters: list[str], combination_type: str) -> int:
+    """Returns the rank that PEFT's `add_weighted_adapter` gives a combination by SVD, after PEFT's check of the adapters: the
+    largest of theirs. Where the check has another name, PEFT makes it later."""
+    if not hasattr(tuner, "_check_add_weighted_adapter"):
+        return max(tuner.peft_config[adapter].r for adapter in adapters)
+    return tuner._check_add_weighted_adapter(adapters=adapters, combination_type=combination_type, svd_rank=None)[1]
+
+
 def loads_adapter_by_transformers() -> bool:
     """Tells whether `load_adapter` of a Transformers model runs at this moment, to which PEFT's functions look as those of a
     training. False where that is gone."""

@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig, Pre
 
 from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
+from hf_ext.storage.config_file import forget_encoding
 
 # Entries of a configuration that may differ: labels, vocabulary, names, dropout, defaults of generation and of the outputs.
 FREE = re.compile(
@@ -36,6 +37,20 @@ class Move(NamedTuple):
     shapes: dict[str, torch.Size] | None
     sizes: list[tuple[str, str, Any]]
     generation: GenerationConfig | None
+
+
+def require_plain(model: object, function: str, peft: str, purpose: str) -> None:
+    """Raises CheckpointError, naming the function, unless this is a Transformers model with plain weights.
+
+    Args:
+        peft: advice for a PeftModel.
+        purpose: the reason why the weights must be plain, as in "can be compressed".
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise CheckpointError(f"{function} takes a Transformers PreTrainedModel, not a {type(model).__name__}. {peft}")
+    forget_encoding(model.config)  # of a model that was made from the config.json of a compressed checkpoint
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
+        raise CheckpointError(f"This model is quantized; only plain weights {purpose}.")
 
 
 def difference(first: dict, second: dict) -> tuple[str, Any, Any] | None:

@@ -15,6 +15,7 @@ from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 from transformers.utils.logging import get_logger
 
+from hf_ext.integration.compat import rank_of_combination
 from hf_ext.pissa.start import PrincipalStart
 
 logger = get_logger(__name__)
@@ -87,7 +88,7 @@ def combine_as_loras(tuner: nn.Module) -> None:
 
 def _rank_of_all_layers(tuner: Any, layers: list[CombinableLayer], adapters: list[str], combination_type: str) -> int:
     """Returns the rank that PEFT would take, or the rank of the smallest layer if PEFT's SVD would fail there."""
-    _, rank, _ = tuner._check_add_weighted_adapter(adapters=adapters, combination_type=combination_type, svd_rank=None)
+    rank = rank_of_combination(tuner, adapters, combination_type)
     shapes = [layer.get_base_layer().weight.flatten(1).shape for layer in layers if layer.scaling.keys() & set(adapters)]
     smallest = min((min(shape) for shape in shapes), default=rank)
     if smallest < rank:

@@ -1,4 +1,4 @@
-"""Inputs are written and sifted as they should, and a run that was stopped goes on where it was."""
+"""Inputs are written and filtered, and a stopped run resumes."""
 
 import json
 from dataclasses import asdict
