@@ -94,6 +94,11 @@ def tensors(version: int) -> tuple[Tensors, Tensors]:
     add("lora", before, before + left @ right / 2**20, torch.bfloat16)
     noisy = before + left @ right / 2**20 + bell(436, 128, 128) / 2**12
     add("low_rank", before[:48], noisy[:48], torch.float16)
+    # Three experts: some rows changed, nothing changed, few values changed.
+    experts = bell(450, 3, 64, 1024) / 16
+    changed = np.zeros(experts.shape, bool)
+    changed[0, ::16], changed[2] = True, integers(452, 65536).reshape(64, 1024) % np.uint64(1000) == 0
+    add("experts", experts, np.where(changed, experts + bell(454, 3, 64, 1024) / 2**7, experts), torch.bfloat16)
     # A change in double precision; deflated tensors.
     add("lora.F32", before, before + left @ right / 2**20, torch.float32)
     add("int8", np.rint(before[:12] * 99), np.rint(noisy[:12] * 99), torch.int8)

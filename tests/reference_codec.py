@@ -392,6 +392,17 @@ def decode_mixed(body: bytes, dtype_code: int, narrow_code: int, values: int, ro
     return out.ravel()
 
 
+def matrices(body: bytes, count: int) -> list[tuple[int, bool, int, bytes]]:
+    """Returns the mode byte of each matrix of a stacked tensor, whether it has a base, its checksum and its body."""
+    entries, at = [struct.unpack_from("<BBQQ", body, 18 * i) for i in range(count)], 18 * count
+    require(len(body) == at + sum(entry[3] for entry in entries), "the sizes of the matrices do not add up")
+    parts = []
+    for kind, has_base, checksum, size in entries:
+        parts.append((kind, bool(has_base), checksum, body[at : at + size]))
+        at += size
+    return parts
+
+
 def cast(bits: np.ndarray, from_code: int, to_code: int) -> np.ndarray:
     """Rounds floats to another type, to nearest, ties to even. A NaN keeps only its sign."""
     source, target = TYPES[from_code], TYPES[to_code]

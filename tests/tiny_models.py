@@ -18,6 +18,8 @@ from transformers import (
     BertTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -77,14 +79,14 @@ def t5(width: int = 32) -> PreTrainedModel:
     )
 
 
-def mixtral() -> PreTrainedModel:
+def mixtral(width: int = 32, inner: int = 48) -> PreTrainedModel:
     """Its experts are many tensors in a file and one in memory."""
     torch.manual_seed(0)
     return MixtralForCausalLM(
         MixtralConfig(
             vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
+            hidden_size=width,
+            intermediate_size=inner,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
@@ -93,19 +95,37 @@ def mixtral() -> PreTrainedModel:
     )
 
 
-def qwen_moe() -> PreTrainedModel:
+def qwen_moe(width: int = 32, inner: int = 24) -> PreTrainedModel:
     torch.manual_seed(0)
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
             vocab_size=VOCABULARY,
-            hidden_size=32,
+            hidden_size=width,
             intermediate_size=48,
-            moe_intermediate_size=24,
+            moe_intermediate_size=inner,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=8,
             num_experts=4,
+            num_experts_per_tok=2,
+        )
+    )
+
+
+def gpt_oss() -> PreTrainedModel:
+    """Its experts are one tensor in a file, too."""
+    torch.manual_seed(0)
+    return GptOssForCausalLM(
+        GptOssConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=256,
+            intermediate_size=256,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_local_experts=4,
             num_experts_per_tok=2,
         )
     )

@@ -15,7 +15,7 @@ namespace hf_ext::delta {
 namespace {
 
 constexpr size_t FIT_VALUES = 1 << 18;  // values on which column scales are fitted
-constexpr size_t FIT_ROWS = 64;         // with fewer rows, column scales cost more than they save
+constexpr size_t FIT_ROWS = 64;         // fit at least as many; with fewer, column scales cost more than they save
 constexpr size_t ROWS_AT_ONCE = 64;     // rows whose scales a thread measures at a time
 
 int16_t quarter_octaves(double variance) {
@@ -74,7 +74,7 @@ void choose_scales(Plan& plan, const typename F::U* tensor, const typename F::U*
     const size_t usable =
         (with_base >= FIT_ROWS ? with_base : rows) - first - (rows && plan.row_values(plan.rows.back()) < length);
     if (usable >= FIT_ROWS && usable <= rows && length > 1) {
-        const size_t sampled = std::min(usable, std::max<size_t>(1, FIT_VALUES / length));
+        const size_t sampled = std::min(usable, std::max(FIT_ROWS, FIT_VALUES / length));
         sample.resize(sampled * length);
         parallel_for((sampled + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, threads, [&](size_t group) {
             with_instructions([&](auto) {

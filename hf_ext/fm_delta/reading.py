@@ -119,7 +119,8 @@ class OpenCheckpoint:
 class TensorSlice:
     """A tensor of an open checkpoint. Indexing reads a part of it: `[a:b]`, `[i]` or `[a:b, :, j]`.
 
-    Of a plain tensor, only the rows from `a` to `b` are read. A compressed tensor is always read and decoded whole.
+    Of a plain tensor, only the rows from `a` to `b` are read. Of a compressed tensor with three or more dimensions and large
+    matrices, such as the experts' weights, only these rows are decoded. Any other compressed tensor is decoded whole.
     """
 
     def __init__(self, source: TensorSource, name: str):

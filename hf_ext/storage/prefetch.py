@@ -77,6 +77,17 @@ class Prefetcher(Generic[Result]):
             self._running[name] = self._pool.submit(self._work, name)
 
 
+def in_threads(work: Callable[[int], Result], count: int, threads: int) -> list[Result]:
+    """Returns the results of `work` for 0, 1, … `count` - 1, computed in this many threads."""
+    if threads < 2 or count < 2:
+        return [work(i) for i in range(count)]
+    try:
+        with ThreadPoolExecutor(min(threads, count), initializer=_start_thread, initargs=(_limit.get(), _closed.get())) as pool:
+            return list(pool.map(work, range(count)))
+    finally:
+        _reset_new_threads()
+
+
 def check_awaited() -> None:
     """Raises CancelledError if no thread waits for this thread's result. Long work calls it regularly; the extension calls it
     by itself."""
@@ -92,11 +103,16 @@ if not isinstance(_native, MissingExtension):
 def _close(pool: ThreadPoolExecutor, closed: Event) -> None:
     closed.set()
     pool.shutdown(wait=False, cancel_futures=True)  # this may be one of its threads
+    _reset_new_threads()
+
+
+def _reset_new_threads() -> None:
+    """Gives new threads as many threads of PyTorch as this one has: they use the number that was set last."""
     if torch := sys.modules.get("torch"):
-        torch.set_num_threads(torch.get_num_threads())  # for new threads, which use the number that was set last
+        torch.set_num_threads(torch.get_num_threads())
 
 
-def _start_thread(limit: int | None, closed: Event) -> None:
+def _start_thread(limit: int | None, closed: Event | None) -> None:
     _limit.set(limit)
     _closed.set(closed)
     if torch := sys.modules.get("torch"):

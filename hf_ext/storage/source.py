@@ -49,9 +49,7 @@ class TensorSource(ABC):
 
     def read_rows(self, name: str, begin: int, end: int) -> RawTensor:
         """Returns the rows from `begin` to `end` of a tensor, along its first dimension."""
-        tensor = self.read(name)
-        row = tensor.data.size // max(tensor.shape[0], 1)
-        return RawTensor(tensor.dtype, (end - begin, *tensor.shape[1:]), tensor.data[begin * row : end * row])
+        return rows_of(self.read(name), begin, end)
 
     def identity(self, name: str) -> Hashable:
         """Returns a value that two tensors of one dtype and shape share only if their bytes are equal."""
@@ -114,6 +112,12 @@ class NoBase(TensorSource):
 
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
         raise KeyError(name)
+
+
+def rows_of(tensor: RawTensor, begin: int, end: int) -> RawTensor:
+    """Returns the rows from `begin` to `end` of a tensor."""
+    row = tensor.data.size // max(tensor.shape[0], 1)
+    return RawTensor(tensor.dtype, (end - begin, *tensor.shape[1:]), tensor.data[begin * row : end * row])
 
 
 def sample(name: str, tensor: RawTensor) -> bytes:

@@ -296,9 +296,17 @@ def deflated(body: bytes | None = None) -> bytes:
     return payload if body is None else seal(payload[: read_header(payload).body] + body)
 
 
+def stacked(replace: tuple[int, bytes] = (0, b"")) -> bytes:
+    """A payload of two matrices without a base, with other bytes from some place of its table on."""
+    payload = encode_raw(RawTensor.from_torch(torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0))), name="a")
+    place = read_header(payload).body + replace[0]
+    return seal(payload[:place] + replace[1] + payload[place + len(replace[1]) :])
+
+
 def hostile_payloads() -> dict[str, bytes]:
     delta, alone, stored, _ = payloads()
     huge = 2**64 - 1
+    count = huge.to_bytes(8, "little")
     return {
         "unknown mode": forge(stored, mode=3),
         "stored as deflated": forge(stored, mode=2),
@@ -343,6 +351,23 @@ def hostile_payloads() -> dict[str, bytes]:
         "no stored body": seal(stored[: read_header(stored).body]),
         "half a body": seal(alone[: len(alone) // 2]),
         "two bodies": seal(alone + alone[read_header(alone).body :]),
+        "a stack in a stack": stacked((0, b"\x04")),
+        "unknown mode of a matrix": stacked((0, b"\x05")),
+        "stored matrix of another size": stacked((0, b"\x00")),
+        "matrix with a base that the stack lacks": stacked((1, b"\x01")),
+        "matrix with base 2": stacked((1, b"\x02")),
+        "checksum of another matrix": stacked((2, bytes(8))),
+        "matrix beyond the end": stacked((10, count)),
+        "sizes of matrices that do not add up": stacked((10, bytes(8))),
+        "bytes behind the last matrix": seal(stacked() + b"x"),
+        "stack of a vector": shaped(stacked(), 1 << 17),
+        "stack of small matrices": shaped(stacked(), 512, 16, 16),
+        "stack without matrices": shaped(stacked(), 0, 256, 256),
+        "huge stack": shaped(stacked(), 1 << 40, 256, 256),
+        "stack of huge matrices": shaped(stacked(), 2, 1 << 30, 1 << 30),
+        "more matrices than the table": shaped(stacked(), 4, 256, 256),
+        "coded as a stack": forge(alone, mode=4),
+        "stack as coded": forge(stacked(), mode=1),
         "checksum of another tensor": forge(stored, checksum=5),
         "checksum of another coded tensor": forge(alone, checksum=5),
     }

@@ -22,11 +22,13 @@ from tiny_models import (
     assert_same_weights,
     bert,
     fine_tuned,
+    gpt_oss,
     in_own_memory,
     inputs,
     llama,
     mixtral,
     perturb,
+    qwen_moe,
     t5,
     tokenizer,
 )
@@ -47,6 +49,8 @@ from transformers import (
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, QPissaConfig, fm_delta
 from hf_ext.integration import quantizer
 from hf_ext.storage import DeltaCheckpoint, prefetch
+from hf_ext.storage.delta.file import CompressedFile
+from hf_ext.storage.delta.payload import STACKED
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -132,6 +136,23 @@ def test_tensors_of_several_blocks_load_bit_equal(tmp_path):
     folder = compressed(llama(vocabulary=5000), tmp_path)
     assert load_file(folder / "tuned/model.safetensors")["lm_head.weight"].numel() > 300_000
     assert_loads_the_same(AutoModelForCausalLM, folder)
+
+
+@pytest.mark.parametrize(
+    "build", [gpt_oss, lambda: mixtral(256, 256), lambda: qwen_moe(256, 128)], ids=["gpt", "mixtral", "qwen"]
+)
+def test_experts_fused_on_disk_load_bit_equal(tmp_path, build):
+    model = build().bfloat16()
+    fine_tuned(model, tmp_path, save_original_format=False)
+    model.save_pretrained(tmp_path / "base", save_original_format=False)
+    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small")
+    file = CompressedFile(tmp_path / "small/model.safetensors")
+    assert any(header.mode == STACKED and header.base_values for header in file.headers.values())
+    assert_loads_the_same(AutoModelForCausalLM, tmp_path)
+    fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
+    assert (tmp_path / "back/model.safetensors").read_bytes() == (tmp_path / "tuned/model.safetensors").read_bytes()
+    report = fm_delta.inspect(tmp_path / "small")
+    assert {tensor.how for tensor in report.tensors if "experts" in tensor.name and len(tensor.shape) > 2} == {"delta"}
 
 
 @pytest.mark.parametrize("tuned_class", [BertModel, BertForSequenceClassification])

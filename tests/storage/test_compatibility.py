@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import reference_codec as reference
 import xxhash
@@ -12,7 +14,7 @@ from golden_checkpoints import DELTAS, sha256, tensors, write_folder
 from hf_ext import fm_delta
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.file import CompressedFile
-from hf_ext.storage.delta.payload import CODED, MIXED, VERSION, row_length
+from hf_ext.storage.delta.payload import CODED, DEFLATED, MIXED, STACKED, STORED, VERSION, Header, row_length
 from hf_ext.storage.native import FLOATS
 
 FOLDERS = sorted(path.parent for path in DELTAS.glob("v*/model.safetensors"))
@@ -34,24 +36,37 @@ def test_files_of_every_version_decompress_to_what_they_were(folder: Path, base:
 @every_version
 def test_the_reference_decodes_files_of_every_version(folder: Path, base: Path) -> None:
     file, checkpoint = CompressedFile(folder / "model.safetensors"), Checkpoint(base)
-    coded = {name: header for name, header in file.headers.items() if header.mode in (CODED, MIXED)}
-    assert {header.dtype for header in coded.values()} == set(FLOATS)
-    assert {(header.mode, header.narrow) for header in coded.values()} == {(CODED, ""), (CODED, "BF16"), (MIXED, "F16")}
-    for name, header in coded.items():
-        prediction, code = None, FLOATS[header.narrow or header.dtype]
-        if header.base_values:
+    modes = {(header.mode, header.narrow) for header in file.headers.values()} - {(STORED, ""), (DEFLATED, "")}
+    assert modes == {(CODED, ""), (CODED, "BF16"), (MIXED, "F16"), (STACKED, "")}
+    assert {header.dtype for header in file.headers.values() if header.mode == CODED} == set(FLOATS)
+    for name, header in file.headers.items():
+        body, twin, shape = file.payload(name)[header.body :].tobytes(), None, header.shape
+        if header.base_values and header.mode != DEFLATED:
             kind = reference.TYPES[FLOATS[header.base_dtype]]
-            bits = checkpoint.read(header.base_name).data.view(kind.unsigned)[: header.base_values]
-            same = FLOATS[header.base_dtype] == code  # else a NaN would lose its payload
-            prediction = bits if same else reference.cast(bits, FLOATS[header.base_dtype], code)
-        sizes = header.values, row_length(header.shape), header.base_values
-        body = file.payload(name)[header.body :].tobytes()
-        if header.mode == MIXED:
-            decoded = reference.decode_mixed(body, FLOATS[header.dtype], code, *sizes[:2])
-        else:
-            decoded = reference.decode_body(body, prediction, code, *sizes)
-            decoded = reference.cast(decoded, code, FLOATS[header.dtype]) if header.narrow else decoded
-        assert xxhash.xxh3_64_intdigest(decoded.tobytes()) == header.checksum
+            twin = checkpoint.read(header.base_name).data.view(kind.unsigned)[: header.base_values]
+        if header.mode in (CODED, MIXED):
+            decoded = decode(header, shape, header.mode | FLOATS.get(header.narrow, 0) << 4, body, twin)
+            assert xxhash.xxh3_64_intdigest(decoded) == header.checksum
+        elif header.mode == STACKED:
+            whole, values = b"", math.prod(shape[-2:])
+            for i, (kind, has_base, checksum, part) in enumerate(reference.matrices(body, math.prod(shape[:-2]))):
+                prior = twin[i * values : (i + 1) * values] if has_base else None
+                whole += (decoded := decode(header, shape[-2:], kind, part, prior))
+                assert xxhash.xxh3_64_intdigest(decoded) == checksum
+            assert xxhash.xxh3_64_intdigest(whole) == header.checksum
+
+
+def decode(header: Header, shape: tuple[int, ...], kind: int, body: bytes, twin: np.ndarray | None) -> bytes:
+    """Returns the bytes of a tensor, or of a matrix of a stacked one, from its mode byte, its body and the base's values."""
+    own = FLOATS[header.dtype]
+    mode, code = kind & 15, kind >> 4 or own
+    if mode == MIXED:
+        return reference.decode_mixed(body, own, code, math.prod(shape), row_length(shape)).tobytes()
+    if twin is not None and FLOATS[header.base_dtype] != code:  # otherwise a NaN would lose its payload
+        twin = reference.cast(twin, FLOATS[header.base_dtype], code)
+    base_values = 0 if twin is None else len(twin)
+    decoded = reference.decode_body(body, twin, code, math.prod(shape), row_length(shape), base_values)
+    return (decoded if code == own else reference.cast(decoded, code, own)).tobytes()
 
 
 def test_there_are_files_of_every_version() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,16 +18,21 @@ from hf_ext.storage.delta.payload import (
     CODED,
     DEFLATED,
     MIXED,
+    STACKED,
     STORED,
+    Body,
     Header,
     has_long_rows,
+    is_stack,
     read_header,
+    read_matrices,
     row_length,
+    write_matrices,
     write_payload,
 )
 from hf_ext.storage.mapped import fresh_memory
 from hf_ext.storage.native import FLOATS, WIDTHS, _native, aligned, cast
-from hf_ext.storage.prefetch import check_awaited
+from hf_ext.storage.prefetch import check_awaited, in_threads
 from hf_ext.storage.safetensors_file import ITEMSIZE, RawTensor
 
 if TYPE_CHECKING:
@@ -61,32 +68,15 @@ def encode_raw(
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {LEVELS}, not {level!r}")
-    checksum = xxhash.xxh3_64_intdigest(tensor.data)
-    mode, base_values, body = STORED, 0, memoryview(tensor.data)
-    if tensor.dtype in FLOATS and tensor.data.size:
-        narrow, fits = narrow_rows(tensor, math.prod(tensor.shape))
-        coded = RawTensor(narrow, tensor.shape, cast(tensor.data, tensor.dtype, narrow)) if fits else tensor
-        base_values = _predicted_values(tensor, base)
-        attempts = [base_values, 0] if base_values else [0]
-        for predicted in attempts:
-            candidate_mode, candidate = _encode_floats(tensor, coded, base, predicted, threads, level)
-            if len(candidate) < len(body):
-                mode, base_values, body = candidate_mode, predicted, memoryview(candidate)
-            # A base that saves a quarter is the right one. Any other base may be unrelated, so the second attempt uses none.
-            if len(candidate) < 0.75 * coded.data.size:
-                break
-        if mode == STORED:
-            base_values = 0
-    elif tensor.dtype in ITEMSIZE and tensor.data.size:
-        twin = base if base is not None and (base.dtype, base.shape) == (tensor.dtype, tensor.shape) else None
-        for prior in [twin, None] if twin else [None]:
-            candidate = _deflate(tensor.data - prior.data if prior else tensor.data)
-            if len(candidate) < len(body):
-                mode, base_values, body = DEFLATED, math.prod(tensor.shape) if prior else 0, memoryview(candidate)
+    if is_stack(tensor.dtype, tensor.shape):
+        mode, base_values, body = _encode_stack(tensor, base, threads, level)
+    else:
+        mode, base_values, body = _encode(tensor, base, threads, level)
     if base_values == 0 or base is None:
         base_name, base_dtype = "", ""
     else:
         base_dtype = base.dtype
+    checksum = xxhash.xxh3_64_intdigest(tensor.data)
     return write_payload((tensor.dtype, base_dtype, name, base_name), tensor.shape, mode, base_values, checksum, body)
 
 
@@ -111,7 +101,51 @@ def decode_raw(
         MissingDependencyError: the C++ extension is not built.
     """
     header = header or read_header(payload)
-    body = np.frombuffer(payload, np.uint8)[header.body :]
+    if header.mode == STACKED:
+        if header.base_values and base is not None:
+            header.require_base(base.dtype, base.shape)
+        return decode_rows(payload, base, header, 0, header.shape[0], threads, out)
+    return _decode(np.frombuffer(payload, np.uint8)[header.body :], base, header, threads, out)
+
+
+def decode_rows(
+    payload: np.ndarray | bytes,
+    base: RawTensor | None,
+    header: Header,
+    begin: int,
+    end: int,
+    threads: int = 1,
+    out: np.ndarray | None = None,
+) -> RawTensor:
+    """Decodes the matrices from `begin` to `end` of the first dimension of a STACKED tensor.
+
+    Args:
+        base: the same rows of the base's tensor, or those that it has.
+        payload, header, threads, out: as for `decode_raw`; `out` is of the size of the rows.
+
+    Raises:
+        CorruptFileError, BaseModelError, MissingDependencyError: as `decode_raw`.
+    """
+    shape = (end - begin, *header.shape[1:])
+    per_row = math.prod(shape[1:-2])
+    matrices = read_matrices(np.frombuffer(payload, np.uint8), header)[begin * per_row : end * per_row]
+    size = header.size // math.prod(header.shape[:-2])
+    data = fresh_memory(len(matrices) * size) if out is None else out
+
+    def decode(i: int) -> None:
+        matrix, body = matrices[i]
+        twin = _matrix(base, matrix.shape, i) if matrix.base_values and base is not None else None
+        place = data[i * size : (i + 1) * size]
+        decoded = _decode(body, twin, matrix, -(-threads // len(matrices)), place)
+        if decoded.data is not place:
+            place[:] = decoded.data
+
+    in_threads(decode, len(matrices), threads)
+    return RawTensor(header.dtype, shape, data)
+
+
+def _decode(body: np.ndarray, base: RawTensor | None, header: Header, threads: int, out: np.ndarray | None) -> RawTensor:
+    """Decodes the body of a tensor that is not STACKED."""
     label = f"Tensor '{header.name}'"
     if header.mode == STORED:
         tensor = RawTensor(header.dtype, header.shape, body.copy())
@@ -167,37 +201,52 @@ def apply_raw(payload: np.ndarray | bytes, tensor: RawTensor, header: Header | N
         )
     if header.base_values:
         header.require_base(tensor.dtype, tensor.shape)
+    body = np.frombuffer(payload, np.uint8)
+    if header.mode != STACKED:
+        return _apply(body[header.body :], header, tensor, threads)[0]
+    changed, undo = [], []
+    try:
+        for i, (matrix, part) in enumerate(read_matrices(body, header)):
+            rows, restore = _apply(part, matrix, _matrix(tensor, matrix.shape, i), threads)
+            undo.append(restore)
+            changed += [i] if len(rows) else []
+    except BaseException:  # Ctrl-C included
+        for restore in undo:
+            restore()
+        raise
+    return np.unique(np.array(changed, np.int64) // math.prod(header.shape[1:-2]))
+
+
+def _apply(body: np.ndarray, header: Header, tensor: RawTensor, threads: int) -> tuple[np.ndarray, Callable[[], object]]:
+    """Turns the base's tensor into one that is not STACKED, in place. Returns the rows that changed, and a function that turns
+    it back."""
     row_values = max(math.prod(header.shape[1:]), 1)
     listed = None
     has_own_type = header.mode == CODED and not header.narrow
     if has_own_type and header.base_values and tensor.data.ctypes.data % WIDTHS[header.dtype] == 0:
         try:
-            listed = _native.list_changes(
-                np.frombuffer(payload, np.uint8)[header.body :],
-                tensor.data,
-                FLOATS[header.dtype],
-                row_length(header.shape),
-                threads,
-            )
+            listed = _native.list_changes(body, tensor.data, FLOATS[header.dtype], row_length(header.shape), threads)
         except ValueError as error:
             raise _another_base(header) from error
     if listed is None:
-        new = decode_raw(payload, tensor, header, threads).data.reshape(-1, row_values * ITEMSIZE[header.dtype])
+        new = _decode(body, tensor, header, threads, None).data.reshape(-1, row_values * ITEMSIZE[header.dtype])
         old = tensor.data.reshape(new.shape)
         rows = np.flatnonzero((new != old).any(axis=1))
-        old[rows] = new[rows]
-        return rows
+        kept = old[rows]
+        old[:] = new
+        return rows, partial(old.__setitem__, rows, kept)
     places, values = np.frombuffer(listed[0], np.uint32), bytearray(listed[1])
     changed = np.zeros(header.values // row_values, bool)
+    exchange = partial(_native.exchange, tensor.data, places, values, row_values, changed)
     try:
-        _native.exchange(tensor.data, places, values, row_values, changed)
+        exchange()
         if xxhash.xxh3_64_intdigest(tensor.data) != header.checksum:
             raise _another_base(header)
     except BaseException:  # Ctrl-C included
         if values != listed[1]:  # they are the tensor's old values
-            _native.exchange(tensor.data, places, values, row_values, changed)
+            exchange()
         raise
-    return np.flatnonzero(changed)
+    return np.flatnonzero(changed), exchange
 
 
 def encode(tensor: torch.Tensor, base: torch.Tensor | None = None, threads: int = 1, level: int = DEFAULT_LEVEL) -> bytes:
@@ -256,6 +305,56 @@ def _inflate(body: np.ndarray, size: int) -> np.ndarray:
     if end != size or not unpacker.eof or unpacker.unused_data or start + DEFLATE_AT_ONCE < body.size:
         raise ValueError(f"the zlib stream does not inflate to {size} bytes")
     return data
+
+
+def _matrix(tensor: RawTensor, shape: tuple[int, ...], index: int) -> RawTensor:
+    """Returns one of the matrices of this shape that a tensor consists of."""
+    size = math.prod(shape) * ITEMSIZE[tensor.dtype]
+    return RawTensor(tensor.dtype, shape, tensor.data[index * size : (index + 1) * size])
+
+
+def _encode_stack(tensor: RawTensor, base: RawTensor | None, threads: int, level: int) -> tuple[int, int, Body]:
+    """Encodes each matrix of a tensor's last two dimensions. Returns as `_encode`."""
+    shape, count = tensor.shape[-2:], math.prod(tensor.shape[:-2])
+    predicted = _predicted_values(tensor, base) // math.prod(shape)
+
+    def encode(i: int) -> tuple[int, int, int, Body]:
+        matrix = _matrix(tensor, shape, i)
+        twin = None if base is None or i >= predicted else _matrix(base, shape, i)
+        mode, base_values, body = _encode(matrix, twin, -(-threads // count), level)
+        return mode, base_values, xxhash.xxh3_64_intdigest(matrix.data), body
+
+    matrices = in_threads(encode, count, threads)
+    if all(mode == STORED for mode, *_ in matrices):
+        return STORED, 0, memoryview(tensor.data)
+    base_values = predicted * math.prod(shape) if any(matrix[1] for matrix in matrices) else 0
+    return STACKED, base_values, write_matrices(matrices)
+
+
+def _encode(tensor: RawTensor, base: RawTensor | None, threads: int, level: int) -> tuple[int, int, Body]:
+    """Returns the mode byte, the number of base values and the body of a tensor that is not STACKED."""
+    mode, base_values, body = STORED, 0, memoryview(tensor.data)
+    if tensor.dtype in FLOATS and tensor.data.size:
+        narrow, fits = narrow_rows(tensor, math.prod(tensor.shape))
+        coded = RawTensor(narrow, tensor.shape, cast(tensor.data, tensor.dtype, narrow)) if fits else tensor
+        base_values = _predicted_values(tensor, base)
+        attempts = [base_values, 0] if base_values else [0]
+        for predicted in attempts:
+            candidate_mode, candidate = _encode_floats(tensor, coded, base, predicted, threads, level)
+            if len(candidate) < len(body):
+                mode, base_values, body = candidate_mode, predicted, memoryview(candidate)
+            # A base that saves a quarter is the right one. Any other base may be unrelated, so the second attempt uses none.
+            if len(candidate) < 0.75 * coded.data.size:
+                break
+        if mode == STORED:
+            base_values = 0
+    elif tensor.dtype in ITEMSIZE and tensor.data.size:
+        twin = base if base is not None and (base.dtype, base.shape) == (tensor.dtype, tensor.shape) else None
+        for prior in [twin, None] if twin else [None]:
+            candidate = _deflate(tensor.data - prior.data if prior else tensor.data)
+            if len(candidate) < len(body):
+                mode, base_values, body = DEFLATED, math.prod(tensor.shape) if prior else 0, memoryview(candidate)
+    return mode, base_values, body
 
 
 def _predicted_values(tensor: RawTensor, base: RawTensor | None) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import xxhash
@@ -25,12 +25,16 @@ if TYPE_CHECKING:
 
 VERSION = 1
 MAGIC = b"FMD" + bytes([VERSION])
-STORED, CODED, DEFLATED, MIXED = 0, 1, 2, 3
+STORED, CODED, DEFLATED, MIXED, STACKED = 0, 1, 2, 3, 4
 SHORT_ROW, FLAT_ROW = 64, 1024  # rows shorter than SHORT_ROW are joined to rows of up to FLAT_ROW values
+LEAST_MATRIX = 1 << 16  # values of a matrix that is encoded separately
 MAX_EXPANSION = 64  # limit of values without a base per byte of a body; valid bodies have at most 4/3, as low bits are verbatim
 MAX_INFLATION = 1032  # limit of decoded bytes per byte of a Deflate stream
 
+Body: TypeAlias = bytes | memoryview
+
 _FIXED = struct.Struct("<4sBBBBHHQQQ")  # magic, mode, ndim, lengths of 2 dtypes and 2 names, base values, 2 checksums
+_MATRIX = struct.Struct("<BBQQ")  # mode, whether the base predicts it, checksum, size of the body
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class Header:
     Attributes:
         name: the tensor's name in the checkpoint.
         dtype, shape: the tensor's, as safetensors names them.
-        mode: STORED for the tensor's own bytes, CODED for the C++ codec's, DEFLATED, or MIXED if rows are CODED in two types.
+        mode: STORED for the tensor's own bytes, CODED for the C++ codec's, DEFLATED, MIXED if rows are CODED in two types, or
+            STACKED if each matrix of the last two dimensions is encoded separately.
         narrow: the narrower type in which the values, or some rows of a MIXED tensor, are coded; empty for none.
         base_name, base_dtype: the tensor of the base that predicts this one; empty without one.
         base_values: the number of leading values that the base's tensor predicts.
@@ -104,8 +109,56 @@ def has_long_rows(shape: tuple[int, ...]) -> bool:
     return row_length(shape) == math.prod(shape[1:])
 
 
+def is_stack(dtype: str, shape: tuple[int, ...]) -> bool:
+    """Checks whether each matrix of a tensor's last two dimensions is encoded separately, such as each expert's. Small ones,
+    such as those of convolutions, are not worth it."""
+    if dtype not in FLOATS or len(shape) < 3 or 0 in shape:
+        return False
+    return min(shape[-2:]) >= SHORT_ROW and math.prod(shape[-2:]) >= LEAST_MATRIX
+
+
+def write_matrices(matrices: Sequence[tuple[int, int, int, Body]]) -> bytes:
+    """Returns the body of a STACKED tensor, given the mode byte, base values, checksum and body of each of its matrices."""
+    table = (_MATRIX.pack(mode, base_values > 0, checksum, len(body)) for mode, base_values, checksum, body in matrices)
+    return b"".join((*table, *(body for *_, body in matrices)))
+
+
+def read_matrices(payload: np.ndarray, header: Header) -> list[tuple[Header, np.ndarray]]:
+    """Returns the header and the body of each matrix of a STACKED tensor.
+
+    Raises:
+        CorruptFileError: they do not fit the payload.
+    """
+    *stack, rows, columns = header.shape
+    count, values = math.prod(stack), rows * columns
+    start, matrices = header.body + count * _MATRIX.size, []
+    try:
+        for i, (kind, has_base, checksum, size) in enumerate(_MATRIX.iter_unpack(payload[header.body : start])):
+            mode, narrow = _mode(kind)
+            base_values = values if has_base and (i + 1) * values <= header.base_values else 0
+            matrix = replace(
+                header,
+                name=f"{header.name}[{i}]",
+                shape=(rows, columns),
+                mode=mode,
+                narrow=narrow,
+                base_values=base_values,
+                checksum=checksum,
+                body=0,
+            )
+            if has_base != (base_values > 0) or mode == STACKED or not _is_possible(matrix, size):
+                raise ValueError(f"the header of matrix {i} is invalid")
+            matrices.append((matrix, payload[start : start + size]))
+            start += size
+        if len(matrices) != count or start != payload.size:
+            raise ValueError("the sizes of its matrices do not add up")
+    except (struct.error, ValueError) as error:
+        raise CorruptFileError(f"Tensor '{header.name}' cannot be decoded: {error}.") from error
+    return matrices
+
+
 def write_payload(
-    texts: tuple[str, str, str, str], shape: tuple[int, ...], mode: int, base_values: int, checksum: int, body: memoryview
+    texts: tuple[str, str, str, str], shape: tuple[int, ...], mode: int, base_values: int, checksum: int, body: Body
 ) -> bytes:
     """Returns a body behind its header.
 
@@ -171,16 +224,22 @@ def read_header(payload: np.ndarray | bytes, name: str = "") -> Header:
 def peek_header(payload: np.ndarray | memoryview) -> Header:
     """Returns the header of a payload that `read_header` has checked before."""
     _, kind, ndim, *lengths, base_values, checksum, _ = _FIXED.unpack_from(payload)
-    mode, code = kind & 15, kind >> 4
-    if mode > MIXED or code > len(FLOATS):
-        raise ValueError(f"mode {kind} is unknown")
+    mode, narrow = _mode(kind)
     shape = struct.unpack_from(f"<{ndim}Q", payload, _FIXED.size)
     texts, start = [], _FIXED.size + 8 * ndim
     for length in lengths:
         texts.append(bytes(payload[start : start + length]).decode())
         start += length
     dtype, base_dtype, name, base_name = texts
-    return Header(name, dtype, shape, mode, ["", *FLOATS][code], base_name, base_dtype, base_values, checksum, start)
+    return Header(name, dtype, shape, mode, narrow, base_name, base_dtype, base_values, checksum, start)
+
+
+def _mode(kind: int) -> tuple[int, str]:
+    """Returns the mode and the narrower type that a mode byte stands for."""
+    mode, code = kind & 15, kind >> 4
+    if mode > STACKED or code > len(FLOATS):
+        raise ValueError(f"mode {kind} is unknown")
+    return mode, ["", *FLOATS][code]
 
 
 def _is_possible(header: Header, size: int) -> bool:
@@ -188,9 +247,10 @@ def _is_possible(header: Header, size: int) -> bool:
     width = ITEMSIZE.get(header.dtype)
     if header.narrow and (header.mode not in (CODED, MIXED) or header.narrow not in NARROWER.get(header.dtype, ())):
         return False
-    if header.mode == CODED:
+    if header.mode in (CODED, STACKED):
         with_base = header.base_values <= header.values and header.base_dtype in FLOATS or header.base_values == 0
-        return header.dtype in FLOATS and with_base and 0 < header.values <= header.base_values + MAX_EXPANSION * size
+        coded = header.dtype in FLOATS if header.mode == CODED else is_stack(header.dtype, header.shape)
+        return coded and with_base and 0 < header.values <= header.base_values + MAX_EXPANSION * size
     if header.mode == MIXED:
         possible = header.narrow != "" and header.base_values == 0 and has_long_rows(header.shape)
         return possible and 0 < header.values <= MAX_EXPANSION * size

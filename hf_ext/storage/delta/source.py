@@ -11,12 +11,12 @@ import numpy as np
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.delta.codec import decode_raw
+from hf_ext.storage.delta.codec import decode_raw, decode_rows
 from hf_ext.storage.delta.file import CompressedFile
-from hf_ext.storage.delta.payload import Header, is_payload, peek_header
+from hf_ext.storage.delta.payload import STACKED, Header, is_payload, peek_header
 from hf_ext.storage.prefetch import Prefetcher, threads_for
 from hf_ext.storage.safetensors_file import Entry, RawTensor
-from hf_ext.storage.source import TensorSource
+from hf_ext.storage.source import TensorSource, rows_of
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,19 @@ class DeltaCheckpoint(TensorSource):
         return self._file_of[name].original[name]
 
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
-        return decode_tensor(self._file_of[name], self.base, name, out)
+        return decode_tensor(self._file_of[name], self.base, name, out, self._checked(name))
+
+    def read_rows(self, name: str, begin: int, end: int) -> RawTensor:
+        """Returns rows of a tensor. Decodes only these, if the matrices of its last two dimensions are encoded separately."""
+        payload, header = self._checked(name)
+        rows = (begin, end) if header.mode == STACKED else None
+        tensor = decode_tensor(self._file_of[name], self.base, name, None, (payload, header), rows)
+        return tensor if rows else rows_of(tensor, begin, end)
+
+    def _checked(self, name: str) -> tuple[np.ndarray, Header]:
+        """Returns a tensor's payload and its header. All payloads of its file are checked once."""
+        file = self._file_of[name]
+        return file.payload(name), file.headers[name]
 
     def identity(self, name: str) -> Hashable:
         return self._file_of[name].headers[name].checksum
@@ -73,14 +85,14 @@ class DeltaCheckpoint(TensorSource):
 class LazyDeltaCheckpoint(DeltaCheckpoint):
     """A compressed checkpoint that checks each payload when it is read, instead of all payloads when it is opened."""
 
-    def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
+    def _checked(self, name: str) -> tuple[np.ndarray, Header]:
         file = self._file_of[name]
         payload = file.payload(name)
         header = file.check(name, payload)
         if header.base_name in self.base:  # before the base's tensor is downloaded
             twin = self.base.entry(header.base_name)
             header.require_base(twin.dtype, twin.shape)
-        return decode_tensor(file, self.base, name, out, (payload, header))
+        return payload, header
 
 
 class RestoredFile:
@@ -124,17 +136,26 @@ def decode_tensor(
     name: str,
     out: np.ndarray | None = None,
     checked: tuple[np.ndarray, Header] | None = None,
+    rows: tuple[int, int] | None = None,
 ) -> RawTensor:
     """Returns one tensor of a file. If the base is not the recorded one, the error names both.
 
     Args:
+        rows: begin and end of the rows to return of a STACKED tensor, by default all.
         checked: the tensor's payload and its header, if `CompressedFile.check` was called before. By default all payloads of
             the file are checked once.
     """
     payload, header = checked or (file.payload(name), file.headers[name])
-    twin = base_tensor(base, header.base_name)
+    twin, threads = None, threads_for(file.size(name))
     try:
-        return decode_raw(payload, twin, header, threads_for(file.size(name)), out)
+        if rows is None:
+            twin = base_tensor(base, header.base_name)
+            return decode_raw(payload, twin, header, threads, out)
+        if header.base_name in base:
+            entry = base.entry(header.base_name)
+            header.require_base(entry.dtype, entry.shape)
+            twin = base.read_rows(header.base_name, *(min(row, entry.shape[0]) for row in rows))
+        return decode_rows(payload, twin, header, *rows, threads)
     except CorruptFileError as error:
         raise CorruptFileError(f"{file.path}: {error}") from error
     except BaseModelError as error:
