@@ -19,13 +19,14 @@ class Components(NamedTuple):
         U: (…, m, r), orthonormal columns.
         S: (…, r), in descending order.
         Vh: (…, r, n), orthonormal rows.
-        basis: (…, min(m, n), k), the subspace of the iteration. The iteration of a similar matrix is shorter if it starts here.
+        block: (…, k, max(m, n)), the rows that the iteration ended with, k of them or all. The iteration of a similar matrix is
+            shorter if it starts from them.
     """
 
     U: torch.Tensor
     S: torch.Tensor
     Vh: torch.Tensor
-    basis: torch.Tensor
+    block: torch.Tensor
 
 
 def principal_components(
@@ -33,7 +34,7 @@ def principal_components(
     rank: int,
     niter: int | None = 3,
     seed: int = 0,
-    basis: torch.Tensor | None = None,
+    block: torch.Tensor | None = None,
 ) -> Components:
     """Computes the `rank` largest singular components of a matrix or a batch of matrices, on the weight's device.
 
@@ -44,9 +45,9 @@ def principal_components(
     Args:
         weight: (…, m, n), float32 or float64.
         rank: r, at most min(m, n).
-        niter: number of rounds; None for LAPACK's exact decomposition.
+        niter: number of rounds, at least one; None for LAPACK's exact decomposition.
         seed: seed of the random directions. The same weight, seed and device give the same components.
-        basis: basis of a similar matrix of this shape, to start from instead of random directions.
+        block: block of a similar matrix of this shape and rank, to start from instead of random directions.
 
     Raises:
         ValueError: the matrix has fewer than `rank` components.
@@ -55,20 +56,21 @@ def principal_components(
     if not 0 < rank <= smaller:
         raise ValueError(f"A matrix of {weight.shape[-2]} × {weight.shape[-1]} has {smaller} components, not {rank}.")
     if weight.shape[-2] > weight.shape[-1]:
-        transposed = principal_components(weight.mT, rank, niter, seed, basis)
-        return Components(transposed.Vh.mT, transposed.S, transposed.U.mT, transposed.basis)
+        transposed = principal_components(weight.mT, rank, niter, seed, block)
+        return Components(transposed.Vh.mT, transposed.S, transposed.U.mT, transposed.block)
     width = min(rank + rank // 4 + OVERSAMPLING, smaller)
     if niter is None or width == smaller:
         U, S, Vh = torch.linalg.svd(weight, full_matrices=False)
-        return Components(U[..., :rank], S[..., :rank], Vh[..., :rank, :], U[..., :width])
-    if basis is None:
+        return Components(U[..., :rank], S[..., :rank], Vh[..., :rank, :], Vh[..., :width, :])
+    if block is None:
         generator = torch.Generator(weight.device).manual_seed(seed)
         shape = (*weight.shape[:-1], width)
-        basis = torch.randn(shape, generator=generator, device=weight.device, dtype=weight.dtype)
-        niter = max(niter, 1)  # random directions do not depend on the weight
-    for turn in range(niter):
+        directions = torch.randn(shape, generator=generator, device=weight.device, dtype=weight.dtype)
+        block = directions.mT @ weight
+    basis = weight @ block.mT
+    for _ in range(1, niter):
         # (basisᵀ W)ᵀ is Wᵀ basis, but reads W row by row.
-        basis = weight @ ((_conditioned(basis) if turn else basis).mT @ weight).mT
+        basis = weight @ (_conditioned(basis).mT @ weight).mT
     basis = torch.linalg.qr(basis).Q
     projected = basis.mT @ weight
     # Squaring the singular values loses half of the digits. float64 has enough of them.
@@ -76,7 +78,7 @@ def principal_components(
     S = squares[..., -rank:].flip(-1).clamp_min(0).sqrt().to(weight.dtype)
     rotation = rotation[..., -rank:].flip(-1).to(weight.dtype)
     Vh = rotation.mT @ projected / S.clamp_min(torch.finfo(weight.dtype).tiny)[..., None]
-    return Components(basis @ rotation, S, Vh, basis)
+    return Components(basis @ rotation, S, Vh, projected)
 
 
 def _gram(block: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from hf_ext.storage.source import TensorSource
 
 # Share of a quantized weight's codes that may differ from the original weight's, as another device rounds in another way.
 OTHER_CODES = 0.01
+SAMPLE = 1 << 16  # number of weights whose codes are compared: whole rows, of all parts of the matrix
 
 
 class OriginalModel:
@@ -166,9 +167,13 @@ class ResidualLinear(nn.Module):
             self.digest = _digest(weight)
             return weight
         weight = self.original_weight()
-        again = self.before.quantize(weight.to(self.before.dtype)).data
-        codes = (unpacked(self.layer) if self.before.bits == 4 else self.layer.weight).data
-        other = again.shape != codes.shape or (again.view(torch.uint8) != codes.view(torch.uint8)).float().mean() > OTHER_CODES
+        codes = (unpacked(self.layer) if self.before.bits == 4 else self.layer.weight).data.view(torch.uint8)
+        rows = slice(None)
+        if weight.shape[1] % self.before.blocksize == 0:  # then each row has codes of its own
+            rows = slice(0, None, max(1, weight.numel() // SAMPLE))
+            codes = codes.reshape(len(weight), -1)[rows]
+        again = self.before.quantize(weight[rows].to(self.before.dtype)).data.view(torch.uint8)
+        other = again.numel() != codes.numel() or (again.flatten() != codes.flatten()).float().mean() > OTHER_CODES
         if other:
             raise BaseModelError(
                 f"The weight of {self.original.layer} in '{self.original.model.name}' is not the one that the layer was "

@@ -44,11 +44,11 @@ def test_more_rounds_capture_more_energy():
     assert captured == sorted(captured)
 
 
-def test_a_basis_of_a_similar_matrix_saves_rounds():
+def test_a_block_of_a_similar_matrix_saves_rounds():
     weight = matrix(256, 256, decay=0.5)
     before = principal_components(weight, 16, 8)
     similar = weight + 1e-3 * torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
-    cold, warm = (energy(principal_components(similar, 16, 1, basis=basis)) for basis in (None, before.basis))
+    cold, warm = (energy(principal_components(similar, 16, 1, block=block)) for block in (None, before.block))
     assert warm > cold and warm > 0.999 * energy(principal_components(similar, 16, None))
 
 
