@@ -16,15 +16,18 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
+from transformers.utils.logging import get_logger
 
 from hf_ext.integration.compat import saves_adapter, saves_only_lora_tensors
 from hf_ext.integration.model_cards import write_card
 from hf_ext.pissa.card import pissa_card
-from hf_ext.pissa.kinds import PissaConv1d, PissaConv2d, PissaConv3d, PissaEmbedding, PissaLinear, refuse
+from hf_ext.pissa.kinds import PissaConv1d, PissaConv2d, PissaConv3d, PissaEmbedding, PissaLinear, layer_for
 from hf_ext.pissa.layer import PRINCIPAL
 from hf_ext.pissa.quantization import QuantType
 from hf_ext.pissa.reports import PissaReport
 from hf_ext.pissa.start import PrincipalStart
+
+logger = get_logger(__name__)
 
 #: File beside adapter_config.json, which has no place for PiSSA's own options: PEFT warns about options that it does not know.
 FILE = "pissa_config.json"
@@ -36,7 +39,6 @@ NEUTRAL = {
     "lora_bias": False,
     "use_qalora": False,
     "use_bdlora": None,
-    "target_parameters": None,
     "ensure_weight_tying": False,
     "megatron_config": None,
     "alora_invocation_tokens": None,
@@ -102,17 +104,16 @@ class PissaConfig(PrincipalStart):
                 "discards some of them at every step. The paper uses 0.",
                 stacklevel=3,
             )
-        self._register_custom_module(
-            {
-                nn.Linear: PissaLinear,
-                Conv1D: PissaLinear,
-                nn.Embedding: PissaEmbedding,
-                nn.Conv1d: PissaConv1d,
-                nn.Conv2d: PissaConv2d,
-                nn.Conv3d: PissaConv3d,
-                nn.Module: refuse,
-            }
-        )
+        layers: dict[type, Any] = {
+            nn.Linear: PissaLinear,
+            Conv1D: PissaLinear,
+            nn.Embedding: PissaEmbedding,
+            nn.Conv1d: PissaConv1d,
+            nn.Conv2d: PissaConv2d,
+            nn.Conv3d: PissaConv3d,
+            nn.Module: layer_for,
+        }
+        self._register_custom_module(layers)
 
     @property
     def peft_type(self) -> PeftType:  # type: ignore[override]
@@ -146,6 +147,12 @@ class PissaConfig(PrincipalStart):
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> None:
         """Writes the configuration of `to_lora_config`, the options of the decomposition, and the adapter's card."""
+        if self.is_rounded_as_lora:
+            logger.warning_once(
+                "The adapted experts are in 16 bits, and PEFT rounds the factors of their LoRA to this type. If you load the "
+                "saved adapter as a LoRA, it can lose most of its change. Load it with "
+                "config=PissaConfig.from_pretrained(folder), or save pissa.convert_to_lora(model)."
+            )
         self.to_lora_config().save_pretrained(save_directory, **kwargs)
         options = {name: getattr(self, name) for name in DECOMPOSITION}
         Path(save_directory, FILE).write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
@@ -262,6 +269,8 @@ class QPissaConfig(PissaConfig):
     def __post_init__(self):
         super().__post_init__()
         self.peft_type = PeftType("QPISSA")
+        if self.target_parameters:
+            raise ValueError("QPissaConfig does not support target_parameters. Leave the option out.")
         if self.iterations < 1:
             raise ValueError(f"iterations={self.iterations} is not supported: QPiSSA requires at least 1.")
         if self.quant_type not in ("nf4", "fp4", "int8"):

@@ -20,6 +20,7 @@ from hf_ext.pissa.adapters import active_adapter
 from hf_ext.pissa.card import conversion_card
 from hf_ext.pissa.config import PissaConfig
 from hf_ext.pissa.decomposition import initial_factors, principal_components, truncate
+from hf_ext.pissa.experts import PissaExperts
 from hf_ext.pissa.layer import PRINCIPAL, PissaVariant
 from hf_ext.pissa.model import RESIDUAL, QPissaLinear
 from hf_ext.pissa.quantization import dequantize
@@ -98,7 +99,11 @@ def convert_to_lora(
     if rank is not None and rank < 1:
         raise HfExtError(f"rank={rank} is not supported: a LoRA has at least rank 1.")
     state = get_peft_model_state_dict(model, adapter_name=adapter_name)
-    state = {key: tensor for key, tensor in state.items() if RESIDUAL not in key or key.endswith(f"{RESIDUAL}bias")}
+    state = {
+        key: tensor
+        for key, tensor in state.items()
+        if RESIDUAL not in key or f"{RESIDUAL}lora_" in key or key.endswith(f"{RESIDUAL}bias")  # lora_ of several parameters
+    }
     records = []
     with progress("Converting", len(layers)) as bar:
         for name, module in layers.items():
@@ -107,17 +112,18 @@ def convert_to_lora(
             A, B = state[a].flatten(1), state[b].flatten(1) * module.scaling[adapter_name]
             if B.shape[1] != len(A):
                 raise HfExtError(f"{name} is a convolution with groups. Adapters of such layers cannot be converted.")
+            layer, kept, error = name.removeprefix("base_model.model."), min(rank or len(A), len(A)), 0.0
             if isinstance(module, QPissaLinear):
                 B, A, error = _quantized(module, B, A, rank, onto)
-            else:
-                kept = min(rank or len(A), len(A))
-                if kept < len(A):
-                    B, A, singular = truncate(B, A, kept)
-                    error = (singular[kept:].square().sum() / singular.square().sum().clamp_min(1e-300)).sqrt().item()
-                else:
-                    error = 0.0
+                kept = len(A)
+            elif isinstance(module, PissaExperts):
+                A, B, kept, error = module.truncated(A, B, rank)
+                layer = module.name
+            elif kept < len(A):
+                B, A, singular = truncate(B, A, kept)
+                error = (singular[kept:].square().sum() / singular.square().sum().clamp_min(1e-300)).sqrt().item()
             state[a], state[b] = A.reshape(-1, *shapes[0]).contiguous(), B.reshape(*B.shape, *shapes[1]).contiguous()
-            records.append(LayerConversion(name.removeprefix("base_model.model."), len(A), error))
+            records.append(LayerConversion(layer, kept, error))
             bar.update()
     kind = "qpissa" if config.peft_type == "QPISSA" else "pissa" if isinstance(config, PissaConfig) else "lora"
     lora = _config(config, records)
@@ -147,6 +153,7 @@ def _layers(model: PeftModel, adapter_name: str) -> dict[str, LoraLayer]:
         config.peft_type not in ("LORA", "QPISSA")
         or variants
         or config.target_parameters
+        and not isinstance(config, PissaConfig)
         or config.lora_bias
         or start not in (True, False, "gaussian", PRINCIPAL)
     ):

@@ -1,17 +1,19 @@
-"""PiSSA's layer for each kind of target: linear layers, embeddings and convolutions."""
+"""PiSSA's layer for each kind of target: linear layers, embeddings and convolutions, and experts."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import Conv1d, Conv2d, Conv3d, Embedding, Linear, LoraLayer
+from peft.tuners.lora.layer import Conv1d, Conv2d, Conv3d, Embedding, Linear, LoraLayer, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from hf_ext.integration import versions
 from hf_ext.integration.compat import config_and_name_of_layer
+from hf_ext.pissa.experts import PissaExperts
 from hf_ext.pissa.layer import PissaLayer
 from hf_ext.pissa.start import PrincipalStart
 
@@ -138,25 +140,26 @@ KINDS: dict[type[LoraLayer], type[PissaLayer]] = {
     Conv1d: PissaConv1d,
     Conv2d: PissaConv2d,
     Conv3d: PissaConv3d,
+    ParamWrapper: PissaExperts,
 }
 
 
-def refuse(target: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Raises an error in place of a layer class, for targets that have no matrix.
+def layer_for(target: nn.Module, adapter_name: str, **kwargs: Any) -> PissaExperts:
+    """Returns the layer for a parameter, such as the weights of experts.
 
     Raises:
-        ValueError: always.
+        ValueError: the target is another one, which has no matrix.
+        ImportError: PEFT is too old.
     """
     _, name = config_and_name_of_layer(kwargs)
-    if parameter := kwargs.get("parameter_name"):
+    inner = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    if kwargs.get("parameter_name") is None:
         raise ValueError(
-            f"PiSSA has no adapter for the parameter {parameter} of {type(target).__name__} ({name}). "
-            'Name the linear layers in target_modules, instead of "all-linear" or target_parameters.'
+            f"PiSSA has no adapter for {type(inner).__name__} ({name}), only for linear layers, embeddings, "
+            "convolutions and parameters. Leave it out of target_modules, or name it in exclude_modules."
         )
-    raise ValueError(
-        f"PiSSA has no adapter for {type(target).__name__} ({name}), only for linear layers, embeddings and convolutions. "
-        "Leave it out of target_modules, or name it in exclude_modules."
-    )
+    versions.require("PiSSA for parameters", "peft>=0.21")
+    return PissaExperts(target, adapter_name, **kwargs)
 
 
 def accept_pissa(model: nn.Module) -> None:

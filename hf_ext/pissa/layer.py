@@ -224,6 +224,15 @@ class PissaLayer(CombinableLayer):
         (A, B), (A0, B0) = self.factors(adapter), self.initial(adapter)
         return torch.cat([A.detach(), A0]), torch.cat([B.detach(), -B0], dim=1)
 
+    def rows(self, adapter: str) -> int:
+        """Returns the number of rows of A."""
+        return self.r[adapter]
+
+    def split(self, A: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns A, and A₀ as it is kept, of the saved LoRA's [A; A₀]."""
+        A, A0 = A.chunk(2)
+        return A, A0
+
     def is_transposed(self) -> bool:
         """Tells whether the weight is stored as (n, m)."""
         return False
@@ -242,8 +251,8 @@ class PissaLayer(CombinableLayer):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         for adapter in self.pissa_adapters():
             a, b = (prefix + key for key in self.keys(adapter))
-            if a in state_dict and b in state_dict and len(state_dict[a]) == 2 * self.r[adapter]:
-                (A, A0), (B, B0) = state_dict[a].chunk(2), state_dict[b].chunk(2, dim=1)
+            if a in state_dict and b in state_dict and len(state_dict[a]) == 2 * self.rows(adapter):
+                (A, A0), (B, B0) = self.split(state_dict[a]), state_dict[b].chunk(2, dim=1)
                 self.check_initial(adapter, gathered(A0), -gathered(B0))
                 state_dict[a], state_dict[b] = A.clone(), B.contiguous()
                 # The submodules load these.

@@ -45,5 +45,7 @@ def stack(state: dict[str, torch.Tensor], adapter: str, prefix: str = "") -> Non
         )
         check_gathered(adapter, state[a])
         A0, B0 = (state.pop(f"{layer}initial_{part}.{adapter}") for part in "AB")
-        state[a] = torch.cat([state[a], A0.to(state[a].dtype)])
+        A, A0 = state[a], A0.to(state[a].dtype)
+        is_of_experts = A0.dim() > A.dim()  # (experts, r, n)
+        state[a] = torch.cat([A.view_as(A0), A0], dim=1).flatten(0, 1) if is_of_experts else torch.cat([A, A0])
         state[b] = torch.cat([state[b], -B0.to(state[b].dtype)], dim=1)

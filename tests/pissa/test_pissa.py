@@ -20,7 +20,6 @@ from tiny_adapters import (
     load,
     logits,
     moved,
-    needs_peft,
     small_llama,
     trainable,
     trained,
@@ -246,7 +245,6 @@ def test_embeddings_of_a_model_that_scales_them():
     [
         ({"use_dora": True}, "does not support use_dora"),
         ({"lora_bias": True}, "does not support lora_bias"),
-        ({"target_parameters": ["mlp.experts.down_proj"]}, "does not support target_parameters"),
         ({"init_lora_weights": "pissa_niter_4"}, "Set svd and niter instead"),
         ({"svd": "fast"}, "'randomized' or 'exact'"),
         ({"lora_alpha": 0}, "must be positive"),
@@ -369,15 +367,6 @@ def test_nothing_is_added_to_or_told_of_a_merged_model():
         pissa.report(model)
     with pytest.raises(ValueError, match="unmerge_adapter"):
         model.add_adapter("other", config())
-
-
-@pytest.mark.parametrize("build", [MODELS["mixtral"].build, MODELS["qwen_moe"].build], ids=["mixtral", "qwen"])
-@needs_peft("0.20", "with all-linear, 0.18 leaves experts out and 0.19 fails")
-def test_experts_are_an_error_and_what_is_not_an_expert_works(build):
-    with pytest.raises(ValueError, match="no adapter for the parameter .* Name the linear layers"):
-        get_peft_model(build(), config())
-    expected = logits(build())
-    assert torch.equal(logits(get_peft_model(build(), config(target_modules=["q_proj", "o_proj"]))), expected)
 
 
 def test_encoders_and_decoders_take_it():
