@@ -127,10 +127,10 @@ class Photo:
     def around(self, box: Box, zoom: float) -> Box:
         """Returns the window with a cell in its middle."""
         size = zoom * max((box[2] - box[0]) * self.image.width, (box[3] - box[1]) * self.image.height)
-        return centred(box, min(size / self.image.width, 1.0), min(size / self.image.height, 1.0))
+        return centered(box, min(size / self.image.width, 1.0), min(size / self.image.height, 1.0))
 
 
-def centred(box: Box, width: float, height: float) -> Box:
+def centered(box: Box, width: float, height: float) -> Box:
     """Returns a box of a given size around the middle of another, moved into the image."""
     left, top = min(max((box[0] + box[2] - width) / 2, 0), 1 - width), min(max((box[1] + box[3] - height) / 2, 0), 1 - height)
     return left, top, left + width, top + height
@@ -186,7 +186,7 @@ def ask(task: str, photo: Photo, window: Box, kind: str, rng: random.Random) -> 
     if task == "refer" and len(white) == 1:
         text, answer = "where is the white blood cell", format_box(white[0], SQUARE)
     elif task == "identify" and boxes:  # the box has one size for all, as that of the cell would tell what it is
-        text, answer = f"what is in {format_box(centred(rng.choice(boxes), 0.2, 0.25), SQUARE)}", kind
+        text, answer = f"what is in {format_box(centered(rng.choice(boxes), 0.2, 0.25), SQUARE)}", kind
     elif task == "vqa":
         text, answer = "how many white blood cells are there", NUMBERS[min(len(white), 2)]
     elif task == "caption":

@@ -74,7 +74,7 @@ class File:
 
     @property
     def etag(self) -> str:
-        """The id by which clients recognise content they already have, in their cache or before an upload."""
+        """The id by which clients recognize content they already have, in their cache or before an upload."""
         return self.sha256 if self.lfs else self.git_oid
 
 

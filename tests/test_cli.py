@@ -131,12 +131,12 @@ codes = [
     main(["compress", "user/tuned", "--base", "user/base", "--out", sys.argv[3]]),
 ]
 HfApi().snapshot_download("user/small", local_dir=sys.argv[4])
-sys.exit(codes != [2, 0, 0])
+sys.exit(codes != [1, 0, 0])
 """
         arguments = (src, base, tmp_path / "out", tmp_path / "pushed")
         done = python("-c", script, *arguments, env=hub.client_env(tmp_path), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "others cannot read the base" in done.stderr and "Pushed to small." in done.stdout
+    assert "Others cannot read the base" in done.stderr and "Pushed to user/small." in done.stdout
     for folder in ("out", "pushed"):
         assert not any(path.is_symlink() for path in (tmp_path / folder).rglob("*"))
         assert fm_delta.inspect(tmp_path / folder).base == "user/base"
@@ -502,11 +502,12 @@ def test_the_help_of_every_command_has_valid_examples(command, capsys):
 
 def test_the_help_is_a_tutorial_that_shows_every_command_at_work(capsys):
     code, out, err = run(capsys, "--help")
+    assert run(capsys) == (2, out, "")  # without a command, as `hf` does
     assert (code, err) == (0, "") and max(map(len, out.splitlines())) <= 110
     listed = re.findall(r"^    ([a-z][a-z-]+)  +[a-z]", out, re.MULTILINE)
     assert sorted(listed) == sorted(COMMANDS)
     worked = [part for part in out.split("\n\n") if part.lstrip().startswith("$ hf-ext ")]
-    assert len(worked) == 8
+    assert len(worked) == 9
     lines = examples("\n".join(worked))
     for words in lines:
         parsed(words)
@@ -564,10 +565,15 @@ TRANSFER = "transfer --source-model a --source-adapter b --target-model c --out 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "hf-ext: Missing command"),
+        (["--traceback"], "hf-ext: Missing command"),
         (["zip"], "hf-ext: No such command 'zip'"),
         (["compres"], "Did you mean 'compress', "),
         (["compress", "a"], "for '--out': give a folder to write, --push-to-hub or --dry-run"),
+        (["compress", "a", "--out", "b", "--private"], "for '--private': requires --push-to-hub"),
+        (["compress-all", "a", "--out", "b", "--private"], "for '--private': requires --push-to-hub"),
+        (["merge", "--base", "a", "--task", "b=c"], "for '--out': give a folder to write or --push-to-hub"),
+        (["migrate", "--push-to-hub", "me/lora"], "hf-ext migrate: Missing option"),
+        ([*TRANSFER, __file__, "--filter", "none", "--push_to_hub"], "give the repository as --push-to-hub ORG/NAME"),
         (["compress", "a", "--out", "b", "--verfy"], "--verify"),  # Typer's versions word it in several ways
         (["compress", "a", "--out", "b", "--level", "9"], "hf-ext compress: Invalid value for '--level': "),
         (["compress", "a", "--out", ""], "hf-ext compress: Invalid value for '--out': the value is empty; give a path"),

@@ -17,12 +17,13 @@ from tiny_merges import write_tasks
 from hf_ext import fm_delta
 
 SCRIPT = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, sys
 from pathlib import Path
 from huggingface_hub import HfApi
 from hf_ext.cli.main import main
 
-src, base = sys.argv[1:]
+src, base = sys.argv[1:3]
+token = os.environ["HF_TOKEN"]
 def run(*arguments):
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         code = main([*map(str, arguments)])
@@ -44,6 +45,25 @@ results["no upload"] = run("compress", src, "--base", "user/base", "--push-to-hu
 results["no upload, with a folder"] = run("compress", src, "--base", "user/base", "--push-to-hub", "user/other", "--out", "out")
 results |= {command: run(command, "user/small") for command in ("inspect", "verify")}
 results["decompress"] = run("decompress", "user/small", "--out", "back")
+base_task, *tasks = sys.argv[3:]
+merge = ("merge", "--base", "user/tasks-base", *(part for task in tasks for part in ("--task", task)))
+HfApi().create_repo("user/tasks-base")
+HfApi().upload_folder(repo_id="user/tasks-base", folder_path=base_task)
+results["merge"] = run(*merge, "--push-to-hub", "user/merged", "--private", "--json")
+results["merge of a local base"] = run("merge", "--base", base_task, "--task", tasks[0], "--push-to-hub", "user/no")
+name, _, folder = tasks[0].partition("=")
+results["inspect a merge"] = run("inspect", "user/merged")
+results["verify a merge"] = run("verify", "user/merged")
+results["extract"] = run("extract", "user/merged", "--task", name, "--out", "extracted")
+results["add-task"] = run("add-task", "user/merged", "--task", f"more={folder}", "--out", "more", "--reelect")
+Path(src, "README.md").unlink()
+batch = ("compress-all", src, "--out", "all", "--push-to-hub", "me", "--private", "--base")
+results["compress-all"] = run(*batch, "user/base")
+results["compress-all, local base"] = run(*batch, base)
+os.environ["HF_TOKEN"] = ""
+results["without a token"] = run("inspect", "me/tuned")
+results["with a token"] = run("inspect", "me/tuned", "--token", token)
+results["token left"] = os.environ["HF_TOKEN"]
 results["find-base"] = run("find-base", "user/tuned", "user/base")
 print(json.dumps(results))
 """
@@ -57,10 +77,14 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def results(place):
     src, base = pair(place)
+    tasks_base, tasks = write_tasks(place / "tasks", {"trec": 6, "cr": 2})
+    tasks = [f"{name}={folder}" for name, folder in tasks.items()]
     with LocalHub() as hub:
-        done = python("-c", SCRIPT, src, base, env=hub.client_env(place), cwd=place)
+        done = python("-c", SCRIPT, src, base, tasks_base, *tasks, env=hub.client_env(place), cwd=place)
+        private = {name: repo.private for name, repo in hub.repos.items()}
+        files = {name: {*repo.at("main").files} for name, repo in hub.repos.items()}
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1]) | {"private": private, "files": files}
 
 
 def test_a_local_copy_of_the_base_is_recorded_by_id_and_commit(results):
@@ -91,6 +115,34 @@ def test_checkpoints_are_read_from_the_hub_by_their_ids(results, place, command)
         assert (place / "back" / "model.safetensors").read_bytes() == (place / "tuned" / "model.safetensors").read_bytes()
     elif command == "find-base":
         assert "user/base" in out and "sure" in out
+
+
+def test_a_merge_is_pushed_without_paths_of_this_machine(results):
+    code, out, err = results["merge"]
+    assert code == 0 and json.loads(out)["pushed_to"] == "user/merged", err
+    assert results["private"]["user/merged"] and not results["private"]["user/small"]
+    assert "config.json" in results["files"]["user/merged"] and "merge_recipe.yaml" not in results["files"]["user/merged"]
+    code, _, err = results["merge of a local base"]
+    assert code == 1 and "Others cannot read the base" in err and "user/no" not in results["private"]
+
+
+@pytest.mark.parametrize("command", ["inspect a merge", "verify a merge", "extract", "add-task"])
+def test_merges_are_read_from_the_hub_by_their_ids(results, command):
+    assert results[command][0] == 0, results[command][2]
+
+
+def test_each_of_many_models_is_pushed_to_its_own_repository(results):
+    code, out, err = results["compress-all"]
+    assert code == 0 and out.endswith("Pushed 1 of 1 models to me.\n"), err
+    assert results["private"]["me/tuned"] and "model.safetensors" in results["files"]["me/tuned"]
+    code, _, err = results["compress-all, local base"]
+    assert code == 1 and "Others cannot read the base" in err
+
+
+def test_a_token_is_used_for_one_command(results):
+    assert results["without a token"][0] == 1 and "me/tuned" in results["without a token"][2]
+    assert results["with a token"][0] == 0, results["with a token"][2]
+    assert results["token left"] == ""
 
 
 def test_an_unrelated_base_is_refused_before_writing(tmp_path, capsys):

@@ -80,6 +80,12 @@ def test_blocks_say_their_language_so_that_none_is_passed_over(page):
     assert {block.language for block in blocks(shown(page))} <= {"python", "sh"}
 
 
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_lines_of_blocks_fit_on_the_page(page):
+    fenced = re.findall(r"^ *```.*?^ *```$", shown(page), re.M | re.S)
+    assert [line for block in fenced for line in block.splitlines() if len(line) > 88] == []
+
+
 def test_each_method_has_a_page_that_shows_it_from_both_sides():
     for method in METHODS:
         page = ROOT / f"docs/{method}.md"
@@ -112,7 +118,9 @@ def check_command(words: list[str], strict: bool) -> None:
             return
         own = {"--help", *(name for option in group.commands[rest[0]].params for name in option.opts)}
         given = {word for word in rest[1:] if word.startswith("--")}
-        assert all(option in own or option[2:] in hf_ext.TransLoraConfig.__dataclass_fields__ for option in given), words
+        assert all(
+            option in own or option[2:].replace("-", "_") in hf_ext.TransLoraConfig.__dataclass_fields__ for option in given
+        ), words
     elif program == "make":
         targets = re.search(r"^\.PHONY: (.*)$", shown(ROOT / "Makefile"), re.M)[1].split()
         assert all(word in targets for word in rest if "=" not in word), words

@@ -32,7 +32,7 @@ sys.path.append(str(EXAMPLES))
 from prompted_tasks import LABELS, PROMPTS  # noqa: E402
 
 BOX = "<object><name>{}</name><bndbox><xmin>{}</xmin><ymin>{}</ymin><xmax>{}</xmax><ymax>{}</ymax></bndbox></object>"
-COLOURS = {"WBC": "purple", "RBC": "red", "Platelets": "black"}
+COLORS = {"WBC": "purple", "RBC": "red", "Platelets": "black"}
 
 
 def run(script: str, folder: Path, *arguments: object, **environment: str) -> str:
@@ -210,10 +210,10 @@ def test_run_uni_med(tmp_path):
         (photos / name).mkdir(parents=True)
     for number in range(6):
         image, boxes = Image.new("RGB", (160, 120), "pink"), []
-        for place, (kind, colour) in enumerate(COLOURS.items()):
+        for place, (kind, color) in enumerate(COLORS.items()):
             left, top = 10 + 50 * place, 10 + 10 * number
             boxes.append(BOX.format(kind, left, top, left + 30, top + 30))
-            ImageDraw.Draw(image).ellipse((left, top, left + 30, top + 30), fill=colour)
+            ImageDraw.Draw(image).ellipse((left, top, left + 30, top + 30), fill=color)
         image.save(photos / f"JPEGImages/{number}.jpg")
         (photos / f"Annotations/{number}.xml").write_text(f"<annotation>{''.join(boxes)}</annotation>")
     for part, numbers in (("trainval", "0 1 2 3"), ("test", "4 5")):

@@ -42,7 +42,7 @@ def write(path: Path, pixels: np.ndarray, syntax: str = ExplicitVRLittleEndian, 
     return path
 
 
-def grey(image: Image.Image) -> np.ndarray:
+def gray(image: Image.Image) -> np.ndarray:
     """Returns the values of an RGB image without color."""
     pixels = np.asarray(image)
     assert image.mode == "RGB" and (pixels == pixels[..., :1]).all()

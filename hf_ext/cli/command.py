@@ -6,18 +6,17 @@ import contextlib
 import inspect
 import json
 import os
-import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from tempfile import mkdtemp
 from typing import Annotated, Any
 
 import typer
 import typer.core
 
+from hf_ext.cli.hub import Destination, signed_in
 from hf_ext.errors import HfExtError
 from hf_ext.integration import versions
 
@@ -116,7 +115,10 @@ class Section:
 
 
 def reporting(function: Callable[..., Result | None], left: str, threaded: bool = False) -> Callable[..., int]:
-    """Returns a function for Typer: it takes `--json` too, calls `function`, prints the result and returns the exit code.
+    """Returns a function for Typer: it adds shared options, calls `function`, prints the result and returns the exit code.
+
+    The options are --token and --json; --threads if `threaded`; for a parameter `out: Destination`, --out, --push-to-hub and
+    --private.
 
     Args:
         left: see `Section.command`.
@@ -124,15 +126,17 @@ def reporting(function: Callable[..., Result | None], left: str, threaded: bool 
     """
     declared = inspect.signature(function, eval_str=True).parameters
 
-    def run(context: typer.Context, as_json: bool, threads: int | None = None, **arguments: Any) -> int:
+    def run(context: typer.Context, as_json: bool, token: str | None, threads: int | None = None, **arguments: Any) -> int:
         if "context" in declared:
             arguments["context"] = context
+        if "push_to_hub" in arguments:
+            resolve_destination(arguments, "push_to_hub" in declared)
         try:
             # The output of libraries is not the result.
-            with contextlib.redirect_stdout(sys.stderr), limited(threads):
-                result = function(**arguments)
+            with contextlib.redirect_stdout(sys.stderr), signed_in(token), limited(threads):
+                result = uploaded(function, arguments)
         except KeyboardInterrupt:
-            nothing = "out" in arguments and not os.path.exists(arguments["out"] or "")
+            nothing = "out" in arguments and not os.path.exists(str(arguments["out"]))
             say(f"interrupted; {NOTHING if nothing else left.format(**arguments)}.")
             return 130
         except Exception as error:
@@ -144,18 +148,50 @@ def reporting(function: Callable[..., Result | None], left: str, threaded: bool 
         print(json.dumps(result.data, indent=2) if as_json else result.text, flush=True)
         return int(result.failed)
 
-    json_option = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else to stdout.")]
-    added = {
-        "context": inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context),
-        "threads": inspect.Parameter("threads", inspect.Parameter.KEYWORD_ONLY, annotation=Threads, default=None),
-        "as_json": inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, annotation=json_option, default=False),
-    }
-    if not threaded:
-        del added["threads"]
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in {**declared, **added}.values()]
+    added: dict[str, tuple[Any, Any]] = {}
+    if "out" in declared and declared["out"].annotation is Destination:
+        # A run of hours has a folder to resume from.
+        added |= {"out": (Out, inspect.Parameter.empty) if left == RESUMABLE else (OptionalOut, None)}
+        added |= {"push_to_hub": (PushToHub, None), "private": (Private, False)}
+    added |= {"threads": (Threads, None)} if threaded else {}
+    added |= {"token": (Token, None), "as_json": (Json, False), "context": (typer.Context, inspect.Parameter.empty)}
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+        for name, (annotation, default) in (
+            {name: (item.annotation, item.default) for name, item in declared.items()} | added
+        ).items()
+    ]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def resolve_destination(arguments: dict[str, Any], keep: bool) -> None:
+    """Replaces the options --out, --push-to-hub and --private by a `Destination`, unless a command takes them itself."""
+    if arguments["private"] and not arguments["push_to_hub"]:
+        raise mistake("requires --push-to-hub, whose repository it makes private", "--private")
+    if keep:
+        return
+    out, repo_id, private = (arguments.pop(name) for name in ("out", "push_to_hub", "private"))
+    if not (out or repo_id or arguments.get("dry_run")):
+        others = "--push-to-hub or --dry-run" if "dry_run" in arguments else "or --push-to-hub"
+        raise mistake(f"give a folder to write{',' if 'dry_run' in arguments else ''} {others}", "--out")
+    arguments["out"] = Destination(out, repo_id, private)
+
+
+def uploaded(function: Callable[..., Result | None], arguments: dict[str, Any]) -> Result | None:
+    """Runs a command and uploads its result, if the user gave a repository."""
+    out = arguments.get("out")
+    if not isinstance(out, Destination):
+        return function(**arguments)
+    try:
+        result = function(**arguments)
+    except BaseException:
+        out.discard()
+        raise
+    if result is None or not out.upload():  # None: another process has the result
+        return result
+    return replace(result, text=f"{result.text}\nPushed to {out.repo_id}.", data=result.data | {"pushed_to": out.repo_id})
 
 
 def limited(threads: int | None) -> contextlib.AbstractContextManager[None]:
@@ -182,43 +218,6 @@ def failure(context: typer.Context, error: Exception) -> int:
     else:
         say(f"{type(error).__name__}: {error} (hf-ext --traceback {context.info_name} … shows where it comes from)")
     return 1
-
-
-@contextlib.contextmanager
-def folder_to_push(out: str | None, repo_id: str | None) -> Iterator[str]:
-    """Yields the folder to write, and then uploads it to a model repository, if one is given.
-
-    Creates the repository first, so that a mistake in its name is found before any work is done. Without `out`, the folder is a
-    temporary one, which stays if the upload fails.
-
-    Raises:
-        HfExtError: the repository cannot be created, or the upload fails.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HTTPError
-
-    from hf_ext.storage.hub import first_line
-
-    failures = (HTTPError, ValueError, OSError)  # invalid names and cards are ValueErrors
-    if repo_id:
-        try:
-            repo_id = HfApi().create_repo(repo_id, exist_ok=True).repo_id  # with the user's name, if it had none
-        except failures as error:
-            raise HfExtError(f"The repository {repo_id} cannot be written, so nothing was done: {first_line(error)}") from error
-    folder = out or mkdtemp(prefix="hf-ext-")
-    try:
-        yield folder
-    except BaseException:
-        if out is None:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    if repo_id:
-        try:
-            HfApi().upload_folder(repo_id=repo_id, folder_path=folder)
-        except failures as error:
-            raise HfExtError(f"{folder} is written, but its upload to {repo_id} failed: {first_line(error)}") from error
-    if out is None:
-        shutil.rmtree(folder)
 
 
 def note_missing_config(folder: str | os.PathLike) -> None:
@@ -272,6 +271,7 @@ def flag(name: str, help: str) -> Any:
 
 OUT = "Folder to write. Overwrites files of the same names."
 Out = Annotated[str, option("--out", OUT)]
+OptionalOut = Annotated[str | None, option("--out", f"{OUT} Optional with --push-to-hub.")]
 Revision = Annotated[
     str | None, option("--revision", "Branch, tag or commit of the base on the Hub; defaults to main.", metavar="REV")
 ]
@@ -279,9 +279,14 @@ MovedBase = Annotated[
     str | None, option("--base", "Folder or Hub id of the base, if it has moved. Defaults to the base in SRC's config.json.")
 ]
 PushToHub = Annotated[
-    str | None,
-    option("--push-to-hub", "Also upload the result to this Hub repository. --out is then optional.", "ORG/NAME"),
+    str | None, option("--push-to-hub", "Also upload the result to this model repository on the Hub.", "ORG/NAME")
 ]
+Private = Annotated[bool, flag("--private", "Create the repository as a private one, if it does not exist.")]
+Token = Annotated[
+    str | None,
+    option("--token", "Access token for the Hub. Defaults to HF_TOKEN, or to the one that `hf auth login` saved.", "TOKEN"),
+]
+Json = Annotated[bool, flag("--json", "Print the result as JSON, and nothing else to stdout.")]
 Threads = Annotated[
     int | None,
     typer.Option(

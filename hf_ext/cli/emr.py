@@ -6,7 +6,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from hf_ext.cli.command import MovedBase, Out, Result, Revision, Section, argument, drawn, flag, mistake, option
+from hf_ext.cli.command import MovedBase, Result, Revision, Section, argument, drawn, flag, mistake, option
+from hf_ext.cli.hub import Destination, require_shared
 from hf_ext.display import megabytes
 from hf_ext.errors import CheckpointError
 
@@ -22,7 +23,7 @@ section = Section(
     "$ hf-ext extract my-bert-more --task sst2 --out my-sst2-again",
 )
 
-Merge = Annotated[str, argument("SRC", "Folder of the merge.")]
+Merge = Annotated[str, argument("SRC", "Folder or Hub id of the merge.")]
 Rescale = Annotated[
     Literal["tensor", "paper", "tensor_mean"],
     option(
@@ -47,7 +48,7 @@ Report = Annotated[
     threaded=True,
 )
 def merge(
-    out: Out,
+    out: Destination,
     recipe: Annotated[str | None, argument("RECIPE", "YAML file, instead of --base, --task, --revision and --rescale.")] = None,
     base: Annotated[str | None, option("--base", "Folder or Hub id of the model that all fine-tunes started from.")] = None,
     task: Annotated[
@@ -72,10 +73,15 @@ def merge(
     if not recipe and not (base and tasks):
         raise mistake("give the base model and the tasks, or a recipe", "--task" if base else "--base")
     from hf_ext import emr
-    from hf_ext.emr.recipe import Recipe
+    from hf_ext.emr.recipe import RECIPE, Recipe
+    from hf_ext.storage.hub import is_local
 
     settings = Recipe.read(recipe) if recipe else Recipe(str(base), dict(tasks), revision, rescale)
-    result = merged(emr.merge(settings.base, settings.tasks, out, settings.rescale, settings.revision), out, report)
+    if out.repo_id:
+        require_shared(settings.base)
+    local = any(map(is_local, settings.tasks.values()))  # the recipe would publish the paths of this machine
+    folder = out.folder([RECIPE] if local else [])
+    result = merged(emr.merge(settings.base, settings.tasks, folder, settings.rescale, settings.revision), folder, report)
     return with_lossless_size(result, settings) if report else result
 
 
@@ -88,7 +94,7 @@ def merge(
 def add_task(
     src: Merge,
     task: Annotated[str, option("--task", "The new task: a checkpoint (plain or compressed) or a PEFT adapter.", "NAME=PATH")],
-    out: Out,
+    out: Destination,
     base: MovedBase = None,
     reelect: Annotated[bool, flag("--reelect", "Elect all weights again. This changes the other tasks slightly.")] = False,
     rescale: Rescale = "tensor",
@@ -97,7 +103,8 @@ def add_task(
     name, path = named(task)
     from hf_ext import emr
 
-    return merged(emr.add_task(src, name, path, out, reelect, rescale, base), out, report)
+    folder = out.folder()
+    return merged(emr.add_task(src, name, path, folder, reelect, rescale, base), folder, report)
 
 
 @section.command(
@@ -107,18 +114,19 @@ def add_task(
     threaded=True,
 )
 def extract(
-    src: Merge, task: Annotated[str, option("--task", "Name of the task.", "NAME")], out: Out, base: MovedBase = None
+    src: Merge, task: Annotated[str, option("--task", "Name of the task.", "NAME")], out: Destination, base: MovedBase = None
 ) -> Result:
     from hf_ext.emr.folder import task_files
     from hf_ext.storage.hub import local_copy
 
-    folder = local_copy(src)
-    if task not in (tasks := task_files(folder)):  # before PyTorch is imported
+    merge = local_copy(src)
+    if task not in (tasks := task_files(merge)):  # before PyTorch is imported
         raise mistake(f"there is no task '{task}' in {src}; its tasks are {', '.join(tasks)}", "--task")
     from hf_ext import emr
 
-    emr.extract(folder, task, out, base=base)
-    return Result(f"{out} holds the model of task '{task}'.", {"out": out, "task": task})
+    folder = out.folder()
+    emr.extract(merge, task, folder, base=base)
+    return Result(f"{folder} holds the model of task '{task}'.", {"out": folder, "task": task})
 
 
 def named(text: str) -> tuple[str, str]:

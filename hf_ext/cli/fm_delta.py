@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
@@ -12,21 +11,22 @@ from typing import Annotated
 import typer
 
 from hf_ext.cli.command import (
-    OUT,
     RESUMABLE,
     MovedBase,
     Out,
-    PushToHub,
+    Private,
     Result,
     Revision,
     Section,
     argument,
     flag,
-    folder_to_push,
     mistake,
     note_missing_config,
     option,
+    say,
 )
+from hf_ext.cli.hub import Destination, create_repository, require_shared, upload
+from hf_ext.errors import HfExtError
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
 
 WHOLE = "every checkpoint is complete; run the command again to resume"
@@ -76,7 +76,7 @@ Level = Annotated[
 )
 def compress(
     src: Src,
-    out: Annotated[str | None, option("--out", OUT)] = None,
+    out: Destination,
     base: Annotated[str | None, option("--base", "Folder or Hub id of the model that SRC was fine-tuned from.")] = None,
     no_base: Annotated[
         bool, flag("--no-base", "Compress the weights without a base, such as those of a base model or a PEFT adapter.")
@@ -88,15 +88,12 @@ def compress(
     level: Level = DEFAULT_LEVEL,
     delete_source: DeleteSource = False,
     dry_run: Annotated[bool, flag("--dry-run", "Write nothing. Estimate the size from some of the tensors.")] = False,
-    push_to_hub: PushToHub = None,
     any_base: Annotated[
         bool,
         flag("--any-base", "Accept a base whose weights are unrelated to those of SRC. The result is then hardly smaller."),
     ] = False,
 ) -> Result:
-    if out is None and not dry_run and not push_to_hub:
-        raise mistake("give a folder to write, --push-to-hub or --dry-run", "--out")
-    if out is None and delete_source:  # a failed upload would lose the model
+    if out.out is None and delete_source:  # a failed upload would lose the model
         raise mistake("requires --out, so that a failed upload does not lose the model", "--delete-source")
     if no_base and (base or candidates):
         raise mistake("cannot be combined with --base or --candidates", "--no-base")
@@ -110,8 +107,8 @@ def compress(
     if base is None and not no_base:
         report = fm_delta.find_base(src, candidates or None)
         base, revision, finding = report.require().name, report.require().revision, f"{report.summary()}\n"
-    if push_to_hub and base and os.path.isdir(base) and not base_id:
-        raise mistake(f"others cannot read the base {base}; give the Hub id of the same model as --base-id", "--push-to-hub")
+    if out.repo_id:
+        require_shared(base, base_id)
     if base and not finding and not any_base:
         if reason := unrelated(src, base, revision):
             raise BaseModelError(
@@ -122,11 +119,10 @@ def compress(
     if dry_run:
         estimate = fm_delta.estimate(src, base, revision, level)
         return Result(finding + estimate.summary(), estimate.to_dict())
-    with folder_to_push(out, push_to_hub) as folder:
-        fm_delta.compress_checkpoint(src, base, folder, revision, verify, delete_source, level, base_id=base_id)
-        written = fm_delta.inspect(folder)
-    text = finding + written.summary() + (f"\nPushed to {push_to_hub}." if push_to_hub else "")
-    return Result(text, written.to_dict() | {"tensors": len(written.tensors)})  # `inspect` lists them
+    folder = out.folder()
+    fm_delta.compress_checkpoint(src, base, folder, revision, verify, delete_source, level, base_id=base_id)
+    written = fm_delta.inspect(folder)
+    return Result(finding + written.summary(), written.to_dict() | {"tensors": len(written.tensors)})  # `inspect` lists them
 
 
 @one_model.command(
@@ -194,8 +190,14 @@ def compress_all(
     verify: Verify = False,
     level: Level = DEFAULT_LEVEL,
     delete_source: DeleteSource = False,
+    push_to_hub: Annotated[
+        str | None, option("--push-to-hub", "Also upload each model to the Hub, to the repository ORG/NAME.", "ORG")
+    ] = None,
+    private: Private = False,
 ) -> Result:
     check_base(base, revision, candidates, base_id)
+    if push_to_hub:
+        require_shared(base, base_id)
     from hf_ext import fm_delta
     from hf_ext.storage.layout import all_weights, weights_instead
 
@@ -216,7 +218,22 @@ def compress_all(
             candidates=candidates or None,
             base_id=base_id,
         )
-    return Result(str(report), report.to_dict(), failed=bool(report.failed))
+    if not push_to_hub:
+        return Result(str(report), report.to_dict(), failed=bool(report.failed))
+    done = [Path(out, model.name) for model in report.models if not (model.error or model.skipped)]
+    count = sum(pushed(model, push_to_hub, private) for model in done)
+    text = f"{report}\nPushed {count} of {len(done)} models to {push_to_hub}."
+    return Result(text, report.to_dict(), failed=bool(report.failed) or count < len(done))
+
+
+def pushed(folder: Path, owner: str, private: bool) -> bool:
+    """Uploads a compressed model. If that fails, prints the reason and returns false."""
+    try:
+        upload(folder, create_repository(f"{owner}/{folder.name}", private))
+    except HfExtError as error:
+        say(str(error))
+        return False
+    return True
 
 
 @contextlib.contextmanager

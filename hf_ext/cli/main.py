@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 import hf_ext
-from hf_ext.cli import checkpoints, emr, fm_delta, tools, trans_lora, uni_med, weight_sync
+from hf_ext.cli import checkpoints, emr, fm_delta, pissa, tools, trans_lora, uni_med, weight_sync
 from hf_ext.cli.command import app, flag
 
 INTRODUCTION = """\
@@ -43,7 +43,7 @@ def installed_version(package: str) -> str:
 def tutorial() -> str:
     """Returns the help of `hf-ext`. A paragraph after "\\b" is not wrapped again."""
     models = (fm_delta.one_model, fm_delta.many_models, checkpoints.section, emr.section)
-    sections = (*models, weight_sync.section, trans_lora.section, uni_med.section, tools.section)
+    sections = (*models, weight_sync.section, trans_lora.section, pissa.section, uni_med.section, tools.section)
     text = "\n\n".join([INTRODUCTION, *map(str, sections), CLOSING])
     return "\n\n".join(f"\b\n{paragraph}" for paragraph in text.split("\n\n"))
 
@@ -60,12 +60,17 @@ def options(
 
 
 def main(arguments: Sequence[str] | None = None) -> Any:
-    """Runs a command line, by default that of the process, and returns the exit code."""
+    """Runs a command line, by default that of the process, and returns the exit code.
+
+    Without arguments, prints the help as `--help` does; the exit code is then 2, as that of `hf`.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # for encodings that lack letters of our tables
     try:
-        return typer.main.get_command(app).main(arguments, prog_name="hf-ext", standalone_mode=False)
+        code = typer.main.get_command(app).main(arguments or ["--help"], prog_name="hf-ext", standalone_mode=False)
+        return code if arguments else 2
     except typer.Abort:  # Ctrl-C outside the command's own work
         raise KeyboardInterrupt from None
     except OSError as error:  # of printing: commands report their own errors

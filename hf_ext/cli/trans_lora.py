@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from hf_ext.cli.command import RESUMABLE, Out, Result, Section, mistake, option
+from hf_ext.cli.command import RESUMABLE, Result, Section, mistake, option
+from hf_ext.cli.hub import Destination
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -25,12 +26,16 @@ section = Section(
     "Move an adapter to another base model, without its training data (Trans-LoRA)",
     "$ hf-ext train-discriminator --source-model Llama-2-7b-hf \\\n"
     "    --inputs boolean.jsonl --task boolean --out boolean-d \\\n"
-    "    --learning_rate 2e-4 --num_train_epochs 5                # while you have the data\n"
+    "    --learning-rate 2e-4 --num-train-epochs 5                # while you have the data\n"
     "$ hf-ext transfer --source-model Llama-2-7b-hf --source-adapter my-lora \\\n"
     "    --target-model gemma-7b --discriminator boolean-d --seeds five.jsonl --out my-lora-on-gemma \\\n"
-    "    --learning_rate 2e-4 --num_train_epochs 5",
+    "    --learning-rate 2e-4 --num-train-epochs 5",
 )
-ANY_OPTION = "Also takes every option of TransLoraConfig and of TrainingArguments under its Python name:\n\n\b\n "
+ANY_OPTION = "Also takes every field of TransLoraConfig and of TrainingArguments as an option, for example:\n\n\b\n "
+# Options of TrainingArguments that these commands replace.
+INSTEAD = {"output_dir": "give the folder as --out", "push_to_hub": "give the repository as --push-to-hub ORG/NAME"}
+# Files of a run: its state, and texts of the task. A migration has further runs in folders.
+NOT_PUSHED = ("*/*", "*.jsonl", "transfer.json", "report.json", "training_args.bin")
 ANY: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
 
 
@@ -43,7 +48,7 @@ def require_files(**options: str | None) -> None:
     """Checks that the files of these options exist, before anything heavy is imported."""
     for name, path in options.items():
         if path is not None and not os.path.isfile(path):
-            raise mistake(f"there is no file '{path}'", f"--{name.replace('_', '-')}")
+            raise mistake(f"there is no file '{path}'", f"--{dashed(name)}")
 
 
 PeftType = Annotated[Literal["lora", "dora", "pissa", "prompt_tuning"], typer.Option(help="Type of the new adapter.")]
@@ -70,9 +75,9 @@ Paper = Annotated[
 @section.command(
     "train a classifier that tells a task's real inputs from synthetic ones",
     "  hf-ext train-discriminator --source-model Llama-2-7b-hf --inputs boolean.jsonl --task boolean --out boolean-d \\\n"
-    "    --learning_rate 2e-4 --num_train_epochs 5",
+    "    --learning-rate 2e-4 --num-train-epochs 5",
     "Train it while you have the task's data. `hf-ext transfer` filters synthetic inputs with it.\n\n"
-    f"{ANY_OPTION} --learning_rate 2e-4  --num_train_epochs 20  --bf16",
+    f"{ANY_OPTION} --learning-rate 2e-4  --num-train-epochs 20  --bf16",
     RESUMABLE,
     **ANY,
 )
@@ -81,7 +86,7 @@ def train_discriminator(
     source_model: Annotated[str, option("--source-model", "Folder or Hub id of the base model of the task's adapter.")],
     inputs: Annotated[str, lines("--inputs", 'The task\'s inputs, one per line: {"input": "…"}')],
     task: Annotated[str, option("--task", "Name of the task. The prompts contain it.", "NAME")],
-    out: Out,
+    out: Destination,
     seeds: Annotated[
         str | None, lines("--seeds", "Example inputs for the synthetic inputs. Defaults to some of --inputs.")
     ] = None,
@@ -91,12 +96,13 @@ def train_discriminator(
     paper: Paper = None,
 ) -> Result | None:
     require_files(inputs=inputs, seeds=seeds)
-    settings = training_arguments(context, out, paper, peft_type)
+    settings = training_arguments(context, str(out), paper, peft_type)
     from accelerate import PartialState
 
     from hf_ext import trans_lora
     from hf_ext.trans_lora.discriminator import require_better_than_chance
 
+    out.folder(NOT_PUSHED)
     model, tokenizer = trans_lora.load_model(source_model)
     discriminator = trans_lora.train_discriminator(
         model,
@@ -110,11 +116,11 @@ def train_discriminator(
     require_better_than_chance(discriminator.metrics, f"The discriminator of {task}")
     first = PartialState().is_main_process
     if first:
-        discriminator.save_pretrained(out)
+        discriminator.save_pretrained(str(out))
     PartialState().wait_for_everyone()
     figures = ", ".join(f"{name} {value:.2f}" for name, value in discriminator.metrics.items())
     text = f"{out} holds the discriminator of {task}" + (f" ({figures})." if figures else ".")
-    return Result(text, {"out": out, "task": task, "metrics": discriminator.metrics}) if first else None
+    return Result(text, {"out": str(out), "task": task, "metrics": discriminator.metrics}) if first else None
 
 
 def request_of(
@@ -123,7 +129,7 @@ def request_of(
     source_adapter: Annotated[str, option("--source-adapter", "Folder or Hub id of the adapter, of any PEFT type.")],
     target_model: Annotated[str, option("--target-model", "Folder or Hub id of the base model to move the adapter to.")],
     seeds: Annotated[str, lines("--seeds", 'A few real inputs, one per line: {"input": "…"}')],
-    out: Out,
+    out: Destination,
     discriminator: str | None,
     discriminator_model: Annotated[
         str | None, option("--discriminator-model", "Base model of the discriminator. Defaults to --source-model.")
@@ -141,9 +147,10 @@ def request_of(
 ) -> Any:
     """Returns a `TransferRequest` of the options that `transfer` and `migrate` share."""
     require_files(seeds=seeds)
-    settings = training_arguments(context, out, paper, peft_type)
+    settings = training_arguments(context, str(out), paper, peft_type)
     from hf_ext import trans_lora
 
+    out.folder(NOT_PUSHED)
     sampling = cast("dict[str, Any]", settings.generation_kwargs or {})  # TrainingArguments has parsed JSON
     return trans_lora.TransferRequest(
         source_model,
@@ -171,9 +178,9 @@ def with_shared_options(command: Callable[..., Result | None]) -> Callable[..., 
 @section.command(
     "move an adapter: generate inputs, label them with the old adapter, train a new one",
     "  hf-ext transfer --source-model Llama-2-7b-hf --source-adapter my-lora --target-model gemma-7b \\\n"
-    "    --discriminator boolean-d --seeds seeds.jsonl --out my-lora-on-gemma --learning_rate 2e-4 --num_train_epochs 5",
+    "    --discriminator boolean-d --seeds seeds.jsonl --out my-lora-on-gemma --learning-rate 2e-4 --num-train-epochs 5",
     "To resume a run that was killed, run the same command again.\n\n"
-    f"{ANY_OPTION} --learning_rate 2e-4  --num_train_epochs 20  --bf16  --filter token_excess  --num_samples 500",
+    f"{ANY_OPTION} --learning-rate 2e-4  --num-train-epochs 20  --bf16  --filter token_excess  --num-samples 500",
     RESUMABLE,
     **ANY,
 )
@@ -203,12 +210,12 @@ def transfer(
 @section.command(
     "move an adapter by several methods, the cheapest first, and keep the best",
     "  hf-ext migrate --source-model SmolLM2-135M --source-adapter my-lora --target-model SmolLM2-135M-Instruct \\\n"
-    "    --seeds seeds.jsonl --out my-lora-migrated --learning_rate 2e-4 --num_train_epochs 5",
+    "    --seeds seeds.jsonl --out my-lora-migrated --learning-rate 2e-4 --num-train-epochs 5",
     "Copies the adapter if it fits the target, trains one by TiTok, and, with --discriminator, one by Trans-LoRA. Writes the "
     "best adapter to OUT, each adapter to a folder in OUT, and a report with the scores and times. The score is the accuracy "
     "on --test or, without --test, the agreement with the old adapter on held-out synthetic inputs.\n\n"
     "To resume a run that was killed, run the same command again.\n\n"
-    f"{ANY_OPTION} --learning_rate 2e-4  --num_train_epochs 20  --bf16  --num_samples 500",
+    f"{ANY_OPTION} --learning-rate 2e-4  --num-train-epochs 20  --bf16  --num-samples 500",
     RESUMABLE,
     **ANY,
 )
@@ -219,7 +226,9 @@ def migrate(
     test: Annotated[
         str | None, lines("--test", 'Inputs with correct answers, one per line: {"input": "…", "output": "…"}')
     ] = None,
-    enough: Annotated[float, option("--enough", "Stop at the first method with this score (0 to 1).", "SCORE")] = 1.0,
+    target_score: Annotated[
+        float, option("--target-score", "Stop at the first method with this score (0 to 1).", "SCORE")
+    ] = 1.0,
     **options: Any,
 ) -> Result | None:
     require_files(test=test)
@@ -228,7 +237,7 @@ def migrate(
 
     from hf_ext import trans_lora
 
-    report = trans_lora.migrate(request, test=trans_lora.read_pairs(test) if test else None, enough=enough)
+    report = trans_lora.migrate(request, test=trans_lora.read_pairs(test) if test else None, target_score=target_score)
     return Result(str(report), report.to_dict()) if PartialState().is_main_process else None
 
 
@@ -243,8 +252,8 @@ def training_arguments(context: typer.Context, out: str, paper: int | None, peft
     names = [*fields, *declared] if (fields := option_names()) else []
     for word in context.args:
         name = word.lstrip("-").partition("=")[0].replace("-", "_")
-        if word.startswith("--") and name == "output_dir":
-            raise mistake("give the folder as --out", "--output_dir")
+        if word.startswith("--") and name in INSTEAD:
+            raise mistake(INSTEAD[name], word.partition("=")[0])
         if names and word.startswith("--") and not {name, name.removeprefix("no_")} & {*names}:  # --no_NAME is for a flag
             raise unrecognized([word], names)
     from transformers import HfArgumentParser
@@ -267,8 +276,12 @@ def training_arguments(context: typer.Context, out: str, paper: int | None, peft
 
 def unrecognized(words: list[str], names: list[str]) -> Exception:
     """Returns the error for options that nothing declares; `names` are those that exist."""
-    similar = " or ".join(get_close_matches(words[0].partition("=")[0], [f"--{name}" for name in names], 2))
+    similar = " or ".join(get_close_matches(dashed(words[0].partition("=")[0]), [f"--{dashed(name)}" for name in names], 2))
     return mistake(f"unrecognized arguments: {' '.join(words)}" + (f". Did you mean {similar}?" if similar else ""))
+
+
+def dashed(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def option_names() -> list[str]:

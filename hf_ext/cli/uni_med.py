@@ -6,26 +6,27 @@ from dataclasses import asdict
 from typing import Annotated
 
 from hf_ext.cli.command import Result, Section, argument, option
+from hf_ext.cli.hub import Destination
 
 section = Section(
     "Load a checkpoint of Uni-Med's authors in Transformers",
-    "$ hf-ext convert-uni-med checkpoint_0.pth my-uni-med \\\n"
+    "$ hf-ext convert-uni-med checkpoint_0.pth --out my-uni-med \\\n"
     "    --vision Salesforce/blip2-opt-2.7b --text meta-llama/Llama-2-7b-chat-hf",
 )
 
 
 @section.command(
     "convert the checkpoint for from_pretrained; write its LoRA to OUT/adapter",
-    "  hf-ext convert-uni-med checkpoint_0.pth my-uni-med --vision Salesforce/blip2-opt-2.7b \\\n"
+    "  hf-ext convert-uni-med checkpoint_0.pth --out my-uni-med --vision Salesforce/blip2-opt-2.7b \\\n"
     "    --text meta-llama/Llama-2-7b-chat-hf",
 )
 def convert_uni_med(
     checkpoint: Annotated[str, argument("CKPT", "The .pth file. The command loads only tensors and plain values from it.")],
-    out: Annotated[str, argument("OUT", "Folder to write.")],
+    out: Destination,
     vision: Annotated[str, option("--vision", "Folder or Hub id of the vision tower, such as a BLIP-2 with ViT-g.")],
     text: Annotated[str, option("--text", "Folder or Hub id of the language model.")],
 ) -> Result:
     from hf_ext import uni_med
 
-    conversion = uni_med.convert_checkpoint(checkpoint, out, vision, text)
+    conversion = uni_med.convert_checkpoint(checkpoint, out.folder(), vision, text)
     return Result(str(conversion), asdict(conversion))

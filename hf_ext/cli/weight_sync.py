@@ -33,16 +33,17 @@ def follow(
             help="Requests that run when an update arrives: wait until they are done, keep them running, or abort them.",
         ),
     ] = "wait",
-    last: Annotated[
-        int | None, typer.Option("--last", metavar="STEP", show_default=False, help="End when all servers are at this step.")
+    stop_at_step: Annotated[
+        int | None,
+        typer.Option("--stop-at-step", metavar="STEP", show_default=False, help="End when all servers are at this step."),
     ] = None,
-    every: Annotated[
-        float, typer.Option("--every", metavar="SECONDS", help="Time between two checks of PLACE and the servers.")
+    poll_interval: Annotated[
+        float, typer.Option("--poll-interval", metavar="SECONDS", help="Time between two checks of PLACE and the servers.")
     ] = 1.0,
-    give_up: Annotated[
+    give_up_after: Annotated[
         float | None,
         typer.Option(
-            "--give-up",
+            "--give-up-after",
             metavar="SECONDS",
             show_default=False,
             help="End with an error when PLACE or a server has failed for so long. Defaults to trying again without end.",
@@ -55,5 +56,6 @@ def follow(
     from hf_ext.weight_sync.servers import VLLMServer, follow
 
     say(f"Following {place}. Ctrl-C ends it.")
-    step = follow(place, [VLLMServer(url, place, requests, api_key) for url in server], last, every, say, give_up)
+    servers = [VLLMServer(url, place, requests, api_key) for url in server]
+    step = follow(place, servers, stop_at_step, poll_interval, say, give_up_after)
     return Result(f"All servers are at step {step}.", {"place": place, "servers": server, "step": step})

@@ -74,7 +74,8 @@ def compress_all(
         executor: compresses the models instead, each on one core: any executor like those of `concurrent.futures`, such as
             `dask.distributed.Client(…).get_executor(pure=False)`. All its machines must see `sources`, `out` and the base
             under the same paths.
-        verify, delete_source, level: see `compress_checkpoint`. A source in which another model's base lies is not deleted.
+        verify, delete_source, level: see `compress_checkpoint`. A source that contains
+            the base of another model is not deleted.
         candidates: without `base`, folders or Hub ids among which `find_base` searches; by default the local Hub cache.
         base_id: Hub id to record for the base if `base` is a local copy of it, so that others can load the results.
 

@@ -1,9 +1,11 @@
-"""A PEFT adapter merged into its base, layer by layer, without building the model in memory."""
+"""Saved PEFT adapters with their bases: loaded, or merged layer by layer without building the model in memory."""
 
 from __future__ import annotations
 
+import os
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,8 +23,9 @@ from hf_ext.integration import compat
 from hf_ext.integration.in_place import plain
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.file import KEY
+from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER
-from hf_ext.storage.open import holds_several_models
+from hf_ext.storage.open import holds_several_models, open_checkpoint
 from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile
 from hf_ext.storage.source import TensorSource
 
@@ -201,19 +204,50 @@ def _plain(path: str) -> str:
     return plain(path).replace(TRAINED, "")
 
 
-def _skeleton(settings: PeftConfig, config: PretrainedConfig) -> PreTrainedModel:
-    """Returns the model that the adapter was trained on, without weights."""
+def load_adapted(adapter: str | os.PathLike, base: str | os.PathLike | None = None) -> PeftModel:
+    """Loads a saved adapter and its base, in the class and with the numbers of labels and words that the adapter needs.
+
+    Args:
+        adapter: folder or Hub id.
+        base: folder or Hub id of the base, if it is not where adapter_config.json says.
+
+    Raises:
+        CheckpointError: the adapter cannot be read, names no base, or does not fit the base.
+        BaseModelError: the base cannot be read.
+    """
+    folder = downloaded(adapter)
+    settings = _settings_of(folder)
+    base = base or settings.base_model_name_or_path
+    if not base:
+        raise CheckpointError(f"The adapter_config.json of {adapter} names no base model. Give the base (--base).")
+    config = _config_of(settings, open_checkpoint(base), load_peft_weights(str(folder), device="cpu"))
+    name, kind = _class_of(settings, config)
+    # The adapter replaces a head of another shape.
+    model = kind.from_pretrained(base, config=config, dtype="auto", ignore_mismatched_sizes=True)
+    try:
+        return PeftModel.from_pretrained(model, folder)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"The adapter {adapter} does not fit the base {base}, a {name}: {error}") from error
+
+
+def _class_of(settings: PeftConfig, config: PretrainedConfig) -> tuple[str, Any]:
+    """Returns the class of the model that the adapter was trained on, and its name."""
     name = AUTO_CLASSES.get(settings.task_type) or (settings.auto_mapping or {}).get("base_model_class")
-    name = name or (config.architectures or ["AutoModel"])[0]
-    kind = getattr(transformers, str(name), None)
-    auto = name in AUTO_CLASSES.values()
-    if not auto and not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+    name = str(name or (config.architectures or ["AutoModel"])[0])
+    kind = getattr(transformers, name, None)
+    if name not in AUTO_CLASSES.values() and not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         raise CheckpointError(
             f"The adapter was trained on a {name}, which is no model class of Transformers. Merge it (merge_and_unload), save "
             "the model, and give that folder."
         )
+    return name, kind
+
+
+def _skeleton(settings: PeftConfig, config: PretrainedConfig) -> PreTrainedModel:
+    """Returns the model that the adapter was trained on, without weights."""
+    name, kind = _class_of(settings, config)
     with torch.device("meta"):
-        return kind.from_config(config) if auto else kind(config)  # type: ignore[union-attr, misc]
+        return kind.from_config(config) if name in AUTO_CLASSES.values() else kind(config)
 
 
 def _fill_with_nothing(model: PreTrainedModel) -> None:

@@ -95,7 +95,7 @@ class MigrationReport:
         return f"{table(self.header, self.rows())}\n\n{self.source} → {self.target}: by {self.best.method}"
 
 
-def migrate(request: TransferRequest, *, test: Pairs | None = None, enough: float = 1.0) -> MigrationReport:
+def migrate(request: TransferRequest, *, test: Pairs | None = None, target_score: float = 1.0) -> MigrationReport:
     """Moves an adapter by several methods, the cheapest first, and keeps the best result in args.output_dir.
 
     "copy" puts the adapter on the target unchanged, if its weights fit and the tokenizers are the same. "titok" trains one
@@ -108,7 +108,7 @@ def migrate(request: TransferRequest, *, test: Pairs | None = None, enough: floa
             adapter that "titok" or "trans_lora" trains.
         test: inputs of the task with the correct answers. The score is then the accuracy on them. Without a test, it is the
             agreement with the source model and its adapter on held-out synthetic inputs.
-        enough: score at which the run stops: it tries no further method.
+        target_score: score at which the run stops: it tries no further method.
 
     Raises:
         HfExtError: the models, the adapter and the discriminator do not go together, or there is nothing to score with.
@@ -130,7 +130,7 @@ def migrate(request: TransferRequest, *, test: Pairs | None = None, enough: floa
         report.attempts.append(attempt)
         if report.best.score is not None:
             _publish(report, request.args, request.peft_config.task_type)
-        if attempt.score is not None and attempt.score >= enough:
+        if attempt.score is not None and attempt.score >= target_score:
             break
     return report
 

@@ -43,7 +43,7 @@ def claim(folder: Path, part: str, settings: dict[str, Any], files: Sequence[str
             if recorded != current:
                 different = ", ".join(key for key in current | recorded if recorded.get(key) != current.get(key))
                 hints = {
-                    "training": "start again with resume_from_checkpoint=False (--resume_from_checkpoint False)",
+                    "training": "start again with resume_from_checkpoint=False (--resume-from-checkpoint False)",
                     "labels": f"delete {begun[0].name} for new labels",
                 }
                 hint = hints.get(part, "delete it")

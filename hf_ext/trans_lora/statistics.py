@@ -47,7 +47,7 @@ def mmd(x: torch.Tensor, y: torch.Tensor, bandwidth: float | None = None) -> flo
 
 def plane(points: torch.Tensor) -> torch.Tensor:
     """Returns the two principal components of points, (n, d), as a map, (n, 2)."""
-    centred = points.double() - points.double().mean(0)
-    _, _, directions = torch.linalg.svd(centred, full_matrices=False)
-    flat = centred @ directions[:2].T
+    centered = points.double() - points.double().mean(0)
+    _, _, directions = torch.linalg.svd(centered, full_matrices=False)
+    flat = centered @ directions[:2].T
     return torch.nn.functional.pad(flat, (0, 2 - flat.shape[1]))

@@ -103,32 +103,35 @@ class VLLMServer:
 def follow(
     place: str | os.PathLike | Place,
     servers: Sequence[VLLMServer],
-    last: int | None = None,
-    every: float = 1.0,
+    stop_at_step: int | None = None,
+    poll_interval: float = 1.0,
     tell: Callable[[str], object] = logger.info,
-    give_up: float | None = None,
+    give_up_after: float | None = None,
 ) -> int:
-    """Updates servers to each new step until all are at step `last` or beyond; by default without end.
+    """Updates servers to each new step until all are at step `stop_at_step` or beyond; by default without end.
 
     An update goes to the newest step, and skips steps that were published during the previous update. A server that was
-    restarted is updated again. Errors are logged. What failed is tried again, first after `every` seconds, then after pauses
-    that double up to 30 seconds.
+    restarted is updated again. Errors are logged. What failed is tried again, first after `poll_interval` seconds, then after
+    pauses that double up to 30 seconds.
 
     Args:
         place: place of the steps.
         servers: servers to update at the same time.
-        every: seconds between two checks of the place and of each server.
+        poll_interval: seconds between two checks of the place and of each server.
         tell: function that receives messages about the progress.
-        give_up: seconds for which the place or a server may fail before its error is raised; by default without end.
+        give_up_after: seconds for which the place or a server may fail before its error is raised; by default without end.
 
     Returns:
         The step.
 
     Raises:
-        ServerError, CheckpointError, OSError: a server or the place has failed for `give_up` seconds.
+        ServerError, CheckpointError, OSError: a server or the place has failed for `give_up_after` seconds.
     """
     steps, reached = Subscriber(place), dict.fromkeys(servers, -1)
-    reading, attempts = _Attempts(every, give_up), {server: _Attempts(every, give_up) for server in servers}
+    reading, attempts = (
+        _Attempts(poll_interval, give_up_after),
+        {server: _Attempts(poll_interval, give_up_after) for server in servers},
+    )
     newest = -1
 
     def update(server: VLLMServer) -> bool:
@@ -160,28 +163,28 @@ def follow(
                     attempts[server].succeeded()
                     if is_new:
                         tell(f"{server.url} is at step {newest}.")
-            if last is not None and min(reached.values()) >= last:
+            if stop_at_step is not None and min(reached.values()) >= stop_at_step:
                 return min(reached.values())
-            time.sleep(every)
+            time.sleep(poll_interval)
 
 
 class _Attempts:
     """The attempts at something that may fail, with longer and longer pauses."""
 
-    def __init__(self, every: float, give_up: float | None):
-        self._every, self._give_up = every, give_up
+    def __init__(self, pause: float, give_up_after: float | None):
+        self._shortest, self._give_up_after = pause, give_up_after
         self.succeeded()
 
     def succeeded(self) -> None:
-        self._pause, self._next, self._failing_since = self._every, 0.0, math.inf
+        self._pause, self._next, self._failing_since = self._shortest, 0.0, math.inf
 
     def failed(self, error: Exception) -> None:
         """Notes a failure, or raises it after the longest time."""
         now = time.monotonic()
         self._failing_since = min(self._failing_since, now)
-        if self._give_up is not None and now - self._failing_since >= self._give_up:
+        if self._give_up_after is not None and now - self._failing_since >= self._give_up_after:
             raise error
-        self._next, self._pause = now + self._pause, min(2 * self._pause, max(LONGEST_PAUSE, self._every))
+        self._next, self._pause = now + self._pause, min(2 * self._pause, max(LONGEST_PAUSE, self._shortest))
 
     def is_due(self) -> bool:
         return time.monotonic() >= self._next

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from peft import AdaLoraConfig, LoraConfig, PeftModel
+from safetensors.torch import load_file
 from tiny_adapters import NF4, SAVED_BIASES, difference, load, logits, small_gpt2, small_llama, trained
 from tiny_models import bert, llama
 from torch import nn
+from transformers import BertForSequenceClassification
 
 from hf_ext import BaseModelError, HfExtError, PissaConfig, QPissaConfig, pissa
+from hf_ext.cli.main import main
 from hf_ext.pissa.quantization import dequantize
 
 pytestmark = [
@@ -107,6 +111,33 @@ def test_qpissa_becomes_a_lora_of_either_base_with_a_known_error(tmp_path, base,
         expected = (missed / torch.linalg.norm(plain.get_submodule(record.layer).weight)).item()
         assert record.error == pytest.approx(expected, abs=1e-4)
         assert record.error < (0.15 if rank is None else 0.6)
+
+
+@pytest.mark.parametrize(("config", "quantization"), [(PissaConfig, None), (QPissaConfig, NF4)], ids=["pissa", "qpissa"])
+def test_the_command_converts_a_saved_adapter(tmp_path, base, capsys, config, quantization):
+    model = trained(load(base, quantization), config(**OPTIONS))
+    model.save_pretrained(tmp_path / "adapter")
+    direct = pissa.convert_to_lora(model, 3)
+    moved = base.rename(tmp_path / "moved")
+    line = ["convert-to-lora", str(tmp_path / "adapter"), "--rank", "3", "--out", str(tmp_path / "lora"), "--json"]
+    assert main([*line, "--base", str(moved)]) == 0
+    layers = json.loads(capsys.readouterr().out)["layers"]
+    assert [layer["error"] for layer in layers] == pytest.approx([layer.error for layer in direct.layers], abs=1e-4)
+    loaded = PeftModel.from_pretrained(load(moved), tmp_path / "lora")
+    assert type(loaded.peft_config["default"]) is LoraConfig and loaded.peft_config["default"].r == 3
+
+
+def test_the_command_keeps_the_head_of_the_adapter(tmp_path, capsys):
+    bert().save_pretrained(tmp_path / "base")
+    options = {"num_labels": 5, "ignore_mismatched_sizes": True}
+    head = BertForSequenceClassification.from_pretrained(tmp_path / "base", **options)
+    trained(head, PissaConfig(r=4, target_modules=["query"], task_type="SEQ_CLS")).save_pretrained(tmp_path / "adapter")
+    assert main(["convert-to-lora", str(tmp_path / "adapter"), "--out", str(tmp_path / "lora")]) == 0
+    assert "layers, error 0.00 %" in capsys.readouterr().out
+    weights = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "lora")]
+    for name in weights[0]:
+        if "classifier" in name:
+            assert torch.equal(weights[0][name], weights[1][name]) and len(weights[0][name]) == 5
 
 
 def test_what_cannot_be_converted_is_an_error(base):

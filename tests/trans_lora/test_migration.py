@@ -54,7 +54,9 @@ def lines(path):
 
 
 def test_a_good_enough_copy_ends_the_migration(folders, tmp_path):
-    report = migrate(TransferRequest(*names(folders, "relative"), settings(tmp_path), lora("gpt2")), test=TEST, enough=0.9)
+    report = migrate(
+        TransferRequest(*names(folders, "relative"), settings(tmp_path), lora("gpt2")), test=TEST, target_score=0.9
+    )
     assert [one.method for one in report.attempts] == ["copy"] and report.best.score == report.teacher == 1
     assert report.evidence == "accuracy on 60 test inputs" and report.shared_seconds == 0
     assert not list(tmp_path.rglob("synthesis.jsonl"))

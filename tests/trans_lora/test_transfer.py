@@ -692,7 +692,7 @@ def test_the_command_line_does_all_of_it(folders, tmp_path, capsys):
     line = ("transfer", *source, "--source-adapter", folders / "adapter", "--target-model", folders / "llama")
     line += ("--discriminator", discriminator, "--seeds", folders / "seeds.jsonl", "--out", out)
     line += ("--paper", 20, "--target-modules", "all-linear", "--real-inputs", real, "--held_out_share", 0.2, *COMMON, *ASKED)
-    assert main([str(word) for word in (*line, "--learning_rate", 1e-2, "--json")]) == 0
+    assert main([str(word) for word in (*line, "--learning-rate", 1e-2, "--json")]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == json.loads((out / "report.json").read_text())
     assert report["counts"]["kept"] == 24 and set(report["mmd_to_real"]) >= {"kept"} and 0 <= report["agreement"] <= 1
@@ -779,8 +779,8 @@ def test_the_command_line_says_what_is_wrong_in_one_line(folders, tmp_path, caps
         (("--filter", "none", "--seeds", tmp_path / "no.jsonl"), "there is no file"),
         (("--filter", "none", "--rank", "0"), "'--rank': Input should be greater than or equal to 1"),
         (("--filter", "none", "--no_such_option", "1"), "unrecognized arguments: --no_such_option"),
-        (("--filter", "none", "--lerning_rate", "1"), "Did you mean --learning_rate"),
-        (("--filter", "none", "--learning_rat", "1"), "Did you mean --learning_rate"),
+        (("--filter", "none", "--lerning_rate", "1"), "Did you mean --learning-rate"),
+        (("--filter", "none", "--learning_rat", "1"), "Did you mean --learning-rate"),
         (("--filter", "none", "--output_dir", "elsewhere"), "give the folder as --out"),
         (("--filter", "none", "--learning_rate", "much"), "learning_rate"),
     ]

@@ -267,8 +267,8 @@ def test_images_that_are_not_rgb_are_errors(mode):
 
 def test_broken_images_are_errors(tmp_path):
     (tmp_path / "text.png").write_text("no image")
-    Image.new("L", (9, 9)).save(tmp_path / "grey.png")
-    cases = [(broken(tmp_path), "is broken"), (7, "is a int"), (str(tmp_path / "grey.png"), "has mode L, not RGB")]
+    Image.new("L", (9, 9)).save(tmp_path / "gray.png")
+    cases = [(broken(tmp_path), "is broken"), (7, "is a int"), (str(tmp_path / "gray.png"), "has mode L, not RGB")]
     cases += [(str(tmp_path / path), rf".*{path} cannot be read") for path in ("text.png", "missing.png")]
     cases += [(np.zeros(shape, np.uint8), "has shape") for shape in ((9, 9), (9, 9, 1), (4, 9, 9), (1, 3, 9, 9))]
     for picture, message in cases:

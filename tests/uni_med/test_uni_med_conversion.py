@@ -137,7 +137,16 @@ def test_the_lora_is_an_adapter_of_peft(tmp_path, capsys):
     factors = lora()
     buffers = {"llm_model.base_model.model.model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     checkpoint(tmp_path / "c.pth", SETTINGS, Layout(SETTINGS).state_dict() | factors | buffers)
-    command = ["convert-uni-med", str(tmp_path / "c.pth"), str(tmp_path / "out"), "--vision", str(vision), "--text", str(text)]
+    command = [
+        "convert-uni-med",
+        str(tmp_path / "c.pth"),
+        "--out",
+        str(tmp_path / "out"),
+        "--vision",
+        str(vision),
+        "--text",
+        str(text),
+    ]
     assert main(command) == 0
     assert "LoRA of rank 2 on 6 layers is in" in capsys.readouterr().out
     base = AutoModelForImageTextToText.from_pretrained(tmp_path / "out")

@@ -71,7 +71,7 @@ def test_the_command_tries_again_until_the_last_step(http: ThreadingHTTPServer, 
         for step in range(3):
             run.publish(weights(step), step)
     http.answers["/start_weight_update"] = 503
-    assert main(["follow", str(tmp_path), "--server", http.url, "--last", "2", "--every", "0.01"]) == 0
+    assert main(["follow", str(tmp_path), "--server", http.url, "--stop-at-step", "2", "--poll-interval", "0.01"]) == 0
     printed, messages = capsys.readouterr()
     assert printed == "All servers are at step 2.\n"
     assert "Step 2 is tried again" in messages and f"{http.url} is at step 2" in messages
@@ -95,7 +95,7 @@ def test_following_goes_on_while_the_place_cannot_be_read(http: ThreadingHTTPSer
 
     with Publisher(place) as run:
         run.publish(weights(0), 0)
-    assert follow(place, [VLLMServer(http.url, place)], last=1, every=0.01, tell=tell) == 1
+    assert follow(place, [VLLMServer(http.url, place)], stop_at_step=1, poll_interval=0.01, tell=tell) == 1
     assert "Is a directory" in messages[1] and messages[1].endswith(" The place is read again.") and len(messages) == 3
     assert [content for path, content, _ in http.requests if path == "/update_weights"] == [
         '{"update_info": {"step": 0}}',
@@ -114,13 +114,13 @@ def test_a_restarted_server_is_updated_again(http: ThreadingHTTPServer, tmp_path
             publish(tmp_path, range(1, 2), resume=True)
 
     publish(tmp_path, range(1))
-    assert follow(tmp_path, [VLLMServer(http.url, tmp_path)], last=1, every=0.01, tell=tell) == 1
+    assert follow(tmp_path, [VLLMServer(http.url, tmp_path)], stop_at_step=1, poll_interval=0.01, tell=tell) == 1
     assert messages == [f"{http.url} is at step {step}." for step in (0, 0, 1)]
 
 
 def test_pauses_between_failures_grow_until_the_command_gives_up(tmp_path: Path, capsys):
     publish(tmp_path, range(1))
-    command = ["follow", str(tmp_path), "--server", "http://127.0.0.1:9", "--every", "0.01", "--give-up", "0.5"]
+    command = ["follow", str(tmp_path), "--server", "http://127.0.0.1:9", "--poll-interval", "0.01", "--give-up-after", "0.5"]
     assert main(command) == 1
     lines = capsys.readouterr().err.splitlines()
     assert 2 < len(lines) < 12 and "http://127.0.0.1:9 does not answer" in lines[-1]

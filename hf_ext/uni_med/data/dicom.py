@@ -21,7 +21,7 @@ COLOR = ("RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT")  # decoded to 
 def read_dicom(path: str | os.PathLike, frame: int | None = None, window: tuple[float, float] | None = None) -> Image.Image:
     """Reads one frame of a DICOM file as a display shows it.
 
-    Grey values go through the modality LUT or rescale, then through the VOI LUT or window, to 0…255. MONOCHROME1 is inverted.
+    Gray values go through the modality LUT or rescale, then through the VOI LUT or window, to 0…255. MONOCHROME1 is inverted.
     Without VOI LUT and window, values of up to 8 bits keep their brightness. Of more bits, the smallest value of the frame
     becomes 0 and the largest 255, padding aside. Presentation LUTs, overlays and ICC profiles are not applied.
 

@@ -27,7 +27,7 @@ def load_images(rows: Mapping[str, Sequence[Any]], window: tuple[float, float] |
 
     Raises:
         HfExtError: a DICOM file needs a package that is not installed.
-        ValueError: a file is missing or damaged, has several frames and no choice, or grey values of more than 8 bits in a
+        ValueError: a file is missing or damaged, has several frames and no choice, or gray values of more than 8 bits in a
             format without a window. The message names the file.
     """
     if "image" not in rows:

@@ -26,7 +26,7 @@ from pydicom.uid import (
     JPEGLosslessSV1,
     RLELossless,
 )
-from tiny_medical_data import grey, write
+from tiny_medical_data import gray, write
 
 from hf_ext.errors import CorruptFileError, HfExtError
 from hf_ext.uni_med import check_images, read_dicom
@@ -63,14 +63,14 @@ SHOWN = [0, 32, 64, 96, 128, 159, 191, 255]
 def test_the_values_do_not_depend_on_how_they_are_stored(tmp_path, syntax):
     path = write(tmp_path / "a.dcm", RAMP, syntax, BitsStored=12, HighBit=11, **WIDE)
     assert dcmread(path).file_meta.TransferSyntaxUID == syntax
-    assert grey(read_dicom(path)).ravel().tolist() == SHOWN
+    assert gray(read_dicom(path)).ravel().tolist() == SHOWN
 
 
 def test_big_endian_files_are_read_with_their_tables(tmp_path):
     item = table(0, 8, list(range(0, 256)), "OW")
     item.LUTData = np.arange(256, dtype=">u2").tobytes()
     path = write(tmp_path / "a.dcm", np.array([[1, 2, 3, 300]], np.uint16), ExplicitVRBigEndian, VOILUTSequence=[item])
-    assert grey(read_dicom(path)).tolist() == [[1, 2, 3, 255]]
+    assert gray(read_dicom(path)).tolist() == [[1, 2, 3, 255]]
 
 
 UNITS = np.array([[-1000, -160, -40, 40, 80, 500]])  # Hounsfield units
@@ -122,18 +122,18 @@ DISPLAYS = {  # by name: stored values, attributes, brightness
 
 
 @pytest.mark.parametrize("name", DISPLAYS)
-def test_grey_values_are_shown_as_the_standard_says(tmp_path, name):
+def test_gray_values_are_shown_as_the_standard_says(tmp_path, name):
     stored, attributes, expected = DISPLAYS[name]
     assert (
-        grey(read_dicom(write(tmp_path / "a.dcm", stored, ImplicitVRLittleEndian, **attributes))).ravel().tolist() == expected
+        gray(read_dicom(write(tmp_path / "a.dcm", stored, ImplicitVRLittleEndian, **attributes))).ravel().tolist() == expected
     )
 
 
 def test_a_callers_window_replaces_those_of_the_file(tmp_path):
     for attributes in ({"WindowCenter": 5, "WindowWidth": 2}, {"VOILUTSequence": [table(500, 10, VOI)]}):
         path = write(tmp_path / "a.dcm", RAMP, RescaleSlope=1, RescaleIntercept=-1000, **attributes)
-        assert grey(read_dicom(path, window=(500, 1000))).tolist() == [[0, 0, 0, 128], [255] * 4]
-        assert grey(read_dicom(path, window=(500.0, 0.5)))[0].tolist() == [0, 0, 0, 128]
+        assert gray(read_dicom(path, window=(500, 1000))).tolist() == [[0, 0, 0, 128], [255] * 4]
+        assert gray(read_dicom(path, window=(500.0, 0.5)))[0].tolist() == [0, 0, 0, 128]
     for width in (0, -1, float("nan")):
         with pytest.raises(ValueError, match="the width must be positive"):
             read_dicom(path, window=(500, width))
@@ -143,7 +143,7 @@ def test_a_frame_must_be_chosen_where_there_are_several(tmp_path):
     frames = np.arange(24, dtype=np.uint8).reshape(3, 2, 4)
     for syntax in (ExplicitVRLittleEndian, RLELossless, DeflatedExplicitVRLittleEndian):
         path = write(tmp_path / "a.dcm", frames, syntax, frames=3)
-        assert [grey(read_dicom(path, frame=i)).tolist() for i in range(3)] == frames.tolist()
+        assert [gray(read_dicom(path, frame=i)).tolist() for i in range(3)] == frames.tolist()
         with pytest.raises(ValueError, match=r"a\.dcm' has 3 frames; choose one with frame=0…2 or a column 'frame'"):
             read_dicom(path)
         for i in (3, -1):
@@ -168,7 +168,7 @@ def test_enhanced_files_have_settings_for_each_frame(tmp_path):
             group("FrameVOILUTSequence", WindowCenter=center, WindowWidth=1) for center in (1000, 4000)
         ],
     )
-    assert [(grey(read_dicom(path, frame=i)) > 0).sum() for i in (0, 1)] == [6, 3]
+    assert [(gray(read_dicom(path, frame=i)) > 0).sum() for i in (0, 1)] == [6, 3]
 
 
 def test_colors_become_rgb(tmp_path):
@@ -203,7 +203,7 @@ def test_jpeg_in_dicom_is_decoded_by_pillow(tmp_path):
     header.PixelData = encapsulate([stream.getvalue()])
     header["PixelData"].is_undefined_length = True
     header.save_as(path)
-    assert np.abs(grey(read_dicom(path)).astype(int) - 99).max() <= 2
+    assert np.abs(gray(read_dicom(path)).astype(int) - 99).max() <= 2
 
     header.PixelData = encapsulate([stream.getvalue()[:100]])
     header["PixelData"].is_undefined_length = True

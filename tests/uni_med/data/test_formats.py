@@ -12,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from PIL import Image
-from tiny_medical_data import coco, grey, reports, save, slake, vqa_rad, write, write_json
+from tiny_medical_data import coco, gray, reports, save, slake, vqa_rad, write, write_json
 from tiny_uni_med import processor
 from transformers.utils import logging
 
@@ -35,17 +35,17 @@ RAMP = np.array([[0, 500, 1000, 1500], [2000, 2500, 3000, 4095]], np.uint16)
 def test_images_are_opened_when_a_batch_needs_them(tmp_path):
     dicom = str(write(tmp_path / "scan", RAMP, WindowCenter=2000, WindowWidth=4001))  # recognized without a suffix
     video = str(write(tmp_path / "video.dcm", np.arange(24, dtype=np.uint8).reshape(3, 2, 4), frames=3))
-    png = save(tmp_path / "grey.png", mode="L")
+    png = save(tmp_path / "gray.png", mode="L")
     rows = [[dicom], [png, dicom], None, [video]]
     data = Dataset.from_list([{"image": image, "text": "a", "frame": 2 if image == [video] else None} for image in rows])
     data = data.with_transform(load_images)
     assert data["text"][0] == "a"
     assert [image.mode for image in data[1]["image"]] == ["RGB", "RGB"]
     (first,), second, third, (fourth,) = data[:]["image"]
-    assert grey(first)[1].tolist() == [128, 159, 191, 255] and grey(second[0]).max() == 77
-    assert third is None and fourth.size == (4, 2) and grey(fourth)[0, 0] == 16
+    assert gray(first)[1].tolist() == [128, 159, 191, 255] and gray(second[0]).max() == 77
+    assert third is None and fourth.size == (4, 2) and gray(fourth)[0, 0] == 16
     (lung,) = data.with_transform(partial(load_images, window=(1000, 2000)))[0]["image"]
-    assert grey(lung)[0].tolist() == [0, 64, 128, 191]
+    assert gray(lung)[0].tolist() == [0, 64, 128, 191]
     already = Image.new("RGB", (3, 3))
     assert load_images({"image": [already, "https://example.org/a.png"]})["image"] == [already, "https://example.org/a.png"]
 
@@ -67,7 +67,7 @@ def test_files_that_are_no_images_are_named(tmp_path):
         with pytest.raises(ValueError, match=rf"{re.escape(name)}' {reason}"):
             load_images({"image": [str(tmp_path / name)]})
     stack = load_images({"image": [str(tmp_path / "stack.tif")], "frame": [1]})["image"][0]
-    assert grey(stack).max() == 9
+    assert gray(stack).max() == 9
     turned = Image.new("RGB", (4, 2))
     turned.getexif()[0x0112] = 6
     turned.save(tmp_path / "turned.jpg", exif=turned.getexif())

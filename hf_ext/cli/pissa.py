@@ -1,0 +1,48 @@
+"""PiSSA's command."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Literal
+
+from hf_ext.cli.command import Result, Section, argument, option
+from hf_ext.cli.hub import Destination
+
+section = Section(
+    "Convert a PiSSA or QPiSSA adapter into a LoRA (PiSSA)",
+    "$ hf-ext convert-to-lora my-pissa --rank 8 --out my-lora",
+)
+
+
+@section.command(
+    "convert a PiSSA or QPiSSA adapter, or a LoRA of a larger rank, into a plain LoRA",
+    "  hf-ext convert-to-lora my-pissa --rank 8 --out my-lora\n"
+    "  hf-ext convert-to-lora my-qpissa --out my-lora --push-to-hub me/my-lora",
+    "The result is the best LoRA of the rank. The command prints its error in each layer. It loads the base model on the CPU.",
+)
+def convert_to_lora(
+    src: Annotated[str, argument("SRC", "Folder or Hub id of the adapter.")],
+    out: Destination,
+    rank: Annotated[
+        int | None,
+        option("--rank", "Rank of the LoRA. Defaults to that of the saved adapter, which loses nothing of PiSSA.", "N", min=1),
+    ] = None,
+    base: Annotated[
+        str | None, option("--base", "Folder or Hub id of the base, if it has moved. Defaults to that in adapter_config.json.")
+    ] = None,
+    onto: Annotated[
+        Literal["original", "quantized"],
+        option(
+            "--onto",
+            "For QPiSSA, the base of the LoRA: the base in full precision, or as load_in_4bit quantizes it.",
+            "original|quantized",
+        ),
+    ] = "original",
+) -> Result:
+    from hf_ext import pissa
+    from hf_ext.integration.adapter_source import load_adapted
+
+    folder = out.folder()
+    conversion = pissa.convert_to_lora(load_adapted(src, base), rank, onto=onto)
+    conversion.save_pretrained(folder)
+    return Result(str(conversion), {"out": folder, "layers": [asdict(layer) for layer in conversion.layers]})
