@@ -99,9 +99,15 @@ def blocks(page: str) -> list[Block]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The lines of a shell block as words, without comments."""
-    lines = text.replace("\\\n", " ").splitlines()
-    return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
+    """The commands of a shell block as words, without comments. A quoted text may have several lines."""
+    found, begun = [], ""
+    for line in text.replace("\\\n", " ").splitlines(keepends=True):
+        begun += line
+        with contextlib.suppress(ValueError):  # a quotation that goes on
+            found.append(shlex.split(begun, comments=True))
+            begun = ""
+    assert not begun, f"a quotation does not end: {begun}"
+    return [words for words in found if words]
 
 
 def shortened(text: str) -> str:
