@@ -125,8 +125,10 @@ class _Parent:
     def run(self, command: list[str], cwd: str, env: dict[str, str], streams: list[Path], timeout: float) -> int | None:
         """Returns the exit code of a run, or None if it took longer than `timeout` seconds and was killed."""
         if "HF_HOME" in env:
+            target = Path(os.path.abspath(cwd), env["HF_HOME"])
+            target.mkdir(parents=True, exist_ok=True)  # huggingface_hub 1.17 cannot make it through the link
             self._home.unlink(missing_ok=True)
-            self._home.symlink_to(os.path.join(os.path.abspath(cwd), env["HF_HOME"]))
+            self._home.symlink_to(target)
         self._pipe.send((command, cwd, env, streams, sys.path))
         child = self._pipe.recv()
         late = not self._pipe.poll(timeout)

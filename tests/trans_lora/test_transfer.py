@@ -777,7 +777,7 @@ def test_the_command_line_says_what_is_wrong_in_one_line(folders, tmp_path, caps
     mistakes = [
         ((), "give one, or choose --filter token_excess"),
         (("--filter", "none", "--seeds", tmp_path / "no.jsonl"), "there is no file"),
-        (("--filter", "none", "--rank", "0"), "'--rank': Input should be greater than or equal to 1"),
+        (("--filter", "none", "--rank", "0"), "Invalid value for '--rank': "),  # the rest is Typer's
         (("--filter", "none", "--no_such_option", "1"), "unrecognized arguments: --no_such_option"),
         (("--filter", "none", "--lerning_rate", "1"), "Did you mean --learning-rate"),
         (("--filter", "none", "--learning_rat", "1"), "Did you mean --learning-rate"),
