@@ -378,7 +378,7 @@ def _encode_floats(
     if is_own and not predicted and has_long_rows(tensor.shape) and (mixed := encode_mixed(tensor, length, threads)):
         return MIXED | FLOATS[mixed[0]] << 4, mixed[1]
     data, prediction = aligned(coded.data, coded.dtype), _prediction(base, coded.dtype, predicted)
-    changes = _changes(coded, data, prediction, level)
+    changes = _changes(coded, data, prediction, threads, level)
     body = _native.encode(data, prediction, FLOATS[coded.dtype], length, predicted, threads, changes)
     return CODED | (0 if is_own else FLOATS[coded.dtype] << 4), body
 
@@ -395,7 +395,9 @@ def _decode_floats(body: np.ndarray, header: Header, base: RawTensor | None, dat
         _native.cast(coded, FLOATS[coded_dtype], data, FLOATS[header.dtype])
 
 
-def _changes(tensor: RawTensor, data: np.ndarray, prediction: np.ndarray | None, level: int) -> tuple[Factors, ...]:
+def _changes(
+    tensor: RawTensor, data: np.ndarray, prediction: np.ndarray | None, threads: int, level: int
+) -> tuple[Factors, ...]:
     """Returns low-rank changes that may bring the base's values closer to the tensor's, whose aligned bytes are `data`."""
     length = row_length(tensor.shape)
     if level == LEVELS[0] or prediction is None or len(tensor.shape) < 2 or length != math.prod(tensor.shape[1:]):
@@ -407,7 +409,7 @@ def _changes(tensor: RawTensor, data: np.ndarray, prediction: np.ndarray | None,
             "Compressing at levels 2 and 3 needs PyTorch, which is not installed: pip install torch, or compress with level=1."
         ) from error
 
-    return tuple(low_rank.changes(data[: prediction.size], prediction, tensor.dtype, length, level))
+    return tuple(low_rank.changes(data[: prediction.size], prediction, tensor.dtype, length, level, threads))
 
 
 def _prediction(base: RawTensor | None, dtype: str, values: int) -> np.ndarray | None:

@@ -16,6 +16,7 @@ import torch
 from hf_ext.storage.delta.change import Change
 from hf_ext.storage.delta.weighted_fit import fit
 from hf_ext.storage.native import MANTISSA, WIDTHS, as_numbers
+from hf_ext.storage.prefetch import in_threads
 
 MAX_RANK = 64  # each component adds a product to the decoding of every value
 MAX_RANK_OF_ALL = {2: MAX_RANK, 3: 256}  # by level, for changes that are completely of low rank
@@ -93,7 +94,7 @@ class Components(NamedTuple):
         return max(self.energy - float(np.square(self.values[:rank]).sum()), 0.0)
 
 
-def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, level: int) -> list[Factors]:
+def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, level: int, threads: int = 1) -> list[Factors]:
     """Returns low-rank changes that may bring a base closer to a tensor, to be tried one by one.
 
     A sample of the rows shows whether any change can pay. Memory: the sample (at most 2^23 values), the factors and a few bands
@@ -103,6 +104,7 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
         data: bytes of the tensor, a matrix with rows of `length` values.
         prediction: bytes of the base, of the same type and size.
         level: 2 or 3, see `encode_raw`.
+        threads: number of threads; the result does not depend on it.
     """
     change = Change(data, prediction, dtype, length)
     rows, columns = change.shape
@@ -114,7 +116,7 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
         spacings = spacing(as_numbers(sample, dtype), dtype)
         grid = Grid.of(spacings)
     start = glance(change, grid, MAX_RANK_OF_ALL[level]) if math.isfinite(grid.mean) else None
-    components = None if start is None else decompose(change, start, PASSES[level])
+    components = None if start is None else decompose(change, start, PASSES[level], threads)
     if components is None:
         return []
     best = best_rank(components.values, components.energy, (components.touched, columns), grid)
@@ -128,7 +130,7 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
         left, right = components.left(rank) * root, components.right(rank) * root[:, None]
         rest = components.energy_left(rank) / count + grid.mean
         if is_all:
-            left, right = fit(change, left, right, int(spacings.max()), level)
+            left, right = fit(change, left, right, int(spacings.max()), level, threads)
             rest = grid.mean
         if is_all and level == 2 and WIDTHS[dtype] == 2:
             halvings = [best_step(change, left, right, rest, halvings)]
@@ -219,7 +221,7 @@ def spacing(values: np.ndarray, dtype: str) -> np.ndarray:
     return (np.frexp(np.maximum(magnitude, 2.0 ** LEAST_EXPONENT[dtype]))[1] - 1 - MANTISSA[dtype]).astype(np.int16)
 
 
-def decompose(change: Change, start: torch.Tensor, passes: int) -> Components | None:
+def decompose(change: Change, start: torch.Tensor, passes: int, threads: int = 1) -> Components | None:
     """Computes the leading singular components from vectors near the right singular ones (columns × width), by power iterations
     over bands of rows. Returns None if squares of the change are not finite."""
     for _ in range(passes):
@@ -230,14 +232,19 @@ def decompose(change: Change, start: torch.Tensor, passes: int) -> Components | 
         if not image.isfinite().all():
             return None
         start = torch.linalg.qr(image).Q
-    width = start.shape[1]
+    width, bands = start.shape[1], list(change.bands())
     reduced, gram = torch.empty(change.shape[0], width, dtype=torch.float32), torch.zeros(width, width, dtype=torch.float64)
-    energy, touched = 0.0, 0
-    for band in change.bands():
-        part, energies = change.rows(band)
-        near = reduced[band] = part @ start
-        gram += near.double().T @ near.double()
-        energy, touched = energy + float(energies.sum()), touched + int(np.count_nonzero(energies))
+
+    def project(i: int) -> tuple[float, int]:
+        part, energies = change.rows(bands[i])
+        reduced[bands[i]] = part @ start
+        return float(energies.sum()), int(np.count_nonzero(energies))
+
+    energies, counts = zip(*in_threads(project, len(bands), threads))
+    energy, touched = sum(energies), sum(counts)
+    for band in bands:
+        near = reduced[band].double()
+        gram += near.T @ near
     if not energy < MOST_ENERGY:
         return None
     values, turn = singular(gram)

@@ -6,13 +6,14 @@ factors fixed, each row of the other factors is a separate small problem, and vi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hf_ext.storage.delta.change import Change
-from hf_ext.storage.prefetch import check_awaited
+from hf_ext.storage.prefetch import check_awaited, in_threads
 
 ROUNDS = {2: 2, 3: 3}  # by level
 SAMPLE = {2: 1 << 20, 3: 1 << 23}  # by level: values from which the factors of the columns are fitted
@@ -34,7 +35,9 @@ class Weighted(NamedTuple):
         return torch.addmm(self.change, self.left, right, alpha=-1).mul_(self.weights)
 
 
-def fit(change: Change, left: torch.Tensor, right: torch.Tensor, top: int, level: int) -> tuple[torch.Tensor, torch.Tensor]:
+def fit(
+    change: Change, left: torch.Tensor, right: torch.Tensor, top: int, level: int, threads: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns factors of the same shapes (rows × rank and rank × columns) that leave less of a change; may reuse the memory of
     those given.
 
@@ -42,38 +45,43 @@ def fit(change: Change, left: torch.Tensor, right: torch.Tensor, top: int, level
 
     Args:
         top: exponent of the spacing of values that have the weight 1; see `Change.weights`.
+        threads: number of threads; the result does not depend on it.
     """
     rank, columns = right.shape
     left, right = left.contiguous(), right.contiguous()
     rows = change.sample(min(max(SAMPLE[level], ROWS_PER_FACTOR * rank * columns), MOST))
     is_all = len(rows) == change.shape[0]
     sampled_left = left if is_all else left[torch.from_numpy(rows)]
-    bands = list(change.bands(len(rows)))
-    sampled = [
-        Weighted(change.rows(chosen)[0], change.weights(chosen, top), sampled_left[band])
-        for band in bands
-        for chosen in [band if is_all else rows[band]]
-    ]
+
+    def band_of(chosen: slice | np.ndarray, factors: torch.Tensor) -> Weighted:
+        return Weighted(change.rows(chosen)[0], change.weights(chosen, top), factors)
+
+    sampled = [band_of(band if is_all else rows[band], sampled_left[band]) for band in change.bands(len(rows))]
     for after in range(ROUNDS[level]):
         if after:
-            fit_rows(sampled, right)
+            fit_rows(sampled.__getitem__, len(sampled), right, threads)
         fit_columns(sampled, right)
     if is_all:
-        fit_rows(sampled, right)
+        fit_rows(sampled.__getitem__, len(sampled), right, threads)
     else:
         del sampled
-        fit_rows((Weighted(change.rows(band)[0], change.weights(band, top), left[band]) for band in change.bands()), right)
+        bands = list(change.bands())
+        fit_rows(lambda i: band_of(bands[i], left[bands[i]]), len(bands), right, threads)
     return left, right
 
 
-def fit_rows(bands: Iterable[Weighted], right: torch.Tensor) -> None:
-    """Replaces the factors of rows, in place, by those of the least weighted error."""
+def fit_rows(band_at: Callable[[int], Weighted], count: int, right: torch.Tensor, threads: int) -> None:
+    """Replaces the factors of rows, in place, by those of the least weighted error. Works on one band in each thread."""
     blocks = [slice(at, at + TOGETHER) for at in range(0, len(right), TOGETHER)]
     products = [pairs(right[block]) for block in blocks]
-    for band in bands:
+
+    def fit_band(i: int) -> None:
         check_awaited()
+        band = band_at(i)
         for block, product in zip(blocks, products):
             band.left[:, block] += solve(product @ band.weights.T, right[block] @ band.rest(right).T).T
+
+    in_threads(fit_band, count, threads)
 
 
 def fit_columns(bands: list[Weighted], right: torch.Tensor) -> None:

@@ -82,7 +82,8 @@ def write_delta(
                 return payload
 
             with closing(writer):
-                for name, payload in Prefetcher(encode, {name: entry.nbytes for name, entry in file.entries.items()}):
+                # Only payloads wait, which are smaller than tensors.
+                for name, payload in Prefetcher(encode, {name: entry.nbytes // 4 for name, entry in file.entries.items()}):
                     writer.add(name, payload)
                     bar.update()
     groups = [[writers[file.path.name] for file in shards] for shards in sets]
