@@ -18,13 +18,15 @@ from local_hub import LocalHub
 from peft import PeftConfig
 from PIL import Image, ImageDraw
 from processes import python
-from tiny_models import tokenizer
+from tiny_models import llama, tokenizer
 from tiny_transfers import tokenizer as letters
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from training_seeds import training_seed
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+
+from hf_ext.fm_delta import compress_checkpoint, verify
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -268,3 +270,22 @@ def test_language_model(language_model, tmp_path):
     assert "gives the same bits from pissa-small as from pissa" in printed
     assert re.findall(r"Switched to (\w+) in ", printed) == ["lora", "pissa"]
     assert (tmp_path / "language-model-out/loss.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["pissa", "full"])
+def test_trl_fine_tunes_a_compressed_model(tmp_path, full):
+    pytest.importorskip("trl")
+    words = letters(64)
+    words.chat_template = "{% for message in messages %}{{ message.content + ' ' }}{% endfor %}"
+    llama(vocabulary=len(words)).save_pretrained(tmp_path / "plain")
+    words.save_pretrained(tmp_path / "plain")
+    compress_checkpoint(tmp_path / "plain", None, tmp_path / "small")
+    chat = [{"role": "user", "content": "pick a b c"}, {"role": "assistant", "content": "a b"}]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 16)
+    arguments = ["--model", "small", "--data", "chats.jsonl", "--output_dir", "run", "--max_steps", 4, "--save_steps", 2]
+    arguments += ["--use_cpu", "--bf16", "False", "--report_to", "none", "--seed", training_seed()]
+    run("stacks/trl_sft.py", tmp_path, *arguments, *(["--full"] if full else []))
+    if full:
+        assert verify(tmp_path / "run/checkpoint-2") == verify(tmp_path / "run/checkpoint-4") > 10
+    else:
+        assert PeftConfig.from_pretrained(tmp_path / "run").r == 32
