@@ -4,7 +4,10 @@ from local_hub import LocalHub
 from processes import python
 
 PUSH = """
+import json
+from pathlib import Path
 import torch
+from hf_ext.cli.main import main
 from peft import PeftModel
 from tiny_transfers import SEEDS, inputs, is_input, lora, pretrained, settings, teacher
 from hf_ext import TransLoraTrainer
@@ -43,6 +46,12 @@ trainer.push_to_hub()
 again = PeftModel.from_pretrained(load_model("user/llama")[0], "user/moved")
 same = dict(again.named_parameters())
 assert all(torch.equal(p, same[name]) for name, p in trainer.model.named_parameters())
+
+Path("seeds.jsonl").write_text("".join(json.dumps(seed) + "\\n" for seed in SEEDS))
+line = "transfer --source-model user/gpt2 --source-adapter user/adapter --target-model user/llama --seeds seeds.jsonl --out cli"
+line += " --filter none --num-samples 8 --max-label-length 4 --num-train-epochs 1 --use-cpu --report-to none --save-strategy no"
+line += " --prompt-template {input} --teacher-prompt-template {input} --push-to-hub user/by-command --private"
+assert main(line.split()) == 0
 Discriminator.from_pretrained("user/nothing")
 """
 
@@ -53,9 +62,11 @@ def test_pushed_adapters_load_by_id_and_missing_ones_are_named(tmp_path):
         result = python("-c", PUSH, env=env, cwd=tmp_path)
         last = result.stderr.strip().splitlines()[-1]
         assert last.startswith("hf_ext.errors.HfExtError: 'user/nothing' is neither a folder nor"), result.stderr[-3000:]
-        files = {repo: hub.repos[f"user/{repo}"].at("main").files for repo in ("discriminator", "saved", "moved")}
-        private = hub.repos["user/discriminator"].private
-    assert private
+        files = {repo: hub.repos[f"user/{repo}"].at("main").files for repo in ("discriminator", "saved", "moved", "by-command")}
+        assert hub.repos["user/discriminator"].private and hub.repos["user/by-command"].private
+    pushed = {*files["by-command"]}
+    assert {"README.md", "adapter_model.safetensors", "tokenizer.json"} <= pushed
+    assert not [name for name in pushed if name.endswith((".jsonl", ".bin", "report.json", "transfer.json"))]
     for repo in ("discriminator", "saved"):
         assert {*files[repo]} - {".gitattributes"} == {
             *("README.md", "adapter_config.json", "adapter_model.safetensors", "discriminator.json")
