@@ -26,7 +26,7 @@ from sections.links import cold, links
 from sections.load_from_hub import empty_model, load_and_read
 from sections.pairs import QUANTIZED, Pair, compress_checked, load_pairs, measure, ours, speed_row, write_models
 from sections.peers import Peer, all_peers, zstd_xor_planes
-from sections.scale import scale
+from sections.scale import SHAPES, scale
 from sections.switching import switching
 from transformers import AutoModel
 from transformers import AutoModelForSequenceClassification as Classifier
@@ -289,8 +289,8 @@ def main():
     parser.add_argument("--links", nargs="+", type=float, default=[100, 1000], help="cold: Mbit/s of the link to the Hub")
     parser.add_argument("--disk", type=float, help="links: MB/s of the disk, if it is not to be measured")
     parser.add_argument("--plot", type=Path, help="links and series: also draw them, in files for each type")
-    parser.add_argument("--layers", type=int, default=16, help="scale: of the model; 16 of width 2048 are 1.2 B parameters")
-    parser.add_argument("--width", type=int, default=2048, help="scale: of the model; a multiple of 128")
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.2-1b", help="scale: the model whose shapes are drawn")
+    parser.add_argument("--layers", type=int, help="scale: how many of its layers, all by default")
     run_sections(parser, SECTIONS)
 
 

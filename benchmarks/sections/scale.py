@@ -1,32 +1,51 @@
-"""Measure compressing and loading of a larger model: a section of benchmarks/fm_delta.py.
+"""Measure FM-Delta and EMR-Merging on a larger model: a section of benchmarks/fm_delta.py.
 
-No such fine-tune is available offline, so the benchmark draws a random one with the shapes of Llama 3.2 1B. Its base is random.
-Its change resembles that of the real fine-tune, matrix by matrix: the same size relative to the base, a low-rank part with the
-same share and decay of the energy on top of white noise, and the same share of unchanged rows of the embedding. The benchmark
-measures time and memory. Its compressed size need not be that of a real fine-tune.
+No such fine-tunes are available offline, so the benchmark draws two random ones with the shapes of a real model. Their base is
+random. Their changes resemble those of the real fine-tune, matrix by matrix: the same size relative to the base, a low-rank
+part with the same share and decay of the energy on top of white noise, and the same share of unchanged rows of the embedding.
+The benchmark measures time and memory. The compressed size need not be that of a real fine-tune.
+
+It writes four times the model's size to the folder for temporary files (TMPDIR).
 """
 
 import argparse
 import json
 import math
+import shutil
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from measuring import fresh, peak_of, print_table, size_of, timed
+from measuring import fresh, print_table, size_of, timed
 from safetensors.torch import save_file
 from sections.load_from_hub import empty_model, load_and_read
 from sections.pairs import is_dense, load_tensors
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from sections.switching import anonymous_peak, decode
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
-from hf_ext.fm_delta import compress_checkpoint
+from hf_ext import emr
+from hf_ext.fm_delta import compress_checkpoint, switch, verify
 
-Shard = dict[str, tuple[torch.Tensor, torch.Tensor]]
+Tensors = dict[str, torch.Tensor]
 
 BASE_SCALE = 0.02  # of the random base's values
+LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+QWEN = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
+SHAPES: dict[str, PretrainedConfig] = {
+    "llama-3.2-1b": LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, tie_word_embeddings=True, **LLAMA
+    ),
+    "llama-3-8b": LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, tie_word_embeddings=False, **LLAMA
+    ),
+    "qwen3-30b-a3b": Qwen3MoeConfig(
+        hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_experts=128, num_experts_per_tok=8, **QWEN
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -67,130 +86,133 @@ def measure_spectra(folder: Path) -> tuple[list[Spectrum], float]:
     return spectra, changed[0]
 
 
-def config_of(args: argparse.Namespace) -> LlamaConfig:
-    """Returns the configuration of Llama 3.2 1B, or a smaller one in proportion."""
-    heads = args.width // 64
-    return LlamaConfig(
-        hidden_size=args.width, intermediate_size=4 * args.width, num_hidden_layers=args.layers, num_attention_heads=heads,
-        num_key_value_heads=max(heads // 4, 1), vocab_size=128256 * args.width // 2048, tie_word_embeddings=True,
-        architectures=["LlamaForCausalLM"], dtype="bfloat16",
-    )  # fmt: skip
+def config_of(args: argparse.Namespace) -> PretrainedConfig:
+    """Returns the configuration of the model whose shapes are drawn, with all or some of its layers."""
+    config = SHAPES[args.shape]
+    config.update({"num_hidden_layers": args.layers or config.num_hidden_layers, "dtype": "bfloat16"})
+    return config
 
 
 def trained(base: torch.Tensor, like: Spectrum, generator: torch.Generator) -> torch.Tensor:
-    """Returns the base in float32 after a change like a measured one."""
+    """Returns a matrix in float32 after a change like a measured one."""
     rows, columns = base.shape
     size = like.change * base.norm()
-    noise = torch.randn(base.shape, generator=generator)
-    delta = noise * (size * math.sqrt(1 - like.share) / math.sqrt(rows * columns))
+    delta = torch.randn(base.shape, generator=generator).mul_(size * math.sqrt(1 - like.share) / math.sqrt(rows * columns))
     if like.profile:
         # Random directions in so many dimensions are orthogonal but for little.
         left = torch.randn(rows, len(like.profile), generator=generator) / math.sqrt(rows)
         right = torch.randn(len(like.profile), columns, generator=generator) / math.sqrt(columns)
-        delta += (left * torch.tensor(like.profile) * size * math.sqrt(like.share)) @ right
-    return base + delta
+        delta.addmm_(left * torch.tensor(like.profile) * size * math.sqrt(like.share), right)
+    return delta.add_(base)
 
 
-def shards(config: LlamaConfig, spectra: list[Spectrum], changed: float) -> Iterator[Shard]:
-    """Yields fine-tune and base, a layer at a time, in bfloat16."""
+def drawn(shape: torch.Size, like: Spectrum, changed: float, generator: torch.Generator) -> list[torch.Tensor]:
+    """Returns two fine-tunes of a tensor and their base, in bfloat16. A fine-tune changes this share of the rows."""
+    if len(shape) == 1:
+        base = torch.ones(shape)
+        return [(base + torch.randn(shape, generator=generator) * 1e-3).bfloat16() for _ in range(2)] + [base.bfloat16()]
+    if len(shape) > 2:  # experts
+        matrices = [drawn(shape[1:], like, changed, generator) for _ in range(shape[0])]
+        return [torch.stack(parts) for parts in zip(*matrices)]
+    base = torch.randn(shape, generator=generator).mul_(BASE_SCALE)
+    tuned = [trained(base, like, generator) for _ in range(2)]
+    for tensor in tuned:
+        if changed < 1:
+            kept = torch.rand(shape[0], generator=generator) >= changed
+            tensor[kept] = base[kept]
+    return [tensor.bfloat16() for tensor in (*tuned, base)]
+
+
+def shards(config: PretrainedConfig, spectra: list[Spectrum], changed: float) -> Iterator[list[Tensors]]:
+    """Yields two fine-tunes and their base, a layer at a time."""
     with torch.device("meta"):
-        weights = LlamaForCausalLM(config).named_parameters()  # each once, though the embedding is the head too
-        shapes = {name: tuple(weight.shape) for name, weight in weights}
+        model = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}  # each once, also an embedding that is the head
     generator = torch.Generator().manual_seed(0)
-    kinds = len([name for name, shape in shapes.items() if ".layers.0." in name and len(shape) == 2])
     layers: dict[str, list[str]] = {}
     for name in shapes:
         layers.setdefault(name.split(".")[2] if ".layers." in name else name, []).append(name)
+    whole = Spectrum(statistics.median(s.change for s in spectra), 0.0, ())
     for names in layers.values():
-        shard, matrix = {}, 0
+        shard: list[Tensors] = [{}, {}, {}]
+        matrices = [name for name in names if len(shapes[name]) > 1]
         for name in names:
-            shape = shapes[name]
-            if len(shape) == 1:
-                before = torch.ones(shape)
-                after = before + torch.randn(shape, generator=generator) * 1e-3
-            else:
-                before = torch.randn(shape, generator=generator).mul_(BASE_SCALE)
-                if "embed" in name:
-                    like = Spectrum(statistics.median(s.change for s in spectra), 0.0, ())
-                    kept = torch.rand(shape[0], generator=generator) >= changed
-                    after = trained(before, like, generator)
-                    after[kept] = before[kept]
-                else:
-                    # The same depth of the real model, and another of its matrices each time.
-                    depth = int(name.split(".")[2]) * (len(spectra) // 6) // config.num_hidden_layers
-                    after = trained(before, spectra[6 * depth + matrix * 6 // kinds], generator)
-                    matrix += 1
-            shard[name] = after.bfloat16(), before.bfloat16()
+            like, share = whole, changed if "embed" in name else 1.0
+            if ".layers." in name and name in matrices:
+                # The same depth of the real model, and another of its matrices each time.
+                depth = int(name.split(".")[2]) * (len(spectra) // 6) // config.num_hidden_layers
+                like = spectra[6 * depth + matrices.index(name) * 6 // len(matrices)]
+            for tensors, tensor in zip(shard, drawn(shapes[name], like, share, generator)):
+                tensors[name] = tensor
         yield shard
 
 
-def write_models(args: argparse.Namespace, tuned: Path, base: Path) -> int:
-    """Writes both in shards, a layer each, so that only a layer is in memory; returns the number of parameters."""
+def write_models(args: argparse.Namespace, folders: list[Path]) -> int:
+    """Writes all three in shards, a layer each, so that only a layer is in memory; returns the number of parameters."""
     spectra, changed = measure_spectra(args.pairs / args.tasks[0])
-    row = [
-        f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
-        for values in (
-            [s.change for s in spectra],
-            [100 * s.share for s in spectra],
-            [len(s.profile) for s in spectra],
-            [100 * s.share * sum(value**2 for value in s.profile[:16]) for s in spectra],
-        )
-    ]
-    header = ["change beside the base", "low rank, % of its energy", "rank", "rank 16, %", "embedding rows changed"]
-    title = f"{args.tasks[0]}, what training did to {len(spectra)} matrices: medians (least to most)"
-    print_table(title, header, [[*row, f"{100 * changed:.0f} %"]])
     config = config_of(args)
-    maps: list[dict[str, str]] = [{}, {}]
+    index: dict[str, int] = {}
     parameters = 0
-    for number, shard in enumerate(shards(config, spectra, changed)):
-        for folder, place, index in ((tuned, 0, maps[0]), (base, 1, maps[1])):
-            file = f"model-{number + 1:05d}.safetensors"
+    for number, shard in enumerate(shards(config, spectra, changed), start=1):
+        for folder, tensors in zip(folders, shard):
             folder.mkdir(exist_ok=True)
-            save_file({name: pair[place] for name, pair in shard.items()}, folder / file, metadata={"format": "pt"})
-            index |= dict.fromkeys(shard, file)
-        parameters += sum(pair[0].numel() for pair in shard.values())
-    for folder, index in zip((tuned, base), maps):
-        count = len(set(index.values()))
-        for file in set(index.values()):
-            (folder / file).rename(folder / numbered(file, count))
-        index |= {name: numbered(file, count) for name, file in index.items()}
+            save_file(tensors, folder / f"{number}.safetensors", metadata={"format": "pt"})
+        index |= dict.fromkeys(shard[0], number)
+        parameters += sum(tensor.numel() for tensor in shard[0].values())
+    count = max(index.values())
+    names = {number: f"model-{number:05d}-of-{count:05d}.safetensors" for number in index.values()}
+    written = {"metadata": {"total_size": 2 * parameters}, "weight_map": {key: names[number] for key, number in index.items()}}
+    for folder in folders:
+        for number, name in names.items():
+            (folder / f"{number}.safetensors").rename(folder / name)
         config.save_pretrained(folder)
-        written = {"metadata": {"total_size": 2 * parameters}, "weight_map": index}
         (folder / "model.safetensors.index.json").write_text(json.dumps(written))
     return parameters
 
 
-def numbered(file: str, count: int) -> str:
-    """Returns the name of a shard among so many, as `save_pretrained` gives it."""
-    return file.replace(".safetensors", f"-of-{count:05d}.safetensors")
+def measured(action: Callable, *args) -> tuple[float, float]:
+    """Returns the seconds of one call, and the MB of memory that it takes beyond mapped files."""
+    seconds: list[float] = []
+    peak = anonymous_peak(lambda: seconds.append(timed(action, *args)))
+    return seconds[0], peak
 
 
-def timed_with_peak(action: Callable, *args) -> tuple[float, float]:
-    """Returns the seconds of one call, and the peak memory of this process in MB."""
-    return timed(action, *args), peak_of(int)
+def measured_switch(here: Path, there: Path) -> tuple[float, float]:
+    model = AutoModelForCausalLM.from_pretrained(here)
+    return measured(switch, model, there)
 
 
 def scale(args: argparse.Namespace) -> dict:
-    """Seconds and peak memory of compressing and loading a model of a billion parameters in bf16, files in the page cache."""
+    """Measures time and memory of each step, in a process of its own, for a model in bf16."""
     with tempfile.TemporaryDirectory() as scratch:
-        tuned, base, packed = (Path(scratch) / name for name in ("tuned", "base", "packed"))
-        parameters = fresh(write_models, args, tuned, base)
-        results = {"parameters": parameters}
-        actions = {
-            "model without weights": (empty_model, tuned, AutoModelForCausalLM),
-            "compress_checkpoint": (compress_checkpoint, tuned, base, packed),
-            "from_pretrained, plain": (load_and_read, tuned, AutoModelForCausalLM),
-            "from_pretrained, compressed": (load_and_read, packed, AutoModelForCausalLM),
+        folders = ("tuned", "other", "base", "packed", "other-packed", "merged")
+        tuned, other, base, packed, other_packed, merged = (Path(scratch) / name for name in folders)
+        parameters = fresh(write_models, args, [tuned, other, base])
+        original = size_of(tuned, "*.safetensors") / 1e6
+        fresh(compress_checkpoint, other, base, other_packed)
+        shutil.rmtree(other)
+        actions: dict[str, tuple] = {
+            "the model without weights": (measured, empty_model, tuned, AutoModelForCausalLM),
+            "compress": (measured, compress_checkpoint, tuned, base, packed),
+            "verify": (measured, verify, packed),
+            "decode all tensors": (measured, decode, packed),
+            "from_pretrained, compressed": (measured, load_and_read, packed, AutoModelForCausalLM),
+            "from_pretrained, plain": (measured, load_and_read, tuned, AutoModelForCausalLM),
+            "switch to the other fine-tune": (measured_switch, packed, other_packed),
+            "merge both": (measured, emr.merge, base, {"one": str(tuned), "other": str(other_packed)}, merged),
         }
-        rows, original = [], 0
+        results: dict = {"parameters": parameters}
+        rows = []
         for what, action in actions.items():
-            seconds, peak = fresh(timed_with_peak, *action)
-            original = size_of(tuned, "*.safetensors") / 1e6
+            seconds, peak = fresh(*action)
             results[what] = {"seconds": seconds, "peak_mb": peak}
             rows.append([what, f"{seconds:.2f}", f"{original / seconds:.0f}", f"{peak:.0f}", f"{peak / original:.2f}"])
-        results["share"] = size_of(packed, "*.safetensors") / size_of(tuned, "*.safetensors")
-    rows[0][2] = ""
-    model = f"bf16, {parameters / 1e9:.2f} B parameters, {original:.0f} MB, drawn like {args.tasks[0]}"
-    title = f"{model}; compressed {100 * results['share']:.1f} % of it"
-    print_table(title, ["what, in a fresh process", "seconds", "MB/s", "peak memory, MB", "of the model"], rows)
+            print(*rows[-1], file=sys.stderr, flush=True)
+        rows[0][2] = ""
+        sizes = {folder.name: size_of(folder, "*.safetensors") / 1e6 / original for folder in (packed, merged)}
+    results |= sizes
+    title = f"{args.shape}, {parameters / 1e9:.2f} B parameters, {original:.0f} MB in bf16, drawn like {args.tasks[0]}; "
+    title += f"compressed {100 * sizes['packed']:.1f} % of it, the merge of two {100 * sizes['merged']:.1f} %"
+    print_table(title, ["step", "seconds", "MB/s", "memory beyond mapped files, MB", "of the model"], rows)
     return results
