@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = ("emr", "errors", "fm_delta", "pissa", "storage", "trans_lora", "uni_med", "weight_sync")
 ROOT_PAGES = ("CHANGELOG.md", "SECURITY.md")
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)[^)#\s]+")
-LANGUAGES = {".py": "python", ".md": "markdown"}
+LANGUAGES = {".py": "python", ".md": "markdown", ".yaml": "yaml"}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
