@@ -14,9 +14,10 @@
 namespace hf_ext::delta {
 namespace {
 
-constexpr size_t FIT_VALUES = 1 << 18;  // values on which column scales are fitted
-constexpr size_t FIT_ROWS = 64;         // fit at least as many; with fewer, column scales cost more than they save
-constexpr size_t ROWS_AT_ONCE = 64;     // rows whose scales a thread measures at a time
+constexpr size_t FIT_VALUES = 1 << 18;                    // values on which column scales are fitted
+constexpr size_t FIT_ROWS = 64;                           // fewest rows; with fewer, column scales cost more than they save
+constexpr size_t MORE_ROWS = 256, MOST_VALUES = 1 << 22;  // rows of long rows, as long as they have at most so many values
+constexpr size_t ROWS_AT_ONCE = 64;                       // rows whose scales a thread measures at a time
 
 int16_t quarter_octaves(double variance) {
     return int16_t(
@@ -74,7 +75,8 @@ void choose_scales(Plan& plan, const typename F::U* tensor, const typename F::U*
     const size_t usable =
         (with_base >= FIT_ROWS ? with_base : rows) - first - (rows && plan.row_values(plan.rows.back()) < length);
     if (usable >= FIT_ROWS && usable <= rows && length > 1) {
-        const size_t sampled = std::min(usable, std::max(FIT_ROWS, FIT_VALUES / length));
+        const size_t more = std::min(MORE_ROWS, MOST_VALUES / length);
+        const size_t sampled = std::min(usable, std::max({FIT_ROWS, FIT_VALUES / length, more}));
         sample.resize(sampled * length);
         parallel_for((sampled + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, threads, [&](size_t group) {
             with_instructions([&](auto) {
