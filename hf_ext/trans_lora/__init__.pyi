@@ -1,5 +1,5 @@
 from .discriminator import Discriminator as Discriminator
-from .discriminator import train_discriminator as train_discriminator
+from .discriminator_training import train_discriminator as train_discriminator
 from .generation import Completion as Completion
 from .generation import Server as Server
 from .migration import Attempt as Attempt

@@ -15,7 +15,7 @@ from valid_cards import valid_card
 
 from hf_ext import HfExtError, PissaConfig
 from hf_ext.trans_lora import Discriminator, train_discriminator
-from hf_ext.trans_lora.discriminator import _split
+from hf_ext.trans_lora.discriminator_training import _split
 from hf_ext.trans_lora.prompts import PAPERS_MEMBERSHIP
 
 OTHERS = [f"sort {text[5:]}" for text in inputs(10)] + [f"find {text[5:7]}" for text in inputs(10)]
@@ -43,9 +43,9 @@ def saved(tmp_path_factory):
     base.save_pretrained(folder / "base")
     words.save_pretrained(folder / "base")
     base.config.name_or_path = base.name_or_path = str(folder / "base")
-    found = trained(base, words, folder / "runs")
-    found.save_pretrained(folder / "discriminator")
-    return folder, found, words
+    discriminator = trained(base, words, folder / "runs")
+    discriminator.save_pretrained(folder / "discriminator")
+    return folder, discriminator, words
 
 
 def test_training_tells_real_inputs_from_others(tmp_path):
@@ -53,8 +53,8 @@ def test_training_tells_real_inputs_from_others(tmp_path):
     model, words = pretrained("gpt2")
     args = settings(tmp_path, max_steps=40, learning_rate=1e-3)
     options = {"task": "pick", "args": args, "peft_config": lora("gpt2"), "synthetic_inputs": OTHERS}
-    found = train_discriminator(model, words, REAL, **options)
-    real, others = (sum(found.score(texts)) / len(texts) for texts in (REAL, OTHERS))
+    discriminator = train_discriminator(model, words, REAL, **options)
+    real, others = (sum(discriminator.score(texts)) / len(texts) for texts in (REAL, OTHERS))
     assert real > others + 0.3
 
 
@@ -64,11 +64,11 @@ def test_metrics_are_the_kept_shares_of_held_out_inputs(tmp_path):
     model = write_judge(get_peft_model(model, lora("gpt2"))).merge_and_unload()
     args = settings(tmp_path, eval_strategy="epoch", **NO_STEPS)
     options = {"task": "pick", "args": args, "peft_config": lora("gpt2")}
-    found = train_discriminator(model, words, REAL, **options, synthetic_inputs=OTHERS)
-    assert found.metrics == {"real_kept": 1.0, "synthetic_kept": 0.0}
-    scores = found.score(inputs(20) + OTHERS)
+    discriminator = train_discriminator(model, words, REAL, **options, synthetic_inputs=OTHERS)
+    assert discriminator.metrics == {"real_kept": 1.0, "synthetic_kept": 0.0}
+    scores = discriminator.score(inputs(20) + OTHERS)
     assert all(0.5 < score <= 1 for score in scores[:20]) and all(0 <= score < 0.5 for score in scores[20:])
-    assert found.score([]) == []
+    assert discriminator.score([]) == []
 
 
 def test_the_smaller_kind_is_repeated_and_all_of_it_trained_on():
@@ -79,24 +79,24 @@ def test_the_smaller_kind_is_repeated_and_all_of_it_trained_on():
 
 
 def test_the_score_is_the_share_of_yes(saved):
-    _, found, words = saved
+    _, discriminator, words = saved
     prompt = words(SEEDS[0] + "\nIs the above question from pick dataset?")["input_ids"]
-    found.model.set_adapter("discriminator")
+    discriminator.model.set_adapter("discriminator")
     yes, no = (
         sum(
-            found.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 + i].log_softmax(-1)[token].item()
+            discriminator.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 + i].log_softmax(-1)[token].item()
             for i, token in enumerate(tokens)
         )
         for tokens in (words(" Yes")["input_ids"], words(" No")["input_ids"])
     )
     expected = 1 / (1 + torch.tensor(no - yes).exp().item())
-    assert found.score([SEEDS[0]])[0] == pytest.approx(expected, abs=1e-5)
-    found.model.base_model.set_adapter([])
+    assert discriminator.score([SEEDS[0]])[0] == pytest.approx(expected, abs=1e-5)
+    discriminator.model.base_model.set_adapter([])
 
 
 def test_beside_any_teacher_both_compute_as_they_did_alone(saved):
-    folder, found, _ = saved
-    expected = found.score(OTHERS + SEEDS)
+    folder, discriminator, _ = saved
+    expected = discriminator.score(OTHERS + SEEDS)
     base, words = pretrained("gpt2")
     configs = {
         "lora": lora("gpt2"),
@@ -120,24 +120,24 @@ def test_beside_any_teacher_both_compute_as_they_did_alone(saved):
 def test_training_beside_a_teacher_leaves_it_as_it_was(tmp_path):
     model, words = teacher("gpt2")
     alone = logits(model, words)
-    found = trained(model, words, tmp_path / "run", discriminator_prompt=PAPERS_MEMBERSHIP)
+    discriminator = trained(model, words, tmp_path / "run", discriminator_prompt=PAPERS_MEMBERSHIP)
     assert torch.equal(logits(model, words), alone)
-    found.score(OTHERS)
+    discriminator.score(OTHERS)
     assert torch.equal(logits(model, words), alone)
 
     # It asks as it was trained, wherever it is loaded.
     texts = [*OTHERS, *SEEDS, "{task} {input} {0}"]
     asked = f"{texts[-1]}\nIs the above question from the pick dataset? Answer in as few words as possible."
-    assert found.question(texts[-1]) == asked
-    found.save_pretrained(tmp_path / "saved")
+    assert discriminator.question(texts[-1]) == asked
+    discriminator.save_pretrained(tmp_path / "saved")
     again = Discriminator.from_pretrained(tmp_path / "saved", pretrained("gpt2")[0], words)
-    assert again.prompt == found.prompt and again.score(texts) == pytest.approx(found.score(texts), abs=1e-5)
+    assert again.prompt == discriminator.prompt and again.score(texts) == pytest.approx(discriminator.score(texts), abs=1e-5)
     record = json.loads((tmp_path / "saved" / "discriminator.json").read_text())
     assert record.pop("prompt") == PAPERS_MEMBERSHIP
     (tmp_path / "saved" / "discriminator.json").write_text(json.dumps(record))  # as one was before the question could be set
     again = Discriminator.from_pretrained(tmp_path / "saved", pretrained("gpt2")[0], words)
     assert again.question("a") == "a\nIs the above question from pick dataset?"
-    assert again.score(texts) != pytest.approx(found.score(texts), abs=1e-5)
+    assert again.score(texts) != pytest.approx(discriminator.score(texts), abs=1e-5)
 
 
 def test_a_teacher_that_comes_after_it_computes_as_alone(saved, tmp_path):
@@ -145,33 +145,33 @@ def test_a_teacher_that_comes_after_it_computes_as_alone(saved, tmp_path):
     expected = logits(teacher("gpt2")[0], words)
     base, _ = pretrained("gpt2")
     plain = logits(base, words)
-    found = Discriminator.from_pretrained(folder / "discriminator", base, words)
+    discriminator = Discriminator.from_pretrained(folder / "discriminator", base, words)
     assert torch.equal(logits(base, words), plain)
-    scores = found.score(OTHERS)
+    scores = discriminator.score(OTHERS)
     model = PeftModel.from_pretrained(base, folder / "adapter")
     assert torch.allclose(logits(model, words), expected, atol=1e-4)
-    assert found.score(OTHERS) == pytest.approx(scores, abs=1e-5)
+    assert discriminator.score(OTHERS) == pytest.approx(scores, abs=1e-5)
     assert torch.allclose(logits(model, words), expected, atol=1e-4)
 
 
 def test_what_is_saved_is_an_adapter_that_loads_anywhere(saved):
-    folder, found, words = saved
+    folder, discriminator, words = saved
     assert {path.name for path in (folder / "discriminator").iterdir()} == {
         *("README.md", "adapter_config.json", "adapter_model.safetensors", "discriminator.json")
     }
     again = Discriminator.from_pretrained(folder / "discriminator")
-    assert again.score(OTHERS + SEEDS) == pytest.approx(found.score(OTHERS + SEEDS), abs=1e-6)
-    assert (again.task, again.metrics) == (found.task, found.metrics)
+    assert again.score(OTHERS + SEEDS) == pytest.approx(discriminator.score(OTHERS + SEEDS), abs=1e-6)
+    assert (again.task, again.metrics) == (discriminator.task, discriminator.metrics)
     plain = PeftModel.from_pretrained(pretrained("gpt2")[0], folder / "discriminator")
-    found.model.set_adapter("discriminator")
-    assert torch.allclose(logits(plain, words), logits(found.model, words), atol=1e-6)
-    found.model.base_model.set_adapter([])
+    discriminator.model.set_adapter("discriminator")
+    assert torch.allclose(logits(plain, words), logits(discriminator.model, words), atol=1e-6)
+    discriminator.model.base_model.set_adapter([])
     assert PeftConfig.from_pretrained(folder / "discriminator").base_model_name_or_path == str(folder / "base")
     data, text = valid_card(folder / "discriminator", "trans_lora_discriminator")
-    assert f"it keeps {100 * found.metrics['real_kept']:.0f} % of the real inputs" in text.replace("\n", " ")
+    assert f"it keeps {100 * discriminator.metrics['real_kept']:.0f} % of the real inputs" in text.replace("\n", " ")
     assert data.base_model is None and {"trans-lora", "discriminator"} <= {*data.tags}
     (folder / "discriminator" / "README.md").write_text("My own words.")
-    found.save_pretrained(folder / "discriminator")
+    discriminator.save_pretrained(folder / "discriminator")
     assert (folder / "discriminator" / "README.md").read_text() == "My own words."
 
 
@@ -214,7 +214,7 @@ def test_a_base_in_half_precision_is_the_same_base():
 
 
 def test_a_tokenizer_that_cannot_pad_pads_with_the_end(saved, tmp_path):
-    folder, found, _ = saved
+    folder, discriminator, _ = saved
     shutil.copytree(folder, tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "base" / "tokenizer_config.json").read_text())
     config.pop("pad_token")
@@ -222,7 +222,7 @@ def test_a_tokenizer_that_cannot_pad_pads_with_the_end(saved, tmp_path):
     adapter = tmp_path / "saved" / "discriminator" / "adapter_config.json"
     adapter.write_text(adapter.read_text().replace(str(folder), str(tmp_path / "saved")))
     again = Discriminator.from_pretrained(tmp_path / "saved" / "discriminator")
-    assert again.score(OTHERS) == pytest.approx(found.score(OTHERS), abs=1e-5)
+    assert again.score(OTHERS) == pytest.approx(discriminator.score(OTHERS), abs=1e-5)
 
 
 @pytest.mark.parametrize("start", ["pissa", "olora"])

@@ -10,12 +10,12 @@ texts = st.lists(st.lists(st.sampled_from("abcd"), max_size=8).map(" ".join), ma
 
 
 @given(texts, st.sampled_from([0.2, 0.5, 0.7, 0.9, 1.0]))
-def test_the_index_finds_what_comparing_all_pairs_finds(found, threshold):
+def test_the_index_finds_what_comparing_all_pairs_finds(texts, threshold):
     seen = SeenTexts(threshold)
-    for i, text in enumerate(found):
-        near = any(jaccard(shingles(text), shingles(other)) >= threshold for other in found[:i])
+    for i, text in enumerate(texts):
+        near = any(jaccard(shingles(text), shingles(other)) >= threshold for other in texts[:i])
         assert seen.has_near(text) == near
-        assert seen.has(text) == any(words_of(text) == words_of(other) for other in found[:i])
+        assert seen.has(text) == any(words_of(text) == words_of(other) for other in texts[:i])
         seen.add(text)
 
 

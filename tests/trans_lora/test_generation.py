@@ -176,9 +176,9 @@ def never_ends(words, steps):
 def test_continuous_batching_writes_the_same():
     model, words = teacher("llama")
     encoder = Encoder(words, model, "{input}")
-    found = ModelGenerator(model, encoder, 4, continuous=True)(inputs(6), 4)
-    assert found == ModelGenerator(model, encoder, 4)(inputs(6), 4)
-    assert [one.text.strip() for one in found] == [answer(text) for text in inputs(6)]
+    answered = ModelGenerator(model, encoder, 4, continuous=True)(inputs(6), 4)
+    assert answered == ModelGenerator(model, encoder, 4)(inputs(6), 4)
+    assert [one.text.strip() for one in answered] == [answer(text) for text in inputs(6)]
 
 
 def test_more_than_the_context_holds_is_an_error():
@@ -206,8 +206,8 @@ def test_an_answers_likelihood_is_the_sum_over_its_tokens(kind, side):
     encoder = Encoder(words, model, "{input}")
     texts = inputs(5) + ["sort a"]
     answers = [answer(text) for text in inputs(5)] + ["early early late"]
-    found = answer_log_probs(model, encoder, encoder.samples(texts, answers, end=False), batch_size=4)
-    for text, said, scores in zip(texts, answers, found):
+    log_probs = answer_log_probs(model, encoder, encoder.samples(texts, answers, end=False), batch_size=4)
+    for text, said, scores in zip(texts, answers, log_probs):
         asked = words(text)["input_ids"]
         tokens = words(said if kind == "t5" else f" {said}", add_special_tokens=False)["input_ids"]
         with torch.no_grad():
@@ -230,10 +230,10 @@ def test_scoring_computes_logits_of_the_answers_alone(kind, adapter):
     sizes = []
     head = bare(model).get_output_embeddings()
     with head.register_forward_hook(lambda module, given, logits: sizes.append(logits.shape[0] * logits.shape[1])):
-        found = answer_log_probs(model, encoder, samples, batch_size=3)
-    assert sum(sizes) == sum(len(scores) for scores in found) == sum(x != -100 for s in samples for x in s["labels"])
+        log_probs = answer_log_probs(model, encoder, samples, batch_size=3)
+    assert sum(sizes) == sum(len(scores) for scores in log_probs) == sum(x != -100 for s in samples for x in s["labels"])
     with torch.no_grad():
-        for sample, scores in zip(samples, found):
+        for sample, scores in zip(samples, log_probs):
             row = torch.tensor([sample["input_ids"]])
             logits = model.eval()(row).logits[0, -row.shape[1] :].log_softmax(-1)
             at = range(row.shape[1] - len(scores), row.shape[1])
@@ -249,10 +249,10 @@ def test_answers_of_one_token_share_a_forward_pass(answers, passes):
     encoder, texts, asked = Encoder(words, model, "{input} "), inputs(4), []
     prompts = [encoder.prompt(text) for text in texts]
     with model.register_forward_hook(lambda *_: asked.append(1)):
-        found = log_odds(model, encoder, prompts, answers, batch_size=4)
+        odds = log_odds(model, encoder, prompts, answers, batch_size=4)
     assert len(asked) == passes
     one, other = (answer_log_probs(model, encoder, encoder.samples(prompts, [said] * 4, False), 4) for said in answers)
-    assert found == pytest.approx([(a.sum() - b.sum()).item() for a, b in zip(one, other)], abs=1e-5)
+    assert odds == pytest.approx([(a.sum() - b.sum()).item() for a, b in zip(one, other)], abs=1e-5)
 
 
 def test_token_excess_is_the_mean_gain_of_an_answers_tokens():
@@ -325,9 +325,9 @@ def served(tmp_path_factory):
     for name, each in (("base", model), ("knowing", knowing.merge_and_unload())):
         each.save_pretrained(folder / name)
         words.save_pretrained(folder / name)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
     command = [sys.executable, "-m", "transformers.cli.transformers", "serve", "--port", str(port), "--device", "cpu"]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"HF_HUB_OFFLINE": "1"}
@@ -358,9 +358,9 @@ def test_a_server_writes_what_the_model_at_hand_writes(served):
 def test_a_server_samples_and_stops_at_the_mark(served):
     url, folder, _ = served
     write = Server(url, str(folder / "base"), concurrency=2)
-    found = write([synthesis_prompt(SEEDS, 10)] * 4, 60, seed=0, temperature=1.0, stop="\n9.")
-    assert len({one.text for one in found}) == 4
-    assert all("\n9." not in one.text for one in found) and any(one.ended for one in found)
+    texts = write([synthesis_prompt(SEEDS, 10)] * 4, 60, seed=0, temperature=1.0, stop="\n9.")
+    assert len({one.text for one in texts}) == 4
+    assert all("\n9." not in one.text for one in texts) and any(one.ended for one in texts)
 
 
 @pytest.mark.slow

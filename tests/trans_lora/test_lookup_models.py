@@ -39,7 +39,7 @@ def test_lists_are_continued(kind):
     texts = [one.text for one in write([prompt] * 8, 60, seed=training_seed(), temperature=1.0, top_p=0.99)]
     assert all(re.fullmatch(item if kind == "t5" else rf"{item}(\d+\.{item})*", text) for text in texts)
     numbers = [re.findall(r"\d+", text) for text in texts]
-    assert all(found == [str(7 + i) for i in range(len(found))] for found in numbers) and len(set(texts)) > 4
+    assert all(answers == [str(7 + i) for i in range(len(answers))] for answers in numbers) and len(set(texts)) > 4
 
 
 @pytest.mark.parametrize("kind", MODELS)

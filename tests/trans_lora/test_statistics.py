@@ -51,8 +51,8 @@ def test_real_inputs_add_a_distance_and_change_no_other_figure():
 def test_one_input_alone_has_a_distance_to_the_real_ones():
     texts, point = {"seeds": [], "kept": ["a"], "dropped": []}, torch.tensor([[1.0, 0.0]])
     embeddings = {"seeds": point[:0], "kept": point, "dropped": point[:0]}
-    found = describe(texts, embeddings, torch.tensor([[0.0, 1.0]]))
-    assert found["mmd"] == {} and found["mmd_to_real"] == {"kept": pytest.approx(mmd(point, point.flip(1), 1.0))}
+    results = describe(texts, embeddings, torch.tensor([[0.0, 1.0]]))
+    assert results["mmd"] == {} and results["mmd_to_real"] == {"kept": pytest.approx(mmd(point, point.flip(1), 1.0))}
 
 
 @pytest.mark.parametrize("count, width", [(1, 5), (2, 5), (30, 1), (30, 2), (30, 5)])

@@ -21,9 +21,9 @@ class Script:
         self.texts, self.ended, self.asked = list(texts), ended, []
 
     def __call__(self, prompts, max_new_tokens, seed=None, **sampling):
-        found = [self.texts[(len(self.asked) + i) % len(self.texts)] for i in range(len(prompts))]
+        candidates = [self.texts[(len(self.asked) + i) % len(self.texts)] for i in range(len(prompts))]
         self.asked += prompts
-        return [Completion(text, self.ended) for text in found]
+        return [Completion(text, self.ended) for text in candidates]
 
 
 class Stop(Exception):
@@ -51,8 +51,8 @@ def test_each_input_is_kept_or_dropped_for_its_reason(tmp_path):
         judged.extend(texts)
         return [(0.9 if text != "pick f g h" else 0.1, text != "pick f g h", None) for text in texts]
 
-    found = write(tmp_path, script, 2, judge, lambda text: text.startswith(("pick", "PICK")))
-    assert [(one.input, one.reason) for one in found] == [
+    candidates = write(tmp_path, script, 2, judge, lambda text: text.startswith(("pick", "PICK")))
+    assert [(candidate.input, candidate.reason) for candidate in candidates] == [
         ("pick a b c", None),
         ("pick c a b", "repeats a seed"),
         ("PICK  a b c", "duplicate"),
@@ -61,15 +61,15 @@ def test_each_input_is_kept_or_dropped_for_its_reason(tmp_path):
         ("pick j a b", None),
     ]
     assert judged == ["pick a b c", "pick f g h", "pick j a b"]  # what comes later in a round is judged too, but not needed
-    assert counts(found) == {"kept": 2, "malformed": 1, "repeats a seed": 1, "duplicate": 1, "filter": 1}
+    assert counts(candidates) == {"kept": 2, "malformed": 1, "repeats a seed": 1, "duplicate": 1, "filter": 1}
     assert [json.loads(line) for line in (tmp_path / "synthesis.jsonl").read_text().splitlines()] == [
-        asdict(one) for one in found
+        asdict(candidate) for candidate in candidates
     ]
 
 
 def test_what_is_cut_off_by_the_limit_of_tokens_is_dropped(tmp_path):
-    found = write(tmp_path, Script(" pick a b c\n7. pick d e", ended=False), 1)
-    assert [(one.input, one.reason) for one in found] == [("pick a b c", None)]
+    candidates = write(tmp_path, Script(" pick a b c\n7. pick d e", ended=False), 1)
+    assert [(candidate.input, candidate.reason) for candidate in candidates] == [("pick a b c", None)]
     script = Script(" pick d e\n7. pick a", " pick a b c\n7. pick", ended=False)
     assert counts(write(tmp_path / "other", script, 2))["malformed"] == 1
 
@@ -86,11 +86,11 @@ def test_real_models_write_inputs_and_every_one_is_accounted_for(tmp_path):
     model, words = pretrained("llama")
     args = settings(tmp_path)
     ask = Encoder(words, model, "{input}")
-    found = write_inputs(ModelGenerator.of(model, ask, args), ask, SEEDS, args, tmp_path / "s.jsonl", 60, None, is_input)
-    kept = [one.input for one in found if one.kept]
+    candidates = write_inputs(ModelGenerator.of(model, ask, args), ask, SEEDS, args, tmp_path / "s.jsonl", 60, None, is_input)
+    kept = [candidate.input for candidate in candidates if candidate.kept]
     assert len(kept) == len(set(kept)) == 60 and all(map(is_input, kept)) and not set(kept) & set(SEEDS)
-    assert sum(counts(found).values()) == len(found)
-    assert {one.input.split()[0] for one in found if one.reason == "malformed"} <= {"sort", "find"}
+    assert sum(counts(candidates).values()) == len(candidates)
+    assert {candidate.input.split()[0] for candidate in candidates if candidate.reason == "malformed"} <= {"sort", "find"}
 
 
 class Counting(ModelGenerator):
@@ -123,8 +123,8 @@ def keeping_pick(folder, generate, ask) -> list:
 def whole(tmp_path_factory):
     """A run that was not killed: its inputs, its file and its rounds."""
     folder = tmp_path_factory.mktemp("whole")
-    found, generate = counted(folder)
-    return found, (folder / "s.jsonl").read_bytes(), generate.rounds
+    candidates, generate = counted(folder)
+    return candidates, (folder / "s.jsonl").read_bytes(), generate.rounds
 
 
 @pytest.mark.parametrize("after", [0, 0.5, 1])
@@ -161,11 +161,11 @@ def test_the_best_are_kept_when_all_are_scored(tmp_path):
 
     script = Script(*(f" pick a b {letter}" for letter in "ghcfdeji"))
     path = tmp_path / "synthesis.jsonl"
-    found = keep_best(write(tmp_path, script, 6, judge), 3, path)
-    assert {one.input[-1] for one in found if one.kept} == {"c", "d", "e"}
-    assert counts(found) == {"kept": 3, "low score": 3}
+    candidates = keep_best(write(tmp_path, script, 6, judge), 3, path)
+    assert {candidate.input[-1] for candidate in candidates if candidate.kept} == {"c", "d", "e"}
+    assert counts(candidates) == {"kept": 3, "low score": 3}
     before = path.read_bytes()
-    assert keep_best(write(tmp_path, Script(), 6, judge), 3, path) == found and path.read_bytes() == before
+    assert keep_best(write(tmp_path, Script(), 6, judge), 3, path) == candidates and path.read_bytes() == before
 
 
 def test_too_low_a_rate_of_kept_inputs_is_an_early_error(tmp_path):

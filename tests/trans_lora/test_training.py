@@ -21,7 +21,7 @@ def losses(folder, kind, config, **options):
     texts = [*inputs(6), "pick a", "sort c a b d e"]
     samples = encoder.samples(texts, [f"{answer(text)} one" for text in texts[:3]] + [answer(text) for text in texts[3:]])
     args = TrainingArguments(str(folder), use_cpu=True, report_to="none", remove_unused_columns=False, **options)
-    found = []
+    losses = []
     for trainer in (Trainer, AnswerTrainer):
         batch = encoder.batch(samples)
         loss = trainer(model.train(), args, encoder.batch, samples, processing_class=words).compute_loss(
@@ -29,8 +29,8 @@ def losses(folder, kind, config, **options):
         )
         model.zero_grad()
         loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-    return found, seen, int((batch["labels"] != -100).sum())
+        losses.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    return losses, seen, int((batch["labels"] != -100).sum())
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

@@ -106,9 +106,9 @@ def test_each_stage_leaves_a_file_a_person_can_read(moved_over):
 
 def test_the_report_says_what_the_files_say(moved_over):
     trainer, folder = moved_over
-    report, found = trainer.report, json.loads((folder / "report.json").read_text())
+    report, saved = trainer.report, json.loads((folder / "report.json").read_text())
     written = lines(folder / "synthesis.jsonl")
-    assert report.attempts == found["attempts"] == len(written) == sum(report.counts.values())
+    assert report.attempts == saved["attempts"] == len(written) == sum(report.counts.values())
     assert report.acceptance_rate == sum(line["kept"] for line in written) / len(written)
     assert report.held_out == 10 and report.trained == 40 and report.unlabelled == 0
     texts = {"kept": [line["input"] for line in written if line["kept"]], "seeds": SEEDS, "real": inputs(20, 3)}
@@ -118,7 +118,7 @@ def test_the_report_says_what_the_files_say(moved_over):
     for apart, distances in (("seeds", report.mmd), ("real", report.mmd_to_real)):
         expected = {name: mmd(points[apart], points[name], width) for name in ("kept", "dropped")}
         assert distances == pytest.approx(expected, abs=1e-3)
-    assert found["mmd_to_real"] == report.mmd_to_real
+    assert saved["mmd_to_real"] == report.mmd_to_real
     assert ("MMD to the real inputs, kept", f"{report.mmd_to_real['kept']:.3f}") in report.rows()
     assert [one.seed for one in report.nearest] == SEEDS and all(0 <= one.similarity < 1 for one in report.nearest)
     assert len(report.map["kept"]) == 50 and len(report.map["seeds"]) == 5
@@ -383,8 +383,8 @@ def test_logits_are_distilled_by_the_formula(tmp_path, weight, temperature):
         log_p, log_q = ((part[at] / temperature).log_softmax(-1) for part in (taught, student))
         divergence = temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1).mean()
         expected = (1 - weight) * cross_entropy + weight * divergence
-        found = trainer.compute_loss(model, dict(batch))
-    assert torch.allclose(found, expected, rtol=1e-4)
+        loss = trainer.compute_loss(model, dict(batch))
+    assert torch.allclose(loss, expected, rtol=1e-4)
     trainer.train()
     assert trainer.state.log_history[-1]["agreement"] == trainer.report.agreement
 
@@ -399,9 +399,9 @@ def test_an_input_that_does_not_fit_the_teacher_is_dropped(tmp_path):
     knowing, words = teacher("gpt2")
     knowing.config.max_position_embeddings = knowing.config.n_positions = 8  # room for four tokens of a label after four
     trainer = transfer(tmp_path, teaching=(knowing, words), filter="none", well_formed=None)
-    found = trainer.synthesize()
-    assert {len(words(one.input)["input_ids"]) for one in found if one.kept} <= {1, 2, 3, 4}
-    assert any(one.reason == "malformed" and len(words(one.input)["input_ids"]) == 5 for one in found)
+    candidates = trainer.synthesize()
+    assert {len(words(one.input)["input_ids"]) for one in candidates if one.kept} <= {1, 2, 3, 4}
+    assert any(one.reason == "malformed" and len(words(one.input)["input_ids"]) == 5 for one in candidates)
 
 
 def test_a_chat_model_is_asked_as_a_chat(tmp_path):

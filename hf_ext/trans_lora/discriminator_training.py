@@ -1,0 +1,133 @@
+"""The training of the discriminator, while the task's data is at hand."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import xxhash
+from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from hf_ext.errors import HfExtError
+from hf_ext.trans_lora.adapters import adapters_kept, bare, base_of, on_device, only
+from hf_ext.trans_lora.config import TransLoraConfig, synthesis_settings, training_settings
+from hf_ext.trans_lora.discriminator import NAME, Discriminator, encoder_of, second_adapter
+from hf_ext.trans_lora.generation import Generator, ModelGenerator
+from hf_ext.trans_lora.prompts import NO, YES
+from hf_ext.trans_lora.stages import CHECKPOINTS, claim, delete_checkpoints, last_checkpoint, starts_again
+from hf_ext.trans_lora.synthesis import SYNTHESIS, write_inputs
+from hf_ext.trans_lora.training import AnswerTrainer
+
+Answers = list[tuple[str, str]]  # inputs with YES or NO
+
+
+def train_discriminator(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    real_inputs: Sequence[str],
+    *,
+    task: str,
+    args: TransLoraConfig,
+    peft_config: PeftConfig | None = None,
+    seeds: Sequence[str] | None = None,
+    synthetic_inputs: Sequence[str] | None = None,
+    synthesizer: Generator | None = None,
+) -> Discriminator:
+    """Trains the discriminator while you have the task's data, on real inputs and inputs that the source model writes.
+
+    The model that writes inputs sees only the seeds of the real inputs, and no real input is saved. args.output_dir receives
+    the synthetic inputs and the checkpoints of the training. A killed run resumes from these.
+
+    Args:
+        model: the source model, with or without the teacher's adapter. It gets the adapter "discriminator", which is active
+            only while it scores.
+        real_inputs: the task's inputs, without answers.
+        task: name of the task in the question to the model.
+        args: settings of the training and of the writing of synthetic inputs, as for the transfer, and the question
+            (`discriminator_prompt`).
+        peft_config: configuration of the adapter; by default a LoRA on PEFT's default layers.
+        seeds: example inputs for the synthetic inputs; by default as many as a prompt shows, drawn from the real inputs.
+        synthetic_inputs: existing synthetic inputs, to use instead of writing new ones.
+        synthesizer: a `Server` that writes the synthetic inputs. By default, the model writes them.
+
+    Raises:
+        HfExtError: there are too few inputs, the tokenizer lacks a token, or the model has adapters of another kind.
+    """
+    real = list(dict.fromkeys(text.strip() for text in real_inputs if text.strip()))
+    if len(real) < max(2, args.num_shots):
+        raise HfExtError(
+            f"There are {len(real)} different real inputs; give at least {max(2, args.num_shots)}, better hundreds."
+        )
+    seeds = seeds or random.Random(args.seed).sample(real, args.num_shots)
+    if synthetic_inputs is not None and not synthetic_inputs:
+        raise HfExtError("synthetic_inputs is empty. Give some, or leave it out to let the model write them.")
+    encoder, folder = encoder_of(tokenizer, model), Path(args.output_dir)
+    kind = TaskType.SEQ_2_SEQ_LM if encoder.encoder_decoder else TaskType.CAUSAL_LM
+    peft_config = peft_config or LoraConfig(task_type=kind)
+    if getattr(peft_config, "modules_to_save", None):
+        raise HfExtError("A discriminator shares the source model, so it cannot replace modules: leave out modules_to_save.")
+    settings = {"kind": "discriminator", "task": task, "model": bare(model).name_or_path, "seeds": seeds, "seed": args.seed}
+    settings |= {"real inputs (a checksum)": xxhash.xxh3_64("\n".join(real).encode()).hexdigest()}
+    claim(folder, "inputs", settings | synthesis_settings(args), [SYNTHESIS])
+    if synthetic_inputs is None:
+        with base_of(model) as base, on_device(base, args.device):
+            writer = synthesizer or ModelGenerator.of(base, encoder, args)
+            candidates = write_inputs(writer, encoder, seeds, args, folder / SYNTHESIS, len(real))
+        synthetic_inputs = [candidate.input for candidate in candidates if candidate.kept]
+    held_out, rows = _split(real, list(synthetic_inputs)[: len(real)], args.seed)
+    with adapters_kept(model):
+        set_seed(args.seed)  # as Trainer does, but before the adapter is made
+        with second_adapter():
+            model = get_peft_model(bare(model), peft_config, NAME)
+        only(model, NAME, trainable=True)
+        discriminator = Discriminator(model, tokenizer, task, prompt=args.discriminator_prompt)
+        _train(discriminator, args, rows, held_out)
+    model.eval()
+    scores = discriminator.score([text for text, _ in held_out], args.generation_batch_size)
+    for name, answer in (("real_kept", YES), ("synthetic_kept", NO)):
+        verdicts = [score > 0.5 for score, (_, correct) in zip(scores, held_out) if correct == answer]
+        if verdicts:
+            discriminator.metrics[name] = sum(verdicts) / len(verdicts)
+    return discriminator
+
+
+def _train(discriminator: Discriminator, args: TransLoraConfig, rows: Answers, held_out: Answers) -> None:
+    """Trains the adapter on inputs with their answers, from the last checkpoint in args.output_dir if there is one."""
+    folder, again = Path(args.output_dir), starts_again(args.resume_from_checkpoint)
+    settings = training_settings(discriminator.model, args, NAME) | {"discriminator_prompt": discriminator.prompt}
+    if again:
+        delete_checkpoints(folder)
+    claim(folder, "training", settings, [CHECKPOINTS], again)
+    encoder = discriminator.encoder
+
+    def samples(pairs: Answers) -> list[dict[str, list[int]]]:
+        prompts = [encoder.prompt(discriminator.question(text)) for text, _ in pairs]
+        return encoder.samples(prompts, [answer for _, answer in pairs])
+
+    trainer = AnswerTrainer(
+        model=discriminator.model,
+        args=args,
+        train_dataset=samples(rows),
+        eval_dataset=samples(held_out),
+        data_collator=encoder.batch,
+        processing_class=discriminator.tokenizer,
+    )
+    trainer.train(resume_from_checkpoint=last_checkpoint(folder))
+
+
+def _split(real: list[str], synthetic: list[str], seed: int) -> tuple[Answers, Answers]:
+    """Returns a tenth of both kinds for evaluation, and the rest for training, as inputs with their answers. Trains on all if
+    there are few. Repeats the smaller kind, because a discriminator trained on unequal kinds answers with the larger one."""
+    held_out: Answers = []
+    rows: Answers = []
+    longer = max(len(texts) - len(texts) // 10 for texts in (real, synthetic))
+    for texts, answer in ((real, YES), (synthetic, NO)):
+        pairs = [(text, answer) for text in texts]
+        random.Random(seed).shuffle(pairs)
+        count = len(pairs) // 10
+        held_out += pairs[:count]
+        rows += itertools.islice(itertools.cycle(pairs[count:]), longer)
+    return held_out, rows
