@@ -1,6 +1,7 @@
 """A tensor of several large matrices, such as fused experts, is encoded matrix by matrix and can be read so."""
 
 import math
+import struct
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hf_ext.errors import BaseModelError, CorruptFileError
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.codec import apply, decode, decode_rows, encode
 from hf_ext.storage.delta.file import CompressedFile
-from hf_ext.storage.delta.payload import CODED, STACKED, STORED, read_header
+from hf_ext.storage.delta.payload import CODED, STACKED, STORED, read_header, write_payload
 from hf_ext.storage.delta.source import DeltaCheckpoint
 from hf_ext.storage.safetensors_file import RawTensor
 
@@ -180,3 +181,13 @@ def test_every_damaged_byte_of_the_table_is_noticed():
             damaged = payload[:place] + bytes([payload[place] ^ bit]) + payload[place + 1 :]
             with pytest.raises((CorruptFileError, BaseModelError)):  # with the header of the right payload
                 decode_rows(damaged, twin, header, 0, 2)
+
+
+def test_a_huge_stack_without_its_base_takes_no_memory():
+    table = struct.pack("<BBQQ", CODED, 1, 0, 0)
+    texts, shape = ("F32", "F32", "a", "b"), (1, 1 << 30, 1 << 29)
+    payload = write_payload(texts, shape, STACKED, math.prod(shape), 0, table)
+    with pytest.raises(BaseModelError, match="needs the tensor 'b'"):
+        decode(payload)
+    with pytest.raises(BaseModelError, match="another base model"):
+        decode(payload, torch.zeros(1, 256, 256))

@@ -36,6 +36,23 @@ def test_tensors_follow_step_by_step_in_place(tmp_path: Path):
     assert subscriber.update(tensors) == 4 and subscriber.changed == set()
 
 
+def test_experts_in_one_tensor_follow_in_place(tmp_path: Path):
+    generator = torch.Generator().manual_seed(0)
+    run = [torch.randn(3, 256, 256, generator=generator).bfloat16()]
+    for expert, share in ((0, 0.01), (2, 1.0)):  # few changes of one expert, then all values of another
+        after = run[-1].clone()
+        after[expert][torch.rand(256, 256, generator=generator) < share] *= 1.01
+        run.append(after)
+    subscriber, tensors = Subscriber(tmp_path), {"experts": torch.zeros_like(run[0])}
+    with Publisher(tmp_path, anchor_every=9) as publisher:
+        for step, experts in enumerate(run):
+            publisher.publish({"experts": experts}, step)
+            publisher.wait()
+            subscriber.update(tensors)
+            assert bits(tensors["experts"]) == bits(experts)
+    assert len(files(tmp_path, "anchor")) == 1
+
+
 @pytest.mark.usefixtures("parts")
 def test_missed_steps_are_applied_in_one_update(tmp_path: Path):
     publish(tmp_path, range(7), anchor_every=3)

@@ -126,6 +126,8 @@ def decode_rows(
     Raises:
         CorruptFileError, BaseModelError, MissingDependencyError: as `decode_raw`.
     """
+    if header.base_values and base is None:  # before a forged size takes memory
+        raise _missing_base(header)
     shape = (end - begin, *header.shape[1:])
     per_row = math.prod(shape[1:-2])
     matrices = read_matrices(np.frombuffer(payload, np.uint8), header)[begin * per_row : end * per_row]
@@ -151,7 +153,7 @@ def _decode(body: np.ndarray, base: RawTensor | None, header: Header, threads: i
         tensor = RawTensor(header.dtype, header.shape, body.copy())
     else:
         if header.base_values and base is None:
-            raise BaseModelError(f"{label} needs the tensor '{header.base_name}' of the base model.")
+            raise _missing_base(header)
         if header.base_values and base is not None:
             header.require_base(base.dtype, base.shape)
         try:
@@ -268,6 +270,10 @@ def apply(payload: bytes, tensor: torch.Tensor, threads: int = 1) -> torch.Tenso
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise ValueError("only a contiguous tensor in the CPU's memory can be changed in place")
     return torch.from_numpy(apply_raw(payload, RawTensor.from_torch(tensor), threads=threads))
+
+
+def _missing_base(header: Header) -> BaseModelError:
+    return BaseModelError(f"Tensor '{header.name}' needs the tensor '{header.base_name}' of the base model.")
 
 
 def _another_base(header: Header) -> BaseModelError:
