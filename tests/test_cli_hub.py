@@ -14,7 +14,7 @@ from test_cli import fails, run, shown
 from tiny_checkpoints import contents, pair, weights, write_folder
 from tiny_merges import write_tasks
 
-from hf_ext import fm_delta
+from hf_ext import emr, fm_delta
 
 SCRIPT = """
 import contextlib, io, json, os, sys
@@ -52,6 +52,8 @@ HfApi().upload_folder(repo_id="user/tasks-base", folder_path=base_task)
 results["merge"] = run(*merge, "--push-to-hub", "user/merged", "--private", "--json")
 results["merge of a local base"] = run("merge", "--base", base_task, "--task", tasks[0], "--push-to-hub", "user/no")
 name, _, folder = tasks[0].partition("=")
+run("merge", "--base", base_task, "--task", tasks[0], "--out", "local")
+results["add-task, local base"] = run("add-task", "local", "--task", tasks[1], "--reelect", "--push-to-hub", "user/local")
 results["inspect a merge"] = run("inspect", "user/merged")
 results["verify a merge"] = run("verify", "user/merged")
 results["extract"] = run("extract", "user/merged", "--task", name, "--out", "extracted")
@@ -124,6 +126,10 @@ def test_a_merge_is_pushed_without_paths_of_this_machine(results):
     assert "config.json" in results["files"]["user/merged"] and "merge_recipe.yaml" not in results["files"]["user/merged"]
     code, _, err = results["merge of a local base"]
     assert code == 1 and "Others cannot read the base" in err and "user/no" not in results["private"]
+    code, _, err = results["add-task, local base"]  # the base is known only from the merge
+    kept = re.search(r"(\S+) is written, but its upload to user/local failed: Others cannot read the base", err)
+    assert code == 1 and emr.verify(kept[1]) and results["files"]["user/local"] == {".gitattributes"}
+    shutil.rmtree(kept[1])
 
 
 @pytest.mark.parametrize("command", ["inspect a merge", "verify a merge", "extract", "add-task"])

@@ -55,10 +55,9 @@ def require_shared(base: str | None, base_id: str | None = None) -> None:
     Raises:
         HfExtError: it is a folder of this machine.
     """
-    if base and os.path.isdir(base) and not base_id:
+    if base and (os.path.isabs(base) or os.path.isdir(base)) and not base_id:
         raise HfExtError(
-            f"Others cannot read the base {base}, so nothing was uploaded. Give the base by its Hub id; `hf-ext compress` also "
-            "takes the id as --base-id."
+            f"Others cannot read the base {base}. Give the base by its Hub id; `hf-ext compress` also takes it as --base-id."
         )
 
 
@@ -79,12 +78,12 @@ def upload(folder: str | Path, repo_id: str, ignored: Iterable[str] = ()) -> Non
     from hf_ext.storage.config_file import storage_settings
     from hf_ext.storage.hub import first_line
 
-    require_shared(storage_settings(Path(folder)).get("base"))
     try:
+        require_shared(storage_settings(Path(folder)).get("base"))
         keep = is_ours(Path(folder, CARD)) and not may_be_pushed(Path(folder), repo_id)
         patterns = [*ignored, *([CARD] if keep else [])]
         HfApi().upload_folder(repo_id=repo_id, folder_path=folder, ignore_patterns=patterns)
-    except (HTTPError, ValueError, OSError) as error:  # invalid cards are ValueErrors
+    except (HfExtError, HTTPError, ValueError, OSError) as error:  # invalid cards are ValueErrors
         raise HfExtError(f"{folder} is written, but its upload to {repo_id} failed: {first_line(error)}") from error
 
 
