@@ -151,7 +151,7 @@ class PissaConfig(PrincipalStart):
             logger.warning_once(
                 "The adapted experts are in 16 bits, and PEFT rounds the factors of their LoRA to this type. If you load the "
                 "saved adapter as a LoRA, it can lose most of its change. Load it with "
-                "config=PissaConfig.from_pretrained(folder), or save pissa.convert_to_lora(model)."
+                "config=PissaConfig.from_pretrained(folder), save pissa.convert_to_lora(model), or load the base in float32."
             )
         self.to_lora_config().save_pretrained(save_directory, **kwargs)
         options = {name: getattr(self, name) for name in DECOMPOSITION}

@@ -143,6 +143,7 @@ def test_experts_in_16_bits_keep_their_change_if_converted(tmp_path, caplog):
     with caplog.at_level("WARNING"):
         model.save_pretrained(tmp_path / "saved")
     assert "convert_to_lora" in caplog.text
+    assert 'dtype="float32"' in (tmp_path / "saved/README.md").read_text()
     pissa.convert_to_lora(model).save_pretrained(tmp_path / "converted")
     options = PissaConfig.from_pretrained(tmp_path / "saved")
     resumed = PeftModel.from_pretrained(mixtral().bfloat16(), tmp_path / "saved", config=options)
