@@ -145,7 +145,8 @@ def _serve(pipe, env: dict[str, str]) -> None:
         os.environ.clear()
         os.environ.update(env)
         for name in _HOSTS:
-            importlib.import_module(name)
+            with suppress(ModuleNotFoundError):  # some environments have no hosts
+                importlib.import_module(name)
     gc.freeze()
     while True:
         try:
