@@ -121,6 +121,7 @@ def convert_to_lora(
                 layer = module.name
             elif kept < len(A):
                 B, A, singular = truncate(B, A, kept)
+                kept = len(A)
                 error = (singular[kept:].square().sum() / singular.square().sum().clamp_min(1e-300)).sqrt().item()
             state[a], state[b] = A.reshape(-1, *shapes[0]).contiguous(), B.reshape(*B.shape, *shapes[1]).contiguous()
             records.append(LayerConversion(layer, kept, error))

@@ -124,9 +124,10 @@ def truncate(B: torch.Tensor, A: torch.Tensor, rank: int) -> tuple[torch.Tensor,
     """Computes the best approximation of the product B A (m × p, p × n) by a smaller rank, without forming the product.
 
     Returns:
-        The factors, m × rank and rank × n, and all p singular values of the product (float64).
+        The factors, m × k and k × n, and all singular values of the product (float64); k is the rank, but at most m and n.
     """
     left, right = torch.linalg.qr(B.double()), torch.linalg.qr(A.double().mT)
     U, S, Vh = torch.linalg.svd(left.R @ right.R.mT)
     root = S[:rank].sqrt()
-    return ((left.Q @ U[:, :rank]) * root).to(B.dtype), (root[:, None] * (Vh[:rank] @ right.Q.mT)).to(A.dtype), S
+    kept = len(root)
+    return ((left.Q @ U[:, :kept]) * root).to(B.dtype), (root[:, None] * (Vh[:kept] @ right.Q.mT)).to(A.dtype), S

@@ -76,11 +76,11 @@ class PissaExperts(PissaLayer, _StartedWrapper):
         return A.flatten(0, 1), B.permute(1, 2, 0).flatten(1)
 
     def truncated(self, A: torch.Tensor, B: torch.Tensor, rank: int | None) -> tuple[torch.Tensor, torch.Tensor, int, float]:
-        """Returns the factors of all experts of the best approximation by a rank, the rank (at most that of the factors), and
-        the relative error of their products."""
+        """Returns the factors of all experts of the best approximation by a rank, the rank (at most that of the factors and
+        the weight), and the relative error of their products."""
         A, B = self.by_expert(A, B)
-        kept = min(rank or A.shape[1], A.shape[1])
-        B, A, singular = map(torch.stack, zip(*(truncate(b, a, kept) for a, b in zip(A, B))))
+        B, A, singular = map(torch.stack, zip(*(truncate(b, a, min(rank or len(a), len(a))) for a, b in zip(A, B))))
+        kept = A.shape[1]
         lost = singular[:, kept:].square().sum() / singular.square().sum().clamp_min(1e-300)
         return *self.joined(A, B), kept, lost.sqrt().item()
 

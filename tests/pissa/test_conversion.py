@@ -49,6 +49,12 @@ def test_the_lora_is_the_best_of_its_rank(tmp_path, build, rank, options):
         assert difference(logits(loaded), logits(model)) < 2e-6
 
 
+def test_a_layer_with_few_outputs_has_at_most_their_rank():
+    model = trained(nn.Sequential(nn.Linear(32, 4)), PissaConfig(r=4, target_modules=["0"]))
+    layer = pissa.convert_to_lora(model, rank=6).layers[0]
+    assert layer.rank == 4 and layer.error < 1e-6
+
+
 def test_the_active_adapter_is_converted():
     model = trained(llama(), PissaConfig(**OPTIONS))
     model.add_adapter("other", PissaConfig(**OPTIONS | {"r": 2}))

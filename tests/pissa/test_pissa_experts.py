@@ -138,6 +138,19 @@ def test_it_converts_to_a_lora_of_any_rank(tmp_path, rank):
         assert max(layer.error for layer in conversion.layers) < 1e-5
 
 
+@pytest.mark.parametrize("rank", [None, 6])
+def test_a_router_with_few_experts_converts_too(tmp_path, rank):
+    model = trained(mixtral(), config(target_modules="all-linear", target_parameters=None))
+    conversion = pissa.convert_to_lora(model, rank=rank)
+    routers = [layer for layer in conversion.layers if "gate." in layer.layer]
+    assert len(routers) == 2
+    for layer in routers:
+        assert layer.rank == 4 and layer.error < 1e-6  # the weight is (4, 32)
+    conversion.save_pretrained(tmp_path)
+    lora = PeftModel.from_pretrained(mixtral(), tmp_path)
+    assert difference(logits(lora), logits(model)) < (1e-5 if rank is None else 1e-1)
+
+
 def test_experts_in_16_bits_keep_their_change_if_converted(tmp_path, caplog):
     model = trained(mixtral().bfloat16(), config(target_modules=[]))
     with caplog.at_level("WARNING"):
