@@ -41,8 +41,12 @@ def convert_to_lora(
 ) -> Result:
     from hf_ext import pissa
     from hf_ext.integration.adapter_source import load_adapted
+    from hf_ext.pissa.config import FILE
+    from hf_ext.storage.hub import downloaded
 
+    adapter = downloaded(src)
+    config = pissa.PissaConfig.from_pretrained(adapter) if (adapter / FILE).exists() else None
     folder = out.folder()
-    conversion = pissa.convert_to_lora(load_adapted(src, base), rank, onto=onto)
+    conversion = pissa.convert_to_lora(load_adapted(adapter, base, config), rank, onto=onto)
     conversion.save_pretrained(folder)
     return Result(str(conversion), {"out": folder, "layers": [asdict(layer) for layer in conversion.layers]})

@@ -204,12 +204,15 @@ def _plain(path: str) -> str:
     return plain(path).replace(TRAINED, "")
 
 
-def load_adapted(adapter: str | os.PathLike, base: str | os.PathLike | None = None) -> PeftModel:
+def load_adapted(
+    adapter: str | os.PathLike, base: str | os.PathLike | None = None, config: PeftConfig | None = None
+) -> PeftModel:
     """Loads a saved adapter and its base, in the class and with the numbers of labels and words that the adapter needs.
 
     Args:
         adapter: folder or Hub id.
         base: folder or Hub id of the base, if it is not where adapter_config.json says.
+        config: the adapter's configuration; defaults to its adapter_config.json.
 
     Raises:
         CheckpointError: the adapter cannot be read, names no base, or does not fit the base.
@@ -220,12 +223,12 @@ def load_adapted(adapter: str | os.PathLike, base: str | os.PathLike | None = No
     base = base or settings.base_model_name_or_path
     if not base:
         raise CheckpointError(f"The adapter_config.json of {adapter} names no base model. Give the base (--base).")
-    config = _config_of(settings, open_checkpoint(base), load_peft_weights(str(folder), device="cpu"))
-    name, kind = _class_of(settings, config)
+    base_config = _config_of(settings, open_checkpoint(base), load_peft_weights(str(folder), device="cpu"))
+    name, kind = _class_of(settings, base_config)
     # The adapter replaces a head of another shape.
-    model = kind.from_pretrained(base, config=config, dtype="auto", ignore_mismatched_sizes=True)
+    model = kind.from_pretrained(base, config=base_config, dtype="auto", ignore_mismatched_sizes=True)
     try:
-        return PeftModel.from_pretrained(model, folder)
+        return PeftModel.from_pretrained(model, folder, config=config)
     except (RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(f"The adapter {adapter} does not fit the base {base}, a {name}: {error}") from error
 

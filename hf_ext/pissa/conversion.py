@@ -150,11 +150,14 @@ def _layers(model: PeftModel, adapter_name: str) -> dict[str, LoraLayer]:
     config = model.peft_config[adapter_name]
     variants = {type(layer.lora_variant.get(adapter_name)) for layer in layers.values()} - {type(None), PissaVariant}
     start = config.init_lora_weights
+    if config.target_parameters and not isinstance(config, PissaConfig):
+        raise HfExtError(
+            f"The adapter '{adapter_name}' is a LoRA with target_parameters, which cannot be converted. Load an adapter that "
+            "PiSSA has saved with config=PissaConfig.from_pretrained(folder)."
+        )
     if (
         config.peft_type not in ("LORA", "QPISSA")
         or variants
-        or config.target_parameters
-        and not isinstance(config, PissaConfig)
         or config.lora_bias
         or start not in (True, False, "gaussian", PRINCIPAL)
     ):

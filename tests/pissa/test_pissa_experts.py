@@ -8,8 +8,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import ParamWrapper
 from tiny_adapters import difference, logits, needs_peft, trained
 from tiny_models import gpt_oss, inputs, mixtral, qwen_moe, same_bits
+from transformers import MixtralForCausalLM
 
-from hf_ext import BaseModelError, PissaConfig, QPissaConfig, pissa
+from hf_ext import BaseModelError, HfExtError, PissaConfig, QPissaConfig, pissa
+from hf_ext.cli.main import main
 from hf_ext.pissa.decomposition import initial_factors, principal_components
 from hf_ext.pissa.experts import PissaExperts
 
@@ -136,6 +138,18 @@ def test_it_converts_to_a_lora_of_any_rank(tmp_path, rank):
     assert difference(logits(lora), expected) < (1e-2 if rank == 5 else 1e-5)
     if rank != 5:
         assert max(layer.error for layer in conversion.layers) < 1e-5
+
+
+def test_the_command_converts_a_saved_adapter_of_experts(tmp_path):
+    mixtral().save_pretrained(tmp_path / "base")
+    base = MixtralForCausalLM.from_pretrained(tmp_path / "base")
+    model = trained(base, config(task_type="CAUSAL_LM"))
+    model.save_pretrained(tmp_path / "adapter")
+    assert main(["convert-to-lora", str(tmp_path / "adapter"), "--out", str(tmp_path / "lora")]) == 0
+    assert difference(logits(PeftModel.from_pretrained(mixtral(), tmp_path / "lora")), logits(model)) < 1e-5
+    loaded = PeftModel.from_pretrained(mixtral(), tmp_path / "adapter")
+    with pytest.raises(HfExtError, match=r"config=PissaConfig\.from_pretrained"):
+        pissa.convert_to_lora(loaded)
 
 
 @pytest.mark.parametrize("rank", [None, 6])
