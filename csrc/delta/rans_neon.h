@@ -47,6 +47,17 @@ struct Neon {
         return uint32x4_t{table[uint32_t(first)], table[first >> 32], table[uint32_t(second)], table[second >> 32]};
     }
 
+    static int32x4_t linear(uint32x4_t slot) {
+        return vreinterpretq_s32_u32(vsubq_u32(vshrq_n_u32(slot, 26), vdupq_n_u32(LINEAR)));
+    }
+
+    // Returns false if no value of a row has raw bits: then the row's step for them changes no state.
+    static bool has_raw_bits(const Context* contexts) {
+        uint16x8_t all = vdupq_n_u16(0);
+        for (int i = 0; i < LANES; i += 8) all = vorrq_u16(all, vld1q_u16(reinterpret_cast<const uint16_t*>(contexts + i)));
+        return vmaxvq_u16(vandq_u16(all, vdupq_n_u16(0xff)));
+    }
+
     static bool has_tail(uint32x4_t slot) { return vmaxvq_u32(slot) >> 26 >= TAIL; }
 
     // Decodes up to `rows` rows, as long as `next` is not beyond `limit`. Returns their number.
@@ -73,15 +84,19 @@ struct Neon {
                                  offset = vandq_u32(vshrq_n_u32(slot, 12), in_table);
                 x[g] = refill(vmlaq_u32(offset, frequency, vshrq_n_u32(x[g], PROBABILITY_BITS)), word);
             }
+            if (has_raw_bits(contexts)) {
 #pragma GCC unroll 16
-            for (int g = 0; g < GROUPS; ++g) {
-                // value = (id - 24) << shift | low bits of x; x >>= shift
-                const uint32x4_t context = vmovl_u16(vld1_u16(reinterpret_cast<const uint16_t*>(contexts + GROUP * g)));
-                const int32x4_t shift = vreinterpretq_s32_u32(vandq_u32(context, vdupq_n_u32(0xff)));
-                const uint32x4_t s = vsubq_u32(vshrq_n_u32(vld1q_u32(slot_of + GROUP * g), 26), vdupq_n_u32(LINEAR));
-                const uint32x4_t high = vshlq_u32(x[g], vnegq_s32(shift));  // a shift by less than 0 is one to the right
-                vst1q_s32(values + GROUP * g, vreinterpretq_s32_u32(vaddq_u32(x[g], vshlq_u32(vsubq_u32(s, high), shift))));
-                x[g] = refill(high, word);
+                for (int g = 0; g < GROUPS; ++g) {
+                    // value = (id - 24) << shift | low bits of x; x >>= shift
+                    const uint32x4_t context = vmovl_u16(vld1_u16(reinterpret_cast<const uint16_t*>(contexts + GROUP * g)));
+                    const int32x4_t shift = vreinterpretq_s32_u32(vandq_u32(context, vdupq_n_u32(0xff)));
+                    const uint32x4_t s = vreinterpretq_u32_s32(linear(vld1q_u32(slot_of + GROUP * g)));
+                    const uint32x4_t high = vshlq_u32(x[g], vnegq_s32(shift));  // a shift by less than 0 is one to the right
+                    vst1q_s32(values + GROUP * g, vreinterpretq_s32_u32(vaddq_u32(x[g], vshlq_u32(vsubq_u32(s, high), shift))));
+                    x[g] = refill(high, word);
+                }
+            } else {
+                for (int g = 0; g < GROUPS; ++g) vst1q_s32(values + GROUP * g, linear(vld1q_u32(slot_of + GROUP * g)));
             }
             if (has_tail(most)) {
                 for (int g = 0; g < GROUPS; ++g) vst1q_u32(states + GROUP * g, x[g]);

@@ -22,6 +22,12 @@ struct Avx512 {
         }
     }
 
+    // Returns false if no value of a row has raw bits: then the row's step for them changes no state.
+    [[HF_EXT_AVX512, gnu::always_inline]] static inline bool has_raw_bits(const Context* contexts) {
+        const __m512i all = _mm512_or_si512(_mm512_loadu_si512(contexts), _mm512_loadu_si512(contexts + LANES / 2));
+        return _mm512_test_epi32_mask(all, _mm512_set1_epi16(0xff));
+    }
+
     // Decodes up to `rows` rows, as long as `next` is not beyond `limit`. Returns their number.
     [[HF_EXT_AVX512]] static size_t decode(uint32_t* states, const uint8_t*& next, const uint8_t* limit,
                                            const Context* contexts, int32_t* values, size_t rows, const DecodeTable* tables) {
@@ -47,16 +53,22 @@ struct Avx512 {
                 tails[g] = _mm512_cmpge_epu32_mask(slot[g], _mm512_set1_epi32(int(uint32_t(TAIL) << 26)));
             }
             refill(x, word);
-            for (int g = 0; g < GROUPS; ++g) {
-                // value = (id - 24) << shift | low bits of x; x >>= shift
-                const __m512i shift = _mm512_and_si512(context[g], _mm512_set1_epi32(0xff));
-                const __m512i s = _mm512_sub_epi32(_mm512_srli_epi32(slot[g], 26), _mm512_set1_epi32(LINEAR));
-                const __m512i high = _mm512_sllv_epi32(_mm512_set1_epi32(-1), shift);
-                _mm512_storeu_si512(values + GROUP * g,
-                                    _mm512_or_si512(_mm512_sllv_epi32(s, shift), _mm512_andnot_si512(high, x[g])));
-                x[g] = _mm512_srlv_epi32(x[g], shift);
+            if (has_raw_bits(contexts)) {
+                for (int g = 0; g < GROUPS; ++g) {
+                    // value = (id - 24) << shift | low bits of x; x >>= shift
+                    const __m512i shift = _mm512_and_si512(context[g], _mm512_set1_epi32(0xff));
+                    const __m512i s = _mm512_sub_epi32(_mm512_srli_epi32(slot[g], 26), _mm512_set1_epi32(LINEAR));
+                    const __m512i high = _mm512_sllv_epi32(_mm512_set1_epi32(-1), shift);
+                    _mm512_storeu_si512(values + GROUP * g,
+                                        _mm512_or_si512(_mm512_sllv_epi32(s, shift), _mm512_andnot_si512(high, x[g])));
+                    x[g] = _mm512_srlv_epi32(x[g], shift);
+                }
+                refill(x, word);
+            } else {
+                for (int g = 0; g < GROUPS; ++g)
+                    _mm512_storeu_si512(values + GROUP * g,
+                                        _mm512_sub_epi32(_mm512_srli_epi32(slot[g], 26), _mm512_set1_epi32(LINEAR)));
             }
-            refill(x, word);
             if (uint64_t tail = uint64_t(tails[3]) << 48 | uint64_t(tails[2]) << 32 | uint32_t(tails[1]) << 16 | tails[0]) {
                 for (int g = 0; g < GROUPS; ++g) _mm512_storeu_si512(states + GROUP * g, x[g]);
                 uint32_t ids[LANES];
@@ -204,8 +216,19 @@ struct Avx2 {
         return _mm256_blendv_epi8(x, _mm256_or_si256(_mm256_slli_epi32(x, 16), words), low);
     }
 
+    [[HF_EXT_AVX2, gnu::always_inline]] static inline __m256i linear(__m256i slot) {
+        return _mm256_sub_epi32(_mm256_srli_epi32(slot, 26), _mm256_set1_epi32(LINEAR));
+    }
+
     [[HF_EXT_AVX2, gnu::always_inline]] static inline __m256i is_tail(__m256i slot) {
         return _mm256_cmpgt_epi32(_mm256_srli_epi32(slot, 26), _mm256_set1_epi32(TAIL - 1));
+    }
+
+    // Returns false if no value of a row has raw bits: then the row's step for them changes no state.
+    [[HF_EXT_AVX2, gnu::always_inline]] static inline bool has_raw_bits(const Context* contexts) {
+        const __m256i first = _mm256_or_si256(load(contexts), load(contexts + 16)),
+                      second = _mm256_or_si256(load(contexts + 32), load(contexts + 48));
+        return !_mm256_testz_si256(_mm256_or_si256(first, second), _mm256_set1_epi16(0xff));
     }
 
     // Loads one entry for each lane. The gather instruction is slower on many processors.
@@ -245,14 +268,17 @@ struct Avx2 {
                 const __m256i product = _mm256_mullo_epi32(frequency, _mm256_srli_epi32(x[g], PROBABILITY_BITS));
                 x[g] = refill(_mm256_add_epi32(product, offset), word);
             }
+            if (has_raw_bits(contexts)) {
 #pragma GCC unroll 8
-            for (int g = 0; g < GROUPS; ++g) {
-                // value = (id - 24) << shift | low bits of x; x >>= shift
-                const __m256i shift = _mm256_and_si256(load_words(contexts + GROUP * g), _mm256_set1_epi32(0xff));
-                const __m256i s = _mm256_sub_epi32(_mm256_srli_epi32(load(slot_of + GROUP * g), 26), _mm256_set1_epi32(LINEAR));
-                const __m256i high = _mm256_srlv_epi32(x[g], shift);
-                store(values + GROUP * g, _mm256_add_epi32(x[g], _mm256_sllv_epi32(_mm256_sub_epi32(s, high), shift)));
-                x[g] = refill(high, word);
+                for (int g = 0; g < GROUPS; ++g) {
+                    // value = (id - 24) << shift | low bits of x; x >>= shift
+                    const __m256i shift = _mm256_and_si256(load_words(contexts + GROUP * g), _mm256_set1_epi32(0xff));
+                    const __m256i s = linear(load(slot_of + GROUP * g)), high = _mm256_srlv_epi32(x[g], shift);
+                    store(values + GROUP * g, _mm256_add_epi32(x[g], _mm256_sllv_epi32(_mm256_sub_epi32(s, high), shift)));
+                    x[g] = refill(high, word);
+                }
+            } else {
+                for (int g = 0; g < GROUPS; ++g) store(values + GROUP * g, linear(load(slot_of + GROUP * g)));
             }
             if (lanes_of(is_tail(most))) {
                 for (int g = 0; g < GROUPS; ++g) store(states + GROUP * g, x[g]);
@@ -307,7 +333,7 @@ struct Avx2 {
                 const int lane = 63 - __builtin_clzll(tails);
                 put_tail(states[lane], word, tables[context[lane].table()], id[lane], value[lane] >> context[lane].shift());
             }
-            for (int g = GROUPS; g-- > 0;) {
+            for (int g = has_raw_bits(context) ? GROUPS : 0; g-- > 0;) {
                 // x = x << shift | the low bits of the value, once x is below 2^(32 - shift)
                 const __m256i x = load(states + GROUP * g),
                               shift = _mm256_and_si256(load_words(context + GROUP * g), _mm256_set1_epi32(0xff));
