@@ -1,4 +1,4 @@
-"""Measure PiSSA and QPiSSA: start, decomposition, quantization error, steps and memory, each with its peer in the same run.
+"""Measure PiSSA and QPiSSA: start, decomposition, quantization error, rounding, steps and memory, each with its peer.
 
     python benchmarks/pissa.py
 
@@ -22,8 +22,9 @@ from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, Ll
 from transformers.utils import logging
 
 from hf_ext import PissaConfig, QPissaConfig
-from hf_ext.pissa.decomposition import principal_components
+from hf_ext.pissa.decomposition import initial_factors, principal_components
 from hf_ext.pissa.quantization import Quantization, dequantize, quantized_residual
+from hf_ext.pissa.state import stacked
 
 NF4, DOUBLE_QUANT = Quantization("nf4", double=False), Quantization("nf4", double=True)
 RANKS = [8, 16, 32, 64]
@@ -236,6 +237,27 @@ def error(args: argparse.Namespace) -> dict:
     return results
 
 
+# ---- saved adapters --------------------------------------------------------------------------------------------------
+
+
+def rounding(args: argparse.Namespace) -> dict:
+    """Measures how much of an adapter's change is lost if its saved factors are rounded to bf16, as servers may do."""
+    B0, A0 = initial_factors(principal_components(decaying(1024, 1024), 16), 1.0)
+    generator, results = torch.Generator().manual_seed(0), {}
+    for moved in (0.1, 0.03, 0.01, 0.003, 0.001):
+        A, B = (start * (1 + moved * torch.randn(start.shape, generator=generator)) for start in (A0, B0))
+        change = B @ A - B0 @ A0
+        errors = {}
+        for name, cancels in (("hf_ext", False), ("the form of PEFT's own conversion", True)):
+            rows, columns = (factors.bfloat16().float() for factors in stacked(A, B, A0, B0, cancels))
+            errors[name] = (torch.linalg.norm(columns @ rows - change) / torch.linalg.norm(change)).item()
+        results[moved] = errors
+    rows = [[f"{100 * moved:g} %", *(f"{100 * error:.1f} %" for error in errors.values())] for moved, errors in results.items()]
+    title = "A matrix of 1024 × 1024, r = 16: error of the change after rounding the saved factors to bf16"
+    print_table(title, ["training moved the factors by", *results[0.1]], rows)
+    return results
+
+
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
 
@@ -308,7 +330,7 @@ def memory(args: argparse.Namespace) -> dict:
     return results
 
 
-SECTIONS = {"start": start, "error": error, "large": large, "steps": steps, "memory": memory}
+SECTIONS = {"start": start, "error": error, "large": large, "rounding": rounding, "steps": steps, "memory": memory}
 
 
 def main():

@@ -30,7 +30,7 @@ class CombinableLayer(LoraLayer):
 
     @abstractmethod
     def stacked(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns [A; A₀] and [B, −B₀], the factors of the saved LoRA."""
+        """Returns the factors that are saved, of rank 2r."""
 
     @contextmanager
     def as_lora(self, adapter: str) -> Iterator[None]:
@@ -58,7 +58,7 @@ def add_weighted_adapter(
 ) -> None:
     """Adds a weighted combination of LoRA and PiSSA adapters to their model, with the arguments of PEFT's method.
 
-    A PiSSA adapter of rank r takes part as a LoRA of rank 2r, [B, −B₀] [A; A₀]. The combination is a LoRA. Without
+    A PiSSA adapter of rank r takes part as the LoRA of rank 2r that it is saved as. The combination is a LoRA. Without
     svd_rank, combinations by SVD have the largest rank of the adapters, at most that of the smallest layer.
 
     Raises:

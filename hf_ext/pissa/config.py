@@ -16,7 +16,6 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
-from transformers.utils.logging import get_logger
 
 from hf_ext.integration.compat import saves_adapter, saves_only_lora_tensors
 from hf_ext.integration.model_cards import write_card
@@ -26,8 +25,6 @@ from hf_ext.pissa.layer import PRINCIPAL
 from hf_ext.pissa.quantization import QuantType
 from hf_ext.pissa.reports import PissaReport
 from hf_ext.pissa.start import PrincipalStart
-
-logger = get_logger(__name__)
 
 #: File beside adapter_config.json, which has no place for PiSSA's own options: PEFT warns about options that it does not know.
 FILE = "pissa_config.json"
@@ -56,8 +53,8 @@ class PissaConfig(PrincipalStart):
     The layer computes W x + s (B A − B₀ A₀) x. s B₀ A₀ are the r principal components of W, and B and A start from B₀ and A₀.
     This has the gradients of the paper's form (W − s B₀ A₀) x + s B A x, and does not change W.
 
-    The saved adapter is a plain LoRA of rank 2r, `[B, −B₀] [A; A₀]`, for any program that loads LoRA. To resume training, load
-    it with `PeftModel.from_pretrained(base, folder, config=PissaConfig.from_pretrained(folder), is_trainable=True)`.
+    The saved adapter is a plain LoRA of rank 2r, `[B, B − B₀] [A − A₀; A₀]`, for any program that loads LoRA. To resume
+    training, load it with `config=PissaConfig.from_pretrained(folder)` and `is_trainable=True` in `PeftModel.from_pretrained`.
 
     It takes the options of `LoraConfig` that PiSSA supports. These are new or have another meaning:
 
@@ -147,12 +144,6 @@ class PissaConfig(PrincipalStart):
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> None:
         """Writes the configuration of `to_lora_config`, the options of the decomposition, and the adapter's card."""
-        if self.is_rounded_as_lora:
-            logger.warning_once(
-                "The adapted experts are in 16 bits, and PEFT rounds the factors of their LoRA to this type. If you load the "
-                "saved adapter as a LoRA, it can lose most of its change. Load it with "
-                "config=PissaConfig.from_pretrained(folder), save pissa.convert_to_lora(model), or load the base in float32."
-            )
         self.to_lora_config().save_pretrained(save_directory, **kwargs)
         options = {name: getattr(self, name) for name in DECOMPOSITION}
         Path(save_directory, FILE).write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")

@@ -25,9 +25,7 @@ class _StartedWrapper(ParamWrapper):
 
     def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         super().update_layer(adapter_name, *args, **kwargs)
-        config = self.configs[adapter_name]
-        if isinstance(config, PrincipalStart):
-            config.is_rounded_as_lora |= self.get_param().element_size() < 4
+        if isinstance(self.configs[adapter_name], PrincipalStart):
             self.lora_variant[adapter_name] = PissaVariant()
             PissaVariant.init(self, adapter_name)  # type: ignore[arg-type]  # the only subclass is a `PissaLayer`
             self.initial_A[adapter_name] = self.initial_A[adapter_name].unflatten(0, (self.num_experts, -1))

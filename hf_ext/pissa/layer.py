@@ -24,7 +24,7 @@ from hf_ext.pissa.combination import CombinableLayer, combine_as_loras
 from hf_ext.pissa.decomposition import energy, initial_factors, is_of, principal_components
 from hf_ext.pissa.reports import LayerReport
 from hf_ext.pissa.start import PrincipalStart
-from hf_ext.pissa.state import check_gathered, gathered, stack
+from hf_ext.pissa.state import check_gathered, gathered, stack, stacked, unstacked
 
 #: `init_lora_weights` of an adapter whose weights PiSSA decomposes. PEFT's own layers do not know it and name it in an error.
 PRINCIPAL = "principal components (see hf_ext.pissa.accept_pissa)"
@@ -90,7 +90,7 @@ class Frozen(nn.ParameterDict):
 class PissaLayer(CombinableLayer):
     """The base of the PiSSA layers: keeps A₀ and B₀ beside A and B, as parameters that are frozen.
 
-    PEFT saves all four as one LoRA of rank 2r, [A; A₀] and [B, −B₀] (see `stack`), and the layer loads either form.
+    PEFT saves all four as one LoRA of rank 2r (see state.py), and the layer loads either form.
     Plain LoRA adapters work in these layers as in PEFT's own.
 
     Attributes:
@@ -220,18 +220,21 @@ class PissaLayer(CombinableLayer):
         return delta.T if self.is_transposed() else delta
 
     def stacked(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns [A; A₀] and [B, −B₀], the factors of the saved LoRA."""
         (A, B), (A0, B0) = self.factors(adapter), self.initial(adapter)
-        return torch.cat([A.detach(), A0]), torch.cat([B.detach(), -B0], dim=1)
+        return stacked(A.detach(), B.detach(), A0, B0, self.is_quantized(adapter))
+
+    def is_quantized(self, adapter: str) -> bool:
+        """Tells whether an adapter is of QPiSSA."""
+        return self.configs[adapter].peft_type == "QPISSA"
 
     def rows(self, adapter: str) -> int:
         """Returns the number of rows of A."""
         return self.r[adapter]
 
     def split(self, A: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns A, and A₀ as it is kept, of the saved LoRA's [A; A₀]."""
-        A, A0 = A.chunk(2)
-        return A, A0
+        """Returns the first half of the saved A, and A₀ as it is kept."""
+        first, A0 = A.chunk(2)
+        return first, A0
 
     def is_transposed(self) -> bool:
         """Tells whether the weight is stored as (n, m)."""
@@ -245,18 +248,19 @@ class PissaLayer(CombinableLayer):
         state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         if saves_only_lora_tensors():
             for adapter in self.pissa_adapters():
-                stack(state, adapter, prefix)
+                stack(state, adapter, prefix, self.is_quantized(adapter))
         return state
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         for adapter in self.pissa_adapters():
             a, b = (prefix + key for key in self.keys(adapter))
             if a in state_dict and b in state_dict and len(state_dict[a]) == 2 * self.rows(adapter):
-                (A, A0), (B, B0) = self.split(state_dict[a]), state_dict[b].chunk(2, dim=1)
-                self.check_initial(adapter, gathered(A0), -gathered(B0))
+                (first, A0), (B, second) = self.split(state_dict[a]), state_dict[b].chunk(2, dim=1)
+                A, B0 = unstacked(first, A0.reshape(first.shape), B, second, self.is_quantized(adapter))
+                self.check_initial(adapter, gathered(A0), gathered(B0))
                 state_dict[a], state_dict[b] = A.clone(), B.contiguous()
                 # The submodules load these.
-                state_dict[f"{prefix}initial_A.{adapter}"], state_dict[f"{prefix}initial_B.{adapter}"] = A0.clone(), -B0
+                state_dict[f"{prefix}initial_A.{adapter}"], state_dict[f"{prefix}initial_B.{adapter}"] = A0.clone(), B0
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def check_initial(self, adapter: str, A0: torch.Tensor, B0: torch.Tensor) -> None:

@@ -148,7 +148,7 @@ class PissaModel(LoraModel):
     @classmethod
     def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
         state = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
-        stack(state, adapter_name)
+        stack(state, adapter_name, is_quantized=config.peft_type == "QPISSA")
         return state
 
 

@@ -18,7 +18,6 @@ class PrincipalStart(LoraConfig):
 
     Attributes:
         is_trained: the adapter's weights are loaded afterwards, so no layer is decomposed.
-        is_rounded_as_lora: PEFT rounds factors of the saved LoRA to 16 bits, those of experts in 16 bits.
         starts: reports on the layers that adapters of this configuration started from, by name, for the model card.
     """
 
@@ -31,7 +30,7 @@ class PrincipalStart(LoraConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.is_trained = self.is_rounded_as_lora = False
+        self.is_trained = False
         self.starts: dict[str, LayerReport] = {}
         self._bar: Any = None
 

@@ -1,8 +1,17 @@
-"""The factors of PiSSA adapters in state dicts."""
+"""The factors of PiSSA adapters in state dicts.
+
+A saved PiSSA adapter is a LoRA of rank 2r, [B, B − B₀] [A − A₀; A₀] = B A − B₀ A₀. Rounded to bf16, it has nearly the same
+product. In the form [B, −B₀] [A; A₀], two large products cancel, so rounding errors can exceed a small change. QPiSSA has that
+form, because its residual depends on every bit of A₀ and B₀, and its adapters are never loaded as LoRAs.
+"""
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import torch
+
+Factors: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -24,11 +33,23 @@ def check_gathered(adapter: str, A: torch.Tensor) -> None:
         )
 
 
-def stack(state: dict[str, torch.Tensor], adapter: str, prefix: str = "") -> None:
-    """Turns the factors of an adapter's layers in a state dict into those of the saved LoRA, [A; A₀] and [B, −B₀].
+def stacked(A: torch.Tensor, B: torch.Tensor, A0: torch.Tensor, B0: torch.Tensor, is_quantized: bool) -> Factors:
+    """Returns the saved factors, given those of training and those of the start."""
+    first, second = (A, -B0) if is_quantized else (A - A0, B - B0)
+    return torch.cat([first, A0]), torch.cat([B, second], dim=1)
+
+
+def unstacked(first: torch.Tensor, A0: torch.Tensor, B: torch.Tensor, second: torch.Tensor, is_quantized: bool) -> Factors:
+    """Returns A and B₀ of both halves of the saved factors."""
+    return (first, -second) if is_quantized else (first + A0, B - second)
+
+
+def stack(state: dict[str, torch.Tensor], adapter: str, prefix: str = "", is_quantized: bool = False) -> None:
+    """Turns the factors of an adapter's layers in a state dict into those that are saved.
 
     Args:
         prefix: that of the layers' keys.
+        is_quantized: the adapter is of QPiSSA.
 
     Raises:
         ValueError: the factors are shards.
@@ -45,7 +66,8 @@ def stack(state: dict[str, torch.Tensor], adapter: str, prefix: str = "") -> Non
         )
         check_gathered(adapter, state[a])
         A0, B0 = (state.pop(f"{layer}initial_{part}.{adapter}") for part in "AB")
-        A, A0 = state[a], A0.to(state[a].dtype)
-        is_of_experts = A0.dim() > A.dim()  # (experts, r, n)
-        state[a] = torch.cat([A.view_as(A0), A0], dim=1).flatten(0, 1) if is_of_experts else torch.cat([A, A0])
-        state[b] = torch.cat([state[b], -B0.to(state[b].dtype)], dim=1)
+        A, B, A0, B0 = state[a], state[b], A0.to(state[a].dtype), B0.to(state[b].dtype)
+        if A0.dim() > A.dim():  # (experts, r, n): the rows of an expert stay together
+            A, A0 = A.view_as(A0).transpose(0, 1), A0.transpose(0, 1)
+        A, state[b] = stacked(A, B, A0, B0, is_quantized)
+        state[a] = A.transpose(0, 1).flatten(0, 1) if A.dim() > state[a].dim() else A

@@ -81,10 +81,11 @@ def test_the_saved_adapter_is_a_lora_and_goes_on_as_pissa(tmp_path, dimensions):
     again = PeftModel.from_pretrained(
         Convolutions(dimensions), tmp_path, config=PissaConfig.from_pretrained(tmp_path), is_trainable=True
     )
-    assert torch.equal(outputs(again), outputs(model))
+    assert difference(outputs(again), outputs(model)) < 1e-5
     again.save_pretrained(tmp_path / "again")
     first, second = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, tmp_path / "again"))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    for name in first:
+        torch.testing.assert_close(first[name], second[name])
 
 
 @every_kind

