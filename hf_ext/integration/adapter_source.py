@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -70,26 +71,25 @@ class AdapterSource(TensorSource):
         _require_all_tensors(self._model, folder, base)
         layers = {path: module for path, module in skeleton.named_modules() if isinstance(module, BaseTunerLayer)}
         self._layers = {  # name of a weight -> the layer that makes it
-            f"{_plain(path)}.{parameter}": layer
-            for path, layer in layers.items()
-            for parameter, _ in layer.get_base_layer().named_parameters(recurse=False)
+            f"{_plain(path)}.{parameter}": layer for path, layer in layers.items() for parameter in _changed_by(layer)
         }
-        names = self._find_given(skeleton, tuple(f"{path}." for path in layers), tied)
+        names = self._find_given(skeleton, layers.keys(), tied)
         self._twins = {name: twin for name in names if (twin := base.twin_of(name)) is not None and name not in self._given}
         self._require_twins(skeleton, names - self._given.keys() - self._twins.keys())
 
-    def _find_given(self, skeleton: PreTrainedModel, prefixes: tuple[str, ...], tied: set[str]) -> set[str]:
+    def _find_given(self, skeleton: PreTrainedModel, layers: Collection[str], tied: set[str]) -> set[str]:
         """Keeps the tensors that the adapter holds whole, and returns the names of all weights.
 
         Args:
-            prefixes: of the names of tensors in layers that the adapter changes.
+            layers: names of the modules that the adapter changes.
             tied: weights that the base ties to others.
         """
         self._given: dict[str, torch.Tensor] = {}
         names = set()
         for path, tensor in skeleton.state_dict().items():
             name, whole = _plain(path), ".modules_to_save." in path
-            adapter = ".base_layer." not in path and path.startswith(prefixes)
+            parts = path.split(".")
+            adapter = any(part != "base_layer" and ".".join(parts[:i]) in layers for i, part in enumerate(parts))
             if adapter and not whole or ".original_module." in path or name in tied and not whole:
                 continue
             names.add(name)
@@ -143,6 +143,13 @@ class AdapterSource(TensorSource):
         with torch.no_grad():
             layer.merge(adapter_names=["default"])
         return RawTensor.from_torch(getattr(layer.get_base_layer(), parameter))
+
+
+def _changed_by(layer: BaseTunerLayer) -> list[str]:
+    """Returns the names of the parameters that an adapter's layer may change. Layers of one parameter can be nested."""
+    if parameter := getattr(layer, "parameter_name", None):
+        return [parameter]
+    return [name for name, _ in layer.get_base_layer().named_parameters(recurse=False)]
 
 
 def _settings_of(folder: Path) -> PeftConfig:

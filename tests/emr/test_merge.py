@@ -21,9 +21,10 @@ from peft import (
     get_peft_model,
 )
 from safetensors.torch import save_file
+from tiny_adapters import needs_peft
 from tiny_checkpoints import contents, fine_tune, weights, write_folder
 from tiny_merges import classifier, same_tensors, tensors_of, write_tasks
-from tiny_models import MODELS, assert_same_weights, bert, llama, perturb, tokenizer
+from tiny_models import MODELS, assert_same_weights, bert, gpt_oss, llama, perturb, tokenizer
 from transformers import AutoConfig, AutoModelForSequenceClassification, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
@@ -321,13 +322,19 @@ def test_an_adapter_is_merged_as_the_weights_it_makes(tmp_path, kind, given):
 
 
 @pytest.mark.parametrize("given", ["memory", "folder"])
-@pytest.mark.parametrize("kind", ["embeddings", "norms"])
-def test_adapters_of_embeddings_and_norms_are_not_lost(tmp_path, kind, given):
-    model = llama()
+@pytest.mark.parametrize("kind", ["embeddings", "norms", pytest.param("experts", marks=needs_peft("0.21", "of experts"))])
+def test_adapters_of_other_layers_are_not_lost(tmp_path, kind, given):
+    model = gpt_oss() if kind == "experts" else llama()
     model.save_pretrained(tmp_path / "base")
     config = {
         "embeddings": lambda: LoraConfig(r=2, lora_alpha=1, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM"),
         "norms": lambda: LNTuningConfig(target_modules=["input_layernorm"], task_type="CAUSAL_LM"),
+        "experts": lambda: LoraConfig(
+            r=2,
+            target_modules=["q_proj"],
+            target_parameters=["experts.gate_up_proj", "experts.down_proj"],  # of one module
+            task_type="CAUSAL_LM",
+        ),
     }[kind]()
     tuned = get_peft_model(model, config)
     torch.manual_seed(0)
@@ -338,8 +345,9 @@ def test_adapters_of_embeddings_and_norms_are_not_lost(tmp_path, kind, given):
     tuned.save_pretrained(tmp_path / "adapter")
     emr.merge(tmp_path / "base", {"a": tuned if given == "memory" else tmp_path / "adapter"}, tmp_path / "merged")
     emr.extract(tmp_path / "merged", "a", tmp_path / "a")
-    expected = tuned.merge_and_unload().state_dict()
-    for name, tensor in tensors_of(tmp_path / "a").items():
+    expected, found = tuned.merge_and_unload().state_dict(), tensors_of(tmp_path / "a")
+    assert found.keys() == expected.keys() - tuned.get_base_model().all_tied_weights_keys.keys()
+    for name, tensor in found.items():
         assert torch.allclose(tensor, expected[name], atol=1e-6), name
 
 
