@@ -407,6 +407,8 @@ def test_a_task_is_added_by_a_command(tmp_path, tasks, capsys):
     base, folders = tasks
     assert run(capsys, "merge", "--base", base, "--task", f"cr={folders['cr']}", "--out", tmp_path / "one")[0] == 0
     task = ("--task", f"subj={folders['subj']}")
+    again = ("--task", f"cr={folders['subj']}", "--out", tmp_path / "two")
+    assert "has a task 'cr' already" in mistaken(capsys, "add-task", tmp_path / "one", *again)
     assert "--reelect" in fails(capsys, "add-task", tmp_path / "one", *task, "--out", tmp_path / "two")
     assert run(capsys, "add-task", tmp_path / "one", *task, "--out", tmp_path / "two", "--reelect")[0] == 0
     assert [task.task for task in emr.report(tmp_path / "two").tasks] == ["cr", "subj"]
@@ -575,6 +577,7 @@ TRANSFER = "transfer --source-model a --source-adapter b --target-model c --out 
         (["migrate", "--push-to-hub", "me/lora"], "hf-ext migrate: Missing option"),
         ([*TRANSFER, __file__, "--filter", "none", "--push_to_hub"], "give the repository as --push-to-hub ORG/NAME"),
         (["compress", "a", "--out", "b", "--verfy"], "--verify"),  # Typer's versions word it in several ways
+        (["compress", "a", "--push-to-hub"], "hf-ext compress: Option '--push-to-hub' requires an argument"),
         (["compress", "a", "--out", "b", "--level", "9"], "hf-ext compress: Invalid value for '--level': "),
         (["compress", "a", "--out", ""], "hf-ext compress: Invalid value for '--out': the value is empty; give a path"),
         (["compress", "a", "--out", "b", "--base-id", "org/name"], "for '--base-id': requires --base"),

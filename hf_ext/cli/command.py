@@ -38,7 +38,12 @@ class Command(typer.core.TyperCommand):
             elif option and expanded[-1] != option:
                 expanded.append(option)
             expanded.append(word)
-        return super().parse_args(ctx, expanded)
+        try:
+            return super().parse_args(ctx, expanded)
+        except Exception as error:
+            if hasattr(error, "format_message") and getattr(error, "ctx", None) is None:
+                error.ctx = ctx  # type: ignore[attr-defined]  # so that main() names the command
+            raise
 
 
 class Tutorial(typer.core.TyperGroup):

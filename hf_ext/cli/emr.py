@@ -101,6 +101,11 @@ def add_task(
     report: Report = False,
 ) -> Result:
     name, path = named(task)
+    from hf_ext.emr.folder import task_files
+    from hf_ext.storage.hub import local_copy
+
+    if name in task_files(local_copy(src)):  # before PyTorch is imported
+        raise mistake(f"{src} has a task '{name}' already; give the new task another name", "--task")
     from hf_ext import emr
 
     folder = out.folder()
