@@ -35,15 +35,19 @@ def follow(
     ] = "wait",
     stop_at_step: Annotated[
         int | None,
-        typer.Option("--stop-at-step", metavar="STEP", show_default=False, help="End when all servers are at this step."),
+        typer.Option(
+            "--stop-at-step", min=0, metavar="STEP", show_default=False, help="End when all servers are at this step."
+        ),
     ] = None,
     poll_interval: Annotated[
-        float, typer.Option("--poll-interval", metavar="SECONDS", help="Time between two checks of PLACE and the servers.")
+        float,
+        typer.Option("--poll-interval", min=0, metavar="SECONDS", help="Time between two checks of PLACE and the servers."),
     ] = 1.0,
     give_up_after: Annotated[
         float | None,
         typer.Option(
             "--give-up-after",
+            min=0,
             metavar="SECONDS",
             show_default=False,
             help="End with an error when PLACE or a server has failed for so long. Defaults to trying again without end.",

@@ -132,7 +132,7 @@ def follow(
         _Attempts(poll_interval, give_up_after),
         {server: _Attempts(poll_interval, give_up_after) for server in servers},
     )
-    newest = -1
+    newest, is_first_look = -1, True
 
     def update(server: VLLMServer) -> bool:
         is_new = reached[server] != newest or not server.has(newest)
@@ -146,6 +146,9 @@ def follow(
                 try:
                     newest = max(steps.steps(), default=-1)
                     reading.succeeded()
+                    if newest < 0 and is_first_look:
+                        tell(f"{place} has no steps yet. Waiting for the first.")
+                    is_first_look = False
                 except (HfExtError, OSError) as error:
                     newest = -1
                     reading.failed(error)

@@ -103,6 +103,18 @@ def test_following_goes_on_while_the_place_cannot_be_read(http: ThreadingHTTPSer
     ]
 
 
+def test_following_waits_for_the_first_step_and_says_so(http: ThreadingHTTPServer, tmp_path: Path):
+    messages = []
+
+    def tell(text: str) -> None:
+        if not messages:
+            publish(tmp_path, range(1))
+        messages.append(text)
+
+    assert follow(tmp_path, [VLLMServer(http.url, tmp_path)], stop_at_step=0, poll_interval=0.01, tell=tell) == 0
+    assert messages == [f"{tmp_path} has no steps yet. Waiting for the first.", f"{http.url} is at step 0."]
+
+
 def test_a_restarted_server_is_updated_again(http: ThreadingHTTPServer, tmp_path: Path):
     messages = []
 
