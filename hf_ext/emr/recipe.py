@@ -38,15 +38,17 @@ class Recipe:
         Raises:
             CheckpointError: the file is not a recipe; the message says which key is missing, unknown or of another type.
         """
+        if Path(path).is_dir():
+            raise CheckpointError(f"{path} is a folder. Give the file of a recipe, such as {Path(path) / RECIPE}.")
         try:
             contents = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise CheckpointError(f"The recipe {path} cannot be read: {error}") from error
         keys = [field.name for field in fields(cls)]
         if not isinstance(contents, dict):
-            raise CheckpointError(f"The recipe {path} must have the keys {', '.join(keys)}, at its top level.")
+            raise CheckpointError(f"The recipe {path} must have the keys base and tasks at its top level.")
         if unknown := [str(key) for key in contents if key not in keys]:
-            raise CheckpointError(f"The recipe {path} must have the keys {', '.join(keys)}, not {', '.join(unknown)}.")
+            raise CheckpointError(f"The recipe {path} may have the keys {', '.join(keys)}, not {', '.join(unknown)}.")
         problem = _problem(contents)
         if problem:
             raise CheckpointError(f"The recipe {path}: {problem}")

@@ -48,7 +48,7 @@ def test_a_merge_without_a_recipe_of_its_own_has_none(tmp_path, tasks):
         ("base: b\ntasks: {a: c}\nrescale: both", "'rescale' must be one of: tensor, paper, tensor_mean"),
         ("base: b\ntasks: {a: c}\nrevision: 1", "'revision' must be text"),
         ("base: b\ntasks: {a: c}\nmerge_method: ties", "keys base, tasks, revision, rescale, not merge_method"),
-        ("- base", "must have the keys base, tasks, revision, rescale, at its top level"),
+        ("- base", "must have the keys base and tasks at its top level"),
         ("base: [", "cannot be read"),
         ("base: !!python/object/apply:os.getcwd []", "cannot be read"),
     ],
@@ -60,6 +60,8 @@ def test_a_wrong_recipe_is_refused(tmp_path, text, message):
         Recipe.read(path)
     with pytest.raises(CheckpointError, match="cannot be read"):
         Recipe.read(tmp_path / "none.yaml")
+    with pytest.raises(CheckpointError, match="is a folder. Give the file of a recipe, such as .*merge_recipe.yaml"):
+        Recipe.read(tmp_path)
 
 
 def test_a_recipe_and_options_do_not_mix(tmp_path, capsys):
