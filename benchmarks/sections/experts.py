@@ -26,7 +26,7 @@ def experts(args: argparse.Namespace) -> dict:
         "merged LoRA": (base + 3e-4 * normal(ROWS, RANK) @ normal(RANK, COLUMNS), base),
         "without a base": (base, None),
     }
-    found = {}
+    results = {}
     for change, (tensor, twin) in cases.items():
         x, prior = bits(tensor, "bf16"), None if twin is None else bits(twin, "bf16")
 
@@ -38,10 +38,10 @@ def experts(args: argparse.Namespace) -> dict:
             "a tensor for each expert": [pair(i, (ROWS, COLUMNS)) for i in range(EXPERTS)],
             "a row for each expert": [pair(..., (EXPERTS, ROWS * COLUMNS))],
         }
-        found[change] = {
+        results[change] = {
             form: 8 * sum(map(len, compress_checked(ours(), pairs, "bf16"))) / tensor.numel() for form, pairs in forms.items()
         }
-    rows = [[change, *(f"{size:.3f}" for size in sizes.values())] for change, sizes in found.items()]
+    rows = [[change, *(f"{size:.3f}" for size in sizes.values())] for change, sizes in results.items()]
     title = f"bf16, {EXPERTS} experts of {ROWS}×{COLUMNS}: bits per parameter"
-    print_table(title, ["", *found["dense change"]], rows)
-    return found
+    print_table(title, ["", *results["dense change"]], rows)
+    return results

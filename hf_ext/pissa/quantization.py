@@ -77,7 +77,7 @@ class Quantization:
     def round(self, weight: torch.Tensor) -> torch.Tensor:
         """Quantizes and dequantizes a weight: float32, the values of `dequantize(quantize(weight))`.
 
-        On CPUs, bitsandbytes finds the 4-bit code of each value by bisection. Looking it up is seven times as fast.
+        On CPUs, bitsandbytes finds the 4-bit code of each value by bisection. Looking it up is faster.
         """
         if weight.device.type != "cpu" or self.bits == 8 or weight.numel() % self.blocksize:
             return dequantize(self.quantize(weight))

@@ -58,7 +58,7 @@ def test_a_resumed_run_gives_what_a_whole_one_gives(tmp_path, base, kind, option
         return get_peft_model(load(base, quantization), kind(**options))
 
     whole = fresh()
-    start = logits(whole)
+    start, before = logits(whole), {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
     train(whole, tmp_path / "whole")
     assert difference(logits(whole), start) > 1e-3
     train(fresh(), tmp_path / "parts", callbacks=[StopAfter(4)])
@@ -68,8 +68,9 @@ def test_a_resumed_run_gives_what_a_whole_one_gives(tmp_path, base, kind, option
     expected = dict(whole.named_parameters())
     for name, parameter in resumed.named_parameters():
         if parameter.requires_grad:
-            torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-5)  # a checkpoint of PiSSA is rounded
-    assert difference(logits(resumed), logits(whole)) < 1e-3
+            moved = torch.linalg.norm(expected[name] - before[name])
+            assert torch.linalg.norm(parameter - expected[name]) <= 0.01 * moved, name  # a checkpoint of PiSSA is rounded
+    assert difference(logits(resumed), logits(whole)) < 0.01 * difference(logits(whole), start)
 
 
 @every_kind

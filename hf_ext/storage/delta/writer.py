@@ -82,8 +82,11 @@ def write_delta(
                 return payload
 
             with closing(writer):
-                # Only payloads wait, which are smaller than tensors.
-                for name, payload in Prefetcher(encode, {name: entry.nbytes // 4 for name, entry in file.entries.items()}):
+                # Only payloads wait. Those with a base are rarely larger than a quarter of the tensor.
+                sizes = {
+                    name: entry.nbytes // (1 if twins[file.path][name] is None else 4) for name, entry in file.entries.items()
+                }
+                for name, payload in Prefetcher(encode, sizes):
                     writer.add(name, payload)
                     bar.update()
     groups = [[writers[file.path.name] for file in shards] for shards in sets]
