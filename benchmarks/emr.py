@@ -3,10 +3,12 @@
     python benchmarks/emr.py --pairs pairs --data DIR
 
 ``pairs`` is the folder that benchmarks/fine_tunes.py makes from the data sets in DIR. Every method keeps each task's own head,
-as the paper does; simple average, task arithmetic (scale 0.3) and TIES are PEFT's (peft.utils.merge_utils).
+as the paper does; simple average, task arithmetic (scale 0.3) and TIES are PEFT's (peft.utils.merge_utils). T-Switch
+(arXiv 2412.00054) stores of each task a mask of its largest changes, their signs and one scale.
 """
 
 import argparse
+import math
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from transformers.utils import logging
 from hf_ext import emr
 
 REFERENCE_TASKS = ["trec", "cr", "subj", "sst2"]
+SWITCHED = (0.5, 0.2, 0.05)  # shares of the changes that T-Switch keeps
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()
@@ -75,6 +78,22 @@ def peers(count: int) -> dict[str, Callable[[list[torch.Tensor]], torch.Tensor]]
     }
 
 
+def task_switch(state: dict[str, torch.Tensor], base: dict[str, torch.Tensor], share: float) -> dict[str, torch.Tensor]:
+    """Returns the weights of one task under T-Switch: the base and, for this share of the changes, the largest ones of the
+    model, their signs times one scale that keeps the length of the task vector."""
+    vectors = {name: state[name] - weight for name, weight in base.items() if name in state and weight.is_floating_point()}
+    sizes = torch.cat([vector.abs().flatten() for vector in vectors.values()])
+    kept = max(1, int(share * sizes.numel()))
+    threshold = sizes.kthvalue(sizes.numel() - kept + 1).values
+    scale = sizes.norm() / kept**0.5
+    return {name: base[name] + scale * vector.sign() * (vector.abs() >= threshold) for name, vector in vectors.items()}
+
+
+def switch_bits(share: float) -> float:
+    """Returns the bits per parameter and task that the mask and the signs of T-Switch take with an ideal code."""
+    return share - share * math.log2(share) - (1 - share) * math.log2(1 - share)
+
+
 def accuracy(args: argparse.Namespace) -> dict:
     """Returns test accuracies as {group: {method: {task: accuracy}}}, for the four tasks of the reference and for all."""
     measure, results = Accuracy(args.data), {}
@@ -94,15 +113,23 @@ def accuracy(args: argparse.Namespace) -> dict:
                     model = Classifier.from_pretrained(args.pairs / task)
                     model.load_state_dict(merged, strict=False)
                     rows[name][task] = measure(model, task)
+        for share in SWITCHED:
+            method = f"T-Switch, {100 * share:.0f} % of the changes ({switch_bits(share):.2f} bits a parameter and task)"
+            rows[method] = {}
+            for task, state in zip(tasks, states):
+                model = Classifier.from_pretrained(args.pairs / task)
+                model.load_state_dict(task_switch(state, base, share), strict=False)
+                with torch.inference_mode():
+                    rows[method][task] = measure(model, task)
         for rescale in ("paper", "tensor_mean", "tensor"):
             with tempfile.TemporaryDirectory() as out:
                 emr.merge(minilm(), folders, out, rescale=rescale)
                 model = Classifier.from_pretrained(out)
-                rows[f"EMR, rescale {rescale}"] = found_here = {}
+                rows[f"EMR, rescale {rescale}"] = {}
                 for task in tasks:
                     model.set_task(task)
                     with torch.inference_mode():
-                        found_here[task] = measure(model, task)
+                        rows[f"EMR, rescale {rescale}"][task] = measure(model, task)
         mean = {name: statistics.mean(row.values()) for name, row in rows.items()}
         print_table(
             f"Test accuracy, {group}",

@@ -19,7 +19,7 @@ from hf_ext.storage.delta.file import MAX_USES, BaseInfo, CompressedWriter, dige
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import select_weights
 from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
-from hf_ext.storage.safetensors_file import TensorFile, float_name
+from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile, float_name
 from hf_ext.storage.source import NoBase, TensorSource, fingerprint_of, sample
 
 logger = logging.getLogger(__name__)
@@ -82,9 +82,10 @@ def write_delta(
                 return payload
 
             with closing(writer):
-                # Only payloads wait. Those with a base are rarely larger than a quarter of the tensor.
+                # A payload with a base is rarely larger than a quarter of the tensor. A tensor that is not mapped is in memory too.
+                mapped = isinstance(file, SafetensorsFile)
                 sizes = {
-                    name: entry.nbytes // (1 if twins[file.path][name] is None else 4) for name, entry in file.entries.items()
+                    name: entry.nbytes // (4 if mapped and twins[file.path][name] else 1) for name, entry in file.entries.items()
                 }
                 for name, payload in Prefetcher(encode, sizes):
                     writer.add(name, payload)
