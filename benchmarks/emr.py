@@ -94,6 +94,15 @@ def switch_bits(share: float) -> float:
     return share - share * math.log2(share) - (1 - share) * math.log2(1 - share)
 
 
+def switch_name(share: float) -> str:
+    return f"T-Switch, {100 * share:.0f} % of the changes ({switch_bits(share):.2f} bits a parameter and task)"
+
+
+def values_of(base: dict[str, torch.Tensor], task: dict[str, torch.Tensor]) -> int:
+    """Returns the number of parameters that are merged."""
+    return sum(weight.numel() for name, weight in base.items() if name in task and weight.is_floating_point())
+
+
 def accuracy(args: argparse.Namespace) -> dict:
     """Returns test accuracies as {group: {method: {task: accuracy}}}, for the four tasks of the reference and for all."""
     measure, results = Accuracy(args.data), {}
@@ -114,7 +123,7 @@ def accuracy(args: argparse.Namespace) -> dict:
                     model.load_state_dict(merged, strict=False)
                     rows[name][task] = measure(model, task)
         for share in SWITCHED:
-            method = f"T-Switch, {100 * share:.0f} % of the changes ({switch_bits(share):.2f} bits a parameter and task)"
+            method = switch_name(share)
             rows[method] = {}
             for task, state in zip(tasks, states):
                 model = Classifier.from_pretrained(args.pairs / task)

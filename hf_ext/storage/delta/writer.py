@@ -85,7 +85,8 @@ def write_delta(
                 # A payload with a base is rarely larger than a quarter of the tensor. A tensor that is not mapped is in memory too.
                 mapped = isinstance(file, SafetensorsFile)
                 sizes = {
-                    name: entry.nbytes // (4 if mapped and twins[file.path][name] else 1) for name, entry in file.entries.items()
+                    name: entry.nbytes // (4 if mapped and twins[file.path][name] else 1)
+                    for name, entry in file.entries.items()
                 }
                 for name, payload in Prefetcher(encode, sizes):
                     writer.add(name, payload)
