@@ -82,7 +82,7 @@ def write_delta(
                 return payload
 
             with closing(writer):
-                # A payload with a base is rarely larger than a quarter of the tensor. A tensor that is not mapped is in memory too.
+                # A payload with a base is rarely larger than a quarter of the tensor. Tensors that are not mapped take memory.
                 mapped = isinstance(file, SafetensorsFile)
                 sizes = {
                     name: entry.nbytes // (4 if mapped and twins[file.path][name] else 1)
