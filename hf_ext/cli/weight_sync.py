@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from hf_ext.cli.command import Result, Section, argument, option, say
+from hf_ext.cli.command import Result, Section, argument, mistake, option, say
 
 section = Section(
-    "Bring the steps of a training to running vLLM servers",
+    "Bring the steps of a training to running servers",
     "$ hf-ext follow /mnt/share/run --server http://localhost:8000",
 )
 
@@ -17,15 +17,26 @@ section = Section(
 @section.command(
     "update servers whenever a training publishes a step",
     "  hf-ext follow /mnt/share/run --server http://gpu1:8000 http://gpu2:8000\n"
-    "  hf-ext follow hf://buckets/me/run --server http://localhost:8000 --requests keep",
-    "PLACE is where hf_ext.weight_sync publishes: a folder, hf://OWNER/NAME or hf://buckets/OWNER/NAME. The servers must be "
-    "able to read it under the same name. Start each server with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL "
-    '--weight-transfer-config \'{"backend": "hf_ext"}\'. Ctrl-C ends the command; the servers keep their current weights.',
+    "  hf-ext follow hf://buckets/me/run --server http://localhost:8000 --requests keep\n"
+    "  hf-ext follow /mnt/share/run --checkpoint /dev/shm/model --server http://localhost:30000    # SGLang\n"
+    "  hf-ext follow /mnt/share/run --checkpoint my-model --stop-at-step 100    # no server",
+    "PLACE is where hf_ext.weight_sync publishes: a folder, hf://OWNER/NAME or hf://buckets/OWNER/NAME. vLLM servers must be "
+    "able to read it under the same name. Start each with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL "
+    '--weight-transfer-config \'{"backend": "hf_ext"}\'. SGLang servers load the folder of --checkpoint, and need nothing of '
+    "this package. Ctrl-C ends the command; the servers keep their current weights.",
     left="the servers keep their current weights",
 )
 def follow(
     place: Annotated[str, argument("PLACE", "Where the steps are published.")],
-    server: Annotated[list[str], option("--server", "Addresses of the servers.", metavar="URL…")],
+    server: Annotated[list[str] | None, option("--server", "Addresses of the servers.", metavar="URL…")] = None,
+    checkpoint: Annotated[
+        str | None,
+        option(
+            "--checkpoint",
+            "A copy of the model's folder. Its weights are brought to each step, and the servers, which are SGLang's, load it.",
+            metavar="DIR",
+        ),
+    ] = None,
     requests: Annotated[
         Literal["wait", "keep", "abort"],
         typer.Option(
@@ -54,12 +65,22 @@ def follow(
         ),
     ] = None,
     api_key: Annotated[
-        str | None, option("--api-key", "API key of the servers. Defaults to VLLM_API_KEY.", metavar="KEY")
+        str | None, option("--api-key", "API key of the servers. Defaults to VLLM_API_KEY for vLLM.", metavar="KEY")
     ] = None,
 ) -> Result:
-    from hf_ext.weight_sync.servers import VLLMServer, follow
+    if not server and not checkpoint:
+        raise mistake("is missing; give --server, --checkpoint, or both", "--server")
+    if checkpoint and requests == "keep":
+        raise mistake("cannot be keep with --checkpoint: SGLang's requests wait or are aborted", "--requests")
+    from hf_ext.weight_sync.checkpoint import LocalCheckpoint
+    from hf_ext.weight_sync.servers import Follower, SGLangServer, VLLMServer, follow
 
+    urls = server or []
+    followers: list[Follower] = [VLLMServer(url, place, requests, api_key) for url in urls if not checkpoint]
+    if checkpoint and requests != "keep":
+        local = LocalCheckpoint(checkpoint, place)
+        followers = [SGLangServer(url, local, requests, api_key) for url in urls] or [local]
     say(f"Following {place}. Ctrl-C ends it.")
-    servers = [VLLMServer(url, place, requests, api_key) for url in server]
-    step = follow(place, servers, stop_at_step, poll_interval, say, give_up_after)
-    return Result(f"All servers are at step {step}.", {"place": place, "servers": server, "step": step})
+    step = follow(place, followers, stop_at_step, poll_interval, say, give_up_after)
+    what = "All servers are" if urls else f"{checkpoint} is"
+    return Result(f"{what} at step {step}.", {"place": place, "servers": urls, "checkpoint": checkpoint, "step": step})

@@ -1,4 +1,4 @@
-"""Updates running vLLM servers to a step, through vLLM's own HTTP interface."""
+"""Updates running vLLM and SGLang servers to a step, through their own HTTP interfaces."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPException
-from typing import Literal
+from typing import Literal, Protocol
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from hf_ext.errors import HfExtError, ServerError
+from hf_ext.weight_sync.checkpoint import LocalCheckpoint
 from hf_ext.weight_sync.places import Folder, Place, open_place
 from hf_ext.weight_sync.subscriber import Subscriber
 
@@ -25,7 +26,49 @@ LONGEST = 600  # seconds that a server may take for one thing, such as ending it
 LONGEST_PAUSE = 30.0  # seconds between two attempts after many failures
 
 
-class VLLMServer:
+class Follower(Protocol):
+    """Whatever `follow` updates. `str()` gives its name in messages."""
+
+    def update(self, step: int) -> None: ...
+
+    def has(self, step: int) -> bool: ...
+
+
+class _Server:
+    """A server with an HTTP interface.
+
+    Args:
+        unsuitable: what is wrong if it does not know a request.
+    """
+
+    def __init__(self, url: str, api_key: str | None, unsuitable: str):
+        self.url, self._unsuitable = url.rstrip("/"), unsuitable
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+
+    def __str__(self) -> str:
+        return self.url
+
+    def _has(self, step: int, path: str) -> bool:
+        answer = self._call(path)
+        with suppress(ValueError, AttributeError):
+            return json.loads(answer).get("weight_version") == str(step)
+        return False
+
+    def _call(self, path: str, content: dict | None = None) -> bytes:
+        """Returns the server's answer to a POST request with some content, or else to a GET request."""
+        data = None if content is None else json.dumps(content).encode()
+        request = Request(f"{self.url}/{path}", data, self._headers)
+        try:
+            with urlopen(request, timeout=LONGEST) as answer:
+                return answer.read()
+        except HTTPError as error:
+            text = self._unsuitable if error.code == 404 else f"{error.code} {error.read(500).decode(errors='replace')}"
+            raise ServerError(f"{self.url} refused {request.selector}: {text}") from error
+        except (OSError, HTTPException) as error:
+            raise ServerError(f"{self.url} does not answer: {error}") from error
+
+
+class VLLMServer(_Server):
     """A running server: `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "hf_ext"}'`.
 
     vLLM accepts new weights only in this development mode. Everyone who can reach the port can then change the weights, so do
@@ -46,11 +89,11 @@ class VLLMServer:
         requests: Literal["wait", "keep", "abort"] = "wait",
         api_key: str | None = None,
     ):
+        unsuitable = "it takes no weights. Start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config."
+        super().__init__(url, api_key or os.environ.get("VLLM_API_KEY"), unsuitable)
         opened = open_place(place)
-        self.url, self.requests = url.rstrip("/"), requests
+        self.requests = requests
         self.place = str(opened.path.absolute()) if isinstance(opened, Folder) else str(opened)
-        key = api_key or os.environ.get("VLLM_API_KEY")
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
     def update(self, step: int) -> None:
         """Updates the server to a step. If the update fails, the server keeps its current weights.
@@ -78,31 +121,53 @@ class VLLMServer:
         Raises:
             ServerError: the server cannot be reached.
         """
-        answer = self._call("weight_info")
-        with suppress(ValueError, AttributeError):
-            return json.loads(answer).get("weight_version") == str(step)
-        return False
+        return self._has(step, "weight_info")
 
-    def _call(self, path: str, content: dict | None = None) -> bytes:
-        """Returns the server's answer to a POST request with some content, or else to a GET request."""
-        data = None if content is None else json.dumps(content).encode()
-        request = Request(f"{self.url}/{path}", data, self._headers)
-        try:
-            with urlopen(request, timeout=LONGEST) as answer:
-                return answer.read()
-        except HTTPError as error:
-            if error.code == 404:
-                text = "it takes no weights. Start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config."
-            else:
-                text = f"{error.code} {error.read(500).decode(errors='replace')}"
-            raise ServerError(f"{self.url} refused {request.selector}: {text}") from error
-        except (OSError, HTTPException) as error:
-            raise ServerError(f"{self.url} does not answer: {error}") from error
+
+class SGLangServer(_Server):
+    """A running server: `sglang serve --model-path FOLDER`. It loads each step from a local checkpoint.
+
+    The server needs nothing of this package. It must see the checkpoint's folder under the same name. Several servers may load
+    one checkpoint, and each may have several workers.
+
+    Args:
+        url: address of the server, such as http://localhost:30000.
+        checkpoint: the checkpoint to bring to the step first.
+        requests: treatment of running requests at an update. "wait" waits until they are done, "abort" aborts them.
+        api_key: API key of the server, that for administrators if it has one.
+    """
+
+    def __init__(
+        self, url: str, checkpoint: LocalCheckpoint, requests: Literal["wait", "abort"] = "wait", api_key: str | None = None
+    ):
+        if requests not in ("wait", "abort"):
+            raise ValueError(f"SGLang's requests can wait or abort, not {requests}")
+        super().__init__(url, api_key, "it is no SGLang server.")
+        self.checkpoint, self.requests = checkpoint, requests
+
+    def update(self, step: int) -> None:
+        """Updates the checkpoint, then the server. If the checkpoint cannot be updated, the server is not told of the step.
+
+        Raises:
+            CheckpointError, CorruptFileError: see `LocalCheckpoint.update`.
+            ServerError: the server cannot be reached, or rejects the update; the message contains its answer.
+        """
+        self.checkpoint.update(step)
+        options = {"weight_version": str(step), "abort_all_requests": self.requests == "abort"}
+        self._call("update_weights_from_disk", {"model_path": str(self.checkpoint)} | options)
+
+    def has(self, step: int) -> bool:
+        """Checks whether the server has the weights of a step. A server that was restarted has those that it started with.
+
+        Raises:
+            ServerError: the server cannot be reached.
+        """
+        return self._has(step, "model_info")
 
 
 def follow(
     place: str | os.PathLike | Place,
-    servers: Sequence[VLLMServer],
+    servers: Sequence[Follower],
     stop_at_step: int | None = None,
     poll_interval: float = 1.0,
     tell: Callable[[str], object] = logger.info,
@@ -116,7 +181,7 @@ def follow(
 
     Args:
         place: place of the steps.
-        servers: servers to update at the same time.
+        servers: servers and local checkpoints to update at the same time.
         poll_interval: seconds between two checks of the place and of each server.
         tell: function that receives messages about the progress.
         give_up_after: seconds for which the place or a server may fail before its error is raised; by default without end.
@@ -125,7 +190,7 @@ def follow(
         The step.
 
     Raises:
-        ServerError, CheckpointError, OSError: a server or the place has failed for `give_up_after` seconds.
+        HfExtError, OSError: a server, a checkpoint or the place has failed for `give_up_after` seconds.
     """
     steps, reached = Subscriber(place), dict.fromkeys(servers, -1)
     reading, attempts = (
@@ -134,7 +199,7 @@ def follow(
     )
     newest, is_first_look = -1, True
 
-    def update(server: VLLMServer) -> bool:
+    def update(server: Follower) -> bool:
         is_new = reached[server] != newest or not server.has(newest)
         if is_new:
             server.update(newest)
@@ -157,7 +222,7 @@ def follow(
             for server, updating in {server: pool.submit(update, server) for server in due}.items():
                 try:
                     is_new = updating.result()
-                except ServerError as error:
+                except (HfExtError, OSError) as error:
                     reached[server] = -1
                     attempts[server].failed(error)
                     tell(f"{error} Step {newest} is tried again.")
@@ -165,7 +230,7 @@ def follow(
                     reached[server] = newest
                     attempts[server].succeeded()
                     if is_new:
-                        tell(f"{server.url} is at step {newest}.")
+                        tell(f"{server} is at step {newest}.")
             if stop_at_step is not None and min(reached.values()) >= stop_at_step:
                 return min(reached.values())
             time.sleep(poll_interval)

@@ -65,6 +65,7 @@ class Subscriber:
         named_tensors: Mapping[str, torch.Tensor] | None = None,
         step: int | None = None,
         locate: Callable[[str], Piece | None] | None = None,
+        strict: bool = False,
     ) -> int:
         """Updates tensors in place to a step, whichever step they are at.
 
@@ -75,6 +76,7 @@ class Subscriber:
             named_tensors: the tensors to change, by name. By default, copies of all published tensors, in `tensors`.
             step: number of the step; the newest by default.
             locate: returns where the caller keeps a published tensor, or None if it does not. Defaults to the same name.
+            strict: do not accept that the caller lacks a published tensor.
 
         Returns:
             The step. If damaged files prevent a newer one, this is the newest step that can be reached.
@@ -104,7 +106,7 @@ class Subscriber:
                     for key, header in rank.headers.items()
                 }
                 layout = layout_of((key, part, rank.headers[key]) for rank in ranks for key, part in rank.parts.items())
-                homes, kept_tensors = self._homes(layout, checksums, chains, named_tensors, locate)
+                homes, kept_tensors = self._homes(layout, checksums, chains, named_tensors, locate, strict)
                 break
             except _DamagedFile as error:
                 logger.warning(f"{error} Other files take its place.")
@@ -193,6 +195,7 @@ class Subscriber:
         chains: Mapping[str, object],
         named_tensors: Mapping[str, torch.Tensor] | None,
         locate: Callable[[str], Piece | None] | None,
+        strict: bool,
     ) -> tuple[dict[str, Home], dict[str, tuple[torch.Tensor, Piece]]]:
         """Returns where those parts are kept that have to change, by key, once it is sure that all hold what they should; and
         what the caller keeps, by published name."""
@@ -209,6 +212,8 @@ class Subscriber:
         for name, parts in layout.items():
             piece = locate(name) if locate else Piece(name) if name in named_tensors else None
             if piece is None:
+                if strict:
+                    raise CheckpointError(f"'{name}', which {self.place} publishes, is not among the tensors given.")
                 continue
             if piece.tensor not in named_tensors:
                 raise CheckpointError(f"'{piece.tensor}', where '{name}' is to be kept, is not among the tensors given.")

@@ -1,4 +1,4 @@
-"""Servers are told of steps over HTTP. tests/with_vllm does so with vLLM itself."""
+"""Servers are told of steps over HTTP. tests/with_vllm and tests/with_sglang do so with vLLM and SGLang themselves."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from tiny_runs import publish, weights
+from safetensors.torch import load_file, save_file
+from tiny_runs import publish, same, weights
 
 from hf_ext.cli.main import main
-from hf_ext.errors import ServerError
-from hf_ext.weight_sync import Publisher, VLLMServer
+from hf_ext.errors import CheckpointError, ServerError
+from hf_ext.weight_sync import LocalCheckpoint, Publisher, SGLangServer, VLLMServer
 from hf_ext.weight_sync.servers import follow
 
 
@@ -28,8 +29,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         content = self.rfile.read(int(self.headers["Content-Length"])).decode()
         self.server.requests.append((self.path, content, self.headers["Authorization"]))
-        if self.path == "/finish_weight_update":
-            self.server.version = json.loads(content)["weight_version"]
+        self.server.version = json.loads(content).get("weight_version", self.server.version)
         status = self.server.answers.pop(self.path, 200)
         self.send_response(status)
         self.end_headers()
@@ -140,3 +140,40 @@ def test_pauses_between_failures_grow_until_the_command_gives_up(tmp_path: Path,
     assert main(command) == 1
     lines = capsys.readouterr().err.splitlines()
     assert 2 < len(lines) < 12 and "index-00000.json" in lines[-1]
+
+
+def test_several_sglang_servers_load_one_folder(http: ThreadingHTTPServer, tmp_path: Path):
+    publish(tmp_path / "run", range(3))
+    save_file(weights(0), write_config(tmp_path / "model") / "model.safetensors")
+    command = ["follow", str(tmp_path / "run"), "--checkpoint", str(tmp_path / "model"), "--server", http.url, http.url + "/"]
+    assert main([*command, "--stop-at-step", "2", "--poll-interval", "0.01", "--requests", "abort", "--api-key", "key"]) == 0
+    assert same(load_file(tmp_path / "model" / "model.safetensors"), weights(2))
+    content = {"model_path": str(tmp_path / "model"), "weight_version": "2", "abort_all_requests": True}
+    assert [(path, json.loads(text), key) for path, text, key in http.requests][0] == (
+        "/update_weights_from_disk",
+        content,
+        "Bearer key",
+    )
+    assert {path for path, _, _ in http.requests} == {"/update_weights_from_disk"}
+
+
+def test_an_sglang_server_is_not_told_of_a_step_that_the_folder_lacks(http: ThreadingHTTPServer, tmp_path: Path):
+    publish(tmp_path / "run", range(1))
+    save_file(weights(0), write_config(tmp_path / "model") / "model.safetensors")
+    server = SGLangServer(http.url, LocalCheckpoint(tmp_path / "model", tmp_path / "run"))
+    with pytest.raises(CheckpointError, match="Step 5 is not"):
+        server.update(5)
+    assert http.requests == [] and not server.has(0)
+    server.update(0)
+    assert server.has(0)
+    http.answers["/update_weights_from_disk"] = 400
+    with pytest.raises(ServerError, match="refused /update_weights_from_disk: 400 what went wrong"):
+        server.update(0)
+    with pytest.raises(ValueError, match="wait or abort"):
+        SGLangServer(http.url, server.checkpoint, "keep")
+
+
+def write_config(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder

@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from local_hub import Commit, File, LocalHub, Repo
-from servers import PROMPT, TASKS, Server, write_models
+from servers import TASKS, write_models
+from sglang_server import RunningSGLang
 
 PLAIN = {"small-one": "one", "small-two": "two", "small-half": "half", "base": "base"}  # the plain model of each
 PLAIN |= {f"merged#{task}": f"merged-{task}" for task in TASKS} | {"merged": f"merged-{TASKS[0]}"}
-
-
-class SGLangServer(Server):
-    def __init__(self, model: Path | str, log: Path, plugins: str, **environment: str):
-        sglang = str(Path(sys.executable).with_name("sglang"))
-        command = [sglang, "serve", "--model-path", str(model), "--device", "cpu"]
-        command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"]
-        command += ["--context-length", "128", "--max-total-tokens", "512", "--skip-server-warmup"]
-        super().__init__(command, log, environment | {"SGLANG_PLUGINS": plugins})
-
-    def switch(self, model: Path | str) -> tuple[int, str]:
-        status, response = self.call("/update_weights_from_disk", {"model_path": str(model)})
-        return status, response["message"]
-
-    def state(self) -> tuple[dict[str, str], str]:
-        """Returns digests of the weights, and an answer."""
-        settings = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-        text = self.call("/generate", {"text": PROMPT, "sampling_params": settings})[1]["text"]
-        (rank,) = self.call("/weights_checker", {"action": "checksum"})[1]["ranks"]
-        return rank["checksums"], text
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +24,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def expected(folder) -> dict[str, tuple[dict[str, str], str]]:
     """The states of plain models, by SGLang alone."""
-    server = SGLangServer(folder / "one", folder / "plain.log", plugins="none")
+    server = RunningSGLang(folder / "one", folder / "plain.log", plugins="none")
     try:
         server.wait()
         states = {"one": server.state()}
@@ -57,9 +37,9 @@ def expected(folder) -> dict[str, tuple[dict[str, str], str]]:
 
 
 @pytest.fixture(scope="module")
-def server(folder, expected) -> Iterator[SGLangServer]:
+def server(folder, expected) -> Iterator[RunningSGLang]:
     """It starts with a compressed model."""
-    server = SGLangServer(folder / "small-one", folder / "server.log", plugins="hf_ext")
+    server = RunningSGLang(folder / "small-one", folder / "server.log", plugins="hf_ext")
     try:
         server.wait()
         yield server
@@ -104,7 +84,7 @@ def test_a_merge_and_a_compressed_model_are_read_from_the_hub(folder, expected):
             hub.repos[f"user/{model}"] = repo = Repo(private=False)
             repo.add("main", Commit(None, model, files))
         environment = hub.client_env(folder / "home") | {"HF_HUB_OFFLINE": "0"}
-        server = SGLangServer("user/merged", folder / "hub.log", plugins="hf_ext", **environment)
+        server = RunningSGLang("user/merged", folder / "hub.log", plugins="hf_ext", **environment)
         try:
             server.wait()
             assert server.state() == expected[f"merged-{TASKS[0]}"]

@@ -1,0 +1,79 @@
+"""A running SGLang server loads the steps of a training: its weights are those of a server that loads the plain models."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from servers import language_model
+from sglang_server import RunningSGLang
+from tiny_models import perturb
+from tiny_transfers import tokenizer
+
+from hf_ext.cli.main import main
+from hf_ext.errors import CheckpointError
+from hf_ext.weight_sync import LocalCheckpoint, Publisher, SGLangServer
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A folder with the plain model of each step, the published steps, and a copy of the model to serve."""
+    folder = tmp_path_factory.mktemp("sync")
+    model = language_model()
+    with Publisher(folder / "run", anchor_every=2) as publisher:
+        for step in range(STEPS):
+            model.save_pretrained(folder / str(step))
+            tokenizer(311).save_pretrained(folder / str(step))
+            publisher.publish(model.state_dict(), step)
+            model = perturb(model, seed=step)
+    shutil.copytree(folder / "0", folder / "served")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(run: Path) -> Iterator[RunningSGLang]:
+    """It has nothing of this package."""
+    server = RunningSGLang(run / "served", run / "server.log", plugins="none")
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def expected(run: Path, server: RunningSGLang) -> list[tuple[dict[str, str], str]]:
+    """The weights and the answer of each step, loaded from its plain model."""
+    states = []
+    for step in range(STEPS):
+        assert server.switch(run / str(step))[0] == 200
+        states.append(server.state())
+    return states
+
+
+def test_each_step_gives_the_weights_of_its_plain_model(run, server, expected):
+    follower = SGLangServer(server.url, LocalCheckpoint(run / "served", run / "run"))
+    assert not follower.has(0)
+    for step in (0, 1, 2, 1):
+        follower.update(step)
+        assert server.state() == expected[step] and follower.has(step)
+
+
+def test_a_step_that_is_not_there_leaves_the_weights(run, server, expected):
+    follower = SGLangServer(server.url, LocalCheckpoint(run / "served", run / "run"))
+    follower.update(1)
+    with pytest.raises(CheckpointError, match="Step 9 is not"):
+        follower.update(9)
+    assert server.state() == expected[1] and follower.has(1)
+
+
+def test_the_command_reaches_the_last_step_past_a_damaged_one(run, server, expected):
+    damaged = sorted((run / "run").glob("step-*"))[0]
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    command = ["follow", str(run / "run"), "--checkpoint", str(run / "served"), "--server", server.url, "--stop-at-step", "2"]
+    assert main(command) == 0
+    assert server.state() == expected[2]
