@@ -20,14 +20,14 @@ from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile
 from hf_ext.weight_sync.places import Place
 from hf_ext.weight_sync.subscriber import Subscriber
 
-RECORD = "weight_sync.json"  # in the folder: the step of its weights
+RECORD = "step.json"  # in the folder: the step of its weights
 
 
 class LocalCheckpoint:
     """A model's folder on this machine whose weights follow the published steps.
 
     The weights change where they lie in the safetensors files, so a step writes only what it changes. A program reads the new
-    weights when it loads the folder again. `weight_sync.json` in the folder contains the step; it is missing during an update.
+    weights when it loads the folder again. `step.json` in the folder contains the step; it is missing during an update.
 
     Args:
         folder: a copy of the model's folder, with the published weights in the published type. It must not be part of the
