@@ -1,6 +1,7 @@
 """Hooks of MkDocs (see mkdocs.yml), which make pages of files outside this folder.
 
-- Each public module gets a page of the reference: everything in its `__all__`. mkdocstrings fills it from the docstrings.
+- Each public module gets a page of the reference: everything in its `__all__`, what is called most first. mkdocstrings fills
+  it from the docstrings.
 - The help texts of `hf-ext` make a page of the command line.
 - CHANGELOG.md and SECURITY.md become pages.
 - A notebook becomes a page with its outputs, which offers the notebook for download.
@@ -28,6 +29,17 @@ from hf_ext.cli.main import app
 
 ROOT = Path(__file__).parent.parent
 MODULES = ("emr", "errors", "fm_delta", "pissa", "storage", "trans_lora", "uni_med", "weight_sync")
+FIRST = {
+    "emr": "merge add_task extract task report verify",
+    "fm_delta": "enable disable compress_checkpoint decompress_checkpoint inspect verify switch open CompressCheckpoints "
+    "compress_series remove_checkpoint find_base estimate compress_all",
+    "pissa": "PissaConfig QPissaConfig convert_to_lora report",
+    "storage": "open_checkpoint encode decode apply at_most_cores",
+    "trans_lora": "train_discriminator TransLoraConfig TransLoraTrainer transfer migrate Discriminator",
+    "uni_med": "UniMedForConditionalGeneration UniMedProcessor UniMedConfig CMoEConfig UniMedCollator mix_datasets evaluate "
+    "interference",
+    "weight_sync": "PublishWeights Publisher Subscriber VLLMServer follow",
+}
 ROOT_PAGES = ("CHANGELOG.md", "SECURITY.md")
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)[^)#\s]+")
 LANGUAGES = {".py": "python", ".md": "markdown", ".yaml": "yaml"}
@@ -81,15 +93,16 @@ def tutorial(notebook: Path) -> dict[str, str | bytes]:
         parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
         if len(parts) == 1:
             parts.append(f"[Download this notebook]({notebook.name}){{ download }}")
+        printed, images = "", []
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if "image/png" in data:
                 name = f"{notebook.stem}-{len(pictures) + 1}.png"
                 pictures[f"notebooks/{name}"] = base64.b64decode("".join(data["image/png"]))
-                parts.append(f"![Output of the cell above]({name})")
+                images.append(f"![Output of the cell above]({name})")
             else:
-                written = "".join(output.get("text") or data["text/plain"])
-                parts.append(f"```text\n{written.rstrip()}\n```")
+                printed += "".join(output.get("text") or data["text/plain"]).rstrip() + "\n"
+        parts += [f"```text\n{printed}```"] * bool(printed) + images
     return {f"notebooks/{notebook.name}.md": "\n\n".join(parts), **pictures}
 
 
@@ -97,39 +110,45 @@ def source(path: str) -> str:
     """Returns a page that shows a file, and that the search does not find."""
     file = ROOT / path
     language = LANGUAGES.get(file.suffix, "text")
-    return f"---\nsearch:\n  exclude: true\n---\n# {path}\n\n~~~~{language}\n{file.read_text(encoding='utf-8')}~~~~\n"
+    head = "---\nsearch:\n  exclude: true\nhide: [navigation, toc]\n---\n"
+    return f"{head}# {path}\n\n~~~~{language}\n{file.read_text(encoding='utf-8')}~~~~\n"
 
 
 def overview() -> str:
-    """Returns the first page of the reference: what is imported from hf_ext itself, and the modules."""
-    hf_ext = import_module("hf_ext")
-    pages = {name: module for module in MODULES for name in public(import_module(f"hf_ext.{module}"))}
-    classes = public(hf_ext)
+    """Returns the first page of the reference: the modules, and the names that hf_ext itself has, too."""
+    pages = {name: f"{module}.md#{where}" for module in MODULES for name, where in contents(module).items()}
     modules = [
         f"| [`hf_ext.{name}`]({name}.md) | {import_module(f'hf_ext.{name}').__doc__.splitlines()[0]} |" for name in MODULES
     ]
-    elsewhere = [f"[`{name}`]({pages[name]}.md#hf_ext.{pages[name]}.{name})" for name in classes if name in pages]
+    names = ", ".join(f"[`{name}`]({pages[name]})" for name in public(import_module("hf_ext")))
     return "\n".join(
         [
             "# Reference",
             "",
-            "All names below are public. They load when they are first used.",
+            "All names on these pages are public. They load when they are first used.",
             "",
             "| module | |",
             "|---|---|",
             *modules,
             "",
-            f"These names of the modules are also in `hf_ext` itself: {', '.join(elsewhere)}.",
-            "",
-            *(f"::: hf_ext.{name}" for name in classes if name not in pages),
+            f"These names are in `hf_ext` itself: {names}.",
         ]
     )
 
 
 def reference(module: str) -> str:
     """Returns the page of a public module."""
-    found = import_module(f"hf_ext.{module}")
-    return "\n\n".join([f"# hf_ext.{module}", found.__doc__, *(f"::: hf_ext.{module}.{name}" for name in public(found))])
+    text = import_module(f"hf_ext.{module}").__doc__
+    return "\n\n".join([f"# hf_ext.{module}", text, *(f"::: {path}" for path in contents(module).values())])
+
+
+def contents(module: str) -> dict[str, str]:
+    """Returns the public names of a module, and of hf_ext those that the module defines, in the order of its page."""
+    hf_ext = import_module("hf_ext")
+    of_root = [name for name in public(hf_ext) if getattr(hf_ext, name).__module__.startswith(f"hf_ext.{module}.")]
+    paths = {name: f"hf_ext.{name}" for name in of_root}
+    paths |= {name: f"hf_ext.{module}.{name}" for name in public(import_module(f"hf_ext.{module}"))}
+    return {name: paths[name] for name in dict.fromkeys((*FIRST.get(module, "").split(), *paths))}
 
 
 def command_line() -> str:
@@ -137,7 +156,7 @@ def command_line() -> str:
     group = typer.main.get_command(app)
 
     def help_of(command: Any, name: str, parent: Any = None) -> tuple[Any, str]:
-        context = command.context_class(command, info_name=name, parent=parent, max_content_width=100, terminal_width=100)
+        context = command.context_class(command, info_name=name, parent=parent, terminal_width=88)
         return context, f"```text\n{command.get_help(context).rstrip()}\n```"
 
     root, text = help_of(group, "hf-ext")

@@ -71,11 +71,11 @@ CHARTS = {
     "fm_delta_language_model": Chart(
         "fm_delta_performance.md",
         {
-            "full, 29 % changed": "Full fine-tune",
-            "merged LoRA, 10 %": "Merged LoRA",
-            "light, 1.7 %": "Light fine-tune",
+            "full, 29 % changed": "Full fine-tune:\n269 → 16.8 MB",
+            "merged LoRA, 10 %": "Merged LoRA:\n269 → 6.1 MB",
+            "light, 1.7 %": "Light fine-tune:\n269 → 1.6 MB",
         },
-        "% of the original",
+        "% of 269 MB",
     ),
     "fm_delta_alone": Chart("fm_delta_performance.md", {name: name for name in ("fp32", "bf16", "fp16")}, "% of the original"),
     "emr_accuracy": Chart(
@@ -199,7 +199,7 @@ def emr_election() -> Figure:
         label(panels[name], f"{name}: its change")
         again = panels[f"{name} again"]
         again.bar(positions, scale * mask * unified, color=color, label="λ × mask × elected")
-        again.step(np.arange(0.5, 11), [*task, task[-1]], where="post", color=INK, lw=0.8, label="own change")
+        again.step(np.arange(0.5, 11), [*task, task[-1]], where="post", color=INK, lw=0.8, label="the task's change")
         again.scatter(positions, np.full(10, -3.5), marker="s", s=14, color=INK, facecolor=np.where(mask, INK, "none"), lw=0.6)
         label(again, f"{name} again, λ = {scale:.2f}")
     panels["unified"].bar(positions, unified, color=PALE)
@@ -240,7 +240,8 @@ def pissa_spectrum() -> Figure:
 def router() -> bytes:
     """Returns the notebook's picture of where the connector's router sends visual tokens."""
     notebook = json.loads((DOCS.parent / "notebooks/uni_med.ipynb").read_text(encoding="utf-8"))
-    [cell] = [cell for cell in notebook["cells"] if "output_router_weights=True)" in "".join(cell["source"])]
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    [cell] = [cell for cell in code if "output_router_weights=True" in "".join(cell["source"])]
     [picture] = [output["data"]["image/png"] for output in cell["outputs"]]
     return base64.b64decode("".join(picture))
 

@@ -1,6 +1,6 @@
 """Fine-tune SmolLM2-135M with PiSSA, compress the result to a fraction of its size, load it, and compare the bits.
 
-    python examples/demo.py                            # needs no Hub, two minutes on two cores
+    python examples/demo.py                            # needs no Hub, three minutes on two cores
     python examples/demo.py --model HuggingFaceTB/SmolLM2-360M-Instruct --steps 100 --out names
 
 The model learns to name a Python function from the first line of its docstring. It trains on functions of the standard library,

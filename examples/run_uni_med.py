@@ -1,7 +1,7 @@
 """Train a small Uni-Med model from scratch on blood smears and biomedical questions: one model, six tasks, mixed batches.
 
     git clone https://github.com/Shenggan/BCCD_Dataset; git clone https://github.com/pubmedqa/pubmedqa
-    python examples/run_uni_med.py --data BCCD_Dataset/BCCD --pubmedqa pubmedqa/data        # 20 minutes on two cores, no Hub
+    python examples/run_uni_med.py --data BCCD_Dataset/BCCD --pubmedqa pubmedqa/data        # 13 minutes on two cores, no Hub
     python examples/run_uni_med.py --data … --pubmedqa … --connectors moe_mlp mlp --routers soft hard constant sparse
     ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 examples/run_uni_med.py --data … --pubmedqa …
 
@@ -82,18 +82,18 @@ class Arguments:
 
 @dataclass
 class Training(TrainingArguments):
-    output_dir: str = field(default="uni-med-out", metadata={"help": "Gets the vision tower, the models and pictures."})
+    output_dir: str = field(default="uni-med-out", metadata={"help": "Folder for the vision tower, the models and pictures."})
     max_steps: int = field(default=900, metadata={"help": "Steps of each run."})
     learning_rate: float = field(default=1e-3, metadata={"help": "The initial learning rate."})
-    lr_scheduler_type: str = field(default="cosine", metadata={"help": "How it goes down."})
-    warmup_steps: float = field(default=30, metadata={"help": "Steps in which it goes up."})
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule of the learning rate."})
+    warmup_steps: float = field(default=30, metadata={"help": "Steps of its warm-up."})
     per_device_train_batch_size: int = field(default=32, metadata={"help": "Batch size."})
     per_device_eval_batch_size: int = field(default=64, metadata={"help": "Batch size of the test."})
-    remove_unused_columns: bool = field(default=False, metadata={"help": "Of no use here."})
+    remove_unused_columns: bool = field(default=False, metadata={"help": "Not used here."})
     logging_steps: float = field(default=150, metadata={"help": "Steps between reports of the loss."})
     save_strategy: str = field(default="no", metadata={"help": "When to save a checkpoint while training."})
     report_to: str = field(default="none", metadata={"help": "Where to log."})
-    dataloader_pin_memory: bool = field(default=False, metadata={"help": "Of use on GPUs."})
+    dataloader_pin_memory: bool = field(default=False, metadata={"help": "For GPUs."})
     disable_tqdm: bool | None = field(default=True, metadata={"help": "No progress bar for each of the runs."})
 
 

@@ -22,7 +22,7 @@ class MissingDependencyError(HfExtError, ImportError):
 
 
 class ServerError(HfExtError, ConnectionError):
-    """A server that generates texts does not answer."""
+    """A server cannot be reached, or rejects a request."""
 
 
 class UnsavedChangesError(HfExtError, RuntimeError):

@@ -18,7 +18,7 @@ Stored = Annotated[str, argument("SRC", "Compressed folder, folder of a merge, o
 
 
 @section.command(
-    "show how large each tensor is, or how close each task is to its own model",
+    "show sizes of tensors, or how close tasks are to their models",
     "  hf-ext inspect my-bert-small --plot sizes.png\n  hf-ext inspect my-bert-merged --json",
     "The first example below is for a compressed model, the second for a merge. The base is not required. docs/emr.md explains "
     "the columns for a merge.",
@@ -38,8 +38,7 @@ def inspect(
 
 @section.command(
     "decode every tensor and compare it with its checksum",
-    "  hf-ext verify my-bert-small\n"
-    "  hf-ext verify my-bert-merged --base /mnt/models/bert-base-uncased    # the base has moved",
+    "  hf-ext verify my-bert-small\n  hf-ext verify my-bert-merged --base /mnt/bert    # the base moved",
     "For a merge, also checks every mask. If a file is damaged, the error names it and the exit code is 1.",
     threaded=True,
 )
@@ -51,7 +50,7 @@ def verify(src: Stored, base: MovedBase = None) -> Result:
 
 
 @section.command(
-    "show a compressed model, or the tasks of a merge, as plain files to any program",
+    "show a compressed model or a merge as plain files",
     "  hf-ext mount my-bert-small /mnt/my-bert\n  hf-ext mount my-bert-merged /mnt/my-tasks    # a folder for each task",
     "Mounts a read-only file system at WHERE, which decodes files when a program reads them. Ctrl-C, or `fusermount3 -u "
     "WHERE`, unmounts it. Requires FUSE: pip install 'mfusepy>=3', and your system's libfuse.",

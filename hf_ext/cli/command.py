@@ -57,7 +57,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     subcommand_metavar="COMMAND …",
-    context_settings={"max_content_width": 110},
+    context_settings={"max_content_width": 88},
 )
 
 

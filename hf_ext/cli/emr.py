@@ -40,8 +40,8 @@ Report = Annotated[
 
 @section.command(
     "merge fine-tunes of one base model into one folder",
-    "  hf-ext merge --base google-bert/bert-base-uncased --task cola=my-cola --task sst2=my-sst2 \\\n"
-    "    --out my-bert-merged --report\n"
+    "  hf-ext merge --base google-bert/bert-base-uncased --task cola=my-cola \\\n"
+    "    --task sst2=my-sst2 --out my-bert-merged --report\n"
     "  hf-ext merge my-bert-merged/merge_recipe.yaml --out my-bert-again",
     'from_pretrained loads OUT. model.set_task("sst2") switches the model\'s weights, head and labels. A recipe is a YAML '
     "file with the keys base and tasks (name: path), and optionally revision and rescale. The command writes it to OUT.",
@@ -86,9 +86,9 @@ def merge(
 
 
 @section.command(
-    "add a task to a merge; the other tasks stay the same, bit for bit",
+    "add a task to a merge; the other tasks keep all bits",
     "  hf-ext add-task my-bert-merged --task mnli=my-mnli --out my-bert-more\n"
-    "  hf-ext add-task my-bert-merged --task rte=my-rte --out my-bert-more --reelect    # if rte is not close enough",
+    "  hf-ext add-task my-bert-merged --task rte=my-rte --out my-bert-more --reelect",
     threaded=True,
 )
 def add_task(

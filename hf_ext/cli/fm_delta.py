@@ -62,13 +62,15 @@ Level = Annotated[
 
 
 @one_model.command(
-    "copy a model's folder, storing weights as differences from a base model",
+    "copy a model, storing weights as differences from a base",
     "  hf-ext compress my-bert --base google-bert/bert-base-uncased --out my-bert-small\n"
-    "  hf-ext compress my-bert --out my-bert-small --level 3 --delete-source    # finds the base, verifies, then deletes\n"
-    "  hf-ext compress my-bert --base /mnt/bert --base-id google-bert/bert-base-uncased --out my-bert-small\n"
-    "  hf-ext compress my-model --no-base --out my-model-small    # a base model or a PEFT adapter\n"
-    "  hf-ext compress my-bert --dry-run                         # about how large would it be?\n"
-    "  hf-ext compress me/my-bert --base google-bert/bert-base-uncased --push-to-hub me/my-bert-small",
+    "  hf-ext compress my-bert --out my-bert-small --delete-source    # finds the base\n"
+    "  hf-ext compress my-bert --base /mnt/bert --base-id google-bert/bert-base-uncased \\\n"
+    "    --out my-bert-small\n"
+    "  hf-ext compress my-model --no-base --out my-model-small    # a base model or adapter\n"
+    "  hf-ext compress my-bert --dry-run                         # estimates the size\n"
+    "  hf-ext compress me/my-bert --base google-bert/bert-base-uncased \\\n"
+    "    --push-to-hub me/my-bert-small",
     "OUT contains every file of SRC, with compressed weights. from_pretrained loads the same bits from OUT as from SRC, on any "
     "machine that has the base or can download it. Without --base, the command searches for the base, as find-base does.",
     "{out} is unchanged, or has the whole model",
@@ -128,7 +130,7 @@ def compress(
 @one_model.command(
     "restore the original folder, every file byte for byte",
     "  hf-ext decompress my-bert-small --out my-bert\n"
-    "  hf-ext decompress my-bert-small --out my-bert --base /mnt/models/bert-base-uncased    # the base has moved",
+    "  hf-ext decompress my-bert-small --out my-bert --base /mnt/bert    # the base moved",
     threaded=True,
 )
 def decompress(
@@ -143,7 +145,7 @@ def decompress(
 
 @one_model.command(
     "find the model that a checkpoint was fine-tuned from",
-    "  hf-ext find-base my-bert                                  # among the models it names and the local Hub cache\n"
+    "  hf-ext find-base my-bert    # searches its model card and the local Hub cache\n"
     "  hf-ext find-base my-bert google-bert/bert-base-uncased ../other-bert",
     "Tries the models that config.json and the model card name, then compares a few KB of each tensor. It can report "
     "another fine-tune of the same base. Such a model works as a base too, but then you must keep it. The exit code is 1 if "
@@ -162,9 +164,10 @@ def find_base(
 
 
 @many_models.command(
-    "compress many fine-tunes, each to OUT/NAME; skip those that are done",
-    "  hf-ext compress-all my-models --base google-bert/bert-base-uncased --out my-models-small --workers 4 --verify\n"
-    "  hf-ext compress-all my-bert my-gpt2 --out small --candidates bert-base gpt2    # finds the base of each model\n"
+    "compress many fine-tunes; skip those that are done",
+    "  hf-ext compress-all my-models --base google-bert/bert-base-uncased \\\n"
+    "    --out my-models-small --workers 4 --verify\n"
+    "  hf-ext compress-all my-bert my-gpt2 --out small --candidates bert-base gpt2\n"
     "  hf-ext compress-all my-models --out small --scheduler tcp://host:8786",
     "OUT/compress_all.json records the result for each model. Failures do not stop the run; the exit code is then 1. Run the "
     "command again to resume.",
@@ -272,9 +275,9 @@ def compress_series(
 
 
 @many_models.command(
-    "delete a checkpoint of a compressed run, unless other checkpoints need it",
+    "delete a checkpoint of a run, unless others need it",
     "  hf-ext remove-checkpoint my-run/checkpoint-500\n"
-    "  hf-ext remove-checkpoint my-run/checkpoint-500 --rebase    # rewrites the checkpoints that need it, then deletes",
+    "  hf-ext remove-checkpoint my-run/checkpoint-500 --rebase    # others need it",
     left=WHOLE,
     threaded=True,
 )

@@ -15,7 +15,7 @@ section = Section(
 
 
 @section.command(
-    "convert a PiSSA or QPiSSA adapter, or a LoRA of a larger rank, into a plain LoRA",
+    "convert a PiSSA or QPiSSA adapter, or a larger LoRA, to a LoRA",
     "  hf-ext convert-to-lora my-pissa --rank 8 --out my-lora\n"
     "  hf-ext convert-to-lora my-qpissa --out my-lora --push-to-hub me/my-lora",
     "The result is the best LoRA of the rank. The command prints its error in each layer. It loads the base model on the CPU.",

@@ -26,10 +26,10 @@ section = Section(
     "Move an adapter to another base model, without its training data (Trans-LoRA)",
     "$ hf-ext train-discriminator --source-model Llama-2-7b-hf \\\n"
     "    --inputs boolean.jsonl --task boolean --out boolean-d \\\n"
-    "    --learning-rate 2e-4 --num-train-epochs 5                # while you have the data\n"
+    "    --learning-rate 2e-4 --num-train-epochs 5    # while you have the data\n"
     "$ hf-ext transfer --source-model Llama-2-7b-hf --source-adapter my-lora \\\n"
-    "    --target-model gemma-7b --discriminator boolean-d --seeds five.jsonl --out my-lora-on-gemma \\\n"
-    "    --learning-rate 2e-4 --num-train-epochs 5",
+    "    --target-model gemma-7b --discriminator boolean-d --seeds five.jsonl \\\n"
+    "    --out my-lora-on-gemma --learning-rate 2e-4 --num-train-epochs 5",
 )
 ANY_OPTION = "Also takes every field of TransLoraConfig and of TrainingArguments as an option, for example:\n\n\b\n "
 # Options of TrainingArguments that these commands replace.
@@ -73,9 +73,9 @@ Paper = Annotated[
 
 
 @section.command(
-    "train a classifier that tells a task's real inputs from synthetic ones",
-    "  hf-ext train-discriminator --source-model Llama-2-7b-hf --inputs boolean.jsonl --task boolean --out boolean-d \\\n"
-    "    --learning-rate 2e-4 --num-train-epochs 5",
+    "train a classifier of a task's real and synthetic inputs",
+    "  hf-ext train-discriminator --source-model Llama-2-7b-hf --inputs boolean.jsonl \\\n"
+    "    --task boolean --out boolean-d --learning-rate 2e-4 --num-train-epochs 5",
     "Train it while you have the task's data. `hf-ext transfer` filters synthetic inputs with it.\n\n"
     f"{ANY_OPTION} --learning-rate 2e-4  --num-train-epochs 20  --bf16",
     RESUMABLE,
@@ -176,11 +176,12 @@ def with_shared_options(command: Callable[..., Result | None]) -> Callable[..., 
 
 
 @section.command(
-    "move an adapter: generate inputs, label them with the old adapter, train a new one",
-    "  hf-ext transfer --source-model Llama-2-7b-hf --source-adapter my-lora --target-model gemma-7b \\\n"
-    "    --discriminator boolean-d --seeds seeds.jsonl --out my-lora-on-gemma --learning-rate 2e-4 --num-train-epochs 5",
+    "train a new adapter on the old one's answers to new inputs",
+    "  hf-ext transfer --source-model Llama-2-7b-hf --source-adapter my-lora \\\n"
+    "    --target-model gemma-7b --discriminator boolean-d --seeds seeds.jsonl \\\n"
+    "    --out my-lora-on-gemma --learning-rate 2e-4 --num-train-epochs 5",
     "To resume a run that was killed, run the same command again.\n\n"
-    f"{ANY_OPTION} --learning-rate 2e-4  --num-train-epochs 20  --bf16  --filter token_excess  --num-samples 500",
+    f"{ANY_OPTION} --learning-rate 2e-4  --bf16  --filter token_excess  --num-samples 500",
     RESUMABLE,
     **ANY,
 )
@@ -208,9 +209,10 @@ def transfer(
 
 
 @section.command(
-    "move an adapter by several methods, the cheapest first, and keep the best",
-    "  hf-ext migrate --source-model SmolLM2-135M --source-adapter my-lora --target-model SmolLM2-135M-Instruct \\\n"
-    "    --seeds seeds.jsonl --out my-lora-migrated --learning-rate 2e-4 --num-train-epochs 5",
+    "move an adapter by several methods, and keep the best",
+    "  hf-ext migrate --source-model SmolLM2-135M --source-adapter my-lora \\\n"
+    "    --target-model SmolLM2-135M-Instruct --seeds seeds.jsonl --out my-lora-migrated \\\n"
+    "    --learning-rate 2e-4 --num-train-epochs 5",
     "Copies the adapter if it fits the target, trains one by TiTok, and, with --discriminator, one by Trans-LoRA. Writes the "
     "best adapter to OUT, each adapter to a folder in OUT, and a report with the scores and times. The score is the accuracy "
     "on --test or, without --test, the agreement with the old adapter on held-out synthetic inputs.\n\n"

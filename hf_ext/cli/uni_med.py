@@ -16,9 +16,9 @@ section = Section(
 
 
 @section.command(
-    "convert the checkpoint for from_pretrained; write its LoRA to OUT/adapter",
-    "  hf-ext convert-uni-med checkpoint_0.pth --out my-uni-med --vision Salesforce/blip2-opt-2.7b \\\n"
-    "    --text meta-llama/Llama-2-7b-chat-hf",
+    "convert the checkpoint, with its LoRA in OUT/adapter",
+    "  hf-ext convert-uni-med checkpoint_0.pth --out my-uni-med \\\n"
+    "    --vision Salesforce/blip2-opt-2.7b --text meta-llama/Llama-2-7b-chat-hf",
 )
 def convert_uni_med(
     checkpoint: Annotated[str, argument("CKPT", "The .pth file. The command loads only tensors and plain values from it.")],

@@ -55,8 +55,8 @@ def compress_checkpoint(
             `base_id`, records it as it is.
         verify: decode everything and compare it with `src`, byte for byte, before `out` is written.
         delete_source: verify the result, then delete `src`.
-        level: 1 is fast. 2 also searches for a low-rank part of every matrix's change, and 3 searches longer. The level hardly
-            changes the time to read.
+        level: 1 is fast. 2 also searches for a low-rank part of every matrix's change, and 3 searches longer. Level 1 also
+            reads a little faster.
         base_id: Hub id to record for the base if `base` is a local copy of it, so that others can load the result.
 
     Raises:

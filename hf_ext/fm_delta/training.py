@@ -42,8 +42,8 @@ class CompressCheckpoints(TrainerCallback):
         base: folder or Hub id of the model that is fine-tuned; defaults to the name that it was loaded from.
         revision: branch, tag or commit of the base on the Hub; the commit it leads to is recorded.
 
-    Raises from `Trainer.train`, before the first step:
-        BaseModelError: the base cannot be read.
+    Raises:
+        BaseModelError: the base cannot be read. `Trainer.train` raises both errors before the first step.
         CheckpointError: there is no `base`, and the model was not loaded from a folder or the Hub; or `fm_delta.enable`
             compresses its saves already.
     """
@@ -98,8 +98,8 @@ class ResumeCompressed(TrainerCallback):
     until the training ends. Checkpoints that need another one, which the training would overwrite or delete before them, are
     stored against the base before the first step.
 
-    Raises from `Trainer.train`, before the first step:
-        BaseModelError: the base of such a checkpoint cannot be read.
+    Raises:
+        BaseModelError: from `Trainer.train`, before the first step: the base of such a checkpoint cannot be read.
     """
 
     def __init__(self) -> None:

@@ -77,8 +77,9 @@ class DecodingQuantizer(HfQuantizer):
         plain: error message for a plain checkpoint that is loaded with this config.
         advice: what to do where weights cannot be decoded during loading.
 
-    Raises from `from_pretrained`:
-        BaseModelError: the base is missing, or is another model than the checkpoint was written against.
+    Raises:
+        BaseModelError: from `from_pretrained`, as the errors below: the base is missing, or is another model than the
+            checkpoint was written against.
         CorruptFileError: a file is damaged, missing, from another save or from a newer version.
         CheckpointError: loading would shard the weights (tensor parallelism, ZeRO-3).
     """

@@ -21,7 +21,7 @@ def _setting(default: Any, help: str) -> Any:
 
 @dataclass
 class TransLoraConfig(TrainingArguments):
-    """`TrainingArguments` of a transfer: of the distillation, and of the stages before it.
+    """The `TrainingArguments` of a transfer, for the distillation and the stages before it.
 
     The defaults are the paper's (Trans-LoRA, arXiv 2405.17258, section 4.1) where it gives a value: 20 epochs of batches of 8,
     AdamW at 2e-5 without weight decay and without warm-up.
@@ -33,58 +33,64 @@ class TransLoraConfig(TrainingArguments):
     # Values that the command line takes as JSON.
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "generation_kwargs", "chat_template_kwargs"]
 
-    num_samples: int = _setting(1000, "How many synthetic inputs to keep; the paper takes as many as there was real data.")
+    num_samples: int = _setting(1000, "Number of synthetic inputs to keep; in the paper, the size of the real data.")
     filter: str = _setting(
         "discriminator",
-        "What keeps or drops a synthetic input: 'discriminator', 'token_excess' (TiTok: how much likelier the adapter makes "
-        "the label; needs no discriminator) or 'none'.",
+        "Filter of the synthetic inputs: 'discriminator', 'token_excess' (TiTok: how much likelier the adapter makes the "
+        "label; needs no discriminator) or 'none'.",
     )
-    keep_share: float = _setting(0.5, "Of filter='token_excess': the share of the inputs, best first, that is kept.")
-    num_shots: int = _setting(5, "Seeds shown in each prompt; when there are more, they are drawn anew for each.")
-    num_items: int = _setting(10, "Length of the list that a prompt begins: seeds and what is to be written.")
-    temperature: float = _setting(1.0, "Of sampling inputs.")
-    top_p: float = _setting(1.0, "Of sampling inputs.")
-    generation_kwargs: dict | str | None = _setting(None, "More arguments of `generate` for sampling inputs, such as min_p.")
-    generation_batch_size: int = _setting(32, "Prompts that are generated from, or scored, at once on each process.")
+    keep_share: float = _setting(0.5, "For filter='token_excess': share of the inputs to keep, best first.")
+    num_shots: int = _setting(5, "Number of seeds in each prompt, drawn at random if there are more.")
+    num_items: int = _setting(10, "Length of the list that a prompt begins: the seeds and the inputs to write.")
+    temperature: float = _setting(1.0, "Temperature at which inputs are sampled.")
+    top_p: float = _setting(1.0, "Probability mass from which inputs are sampled (nucleus sampling).")
+    generation_kwargs: dict | str | None = _setting(
+        None, "Further arguments of `generate` when inputs are sampled, such as min_p."
+    )
+    generation_batch_size: int = _setting(32, "Number of prompts in a batch, for generation and scoring, on each process.")
     continuous_batching: bool = _setting(
-        False, "Generate by Transformers' continuous batching (`generate_batch`); for GPUs, on a CPU it is far slower."
+        False, "Use Transformers' continuous batching (`generate_batch`). It is for GPUs and far slower on a CPU."
     )
     near_duplicate_threshold: float = _setting(
-        0.9, "Inputs that share as much of their three-word runs with an earlier one are dropped (Jaccard index); 1 keeps them."
+        0.9, "Drop inputs that share this part of their three-word sequences with an earlier one (Jaccard index); 1 keeps them."
     )
-    max_attempts: int | None = _setting(None, "Give up after so many inputs; by default 20 for each that is to be kept.")
-    max_input_length: int | None = _setting(None, "Tokens of an input; by default twice those of the longest seed.")
-    max_label_length: int = _setting(256, "Tokens that the teacher may answer with.")
+    max_attempts: int | None = _setting(
+        None, "Number of inputs after which the run gives up; by default 20 for each input to keep."
+    )
+    max_input_length: int | None = _setting(
+        None, "Maximum length of an input in tokens; by default twice that of the longest seed."
+    )
+    max_label_length: int = _setting(256, "Maximum length of an answer of the teacher in tokens.")
     prompt_template: str | None = _setting(
         None,
-        "How the student is asked, with {input} in it; by default its chat template, or the input and a line break. The answer "
-        "follows after a space, unless the template ends with one.",
+        "Prompt of the student, with {input} in it; by default its chat template, or the input and a line break. A space "
+        "separates the answer, unless the template ends with one.",
     )
-    teacher_prompt_template: str | None = _setting(None, "The same of the teacher: what its adapter was trained with.")
-    system_prompt: str | None = _setting(None, "System message of the student's chats; requests for inputs go without it.")
+    teacher_prompt_template: str | None = _setting(None, "Prompt of the teacher, the one that its adapter was trained with.")
+    system_prompt: str | None = _setting(None, "System message of the student's chats, except for requests to write inputs.")
     teacher_system_prompt: str | None = _setting(None, "System message of the teacher's chats.")
     chat_template_kwargs: dict | str | None = _setting(
         None, 'Variables of the chat templates of student and teacher, such as {"enable_thinking": false} for Qwen3.'
     )
     discriminator_prompt: str = _setting(
         MEMBERSHIP,
-        "How train_discriminator asks whether an input is real, with {input} and {task} in it. A transfer asks as the "
-        "discriminator was trained.",
+        "Question of train_discriminator whether an input is real, with {input} and {task} in it. A transfer uses the question "
+        "that the discriminator was trained with.",
     )
     held_out_share: float = _setting(0.05, "Share of the kept inputs on which student and teacher are compared.")
     logits_weight: float = _setting(
         0.0,
-        "Weight of the teacher's distribution (Kullback–Leibler) in the loss, the rest is its text's; needs equal tokenizers.",
+        "Weight of the teacher's distribution (Kullback–Leibler divergence) in the loss; requires equal tokenizers.",
     )
-    distillation_temperature: float = _setting(1.0, "Of both distributions when logits_weight is not 0.")
+    distillation_temperature: float = _setting(1.0, "Temperature of both distributions if logits_weight is not 0.")
     embedding_model: str | None = _setting(
         None, "Sentence encoder of the report, such as sentence-transformers/all-mpnet-base-v2; by default the target model."
     )
 
     num_train_epochs: float = _setting(20.0, "Epochs of the distillation.")
     learning_rate: float = _setting(2e-5, "Initial learning rate of the distillation.")
-    remove_unused_columns: bool = _setting(False, "Samples have no other columns.")
-    label_names: list[str] | None = _setting(lambda: ["labels"], "The keys of a sample that are labels.")
+    remove_unused_columns: bool = _setting(False, "Not used: samples have no other columns.")
+    label_names: list[str] | None = _setting(lambda: ["labels"], "Names of the label columns.")
 
     @classmethod
     def paper(cls, output_dir: str | Path, dataset_size: int, **options: Any) -> TransLoraConfig:

@@ -16,12 +16,12 @@ QA = "qa"  # questions without an image
 
 @strict
 class UniMedConfig(PreTrainedConfig):
-    """Configuration of [`UniMedForConditionalGeneration`]. The defaults are the paper's model (Uni-Med, arXiv 2409.17508,
+    """Configuration of `UniMedForConditionalGeneration`. The defaults are the paper's model (Uni-Med, arXiv 2409.17508,
     section 3): BLIP-2's ViT-g, Llama-2-7B, and a connector of five MLP experts with a soft router.
 
     Args:
-        vision_config: of the vision tower, any that `AutoModel` knows.
-        text_config: of the language model, any that `AutoModelForCausalLM` knows.
+        vision_config: configuration of the vision tower, any of `AutoModel`'s.
+        text_config: configuration of the language model, any of `AutoModelForCausalLM`'s.
         connector: "linear", "mlp" (two layers), "moe_linear" or "moe_mlp".
         num_experts: experts of a mixture.
         router: "soft" weighs all experts by sigmoid(logits) over their sum; "sparse" takes the softmax over the

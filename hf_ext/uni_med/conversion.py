@@ -41,7 +41,7 @@ class Converted:
     """The result of a conversion.
 
     Attributes:
-        options: the connector's options, fields of [`UniMedConfig`].
+        options: the connector's options, fields of `UniMedConfig`.
         lora: rank and number of layers of the adapter; None without one.
     """
 
@@ -109,7 +109,7 @@ def convert_checkpoint(
 def split(
     state: Tensors, settings: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Splits a checkpoint into the connector's options (fields of [`UniMedConfig`]), its tensors, and the tensors of the LoRA,
+    """Splits a checkpoint into the connector's options (fields of `UniMedConfig`), its tensors, and the tensors of the LoRA,
     under the names of this package.
 
     Args:

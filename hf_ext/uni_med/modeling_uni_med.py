@@ -71,7 +71,7 @@ class UniMedPreTrainedModel(PreTrainedModel):
 
 
 class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
-    """A vision-language model that answers questions about images and text. `forward` takes the output of [`UniMedProcessor`];
+    """A vision-language model that answers questions about images and text. `forward` takes the output of `UniMedProcessor`;
     its docstring lists the arguments.
     """
 
@@ -113,7 +113,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
                 CLIP or BLIP-2, it uses the vision tower.
             text: folder or Hub id of any model that `AutoModelForCausalLM` loads.
             dtype: as in `from_pretrained`.
-            options: fields of [`UniMedConfig`], such as connector="moe_mlp". `image_token_id` defaults to the id that
+            options: fields of `UniMedConfig`, such as connector="moe_mlp". `image_token_id` defaults to the id that
                 `<image>` has in the tokenizer of `text`, or gets when it is added.
 
         Raises:

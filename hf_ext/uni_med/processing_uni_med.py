@@ -104,7 +104,7 @@ class UniMedProcessor(ProcessorMixin):
         model: "UniMedForConditionalGeneration | None" = None,
         **options: Any,
     ) -> "UniMedProcessor":
-        """Builds the processor for [`UniMedForConditionalGeneration.from_vision_text_pretrained`] of the same two models.
+        """Builds the processor for `UniMedForConditionalGeneration.from_vision_text_pretrained` of the same two models.
 
         Args:
             vision: folder or Hub id with an image processor and a vision model.
@@ -132,7 +132,7 @@ class UniMedProcessor(ProcessorMixin):
         answers: str | Sequence[str] | None = None,
         **kwargs: Any,
     ) -> BatchFeature:
-        """Returns inputs of [`UniMedForConditionalGeneration`].
+        """Returns inputs of `UniMedForConditionalGeneration`.
 
         Args:
             images: for each text an image (PIL in RGB, array of 3 channels, path or URL), a list of images, or None; for a

@@ -37,8 +37,9 @@ class PublishWeights(TrainerCallback):
             Training waits for it; its errors end the training. Without `on_step`, a thread writes the step meanwhile.
         options: further arguments of `Publisher`.
 
-    Raises from `Trainer.train`:
-        CheckpointError: the model has adapters or is quantized, or the place has steps of another training.
+    Raises:
+        CheckpointError: from `Trainer.train`: the model has adapters or is quantized, or the place has steps of another
+            training.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ def read_dicom(path: str | os.PathLike, frame: int | None = None, window: tuple[
 
 
 def dicom_size(path: str | os.PathLike) -> tuple[int, int]:
-    """Returns width and height in pixels from a DICOM file's header. Raises what [`read_dicom`] raises."""
+    """Returns width and height in pixels from a DICOM file's header. Raises what `read_dicom` raises."""
     header = _read_header(path)
     return header.Columns, header.Rows
 

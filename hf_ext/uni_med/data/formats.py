@@ -1,4 +1,4 @@
-"""Data sets in common medical formats, as the columns image, text, task and answer of [`UniMedCollator`]."""
+"""Data sets in common medical formats, as the columns image, text, task and answer of `UniMedCollator`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REASONS = 3  # of skipped rows, in the log
 
 
 def check_images(data: Dataset, on_error: str = "raise") -> Dataset:
-    """Opens the images of each row of a data set once, as [`load_images`] does.
+    """Opens the images of each row of a data set once, as `load_images` does.
 
     Args:
         data: rows with the columns image and, optionally, frame. It may have a transform.
@@ -57,7 +57,7 @@ def read_vqa_rad(
         file: JSON list of rows with image_name, question, answer and phrase_type.
         images: folder with the images.
         split: "train" or "test"; test rows have a phrase_type that begins with "test". Defaults to all rows.
-        on_error: "raise" or "skip", as in [`check_images`].
+        on_error: "raise" or "skip", as in `check_images`.
 
     Returns:
         a data set with the columns image (list of one path), text, task and answer. Images are not opened.
@@ -84,10 +84,10 @@ def read_slake(
         file: JSON list of rows with img_name, question, answer and q_lang.
         images: folder in which the names of the images start, such as "xmlab1/source.jpg".
         language: "en" or "zh". Defaults to all rows.
-        on_error: "raise" or "skip", as in [`check_images`].
+        on_error: "raise" or "skip", as in `check_images`.
 
     Returns:
-        a data set as [`read_vqa_rad`] returns it, and with its errors.
+        a data set as `read_vqa_rad` returns it, and with its errors.
     """
 
     return _read_vqa(file, images, "img_name", lambda row: not language or _text(row, "q_lang") == language, on_error)
@@ -118,7 +118,7 @@ def read_reports(
         images: folder in which the paths of the images start.
         split: name of the list.
         question: the text of all samples.
-        on_error: "raise" or "skip", as in [`check_images`].
+        on_error: "raise" or "skip", as in `check_images`.
 
     Returns:
         a data set with the columns image (list of the paths of all views), text, task and answer. Images are not opened.
@@ -155,7 +155,7 @@ def read_coco(
             "identify" makes one sample of each box.
         question: text with {name} for "refer" or {box} for "identify"; defaults to "where is the {name}" and "what is in
             {box}".
-        on_error: "raise" or "skip", as in [`check_images`]. Rows are annotations.
+        on_error: "raise" or "skip", as in `check_images`. Rows are annotations.
 
     Returns:
         a data set with the columns image (list of one path), text, task and answer. Reads the headers of the images only.

@@ -20,7 +20,7 @@ def load_images(rows: Mapping[str, Sequence[Any]], window: tuple[float, float] |
     Args:
         rows: columns. Each value of `image` is None, a path, an image, or a list of paths and images. Files may be DICOM or any
             format of PIL; URLs stay. The column `frame` is optional: the frame to read of files with several, from 0.
-        window: center and width for DICOM files, as in [`read_dicom`].
+        window: center and width for DICOM files, as in `read_dicom`.
 
     Returns:
         the columns, with RGB images in place of paths.
