@@ -191,6 +191,11 @@ def fm_delta_training() -> dict[str, Any]:
     return {"model": classifier(3, 5), "data": examples(8)}
 
 
+def fm_delta_lora() -> dict[str, Any]:
+    writers("my-llama")
+    return {}
+
+
 def emr() -> dict[str, Any]:
     classifiers("my-cola", "my-sst2")
     classifiers("my-rte")  # moved as the first is, so that the others leave it enough
@@ -309,7 +314,8 @@ def index() -> dict[str, Any]:
 
 METHODS = (fm_delta, emr, pissa, trans_lora, uni_med, weight_sync)
 MAKERS = {"README.md": readme} | {
-    f"{make.__name__}.md": make for make in (*METHODS, fm_delta_training, serving, index, uni_med_data, uni_med_cmoe)
+    f"{make.__name__}.md": make
+    for make in (*METHODS, fm_delta_training, fm_delta_lora, serving, index, uni_med_data, uni_med_cmoe)
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
@@ -161,6 +162,69 @@ def find_base(
 
     report = fm_delta.find_base(src, candidates or None)
     return Result(str(report), report.to_dict(), failed=report.best is None)
+
+
+@one_model.command(
+    "extract the best LoRA of a fine-tune, for PEFT and for servers",
+    "  hf-ext extract-lora my-llama --base meta-llama/Llama-3.2-1B --out my-lora --rank 16\n"
+    "  hf-ext extract-lora my-llama --base meta-llama/Llama-3.2-1B --out my-lora --max-size 50MB\n"
+    "  hf-ext extract-lora my-llama --base meta-llama/Llama-3.2-1B --out my-lora --energy 0.9 --eval texts.jsonl",
+    "A layer's LoRA consists of the leading singular components of the layer's change. With --energy or --max-size, each layer "
+    "gets a rank of its own. Without --base, the command uses the base that a compressed SRC records. It prints the share of "
+    "the change that the LoRA keeps, and the changes that it does not carry.",
+    threaded=True,
+)
+def extract_lora(
+    src: Annotated[str, argument("SRC", "Folder or Hub id of the fine-tuned model, plain or compressed.")],
+    out: Destination,
+    base: Annotated[str | None, option("--base", "Folder or Hub id of the model that SRC was fine-tuned from.")] = None,
+    revision: Revision = None,
+    rank: Annotated[
+        int | None,
+        option("--rank", "Rank of all layers (32); with --energy or --max-size, the largest rank of a layer.", "N", min=1),
+    ] = None,
+    energy: Annotated[
+        float | None,
+        option("--energy", "Share of the change's energy to keep (0 to 1), with the smallest adapter.", "SHARE", min=0, max=1),
+    ] = None,
+    max_size: Annotated[
+        str | None, option("--max-size", "Size of the adapter, such as 50MB, with the most energy.", "SIZE")
+    ] = None,
+    modules_to_save: Annotated[
+        bool, flag("--modules-to-save", "Also carry changed norms and embeddings, whole. Many servers reject such adapters.")
+    ] = False,
+    texts: Annotated[
+        str | None,
+        option("--eval", 'Compare losses on these texts of a language model, one per line: {"text": "…"}', "FILE.jsonl"),
+    ] = None,
+) -> Result:
+    size = None if max_size is None else bytes_of(max_size)
+    check_base(base, revision, None, None)
+    from hf_ext import fm_delta
+    from hf_ext.fm_delta.lora_evaluation import read_texts
+
+    if out.repo_id:
+        require_shared(base)
+    report = fm_delta.extract_lora(
+        src,
+        base,
+        out.folder(),
+        rank=rank,
+        energy=energy,
+        max_size=size,
+        revision=revision,
+        modules_to_save=modules_to_save,
+        texts=read_texts(texts) if texts else None,
+    )
+    return Result(str(report), report.to_dict())
+
+
+def bytes_of(size: str) -> int:
+    """Returns the bytes of a size such as "50MB" (50,000,000) or "50000000"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMG]?)B?", size, re.IGNORECASE)
+    if match is None:
+        raise mistake(f"'{size}' is not a size such as 50MB", "--max-size")
+    return round(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2].upper()])
 
 
 @many_models.command(

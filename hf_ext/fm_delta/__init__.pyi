@@ -4,6 +4,8 @@ from .batch import compress_all as compress_all
 from .batch_record import BatchReport as BatchReport
 from .compress import compress_checkpoint as compress_checkpoint
 from .config import FMDeltaConfig as FMDeltaConfig
+from .lora import extract_lora as extract_lora
+from .lora_report import LoraReport as LoraReport
 from .reading import OpenCheckpoint as OpenCheckpoint
 from .reading import open as open
 from .reports import inspect as inspect

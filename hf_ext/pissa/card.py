@@ -27,6 +27,7 @@ def pissa_card(config: LoraConfig, report: PissaReport, trained_class: str | Non
 
 def conversion_card(config: LoraConfig, origin: str, errors: str) -> ModelCard:
     """Returns the card of a LoRA that `convert_to_lora` made of an adapter of the kind `origin`."""
-    figures = {"origin": NAMES[origin], "config": config, "errors": errors}
+    text = f"It is the best approximation of rank {config.r} of the adapter's change of each layer:\n{errors}."
+    figures = {"origin": NAMES[origin], "description": text}
     trained = (config.auto_mapping or {}).get("base_model_class")
     return adapter_card("lora", config.base_model_name_or_path, config.task_type, {origin, "lora"}, trained, **figures)

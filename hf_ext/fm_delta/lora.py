@@ -1,0 +1,154 @@
+"""Extracts a LoRA from a fine-tune: the leading singular components of the change of each linear layer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
+from hf_ext.fm_delta.base_search import unrelated
+from hf_ext.fm_delta.lora_evaluation import losses, tokenizer_of
+from hf_ext.fm_delta.lora_factors import Changes, Factors, Pair
+from hf_ext.fm_delta.lora_ranks import Aim
+from hf_ext.fm_delta.lora_report import LayerLora, LoraReport
+from hf_ext.integration.lora_layers import PREFIX, LoraLayers, lora_layers, require_unquantized
+from hf_ext.integration.model_cards import adapter_card, outdated, write_card
+from hf_ext.storage.atomic import staged_folder
+from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.delta.source import DeltaCheckpoint
+from hf_ext.storage.guards import places_of, require_another_folder
+from hf_ext.storage.hub import downloaded
+from hf_ext.storage.layout import ADAPTER
+from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.source import NoBase, TensorSource
+
+HEADER = 256  # bytes of a file's header for each tensor, at most
+
+
+def extract_lora(
+    fine_tune: str | os.PathLike,
+    base: str | os.PathLike | None,
+    out: str | os.PathLike,
+    *,
+    rank: int | None = None,
+    energy: float | None = None,
+    max_size: int | None = None,
+    revision: str | None = None,
+    modules_to_save: bool = False,
+    texts: Sequence[str] | None = None,
+) -> LoraReport:
+    """Writes the best LoRA of a fine-tune, as an adapter that PEFT loads.
+
+    The leading singular components of a layer's change become its LoRA (randomized subspace iteration: Halko, Martinsson, Tropp
+    2011). Heads that the base does not have are in the adapter whole. Memory: a few tensors and the adapter in float32.
+
+    Args:
+        fine_tune: folder or Hub id of the fine-tune, plain or compressed.
+        base: folder or Hub id of the model that it was fine-tuned from, plain or compressed. None for the base that a
+            compressed fine-tune records.
+        out: folder to write. On failure it is unchanged.
+        rank: rank of all layers, except those with fewer rows or columns. With `energy` or `max_size`, the largest rank of a
+            layer. Without all three, 32.
+        energy: share of the energy of all layers' changes (the sum of their squares) to keep, above 0 and up to 1. Each layer
+            gets a rank of its own, so that the adapter is the smallest.
+        max_size: size of the adapter's weights in bytes. Each layer gets a rank of its own, so that the adapter keeps the most
+            energy.
+        revision: branch, tag or commit of the base on the Hub.
+        modules_to_save: also carry changed norms and embeddings, whole. PEFT loads such an adapter, many servers do not.
+        texts: of a causal language model, on which to compare the losses of base, fine-tune and base with LoRA.
+
+    Raises:
+        CheckpointError: a model has no safetensors weights or is quantized, two tensors differ in shape, or nothing changed.
+        BaseModelError: the base cannot be read, or the fine-tune is not one of it.
+        HfExtError: `rank`, `energy` or `max_size` is impossible.
+    """
+    aim = Aim(rank, energy, max_size)
+    folder = downloaded(fine_tune)
+    require_unquantized(folder)
+    source = open_checkpoint(folder)
+    prior = _base_of(source, base, revision)
+    require_another_folder(Path(out), [folder, *source.paths, *map(Path, places_of(prior))])
+    parts = lora_layers(folder, source, prior)
+    if texts is not None and parts.task != "CAUSAL_LM":
+        raise HfExtError(f"texts can evaluate causal language models, not a {type(parts.model).__name__}.")
+    tokenizer = None if texts is None else tokenizer_of(folder)
+    layers = Changes(source, prior, {layer: Pair(place.tensor, place.twin) for layer, place in parts.layers.items()})
+    others = Changes(source, prior, {name: Pair(tensor, twin) for name, (tensor, twin) in parts.others.items()})
+    largest = max((min(layers.shape(layer)) for layer in parts.layers), default=0)
+    if aim.rank is not None and aim.rank > largest:
+        raise HfExtError(f"rank={aim.rank} is larger than the smaller side of any linear layer of {folder}, at most {largest}.")
+    omitted = {name: change for name, change in others.energies(parts.others).items() if change}
+    if modules_to_save:
+        parts.carry_others(omitted)
+    whole = {name: source.read(tensor).to_torch() for name, tensor in parts.whole.items()}
+    if aim.max_size is not None:
+        rest = sum(tensor.nbytes + HEADER for tensor in whole.values()) + 2 * HEADER * len(parts.layers)
+        if rest >= aim.max_size:
+            raise HfExtError(
+                f"max_size={max_size} is too small: without any LoRA, the adapter's file takes up to {rest} bytes."
+            )
+        aim = replace(aim, max_size=aim.max_size - rest)
+    factors = layers.factors(parts.layers, aim)
+    if not factors:
+        raise CheckpointError(
+            f"No linear layer of {folder} differs from that of the base {prior}: there is nothing to extract."
+        )
+    omitted = {name: change for name, change in omitted.items() if name in parts.others}
+    report = _write(Path(out), source, prior.name, parts, factors, whole, omitted)
+    if texts is None or tokenizer is None:
+        return report
+    return replace(report, losses=losses(folder, prior.name, prior.revision, Path(out), tokenizer, texts))
+
+
+def _base_of(source: TensorSource, base: str | os.PathLike | None, revision: str | None) -> TensorSource:
+    """Opens the base, and checks that the fine-tune is one of it."""
+    recorded = source.base if isinstance(source, DeltaCheckpoint) else NoBase()
+    if base is None:
+        if isinstance(recorded, NoBase):
+            raise BaseModelError(f"{source} records no base. Give the model that it was fine-tuned from (--base).")
+        return recorded
+    prior = open_checkpoint(base, revision)
+    require_unquantized((prior.folder() if isinstance(prior, Checkpoint) else None) or prior.paths[0].parent)
+    chain = [recorded]
+    while isinstance(chain[-1], DeltaCheckpoint):
+        chain.append(chain[-1].base)
+    if isinstance(recorded, NoBase):
+        if reason := unrelated(source.name, base, revision):
+            raise BaseModelError(f"{reason} `hf-ext find-base {source.name}` looks for the base.")
+    elif prior.fingerprint not in [link.fingerprint for link in chain if not isinstance(link, NoBase)]:
+        raise BaseModelError(f"{source} was compressed against {recorded}, and {prior} is another model.")
+    return prior
+
+
+def _write(
+    out: Path,
+    source: TensorSource,
+    base: str,
+    parts: LoraLayers,
+    factors: Mapping[str, Factors],
+    whole: Mapping[str, torch.Tensor],
+    omitted: Mapping[str, float | None],
+) -> LoraReport:
+    """Writes the adapter's folder, all of it or nothing."""
+    state = {f"{PREFIX}{name}": tensor for name, tensor in whole.items()}
+    layers = []
+    for layer, (left, right, change) in factors.items():
+        kept = float(((left.double().T @ left.double()) * (right.double() @ right.double().T)).sum())
+        layers.append(LayerLora(layer, len(right), change, kept, left.nbytes + right.nbytes))
+        B, A = (right.T, left.T) if parts.layers[layer].transposed else (left, right)
+        state |= {f"{PREFIX}{layer}.lora_A.weight": A.contiguous(), f"{PREFIX}{layer}.lora_B.weight": B.contiguous()}
+    config = parts.config({layer.layer: layer.rank for layer in layers}, base)
+    original_size = sum(source.entry(name).nbytes for name in source.names())
+    with staged_folder(out, outdated(out)) as stage:
+        save_file(state, stage / ADAPTER, metadata={"format": "pt"})
+        config.save_pretrained(stage)
+        size = (stage / ADAPTER).stat().st_size
+        report = LoraReport(layers, size, original_size, config.modules_to_save or [], omitted)
+        card = {"origin": "a full fine-tune", "description": report.description()}
+        write_card(stage, adapter_card("lora", base, config.task_type, {"lora"}, type(parts.model).__name__, **card), out)
+    return report

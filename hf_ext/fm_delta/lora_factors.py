@@ -1,0 +1,148 @@
+"""Computes the factors of a LoRA from the changes of a fine-tune's tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from hf_ext.errors import CheckpointError
+from hf_ext.fm_delta.lora_ranks import Aim, Spectrum
+from hf_ext.storage.delta.change import Change
+from hf_ext.storage.delta.low_rank import Components, decompose
+from hf_ext.storage.native import FLOATS, WIDTHS, cast
+from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
+from hf_ext.storage.safetensors_file import torch_dtype
+from hf_ext.storage.source import TensorSource
+
+PASSES = 4  # power iterations
+OVERSAMPLING = 8  # directions of the iteration beyond one and a half times the rank
+
+
+class Pair(NamedTuple):
+    """The names of a tensor of the fine-tune and of its counterpart in the base."""
+
+    tensor: str
+    twin: str
+
+
+class Factors(NamedTuple):
+    """A LoRA of one matrix: left (rows × rank) and right (rank × columns), and the energy of the change that their product
+    approximates. None if it is not known."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+    change: float | None
+
+
+class Changes:
+    """The differences of a fine-tune's tensors from those of its base.
+
+    Args:
+        tuned, base: the two models.
+        pairs: the tensors to compare, by any names.
+
+    Raises:
+        CheckpointError: two tensors differ in shape or do not hold floats.
+    """
+
+    def __init__(self, tuned: TensorSource, base: TensorSource, pairs: Mapping[str, Pair]):
+        self._tuned, self._base, self._pairs = tuned, base, pairs
+        for pair in pairs.values():
+            entry, twin = tuned.entry(pair.tensor), base.entry(pair.twin)
+            if not {entry.dtype, twin.dtype} <= FLOATS.keys():
+                raise CheckpointError(
+                    f"Tensor '{pair.tensor}' is {entry.dtype} in {tuned} and {twin.dtype} in the base {base}. A LoRA requires "
+                    "floats of 16, 32 or 64 bits; give models that are not quantized."
+                )
+            if entry.shape != twin.shape:
+                raise CheckpointError(
+                    f"Tensor '{pair.tensor}' is {list(entry.shape)} in {tuned} and {list(twin.shape)} in the base {base}. A "
+                    "LoRA cannot change shapes: resize the base as the fine-tune was resized, save it, and give that folder."
+                )
+
+    def shape(self, name: str) -> tuple[int, int]:
+        """Returns the shape of a tensor as a matrix. A vector is one row."""
+        shape = self._tuned.entry(self._pairs[name].tensor).shape
+        return (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
+
+    def dtype(self, name: str) -> str:
+        """Returns the type of a LoRA's factors: that of the fine-tune's tensor, or F32 for F64."""
+        dtype = self._tuned.entry(self._pairs[name].tensor).dtype
+        return "F32" if dtype == "F64" else dtype
+
+    def cost(self, name: str) -> int:
+        """Returns the bytes of one component."""
+        return sum(self.shape(name)) * WIDTHS[self.dtype(name)]
+
+    @contextmanager
+    def change(self, name: str) -> Iterator[Change]:
+        """Yields the change of a tensor as a matrix."""
+        pair = self._pairs[name]
+        tensors = self._tuned.read(pair.tensor), self._base.read(pair.twin)
+        dtypes = {tensor.dtype for tensor in tensors}
+        dtype = dtypes.pop() if len(dtypes) == 1 else "F64" if "F64" in dtypes else "F32"
+        data, prediction = (cast(tensor.data, tensor.dtype, dtype) for tensor in tensors)
+        yield Change(data, prediction, dtype, self.shape(name)[1])
+        self._tuned.release(pair.tensor)
+        self._base.release(pair.twin)
+
+    def energies(self, names: Iterable[str]) -> dict[str, float]:
+        """Returns the energy of each change: the sum of its squares."""
+
+        def energy(name: str) -> float:
+            with self.change(name) as change:
+                return sum(float(change.rows(band)[1].sum()) for band in change.bands())
+
+        return dict(Prefetcher(energy, {name: 0 for name in names if math.prod(self.shape(name))}))
+
+    def components(self, name: str, rank: int) -> Components:
+        """Returns the leading singular components of a change, somewhat more than `rank` (randomized subspace iteration).
+
+        Raises:
+            CheckpointError: the change is too large.
+        """
+        with self.change(name) as change:
+            width = min(rank + rank // 2 + OVERSAMPLING, *change.shape)
+            start = torch.randn(change.shape[1], width, generator=torch.Generator().manual_seed(0))
+            components = decompose(change, start, PASSES, threads_for(self.cost(name)))
+        if components is None:
+            raise CheckpointError(
+                f"The change of tensor '{self._pairs[name].tensor}' of {self._tuned} is too large to decompose."
+            )
+        return components
+
+    def factors(self, names: Iterable[str], aim: Aim) -> dict[str, Factors]:
+        """Returns the LoRA of each matrix that gets a rank. Computes further components where their choice needs them."""
+        limits = {name: min(*self.shape(name), aim.rank or max(self.shape(name))) for name in names}
+        counts = {name: min(aim.first_rank, limit) for name, limit in limits.items()}
+        components: dict[str, Components] = {}
+        missing, ranks = list(counts), dict[str, int]()
+
+        def compute(name: str) -> Components:
+            return self.components(name, counts[name])
+
+        with progress("Decomposing", len(missing)) as bar:
+            while missing:
+                sizes = {name: 4 * sum(self.shape(name)) * counts[name] for name in missing}
+                for name, found in Prefetcher(compute, sizes):
+                    components[name] = found
+                    bar.update(not ranks)
+                ranks = aim.ranks(
+                    {
+                        name: Spectrum(found.values[: counts[name]], found.energy, self.cost(name))
+                        for name, found in components.items()
+                    }
+                )
+                missing = [name for name, rank in ranks.items() if rank == counts[name] < limits[name] and not aim.is_uniform]
+                counts |= {name: min(2 * counts[name], limits[name]) for name in missing}
+        return {name: self._factors(name, components.pop(name), rank) for name, rank in ranks.items() if rank}
+
+    def _factors(self, name: str, components: Components, rank: int) -> Factors:
+        root = torch.from_numpy(components.values[:rank]).float().sqrt()
+        left, right = components.left(rank) * root, components.right(rank) * root[:, None]
+        dtype = torch_dtype(self.dtype(name))
+        return Factors(left.to(dtype).contiguous(), right.to(dtype).contiguous(), components.energy)

@@ -1,0 +1,171 @@
+"""The parts of a saved model that a LoRA can carry, under the names that PEFT gives them, and the LoRA's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+from peft import LoraConfig, TaskType
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from hf_ext.errors import CheckpointError
+from hf_ext.integration.weight_plan import plan_of
+from hf_ext.storage.config_file import CONFIG, ENCODINGS, storage_settings
+from hf_ext.storage.source import TensorSource
+
+#: PEFT's types of task by the endings of Transformers' classes.
+TASKS = {
+    "ForCausalLM": TaskType.CAUSAL_LM,
+    "LMHeadModel": TaskType.CAUSAL_LM,
+    "ForSequenceClassification": TaskType.SEQ_CLS,
+    "ForTokenClassification": TaskType.TOKEN_CLS,
+    "ForQuestionAnswering": TaskType.QUESTION_ANS,
+}
+#: The heads that PEFT trains and saves whole for these types of task.
+HEADS = {
+    TaskType.SEQ_CLS: {"classifier", "score"},
+    TaskType.TOKEN_CLS: {"classifier", "score"},
+    TaskType.QUESTION_ANS: {"qa_outputs"},
+}
+PREFIX = "base_model.model."  # of all names in PEFT's files
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer: the name of its weight in the checkpoint and in the base, and whether that is inputs × outputs."""
+
+    tensor: str
+    twin: str
+    transposed: bool
+
+
+@dataclass
+class LoraLayers:
+    """The parts of a model, by the names of its modules and parameters.
+
+    Attributes:
+        model: the model, without weights.
+        layers: the linear layers, by module.
+        whole: the tensors of modules that the adapter must hold whole, such as heads that the base does not have, by parameter.
+        others: the tensors of all other parameters and their counterparts in the base, by parameter: norms, biases, embeddings,
+            convolutions, and the experts of a mixture.
+    """
+
+    model: PreTrainedModel
+    layers: dict[str, Layer] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+    others: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def task(self) -> TaskType | None:
+        return task_of(self.model)
+
+    def modules(self, parameters: Iterable[str]) -> list[str]:
+        """Returns the modules that PEFT must hold whole, so that these parameters are saved."""
+        return sorted({self._head(name) or name.rpartition(".")[0] for name in parameters})
+
+    def carry_others(self, changed: Iterable[str]) -> None:
+        """Moves the parameters of modules with a changed parameter from `others` to `whole`, except those of linear layers, of
+        modules with parts of their own, and weights that are tied to others."""
+        tied = {*self.model.all_tied_weights_keys, *self.model.all_tied_weights_keys.values()}
+        modules = {name.rpartition(".")[0] for name in changed if name in self.model.state_dict()} - self.layers.keys()
+        for module in modules:
+            parameters = {name for name in self.others if name.rpartition(".")[0] == module}
+            if not tied & parameters and not any(self.model.get_submodule(module).children()):
+                self.whole |= {name: self.others.pop(name)[0] for name in parameters}
+
+    def config(self, ranks: Mapping[str, int], base: str) -> LoraConfig:
+        """Returns the configuration of a LoRA with these ranks by layer and a scaling of 1.
+
+        `r` is the largest rank: servers reserve memory for it.
+        """
+        linear = {name for name, module in self.model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+        endings = {name.rpartition(".")[2] for name in ranks}
+        all_of_endings = {name for name in linear if name.rpartition(".")[2] in endings}
+        rank = max(ranks.values())
+        patterns = {f"^{name}": number for name, number in ranks.items() if number != rank}
+        kind = type(self.model)
+        return LoraConfig(
+            r=rank,
+            lora_alpha=rank,
+            rank_pattern=patterns,
+            alpha_pattern=dict(patterns),
+            target_modules=sorted(endings if all_of_endings == ranks.keys() else ranks),
+            modules_to_save=self.modules(self.whole) or None,
+            fan_in_fan_out=any(self.layers[name].transposed for name in ranks),
+            task_type=self.task,
+            auto_mapping=None if self.task else {"base_model_class": kind.__name__, "parent_library": kind.__module__},
+            base_model_name_or_path=base,
+            inference_mode=True,
+        )
+
+    def _head(self, parameter: str) -> str | None:
+        """Returns the module of a head that PEFT saves whole, if the parameter belongs to one."""
+        parts = parameter.split(".")
+        heads = HEADS.get(self.task, set())
+        return next((".".join(parts[: i + 1]) for i, part in enumerate(parts[:-1]) if part in heads), None)
+
+
+def task_of(model: PreTrainedModel) -> TaskType | None:
+    """Returns PEFT's type of task for a model's class; None if it has none."""
+    name = type(model).__name__
+    if name.endswith("ForConditionalGeneration") and model.config.is_encoder_decoder:
+        return TaskType.SEQ_2_SEQ_LM
+    return next((task for ending, task in TASKS.items() if name.endswith(ending)), None)
+
+
+def require_unquantized(folder: Path) -> None:
+    """Raises CheckpointError if the weights of a model's folder are quantized."""
+    method = storage_settings(folder).get("quant_method")
+    if method is not None and method not in ENCODINGS:
+        raise CheckpointError(f"{folder} is quantized ({method}). Give the model with its weights in 16 or 32 bits.")
+
+
+def lora_layers(folder: Path, tuned: TensorSource, base: TensorSource) -> LoraLayers:
+    """Sorts the parameters of a fine-tune by the way in which a LoRA can carry them.
+
+    Args:
+        folder: of the fine-tune, with its config.json.
+        tuned, base: the checkpoints.
+
+    Raises:
+        CheckpointError: the configuration cannot be read, or names a class that is not one of Transformers.
+    """
+    model = _skeleton(folder)
+    parts = LoraLayers(model)
+    twins = {part.target: part.all_names() for part in plan_of(model, base.names())[0]}
+    for part in plan_of(model, tuned.names())[0]:
+        names, module = part.all_names(), part.target.rpartition(".")[0]
+        if part.target in model.all_tied_weights_keys:
+            continue
+        if part.converter is None and (part.target not in twins or parts._head(part.target)):
+            parts.whole[part.target] = names[0]
+        elif (
+            part.converter is None
+            and part.target.endswith(".weight")
+            and isinstance(layer := model.get_submodule(module), nn.Linear | Conv1D)
+        ):
+            parts.layers[module] = Layer(names[0], twins[part.target][0], isinstance(layer, Conv1D))
+        else:  # loading may merge several tensors into one parameter
+            pairs = zip(names, twins.get(part.target, ()))
+            parts.others |= {name if part.converter else part.target: (name, twin) for name, twin in pairs}
+    return parts
+
+
+def _skeleton(folder: Path) -> PreTrainedModel:
+    """Returns the model that a folder's config.json describes, without weights."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} has no {CONFIG} that Transformers can read: {error}") from error
+    name = (config.architectures or ["AutoModel"])[0]
+    kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        raise CheckpointError(f"The {CONFIG} of {folder} names the class {name}, which is no model class of Transformers.")
+    with torch.device("meta"):
+        return kind(config)
