@@ -303,6 +303,7 @@ THREADED = (
     "merge",
     "add-task",
     "extract",
+    "extract-lora",
 )
 
 
@@ -326,6 +327,7 @@ def test_threads_limits_all_commands_that_work_on_tensors(folder, tasks, monkeyp
         "compress-all tuned --base base --out all", "compress-series run --base base",
         "remove-checkpoint run/checkpoint-10 --rebase", f"merge --base {base} --task a={models['trec']} --out merged",
         f"add-task merged --task b={models['cr']} --out more --reelect", "extract more --task b --out extracted",
+        f"extract-lora {models['trec']} --base {base} --out lora --rank 4",
     )  # fmt: skip
     assert sorted(line.split()[0] for line in lines) == sorted(THREADED)
     limited = {name for name, command in COMMANDS.items() for each in command.params if "--threads" in each.opts}

@@ -19,6 +19,7 @@ from transformers import AutoModelForSequenceClassification, LlamaForCausalLM, P
 from valid_cards import valid_card
 
 from hf_ext import BaseModelError, CheckpointError, HfExtError, fm_delta
+from hf_ext.cli.main import main
 from hf_ext.fm_delta.lora_evaluation import read_texts
 from hf_ext.fm_delta.lora_ranks import Aim, Spectrum
 
@@ -184,6 +185,20 @@ def test_only_language_models_are_evaluated(tmp_path, pair):
         fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora", texts=["words"])
     with pytest.raises(CheckpointError, match="has no tokenizer"):
         fm_delta.extract_lora(*pair[:2], tmp_path / "lora", texts=["words"])
+
+
+def test_the_command_prints_the_report(tmp_path, pair, capsys):
+    tuned, base, *_ = map(str, pair[:2])
+    report = fm_delta.extract_lora(tuned, base, tmp_path / "a", max_size=40_000)
+    capsys.readouterr()
+    arguments = ["extract-lora", tuned, "--base", base, "--max-size", "40kB", "--out", str(tmp_path / "b")]
+    assert main(arguments) == 0 and capsys.readouterr().out == f"{report}\n"
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert main([*arguments, "--json"]) == 0 and json.loads(capsys.readouterr().out) == report.to_dict()
+    assert main(["extract-lora", tuned, "--base", base, "--max-size", "large", "--out", str(tmp_path / "c")]) == 2
+    assert "'large' is not a size" in capsys.readouterr().err
+    assert main(["extract-lora", tuned, "--base", base, "--rank", "99", "--out", str(tmp_path / "c")]) == 1
+    assert capsys.readouterr().err.startswith("hf-ext: rank=99 is larger") and not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize(
