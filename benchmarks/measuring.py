@@ -2,13 +2,16 @@
 
 import argparse
 import json
+import os
 import platform
 import re
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -19,11 +22,24 @@ TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    """Prints a Markdown table with aligned columns."""
+    """Prints a Markdown table with aligned columns, after its title and where it was measured."""
     widths = [max(map(len, column)) for column in zip(header, *rows)]
-    print(f"\n{title}\n")
+    print(f"\n{title}\n({origin()})\n")
     for row in [header, ["-" * width for width in widths], *rows]:
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |", flush=True)
+
+
+@cache
+def origin() -> str:
+    """Returns the processor, its widest vectors, the number of cores and the commit, which a page states beside a table."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = re.search(r"model name\s*: (.*)", info)
+    vectors = next((name for flag, name in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if re.search(rf"\b{flag}\b", info)), "")
+    version = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    parts = (model[1] if model else platform.machine(), vectors, f"{os.cpu_count()} cores", f"commit {version.stdout.strip()}")
+    return ", ".join(filter(None, parts))
 
 
 def timed(action: Callable, *args) -> float:
