@@ -32,13 +32,13 @@ MODULES = ("emr", "errors", "fm_delta", "pissa", "storage", "trans_lora", "uni_m
 FIRST = {
     "emr": "merge add_task extract task report verify",
     "fm_delta": "enable disable compress_checkpoint decompress_checkpoint inspect verify switch open CompressCheckpoints "
-    "compress_series remove_checkpoint find_base estimate compress_all",
+    "extract_lora compress_series remove_checkpoint find_base estimate compress_all",
     "pissa": "PissaConfig QPissaConfig convert_to_lora report",
     "storage": "open_checkpoint encode decode apply at_most_cores",
     "trans_lora": "train_discriminator TransLoraConfig TransLoraTrainer transfer migrate Discriminator",
     "uni_med": "UniMedForConditionalGeneration UniMedProcessor UniMedConfig CMoEConfig UniMedCollator mix_datasets evaluate "
     "interference",
-    "weight_sync": "PublishWeights Publisher Subscriber VLLMServer follow",
+    "weight_sync": "PublishWeights Publisher Subscriber VLLMServer SGLangServer LocalCheckpoint follow",
 }
 ROOT_PAGES = ("CHANGELOG.md", "SECURITY.md")
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)[^)#\s]+")

@@ -1,6 +1,6 @@
 """One base, three tasks, one folder: QPiSSA fine-tunes are merged, shipped and served, with the accuracy of every step.
 
-    python examples/end_to_end.py --data DIR                       # needs no Hub, a quarter of an hour on two cores
+    python examples/end_to_end.py --data DIR                       # needs no Hub, a quarter of an hour on one core
     python examples/end_to_end.py --data DIR --hub_model_id me/three-tasks             # through the Hub that HF_ENDPOINT names
     python examples/end_to_end.py --data DIR --tasks trec cr mpqa subj sst2 --model HuggingFaceTB/SmolLM2-360M-Instruct
 

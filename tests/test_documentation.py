@@ -237,12 +237,24 @@ def test_the_pictures_show_the_numbers_that_the_tables_have(tmp_path):
     assert (tmp_path / "router.png").read_bytes() == (ROOT / "docs/assets/router.png").read_bytes()
 
 
-def test_figures_of_the_readme_stand_on_their_page():
-    def figures(text: str) -> set[str]:
-        return set(re.findall(r"\d+(?:\.\d+)?", text.replace(",", "")))
+def readme_table(heading: str) -> list[str]:
+    section = shown(ROOT / "README.md").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return [line for line in section.splitlines() if line.startswith("|")]
 
-    results = shown(ROOT / "README.md").split("\n## Results\n")[1].split("\n## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in results.splitlines() if line.startswith("| ")][1:]
+
+def figures(text: str) -> set[str]:
+    return set(re.findall(r"\d+(?:\.\d+)?", text.replace(",", "")))
+
+
+def test_the_start_page_repeats_the_table_of_the_readme():
+    table = readme_table("What you get")
+    assert "\n".join(table).replace("](docs/", "](") in shown(ROOT / "docs/index.md")
+    for _, use, promise in (line.strip("| ").split(" | ") for line in table[2:]):
+        assert figures(promise) - {"4"} <= figures(shown(ROOT / LINK.findall(use)[0])), promise  # a base in 4 bits
+
+
+def test_figures_of_the_readme_stand_on_their_page():
+    rows = [line.strip("| ").split(" | ") for line in readme_table("Results")[2:]]
     assert len(rows) > 5
     for measure, result, _ in rows:
         stem = re.match(r"[\w-]+( sync)?", measure)[0].replace(" ", "_").replace("-", "_").lower()

@@ -18,7 +18,8 @@ section = Section(
     "update servers whenever a training publishes a step",
     "  hf-ext follow /mnt/share/run --server http://gpu1:8000 http://gpu2:8000\n"
     "  hf-ext follow hf://buckets/me/run --server http://localhost:8000 --requests keep\n"
-    "  hf-ext follow /mnt/share/run --checkpoint /dev/shm/model --server http://localhost:30000    # SGLang\n"
+    "  hf-ext follow /mnt/share/run --checkpoint /dev/shm/model \\\n"
+    "    --server http://localhost:30000    # SGLang\n"
     "  hf-ext follow /mnt/share/run --checkpoint my-model --stop-at-step 100    # no server",
     "PLACE is where hf_ext.weight_sync publishes: a folder, hf://OWNER/NAME or hf://buckets/OWNER/NAME. vLLM servers must be "
     "able to read it under the same name. Start each with VLLM_SERVER_DEV_MODE=1 vllm serve MODEL "
