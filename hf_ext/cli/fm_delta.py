@@ -168,7 +168,8 @@ def find_base(
     "extract the best LoRA of a fine-tune, for PEFT and for servers",
     "  hf-ext extract-lora my-llama --base meta-llama/Llama-3.2-1B --out my-lora --rank 16\n"
     "  hf-ext extract-lora my-llama --base my-base --out my-lora --max-size 50MB\n"
-    "  hf-ext extract-lora my-llama --base my-base --out my-lora --energy 0.9 --eval texts.jsonl",
+    "  hf-ext extract-lora my-llama --base my-base --out my-lora --energy 0.9 \\\n"
+    "    --eval texts.jsonl",
     "A layer's LoRA consists of the leading singular components of the layer's change. With --energy or --max-size, each layer "
     "gets a rank of its own. Without --base, the command uses the base that a compressed SRC records. It prints the share of "
     "the change that the LoRA keeps, and the changes that it does not carry.",
