@@ -292,6 +292,7 @@ def weight_sync() -> dict[str, Any]:
     model = tiny_models.llama()
     args = TrainingArguments("training", max_steps=2, use_cpu=True, report_to=[], save_strategy="no")
     server_model = tiny_models.llama(dtype=torch.bfloat16)
+    server_model.save_pretrained("my-model")
     rows, columns = model.model.layers[0].self_attn.q_proj.weight.shape
     more = len(model.model.layers[0].self_attn.k_proj.weight)
     qkv = torch.zeros(rows + more, columns, dtype=torch.bfloat16)

@@ -26,7 +26,7 @@ RECORD = "step.json"  # in the folder: the step of its weights
 class LocalCheckpoint:
     """A model's folder on this machine whose weights follow the published steps.
 
-    The weights change where they lie in the safetensors files, so a step writes only what it changes. A program reads the new
+    A step overwrites only the changed weights in the safetensors files. A program reads the new
     weights when it loads the folder again. `step.json` in the folder contains the step; it is missing during an update.
 
     Args:
