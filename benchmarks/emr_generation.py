@@ -13,8 +13,8 @@ github.com/suzgunmirac/BIG-Bench-Hard. SmolLM2-135M-Instruct is fine-tuned, all 
 
 Weights are trained in float32 and saved in bf16, as ``generation/TASK``. Existing folders are skipped. All methods have their
 weights in bf16 on disk and compute in float32, since few CPUs compute in bf16. Decoding is greedy. An answer is right if its
-first line equals the expected one exactly. Simple average, task arithmetic (scale 0.3) and TIES are PEFT's. The size of
-T-Switch is that of the base and of an ideal code.
+first line equals the expected one exactly. Simple average, task arithmetic (scale 0.3) and TIES are PEFT's. The sizes
+of FM-Delta, EMR and T-Switch are without the base, and that of T-Switch is the size of an ideal code.
 
 For EMR, one model is in memory. Batches of all tasks come in random order, and each call names its task:
 ``model.generate(…, task="sort")``.
@@ -178,7 +178,7 @@ def accuracy(args: argparse.Namespace) -> dict:
         print(rows, flush=True)
     for share in SWITCHED[:2]:
         name = switch_name(share)
-        rows[name], sizes[name] = {}, size_of(base) + int(len(folders) * switch_bits(share) / 8 * values_of(weights, tasks[0]))
+        rows[name], sizes[name] = {}, int(len(folders) * switch_bits(share) / 8 * values_of(weights, tasks[0]))
         for task, state in zip(folders, tasks):
             model.load_state_dict(task_switch(state, weights, share), strict=False)
             rows[name] |= measured(model, [task])
