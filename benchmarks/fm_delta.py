@@ -240,7 +240,7 @@ def series(args: argparse.Namespace, dtype: str) -> dict:
 
 
 def quantized(args: argparse.Namespace) -> dict:
-    """Returns results for the dense matrices of the first task in one-byte types: per cent of the original, MB/s on one
+    """Returns results for the dense matrices of the first task in one-byte types: percent of the original, MB/s on one
     thread."""
     peers = [ours(), *(peer for peer in all_peers() if peer.name in ("zstd-3 raw", "zstd-3 XOR planes", "zipnn", "memcpy"))]
     pairs = {dtype: load_pairs(args.pairs / args.tasks[0], dtype) for dtype in QUANTIZED}
@@ -248,7 +248,7 @@ def quantized(args: argparse.Namespace) -> dict:
 
 
 def language_model(args: argparse.Namespace) -> dict:
-    """Returns results for the fine-tunes of SmolLM2-135M in bf16: per cent of the original, and MB/s on one thread, as {name:
+    """Returns results for the fine-tunes of SmolLM2-135M in bf16: percent of the original, and MB/s on one thread, as {name:
     {peer: {…}}}."""
     if args.lm is None:
         raise SystemExit("the section language_model needs --lm, the folder that benchmarks/language_model.py makes")

@@ -13,7 +13,7 @@ from sections.peers import FilePeer, lmzip, without_base
 
 
 def alone(args: argparse.Namespace, dtype: str) -> dict:
-    """Returns per cent of the original and MB of original per second on one thread, as {values: {peer: {"share", "compress",
+    """Returns percent of the original and MB of original per second on one thread, as {values: {peer: {"share", "compress",
     "decompress"}}}. The values are weights of a type and, for fp32, also weights with values of bf16 or fp16."""
     return {values: of_values(args, dtype, values) for values in (TORCH if dtype == "fp32" else [dtype])}
 
