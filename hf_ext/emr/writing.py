@@ -26,7 +26,7 @@ from hf_ext.emr.reports import figures_of
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.atomic import write_json
 from hf_ext.storage.config_file import CONFIG, HINT
-from hf_ext.storage.delta.source import PARTS_OF
+from hf_ext.storage.delta.source import PARTS_OF, DeltaCheckpoint
 from hf_ext.storage.delta.writer import write_delta
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.plain_writer import shards_of
@@ -40,7 +40,8 @@ SUM_NAMES = election.SUMS.names or ()
 
 
 class MergeWriter:
-    """Elects the weights of a merge and writes its folder. Memory: one tensor and a million values of each task.
+    """Elects the weights of a merge and writes its folder. Memory: one tensor and a million values of each task, or the whole
+    tensor of each compressed task.
 
     Args:
         base, base_config: the model that all tasks were fine-tuned from, and its config.json.
@@ -164,7 +165,12 @@ class MergeWriter:
         tensors = [model.tensors.read(name) for model in voters]
         values, base_width = math.prod(shape), WIDTHS[base.dtype]
         if self.standing is None:
-            elected = np.empty(values * width, np.uint8)
+            # Memory for one tensor less: a decoded one is overwritten once its values are read.
+            decoded = (tensor.data for model, tensor in zip(voters, tensors) if isinstance(model.tensors, DeltaCheckpoint))
+            fitting = (data for data in decoded if data.flags.writeable and data.size == values * width)
+            elected = next(fitting, None)
+            if elected is None:
+                elected = np.empty(values * width, np.uint8)
         elif name in self.standing.elected:
             elected = self.standing.elected.read(name).data
         else:
@@ -176,8 +182,9 @@ class MergeWriter:
             end = min(begin + CHUNK, values)
             prior = cast(base.data[begin * base_width : end * base_width], base.dtype, dtype)
             digest.update(prior)
-            parts = [_padded(tensor.data[begin * width : end * width], prior, dtype) for tensor in tensors]
             chunk = elected[begin * width : end * width]
+            own = [tensor.data[begin * width : end * width] for tensor in tensors]
+            parts = [_padded(part.copy() if np.may_share_memory(part, chunk) else part, prior, dtype) for part in own]
             if self.standing is None:
                 chunk_masks, added = election.elect(dtype, prior, parts, chunk, threads)
             else:

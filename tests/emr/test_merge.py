@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BitsAnd
 from transformers.utils import logging
 
 from hf_ext import BaseModelError, CheckpointError, HfExtError, emr, fm_delta
+from hf_ext.emr import writing
 from hf_ext.emr.recipe import RECIPE
 
 
@@ -258,11 +259,14 @@ def test_a_base_of_another_float_type(tmp_path):
 # ---- what a task may be given as -------------------------------------------------------------------------------------
 
 
-def test_a_compressed_checkpoint_is_as_good_as_the_plain_one(tmp_path, folders):
+@pytest.mark.parametrize("compressed", [["cr"], ["trec", "cr"]])
+def test_a_compressed_checkpoint_is_as_good_as_the_plain_one(tmp_path, folders, monkeypatch, compressed):
     base, tasks = folders
+    monkeypatch.setattr(writing, "CHUNK", 1 << 10)
     emr.merge(base, tasks, tmp_path / "plain")
-    fm_delta.compress_checkpoint(tasks["cr"], base, tmp_path / "small")
-    emr.merge(base, tasks | {"cr": tmp_path / "small"}, tmp_path / "merged")
+    for task in compressed:
+        fm_delta.compress_checkpoint(tasks[task], base, tmp_path / task)
+    emr.merge(base, tasks | {task: tmp_path / task for task in compressed}, tmp_path / "merged")
     (tmp_path / "merged" / RECIPE).write_bytes((tmp_path / "plain" / RECIPE).read_bytes())  # names another folder
     assert contents(tmp_path / "merged") == contents(tmp_path / "plain")
 
