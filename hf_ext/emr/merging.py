@@ -101,8 +101,9 @@ def add_task(
     """Adds a task to a merge.
 
     The other tasks keep all their bits. The new task keeps its own weights where no other task moved; elsewhere it takes the
-    elected weights that agree with its own. If that is too little, an error says so. A re-election uses the tasks as the merge
-    has them, which changes each of them slightly. Merging the original checkpoints again gives better results.
+    elected weights that agree with its own. If it is then farther from its own model than the base is, this raises an error.
+    A re-election uses the tasks as the merge has them, which changes each of them slightly. Merging the original checkpoints
+    again gives better results.
 
     Args:
         src: folder or Hub id of the merge.

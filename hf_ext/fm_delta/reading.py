@@ -86,7 +86,7 @@ class OpenCheckpoint:
         return TensorSlice(self._source, self._require(name))
 
     def close(self) -> None:
-        """Ends the use of the files. Tensors that were read stay valid."""
+        """Closes the files. Tensors that were read stay valid."""
         self._opened = None
 
     def __contains__(self, name: object) -> bool:

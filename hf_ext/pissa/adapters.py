@@ -26,7 +26,7 @@ def active_adapter(model: nn.Module) -> str:
 
 
 def report(model: nn.Module, adapter_name: str | None = None) -> PissaReport:
-    """Reports what a PiSSA or QPiSSA adapter started from.
+    """Returns the report of how a PiSSA or QPiSSA adapter started, layer by layer.
 
     Args:
         model: a model with the adapter in PiSSA's training form. For a QPiSSA adapter that was loaded, this reads the base's

@@ -48,7 +48,7 @@ class LoraConversion:
     """A converted LoRA, ready to be saved. `str()` of it is a table of the error in each layer.
 
     Attributes:
-        kind: what the adapter was: "pissa", "qpissa" or "lora".
+        kind: type of the original adapter: "pissa", "qpissa" or "lora".
     """
 
     config: LoraConfig

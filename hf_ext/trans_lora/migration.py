@@ -33,7 +33,7 @@ OF_A_RUN = {SEEDS, SYNTHESIS, LABELS, RECORD, REPORT, "report.png", "training_ar
 
 @dataclass(frozen=True)
 class Attempt:
-    """One method of moving an adapter, tried.
+    """The result of one method of moving an adapter.
 
     Attributes:
         method: "copy", "titok" or "trans_lora".
