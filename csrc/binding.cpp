@@ -92,12 +92,13 @@ void require_sizes(const delta::Shape& shape, const Buffer& tensor, const Buffer
     if (base.bytes() / width < shape.base_values) throw std::invalid_argument("the base's buffer is too small");
 }
 
-// Parses the arguments of `encode`. `more` receives the last one if the format has it.
+// Parses the arguments of `encode`. `more` and `flag` receive the last two if the format has them.
 bool parse(PyObject* args, const char* format, Buffer& tensor, int tensor_flags, Buffer& base, delta::Shape& shape,
-           int& threads, PyObject** more = nullptr) {
+           int& threads, PyObject** more = nullptr, int* flag = nullptr) {
     PyObject *tensor_object, *base_object;
     Py_ssize_t row_length, base_values;
-    if (!PyArg_ParseTuple(args, format, &tensor_object, &base_object, &shape.dtype, &row_length, &base_values, &threads, more))
+    if (!PyArg_ParseTuple(args, format, &tensor_object, &base_object, &shape.dtype, &row_length, &base_values, &threads, more,
+                          flag))
         return false;
     if (!tensor.open(tensor_object, tensor_flags) || !base.open(base_object, 0)) return false;
     if (row_length < 1 || base_values < 0) {
@@ -134,9 +135,9 @@ bool parse(PyObject* object, const delta::Shape& shape, Buffer& rows, Buffer& co
 PyObject* encode(PyObject*, PyObject* args) {
     Buffer tensor, base;
     delta::Shape shape{};
-    int threads = 1;
+    int threads = 1, required = 0;
     PyObject* tuple = nullptr;
-    if (!parse(args, "OOinn|iO:encode", tensor, 0, base, shape, threads, &tuple)) return nullptr;
+    if (!parse(args, "OOinn|iOp:encode", tensor, 0, base, shape, threads, &tuple, &required)) return nullptr;
     const size_t count = tuple && PyTuple_Check(tuple) ? size_t(PyTuple_Size(tuple)) : 0;
     std::vector<Buffer> buffers(2 * count);
     std::vector<delta::Factors> candidates(count);
@@ -146,7 +147,7 @@ PyObject* encode(PyObject*, PyObject* args) {
     std::vector<uint8_t> body;
     if (!run([&] {
             require_sizes(shape, tensor, base);
-            body = delta::encode(shape, tensor.view.buf, base.view.buf, candidates, threads);
+            body = delta::encode(shape, tensor.view.buf, base.view.buf, candidates, threads, required != 0);
         }))
         return nullptr;
     return to_bytes(body);
@@ -206,6 +207,28 @@ PyObject* list_changes(PyObject*, PyObject* args) {
         return nullptr;
     if (!listed) Py_RETURN_NONE;
     return Py_BuildValue("(NN)", to_bytes(changes.places), to_bytes(changes.values));
+}
+
+PyObject* factors(PyObject*, PyObject* args) {
+    PyObject* body_object;
+    Buffer body;
+    delta::Shape shape{};
+    Py_ssize_t values, row_length, base_values;
+    if (!PyArg_ParseTuple(args, "Oinnn:factors", &body_object, &shape.dtype, &values, &row_length, &base_values))
+        return nullptr;
+    if (!body.open(body_object, 0)) return nullptr;
+    delta::StoredFactors stored;
+    if (!run([&] {
+            if (values < 0 || row_length < 1 || base_values < 0) throw std::invalid_argument("a size is negative");
+            shape.values = size_t(values);
+            shape.row_length = size_t(row_length);
+            shape.base_values = size_t(base_values);
+            delta::check(shape);
+            stored = delta::stored_factors(shape, static_cast<const uint8_t*>(body.view.buf), body.bytes());
+        }))
+        return nullptr;
+    if (!stored.rank) Py_RETURN_NONE;
+    return Py_BuildValue("(NNi)", to_bytes(stored.rows), to_bytes(stored.columns), stored.exponent);
 }
 
 PyObject* exchange(PyObject*, PyObject* args) {
@@ -428,11 +451,16 @@ PyObject* use(PyObject*, PyObject* name) {
 
 PyMethodDef METHODS[] = {
     {"encode", encode, METH_VARARGS,
-     "encode(tensor, base | None, dtype, row_length, base_values, threads=1, ((rows, columns, exponent), ...)) -> body"},
+     "encode(tensor, base | None, dtype, row_length, base_values, threads=1, ((rows, columns, exponent), ...), required=False) "
+     "-> body"},
     {"decode", decode, METH_VARARGS,
      "decode(body, (tensor, base | None, dtype, row_length, base_values, threads=1)): fills the tensor"},
     {"list_changes", list_changes, METH_VARARGS,
      "list_changes(body, base, dtype, row_length, threads=1) -> (uint32 places, uint16 values) that differ from the base, or "
+     "None"},
+    {"factors", factors, METH_VARARGS,
+     "factors(body, dtype, values, row_length, base_values) -> (int32 rows, int32 columns, exponent) of the low-rank change, "
+     "or "
      "None"},
     {"exchange", exchange, METH_VARARGS,
      "exchange(tensor, places, others, row_length, rows): swaps 16-bit values of the tensor with others, and marks their rows"},

@@ -23,9 +23,11 @@ def encode(
     base_values: int,
     threads: int = 1,
     candidates: tuple[Factors, ...] = (),
+    required: bool = False,
     /,
 ) -> bytes:
-    """Returns the body of a compressed tensor: the smallest that any of the candidates gives, or none of them."""
+    """Returns the body of a compressed tensor: the smallest that any of the candidates gives, or none of them. If `required`,
+    takes the first candidate."""
 
 def decode(body: Buffer, arguments: tuple[Buffer, Buffer | None, int, int, int, int], /) -> None:
     """Fills a tensor. `arguments` are (tensor, base, dtype, row_length, base_values, threads), as for `encode`."""
@@ -35,6 +37,10 @@ def list_changes(body: Buffer, base: Buffer, dtype: int, row_length: int, thread
 
     Returns None if the body does not list them: only bodies of 16-bit floats do, where few values changed.
     """
+
+def factors(body: Buffer, dtype: int, values: int, row_length: int, base_values: int, /) -> tuple[bytes, bytes, int] | None:
+    """Returns the factors of the low-rank change in a body: rows (int32; 0 where a row did not change), columns (int32) and
+    exponent. Returns None if the body has none. Requires no base."""
 
 def exchange(tensor: Buffer, places: Buffer, others: Buffer, row_length: int, rows: Buffer, /) -> None:
     """Exchanges values of a tensor of 16-bit numbers with others, and sets the bytes of their rows in `rows` to 1.

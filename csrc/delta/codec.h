@@ -27,12 +27,24 @@ struct Factors {
     const int32_t* columns = nullptr;  // rank × row length
 };
 
-// Returns the body, made with the candidate (or none) that is expected to give the smallest.
+// Returns the body, made with the candidate (or none) that is expected to give the smallest. If the first is `required`, it is
+// used at any size.
 std::vector<uint8_t> encode(const Shape& shape, const void* tensor, const void* base, const std::vector<Factors>& candidates,
-                            int threads);
+                            int threads, bool required = false);
 
 // Throws std::runtime_error if the body is not valid. Accesses no memory outside the buffers, whatever the body contains.
 void decode(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, void* tensor, int threads);
+
+// The low-rank change that a body holds.
+struct StoredFactors {
+    int rank = 0;
+    int exponent = 0;
+    std::vector<int32_t> rows;     // base rows × rank; 0 for untouched rows
+    std::vector<int32_t> columns;  // rank × row length
+};
+
+// Returns the low-rank change of a body, with rank 0 if it holds none. Needs no base. Throws as `decode` does.
+StoredFactors stored_factors(const Shape& shape, const uint8_t* body, size_t bytes);
 
 // Values to store at places of a tensor, in the order of the places.
 struct Replacements {

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
@@ -110,6 +111,14 @@ class TensorDecoder {
 
     bool lists_changes() const {
         return !plan_.classes.empty() && !change_.rank && plan_.parts[1].values == 0 && plan_.shape.values <= UINT32_MAX;
+    }
+
+    StoredFactors factors() const {
+        const size_t rank = size_t(change_.rank);
+        StoredFactors stored{change_.rank, change_.exponent, std::vector<int32_t>(plan_.base_rows() * rank), change_.columns};
+        for (size_t i = 0; i < plan_.parts[1].first_row && rank; ++i)
+            std::copy_n(&change_.rows[i * rank], rank, &stored.rows[plan_.rows[i] * rank]);
+        return stored;
     }
 
     Replacements list_changes(int threads) const {
@@ -240,6 +249,14 @@ class TensorDecoder {
 
 void decode(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, void* tensor, int threads) {
     TensorDecoder(shape, body, bytes, base, tensor).decode(threads);
+}
+
+StoredFactors stored_factors(const Shape& shape, const uint8_t* body, size_t bytes) {
+    if (bytes < 2 || !(body[1] & LOW_RANK)) return {};
+    // Each row takes a bit at least: as an untouched row, or for its factor. This bounds the memory that a forged size
+    // requests.
+    if (shape.base_values / shape.row_length > 8 * bytes) throw std::runtime_error("the compressed tensor ends too early");
+    return TensorDecoder(shape, body, bytes, nullptr, nullptr).factors();
 }
 
 bool list_changes(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, Replacements& changes, int threads) {

@@ -90,6 +90,16 @@ def compress(
     verify: Verify = False,
     level: Level = DEFAULT_LEVEL,
     delete_source: DeleteSource = False,
+    lora_rank: Annotated[
+        int | None,
+        option(
+            "--lora-rank", "Make the low-rank part of each layer's change a LoRA of this rank, for extract-lora.", "N", min=1
+        ),
+    ] = None,
+    lora_energy: Annotated[
+        float | None,
+        option("--lora-energy", "The same by the share of the energy of the change (0 to 1).", "SHARE", min=0, max=1),
+    ] = None,
     dry_run: Annotated[bool, flag("--dry-run", "Write nothing. Estimate the size from some of the tensors.")] = False,
     any_base: Annotated[
         bool,
@@ -100,6 +110,11 @@ def compress(
         raise mistake("requires --out, so that a failed upload does not lose the model", "--delete-source")
     if no_base and (base or candidates):
         raise mistake("cannot be combined with --base or --candidates", "--no-base")
+    if lora_rank is not None or lora_energy is not None:
+        if no_base or dry_run:
+            raise mistake("cannot be combined with --no-base or --dry-run", "--lora-rank")
+        if lora_rank is not None and lora_energy is not None:
+            raise mistake("cannot be combined with --lora-rank", "--lora-energy")
     check_base(base, revision, candidates, base_id)
     from hf_ext import fm_delta
     from hf_ext.errors import BaseModelError
@@ -123,7 +138,9 @@ def compress(
         estimate = fm_delta.estimate(src, base, revision, level)
         return Result(finding + estimate.summary(), estimate.to_dict())
     folder = out.folder()
-    fm_delta.compress_checkpoint(src, base, folder, revision, verify, delete_source, level, base_id=base_id)
+    fm_delta.compress_checkpoint(
+        src, base, folder, revision, verify, delete_source, level, base_id, lora_rank=lora_rank, lora_energy=lora_energy
+    )
     written = fm_delta.inspect(folder)
     return Result(finding + written.summary(), written.to_dict() | {"tensors": len(written.tensors)})  # `inspect` lists them
 

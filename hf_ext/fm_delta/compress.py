@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from hf_ext.integration.card_marks import CARD, is_ours
 from hf_ext.integration.model_cards import write_card
 from hf_ext.storage.atomic import locked, staged_folder
 from hf_ext.storage.config_file import CONFIG, remove_settings
+from hf_ext.storage.delta import Part
 from hf_ext.storage.delta.codec import DEFAULT_LEVEL
 from hf_ext.storage.delta.file import KEY, CompressedFile
 from hf_ext.storage.delta.source import DeltaCheckpoint, decoded
@@ -39,6 +40,8 @@ def compress_checkpoint(
     delete_source: bool = False,
     level: int = DEFAULT_LEVEL,
     base_id: str | None = None,
+    lora_rank: int | None = None,
+    lora_energy: float | None = None,
 ) -> None:
     """Writes a model's folder with its weights as lossless differences from a base model (FM-Delta, NeurIPS 2024).
 
@@ -58,6 +61,9 @@ def compress_checkpoint(
         level: 1 is fast. 2 also searches for a low-rank part of every matrix's change, and 3 searches longer. Level 1 also
             reads a little faster.
         base_id: Hub id to record for the base if `base` is a local copy of it, so that others can load the result.
+        lora_rank: rank of the low-rank part of each linear layer's change, which `extract_lora` reads out as a LoRA. By
+            default, the part is the one that gives the smallest file.
+        lora_energy: the same by the share of the energy of a layer's change.
 
     Raises:
         CheckpointError: `src` has no safetensors weights, or is already quantized or compressed; `out` is `src` or the base, or
@@ -65,10 +71,11 @@ def compress_checkpoint(
             folder in it.
         BaseModelError: the base cannot be read.
         CorruptFileError: a decoded file differs from the source; `out` and `src` are unchanged.
-        ValueError: `revision` or `base_id` is given without a base.
+        ValueError: `revision`, `base_id`, `lora_rank` or `lora_energy` is given without a base, or is impossible.
     """
     if base is None and (revision or base_id):
         raise ValueError("revision and base_id describe the base, but base is None")
+    part = _part(lora_rank, lora_energy, base is None)
     src, out = Path(src) if delete_source else downloaded(src), Path(out)
     with locked(out):
         if delete_source and finish_deletion(src):  # a kill interrupted the last step of an earlier call
@@ -86,7 +93,8 @@ def compress_checkpoint(
             omitted = without_free_card(src, out)
             others = [path for path in folder.others(out) if path not in omitted]
             copy_entries(src, others, stage, like=source.paths[0].parent if source.paths else None)
-            write_with_card(folder.sets, source, stage, base_id, level, target=out, revision=revision)
+            parts = None if part is None else _parts(folder, source, part)
+            write_with_card(folder.sets, source, stage, base_id, level, target=out, revision=revision, parts=parts)
             folder.copy_modes(stage)
             if verify or delete_source:
                 _compare(folder, stage, others, source)
@@ -104,20 +112,40 @@ def write_with_card(
     target: Path | None = None,
     root: TensorSource | None = None,
     revision: str | None = None,
+    parts: Mapping[str, Part] | None = None,
 ) -> None:
     """Compresses the weights of a model into a folder, and writes a model card if the folder has none.
 
     Args:
-        sets, base, out, name, level, revision: see `write_model`.
+        sets, base, out, name, level, revision, parts: see `write_model`.
         target: folder that the files of `out` will go to, if elsewhere.
         root: the model that was fine-tuned, if it is not the base.
     """
     carried = is_ours(out / CARD, METHOD)
-    write_model(sets, base, out, name, level, {"card": ORIGINAL} if carried else None, revision)
+    write_model(sets, base, out, name, level, {"card": ORIGINAL} if carried else None, revision, parts)
     if (out / CONFIG).exists() and not (out / CARD).exists():
         root = root or base
         chain = root is not base or isinstance(base, DeltaCheckpoint)
         write_card(out, compressed_card(sets, out, root, name, chain), target)
+
+
+def _part(rank: int | None, energy: float | None, alone: bool) -> Part | None:
+    """Returns the low-rank part to write into each linear layer, if any."""
+    if rank is None and energy is None:
+        return None
+    if alone or rank is not None and energy is not None:
+        raise ValueError("give a base and one of lora_rank and lora_energy")
+    if rank is not None and rank < 1 or energy is not None and not 0 < energy <= 1:
+        raise ValueError(f"lora_rank={rank} and lora_energy={energy}: a rank is at least 1, an energy above 0 and at most 1")
+    return Part(rank, energy)
+
+
+def _parts(folder: ModelFolder, base: TensorSource, part: Part) -> dict[str, Part]:
+    """Returns the low-rank part of each linear layer's weight, by the name of the tensor."""
+    from hf_ext.integration.lora_layers import lora_layers  # other compression needs neither Transformers nor PEFT
+
+    names = [name for file in folder.files for name in file.entries]
+    return {layer.tensor: part for layer in lora_layers(folder.path, names, base.names()).layers.values()}
 
 
 def _require_one_kind(folder: ModelFolder, out: Path) -> None:

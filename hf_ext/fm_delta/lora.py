@@ -12,19 +12,20 @@ from safetensors.torch import save_file
 
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.fm_delta.base_search import unrelated
-from hf_ext.fm_delta.lora_evaluation import losses, tokenizer_of
-from hf_ext.fm_delta.lora_factors import Changes, Factors, Pair
+from hf_ext.fm_delta.lora_evaluation import Evaluation
+from hf_ext.fm_delta.lora_factors import Changes, Factors, Pair, stored_lora
 from hf_ext.fm_delta.lora_ranks import Aim
 from hf_ext.fm_delta.lora_report import LayerLora, LoraReport
 from hf_ext.integration.lora_layers import PREFIX, LoraLayers, lora_layers, require_unquantized
 from hf_ext.integration.model_cards import adapter_card, outdated, write_card
 from hf_ext.storage.atomic import staged_folder
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.delta.source import DeltaCheckpoint
+from hf_ext.storage.delta.file import KEY
+from hf_ext.storage.delta.source import DeltaCheckpoint, decode_tensor, original_size, require_one_model
 from hf_ext.storage.guards import places_of, require_another_folder
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER
-from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.open import base_of, open_base, open_checkpoint, open_files
 from hf_ext.storage.source import NoBase, TensorSource
 
 HEADER = 256  # bytes of a file's header for each tensor, at most
@@ -50,7 +51,8 @@ def extract_lora(
     Args:
         fine_tune: folder or Hub id of the fine-tune, plain or compressed.
         base: folder or Hub id of the model that it was fine-tuned from, plain or compressed. None for the base that a
-            compressed fine-tune records.
+            compressed fine-tune records; without `rank`, `energy` and `max_size`, the LoRA is then the low-rank part that the
+            file holds, exactly, and the base is not read.
         out: folder to write. On failure it is unchanged.
         rank: rank of all layers, except those with fewer rows or columns. With `energy` or `max_size`, the largest rank of a
             layer. Without all three, 32.
@@ -70,39 +72,65 @@ def extract_lora(
     aim = Aim(rank, energy, max_size)
     folder = downloaded(fine_tune)
     require_unquantized(folder)
+    if base is None and aim == Aim() and Checkpoint(folder).has_metadata(KEY):
+        if modules_to_save:
+            raise HfExtError("modules_to_save requires the base. Give base (--base) or rank (--rank).")
+        return _stored(folder, Path(out), texts)
     source = open_checkpoint(folder)
     prior = _base_of(source, base, revision)
     require_another_folder(Path(out), [folder, *source.paths, *map(Path, places_of(prior))])
-    parts = lora_layers(folder, source, prior)
-    if texts is not None and parts.task != "CAUSAL_LM":
-        raise HfExtError(f"texts can evaluate causal language models, not a {type(parts.model).__name__}.")
-    tokenizer = None if texts is None else tokenizer_of(folder)
+    parts = lora_layers(folder, source.names(), prior.names())
+    evaluation = None if texts is None else Evaluation(folder, parts.task, prior.name, prior.revision, texts)
     layers = Changes(source, prior, {layer: Pair(place.tensor, place.twin) for layer, place in parts.layers.items()})
     others = Changes(source, prior, {name: Pair(tensor, twin) for name, (tensor, twin) in parts.others.items()})
     largest = max((min(layers.shape(layer)) for layer in parts.layers), default=0)
     if aim.rank is not None and aim.rank > largest:
         raise HfExtError(f"rank={aim.rank} is larger than the smaller side of any linear layer of {folder}, at most {largest}.")
-    omitted = {name: change for name, change in others.energies(parts.others).items() if change}
+    changed = {name: change for name, change in others.energies(parts.others).items() if change}
     if modules_to_save:
-        parts.carry_others(omitted)
+        parts.carry_others(changed)
     whole = {name: source.read(tensor).to_torch() for name, tensor in parts.whole.items()}
     if aim.max_size is not None:
         rest = sum(tensor.nbytes + HEADER for tensor in whole.values()) + 2 * HEADER * len(parts.layers)
         if rest >= aim.max_size:
-            raise HfExtError(
-                f"max_size={max_size} is too small: without any LoRA, the adapter's file takes up to {rest} bytes."
-            )
+            raise HfExtError(f"max_size={max_size} is too small: without any component, the adapter takes up to {rest} bytes.")
         aim = replace(aim, max_size=aim.max_size - rest)
     factors = layers.factors(parts.layers, aim)
     if not factors:
         raise CheckpointError(
             f"No linear layer of {folder} differs from that of the base {prior}: there is nothing to extract."
         )
-    omitted = {name: change for name, change in omitted.items() if name in parts.others}
-    report = _write(Path(out), source, prior.name, parts, factors, whole, omitted)
-    if texts is None or tokenizer is None:
-        return report
-    return replace(report, losses=losses(folder, prior.name, prior.revision, Path(out), tokenizer, texts))
+    omitted = {name: change for name, change in changed.items() if name in parts.others}
+    size = sum(source.entry(name).nbytes for name in source.names())
+    return _written(Path(out), prior.name, parts, factors, whole, omitted, size, evaluation)
+
+
+def _stored(folder: Path, out: Path, texts: Sequence[str] | None) -> LoraReport:
+    """Writes the low-rank parts of a compressed fine-tune as an adapter. Reads the base only for a changed head of its own."""
+    files = open_files(folder)
+    require_one_model(files, folder)
+    require_another_folder(out, [folder])
+    base, revision = base_of(files[0], folder)
+    if base is None:
+        raise BaseModelError(f"{folder} was compressed without a base. Give the model that it was fine-tuned from (--base).")
+    if (folder / base).is_dir():  # a relative folder, which PEFT would look up elsewhere
+        base = os.path.normpath(folder / base)
+    file_of = {name: file for file in files for name in file.original}
+    headers = {name: file.headers[name] for name, file in file_of.items()}
+    # Only matrices that the base lacks are coded without it. A vector may be smaller without.
+    in_base = [header.base_name or name for name, header in headers.items() if header.base_name or len(header.shape) < 2]
+    parts = lora_layers(folder, headers, in_base)
+    evaluation = None if texts is None else Evaluation(folder, parts.task, base, revision, texts)
+    found = {layer: stored_lora(file_of[place.tensor], place.tensor) for layer, place in parts.layers.items()}
+    factors = {layer: lora for layer, lora in found.items() if lora is not None}
+    if not factors:
+        raise CheckpointError(
+            f"{folder} holds no low-rank parts. Compress the fine-tune with lora_rank (--lora-rank), or give rank (--rank)."
+        )
+    prior = open_base(files, folder) if any(headers[name].base_name for name in parts.whole.values()) else NoBase()
+    whole = {name: decode_tensor(file_of[tensor], prior, tensor).to_torch() for name, tensor in parts.whole.items()}
+    omitted = dict.fromkeys([*(f"{layer}.weight" for layer in found.keys() - factors.keys()), *parts.others])
+    return _written(out, base, parts, factors, whole, omitted, sum(map(original_size, files)), evaluation)
 
 
 def _base_of(source: TensorSource, base: str | os.PathLike | None, revision: str | None) -> TensorSource:
@@ -125,16 +153,17 @@ def _base_of(source: TensorSource, base: str | os.PathLike | None, revision: str
     return prior
 
 
-def _write(
+def _written(
     out: Path,
-    source: TensorSource,
     base: str,
     parts: LoraLayers,
     factors: Mapping[str, Factors],
     whole: Mapping[str, torch.Tensor],
     omitted: Mapping[str, float | None],
+    original_size: int,
+    evaluation: Evaluation | None,
 ) -> LoraReport:
-    """Writes the adapter's folder, all of it or nothing."""
+    """Writes the adapter's folder, all of it or nothing, and returns the report."""
     state = {f"{PREFIX}{name}": tensor for name, tensor in whole.items()}
     layers = []
     for layer, (left, right, change) in factors.items():
@@ -143,12 +172,12 @@ def _write(
         B, A = (right.T, left.T) if parts.layers[layer].transposed else (left, right)
         state |= {f"{PREFIX}{layer}.lora_A.weight": A.contiguous(), f"{PREFIX}{layer}.lora_B.weight": B.contiguous()}
     config = parts.config({layer.layer: layer.rank for layer in layers}, base)
-    original_size = sum(source.entry(name).nbytes for name in source.names())
     with staged_folder(out, outdated(out)) as stage:
         save_file(state, stage / ADAPTER, metadata={"format": "pt"})
         config.save_pretrained(stage)
         size = (stage / ADAPTER).stat().st_size
         report = LoraReport(layers, size, original_size, config.modules_to_save or [], omitted)
-        card = {"origin": "a full fine-tune", "description": report.description()}
-        write_card(stage, adapter_card("lora", base, config.task_type, {"lora"}, type(parts.model).__name__, **card), out)
-    return report
+        figures = {"origin": "a full fine-tune", "description": report.description()}
+        card = adapter_card("lora", base, config.task_type, {"lora"}, type(parts.model).__name__, **figures)
+        write_card(stage, card, out)
+    return report if evaluation is None else replace(report, losses=evaluation.losses(out))

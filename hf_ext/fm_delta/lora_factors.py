@@ -7,19 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.lora_ranks import Aim, Spectrum
 from hf_ext.storage.delta.change import Change
-from hf_ext.storage.delta.low_rank import Components, decompose
+from hf_ext.storage.delta.codec import stored_factors
+from hf_ext.storage.delta.file import CompressedFile
+from hf_ext.storage.delta.low_rank import Components, leading
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
 from hf_ext.storage.safetensors_file import torch_dtype
 from hf_ext.storage.source import TensorSource
-
-PASSES = 4  # power iterations
-OVERSAMPLING = 8  # directions of the iteration beyond one and a half times the rank
 
 
 class Pair(NamedTuple):
@@ -36,6 +36,25 @@ class Factors(NamedTuple):
     left: torch.Tensor
     right: torch.Tensor
     change: float | None
+
+
+def stored_lora(file: CompressedFile, name: str) -> Factors | None:
+    """Returns the low-rank part of a matrix that a compressed file holds; None if it holds none.
+
+    The factors are integers times powers of two. They are exact in bfloat16 if that holds them, else in float32, up to 24 bits.
+
+    Raises:
+        CorruptFileError: the file is damaged.
+    """
+    stored = stored_factors(file.payload(name), file.headers[name])
+    if stored is None:
+        return None
+    half = stored.exponent // 2
+    left = torch.from_numpy(np.ldexp(stored.rows.astype(float), -half))
+    right = torch.from_numpy(np.ldexp(stored.columns.astype(float), half - stored.exponent))
+    is_short = all(torch.equal(part.bfloat16().double(), part) for part in (left, right))
+    dtype = torch.bfloat16 if is_short else torch.float32
+    return Factors(left.to(dtype), right.to(dtype), None)
 
 
 class Changes:
@@ -100,15 +119,13 @@ class Changes:
         return dict(Prefetcher(energy, {name: 0 for name in names if math.prod(self.shape(name))}))
 
     def components(self, name: str, rank: int) -> Components:
-        """Returns the leading singular components of a change, somewhat more than `rank` (randomized subspace iteration).
+        """Returns the leading singular components of a change, somewhat more than `rank`.
 
         Raises:
             CheckpointError: the change is too large.
         """
         with self.change(name) as change:
-            width = min(rank + rank // 2 + OVERSAMPLING, *change.shape)
-            start = torch.randn(change.shape[1], width, generator=torch.Generator().manual_seed(0))
-            components = decompose(change, start, PASSES, threads_for(self.cost(name)))
+            components = leading(change, rank, threads_for(self.cost(name)))
         if components is None:
             raise CheckpointError(
                 f"The change of tensor '{self._pairs[name].tensor}' of {self._tuned} is too large to decompose."

@@ -16,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 from hf_ext.errors import CheckpointError
 from hf_ext.integration.weight_plan import plan_of
 from hf_ext.storage.config_file import CONFIG, ENCODINGS, storage_settings
-from hf_ext.storage.source import TensorSource
 
 #: PEFT's types of task by the endings of Transformers' classes.
 TASKS = {
@@ -126,20 +125,20 @@ def require_unquantized(folder: Path) -> None:
         raise CheckpointError(f"{folder} is quantized ({method}). Give the model with its weights in 16 or 32 bits.")
 
 
-def lora_layers(folder: Path, tuned: TensorSource, base: TensorSource) -> LoraLayers:
+def lora_layers(folder: Path, tuned: Iterable[str], base: Iterable[str]) -> LoraLayers:
     """Sorts the parameters of a fine-tune by the way in which a LoRA can carry them.
 
     Args:
         folder: of the fine-tune, with its config.json.
-        tuned, base: the checkpoints.
+        tuned, base: the names of the tensors in their checkpoints.
 
     Raises:
         CheckpointError: the configuration cannot be read, or names a class that is not one of Transformers.
     """
     model = _skeleton(folder)
     parts = LoraLayers(model)
-    twins = {part.target: part.all_names() for part in plan_of(model, base.names())[0]}
-    for part in plan_of(model, tuned.names())[0]:
+    twins = {part.target: part.all_names() for part in plan_of(model, base)[0]}
+    for part in plan_of(model, tuned)[0]:
         names, module = part.all_names(), part.target.rpartition(".")[0]
         if part.target in model.all_tied_weights_keys:
             continue
@@ -154,6 +153,8 @@ def lora_layers(folder: Path, tuned: TensorSource, base: TensorSource) -> LoraLa
         else:  # loading may merge several tensors into one parameter
             pairs = zip(names, twins.get(part.target, ()))
             parts.others |= {name if part.converter else part.target: (name, twin) for name, twin in pairs}
+    modules = {name.rpartition(".")[0] for name in parts.whole}
+    parts.whole |= {name: parts.others.pop(name)[0] for name in [*parts.others] if name.rpartition(".")[0] in modules}
     return parts
 
 

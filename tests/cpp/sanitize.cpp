@@ -23,6 +23,7 @@ void decode(const Tensor& tensor, const Bytes& body, Bytes& out, int threads) {
     Bytes moved(1);
     moved.reserve(body.size() + 1);
     moved.insert(moved.end(), body.begin(), body.end());
+    hf_ext::delta::stored_factors(tensor.shape, moved.data() + 1, body.size());
     hf_ext::delta::decode(tensor.shape, moved.data() + 1, body.size(), tensor.base.data(), out.data(), threads);
 }
 

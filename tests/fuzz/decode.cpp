@@ -75,6 +75,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     moved.insert(moved.end(), data + size - body_size, data + size);
     hf_ext::cast(base_dtype, shape.dtype, source.data(), base.data(), shape.base_values);
 
+    try {
+        hf_ext::delta::stored_factors(shape, moved.data() + 1, body_size);
+    } catch (const std::runtime_error&) {
+    }
     std::vector<hf_ext::Instructions> others = hf_ext::supported_instructions();
     const hf_ext::Instructions best = others.back();
     others.pop_back();

@@ -15,10 +15,12 @@ from test_codec import FLOAT_DTYPES, bits, trained
 from test_codec_core import decode
 
 from hf_ext import _native
-from hf_ext.storage.delta import codec, low_rank, weighted_fit
+from hf_ext.storage.delta import Part, codec, low_rank, weighted_fit
+from hf_ext.storage.native import FLOATS
 from hf_ext.storage.safetensors_file import RawTensor
 
 ROWS, COLUMNS = 96, 128
+FLOAT_NAMES = {code: name for name, code in FLOATS.items()}
 EXPONENTS = st.integers(-100, 100)
 
 
@@ -130,6 +132,81 @@ def test_blocks_that_begin_and_end_within_a_row_are_moved(code, rows, columns, m
     body = encode(tensor, base, code, columns, change)
     assert body[1] & 5 == 5
     assert_all_sets_decode(body, tensor, base, code, columns)
+
+
+@every_type
+@pytest.mark.parametrize("few", [False, True])
+def test_factors_are_read_without_the_base(code, few):
+    rng = np.random.default_rng(code)
+    base = weights(rng, ROWS * COLUMNS, code)
+    change = factors(rng, ROWS, COLUMNS, 5, 60, 20)
+    tensor = moved(base, change, code)
+    if not few:
+        tensor[rng.random(len(tensor)) < 0.7] ^= 1
+    tensor[5 * COLUMNS : 8 * COLUMNS] = base[5 * COLUMNS : 8 * COLUMNS]
+    body = encode(tensor, base, code, COLUMNS, change)
+    rows, columns, exponent = _native.factors(body, code, len(tensor), COLUMNS, len(tensor))
+    found = np.frombuffer(rows, np.int32).reshape(ROWS, -1)
+    assert not found[5:8].any() and np.array_equal(np.delete(found, range(5, 8), 0), np.delete(change.rows, range(5, 8), 0))
+    assert columns == change.columns.tobytes() and exponent == change.exponent
+
+
+def test_a_body_may_have_no_factors(code=FP32):
+    tensor, base = fine_tune(np.random.default_rng(0), ROWS * COLUMNS, code)
+    body = encode(tensor, base, code, COLUMNS)
+    assert _native.factors(body, code, len(base), COLUMNS, len(base)) is None
+
+
+@every_type
+def test_a_required_change_is_taken_at_any_cost(code):
+    rng = np.random.default_rng(0)
+    base = weights(rng, ROWS * COLUMNS, code)
+    change = factors(rng, ROWS, COLUMNS, 5, 60, 40)
+    body = _native.encode(base ^ 1, base, code, COLUMNS, len(base), 1, (change,), True)
+    assert body[1] & 4 and not encode(base ^ 1, base, code, COLUMNS, change)[1] & 4
+    assert_decodes(body, base ^ 1, base, code, COLUMNS)
+
+
+@pytest.mark.parametrize("values", [-1, 0, COLUMNS, ROWS * COLUMNS * 1000, 1 << 60])
+def test_factors_of_a_forged_size_are_errors(values):
+    rng = np.random.default_rng(0)
+    base = weights(rng, ROWS * COLUMNS, FP32)
+    change = factors(rng, ROWS, COLUMNS, 5, 60, 20)
+    body = encode(moved(base, change, FP32), base, FP32, COLUMNS, change)
+    with pytest.raises((ValueError, TypeError)):
+        _native.factors(body, FP32, values, COLUMNS, values)
+    for end in (0, 1, 5, 30, 100):
+        if end > 1:
+            with pytest.raises(ValueError):
+                _native.factors(body[:end], FP32, len(base), COLUMNS, len(base))
+
+
+@every_type
+@pytest.mark.parametrize("part", [Part(7), Part(energy=0.8), Part(2000)])
+def test_a_required_part_has_its_rank_or_energy(code, part):
+    rng = np.random.default_rng(1)
+    tuned, base = fine_tune(rng, ROWS * COLUMNS, code)
+    tensor = moved(tuned, factors(rng, ROWS, COLUMNS, 3, 60, 24), code)
+    data, prediction = tensor.view(np.uint8), base.view(np.uint8)
+    (found,) = low_rank.required(data, prediction, FLOAT_NAMES[code], COLUMNS, part)
+    rank = found.rows.shape[1]
+    delta = low_rank.Change(data, prediction, FLOAT_NAMES[code], COLUMNS).rows(slice(0, ROWS))[0].double().numpy()
+    singular = np.square(np.linalg.svd(delta, compute_uv=False))
+    product = np.ldexp(found.rows.astype(float) @ found.columns, -found.exponent)
+    left = np.square(delta - product).sum()
+    best = singular[rank:].sum()
+    if part.rank == 7:
+        assert rank == 7
+    elif part.energy:
+        assert singular[:rank].sum() >= 0.79 * singular.sum() and singular[: rank - 1].sum() <= 0.81 * singular.sum()
+    assert left <= 1.1 * best + 1e-2 * singular.sum()
+    for factor in found[:2]:
+        assert torch.equal(torch.from_numpy(factor).bfloat16().int(), torch.from_numpy(factor))
+
+
+def test_an_unchanged_matrix_has_no_part():
+    base = weights(np.random.default_rng(1), ROWS * COLUMNS, FP32).view(np.uint8)
+    assert low_rank.required(base, base, "F32", COLUMNS, Part(4)) == []
 
 
 @every_type

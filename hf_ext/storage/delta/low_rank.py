@@ -13,12 +13,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hf_ext.storage.delta import Part
 from hf_ext.storage.delta.change import Change
 from hf_ext.storage.delta.weighted_fit import fit
 from hf_ext.storage.native import MANTISSA, WIDTHS, as_numbers
 from hf_ext.storage.prefetch import in_threads
 
 MAX_RANK = 64  # each component adds a product to the decoding of every value
+MOST_RANK, FIRST_RANK = 1024, 32  # of a required part: the format's limit, and the first to try for an energy
 MAX_RANK_OF_ALL = {2: MAX_RANK, 3: 256}  # by level, for changes that are completely of low rank
 MARGIN = 4  # components that a sample must show in addition to those that pay
 LEAST = 64  # smaller numbers of rows or columns are not worth it
@@ -35,6 +37,8 @@ NEARLY_ALL = 1e-4  # a share of the energy below which single precision does not
 EXACT = 2**53  # up to here, double precision represents every sum of products
 STEP_SAMPLE = 1 << 14  # values on which steps of the factors are compared
 GRID_SAMPLE = 4096  # values from which the spacing of a tensor's values is estimated
+POWER_ITERATIONS, OVERSAMPLING = 4, 8  # of `leading`; directions beyond one and a half times the rank
+FINER = 4  # halvings of the squared step of a required part: rounding then adds about a hundredth to its error
 GAUSSIAN_BITS = 0.5 * math.log2(2 * math.pi * math.e)  # entropy of a Gaussian number with a standard deviation of one step
 
 #: Exponent of the smallest normal number of each float type.
@@ -110,10 +114,8 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
     rows, columns = change.shape
     if min(rows, columns) < LEAST or MOST // columns < LEAST:
         return []
-    values = rows * columns
-    sample = data.reshape(values, -1)[:: 1 + values // GRID_SAMPLE].reshape(-1)
+    spacings = spacings_of(data, dtype)
     with np.errstate(over="ignore"):  # float64 values may be too far apart to be squared
-        spacings = spacing(as_numbers(sample, dtype), dtype)
         grid = Grid.of(spacings)
     start = glance(change, grid, MAX_RANK_OF_ALL[level]) if math.isfinite(grid.mean) else None
     components = None if start is None else decompose(change, start, PASSES[level], threads)
@@ -138,6 +140,43 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
         # Steps finer than exact sums allow give the same factors.
         results += {factors.exponent: factors for factors in quantized if factors is not None}.values()
     return results
+
+
+def required(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, part: Part, threads: int = 1) -> list[Factors]:
+    """Returns the low-rank change of a matrix that `part` describes, or none if nothing changed. The factors have 8 bits each,
+    apart from a power of two, so that bfloat16 holds them exactly.
+
+    Args:
+        data, prediction, dtype, length, threads: as for `changes`.
+    """
+    change = Change(data, prediction, dtype, length)
+    limit = min(*change.shape, MOST_RANK)
+    rank = min(part.rank or FIRST_RANK, limit)
+    while True:
+        components = leading(change, rank, threads)
+        if components is None or not len(components.values):
+            return []
+        kept = np.square(components.values[:rank]).cumsum() / components.energy
+        if part.energy is None or rank == limit or kept[-1] >= part.energy:
+            break
+        rank = min(2 * rank, limit)
+    rank = len(kept) if part.energy is None else min(int(np.searchsorted(kept, part.energy)) + 1, len(kept))
+    root = torch.from_numpy(np.sqrt(components.values[:rank])).float()
+    left, right = components.left(rank) * root, components.right(rank) * root[:, None]
+    rest = components.energy_left(rank) / math.prod(change.shape) + Grid.of(spacings_of(data, dtype)).mean
+    factors = quantize(left, right, rest, FINER)
+    if factors is None:
+        return []
+    rows, columns = (torch.from_numpy(part).bfloat16().int().numpy() for part in (factors.rows, factors.columns))
+    return [Factors(rows, columns, factors.exponent)]
+
+
+def leading(change: Change, rank: int, threads: int = 1) -> Components | None:
+    """Returns the leading singular components of a matrix, somewhat more than `rank`, by randomized subspace iteration (Halko,
+    Martinsson, Tropp 2011). The result does not depend on `threads`. Returns None if squares of the change are not finite."""
+    width = min(rank + rank // 2 + OVERSAMPLING, *change.shape)
+    start = torch.randn(change.shape[1], width, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    return decompose(change, start, POWER_ITERATIONS, threads)
 
 
 def glance(change: Change, grid: Grid, most: int) -> torch.Tensor | None:
@@ -210,6 +249,12 @@ def search(rank: int, is_all: bool, dtype: str, level: int) -> list[tuple[int, S
     if level == 2:
         return [(rank, [0])]
     return [(near, [-1, 0, 1]) for near in sorted({rank * 3 // 4, rank, rank * 5 // 4}) if near]
+
+
+def spacings_of(data: np.ndarray, dtype: str) -> np.ndarray:
+    """Returns the exponents of the spacings of a sample of values, given as bytes."""
+    values = data.reshape(-1, WIDTHS[dtype])
+    return spacing(as_numbers(values[:: 1 + len(values) // GRID_SAMPLE].reshape(-1), dtype), dtype)
 
 
 def spacing(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -6,7 +6,7 @@ import importlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 from hf_ext.errors import CheckpointError
 from hf_ext.storage.atomic import rewrite
 from hf_ext.storage.config_file import CONFIG, HINT, add_settings
+from hf_ext.storage.delta import Part
 from hf_ext.storage.delta.codec import DEFAULT_LEVEL, LEVELS, encode_raw
 from hf_ext.storage.delta.file import MAX_USES, BaseInfo, CompressedWriter, digest_of
 from hf_ext.storage.hub import absolute
@@ -44,6 +45,7 @@ def write_delta(
     name: str | None = None,
     level: int = DEFAULT_LEVEL,
     revision: str | None = None,
+    parts: Mapping[str, Part] | None = None,
 ) -> Written:
     """Compresses files of tensors into files of the same names. Memory: a few tensors.
 
@@ -54,9 +56,10 @@ def write_delta(
         name: the base's name to record, instead of its own.
         revision: the base's commit to record with `name`, if it has none itself.
         level: 1 is fast; 2 looks for a low-rank part of every matrix's change, and 3 longer.
+        parts: low-rank parts that matrices are to have, by name.
     """
     alone = isinstance(base, NoBase)
-    if level != LEVELS[0] and not alone:
+    if (level != LEVELS[0] or parts) and not alone:
         importlib.import_module("hf_ext.storage.delta.low_rank")  # imports PyTorch before threads limit their number of threads
     files = [file for shards in sets for file in shards]
     info = (
@@ -75,7 +78,8 @@ def write_delta(
                 twin, tensor = twins[file.path][name], file[name]
                 samples[file.path][name] = sample(name, tensor)
                 prior = None if twin is None else base.read(twin)
-                payload = encode_raw(tensor, prior, name, twin or "", threads_for(tensor.data.size), level)
+                part = (parts or {}).get(name)
+                payload = encode_raw(tensor, prior, name, twin or "", threads_for(tensor.data.size), level, part)
                 if twin is not None:
                     base.release(twin)
                 file.release(name)
@@ -111,6 +115,7 @@ def write_model(
     level: int = DEFAULT_LEVEL,
     settings: dict | None = None,
     revision: str | None = None,
+    parts: Mapping[str, Part] | None = None,
 ) -> None:
     """Compresses the weights of a model into a folder and adds the `quantization_config` entry to its config.json.
 
@@ -119,7 +124,7 @@ def write_model(
         base: the model that was fine-tuned, or `NoBase`.
         out: folder to write into; its config.json is in place already.
         name: the base's name to record, instead of its own.
-        level: see `write_delta`.
+        level, parts: see `write_delta`.
         settings: more values for the entry.
         revision: the commit to record with `name`.
 
@@ -131,7 +136,7 @@ def write_model(
         raise CheckpointError(f"{src} is the base model itself, or the base needs it; give the folder of a fine-tune of it.")
     selected = select_weights(src, adapter=isinstance(base, NoBase))[0]
     entries = next(file.entries for shards in sets for file in shards if file.path == selected)
-    info = write_delta(sets, base, out, name, level, revision).base
+    info = write_delta(sets, base, out, name, level, revision, parts).base
     dtype = float_name(entries[key].dtype for key in sorted(entries))
     name, revision = (None, None) if info is None else (info.name, info.revision)
     entry = {"quant_method": METHOD, "hint": HINT, "base": name, "revision": revision, "dtype": dtype}
