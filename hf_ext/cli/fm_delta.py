@@ -186,10 +186,12 @@ def find_base(
     "  hf-ext extract-lora my-llama --base meta-llama/Llama-3.2-1B --out my-lora --rank 16\n"
     "  hf-ext extract-lora my-llama --base my-base --out my-lora --max-size 50MB\n"
     "  hf-ext extract-lora my-llama --base my-base --out my-lora --energy 0.9 \\\n"
-    "    --eval texts.jsonl",
+    "    --eval texts.jsonl\n"
+    "  hf-ext extract-lora my-llama-small --out my-lora    # compressed with --lora-rank",
     "A layer's LoRA consists of the leading singular components of the layer's change. With --energy or --max-size, each layer "
-    "gets a rank of its own. Without --base, the command uses the base that a compressed SRC records. It prints the share of "
-    "the change that the LoRA keeps, and the changes that it does not carry.",
+    "gets a rank of its own. Prints the share of the change that the LoRA keeps, and the changes that it does not carry.\n\n"
+    "Without --base, SRC must be compressed. The LoRA is then the low-rank part that the file holds or, with --rank, --energy "
+    "or --max-size, the best one against the base that SRC records.",
     threaded=True,
 )
 def extract_lora(
