@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from hf_ext.display import COLORS, PALE, label, legend, megabytes, new_figure, percent, save_figure, table
 from hf_ext.fm_delta.sizes import Sizes
+from hf_ext.storage.delta.codec import stored_factors
 from hf_ext.storage.delta.payload import STORED, Header
 from hf_ext.storage.delta.source import original_size
 from hf_ext.storage.hub import local_copy
@@ -27,7 +28,7 @@ class TensorReport:
     """One tensor; sizes are in bytes.
 
     `how` is "delta" (predicted by the base), "resized" (its first rows are predicted), "alone" (coded without the base), or
-    "stored".
+    "stored". `rank` is that of the low-rank part of the change, 0 where such a part would not have made the file smaller.
     """
 
     name: str
@@ -38,6 +39,7 @@ class TensorReport:
     parameters: int
     original_bytes: int
     compressed_bytes: int
+    rank: int = 0
 
     @property
     def bits_per_parameter(self) -> float:
@@ -67,8 +69,11 @@ class CheckpointReport(Sizes):
         return f"{megabytes(self.compressed_bytes)} of {megabytes(self.original_bytes)} ({percent(self.ratio)})"
 
     def tensor_table(self) -> str:
-        rows = [(t.name, t.kind, t.how, t.dtype, "×".join(map(str, t.shape)) or "1", *_sizes([t])) for t in self.tensors]
-        return table(("tensor", "kind", "how", "type", "shape", "bits/parameter", "size", "of original"), rows)
+        rows = [
+            (t.name, t.kind, t.how, str(t.rank or ""), t.dtype, "×".join(map(str, t.shape)) or "1", *_sizes([t]))
+            for t in self.tensors
+        ]
+        return table(("tensor", "kind", "how", "rank", "type", "shape", "bits/parameter", "size", "of original"), rows)
 
     def kind_table(self) -> str:
         rows = [
@@ -132,6 +137,7 @@ def inspect(src: str | os.PathLike) -> CheckpointReport:
             header.values,
             file.original[name].nbytes,
             file.payload(name).size,
+            0 if (factors := stored_factors(file.payload(name), header)) is None else len(factors.columns),
         )
         for file in files
         for name, header in sorted(file.headers.items(), key=lambda item: _natural(item[0]))

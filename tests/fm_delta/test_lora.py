@@ -225,6 +225,7 @@ def test_parts_and_their_lora_on_the_command_line(tmp_path, pair, capsys):
     assert main(["compress", tuned, "--base", base, "--lora-rank", "6", "--out", small]) == 0
     assert main(["verify", small]) == 0 and main(["extract-lora", small, "--out", str(tmp_path / "lora")]) == 0
     assert "15 layers, rank 6" in capsys.readouterr().out
+    assert sorted(tensor.rank for tensor in fm_delta.inspect(small).tensors if tensor.rank) == 15 * [6]
     for options in (["--no-base"], ["--base", base, "--dry-run"], ["--base", base, "--lora-energy", "0.5"]):
         assert main(["compress", tuned, *options, "--lora-rank", "6", "--out", str(tmp_path / "b")]) == 2
     assert main(["extract-lora", small, "--modules-to-save", "--out", str(tmp_path / "b")]) == 1

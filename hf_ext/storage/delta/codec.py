@@ -21,6 +21,7 @@ from hf_ext.storage.delta.payload import (
     STACKED,
     STORED,
     Body,
+    Factors,
     Header,
     has_long_rows,
     is_stack,
@@ -37,8 +38,6 @@ from hf_ext.storage.safetensors_file import ITEMSIZE, RawTensor
 
 if TYPE_CHECKING:
     import torch
-
-    from hf_ext.storage.delta.low_rank import Factors
 
 DEFLATE_AT_ONCE = 1 << 22  # bytes that are deflated between two calls of `check_awaited`
 
@@ -267,8 +266,6 @@ def stored_factors(payload: np.ndarray | bytes, header: Header) -> Factors | Non
     """
     if header.mode != CODED or header.base_values != header.values or not has_long_rows(header.shape):
         return None
-    from hf_ext.storage.delta.low_rank import Factors
-
     body, length = np.frombuffer(payload, np.uint8)[header.body :], row_length(header.shape)
     try:
         found = _native.factors(body, FLOATS[header.narrow or header.dtype], header.values, length, header.base_values)

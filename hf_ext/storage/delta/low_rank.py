@@ -15,6 +15,7 @@ import torch
 
 from hf_ext.storage.delta import Part
 from hf_ext.storage.delta.change import Change
+from hf_ext.storage.delta.payload import Factors
 from hf_ext.storage.delta.weighted_fit import fit
 from hf_ext.storage.native import MANTISSA, WIDTHS, as_numbers
 from hf_ext.storage.prefetch import in_threads
@@ -43,14 +44,6 @@ GAUSSIAN_BITS = 0.5 * math.log2(2 * math.pi * math.e)  # entropy of a Gaussian n
 
 #: Exponent of the smallest normal number of each float type.
 LEAST_EXPONENT = {"F32": -126, "F16": -14, "BF16": -126, "F64": -1022}
-
-
-class Factors(NamedTuple):
-    """The change rows · columns · 2^-exponent, in the form that the C++ extension takes."""
-
-    rows: np.ndarray  # int32, rows × rank
-    columns: np.ndarray  # int32, rank × columns
-    exponent: int
 
 
 class Grid(NamedTuple):

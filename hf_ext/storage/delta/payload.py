@@ -10,7 +10,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
@@ -82,6 +82,14 @@ class Header:
                 f"{self.base_values} of its values; '{self.base_name}' of the base is {dtype} {list(shape)}. This is another "
                 "base model."
             )
+
+
+class Factors(NamedTuple):
+    """The change rows · columns · 2^-exponent, in the form that the C++ extension takes."""
+
+    rows: np.ndarray  # int32, rows × rank
+    columns: np.ndarray  # int32, rank × columns
+    exponent: int
 
 
 def payload_shape(ndim: int, size: int) -> tuple[int, ...]:
