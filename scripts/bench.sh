@@ -21,3 +21,4 @@ python=${VENV:-.venv}/bin/python
 "$python" benchmarks/pissa_training.py --data "$DATA" --lm lm --out pissa-runs
 "$python" benchmarks/uni_med.py
 "$python" benchmarks/trans_lora.py --data "$BBH"
+"$python" benchmarks/extract_lora.py --pairs pairs --data "$DATA" --tuned lm/full --base lm/base --generation generation --bbh "$BBH"
