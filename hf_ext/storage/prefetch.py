@@ -42,7 +42,7 @@ class Prefetcher(Generic[Result]):
         closed = Event()
         pool = ThreadPoolExecutor(cores(), initializer=_start_thread, initargs=(_limit.get(), closed))
         self._pool = pool
-        self._close = weakref.finalize(self, _close, pool, closed)  # also if its reader fails
+        self._close = weakref.finalize(self, _close, pool, closed, _torch_threads())  # also if its reader fails
         self._running: dict[str, Future[Result]] = {}
         self._ahead = 0
         self._start()
@@ -81,11 +81,12 @@ def in_threads(work: Callable[[int], Result], count: int, threads: int) -> list[
     """Returns the results of `work` for 0, 1, … `count` - 1, computed in this many threads."""
     if threads < 2 or count < 2:
         return [work(i) for i in range(count)]
+    before = _torch_threads()
     try:
         with ThreadPoolExecutor(min(threads, count), initializer=_start_thread, initargs=(_limit.get(), _closed.get())) as pool:
             return list(pool.map(work, range(count)))
     finally:
-        _reset_new_threads()
+        _set_torch_threads(before)
 
 
 def check_awaited() -> None:
@@ -100,16 +101,26 @@ if not isinstance(_native, MissingExtension):
     _native.check_with(check_awaited)
 
 
-def _close(pool: ThreadPoolExecutor, closed: Event) -> None:
+def _close(pool: ThreadPoolExecutor, closed: Event, torch_threads: int | None) -> None:
     closed.set()
     pool.shutdown(wait=False, cancel_futures=True)  # this may be one of its threads
-    _reset_new_threads()
+    _set_torch_threads(torch_threads)
 
 
-def _reset_new_threads() -> None:
-    """Gives new threads as many threads of PyTorch as this one has: they use the number that was set last."""
-    if torch := sys.modules.get("torch"):
-        torch.set_num_threads(torch.get_num_threads())
+def _torch_threads() -> int | None:
+    """Returns this thread's number of threads of PyTorch; None if PyTorch is not imported.
+
+    A thread takes the number that any thread set last, when it asks for its own first. So this thread has to ask before those
+    of a pool set theirs: otherwise it would compute on one thread from then on.
+    """
+    torch = sys.modules.get("torch")
+    return torch.get_num_threads() if torch else None
+
+
+def _set_torch_threads(count: int | None) -> None:
+    """Gives new threads this number of threads of PyTorch."""
+    if count is not None:
+        sys.modules["torch"].set_num_threads(count)
 
 
 def _start_thread(limit: int | None, closed: Event | None) -> None:

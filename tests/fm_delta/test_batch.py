@@ -305,6 +305,22 @@ def test_processes_share_the_cores_that_are_left_to_a_run(folder, monkeypatch):
     assert shares == [4] * 3 + [3] * 3 + [1] * 3
 
 
+def test_pytorch_keeps_its_cores_if_a_pool_is_first_to_use_it():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("OMP_NUM_THREADS", None)
+
+    def threads_after(work: str) -> str:
+        script = (
+            f"import torch; from hf_ext.storage.prefetch import Prefetcher, in_threads; {work}; print(torch.get_num_threads())"
+        )
+        return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True).stdout
+
+    alone = threads_after("pass")
+    assert alone and alone == threads_after("list(Prefetcher(str, dict.fromkeys('ab', 1)))") == threads_after(
+        "in_threads(str, 2, 2)"
+    )
+
+
 def test_pytorch_uses_one_core_per_tensor():
     def threads_of_a_new_thread():
         with ThreadPoolExecutor(1) as pool:
