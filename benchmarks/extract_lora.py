@@ -149,6 +149,21 @@ def answers_by_rank(args: argparse.Namespace) -> dict:
     return results
 
 
+def stored(tuned: Path, base: Path, rank: int) -> dict:
+    """Returns the size of a compressed fine-tune and the error of the LoRA that it holds: by default, and with a rank."""
+    results: dict[str, dict] = {}
+    for way, options in {"default": {}, f"--lora-rank {rank}": {"lora_rank": rank}}.items():
+        with tempfile.TemporaryDirectory() as folder:
+            small, adapter = Path(folder, "small"), Path(folder, "lora")
+            fm_delta.compress_checkpoint(tuned, base, small, **options)
+            report = fm_delta.extract_lora(small, None, adapter)
+            error, size = error_of(adapter, tuned, base), (small / "model.safetensors").stat().st_size
+            results[way] = {"MB": size / 1e6, "error": error, "lora_MB": report.size / 1e6}
+    rows = [[way, f"{r['MB']:.2f}", f"{100 * r['error']:.1f} %", f"{r['lora_MB']:.2f}"] for way, r in results.items()]
+    print_table(f"{tuned}, compressed", ["way", "MB", "relative error of the stored LoRA", "LoRA, MB"], rows)
+    return results
+
+
 def print_by_rank(title: str, measure: str, results: dict[str, dict]) -> None:
     rows = [
         [task, way, *(f"{figures[name]:.3f}" if name in figures else "–" for name in (measure, "error", "MB"))]
@@ -179,6 +194,7 @@ def main() -> None:
     if args.generation:
         results["answers_by_rank"] = answers_by_rank(args)
     if args.tuned and args.base:
+        results["stored"] = stored(args.tuned, args.base, args.rank)
         results["fine_tune"] = beside_mergekit(str(args.tuned), args.tuned, args.base, args.rank, args.mergekit)
     with tempfile.TemporaryDirectory() as folder:
         pair = synthetic_layer(Path(folder))

@@ -223,6 +223,7 @@ def extract_lora(
     from hf_ext import fm_delta
     from hf_ext.fm_delta.lora_evaluation import read_texts
 
+    read = read_texts(texts) if texts else None
     if out.repo_id:
         require_shared(base)
     report = fm_delta.extract_lora(
@@ -234,7 +235,7 @@ def extract_lora(
         max_size=size,
         revision=revision,
         modules_to_save=modules_to_save,
-        texts=read_texts(texts) if texts else None,
+        texts=read,
     )
     return Result(str(report), report.to_dict())
 

@@ -460,8 +460,7 @@ def _encode_floats(
         return MIXED | FLOATS[mixed[0]] << 4, mixed[1]
     data, prediction = aligned(coded.data, coded.dtype), _prediction(base, coded.dtype, predicted)
     changes = _changes(coded, data, prediction, threads, level, part)
-    required = () if part is None else (True,)
-    body = _native.encode(data, prediction, FLOATS[coded.dtype], length, predicted, threads, changes, *required)
+    body = _native.encode(data, prediction, FLOATS[coded.dtype], length, predicted, threads, changes, part is not None)
     return CODED | (0 if is_own else FLOATS[coded.dtype] << 4), body
 
 

@@ -160,7 +160,7 @@ def required(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, 
     factors = quantize(left, right, rest, FINER)
     if factors is None:
         return []
-    rows, columns = (torch.from_numpy(part).bfloat16().int().numpy() for part in (factors.rows, factors.columns))
+    rows, columns = (torch.from_numpy(side).bfloat16().int().numpy() for side in (factors.rows, factors.columns))
     return [Factors(rows, columns, factors.exponent)]
 
 
