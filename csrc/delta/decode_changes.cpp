@@ -84,17 +84,15 @@ void DecodedChanges::visit(const uint16_t* base, Function f) const {
         for (size_t k = 1; k < classes; ++k) sizes[k] = sizes[k - 1] + counts_[k - 1];
         std::array<size_t, MAX_CLASSES> seen{};
         size_t found = 0;
-        uint64_t masks[MAX_CLASSES];
         for (const Stretch& stretch : stretches)
             for (size_t at = stretch.begin; at < stretch.end; at += WORD) {
-                classify(base + at, std::min(WORD, stretch.end - at), masks);
                 uint64_t changed = 0;
-                for (size_t k = 0; k < classes; ++k) {
-                    const size_t end = seen[k] + Masks<set()>::ones(masks[k]);
+                classify(base + at, std::min(WORD, stretch.end - at), [&](size_t k, uint64_t mask) {
+                    const size_t end = seen[k] + Masks<set()>::ones(mask);
                     for (; places.next(k) < end; places.advance(k))
-                        changed |= Masks<set()>::deposit(uint64_t(1) << (places.next(k) - seen[k]), masks[k]);
+                        changed |= Masks<set()>::deposit(uint64_t(1) << (places.next(k) - seen[k]), mask);
                     seen[k] = end;
-                }
+                });
                 for (; changed; changed &= changed - 1) {
                     const size_t place = at + size_t(trailing_zeros(changed)), k = class_of(base[place]);
                     const int32_t change = to_change(*sizes[k]++, centers[k]);

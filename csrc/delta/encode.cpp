@@ -19,8 +19,9 @@ namespace {
 constexpr size_t WIDE = 16384;            // blocks of at least this size have 64 lanes, smaller ones have one
 constexpr size_t PIECE = 512;             // neighboring values of a sample
 constexpr size_t GLANCE = 8192;           // values that show whether most did not change
+constexpr size_t SAMPLED_ROWS = 64;       // that show how many did not change
 constexpr size_t SCALE_VALUES = 1 << 16;  // values from which one scale for all is chosen
-constexpr size_t CLASS_SHARE = 16, MOST_CLASS_VALUES = 1 << 16;  // share and number of values from which classes are chosen
+constexpr size_t CLASS_SHARE = 16, MOST_CLASS_VALUES = 1 << 15;  // share and number of values from which classes are chosen
 constexpr size_t COUNT_CHUNKS = 40;                              // chunks on which tables are chosen
 
 constexpr size_t COMPARED_VALUES = 1 << 14;  // on which low-rank changes are compared
@@ -35,14 +36,12 @@ class TensorEncoder {
           threads_(threads) {
         plan_.shape = shape;
         untouched_.resize(plan_.base_rows());
-        for (size_t row = 0; row < untouched_.size(); ++row) {
-            const size_t at = bytes(row * shape.row_length);
-            untouched_[row] = std::memcmp(tensor_ + at, base_ + at, bytes(plan_.row_values(row))) == 0;
-        }
         plan_.set_rows(untouched_);
+        const bool few = !factors.rank && few_changed(true);
+        if (!few) compare_rows();
         if (factors.rank && plan_.parts[1].first_row) move_base(factors);  // of no use if no coded row has a base
         if (type_.width == 2) {
-            if (few_changed())
+            if (few || few_changed())
                 choose_classes();
             else
                 choose_number_of_scales();
@@ -97,6 +96,24 @@ class TensorEncoder {
     const uint16_t* base16() const { return reinterpret_cast<const uint16_t*>(base_); }
 
     bool any_untouched() const { return std::find(untouched_.begin(), untouched_.end(), true) != untouched_.end(); }
+
+    bool is_untouched(size_t row) const {
+        const size_t at = bytes(row * plan_.shape.row_length);
+        return std::memcmp(tensor_ + at, base_ + at, bytes(plan_.row_values(row))) == 0;
+    }
+
+    // Returns the share of rows that changed, in a sample.
+    double touched_rows() const {
+        const size_t rows = plan_.base_rows(), sampled = std::min(rows, SAMPLED_ROWS);
+        size_t touched = 0;
+        for (size_t i = 0; i < sampled; ++i) touched += !is_untouched(rows * i / sampled);
+        return double(touched) / double(sampled);
+    }
+
+    void compare_rows() {
+        for (size_t row = 0; row < untouched_.size(); ++row) untouched_[row] = is_untouched(row);
+        plan_.set_rows(untouched_);
+    }
 
     // Replaces the base by the base moved by the factors.
     void move_base(const Factors& factors) {
@@ -169,13 +186,20 @@ class TensorEncoder {
                        });
     }
 
-    // Returns whether a sample of the rows that changed shows that few of their values did. Small tensors cost less with the
-    // usual tables.
-    bool few_changed() const {
-        if (plan_.shape.base_values < GLANCE) return false;
+    // Returns whether a sample of the coded rows shows that few of their values changed. Small tensors cost less with the usual
+    // tables. With `everywhere`, also whether leaving out untouched rows does not pay: then no pass over all rows is needed.
+    bool few_changed(bool everywhere = false) const {
+        if (type_.width != 2 || plan_.shape.base_values < GLANCE) return false;
+        const double values = double(plan_.shape.base_values);
         ChangeCounts counts(type_);
         sample(GLANCE, [&](uint16_t base, uint16_t value) { counts.add(base, value); });
-        return counts.few();
+        return counts.few() && !(everywhere && flags_pay(counts, values, touched_rows() * values));
+    }
+
+    // Returns whether leaving out untouched rows saves more than a bit for each row, if a sample of so many values shows the
+    // changes, and the other rows have `touched` values.
+    bool flags_pay(const ChangeCounts& counts, double sampled, double touched) const {
+        return counts.saved_bits(sampled, touched, double(plan_.shape.base_values)) > double(plan_.base_rows());
     }
 
     // Chooses how the changes are coded where few values changed.
@@ -184,7 +208,7 @@ class TensorEncoder {
         sample(std::clamp(plan_.parts[0].values / CLASS_SHARE, GLANCE, MOST_CLASS_VALUES),
                [&](uint16_t base, uint16_t value) { counts.add(base, value); });
         const Part& part = plan_.parts[0];
-        if (!change_.rank && !counts.worth_a_bit_for_each_row(part.values, plan_.shape.base_values, plan_.base_rows())) {
+        if (!change_.rank && !flags_pay(counts, double(part.values), double(part.values))) {
             untouched_.assign(untouched_.size(), false);
             plan_.set_rows(untouched_);
         }

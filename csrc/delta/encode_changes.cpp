@@ -65,9 +65,9 @@ double choose_code(const std::vector<int32_t>& numbers, int least, int id, doubl
 
 bool ChangeCounts::few() const { return double(values_ - unchanged_) <= FEW * double(values_); }
 
-bool ChangeCounts::worth_a_bit_for_each_row(size_t coded, size_t all, size_t rows) const {
-    const double changes = double(coded) * double(values_ - unchanged_) / double(std::max<size_t>(values_, 1));
-    return place_bits(changes, double(all)) - place_bits(changes, double(coded)) > double(rows);
+double ChangeCounts::saved_bits(double counted, double coded, double all) const {
+    const double changes = counted * double(values_ - unchanged_) / double(std::max<size_t>(values_, 1));
+    return place_bits(changes, all) - place_bits(changes, coded);
 }
 
 std::vector<Class> ChangeCounts::classes(double share, size_t blocks) const {
@@ -128,16 +128,18 @@ Changes find_changes(const Plan& plan, size_t index, const uint16_t* tensor, con
         for (const Stretch& stretch : stretches)
             for (size_t at = stretch.begin; at < stretch.end; at += WORD) {
                 const size_t count = std::min(WORD, stretch.end - at);
-                classify(base + at, count, masks);
+                classify(base + at, count, [&](size_t k, uint64_t mask) {
+                    masks[k] = mask;
+                    seen[k] += Masks<set()>::ones(mask);
+                });
                 for (uint64_t changed = differing<set()>(tensor + at, base + at, count); changed; changed &= changed - 1) {
                     const size_t i = size_t(trailing_zeros(changed)), place = at + i, k = class_of(base[place]);
-                    const size_t rank = seen[k] + Masks<set()>::ones(masks[k] & ((uint64_t(1) << i) - 1));
+                    const size_t rank = seen[k] - Masks<set()>::ones(masks[k] >> i);
                     if (counts[k] == found.gaps[k].size()) resize(found, k, 2 * counts[k] + WORD);
                     found.gaps[k][counts[k]] = int32_t(rank - next[k]);
                     found.changes[k][counts[k]++] = int(to_ordered(tensor[place])) - int(to_ordered(base[place]));
                     next[k] = rank + 1;
                 }
-                for (size_t k = 0; k < classes; ++k) seen[k] += Masks<set()>::ones(masks[k]);
             }
         for (size_t k = 0; k < classes; ++k) resize(found, k, counts[k]);
     });

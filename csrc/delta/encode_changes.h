@@ -48,8 +48,9 @@ class ChangeCounts {
     // Returns whether so few values changed that listing them pays.
     bool few() const;
 
-    // Returns whether leaving out untouched rows saves more than a bit for each row. The `coded` values were counted.
-    bool worth_a_bit_for_each_row(size_t coded, size_t all, size_t rows) const;
+    // Returns the bits that it saves to look for the changes among `coded` of `all` values. The values that were counted stand
+    // for `counted`, which have all changes.
+    double saved_bits(double counted, double coded, double all) const;
 
     // Returns classes, without codes, whose changes cost the least. `share` is that of the counted values among all; a class
     // costs its description, and some bytes for each of `blocks`.

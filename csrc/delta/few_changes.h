@@ -20,32 +20,33 @@ template <Instructions SET>
 template <Instructions SET>
 class Classifier {
    public:
-    explicit Classifier(const Plan& plan) : last_(plan.classes.size() - 1) {
-        const int mantissa = plan.type().mantissa;
-        for (size_t k = 0; k < last_; ++k) limits_[k] = uint16_t(plan.classes[k].end << mantissa);
+    explicit Classifier(const Plan& plan) : last_(plan.classes.size() - 1), mantissa_(plan.type().mantissa) {
+        for (size_t k = 0; k < last_; ++k) limits_[k] = uint8_t(plan.classes[k].end);
     }
 
-    // Fills a mask for each class.
-    [[gnu::always_inline]] inline void operator()(const uint16_t* values, size_t count, uint64_t* masks) const {
-        if (count >= WORD) return divide(values, ~uint64_t(0), masks);
-        uint16_t copy[WORD] = {};
-        std::copy(values, values + count, copy);
-        divide(copy, (uint64_t(1) << count) - 1, masks);
+    // Calls f(index of the class, mask of its values) for each class.
+    template <class Function>
+    [[gnu::always_inline]] inline void operator()(const uint16_t* values, size_t count, Function&& f) const {
+        uint64_t below[MAX_CLASSES], rest = ~uint64_t(0);
+        if (count >= WORD) {
+            Masks<SET>::below(values, mantissa_, limits_.data(), last_, below);
+        } else {
+            uint16_t copy[WORD] = {};
+            std::copy(values, values + count, copy);
+            rest = (uint64_t(1) << count) - 1;
+            Masks<SET>::below(copy, mantissa_, limits_.data(), last_, below);
+        }
+        for (size_t k = 0; k < last_; ++k) {
+            f(k, below[k] & rest);
+            rest &= ~below[k];
+        }
+        f(last_, rest);
     }
 
    private:
-    [[gnu::always_inline]] inline void divide(const uint16_t* values, uint64_t rest, uint64_t* masks) const {
-        Masks<SET>::below(values, limits_.data(), last_, masks);
-        for (size_t k = 0; k < last_; ++k) {
-            const uint64_t below = masks[k];
-            masks[k] = below & rest;
-            rest &= ~below;
-        }
-        masks[last_] = rest;
-    }
-
     size_t last_;
-    std::array<uint16_t, MAX_CLASSES> limits_{};
+    int mantissa_;
+    std::array<uint8_t, MAX_CLASSES> limits_{};
 };
 
 // The class of a value, from its exponent field.
