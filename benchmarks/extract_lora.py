@@ -149,18 +149,22 @@ def answers_by_rank(args: argparse.Namespace) -> dict:
     return results
 
 
-def stored(tuned: Path, base: Path, rank: int) -> dict:
-    """Returns the size of a compressed fine-tune and the error of the LoRA that it holds: by default, and with a rank."""
+def progressive(tuned: Path, base: Path, ranks: list[int]) -> dict:
+    """Returns the sizes of a compressed fine-tune and of the LoRA that its weights refer to, and the LoRA's error."""
     results: dict[str, dict] = {}
-    for way, options in {"default": {}, f"--lora-rank {rank}": {"lora_rank": rank}}.items():
+    for rank in (None, *ranks):
         with tempfile.TemporaryDirectory() as folder:
-            small, adapter = Path(folder, "small"), Path(folder, "lora")
-            fm_delta.compress_checkpoint(tuned, base, small, **options)
-            report = fm_delta.extract_lora(small, None, adapter)
-            error, size = error_of(adapter, tuned, base), (small / "model.safetensors").stat().st_size
-            results[way] = {"MB": size / 1e6, "error": error, "lora_MB": report.size / 1e6}
-    rows = [[way, f"{r['MB']:.2f}", f"{100 * r['error']:.1f} %", f"{r['lora_MB']:.2f}"] for way, r in results.items()]
-    print_table(f"{tuned}, compressed", ["way", "MB", "relative error of the stored LoRA", "LoRA, MB"], rows)
+            small = Path(folder, "small")
+            fm_delta.compress_checkpoint(tuned, base, small, lora_rank=rank)
+            figures = {"MB": (small / "model.safetensors").stat().st_size / 1e6}
+            if rank:
+                size = (small / "lora/adapter_model.safetensors").stat().st_size / 1e6
+                figures |= {"LoRA": size, "both": figures["MB"] + size, "apart": results["without"]["MB"] + size}
+                figures["error"] = error_of(small / "lora", tuned, base)
+            results[f"--lora-rank {rank}" if rank else "without"] = figures
+    columns = ["MB", "LoRA", "both", "apart", "error"]
+    rows = [[way, *(f"{figures[key]:.2f}" if key in figures else "–" for key in columns)] for way, figures in results.items()]
+    print_table(f"{tuned}, compressed, and its LoRA (MB)", ["way", "weights", *columns[1:4], "relative error"], rows)
     return results
 
 
@@ -194,11 +198,12 @@ def main() -> None:
     if args.generation:
         results["answers_by_rank"] = answers_by_rank(args)
     if args.tuned and args.base:
-        results["stored"] = stored(args.tuned, args.base, args.rank)
+        results["progressive"] = progressive(args.tuned, args.base, [8, args.rank])
         results["fine_tune"] = beside_mergekit(str(args.tuned), args.tuned, args.base, args.rank, args.mergekit)
     with tempfile.TemporaryDirectory() as folder:
         pair = synthetic_layer(Path(folder))
         results["layer"] = beside_mergekit("A layer of Llama 3 8B", *pair, args.rank, args.mergekit)
+        results["progressive_layer"] = progressive(*pair, [8, args.rank])
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
 

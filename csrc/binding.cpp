@@ -92,13 +92,12 @@ void require_sizes(const delta::Shape& shape, const Buffer& tensor, const Buffer
     if (base.bytes() / width < shape.base_values) throw std::invalid_argument("the base's buffer is too small");
 }
 
-// Parses the arguments of `encode`. `more` and `flag` receive the last two if the format has them.
+// Parses the arguments of `encode`. `more` receives the last one if the format has it.
 bool parse(PyObject* args, const char* format, Buffer& tensor, int tensor_flags, Buffer& base, delta::Shape& shape,
-           int& threads, PyObject** more = nullptr, int* flag = nullptr) {
+           int& threads, PyObject** more = nullptr) {
     PyObject *tensor_object, *base_object;
     Py_ssize_t row_length, base_values;
-    if (!PyArg_ParseTuple(args, format, &tensor_object, &base_object, &shape.dtype, &row_length, &base_values, &threads, more,
-                          flag))
+    if (!PyArg_ParseTuple(args, format, &tensor_object, &base_object, &shape.dtype, &row_length, &base_values, &threads, more))
         return false;
     if (!tensor.open(tensor_object, tensor_flags) || !base.open(base_object, 0)) return false;
     if (row_length < 1 || base_values < 0) {
@@ -135,9 +134,9 @@ bool parse(PyObject* object, const delta::Shape& shape, Buffer& rows, Buffer& co
 PyObject* encode(PyObject*, PyObject* args) {
     Buffer tensor, base;
     delta::Shape shape{};
-    int threads = 1, required = 0;
+    int threads = 1;
     PyObject* tuple = nullptr;
-    if (!parse(args, "OOinn|iOp:encode", tensor, 0, base, shape, threads, &tuple, &required)) return nullptr;
+    if (!parse(args, "OOinn|iO:encode", tensor, 0, base, shape, threads, &tuple)) return nullptr;
     const size_t count = tuple && PyTuple_Check(tuple) ? size_t(PyTuple_Size(tuple)) : 0;
     std::vector<Buffer> buffers(2 * count);
     std::vector<delta::Factors> candidates(count);
@@ -147,10 +146,28 @@ PyObject* encode(PyObject*, PyObject* args) {
     std::vector<uint8_t> body;
     if (!run([&] {
             require_sizes(shape, tensor, base);
-            body = delta::encode(shape, tensor.view.buf, base.view.buf, candidates, threads, required != 0);
+            body = delta::encode(shape, tensor.view.buf, base.view.buf, candidates, threads);
         }))
         return nullptr;
     return to_bytes(body);
+}
+
+PyObject* move_base(PyObject*, PyObject* args) {
+    Buffer out, base, rows, columns;
+    delta::Shape shape{};
+    int threads = 1;
+    PyObject* change = nullptr;
+    delta::Factors factors;
+    if (!parse(args, "OOinniO:move_base", out, PyBUF_WRITABLE, base, shape, threads, &change) ||
+        !parse(change, shape, rows, columns, factors))
+        return nullptr;
+    if (!run([&] {
+            require_sizes(shape, out, base);
+            if (shape.base_values != shape.values) throw std::invalid_argument("the base must be as large as the result");
+            delta::move_base(shape, base.view.buf, factors, out.view.buf, threads);
+        }))
+        return nullptr;
+    Py_RETURN_NONE;
 }
 
 PyObject* count_symbols(PyObject*, PyObject* args) {
@@ -451,10 +468,13 @@ PyObject* use(PyObject*, PyObject* name) {
 
 PyMethodDef METHODS[] = {
     {"encode", encode, METH_VARARGS,
-     "encode(tensor, base | None, dtype, row_length, base_values, threads=1, ((rows, columns, exponent), ...), required=False) "
-     "-> body"},
+     "encode(tensor, base | None, dtype, row_length, base_values, threads=1, ((rows, columns, exponent), ...)) -> body"},
     {"decode", decode, METH_VARARGS,
      "decode(body, (tensor, base | None, dtype, row_length, base_values, threads=1)): fills the tensor"},
+    {"move_base", move_base, METH_VARARGS,
+     "move_base(out, base, dtype, row_length, values, threads, (rows, columns, exponent)): fills out with base + rows · "
+     "columns · "
+     "2^-exponent"},
     {"list_changes", list_changes, METH_VARARGS,
      "list_changes(body, base, dtype, row_length, threads=1) -> (uint32 places, uint16 values) that differ from the base, or "
      "None"},

@@ -27,13 +27,16 @@ struct Factors {
     const int32_t* columns = nullptr;  // rank × row length
 };
 
-// Returns the body, made with the candidate (or none) that is expected to give the smallest. If the first is `required`, it is
-// used at any size.
+// Returns the body, made with the candidate (or none) that is expected to give the smallest.
 std::vector<uint8_t> encode(const Shape& shape, const void* tensor, const void* base, const std::vector<Factors>& candidates,
-                            int threads, bool required = false);
+                            int threads);
 
 // Throws std::runtime_error if the body is not valid. Accesses no memory outside the buffers, whatever the body contains.
 void decode(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, void* tensor, int threads);
+
+// Fills `out` with the base moved by a low-rank change, as for a prediction. Throws std::runtime_error if the factors are too
+// large for exact sums.
+void move_base(const Shape& shape, const void* base, const Factors& factors, void* out, int threads);
 
 // The low-rank change that a body holds.
 struct StoredFactors {

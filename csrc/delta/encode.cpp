@@ -382,10 +382,8 @@ Factors best_factors(const Shape& shape, const void* tensor, const void* base, c
 }  // namespace
 
 std::vector<uint8_t> encode(const Shape& shape, const void* tensor, const void* base, const std::vector<Factors>& candidates,
-                            int threads, bool required) {
-    const Factors factors =
-        required && !candidates.empty() ? candidates[0] : best_factors(shape, tensor, base, candidates, threads);
-    return TensorEncoder(shape, tensor, base, factors, threads).encode();
+                            int threads) {
+    return TensorEncoder(shape, tensor, base, best_factors(shape, tensor, base, candidates, threads), threads).encode();
 }
 
 std::vector<uint64_t> count_symbols(const Shape& shape, const void* tensor, const void* base) {

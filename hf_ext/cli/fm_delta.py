@@ -93,12 +93,21 @@ def compress(
     lora_rank: Annotated[
         int | None,
         option(
-            "--lora-rank", "Make the low-rank part of each layer's change a LoRA of this rank, for extract-lora.", "N", min=1
+            "--lora-rank",
+            "Also write the best LoRA of this rank to OUT/lora, which PEFT loads. The compressed weights refer to it.",
+            "N",
+            min=1,
         ),
     ] = None,
     lora_energy: Annotated[
         float | None,
-        option("--lora-energy", "The same by the share of the energy of the change (0 to 1).", "SHARE", min=0, max=1),
+        option(
+            "--lora-energy",
+            "The same by the share of the change's energy (0 to 1). --lora-rank is then the largest rank.",
+            "SHARE",
+            min=0,
+            max=1,
+        ),
     ] = None,
     dry_run: Annotated[bool, flag("--dry-run", "Write nothing. Estimate the size from some of the tensors.")] = False,
     any_base: Annotated[
@@ -113,8 +122,6 @@ def compress(
     if lora_rank is not None or lora_energy is not None:
         if no_base or dry_run:
             raise mistake("cannot be combined with --no-base or --dry-run", "--lora-rank")
-        if lora_rank is not None and lora_energy is not None:
-            raise mistake("cannot be combined with --lora-rank", "--lora-energy")
     check_base(base, revision, candidates, base_id)
     from hf_ext import fm_delta
     from hf_ext.errors import BaseModelError
@@ -187,11 +194,11 @@ def find_base(
     "  hf-ext extract-lora my-llama --base my-base --out my-lora --max-size 50MB\n"
     "  hf-ext extract-lora my-llama --base my-base --out my-lora --energy 0.9 \\\n"
     "    --eval texts.jsonl\n"
-    "  hf-ext extract-lora my-llama-small --out my-lora    # compressed with --lora-rank",
+    "  hf-ext extract-lora my-llama-small --out my-lora    # compressed",
     "A layer's LoRA consists of the leading singular components of the layer's change. With --energy or --max-size, each layer "
     "gets a rank of its own. Prints the share of the change that the LoRA keeps, and the changes that it does not carry.\n\n"
-    "Without --base, SRC must be compressed. The LoRA is then the low-rank part that the file holds or, with --rank, --energy "
-    "or --max-size, the best one against the base that SRC records.",
+    "Without --base, SRC must be compressed. The LoRA is then the one in SRC/lora, or the low-rank part that the file holds. "
+    "With --rank, --energy or --max-size, it is the best one against the base that SRC records.",
     threaded=True,
 )
 def extract_lora(

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -31,6 +32,24 @@ from hf_ext.storage.source import NoBase, TensorSource
 HEADER = 256  # bytes of a file's header for each tensor, at most
 
 
+class Lora(NamedTuple):
+    """A LoRA that is not written yet.
+
+    Attributes:
+        parts: the model's parts.
+        factors: by layer.
+        whole: the tensors that the adapter holds whole, by parameter.
+        omitted: energies of the changes that it does not carry.
+        original_size: bytes of the fine-tune's tensors.
+    """
+
+    parts: LoraLayers
+    factors: Mapping[str, Factors]
+    whole: Mapping[str, torch.Tensor]
+    omitted: Mapping[str, float | None]
+    original_size: int
+
+
 def extract_lora(
     fine_tune: str | os.PathLike,
     base: str | os.PathLike | None,
@@ -51,8 +70,8 @@ def extract_lora(
     Args:
         fine_tune: folder or Hub id of the fine-tune, plain or compressed.
         base: folder or Hub id of the model that it was fine-tuned from, plain or compressed. None for the base that a
-            compressed fine-tune records; without `rank`, `energy` and `max_size`, the LoRA is then the low-rank part that the
-            file holds, exactly, and the base is not read.
+            compressed fine-tune records; without `rank`, `energy` and `max_size`, the LoRA is then that of its folder `lora`,
+            or the low-rank part that the file holds, exactly, and the base is not read.
         out: folder to write. On failure it is unchanged.
         rank: rank of all layers, except those with fewer rows or columns. With `energy` or `max_size`, the largest rank of a
             layer. Without all three, 32.
@@ -79,8 +98,19 @@ def extract_lora(
     source = open_checkpoint(folder)
     prior = _base_of(source, base, revision)
     require_another_folder(Path(out), [folder, *source.paths, *map(Path, places_of(prior))])
+    lora = best_lora(folder, source, prior, aim, modules_to_save)
+    evaluation = None if texts is None else Evaluation(folder, lora.parts.task, prior.name, prior.revision, texts)
+    return write_lora(lora, prior.name, Path(out), evaluation)
+
+
+def best_lora(folder: Path, source: TensorSource, prior: TensorSource, aim: Aim, modules_to_save: bool = False) -> Lora:
+    """Computes the best LoRA of a fine-tune. Arguments and errors are those of `extract_lora`.
+
+    Args:
+        folder: of the fine-tune, with its config.json.
+        source, prior: the tensors of the fine-tune and of the base.
+    """
     parts = lora_layers(folder, source.names(), prior.names())
-    evaluation = None if texts is None else Evaluation(folder, parts.task, prior.name, prior.revision, texts)
     layers = Changes(source, prior, {layer: Pair(place.tensor, place.twin) for layer, place in parts.layers.items()})
     others = Changes(source, prior, {name: Pair(tensor, twin) for name, (tensor, twin) in parts.others.items()})
     largest = max((min(layers.shape(layer)) for layer in parts.layers), default=0)
@@ -93,7 +123,9 @@ def extract_lora(
     if aim.max_size is not None:
         rest = sum(tensor.nbytes + HEADER for tensor in whole.values()) + 2 * HEADER * len(parts.layers)
         if rest >= aim.max_size:
-            raise HfExtError(f"max_size={max_size} is too small: without any component, the adapter takes up to {rest} bytes.")
+            raise HfExtError(
+                f"max_size={aim.max_size} is too small: without any component, the adapter takes up to {rest} bytes."
+            )
         aim = replace(aim, max_size=aim.max_size - rest)
     factors = layers.factors(parts.layers, aim)
     if not factors:
@@ -102,7 +134,7 @@ def extract_lora(
         )
     omitted = {name: change for name, change in changed.items() if name in parts.others}
     size = sum(source.entry(name).nbytes for name in source.names())
-    return _written(Path(out), prior.name, parts, factors, whole, omitted, size, evaluation)
+    return Lora(parts, factors, whole, omitted, size)
 
 
 def _stored(folder: Path, out: Path, texts: Sequence[str] | None) -> LoraReport:
@@ -121,7 +153,7 @@ def _stored(folder: Path, out: Path, texts: Sequence[str] | None) -> LoraReport:
     in_base = [header.base_name or name for name, header in headers.items() if header.base_name or len(header.shape) < 2]
     parts = lora_layers(folder, headers, in_base)
     evaluation = None if texts is None else Evaluation(folder, parts.task, base, revision, texts)
-    found = {layer: stored_lora(file_of[place.tensor], place.tensor) for layer, place in parts.layers.items()}
+    found = {layer: stored_lora(file_of[place.tensor], place) for layer, place in parts.layers.items()}
     factors = {layer: lora for layer, lora in found.items() if lora is not None}
     if not factors:
         raise CheckpointError(
@@ -130,7 +162,7 @@ def _stored(folder: Path, out: Path, texts: Sequence[str] | None) -> LoraReport:
     prior = open_base(files, folder) if any(headers[name].base_name for name in parts.whole.values()) else NoBase()
     whole = {name: decode_tensor(file_of[tensor], prior, tensor).to_torch() for name, tensor in parts.whole.items()}
     omitted = dict.fromkeys([*(f"{layer}.weight" for layer in found.keys() - factors.keys()), *parts.others])
-    return _written(out, base, parts, factors, whole, omitted, sum(map(original_size, files)), evaluation)
+    return write_lora(Lora(parts, factors, whole, omitted, sum(map(original_size, files))), base, out, evaluation)
 
 
 def _base_of(source: TensorSource, base: str | os.PathLike | None, revision: str | None) -> TensorSource:
@@ -153,17 +185,9 @@ def _base_of(source: TensorSource, base: str | os.PathLike | None, revision: str
     return prior
 
 
-def _written(
-    out: Path,
-    base: str,
-    parts: LoraLayers,
-    factors: Mapping[str, Factors],
-    whole: Mapping[str, torch.Tensor],
-    omitted: Mapping[str, float | None],
-    original_size: int,
-    evaluation: Evaluation | None,
-) -> LoraReport:
-    """Writes the adapter's folder, all of it or nothing, and returns the report."""
+def write_lora(lora: Lora, base: str, out: Path, evaluation: Evaluation | None = None) -> LoraReport:
+    """Writes the adapter's folder, all of it or nothing, and returns the report. `base` is the base's folder or Hub id."""
+    parts, factors, whole, omitted, original_size = lora
     state = {f"{PREFIX}{name}": tensor for name, tensor in whole.items()}
     layers = []
     for layer, (left, right, change) in factors.items():

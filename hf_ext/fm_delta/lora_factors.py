@@ -12,6 +12,7 @@ import torch
 
 from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.lora_ranks import Aim, Spectrum
+from hf_ext.integration.lora_layers import Layer
 from hf_ext.storage.delta.change import Change
 from hf_ext.storage.delta.codec import stored_factors
 from hf_ext.storage.delta.file import CompressedFile
@@ -38,14 +39,20 @@ class Factors(NamedTuple):
     change: float | None
 
 
-def stored_lora(file: CompressedFile, name: str) -> Factors | None:
-    """Returns the low-rank part of a matrix that a compressed file holds; None if it holds none.
+def stored_lora(file: CompressedFile, place: Layer) -> Factors | None:
+    """Returns the LoRA of a matrix that lies beside a compressed file, else the low-rank part that the file holds; None if
+    there is none.
 
-    The factors are integers times powers of two. They are exact in bfloat16 if that holds them, else in float32, up to 24 bits.
+    The factors of a low-rank part are integers times powers of two. They are exact in bfloat16 if that holds them, else in
+    float32, up to 24 bits.
 
     Raises:
         CorruptFileError: the file is damaged.
     """
+    name = place.tensor
+    if name in file.lora_parts:
+        A, B = (side.to_torch() for side in file.lora.sides(name))
+        return Factors(A.T, B.T, None) if place.transposed else Factors(B, A, None)
     stored = stored_factors(file.payload(name), file.headers[name])
     if stored is None:
         return None

@@ -12,6 +12,7 @@ from hf_ext.integration.card_marks import CARD
 from hf_ext.integration.model_cards import outdated
 from hf_ext.storage.atomic import staged_folder
 from hf_ext.storage.delta.file import CompressedFile
+from hf_ext.storage.delta.lora import LORA
 from hf_ext.storage.delta.source import decoded
 from hf_ext.storage.guards import require_another_folder
 from hf_ext.storage.hub import local_copy
@@ -39,10 +40,10 @@ def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: 
     path, out = local_copy(src), Path(out)
     folder = ModelFolder.open_compressed(path, base)
     require_another_folder(out, [path, *folder.base.paths])
-    omitted = without_free_card(folder.path, out) | _added_files(folder.path)
+    omitted = without_free_card(folder.path, out)
     with staged_folder(out, outdated(out)) as stage:
         if path.is_dir():
-            folder.restore_others([file for file in folder.others(out) if file not in omitted], stage)
+            folder.restore_others([file for file in _others(folder, out) if file not in omitted], stage)
         write_files(folder.files, stage, "Decompressing")
         folder.copy_modes(stage)
 
@@ -51,7 +52,7 @@ def restored_files(src: Path, out: Path, base: str | os.PathLike | None = None) 
     """Returns the weights that `decompress_checkpoint` would write, decoded when they are read. Writes all other files into
     `out`."""
     folder = ModelFolder.open_compressed(src, base)
-    folder.restore_others([file for file in folder.others(out) if file not in _added_files(src)], out)
+    folder.restore_others(_others(folder, out), out)
     return folder.files
 
 
@@ -86,6 +87,8 @@ def decode_all(files: Sequence[CompressedFile], base: TensorSource) -> None:
                 bar.update()
 
 
-def _added_files(src: Path) -> set[Path]:
-    """Returns the files that were added by compressing."""
-    return {Path(CARD)} if came_with_compression(src / CARD) else set()
+def _others(folder: ModelFolder, out: Path) -> list[Path]:
+    """Returns everything in a compressed folder except its weights and what was added by compressing."""
+    card = Path(CARD) if came_with_compression(folder.path / CARD) else None
+    lora = LORA.name if folder.has_lora else None
+    return [path for path in folder.others(out) if path != card and path.parts[0] != lora]

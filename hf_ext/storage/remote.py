@@ -45,7 +45,7 @@ class RemoteFile:
 
     def __init__(self, name: str, file: str, commit: str, token: str | bool | None):
         self.path = Path(name, file)
-        self._name, self._commit, self._token = name, commit, token
+        self._name, self._file, self._commit, self._token = name, file, commit, token
         self._url = hf_hub_url(name, file, revision=commit)
         self._size: int | None = None  # of the file in bytes, as the server's first answer says
         start = self._download(0, HEADER_START)
@@ -73,6 +73,10 @@ class RemoteFile:
         row = entry.nbytes // max(entry.shape[0], 1)
         data = self._part(entry.begin + begin * row, entry.begin + end * row)
         return RawTensor(entry.dtype, (end - begin, *entry.shape[1:]), data)
+
+    def beside(self, path: Path) -> RemoteFile:
+        """Opens another file, by its path from this one's folder."""
+        return RemoteFile(self._name, (Path(self._file).parent / path).as_posix(), self._commit, self._token)
 
     def release(self, name: str, begin: int = 0, end: int | None = None) -> None:
         """Does nothing: a downloaded tensor is freed with its last reference."""

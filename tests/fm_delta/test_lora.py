@@ -7,13 +7,12 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny_adapters import difference, logits, moved
-from tiny_checkpoints import contents, edit_config, edit_settings
+from tiny_checkpoints import contents, edit_config
 from tiny_models import MODELS, bert, fine_tuned, llama, perturb, tokenizer
 from torch import nn
 from transformers import (
@@ -30,8 +29,6 @@ from hf_ext import BaseModelError, CheckpointError, HfExtError, fm_delta
 from hf_ext.cli.main import main
 from hf_ext.fm_delta.lora_evaluation import read_texts
 from hf_ext.fm_delta.lora_ranks import Aim, Spectrum
-from hf_ext.storage.delta.codec import stored_factors
-from hf_ext.storage.open import open_files
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")
@@ -143,33 +140,6 @@ def test_compressed_models_give_the_same_lora(tmp_path, pair):
     assert len(set(weights)) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{"lora_rank": 5}, {"lora_energy": 0.7}, {"lora_rank": 5, "level": 1}], ids=str)
-def test_a_compressed_fine_tune_holds_its_lora(tmp_path, dtype, options):
-    base = llama(dtype=dtype)
-    tuned = fine_tuned(base, tmp_path)
-    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small", **options, verify=True)
-    (tmp_path / "base").rename(tmp_path / "moved")
-    (tmp_path / "moved/model.safetensors").write_bytes(b"")  # the base is not read
-    edit_settings(tmp_path / "small", base="../moved")
-    report = fm_delta.extract_lora(tmp_path / "small", None, tmp_path / "lora")
-    assert json.loads((tmp_path / "lora/adapter_config.json").read_text())["base_model_name_or_path"] == str(tmp_path / "moved")
-    assert report.energy is None and len(report.layers) == 15
-    found, expected = products(loaded(base, tmp_path / "lora")), changes(tuned, base)
-    (file,) = open_files(tmp_path / "small")
-    for layer in report.layers:
-        name = f"{layer.layer}.weight"
-        stored = stored_factors(file.payload(name), file.headers[name])
-        exact = np.ldexp(stored.rows.astype(float) @ stored.columns, -stored.exponent)
-        assert np.array_equal(found[layer.layer].double().numpy(), exact)  # bit for bit: all sums are exact in float32
-        singular = torch.linalg.svdvals(expected[name]).square()
-        left = (torch.from_numpy(exact) - expected[name]).square().sum() / singular.sum()
-        assert left <= 1.1 * singular[layer.rank :].sum() / singular.sum() + 0.01
-        assert layer.rank == options.get("lora_rank", layer.rank) and (layer.rank == 5 or left < 0.33)
-    assert {tensor.dtype for tensor in load_file(tmp_path / "lora/adapter_model.safetensors").values()} == {torch.bfloat16}
-    valid_card(tmp_path / "lora", "lora")
-
-
 def test_a_merged_lora_is_stored_as_it_is_compressed(tmp_path):
     config = LoraConfig(r=3, target_modules=["gate_proj", "up_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     base = LlamaForCausalLM(LlamaConfig(vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=1))
@@ -202,34 +172,6 @@ def test_a_stored_lora_carries_the_new_head(tmp_path):
     head = BertForSequenceClassification.from_pretrained(tmp_path / "tuned").classifier
     assert torch.equal(tensors["base_model.model.classifier.bias"], head.bias)
     assert torch.equal(tensors["base_model.model.classifier.weight"], head.weight)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"base": None, "lora_rank": 4}, "give a base and one of"),
-        ({"lora_rank": 4, "lora_energy": 0.5}, "give a base and one of"),
-        ({"lora_rank": 0}, "a rank is at least 1"),
-        ({"lora_energy": 2}, "an energy above 0"),
-    ],
-)
-def test_impossible_parts_are_errors(tmp_path, pair, options, message):
-    tuned, base, *_ = pair
-    with pytest.raises(ValueError, match=message):
-        fm_delta.compress_checkpoint(tuned, **{"base": base, "out": tmp_path / "small"} | options)
-    assert not (tmp_path / "small").exists()
-
-
-def test_parts_and_their_lora_on_the_command_line(tmp_path, pair, capsys):
-    tuned, base, small = *map(str, pair[:2]), str(tmp_path / "small")
-    assert main(["compress", tuned, "--base", base, "--lora-rank", "6", "--out", small]) == 0
-    assert main(["verify", small]) == 0 and main(["extract-lora", small, "--out", str(tmp_path / "lora")]) == 0
-    assert "15 layers, rank 6" in capsys.readouterr().out
-    assert sorted(tensor.rank for tensor in fm_delta.inspect(small).tensors if tensor.rank) == 15 * [6]
-    for options in (["--no-base"], ["--base", base, "--dry-run"], ["--base", base, "--lora-energy", "0.5"]):
-        assert main(["compress", tuned, *options, "--lora-rank", "6", "--out", str(tmp_path / "b")]) == 2
-    assert main(["extract-lora", small, "--modules-to-save", "--out", str(tmp_path / "b")]) == 1
-    assert "modules_to_save requires the base" in capsys.readouterr().err and not (tmp_path / "b").exists()
 
 
 def test_the_base_may_be_in_another_type(tmp_path):

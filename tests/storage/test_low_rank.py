@@ -15,7 +15,7 @@ from test_codec import FLOAT_DTYPES, bits, trained
 from test_codec_core import decode
 
 from hf_ext import _native
-from hf_ext.storage.delta import Part, codec, low_rank, weighted_fit
+from hf_ext.storage.delta import codec, low_rank, weighted_fit
 from hf_ext.storage.native import FLOATS
 from hf_ext.storage.safetensors_file import RawTensor
 
@@ -157,16 +157,6 @@ def test_a_body_may_have_no_factors(code=FP32):
     assert _native.factors(body, code, len(base), COLUMNS, len(base)) is None
 
 
-@every_type
-def test_a_required_change_is_taken_at_any_cost(code):
-    rng = np.random.default_rng(0)
-    base = weights(rng, ROWS * COLUMNS, code)
-    change = factors(rng, ROWS, COLUMNS, 5, 60, 40)
-    body = _native.encode(base ^ 1, base, code, COLUMNS, len(base), 1, (change,), True)
-    assert body[1] & 4 and not encode(base ^ 1, base, code, COLUMNS, change)[1] & 4
-    assert_decodes(body, base ^ 1, base, code, COLUMNS)
-
-
 @pytest.mark.parametrize("values", [-1, 0, COLUMNS, ROWS * COLUMNS * 1000, 1 << 60])
 def test_factors_of_a_forged_size_are_errors(values):
     rng = np.random.default_rng(0)
@@ -182,31 +172,30 @@ def test_factors_of_a_forged_size_are_errors(values):
 
 
 @every_type
-@pytest.mark.parametrize("part", [Part(7), Part(energy=0.8), Part(2000)])
-def test_a_required_part_has_its_rank_or_energy(code, part):
-    rng = np.random.default_rng(1)
-    tuned, base = fine_tune(rng, ROWS * COLUMNS, code)
-    tensor = moved(tuned, factors(rng, ROWS, COLUMNS, 3, 60, 24), code)
-    data, prediction = tensor.view(np.uint8), base.view(np.uint8)
-    (found,) = low_rank.required(data, prediction, FLOAT_NAMES[code], COLUMNS, part)
-    rank = found.rows.shape[1]
-    delta = low_rank.Change(data, prediction, FLOAT_NAMES[code], COLUMNS).rows(slice(0, ROWS))[0].double().numpy()
-    singular = np.square(np.linalg.svd(delta, compute_uv=False))
-    product = np.ldexp(found.rows.astype(float) @ found.columns, -found.exponent)
-    left = np.square(delta - product).sum()
-    best = singular[rank:].sum()
-    if part.rank == 7:
-        assert rank == 7
-    elif part.energy:
-        assert singular[:rank].sum() >= 0.79 * singular.sum() and singular[: rank - 1].sum() <= 0.81 * singular.sum()
-    assert left <= 1.1 * best + 1e-2 * singular.sum()
-    for factor in found[:2]:
-        assert torch.equal(torch.from_numpy(factor).bfloat16().int(), torch.from_numpy(factor))
+@pytest.mark.parametrize("most, rank", [(8, 5), (1 << 12, 32), (1 << 22, 16)])
+def test_a_moved_base_is_the_same_everywhere(code, most, rank):
+    rng = np.random.default_rng(most)
+    base = random_bits(rng, ROWS * COLUMNS, code)
+    change = factors(rng, ROWS, COLUMNS, rank, most, 2 * most.bit_length() + 9)
+    for name in SETS:
+        with using(name):
+            out = np.empty_like(base)
+            _native.move_base(out, base, code, COLUMNS, len(base), 2, change)
+        assert np.array_equal(out, moved(base, change, code))
 
 
-def test_an_unchanged_matrix_has_no_part():
-    base = weights(np.random.default_rng(1), ROWS * COLUMNS, FP32).view(np.uint8)
-    assert low_rank.required(base, base, "F32", COLUMNS, Part(4)) == []
+def test_a_base_is_moved_by_factors_that_fit():
+    rng = np.random.default_rng(0)
+    base, change = weights(rng, ROWS * COLUMNS, FP32), factors(rng, ROWS, COLUMNS, 5, 60, 20)
+    for wrong in (change._replace(rows=change.rows[1:]), change._replace(columns=change.columns[:, 1:].copy()), None):
+        with pytest.raises(TypeError):
+            _native.move_base(np.empty_like(base), base, FP32, COLUMNS, len(base), 1, wrong)
+    with pytest.raises(TypeError):
+        _native.move_base(np.empty_like(base), base, FP32, COLUMNS, len(base) - COLUMNS, 1, change)
+    large = change._replace(rows=change.rows << 24, columns=change.columns << 24)
+    for wrong in (change._replace(exponent=101), large):
+        with pytest.raises(ValueError):
+            _native.move_base(np.empty_like(base), base, FP32, COLUMNS, len(base), 1, wrong)
 
 
 @every_type

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from hf_ext.errors import BaseModelError, CorruptFileError, MissingDependencyError
-from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS, Part
+from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
 from hf_ext.storage.delta.narrow import decode_mixed, encode_mixed, narrow_rows
 from hf_ext.storage.delta.payload import (
     CODED,
@@ -49,7 +49,6 @@ def encode_raw(
     base_name: str = "",
     threads: int = 1,
     level: int = DEFAULT_LEVEL,
-    part: Part | None = None,
 ) -> bytes:
     """Compresses a tensor losslessly to a payload, which is at most a header larger than the tensor.
 
@@ -60,7 +59,6 @@ def encode_raw(
         name, base_name: the names of the two tensors in their checkpoints.
         threads: used for tensors of more than 262,144 values.
         level: 1 encodes values one by one; 2 first looks for a low-rank part of a matrix's change; 3 looks longer.
-        part: low-rank part that the matrix is to have.
 
     Raises:
         CheckpointError: the tensor has more than 255 dimensions or a name of more than 65,535 bytes.
@@ -72,7 +70,7 @@ def encode_raw(
     if is_stack(tensor.dtype, tensor.shape):
         mode, base_values, body = _encode_stack(tensor, base, threads, level)
     else:
-        mode, base_values, body = _encode(tensor, base, threads, level, part)
+        mode, base_values, body = _encode(tensor, base, threads, level)
     if base_values == 0 or base is None:
         base_name, base_dtype = "", ""
     else:
@@ -404,18 +402,15 @@ def _encode_stack(tensor: RawTensor, base: RawTensor | None, threads: int, level
     return STACKED, base_values, write_matrices(matrices)
 
 
-def _encode(
-    tensor: RawTensor, base: RawTensor | None, threads: int, level: int, part: Part | None = None
-) -> tuple[int, int, Body]:
+def _encode(tensor: RawTensor, base: RawTensor | None, threads: int, level: int) -> tuple[int, int, Body]:
     """Returns the mode byte, the number of base values and the body of a tensor that is not STACKED."""
     mode, base_values, body = STORED, 0, memoryview(tensor.data)
     if tensor.dtype in FLOATS and tensor.data.size:
         narrow, fits = narrow_rows(tensor, math.prod(tensor.shape))
         coded = RawTensor(narrow, tensor.shape, cast(tensor.data, tensor.dtype, narrow)) if fits else tensor
         base_values = _predicted_values(tensor, base)
-        attempts = [base_values, 0] if base_values and part is None else [base_values]
-        for predicted in attempts:
-            candidate_mode, candidate = _encode_floats(tensor, coded, base, predicted, threads, level, part)
+        for predicted in [base_values, 0] if base_values else [0]:
+            candidate_mode, candidate = _encode_floats(tensor, coded, base, predicted, threads, level)
             if len(candidate) < len(body):
                 mode, base_values, body = candidate_mode, predicted, memoryview(candidate)
             # A base that saves a quarter is the right one. Any other base may be unrelated, so the second attempt uses none.
@@ -451,7 +446,6 @@ def _encode_floats(
     predicted: int,
     threads: int,
     level: int,
-    part: Part | None,
 ) -> tuple[int, bytes]:
     """Returns the mode byte and the body of a tensor whose first `predicted` values the base predicts. `coded` is the same
     tensor in the type of its coded values."""
@@ -459,8 +453,8 @@ def _encode_floats(
     if is_own and not predicted and has_long_rows(tensor.shape) and (mixed := encode_mixed(tensor, length, threads)):
         return MIXED | FLOATS[mixed[0]] << 4, mixed[1]
     data, prediction = aligned(coded.data, coded.dtype), _prediction(base, coded.dtype, predicted)
-    changes = _changes(coded, data, prediction, threads, level, part)
-    body = _native.encode(data, prediction, FLOATS[coded.dtype], length, predicted, threads, changes, part is not None)
+    changes = _changes(coded, data, prediction, threads, level)
+    body = _native.encode(data, prediction, FLOATS[coded.dtype], length, predicted, threads, changes)
     return CODED | (0 if is_own else FLOATS[coded.dtype] << 4), body
 
 
@@ -477,17 +471,11 @@ def _decode_floats(body: np.ndarray, header: Header, base: RawTensor | None, dat
 
 
 def _changes(
-    tensor: RawTensor, data: np.ndarray, prediction: np.ndarray | None, threads: int, level: int, part: Part | None
+    tensor: RawTensor, data: np.ndarray, prediction: np.ndarray | None, threads: int, level: int
 ) -> tuple[Factors, ...]:
     """Returns low-rank changes that may bring the base's values closer to the tensor's, whose aligned bytes are `data`."""
     length = row_length(tensor.shape)
-    if (
-        level == LEVELS[0]
-        and part is None
-        or prediction is None
-        or len(tensor.shape) < 2
-        or length != math.prod(tensor.shape[1:])
-    ):
+    if level == LEVELS[0] or prediction is None or len(tensor.shape) < 2 or length != math.prod(tensor.shape[1:]):
         return ()
     try:
         from hf_ext.storage.delta import low_rank
@@ -496,8 +484,6 @@ def _changes(
             "Compressing at levels 2 and 3 needs PyTorch, which is not installed: pip install torch, or compress with level=1."
         ) from error
 
-    if part is not None:
-        return tuple(low_rank.required(data[: prediction.size], prediction, tensor.dtype, length, part, threads))
     return tuple(low_rank.changes(data[: prediction.size], prediction, tensor.dtype, length, level, threads))
 
 

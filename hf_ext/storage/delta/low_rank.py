@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_ext.storage.delta import Part
 from hf_ext.storage.delta.change import Change
 from hf_ext.storage.delta.payload import Factors
 from hf_ext.storage.delta.weighted_fit import fit
@@ -21,7 +20,6 @@ from hf_ext.storage.native import MANTISSA, WIDTHS, as_numbers
 from hf_ext.storage.prefetch import in_threads
 
 MAX_RANK = 64  # each component adds a product to the decoding of every value
-MOST_RANK, FIRST_RANK = 1024, 32  # of a required part: the format's limit, and the first to try for an energy
 MAX_RANK_OF_ALL = {2: MAX_RANK, 3: 256}  # by level, for changes that are completely of low rank
 MARGIN = 4  # components that a sample must show in addition to those that pay
 LEAST = 64  # smaller numbers of rows or columns are not worth it
@@ -39,7 +37,6 @@ EXACT = 2**53  # up to here, double precision represents every sum of products
 STEP_SAMPLE = 1 << 14  # values on which steps of the factors are compared
 GRID_SAMPLE = 4096  # values from which the spacing of a tensor's values is estimated
 POWER_ITERATIONS, OVERSAMPLING = 4, 8  # of `leading`; directions beyond one and a half times the rank
-FINER = 4  # halvings of the squared step of a required part: rounding then adds about a hundredth to its error
 GAUSSIAN_BITS = 0.5 * math.log2(2 * math.pi * math.e)  # entropy of a Gaussian number with a standard deviation of one step
 
 #: Exponent of the smallest normal number of each float type.
@@ -133,35 +130,6 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
         # Steps finer than exact sums allow give the same factors.
         results += {factors.exponent: factors for factors in quantized if factors is not None}.values()
     return results
-
-
-def required(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, part: Part, threads: int = 1) -> list[Factors]:
-    """Returns the low-rank change of a matrix that `part` describes, or none if nothing changed. The factors have 8 bits each,
-    apart from a power of two, so that bfloat16 holds them exactly.
-
-    Args:
-        data, prediction, dtype, length, threads: as for `changes`.
-    """
-    change = Change(data, prediction, dtype, length)
-    limit = min(*change.shape, MOST_RANK)
-    rank = min(part.rank or FIRST_RANK, limit)
-    while True:
-        components = leading(change, rank, threads)
-        if components is None or not len(components.values):
-            return []
-        kept = np.square(components.values[:rank]).cumsum() / components.energy
-        if part.energy is None or rank == limit or kept[-1] >= part.energy:
-            break
-        rank = min(2 * rank, limit)
-    rank = len(kept) if part.energy is None else min(int(np.searchsorted(kept, part.energy)) + 1, len(kept))
-    root = torch.from_numpy(np.sqrt(components.values[:rank])).float()
-    left, right = components.left(rank) * root, components.right(rank) * root[:, None]
-    rest = components.energy_left(rank) / math.prod(change.shape) + Grid.of(spacings_of(data, dtype)).mean
-    factors = quantize(left, right, rest, FINER)
-    if factors is None:
-        return []
-    rows, columns = (torch.from_numpy(side).bfloat16().int().numpy() for side in (factors.rows, factors.columns))
-    return [Factors(rows, columns, factors.exponent)]
 
 
 def leading(change: Change, rank: int, threads: int = 1) -> Components | None:

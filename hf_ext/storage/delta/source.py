@@ -74,7 +74,7 @@ class DeltaCheckpoint(TensorSource):
 
     def require_whole(self) -> None:
         for file in self.files:
-            file.file.require_whole()
+            file.require_whole()
         self.base.require_whole()
 
     @cached_property
@@ -149,8 +149,10 @@ def decode_tensor(
     twin, threads = None, threads_for(file.size(name))
     try:
         if rows is None:
-            twin = base_tensor(base, header.base_name)
-            return decode_raw(payload, twin, header, threads, out)
+            twin = prior = base_tensor(base, header.base_name)
+            if prior is not None and name in file.lora_parts:
+                prior = file.lora.move(name, prior, threads)
+            return decode_raw(payload, prior, header, threads, out)
         if header.base_name in base:
             entry = base.entry(header.base_name)
             header.require_base(entry.dtype, entry.shape)
