@@ -39,17 +39,8 @@ from transformers import AutoModel, LlamaForCausalLM, TrainingArguments, get_cos
 from transformers.utils import logging
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from run_uni_med import (  # noqa: E402
-    CELLS,
-    TASKS,
-    TOKENS,
-    load_photos,
-    make_language_model,
-    test_samples,
-    train_tower,
-    training_samples,
-    with_images,
-)
+from blood_smears import CELLS, TASKS, load_photos, test_samples, training_samples, with_images  # noqa: E402
+from small_vision_language import HEIGHT, TOKENS, WIDTH, make_language_model, train_tower  # noqa: E402
 
 from hf_ext import CMoEConfig, UniMedProcessor, uni_med  # noqa: E402
 from hf_ext.uni_med.connector import resample  # noqa: E402
@@ -108,11 +99,11 @@ class Bench:
     def __init__(self, args: argparse.Namespace, vision_steps: int):
         self.args, self.out = args, args.out / f"tower-{vision_steps}"
         self.out.mkdir(parents=True, exist_ok=True)
-        self.photos, self.test_photos = load_photos(args.data, "trainval"), load_photos(args.data, "test")
+        self.photos, self.test_photos = (load_photos(args.data, split, (WIDTH, HEIGHT)) for split in ("trainval", "test"))
         vision, text = self.out / "vision", self.out / "text"
         if not (vision / "model.safetensors").exists():
             training = TrainingArguments(self.out, report_to="none", save_strategy="no", disable_tqdm=True, logging_steps=100)
-            train_tower(self.photos, SimpleNamespace(vision_steps=vision_steps), training, vision)
+            train_tower(self.photos, vision_steps, training, vision)
         rows = {task: training_samples(task, self.photos, args.views) for task in TASKS}
         make_language_model([row[part] for task in TASKS for row in rows[task] for part in ("text", "answer")], text)
         self.text = text

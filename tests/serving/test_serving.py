@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 import os
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import tiny_uni_med
 import torch
 from hosts import host
 from peft import PeftModel, get_peft_model
@@ -172,11 +174,13 @@ def server(folder):
         process.wait()
 
 
-def ask(server: str, model: Path, **options) -> str:
-    body = {"model": str(model), "prompt": PROMPT, "max_tokens": 8, "temperature": 0} | options
-    request = urllib.request.Request(f"{server}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+def ask(server: str, model: Path, call: str = "completions", **options) -> str:
+    asked = {"prompt": PROMPT} if call == "completions" else {}
+    body = {"model": str(model), "max_tokens": 8, "temperature": 0} | asked | options
+    request = urllib.request.Request(f"{server}/{call}", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as reply:
-        return json.load(reply)["choices"][0]["text"]
+        (choice,) = json.load(reply)["choices"]
+        return choice["text"] if call == "completions" else choice["message"]["content"]
 
 
 @pytest.mark.slow
@@ -197,6 +201,20 @@ def test_a_server_refuses_a_task_that_is_not_there(folder, server):
         ask(server, folder / "merged", generation_config=json.dumps({"task": "three"}))
     assert refused.value.code == 400
     assert json.load(refused.value)["detail"].startswith("There is no task 'three' in ")
+
+
+@pytest.mark.slow
+def test_a_server_answers_about_an_image(server, tmp_path):
+    model, processor = tiny_uni_med.uni_med(), tiny_uni_med.processor()
+    for part in (model, processor):
+        part.save_pretrained(tmp_path / "model")
+    tiny_uni_med.image().save(tmp_path / "picture.png")
+    picture = f"data:image/png;base64,{base64.b64encode((tmp_path / 'picture.png').read_bytes()).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": "[cls] what is there ?"}]
+    inputs = processor(images=tiny_uni_med.image(), text="what is there ?", task="cls", return_tensors="pt")
+    expected = processor.decode(model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, -8:], skip_special_tokens=True)
+    found = ask(server, tmp_path / "model", "chat/completions", messages=[{"role": "user", "content": content}])
+    assert found.strip() == expected.strip()
 
 
 def test_a_pipeline_takes_a_peft_model(folder, expected):
