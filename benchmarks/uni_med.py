@@ -2,6 +2,7 @@
 
     python benchmarks/uni_med.py                            # all, at the paper's sizes; takes 15 GB and some minutes
     python benchmarks/uni_med.py --sections connector --device cuda
+    python benchmarks/uni_med.py --sections trained --models uni-med-out/mlp-0 uni-med-out/moe_mlp-soft-0
 
 The peer is the formula of the paper as its authors' code (github.com/MSIIP/Uni-Med) computes it: one expert after the other on
 all tokens, and a router whose input is the task token concatenated to each visual token. The connector is tested against it.
@@ -15,11 +16,12 @@ import sys
 
 import torch
 from measuring import fresh, in_turns, peak_of, print_table, ratio, run_sections
+from PIL import Image
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, ViTConfig
+from transformers import AutoModelForCausalLM, BatchFeature, LlamaConfig, ViTConfig
 from transformers.utils import logging
 
-from hf_ext import UniMedConfig, UniMedForConditionalGeneration
+from hf_ext import UniMedConfig, UniMedForConditionalGeneration, UniMedProcessor
 from hf_ext.uni_med.connector import Connector, Experts
 
 VISION, RATE, TEXT, EXPERTS, TOKENS, IMAGES, TASKS = 1408, 4, 4096, 5, 64, 4, 5  # of the paper
@@ -199,12 +201,56 @@ def generate(args: argparse.Namespace) -> dict:
     return {"tokens_per_second": speeds}
 
 
+def load(folder: str, device: str) -> tuple[UniMedForConditionalGeneration, BatchFeature]:
+    """Returns a model and its inputs for eight questions about one image."""
+    model = UniMedForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+    processor = UniMedProcessor.from_pretrained(folder)
+    image = Image.effect_noise((640, 480), 50).convert("RGB")
+    asked = {"images": [image] * 8, "text": ["where is the white blood cell"] * 8, "task": "refer"}
+    return model, processor(**asked, return_tensors="pt").to(device)
+
+
+@torch.inference_mode()
+def answer(folder: str, device: str, count: int) -> None:
+    model, inputs = load(folder, device)
+    model.generate(**inputs, min_new_tokens=count, max_new_tokens=count, do_sample=False)
+
+
+@torch.inference_mode()
+def trained(args: argparse.Namespace) -> dict:
+    """Measures trained models side by side: the forward pass of eight questions, generation, and memory."""
+    if not args.models:
+        print("\nTo compare trained models, give --models: folders that examples/run_uni_med.py has written.")
+        return {}
+    made = {folder: load(folder, args.device) for folder in args.models}
+    calls = {
+        "forward": lambda model, inputs: model(**inputs),
+        "answers": lambda model, inputs: model.generate(**inputs, min_new_tokens=16, max_new_tokens=16, do_sample=False),
+    }
+    times = {
+        name: in_turns({folder: lambda pair=pair, call=call: call(*pair) for folder, pair in made.items()}, args.runs)
+        for name, call in calls.items()
+    }
+    peaks = {folder: fresh(peak_of, answer, folder, args.device, 16) for folder in args.models}
+    rows = []
+    for folder, (model, _) in made.items():
+        row = [folder, f"{sum(parameter.numel() for parameter in model.connector.parameters()):,}"]
+        for name in calls:
+            seconds = times[name][folder]
+            row += [f"{statistics.median(seconds):.2f}", f"{ratio(seconds, times[name][args.models[0]]):.2f}"]
+        rows.append([*row, f"{peaks[folder]:,.0f}"])
+    header = ["", "connector's parameters", "forward, s", "× the first's", "16 tokens each, s", "× the first's", "peak MB"]
+    print_table("Eight questions about one image", header, rows)
+    return {"times": times, "peak_mb": peaks}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtypes", nargs="+", default=list(TYPES), choices=list(TYPES), help="types of the connector")
     parser.add_argument("--new_tokens", type=int, default=64, help="tokens to generate")
-    run_sections(parser, {"connector": connector, "generate": generate})
+    parser.add_argument("--models", nargs="+", default=[], help="folders of trained models, to compare with the first")
+    run_sections(parser, {"connector": connector, "generate": generate, "trained": trained})
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from PIL import Image, ImageDraw
 from processes import python
 from tiny_models import llama, tokenizer
 from tiny_transfers import tokenizer as letters
+from tiny_uni_med import save_parts
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -206,7 +207,8 @@ def test_run_trans_lora(tmp_path, monkeypatch):
     assert PeftConfig.from_pretrained(tmp_path / "trans-lora-out").peft_type == "LORA"
 
 
-def test_run_uni_med(tmp_path):
+@pytest.mark.parametrize("parts", ["scratch", "folders"])
+def test_run_uni_med(tmp_path, parts):
     photos = tmp_path / "BCCD"
     for name in ("Annotations", "JPEGImages", "ImageSets/Main"):
         (photos / name).mkdir(parents=True)
@@ -223,11 +225,13 @@ def test_run_uni_med(tmp_path):
     questions = {str(i): {"QUESTION": f"Is it {i}?", "final_decision": ("yes", "no")[i % 2]} for i in range(8)}
     (tmp_path / "ori_pqal.json").write_text(json.dumps(questions))
     (tmp_path / "test_ground_truth.json").write_text(json.dumps({"0": "yes", "1": "no"}))
+    vision, text = save_parts(tmp_path) if parts == "folders" else ("scratch", "scratch")
     out = run(
-        "run_uni_med.py", tmp_path, "--data", photos, "--pubmedqa", tmp_path, "--seeds", 0, "--vision_steps", 2, "--views", 4,
-        "--max_steps", 10, "--per_device_train_batch_size", 8,
+        "run_uni_med.py", tmp_path, "--data", photos, "--pubmedqa", tmp_path, "--tower", vision, "--text", text,
+        "--connectors", "moe_mlp", "wide_mlp", "--vision_steps", 2, "--views", 4, "--max_steps", 4, "--gradient_samples", 2,
     )  # fmt: skip
-    assert "moe_mlp-soft, seed 0" in out and "with swapped images" in out
+    assert "moe_mlp-soft, seed 0" in out and "wide_mlp, seed 0" in out and "with swapped images" in out
+    assert "What not to use it for" in (tmp_path / "uni-med-out" / "moe_mlp-soft-0" / "README.md").read_text()
 
 
 @pytest.fixture(scope="module")
