@@ -33,7 +33,7 @@ def mix_datasets(
 
     Raises:
         HfExtError: datasets is not installed.
-        ValueError: there are no data sets, or one has no ratio.
+        ValueError: there are no data sets, or one has no ratio or no samples.
     """
     if not datasets:
         raise ValueError("There are no data sets to mix.")
@@ -43,6 +43,8 @@ def mix_datasets(
         raise HfExtError("mix_datasets requires datasets: pip install datasets.") from error
     if missing := [name for name in datasets if not ratios.get(name, 0) > 0]:
         raise ValueError(f"There is no ratio for {', '.join(missing)}: give ratios={{name: number, …}}.")
+    if empty := [name for name, data in datasets.items() if hasattr(data, "__len__") and not len(data)]:
+        raise ValueError(f"There are no samples of {', '.join(empty)}: check how it was read or filtered, or leave it out.")
     total = sum(ratios[name] for name in datasets)
     return interleave_datasets(
         list(datasets.values()), [ratios[name] / total for name in datasets], seed=seed, stopping_strategy=stopping_strategy

@@ -38,6 +38,11 @@ def test_a_data_set_without_a_ratio_is_an_error():
         mix_datasets({name: column("qa", 2) for name in ("qa", "other", "zero")}, {"qa": 1, "zero": 0})
 
 
+def test_a_data_set_without_samples_is_an_error():
+    with pytest.raises(ValueError, match="no samples of vqa"):
+        mix_datasets({"qa": column("qa", 2), "vqa": column("vqa", 0)})
+
+
 def test_the_collator_makes_a_training_batch():
     collated, expected = UniMedCollator(processor())(rows()), batch()
     assert collated.keys() == expected.keys() and all(torch.equal(collated[name], expected[name]) for name in expected)
