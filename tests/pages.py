@@ -250,6 +250,8 @@ def uni_med() -> dict[str, Any]:
     settings = {"resample_rate": 4, "projector_type": "mlp2x_gelu"}
     connector = torch.nn.ModuleDict({"llm_proj": torch.nn.Sequential(Linear(4 * 32, 64), torch.nn.GELU(), Linear(64, 64))})
     torch.save({"model": connector.state_dict(), "config": {"model": settings}}, "checkpoint_0.pth")
+    for part in (UniMedForConditionalGeneration, UniMedProcessor):
+        part.from_vision_text_pretrained(BLIP2, CHAT).save_pretrained("uni-med-out/moe_mlp-soft-0")
     return {
         **{"image": tiny_uni_med.image(), "vqa": data["vqa"], "refer": data["refer"], "questions": data["qa"]},
         **{f"{task}_batch": collator([samples[task]]) for task in ("vqa", "refer")},
