@@ -10,8 +10,9 @@
 --data is a VOC folder (Annotations, ImageSets, JPEGImages). --pubmedqa is a folder with ori_pqal.json and
 test_ground_truth.json. The tower is frozen. The connector is trained, and a LoRA of the language model (or all of it, if it
 starts from scratch). Each run saves its model, with a card, in OUTPUT_DIR/NAME-SEED; what is there is not trained again. The
-scores are for the images in ImageSets/Main/test.txt. The script also prints the scores of the best constant answer, and those
-of the first seed when each test sample has the image of another. All options of Transformers' `TrainingArguments` apply.
+scores are for the images in ImageSets/Main/test.txt. The script also prints the scores of two simple rules (the best constant
+answer, and the answer of the most similar training image), and those of the first seed when each test sample has the image of
+another. All options of Transformers' `TrainingArguments` apply.
 """
 
 import copy
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from accelerate import PartialState
 from blood_smears import FEATURES, TASKS, Photo, load_photos, load_questions, test_samples, training_samples, with_images
 from datasets import Dataset
@@ -158,7 +160,7 @@ def numbers(values: Iterable[float]) -> list[str]:
     return [f"{value:.3f}" for value in values]
 
 
-def print_table(found: dict[str, dict[str, list[list[float]]]], test: dict[str, list[dict]]) -> None:
+def print_table(found: dict[str, dict[str, list[list[float]]]], test: dict[str, list[dict]], nearest: list[float]) -> None:
     def line(name: str, cells: list) -> None:
         print(f"{name:24}" + "".join(f"{cell:>11}" for cell in cells))
 
@@ -166,6 +168,7 @@ def print_table(found: dict[str, dict[str, list[list[float]]]], test: dict[str, 
     line("", COLUMNS)
     line("test samples", [len(test[task]) for task, _ in FIGURES.values()])
     line("one answer for all", numbers(constants(test)))
+    line("nearest image's answer", numbers(nearest))
     for name, runs in found.items():
         columns = list(zip(*runs["own"]))
         line(name, numbers(map(statistics.fmean, columns)))
@@ -377,6 +380,25 @@ class Runs:
         print(f"{name}, seed {seed}, {seconds}: {after.summary()}. It says {ask(self.image, str(folder))}.", flush=True)
         return scores
 
+    @torch.inference_mode()
+    def nearest(self, count: int = 300) -> list[float]:
+        """Returns the scores of another simple rule: the answer to the question on the most similar of `count` training images
+        for each task, by the mean of the tower's tokens."""
+        model = UniMedForConditionalGeneration.from_vision_text_pretrained(self.vision, self.text, connector="linear")
+        look = AutoImageProcessor.from_pretrained(self.vision)
+
+        def features(rows: Dataset) -> torch.Tensor:
+            pictures = (look(row["image"], return_tensors="pt")["pixel_values"] for row in rows)
+            means = [model.get_image_features(picture).last_hidden_state.mean(1) for picture in pictures]
+            return F.normalize(torch.cat(means))
+
+        answers = {"qa": [statistics.mode(self.train["qa"]["answer"])] * len(self.test["qa"])}
+        for task in TASKS:
+            rows = self.train[task].shuffle(seed=0).select(range(min(count, len(self.train[task]))))
+            known, asked = features(with_images(rows, self.photos)), features(with_images(self.test[task], self.test_photos))
+            answers[task] = [rows["answer"][i] for i in (asked @ known.T).argmax(1).tolist()]
+        return measured(answers, self.test)
+
     def save(self, folder: Path, model: PreTrainedModel, collate, batches, pull: Interference, scores: dict) -> None:
         """Writes the model with its card and pictures, and then its scores."""
         model.to(torch.bfloat16).save_pretrained(folder)
@@ -408,7 +430,7 @@ def main():
         for name, runs_of in found.items():
             print(f"{name}: held-back loss {statistics.fmean(loss for (loss,) in runs_of['loss']):.4f}")
         return
-    print_table(found, runs.test)
+    print_table(found, runs.test, runs.nearest())
 
 
 if __name__ == "__main__":
