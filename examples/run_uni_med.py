@@ -176,6 +176,9 @@ def print_table(found: dict[str, dict[str, list[list[float]]]], test: dict[str, 
         line("  highest", numbers(map(max, columns)))
         line("  with swapped images", numbers(runs["swapped"][0]))
     print(f"\n{LEGEND}")
+    for name, runs in found.items():
+        means = "; ".join(", ".join(numbers(map(statistics.fmean, zip(*runs[kind])))) for kind in ("direction", "magnitude"))
+        print(f"{name}, three times during the training: GD and GM {means}.")
 
 
 def remembering(tower: PreTrainedModel, found: dict[bytes, torch.Tensor]) -> None:

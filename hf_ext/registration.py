@@ -146,15 +146,13 @@ def _add_config() -> None:
 
 
 def _add_model() -> None:
-    from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    from transformers import AutoModelForImageTextToText
 
+    from hf_ext.integration.compat import let_serve_load
     from hf_ext.uni_med.modeling_uni_med import UniMedConfig, UniMedForConditionalGeneration
 
-    for auto_class in (AutoModelForImageTextToText, AutoModelForMultimodalLM):
-        auto_class.register(UniMedConfig, UniMedForConditionalGeneration, exist_ok=True)
-    # `transformers serve` loads other models by their name in the package transformers.
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES["uni_med"] = UniMedForConditionalGeneration.__name__
+    AutoModelForImageTextToText.register(UniMedConfig, UniMedForConditionalGeneration, exist_ok=True)
+    let_serve_load(UniMedConfig, UniMedForConditionalGeneration)
 
 
 def _add_processor() -> None:

@@ -98,6 +98,18 @@ def model_of(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTraine
     return getattr(kind, "_from_config", kind)(config)
 
 
+def let_serve_load(config: type[PretrainedConfig], model: type[PreTrainedModel]) -> None:
+    """Lets `transformers serve` load a model of images and text whose class is not in Transformers. Where a name is gone, it
+    cannot."""
+    try:
+        from transformers import AutoModelForMultimodalLM
+        from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    except ImportError:
+        return
+    AutoModelForMultimodalLM.register(config, model, exist_ok=True)
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[config.model_type] = model.__name__
+
+
 def no_init_weights() -> AbstractContextManager[object]:
     """Returns a context in which Transformers does not initialize a model's weights. Where it is gone, that takes its time."""
     try:
