@@ -72,7 +72,8 @@ def test_the_import_adds_its_entries_and_replaces_nothing():
     for name in ("PISSA", "QPISSA", "CMOE"):
         expected |= {f"PEFT_TYPE_TO_{table}_MAPPING[{PeftType(name)!r}]" for table in ("CONFIG", "TUNER", "PREFIX")}
     expected |= {"PeftType.PISSA", "PeftType.QPISSA", "PeftType.CMOE", "CONFIG_MAPPING['uni_med']"}
-    expected |= {f"{table}_MAPPING[{UniMedConfig!r}]" for table in ("MODEL_FOR_IMAGE_TEXT_TO_TEXT", "PROCESSOR")}
+    tables = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT", "MODEL_FOR_MULTIMODAL_LM", "PROCESSOR")
+    expected |= {f"{table}_MAPPING[{UniMedConfig!r}]" for table in tables}
     expected.add(f"MODEL_MAPPING[{Blip2VisionConfig!r}]")
     # Every output class of a model is registered with torch's trees as soon as it is defined.
     trees = {name for name in added if name.startswith(("SUPPORTED_", "SERIALIZED_"))}
