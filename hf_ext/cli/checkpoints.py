@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
-from hf_ext.cli.command import MovedBase, Result, Section, argument, drawn, note_missing_config, option, say
+from hf_ext.cli.command import MovedBase, Plot, Result, Section, argument, drawn, note_missing_config, say
 
 section = Section(
     "Inspect a compressed model or a merge, and check it",
@@ -25,7 +25,7 @@ Stored = Annotated[str, argument("SRC", "Compressed folder, folder of a merge, o
 )
 def inspect(
     src: Annotated[str, argument("SRC", "Compressed folder or file, folder of a merge, or the id of one on the Hub.")],
-    plot: Annotated[str | None, option("--plot", "Also draw a picture, if matplotlib is installed.", "FILE.png")] = None,
+    plot: Plot = None,
 ) -> Result:
     from hf_ext import emr
 

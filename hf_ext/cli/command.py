@@ -283,6 +283,7 @@ Revision = Annotated[
 MovedBase = Annotated[
     str | None, option("--base", "Folder or Hub id of the base, if it has moved. Defaults to the base in SRC's config.json.")
 ]
+Plot = Annotated[str | None, option("--plot", "Also draw a picture, if matplotlib is installed.", "FILE.png")]
 PushToHub = Annotated[
     str | None, option("--push-to-hub", "Also upload the result to this model repository on the Hub.", "ORG/NAME")
 ]

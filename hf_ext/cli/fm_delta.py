@@ -15,11 +15,13 @@ from hf_ext.cli.command import (
     RESUMABLE,
     MovedBase,
     Out,
+    Plot,
     Private,
     Result,
     Revision,
     Section,
     argument,
+    drawn,
     flag,
     mistake,
     note_missing_config,
@@ -224,6 +226,7 @@ def extract_lora(
         str | None,
         option("--eval", 'Compare losses on these texts of a language model, one per line: {"text": "…"}', "FILE.jsonl"),
     ] = None,
+    plot: Plot = None,
 ) -> Result:
     size = None if max_size is None else bytes_of(max_size)
     check_base(base, revision, None, None)
@@ -244,7 +247,8 @@ def extract_lora(
         modules_to_save=modules_to_save,
         texts=read,
     )
-    return Result(str(report), report.to_dict())
+    missing = drawn(lambda: report.plot(plot)) if plot else ""
+    return Result(str(report) + missing, report.to_dict())
 
 
 def bytes_of(size: str) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hf_ext.display import megabytes, percent, table
+from hf_ext.display import COLORS, label, legend, megabytes, new_figure, percent, save_figure, table
+from hf_ext.storage.source import layer_of
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,31 @@ class LoraReport:
         if self.losses:
             lines.append("Loss: " + ", ".join(f"{name} {loss:.4f}" for name, loss in self.losses.items()))
         return "\n".join(lines)
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """Draws the share of the energy that each layer keeps, and its rank, to an image file.
+
+        Raises:
+            HfExtError: matplotlib is not installed, or the file cannot be written.
+        """
+        series: dict[str, list[tuple[int, LayerLora]]] = {}
+        for layer in self.layers:
+            stack, number = layer_of(layer.layer) or ("", "0")
+            kind = layer.layer.replace(f"{stack}{number}.", f"{stack}*.")
+            series.setdefault(kind, []).append((int(number), layer))
+        panels = {"Rank": lambda layer: layer.rank}
+        if self.energy is not None:
+            panels = {"Energy of the change that the LoRA keeps, %": lambda layer: 100 * layer.energy} | panels
+        figure = new_figure(10, 3.2 * len(panels))
+        for axes, (title, value) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels.items()):
+            for i, (kind, points) in enumerate(series.items()):
+                style = {"color": COLORS[i % len(COLORS)], "marker": "osD^v"[i // len(COLORS) % 5], "markersize": 4}
+                axes.plot([number for number, _ in points], [value(layer) for _, layer in points], label=kind, **style)
+            axes.set_ylim(bottom=0)
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            label(axes, title, "layer")
+        legend(figure.axes[0], outside=True)
+        save_figure(figure, path)
 
     def description(self) -> str:
         """Returns what a model card says about the LoRA."""

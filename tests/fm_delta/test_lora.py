@@ -27,6 +27,7 @@ from valid_cards import valid_card
 
 from hf_ext import BaseModelError, CheckpointError, HfExtError, fm_delta
 from hf_ext.cli.main import main
+from hf_ext.fm_delta import lora_report
 from hf_ext.fm_delta.lora_evaluation import read_texts
 from hf_ext.fm_delta.lora_ranks import Aim, Spectrum
 
@@ -213,6 +214,23 @@ def test_texts_show_the_loss(tmp_path, pair):
     assert "base + LoRA" in report.summary()
 
 
+@pytest.mark.parametrize("name", ["llama", "t5", "gpt2"])
+def test_energies_and_ranks_are_plotted(tmp_path, name, monkeypatch):
+    fine_tuned(MODELS[name].build(), tmp_path)
+    report = fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora", energy=0.5)
+    figures = []
+    save = lora_report.save_figure
+    monkeypatch.setattr(lora_report, "save_figure", lambda figure, path: (figures.append(figure), save(figure, path)))
+    report.plot(tmp_path / "lora.png")
+    assert (tmp_path / "lora.png").stat().st_size > 5_000
+    energies, ranks = figures[0].axes
+    for axes, field in ((energies, "energy"), (ranks, "rank")):
+        found = sorted(float(value) for line in axes.lines for value in line.get_ydata())
+        expected = sorted((100 if field == "energy" else 1) * getattr(layer, field) for layer in report.layers)
+        assert found == pytest.approx(expected)
+    assert len(energies.lines) > 1 and energies.get_legend() is not None
+
+
 @pytest.mark.parametrize("content", ["", "words", '{"text": 1}', '{"words": "a"}', '{"text": ""}'])
 def test_files_without_texts_are_errors(tmp_path, content):
     (tmp_path / "texts.jsonl").write_text(content)
@@ -233,6 +251,7 @@ def test_the_command_prints_the_report(tmp_path, pair, capsys):
     report = fm_delta.extract_lora(tuned, base, tmp_path / "a", max_size=40_000)
     capsys.readouterr()
     arguments = ["extract-lora", tuned, "--base", base, "--max-size", "40kB", "--out", str(tmp_path / "b")]
+    arguments += ["--plot", str(tmp_path / "lora.png")]
     assert main(arguments) == 0 and capsys.readouterr().out == f"{report}\n"
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert main([*arguments, "--json"]) == 0 and json.loads(capsys.readouterr().out) == report.to_dict()
