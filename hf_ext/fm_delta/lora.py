@@ -17,7 +17,7 @@ from hf_ext.fm_delta.lora_evaluation import Evaluation
 from hf_ext.fm_delta.lora_factors import Changes, Factors, Pair, stored_lora
 from hf_ext.fm_delta.lora_ranks import Aim
 from hf_ext.fm_delta.lora_report import LayerLora, LoraReport
-from hf_ext.integration.lora_layers import PREFIX, LoraLayers, lora_layers, require_unquantized
+from hf_ext.integration.lora_layers import PREFIX, TOKENS, LoraLayers, lora_layers, require_unquantized
 from hf_ext.integration.model_cards import adapter_card, outdated, write_card
 from hf_ext.storage.atomic import staged_folder
 from hf_ext.storage.checkpoint import Checkpoint
@@ -80,7 +80,8 @@ def extract_lora(
         max_size: size of the adapter's weights in bytes. Each layer gets a rank of its own, so that the adapter keeps the most
             energy.
         revision: branch, tag or commit of the base on the Hub.
-        modules_to_save: also carry changed norms and embeddings, whole. PEFT loads such an adapter, many servers do not.
+        modules_to_save: also carry changed norms and embeddings, whole or as their changed rows. PEFT loads such an adapter,
+            many servers do not.
         texts: of a causal language model, on which to compare the losses of base, fine-tune and base with LoRA.
 
     Raises:
@@ -118,8 +119,9 @@ def best_lora(folder: Path, source: TensorSource, prior: TensorSource, aim: Aim,
         raise HfExtError(f"rank={aim.rank} is larger than the smaller side of any linear layer of {folder}, at most {largest}.")
     changed = {name: change for name, change in others.energies(parts.others).items() if change}
     if modules_to_save:
-        parts.carry_others(changed)
+        parts.carry_others(changed, others.rows)
     whole = {name: source.read(tensor).to_torch() for name, tensor in parts.whole.items()}
+    whole |= {f"{module}.{TOKENS}": source.read(tensor).to_torch()[rows] for module, (tensor, rows) in parts.tokens.items()}
     if aim.max_size is not None:
         rest = sum(tensor.nbytes + HEADER for tensor in whole.values()) + 2 * HEADER * len(parts.layers)
         if rest >= aim.max_size:
@@ -196,11 +198,12 @@ def write_lora(lora: Lora, base: str, out: Path, evaluation: Evaluation | None =
         B, A = (right.T, left.T) if parts.layers[layer].transposed else (left, right)
         state |= {f"{PREFIX}{layer}.lora_A.weight": A.contiguous(), f"{PREFIX}{layer}.lora_B.weight": B.contiguous()}
     config = parts.config({layer.layer: layer.rank for layer in layers}, base)
+    carried = [*parts.modules(parts.whole), *(f"{module} ({len(rows)} rows)" for module, (_, rows) in parts.tokens.items())]
     with staged_folder(out, outdated(out)) as stage:
         save_file(state, stage / ADAPTER, metadata={"format": "pt"})
         config.save_pretrained(stage)
         size = (stage / ADAPTER).stat().st_size
-        report = LoraReport(layers, size, original_size, config.modules_to_save or [], omitted)
+        report = LoraReport(layers, size, original_size, carried, omitted)
         figures = {"origin": "a full fine-tune", "description": report.description()}
         card = adapter_card("lora", base, config.task_type, {"lora"}, type(parts.model).__name__, **figures)
         write_card(stage, card, out)

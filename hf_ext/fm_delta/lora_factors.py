@@ -125,6 +125,12 @@ class Changes:
 
         return dict(Prefetcher(energy, {name: 0 for name in names if math.prod(self.shape(name))}))
 
+    def rows(self, name: str) -> list[int]:
+        """Returns the indices of the rows that changed."""
+        with self.change(name) as change:
+            energies = [change.rows(band)[1] for band in change.bands()]
+        return np.flatnonzero(np.concatenate(energies)).tolist()
+
     def components(self, name: str, rank: int) -> Components:
         """Returns the leading singular components of a change, somewhat more than `rank`.
 

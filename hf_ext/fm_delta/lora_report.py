@@ -47,7 +47,7 @@ class LoraReport:
         layers: the adapted layers.
         size: bytes of adapter_model.safetensors.
         original_size: bytes of the fine-tune's tensors.
-        whole: modules that the adapter holds whole.
+        whole: modules that the adapter holds whole, and embeddings of which it holds rows.
         omitted: energies of the changes that the adapter does not carry, by tensor; None where the base was not read.
         losses: mean loss of a token in a text, in nats, of "base", "fine-tune" and "base + LoRA"; empty without texts.
     """

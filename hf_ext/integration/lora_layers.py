@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,7 @@ HEADS = {
     TaskType.QUESTION_ANS: {"qa_outputs"},
 }
 PREFIX = "base_model.model."  # of all names in PEFT's files
+TOKENS = "token_adapter.trainable_tokens_delta"  # the rows of an embedding there, after the module's name
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,14 @@ class LoraLayers:
         whole: the tensors of modules that the adapter must hold whole, such as heads that the base does not have, by parameter.
         others: the tensors of all other parameters and their counterparts in the base, by parameter: norms, biases, embeddings,
             convolutions, and the experts of a mixture.
+        tokens: the tensors of embeddings and the rows that the adapter holds, by module.
     """
 
     model: PreTrainedModel
     layers: dict[str, Layer] = field(default_factory=dict)
     whole: dict[str, str] = field(default_factory=dict)
     others: dict[str, tuple[str, str]] = field(default_factory=dict)
+    tokens: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
 
     @property
     def task(self) -> TaskType | None:
@@ -68,13 +71,26 @@ class LoraLayers:
         """Returns the modules that PEFT must hold whole, so that these parameters are saved."""
         return sorted({self._head(name) or name.rpartition(".")[0] for name in parameters})
 
-    def carry_others(self, changed: Iterable[str]) -> None:
+    def carry_others(self, changed: Iterable[str], rows: Callable[[str], list[int]]) -> None:
         """Moves the parameters of modules with a changed parameter from `others` to `whole`, except those of linear layers, of
-        modules with parts of their own, and weights that are tied to others."""
+        modules with parts of their own, and weights that are tied to others. Moves the changed rows of the input embedding to
+        `tokens` if it is tied or most rows are unchanged.
+
+        Args:
+            changed: the names of parameters.
+            rows: returns the indices of the rows of a parameter that changed.
+        """
         tied = {*self.model.all_tied_weights_keys, *self.model.all_tied_weights_keys.values()}
+        embedding = self.model.get_input_embeddings()
         modules = {name.rpartition(".")[0] for name in changed if name in self.model.state_dict()} - self.layers.keys()
         for module in modules:
             parameters = {name for name in self.others if name.rpartition(".")[0] == module}
+            if isinstance(embedding, nn.Embedding) and self.model.get_submodule(module) is embedding:
+                (name,) = parameters
+                indices = rows(name)
+                if name in tied or len(indices) < embedding.num_embeddings // 2:
+                    self.tokens[module] = (self.others.pop(name)[0], indices)
+                    continue
             if not tied & parameters and not any(self.model.get_submodule(module).children()):
                 self.whole |= {name: self.others.pop(name)[0] for name in parameters}
 
@@ -96,6 +112,7 @@ class LoraLayers:
             alpha_pattern=dict(patterns),
             target_modules=sorted(endings if all_of_endings == ranks.keys() else ranks),
             modules_to_save=self.modules(self.whole) or None,
+            trainable_token_indices={module: rows for module, (_, rows) in self.tokens.items()} or None,
             fan_in_fan_out=any(self.layers[name].transposed for name in ranks),
             task_type=self.task,
             auto_mapping=None if self.task else {"base_model_class": kind.__name__, "parent_library": kind.__module__},

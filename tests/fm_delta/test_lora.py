@@ -83,6 +83,25 @@ def test_all_changes_but_biases_fit_into_an_adapter(tmp_path, pair):
     assert difference(logits(loaded(before, tmp_path)), logits(model)) < 1e-4 < difference(logits(before), logits(model))
 
 
+@pytest.mark.parametrize("few", [True, False], ids=["few", "most"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_changed_rows_of_an_embedding_are_carried(tmp_path, tied, few):
+    base = llama(tied)
+    model = perturb(copy.deepcopy(base), 1)
+    before, after = (part.get_input_embeddings().weight for part in (base, model))
+    if few:
+        after.data[5:] = before[5:]
+    model.save_pretrained(tmp_path / "tuned")
+    base.save_pretrained(tmp_path / "base")
+    report = fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora", rank=64, modules_to_save=True)
+    rows = (before != after).any(1).nonzero().flatten().tolist()
+    config = json.loads((tmp_path / "lora/adapter_config.json").read_text())
+    assert config["trainable_token_indices"] == ({"model.embed_tokens": rows} if tied or few else None)
+    assert (f"model.embed_tokens ({len(rows)} rows)" if tied or few else "model.embed_tokens") in report.whole
+    assert not report.omitted
+    assert difference(logits(loaded(base, tmp_path / "lora")), logits(model)) < 1e-4 < difference(logits(base), logits(model))
+
+
 def test_a_merged_lora_comes_out_again(tmp_path):
     config = LoraConfig(r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     model = moved(get_peft_model(llama(), config))

@@ -11,7 +11,7 @@ from training_seeds import training_seed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from valid_cards import valid_card
 
-from hf_ext import HfExtError
+from hf_ext import HfExtError, fm_delta
 from hf_ext.cli.main import main
 from hf_ext.trans_lora import TransferRequest, migrate, read_pairs
 
@@ -105,6 +105,20 @@ def test_without_a_discriminator_titok_writes_its_own_inputs(folders, tmp_path):
     report = migrate(TransferRequest(*names(folders, "llama"), args, lora("llama")))
     assert [one.method for one in report.attempts] == ["copy", "titok"] and report.best.method == "titok"
     assert len(lines(tmp_path / "titok" / "labels.jsonl")) == 15  # 12 and a quarter of them held out
+
+
+@pytest.mark.parametrize("target", ["relative", "llama"])
+def test_a_lora_out_of_a_fine_tune_migrates(folders, tmp_path, target):
+    source, adapter, *_ = names(folders, target)
+    tuned = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source), adapter).merge_and_unload()
+    tuned.save_pretrained(tmp_path / "tuned")
+    fm_delta.compress_checkpoint(tmp_path / "tuned", source, tmp_path / "small", lora_energy=0.9999)
+    args = settings(tmp_path / "out", num_samples=12, num_train_epochs=1)
+    request = TransferRequest(source, str(tmp_path / "small/lora"), str(folders / target), SEEDS, args, lora(target))
+    report = migrate(request, test=TEST, target_score=0.9)
+    assert report.teacher == 1
+    assert report.best.method == {"relative": "copy", "llama": "titok"}[target]
+    loaded(folders, target, tmp_path / "out")
 
 
 def test_what_cannot_be_compared_is_refused(folders, tmp_path):
