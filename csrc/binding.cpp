@@ -287,6 +287,22 @@ PyObject* cast(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
+PyObject* widen(PyObject*, PyObject* args) {
+    PyObject *source_object, *target_object;
+    Buffer source, target;
+    int shift;
+    if (!PyArg_ParseTuple(args, "OiO:widen", &source_object, &shift, &target_object)) return nullptr;
+    if (!source.open(source_object, 0) || !target.open(target_object, PyBUF_WRITABLE)) return nullptr;
+    if (!run([&] {
+            if (shift < 0 || shift > 7 || target.bytes() != 2 * source.bytes())
+                throw std::invalid_argument("the target must hold two bytes for each of the source");
+            hf_ext::widen(static_cast<const uint8_t*>(source.view.buf), source.bytes(), shift,
+                          static_cast<uint16_t*>(target.view.buf));
+        }))
+        return nullptr;
+    Py_RETURN_NONE;
+}
+
 PyObject* subtract(PyObject*, PyObject* args) {
     PyObject *tensor_object, *base_object, *change_object, *energies_object;
     Buffer tensor, base, change, energies;
@@ -485,6 +501,8 @@ PyMethodDef METHODS[] = {
     {"exchange", exchange, METH_VARARGS,
      "exchange(tensor, places, others, row_length, rows): swaps 16-bit values of the tensor with others, and marks their rows"},
     {"cast", cast, METH_VARARGS, "cast(source, from_dtype, target, to_dtype): fills the target, rounding to nearest even"},
+    {"widen", widen, METH_VARARGS,
+     "widen(source, shift, target): fills target, uint16, with the bytes of source; a shift moves them"},
     {"subtract", subtract, METH_VARARGS,
      "subtract(tensor, base, dtype, row_length, change, energies): fills float32 changes and the float64 sums of the squares "
      "of each row"},

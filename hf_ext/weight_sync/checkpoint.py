@@ -13,7 +13,7 @@ import torch
 
 from hf_ext.errors import CheckpointError
 from hf_ext.storage.atomic import locked, write_json
-from hf_ext.storage.config_file import storage_settings
+from hf_ext.storage.config_file import ENCODINGS, storage_settings
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.layout import select_weights
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile
@@ -42,8 +42,8 @@ class LocalCheckpoint:
         self.folder = Path(folder).absolute()
         self._subscriber = Subscriber(place)
         self._lock = Lock()  # of several servers, one updates
-        if storage_settings(self.folder):
-            raise CheckpointError(f"{self.folder} is compressed or quantized. Steps require a plain copy of the model.")
+        if storage_settings(self.folder).get("quant_method") in ENCODINGS:
+            raise CheckpointError(f"{self.folder} is compressed. Restore it with `hf-ext decompress`.")
         self._weights: dict[str, torch.Tensor] = {}
         for path in select_weights(self.folder):
             if path.is_symlink() or path.stat().st_nlink > 1:
@@ -70,7 +70,7 @@ class LocalCheckpoint:
             try:
                 self._subscriber.update(self._weights, step, strict=True)
             except Exception:
-                if before and self._subscriber.step is not None:  # nothing was changed
+                if before and not self._subscriber.is_mixed:
                     record.write_text(before)
                 raise
             write_json(record, {"place": str(self._subscriber.place), "step": self._subscriber.step})

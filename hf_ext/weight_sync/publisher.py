@@ -6,7 +6,7 @@ import operator
 import os
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
@@ -58,6 +58,8 @@ class Publisher:
         anchor_every: number of steps from one anchor to the next. An anchor has all weights, so a subscriber can start there.
         keep_anchors: number of anchors to keep at the place, with all steps since the oldest of them. Older files are removed.
         dtype: type that floats are rounded to, such as torch.bfloat16 for a training in float32. None keeps the tensors' types.
+        transform: function that gets the rounded tensors by name, and returns the tensors to publish: those that servers hold,
+            such as quantized weights and their scales. `publish` waits for it. It requires whole tensors.
         run: name of the training. Required if several ranks publish, and the same for all of them. Random by default.
         resume: continue the run at the place, if there is one. The first step is then an anchor. Several ranks resume together,
             under torch.distributed.
@@ -76,6 +78,7 @@ class Publisher:
         anchor_every: int = 50,
         keep_anchors: int = 2,
         dtype: torch.dtype | None = None,
+        transform: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None = None,
         run: str | None = None,
         resume: bool = False,
         rank: int = 0,
@@ -85,8 +88,11 @@ class Publisher:
             raise ValueError("anchor_every and keep_anchors must be 1 or more")
         if world_size > 1 and run is None:
             raise ValueError("several ranks that publish need the name of their run: Publisher(…, run='name')")
+        if world_size > 1 and transform is not None:
+            raise ValueError("transform requires whole tensors, but several ranks publish shares of them")
         self.place = open_place(place)
         self.anchor_every, self.keep_anchors, self.dtype, self.world_size = anchor_every, keep_anchors, dtype, world_size
+        self.transform = transform
         previous = Index.read(self.place, rank)
         if previous is not None and not resume:
             raise CheckpointError(
@@ -135,7 +141,7 @@ class Publisher:
             if self._has_base and step <= self._index.steps[-1].step:
                 raise ValueError(f"step {step} does not follow step {self._index.steps[-1].step}, which was published before")
             with torch.inference_mode(False):  # such tensors could not be changed outside of the mode later
-                weights, parts = self._copy(named_tensors)
+                weights, parts = self._copy(self._transformed(named_tensors))
             self._running = self._pool.submit(self._write, weights, parts, step)
 
     def wait(self) -> None:
@@ -173,6 +179,18 @@ class Publisher:
         """True if this object holds the weights of the last step, so that the next one can be a delta."""
         return self._session == self._index.session
 
+    def _transformed(self, named_tensors: NamedTensors) -> NamedTensors:
+        """Returns the tensors that servers hold."""
+        if self.transform is None:
+            return named_tensors
+        with torch.no_grad():
+            whole = {name: _local(tensor).tensor.detach() for name, tensor in dict(named_tensors).items()}
+            return self.transform({name: tensor.to(self._dtype(tensor)) for name, tensor in whole.items()})
+
+    def _dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        """Returns the type that a tensor is rounded to."""
+        return self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
+
     def _copy(self, named_tensors: NamedTensors) -> tuple[dict[str, torch.Tensor], dict[str, Part]]:
         """Returns copies of all parts in this machine's memory, and what they are parts of."""
         copies: dict[str, torch.Tensor] = {}
@@ -181,7 +199,7 @@ class Publisher:
             for key, part, rows in _split(name, _local(tensor)):
                 if key in parts or key == "__metadata__":  # which safetensors reserves
                     raise CheckpointError(f"'{key}' is given twice, or is no name for a tensor.")
-                dtype = self.dtype if self.dtype is not None and rows.is_floating_point() else rows.dtype
+                dtype = rows.dtype if self.transform else self._dtype(rows)
                 if self._has_base and (self._parts.get(key) != part or self._current[key].dtype != dtype):
                     raise _other_tensors(key)
                 copy = self._spare.get(key)

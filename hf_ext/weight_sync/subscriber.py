@@ -39,6 +39,7 @@ class Subscriber:
 
     Attributes:
         step: the step that the tensors are at; None before the first `update` and after one that failed halfway.
+        is_mixed: true after an update that failed halfway: the tensors are of no one step.
         tensors: copies in CPU memory of the tensors that cannot change where the caller keeps them.
         changed: names of the published tensors that the last `update` changed.
     """
@@ -46,6 +47,7 @@ class Subscriber:
     def __init__(self, place: str | os.PathLike | Place):
         self.place = open_place(place)
         self.step: int | None = None
+        self.is_mixed = False
         self.tensors: dict[str, torch.Tensor] = {}
         self.changed: set[str] = set()
         self._run = ""
@@ -116,13 +118,13 @@ class Subscriber:
             except _ChangedTensor as error:
                 logger.warning(f"{error}: all tensors begin at an anchor.")
                 self._ranks = []
-        self._ranks, self.step = [], None  # in between, the tensors are of no step
+        self._ranks, self.step, self.is_mixed = [], None, True
         try:
             for key, rows in Prefetcher(lambda key: homes[key].apply(chains.get(key, ())), dict.fromkeys(homes, 1)):
                 homes[key].copy(rows)
         except (BaseModelError, CorruptFileError) as error:
             raise CorruptFileError(f"{error} The tensors are now of no one step: update them again.") from error
-        self._ranks, self._run, self.step = ranks, indices[0].run, target
+        self._ranks, self._run, self.step, self.is_mixed = ranks, indices[0].run, target, False
         self._kept = {name: _KeptTensor.of(*where) for name, where in kept_tensors.items()}
         self.changed = {rank.parts[key].name for rank in ranks for key in rank.parts if key in chains}
         return target

@@ -1,5 +1,6 @@
 """Tensors of 16-bit floats where few values changed: bodies that list the changes, and payloads applied in place."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,8 @@ from repeats import repeats
 from hf_ext import _native
 from hf_ext.errors import BaseModelError
 from hf_ext.storage.delta import codec
-from hf_ext.storage.safetensors_file import RawTensor
+from hf_ext.storage.delta.payload import BYTES, DEFLATED, read_header
+from hf_ext.storage.safetensors_file import ITEMSIZE, RawTensor
 
 FEW_CHANGES, LOW_RANK, UNTOUCHED_ROWS = 8, 4, 1
 BLOCK = 256 * 1024
@@ -69,6 +71,15 @@ def sprinkle(rng: np.random.Generator, base: np.ndarray, share: float) -> np.nda
     """Any bits at some places."""
     bits = rng.integers(0, 1 << 16, len(base), np.uint16, endpoint=False)
     return np.where(rng.random(len(base)) < share, bits, base)
+
+
+BYTE_TYPES = ["F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "I32", "I64"]
+
+
+def bytes_of(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], share: float = 0.001) -> tuple[RawTensor, RawTensor]:
+    """A tensor, and one of which a share of the bytes is one lower."""
+    base = rng.integers(1, 256, math.prod(shape) * ITEMSIZE[dtype], np.uint8, endpoint=False)
+    return RawTensor(dtype, shape, base - (rng.random(base.size) < share)), RawTensor(dtype, shape, base)
 
 
 # ---- bodies ----------------------------------------------------------------------------------------------------------
@@ -306,3 +317,54 @@ def test_data_at_an_odd_address_are_changed_too() -> None:
     room[1:] = base.view(torch.uint8).numpy().ravel()
     codec.apply_raw(codec.encode(tensor, base), RawTensor("BF16", tuple(base.shape), room[1:]))
     np.testing.assert_array_equal(room[1:], tensor.view(torch.uint8).numpy().ravel())
+
+
+# ---- bytes of other types ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(200, 100), (20_000,), (3, 70, 100), (1, 16_384)], ids=str)
+@pytest.mark.parametrize("dtype", BYTE_TYPES)
+def test_changed_bytes_of_other_types_come_back(dtype: str, shape: tuple[int, ...]) -> None:
+    tensor, base = bytes_of(np.random.default_rng(0), dtype, shape)
+    payload = codec.encode_raw(tensor, base, "x", "y", level=1)
+    assert read_header(payload).mode == BYTES and len(payload) < 0.01 * tensor.data.size + 120
+    np.testing.assert_array_equal(codec.decode_raw(payload, base).data, tensor.data)
+    live = RawTensor(dtype, shape, base.data.copy())
+    rows = codec.apply_raw(payload, live)
+    np.testing.assert_array_equal(live.data, tensor.data)
+    np.testing.assert_array_equal(rows, np.flatnonzero((tensor.data != base.data).reshape(shape[0], -1).any(axis=1)))
+
+
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 1])
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "U8", "I32"])
+def test_any_share_of_changed_bytes_comes_back(dtype: str, share: float) -> None:
+    tensor, base = bytes_of(np.random.default_rng(0), dtype, (100, 200), share)
+    payload = codec.encode_raw(tensor, base, "x", "y", level=1)
+    np.testing.assert_array_equal(codec.decode_raw(payload, base).data, tensor.data)
+    live = RawTensor(dtype, base.shape, base.data.copy())
+    codec.apply_raw(payload, live)
+    np.testing.assert_array_equal(live.data, tensor.data)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "U8"])
+def test_bytes_of_another_base_stay_as_they_are(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    tensor, base = bytes_of(rng, dtype, (100, 200))
+    payload = codec.encode_raw(tensor, base, "x", "y", level=1)
+    other = bytes_of(rng, dtype, (100, 200))[1]
+    before = other.data.copy()
+    for wrong in (other, RawTensor("I8", (100, 200), base.data), RawTensor(dtype, (200, 100), base.data)):
+        with pytest.raises(BaseModelError):
+            codec.apply_raw(payload, wrong)
+        with pytest.raises(BaseModelError):
+            codec.decode_raw(payload, wrong)
+    np.testing.assert_array_equal(other.data, before)
+    with pytest.raises(BaseModelError, match="needs the tensor 'y'"):
+        codec.decode_raw(payload)
+
+
+def test_unrelated_bytes_are_deflated_or_stored() -> None:
+    rng = np.random.default_rng(0)
+    tensor, base = RawTensor("U8", (100, 200), np.zeros(20_000, np.uint8)), bytes_of(rng, "U8", (100, 200))[1]
+    header = read_header(codec.encode_raw(tensor, base, level=1))
+    assert (header.mode, header.base_values) == (DEFLATED, 0)

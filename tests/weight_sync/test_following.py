@@ -244,6 +244,27 @@ def test_changed_rows_of_every_type_are_copied(tmp_path: Path, dtype: torch.dtyp
             assert bits(tensors["x"]) == bits(x.view(dtype))
 
 
+def test_a_transform_publishes_what_servers_hold(tmp_path: Path):
+    def quantized(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        blocks = tensors["embedding.weight"].float().unflatten(0, (-1, 30)).unflatten(2, (-1, 32))
+        scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+        packed = (blocks / scales).to(torch.float8_e4m3fn).reshape(300, 64)
+        return tensors | {"embedding.weight": packed, "embedding.scale": scales.squeeze()}
+
+    servers = [
+        quantized({name: x.bfloat16() if x.is_floating_point() else x for name, x in weights(n).items()}) for n in range(4)
+    ]
+    subscriber, tensors = Subscriber(tmp_path), {name: torch.zeros_like(x) for name, x in servers[0].items()}
+    with Publisher(tmp_path, dtype=torch.bfloat16, transform=quantized) as run:
+        for step, expected in enumerate(servers):
+            run.publish({name: torch.nn.Parameter(x, x.is_floating_point()) for name, x in weights(step).items()}, step)
+            run.wait()
+            subscriber.update(tensors)
+            assert same(tensors, expected)
+    with pytest.raises(ValueError, match="whole tensors"):
+        Publisher(tmp_path / "2", transform=quantized, run="x", world_size=2)
+
+
 def test_inference_tensors_may_be_published_too(tmp_path: Path):
     with Publisher(tmp_path) as run:
         for step in range(4):
