@@ -138,7 +138,7 @@ def _lora(folder: Path, base: TensorSource, out: Path, aim: Aim, base_id: str | 
 
     if (folder / LORA).exists():
         raise CheckpointError(f"{folder / LORA} exists, and a LoRA is to be written into a folder of that name. Move it away.")
-    lora = best_lora(folder, open_checkpoint(folder), base, aim)
+    lora = best_lora(folder, open_checkpoint(folder), base, aim, with_experts=False)
     write_lora(lora, base_id or absolute(base.name), out / LORA)
     places = {layer: lora.parts.layers[layer] for layer in lora.factors}
     return StoredLora.written(

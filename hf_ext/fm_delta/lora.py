@@ -104,17 +104,26 @@ def extract_lora(
     return write_lora(lora, prior.name, Path(out), evaluation)
 
 
-def best_lora(folder: Path, source: TensorSource, prior: TensorSource, aim: Aim, modules_to_save: bool = False) -> Lora:
+def best_lora(
+    folder: Path,
+    source: TensorSource,
+    prior: TensorSource,
+    aim: Aim,
+    modules_to_save: bool = False,
+    with_experts: bool = True,
+) -> Lora:
     """Computes the best LoRA of a fine-tune. Arguments and errors are those of `extract_lora`.
 
     Args:
         folder: of the fine-tune, with its config.json.
         source, prior: the tensors of the fine-tune and of the base.
+        with_experts: include the experts of a mixture.
     """
-    parts = lora_layers(folder, source.names(), prior.names())
-    layers = Changes(source, prior, {layer: Pair(place.tensor, place.twin) for layer, place in parts.layers.items()})
+    parts = lora_layers(folder, source.names(), prior.names(), with_experts)
+    layers = Changes(source, prior, {layer: Pair(place.tensor, place.twin) for layer, place in parts.layers.items()}, parts)
+    names = [*parts.layers, *parts.experts]
     others = Changes(source, prior, {name: Pair(tensor, twin) for name, (tensor, twin) in parts.others.items()})
-    largest = max((min(layers.shape(layer)) for layer in parts.layers), default=0)
+    largest = max((min(layers.shape(layer)) for layer in names), default=0)
     if aim.rank is not None and aim.rank > largest:
         raise HfExtError(f"rank={aim.rank} is larger than the smaller side of any linear layer of {folder}, at most {largest}.")
     changed = {name: change for name, change in others.energies(parts.others).items() if change}
@@ -123,13 +132,13 @@ def best_lora(folder: Path, source: TensorSource, prior: TensorSource, aim: Aim,
     whole = {name: source.read(tensor).to_torch() for name, tensor in parts.whole.items()}
     whole |= {f"{module}.{TOKENS}": source.read(tensor).to_torch()[rows] for module, (tensor, rows) in parts.tokens.items()}
     if aim.max_size is not None:
-        rest = sum(tensor.nbytes + HEADER for tensor in whole.values()) + 2 * HEADER * len(parts.layers)
+        rest = sum(tensor.nbytes + HEADER for tensor in whole.values()) + 2 * HEADER * len(names)
         if rest >= aim.max_size:
             raise HfExtError(
                 f"max_size={aim.max_size} is too small: without any component, the adapter takes up to {rest} bytes."
             )
         aim = replace(aim, max_size=aim.max_size - rest)
-    factors = layers.factors(parts.layers, aim)
+    factors = layers.factors(names, aim)
     if not factors:
         raise CheckpointError(
             f"No linear layer of {folder} differs from that of the base {prior}: there is nothing to extract."
@@ -190,14 +199,19 @@ def _base_of(source: TensorSource, base: str | os.PathLike | None, revision: str
 def write_lora(lora: Lora, base: str, out: Path, evaluation: Evaluation | None = None) -> LoraReport:
     """Writes the adapter's folder, all of it or nothing, and returns the report. `base` is the base's folder or Hub id."""
     parts, factors, whole, omitted, original_size = lora
-    state = {f"{PREFIX}{name}": tensor for name, tensor in whole.items()}
     layers = []
     for layer, (left, right, change) in factors.items():
-        kept = float(((left.double().T @ left.double()) * (right.double() @ right.double().T)).sum())
-        layers.append(LayerLora(layer, len(right), change, kept, left.nbytes + right.nbytes))
-        B, A = (right.T, left.T) if parts.layers[layer].transposed else (left, right)
-        state |= {f"{PREFIX}{layer}.lora_A.weight": A.contiguous(), f"{PREFIX}{layer}.lora_B.weight": B.contiguous()}
+        kept = float(((left.double().mT @ left.double()) * (right.double() @ right.double().mT)).sum())
+        layers.append(LayerLora(layer, right.shape[-2], change, kept, left.nbytes + right.nbytes))
     config = parts.config({layer.layer: layer.rank for layer in layers}, base)
+    state = {f"{PREFIX}{name}": tensor for name, tensor in whole.items()}
+    places = parts.places(config) if config.target_parameters else {}
+    for layer, (left, right, _) in factors.items():
+        B, A = (right.mT, left.mT) if (parts.layers | parts.experts)[layer].transposed else (left, right)
+        if layer in places:  # PEFT holds the experts' matrices in one
+            A, B = A.flatten(0, 1), B.permute(1, 2, 0).flatten(1)
+        name = f"{PREFIX}{places.get(layer, layer)}"
+        state |= {f"{name}.lora_A.weight": A.contiguous(), f"{name}.lora_B.weight": B.contiguous()}
     carried = [*parts.modules(parts.whole), *(f"{module} ({len(rows)} rows)" for module, (_, rows) in parts.tokens.items())]
     with staged_folder(out, outdated(out)) as stage:
         save_file(state, stage / ADAPTER, metadata={"format": "pt"})

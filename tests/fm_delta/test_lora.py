@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny_adapters import difference, logits, moved
 from tiny_checkpoints import contents, edit_config
-from tiny_models import MODELS, bert, fine_tuned, llama, perturb, tokenizer
+from tiny_models import MODELS, bert, fine_tuned, gpt_oss, llama, mixtral, perturb, qwen_moe, tokenizer
 from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
@@ -33,7 +33,7 @@ from hf_ext.fm_delta.lora_ranks import Aim, Spectrum
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")
-    for text in ("Setting `save_embedding_layers`", ".*fan_in_fan_out", "Model with")
+    for text in ("Setting `save_embedding_layers`", ".*fan_in_fan_out", "Model with", "The following .* keys did not match")
 ]
 
 
@@ -44,6 +44,10 @@ def loaded(base: PreTrainedModel, adapter: Path) -> PeftModel:
 def products(model: nn.Module) -> dict[str, torch.Tensor]:
     """The change that the adapter makes in each layer."""
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    layers = {  # of the experts' parameters, PEFT nests the modules
+        f"{name.replace('.base_layer', '')}.{layer.parameter_name}" if hasattr(layer, "parameter_name") else name: layer
+        for name, layer in layers.items()
+    }
     return {name.removeprefix("base_model.model."): layer.get_delta_weight("default") for name, layer in layers.items()}
 
 
@@ -68,9 +72,9 @@ def test_peft_loads_the_change_of_every_layer(tmp_path, name):
     found, expected = products(loaded(model, tmp_path / "lora")), changes(tuned, model)
     assert found.keys() == {layer.layer for layer in report.layers}
     for layer in report.layers:
-        change = expected[f"{layer.layer}.weight"]
+        change = expected[f"{layer.layer}.weight" if f"{layer.layer}.weight" in expected else layer.layer]
         singular = torch.linalg.svdvals(change)
-        error = (singular[4:].square().sum() / singular.square().sum()).sqrt().item()
+        error = (singular[..., 4:].square().sum() / singular.square().sum()).sqrt().item()
         assert layer.rank == 4 and layer.error == pytest.approx(error, abs=0.02)
         assert (torch.linalg.norm(found[layer.layer] - change) / torch.linalg.norm(change)).item() <= 1.02 * error + 0.01
 
@@ -81,6 +85,31 @@ def test_all_changes_but_biases_fit_into_an_adapter(tmp_path, pair):
     assert report.error < 1e-3 and not report.omitted
     assert set(report.whole) >= {"model.embed_tokens", "model.norm", "model.layers.1.input_layernorm"}
     assert difference(logits(loaded(before, tmp_path)), logits(model)) < 1e-4 < difference(logits(before), logits(model))
+
+
+@pytest.mark.parametrize("aim", [{"rank": 32}, {"energy": 0.7}], ids=str)
+@pytest.mark.parametrize("build", [mixtral, qwen_moe, gpt_oss])
+def test_experts_fit_into_an_adapter(tmp_path, build, aim):
+    base = build()
+    model = fine_tuned(base, tmp_path)
+    report = fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora", modules_to_save=True, **aim)
+    found, expected = products(loaded(base, tmp_path / "lora")), changes(model, base)
+    experts = {name for name in expected if "experts" in name and not name.endswith("bias")}
+    assert {name for name in found if "experts" in name} == experts
+    for layer in report.layers:
+        change = expected[f"{layer.layer}.weight" if f"{layer.layer}.weight" in expected else layer.layer]
+        error = (torch.linalg.norm(found[layer.layer] - change) / torch.linalg.norm(change)).item()
+        assert error == pytest.approx(layer.error, abs=0.01)
+    assert all(name.endswith(("bias", "sinks")) for name in report.omitted)
+    assert report.energy >= aim.get("energy", 0)
+
+
+def test_a_folder_with_its_lora_lists_experts_as_missing(tmp_path):
+    fine_tuned(mixtral(), tmp_path)
+    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small", lora_rank=4)
+    report = fm_delta.extract_lora(tmp_path / "small", None, tmp_path / "lora")
+    assert sum("experts" in name for name in report.omitted) == 2 * 3 * 4
+    assert "Not in the adapter" in report.summary()
 
 
 @pytest.mark.parametrize("few", [True, False], ids=["few", "most"])

@@ -48,7 +48,7 @@ def test_a_folder_is_the_fine_tune_and_its_lora(tmp_path, name, dtype):
     assert_same_weights(*(type(base).from_pretrained(tmp_path / name) for name in ("small", "tuned")))
     fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora", rank=4)
     adapters = [load_file(folder / "adapter_model.safetensors") for folder in (small / "lora", tmp_path / "lora")]
-    assert adapters[0].keys() == adapters[1].keys()
+    assert adapters[0].keys() == {key for key in adapters[1] if "experts" not in key}
     assert all(torch.equal(tensor, adapters[1][key]) for key, tensor in adapters[0].items())
     PeftModel.from_pretrained(base, small / "lora")
     fm_delta.decompress_checkpoint(small, tmp_path / "restored")
