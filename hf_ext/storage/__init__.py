@@ -1,6 +1,7 @@
 """Bytes: safetensors files, model folders, the Hub, and the delta format. Needs neither Transformers nor PEFT.
 
-Requires numpy, safetensors, xxhash and huggingface_hub, and PyTorch only for tensors and to compress at levels 2 and 3.
+The codec requires numpy and xxhash; the rest also safetensors and huggingface_hub. PyTorch is required only for tensors and to
+compress at levels 2 and 3.
 """
 
 import lazy_loader

@@ -1,7 +1,10 @@
 from .checkpoint import Checkpoint as Checkpoint
 from .delta.codec import apply as apply
+from .delta.codec import apply_raw as apply_raw
 from .delta.codec import decode as decode
+from .delta.codec import decode_raw as decode_raw
 from .delta.codec import encode as encode
+from .delta.codec import encode_raw as encode_raw
 from .delta.source import DeltaCheckpoint as DeltaCheckpoint
 from .hub import Hub as Hub
 from .open import open_checkpoint as open_checkpoint

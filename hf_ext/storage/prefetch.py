@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from threading import Event
-from typing import Generic, TypeVar
-
-from huggingface_hub.utils import tqdm
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from hf_ext.storage.native import MissingExtension, _native
 from hf_ext.storage.processors import available_cores
+
+if TYPE_CHECKING:
+    from huggingface_hub.utils import tqdm
 
 AHEAD = 256 * 1024 * 1024  # bytes of results that may wait for a reader
 CORES = available_cores()
@@ -169,4 +170,6 @@ def progress(what: str, count: int | None) -> tqdm:
     Args:
         count: number of tensors; None if unknown.
     """
+    from huggingface_hub.utils import tqdm
+
     return tqdm(total=count, desc=f"{what} tensors")
