@@ -1,7 +1,7 @@
 """A script: python reference.py FOLDER PROMPT MODEL...
 
 Writes to FOLDER/expected.json what vLLM computes from plain checkpoints, without this package: digests of the weights and an
-answer of each model, and the answer of the first one with the adapter `pissa`.
+answer of each model, and the answers of the first one with an adapter.
 """
 
 import json
@@ -19,13 +19,17 @@ def main(folder: Path, prompt: str, *models: str) -> None:
     def answer(**options) -> str:
         return llm.generate([prompt], settings, **options)[0].outputs[0].text
 
-    results = {"lora": answer(lora_request=LoRARequest("pissa", 1, str(folder / "pissa")))}
+    results: dict = {}
     for model in models:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder / model)})
         llm.reset_prefix_cache()
         (digests,) = llm.collective_rpc("compute_weight_checksums")
         digests = {name.replace(".base_layer", ""): digest for name, digest in digests.items()}
         results[model] = {"digests": digests, "text": answer()}
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder / models[0])})
+    for i, adapter in enumerate(("pissa", "small-two/lora"), 1):
+        llm.reset_prefix_cache()
+        results[adapter] = answer(lora_request=LoRARequest(adapter, i, str(folder / adapter)))
     (folder / "expected.json").write_text(json.dumps(results))
 
 
