@@ -1,4 +1,5 @@
-"""Measure how slime, SkyRL and NeMo-RL encode a training step, by their own code, beside this package.
+"""Measure how slime, SkyRL and NeMo-RL encode a training step, by their own code, beside this package, and over which links a
+step as a delta arrives sooner than all weights.
 
     pip install zstandard
     git clone https://HOST/THUDM/slime others/slime
@@ -11,7 +12,9 @@ the encoders are loaded: their packages import Megatron, Ray or vLLM. Around the
 trainers do: XOR, zstd -1 (slime, SkyRL: a frame for each tensor; NeMo-RL: one), a checksum of the new tensor (slime, SkyRL).
 verl has no encoder for deltas (January 2026).
 
-Every method must restore the same bits. Times are CPU seconds on one thread, with checksums where the project has them.
+Every method must restore the same bits. Times are CPU seconds on one thread, with checksums where the project has them. The
+seconds over links add what the bytes take at a speed in Gbit/s, without latency. Above the border, all weights arrive sooner.
+It grows with the number of threads.
 """
 
 import argparse
@@ -33,6 +36,7 @@ from small_steps import RATES, Tensors, bits, changed
 
 from hf_ext.storage.delta import codec
 
+GBITS = (0.1, 1, 10, 100)
 Way = tuple[Callable[[Tensors, Tensors], list[bytes]], Callable[[list[bytes], Tensors], None]]
 
 
@@ -59,6 +63,14 @@ def ours() -> Way:
 
 def raw(tensor: torch.Tensor) -> np.ndarray:
     return bits(tensor).view(np.uint8)
+
+
+def full() -> Way:
+    def apply(blobs: list[bytes], live: Tensors) -> None:
+        for blob, tensor in zip(blobs, live.values()):
+            bits(tensor)[:] = np.frombuffer(blob, np.uint16)
+
+    return lambda new, old: [raw(tensor).tobytes() for tensor in new.values()], apply
 
 
 def slime(others: Path, encoding: str) -> Way:
@@ -146,6 +158,7 @@ def steps(args: argparse.Namespace) -> dict:
         "slime, overwrite": slime(args.others, "overwrite"),
         "SkyRL": skyrl(args.others),
         "NeMo-RL": nemo_rl(args.others),
+        "all weights": full(),
     }
     results: dict = {}
     rows = []
@@ -166,9 +179,16 @@ def steps(args: argparse.Namespace) -> dict:
                     raise SystemExit(f"{way} does not give back the step")
             size = sum(map(len, blobs))
             results[f"{rate} {way}"] = figures | {"bytes": size}
-            seconds = [f"{statistics.median(figures[what]):.3f}" for what in ("encode", "apply")]
-            rows.append([f"{rate}, {100 * changed(old, new):.2f} %", way, f"{size / 1e6:.3f}", *seconds])
-    print_table("One step of SmolLM2-135M in bf16", ["rate, changed", "way", "MB", "encode, s", "apply, s"], rows)
+        medians = {way: [statistics.median(results[f"{rate} {way}"][what]) for what in ("encode", "apply")] for way in ways}
+        whole = results[f"{rate} all weights"]["bytes"]
+        for way in ways:
+            size, cpu = results[f"{rate} {way}"]["bytes"], sum(medians[way])
+            more = cpu - sum(medians["all weights"])
+            row = [f"{rate}, {100 * changed(old, new):.2f} %", way, f"{size / 1e6:.3f}", *(f"{s:.3f}" for s in medians[way])]
+            row += [f"{cpu + size * 8e-9 / gbits:.2f}" for gbits in GBITS]
+            rows.append(row + [f"{(whole - size) * 8e-9 / more:.0f}" if more > 0 else "–"])
+    header = ["rate, changed", "way", "MB", "encode, s", "apply, s", *(f"s at {gbits} Gbit/s" for gbits in GBITS)]
+    print_table("One step of SmolLM2-135M in bf16", [*header, "border, Gbit/s"], rows)
     return results
 
 
