@@ -1,7 +1,8 @@
 """A Hugging Face Hub on this machine, so that tests push and load over real HTTP instead of patching functions.
 
 It speaks the part of the Hub protocol that `huggingface_hub` uses for model repositories: repositories, branches,
-commits, LFS uploads and downloads at any revision. Content lives in memory and every commit stays readable by its id.
+commits, LFS uploads and downloads at any revision. Content lives in memory and every commit stays readable by its id. Buckets
+have the paths and hashes of their files; clients (hf_xet) store the content itself in a folder instead of on a server.
 
     with LocalHub() as hub:
         subprocess.run([sys.executable, "push_and_load.py"], env=hub.client_env(tmp_path), check=True)
@@ -17,6 +18,7 @@ import hashlib
 import json
 import os
 import re
+import struct
 import threading
 import time
 from collections import Counter
@@ -193,6 +195,8 @@ class LocalHub:
     def __init__(self, user: str = "user", token: str = "hf_local") -> None:
         self.user, self.token = user, token
         self.repos: dict[str, Repo] = {}
+        self.buckets: dict[str, dict[str, str]] = {}  # of each file's path: its hash
+        self._xet = TemporaryDirectory()
         self.log: list[tuple[str, str, int]] = []
         self.cuts: dict[str, list[int]] = {}
         self.sent: Counter[str] = Counter()
@@ -218,6 +222,7 @@ class LocalHub:
     def __exit__(self, *exc_info: object) -> None:
         self._server.shutdown()
         self._server.server_close()
+        self._xet.cleanup()
 
     def client_env(self, home: Path, *, signed_in: bool = True, **extra: str) -> dict[str, str]:
         """The environment for a client process, cut off from the developer's own Hub settings and cache."""
@@ -393,6 +398,58 @@ class LocalHub:
         commit = Commit(parent.id, header["summary"], files)
         repo.add(revision, commit)
         return json_reply({"commitOid": commit.id, "commitUrl": f"{self.endpoint}/{repo_id}/commit/{commit.id}"})
+
+    def _bucket(self, bucket_id: str) -> dict[str, str]:
+        if bucket_id not in self.buckets:
+            raise HubError(404, "Repository not found", "RepoNotFound")
+        return self.buckets[bucket_id]
+
+    @route("GET", rf"/api/buckets/{REPO}/xet-(?:read|write)-token")
+    def _xet_token(self, request: Request, repo_id: str) -> Reply:
+        self._bucket(repo_id)
+        return json_reply({"casUrl": f"local://{self._xet.name}", "exp": int(time.time()) + 3600, "accessToken": "any"})
+
+    @route("POST", rf"/api/buckets/{REPO}/batch")
+    def _batch(self, request: Request, repo_id: str) -> Reply:
+        files, stored = self._bucket(repo_id), xet_sizes(Path(self._xet.name))
+        for operation in map(json.loads, request.body.splitlines()):
+            path = operation["path"]
+            if operation["type"] == "addFile" and operation["xetHash"] in stored:
+                files[path] = operation["xetHash"]
+            elif operation["type"] == "deleteFile" and path in files:
+                del files[path]
+            else:
+                raise HubError(400, f"Cannot apply {operation['type']} to {path}")
+        return json_reply({"success": True, "failed": []})
+
+    @route("POST", rf"/api/buckets/{REPO}/paths-info")
+    def _paths_info(self, request: Request, repo_id: str) -> Reply:
+        files, stored = self._bucket(repo_id), xet_sizes(Path(self._xet.name))
+        paths = [path for path in request.json["paths"] if path in files]
+        return json_reply([{"type": "file", "path": p, "size": stored[files[p]], "xetHash": files[p]} for p in paths])
+
+    @route("HEAD", rf"/buckets/{REPO}/resolve/(?P<path>.+)")
+    def _resolve_in_bucket(self, request: Request, repo_id: str, path: str) -> Reply:
+        route = f"{self.endpoint}/api/buckets/{repo_id}/xet-read-token"
+        file = self._bucket(repo_id)[path]
+        size = str(xet_sizes(Path(self._xet.name))[file])
+        return 200, {"X-Xet-Hash": file, "X-Xet-Refresh-Route": route, "X-Linked-Size": size}, b""
+
+
+def xet_sizes(folder: Path) -> dict[str, int]:
+    """Returns the sizes of the files that hf_xet has stored in a folder, by hash, from the binary tables that it writes there:
+    a header, then for each file its hash, flags and number of segments, and the segments."""
+    sizes = {}
+    for path in folder.rglob("*.mdb"):
+        table, at = path.read_bytes(), 48
+        while table[at : at + 32] != b"\xff" * 32:
+            *words, flags, count = struct.unpack_from("<4QII", table, at)
+            segments = range(at + 48, at + 48 + 48 * count, 48)
+            sizes["".join(f"{word:016x}" for word in words)] = sum(
+                struct.unpack_from("<I", table, segment + 36)[0] for segment in segments
+            )
+            at += 48 + 48 * (count * (1 + (flags >> 31)) + (flags >> 30 & 1))
+    return sizes
 
 
 if __name__ == "__main__":

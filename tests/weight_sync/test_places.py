@@ -26,14 +26,15 @@ import json, sys
 sys.path.insert(0, sys.argv[1])
 from tiny_runs import same, weights, zeros
 from hf_ext.weight_sync import Publisher, Subscriber
-tensors, subscriber, found = zeros(), Subscriber("hf://user/run"), []
+place = sys.argv[2]
+tensors, subscriber, found = zeros(), Subscriber(place), []
 assert subscriber.steps() == []
-with Publisher("hf://user/run", anchor_every=2, keep_anchors=1) as run:
+with Publisher(place, anchor_every=2, keep_anchors=1) as run:
     for step in range(4):
         run.publish(weights(step), step)
         run.wait()
         found.append([subscriber.update(tensors), same(tensors, weights(step))])
-late = Subscriber("hf://user/run")
+late = Subscriber(place)
 late.update(step=3)
 print(json.dumps({"found": found, "late": same(late.tensors, weights(3)), "steps": late.steps()}))
 """
@@ -41,7 +42,9 @@ print(json.dumps({"found": found, "late": same(late.tensors, weights(3)), "steps
 
 def test_a_repository_on_the_hub_is_a_place(tmp_path: Path):
     with LocalHub() as hub:
-        done = python("-c", FOLLOW, Path(__file__).parent, env=hub.client_env(tmp_path), cwd=tmp_path, hosts=False)
+        done = python(
+            "-c", FOLLOW, Path(__file__).parent, "hf://user/run", env=hub.client_env(tmp_path), cwd=tmp_path, hosts=False
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         report = json.loads(done.stdout.splitlines()[-1])
         assert report == {"found": [[step, True] for step in range(4)], "late": True, "steps": [2, 3]}
@@ -49,6 +52,22 @@ def test_a_repository_on_the_hub_is_a_place(tmp_path: Path):
         weights_there = [name for name in repo.at("main").files if name.endswith(".safetensors")]
         assert len(weights_there) == 3  # two steps and an anchor; the others are removed
         assert sum("Publish" in commit.summary for commit in repo.commits.values()) == 4  # a step is one commit
+
+
+def test_a_bucket_on_the_hub_is_a_place(tmp_path: Path):
+    pytest.importorskip("hf_xet")
+    with LocalHub() as hub:
+        files = hub.buckets["user/run"] = {}
+        env = hub.client_env(tmp_path, HF_HUB_DISABLE_XET="0")
+        for run in ("hf://buckets/user/run", "hf://buckets/user/missing"):
+            done = python("-c", FOLLOW, Path(__file__).parent, run, env=env, cwd=tmp_path, timeout=100, hosts=False)
+            if run.endswith("missing"):
+                assert "OSError: Access to hf://buckets/user/missing failed" in done.stderr
+                continue
+            assert done.returncode == 0, done.stderr[-3000:]
+            report = json.loads(done.stdout.splitlines()[-1])
+            assert report == {"found": [[step, True] for step in range(4)], "late": True, "steps": [2, 3]}
+        assert len(files) == 4  # two steps, an anchor, the index
 
 
 UNREACHABLE = """
