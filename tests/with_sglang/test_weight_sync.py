@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,14 +46,18 @@ def server(run: Path) -> Iterator[RunningSGLang]:
         server.stop()
 
 
-@pytest.fixture(scope="module")
-def expected(run: Path, server: RunningSGLang) -> list[tuple[dict[str, str], str]]:
+def states_of(run: Path, server: RunningSGLang) -> list:
     """The weights and the answer of each step, loaded from its plain model."""
     states = []
     for step in range(STEPS):
         assert server.switch(run / str(step))[0] == 200
         states.append(server.state())
     return states
+
+
+@pytest.fixture(scope="module")
+def expected(run: Path, server: RunningSGLang) -> list:
+    return states_of(run, server)
 
 
 def test_each_step_gives_the_weights_of_its_plain_model(run, server, expected):
@@ -69,6 +74,20 @@ def test_a_step_that_is_not_there_leaves_the_weights(run, server, expected):
     with pytest.raises(CheckpointError, match="Step 9 is not"):
         follower.update(9)
     assert server.state() == expected[1] and follower.has(1)
+
+
+@pytest.mark.skipif(os.cpu_count() == 1, reason="each worker needs a core")
+def test_two_servers_one_of_two_workers_follow_one_folder(run, server, expected):
+    other = RunningSGLang(run / "served", run / "other.log", plugins="none", workers=2)
+    try:
+        other.wait()
+        states = states_of(run, other)
+        assert len(states[0][0]) == 2 and states[0][0] != states[1][0]
+        servers = ["--checkpoint", str(run / "served"), "--server", server.url, other.url]
+        assert main(["follow", str(run / "run"), *servers, "--stop-at-step", "2"]) == 0
+        assert (server.state(), other.state()) == (expected[2], states[2])
+    finally:
+        other.stop()
 
 
 def test_the_command_reaches_the_last_step_past_a_damaged_one(run, server, expected):
