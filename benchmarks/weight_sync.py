@@ -19,9 +19,9 @@ with each of these methods. Each receiver must end up with the same bits.
 - gaps + XOR, zstd -1: the same, with old values XOR new ones. The default of NeMo RL (weight_transfer_sparse_codec.py).
 - full: all weights, as prime-rl, AReaL, TRL and vLLM's other backends send them.
 
-The sources are of August 2026. Their formats are written here with NumPy; their own code does not run. Times are CPU seconds on
-one thread, so that other processes hardly matter. Ours includes checksums of the payload and of the weights. slime, SkyRL and
-grail compute checksums too; their times here are without.
+The sources are of August 2026. Their formats are written here with NumPy; other_codecs.py runs their own code. Times are CPU
+seconds on one thread, so that other processes hardly matter. Ours includes checksums of the payload and of the weights. slime,
+SkyRL and grail compute checksums too; their times here are without.
 
 The section ``folder`` sends the first steps of both trainings, as many as ``--runs`` says, through a folder: with a `Publisher`
 and a `Subscriber`, and as a file of all weights.
