@@ -9,6 +9,8 @@ contains the result of each stage, so a killed run resumes. Seconds are CPU seco
   gate       accuracy of both bases (the likeliest of the six words) and of LoRAs that learn from the real data
   transfer   the discriminator, the inputs that the target model writes, and LoRAs of the target that learn from them: filtered
              by the discriminator, by token excess or not at all; and from the five seeds alone
+  extracted  a full fine-tune of the source model and the LoRA that is extracted from it: their accuracy, and LoRAs of the
+             target that learn from them on the inputs that the discriminator keeps, beside the source's trained LoRA
   step       one training step with the logits of all positions, and with those of the answers alone
 """
 
@@ -23,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measuring import print_table, run_sections
+from measuring import print_table, run_sections, size_of
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
@@ -32,7 +34,7 @@ from transformers.utils import logging
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from run_trans_lora import TEMPLATE, accuracy  # noqa: E402
 
-from hf_ext import TransLoraConfig, TransLoraTrainer, trans_lora  # noqa: E402
+from hf_ext import TransLoraConfig, TransLoraTrainer, fm_delta, trans_lora  # noqa: E402
 from hf_ext.trans_lora.encoding import Encoder  # noqa: E402
 from hf_ext.trans_lora.generation import ModelGenerator  # noqa: E402
 from hf_ext.trans_lora.scoring import answer_log_probs  # noqa: E402
@@ -93,12 +95,16 @@ def learned(args: argparse.Namespace, name: str, data: Pairs, folder: str) -> tu
         return PeftModel.from_pretrained(model, args.out / folder), tokenizer
     set_seed(0)
     model = get_peft_model(model, lora(model))
-    encoder = Encoder(tokenizer, model, TEMPLATE)
-    samples = encoder.samples([encoder.prompt(text) for text, _ in data], [answer for _, answer in data])
-    training = TrainingArguments(str(args.out / folder), remove_unused_columns=False, label_names=["labels"], **recipe(args))
-    AnswerTrainer(model, training, encoder.batch, samples, processing_class=tokenizer).train()
+    train(model, tokenizer, data, args.out / folder, recipe(args))
     model.save_pretrained(args.out / folder)
     return model.eval(), tokenizer
+
+
+def train(model: nn.Module, tokenizer: PreTrainedTokenizerBase, data: Pairs, folder: Path, options: dict) -> None:
+    encoder = Encoder(tokenizer, model, TEMPLATE)
+    samples = encoder.samples([encoder.prompt(text) for text, _ in data], [answer for _, answer in data])
+    training = TrainingArguments(str(folder), remove_unused_columns=False, label_names=["labels"], **options)
+    AnswerTrainer(model, training, encoder.batch, samples, processing_class=tokenizer).train()
 
 
 def answers(model: nn.Module, tokenizer: PreTrainedTokenizerBase, test: Pairs) -> list[str]:
@@ -139,7 +145,7 @@ class Stages:
 def gate(args: argparse.Namespace) -> dict:
     stages, (real, test) = Stages(args.out / "gate.json"), task_data(args)
 
-    def train(name: str, folder: str) -> None:
+    def train_it(name: str, folder: str) -> None:
         learned(args, name, real, folder)
 
     def test_it(name: str, folder: str) -> float:
@@ -148,7 +154,7 @@ def gate(args: argparse.Namespace) -> dict:
     majority = Counter(answer for _, answer in test).most_common(1)[0][1] / len(test)
     rows = [["always the commonest type", f"{100 * majority:.1f}", ""]]
     for what, name in (("source", args.source), ("target", args.target)):
-        stages(f"training of the {what}'s LoRA", train, name, f"{what}-real")
+        stages(f"training of the {what}'s LoRA", train_it, name, f"{what}-real")
         value = stages(f"{what} model with its LoRA", test_it, name, f"{what}-real")
         base = stages(f"{what} model alone", lambda name: preference(*load(name), test), name)
         seconds = stages.results[f"training of the {what}'s LoRA"]["seconds"]
@@ -188,7 +194,7 @@ class Students:
         discriminator.save_pretrained(self.args.out / "discriminator")
         return discriminator.metrics
 
-    def trainer(self, name: str, inputs: dict[str, str] | None = None, **options) -> TransLoraTrainer:
+    def trainer(self, name: str, inputs: dict[str, str] | list[str] | None = None, **options) -> TransLoraTrainer:
         model, tokenizer = load(self.args.target)
         teacher, teacher_tokenizer = self.teacher
         return TransLoraTrainer(
@@ -221,8 +227,8 @@ class Students:
             "seeds alone": dict(zip(self.examples, examples)),
         }
 
-    def learn(self, name: str, data: dict[str, str]) -> list[str]:
-        """Returns the answers to the test of a student that learned from this data."""
+    def learn(self, name: str, data: dict[str, str] | list[str]) -> list[str]:
+        """Returns the answers to the test of a student that learned from these inputs with labels, or the teacher's labels."""
         steps = max(20, 5 * len(data) // 16)  # five epochs, but of five seeds more
         trainer = self.trainer(f"trained on {name}".replace(" ", "-"), data, max_steps=steps)
         trainer.train()
@@ -263,6 +269,44 @@ def write_inputs(writer: TransLoraTrainer, test: Pairs) -> dict:
         "kept": random.Random(0).sample(kept, 10),
         "dropped by the discriminator": [candidate.input for candidate in candidates if candidate.reason == "filter"][:10],
     }
+
+
+def extracted(args: argparse.Namespace) -> dict:
+    return {seed: from_full(args, seed) for seed in args.seeds}
+
+
+def from_full(args: argparse.Namespace, seed: int) -> dict:
+    """Fine-tunes the whole source model, extracts a LoRA, and prints how accurate these teachers and their students are."""
+    run, sources = Students(args, seed), Stages(args.out / "extracted.json")
+    full, folder = args.out / "source-full", args.out / "source-extracted"
+    run.stages("writing and filtering", lambda: write_inputs(run.trainer("discriminator"), run.test))
+    kept = [candidate.input for candidate in run.trainer("discriminator").synthesize() if candidate.kept]
+    sources("full fine-tune", fine_tune, args, run.real)
+    error = sources("extraction", lambda: fm_delta.extract_lora(full, args.source, folder, rank=args.rank).error)
+    base, tokenizer = load(args.source)
+    teachers = {
+        "trained LoRA": (args.out / "source-real", run.teacher),
+        "extracted LoRA": (folder, (PeftModel.from_pretrained(base, folder).eval(), tokenizer)),
+        "full fine-tune": (full, load(str(full))),
+    }
+    rows, right = [], [answer for _, answer in run.test]
+    for name, (path, teacher) in teachers.items():
+        run.teacher = teacher
+        taught = sources(f"{name}: answers to the test", answers, *teacher, run.test)
+        student = run.stages(f"learned from: {name}", run.learn, name, kept)
+        size = size_of(path, "*model.safetensors") / 1e6
+        rows += [[name, f"{size:.1f}", alike(taught, right), alike(student, right), alike(student, taught)]]
+    title = f"seed {seed}, {len(kept)} inputs: %; the extracted LoRA leaves {error:.0%} of the change"
+    print_table(title, ["teacher", "MB", "accuracy", "its student's accuracy", "agreement"], rows)
+    return sources.results | run.stages.results
+
+
+def fine_tune(args: argparse.Namespace, data: Pairs) -> None:
+    """Saves a full fine-tune of the source model in OUT. It trains in float32, as the LoRAs do, and is saved in bf16."""
+    model, tokenizer = load(args.source)
+    train(model, tokenizer, data, args.out / "full-run", recipe(args) | {"learning_rate": args.full_learning_rate})
+    model.bfloat16().save_pretrained(args.out / "source-full")
+    tokenizer.save_pretrained(args.out / "source-full")
 
 
 def step(args: argparse.Namespace) -> dict:
@@ -306,6 +350,8 @@ if __name__ == "__main__":
     parser.add_argument("--num_samples", type=int, default=90, help="synthetic inputs to keep and learn from")
     parser.add_argument("--longest", type=int, default=10, help="words of a question")
     parser.add_argument("--steps", type=int, default=60, help="steps of the training on real data, and of the discriminator's")
+    parser.add_argument("--rank", type=int, default=32, help="rank of the LoRA that is extracted from the full fine-tune")
+    parser.add_argument("--full_learning_rate", type=float, default=1e-4, help="learning rate of the full fine-tune")
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    run_sections(parser, {"gate": gate, "transfer": transfer, "step": step})
+    run_sections(parser, {"gate": gate, "transfer": transfer, "extracted": extracted, "step": step})
