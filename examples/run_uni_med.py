@@ -5,7 +5,7 @@
     python examples/run_uni_med.py --data BCCD_Dataset/BCCD --pubmedqa pubmedqa/data
     python examples/run_uni_med.py --data … --pubmedqa … --connectors moe_mlp mlp wide_mlp --seeds 0 1 2
     python examples/run_uni_med.py --data … --pubmedqa … --tower scratch --text scratch --max_steps 900 --warmup_steps 30 \\
-        --learning_rate 1e-3 --per_device_train_batch_size 32 --gradient_samples 128      # 5 M parameters, in minutes
+        --per_device_train_batch_size 32 --gradient_samples 128                           # 5 M parameters, in minutes
 
 --data is a VOC folder (Annotations, ImageSets, JPEGImages). --pubmedqa is a folder with ori_pqal.json and
 test_ground_truth.json. The tower is frozen. The connector is trained, and a LoRA of the language model (or all of it, if it
@@ -86,20 +86,20 @@ class Arguments:
         default=0, metadata={"help": "Training images to hold back; prints their loss in place of a test, to choose a rate."}
     )
     test_samples: int | None = field(default=None, metadata={"help": "Test samples of each task at most; None for all."})
-    gradient_samples: int = field(default=16, metadata={"help": "Samples of each task to compare the gradients on."})
+    gradient_samples: int = field(default=8, metadata={"help": "Samples of each task to compare the gradients on."})
 
 
 @dataclass
 class Training(TrainingArguments):
     output_dir: str = field(default="uni-med-out", metadata={"help": "Folder for the parts, the models and pictures."})
-    max_steps: int = field(default=150, metadata={"help": "Steps of each run."})
-    learning_rate: float = field(default=3e-3, metadata={"help": "The initial learning rate."})
+    max_steps: int = field(default=1500, metadata={"help": "Steps of each run."})
+    learning_rate: float = field(default=1e-3, metadata={"help": "The initial learning rate."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule of the learning rate."})
-    warmup_steps: float = field(default=15, metadata={"help": "Steps of its warm-up."})
-    per_device_train_batch_size: int = field(default=8, metadata={"help": "Batch size."})
+    warmup_steps: float = field(default=50, metadata={"help": "Steps of its warm-up."})
+    per_device_train_batch_size: int = field(default=4, metadata={"help": "Batch size."})
     per_device_eval_batch_size: int = field(default=32, metadata={"help": "Batch size of the test."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "Not used here."})
-    logging_steps: float = field(default=25, metadata={"help": "Steps between reports of the loss."})
+    logging_steps: float = field(default=50, metadata={"help": "Steps between reports of the loss."})
     save_strategy: str = field(default="no", metadata={"help": "When to save a checkpoint while training."})
     report_to: str = field(default="none", metadata={"help": "Where to log."})
     dataloader_pin_memory: bool = field(default=False, metadata={"help": "For GPUs."})
