@@ -96,13 +96,16 @@ CHARTS = {
     "uni_med_tasks": Chart(
         "uni_med.md",
         {
-            "Uni-Med": "Uni-Med",
-            "best constant answer": "Best constant\nanswer",
-            "with images of other samples": "With images of\nother samples",
+            "REC IoU": "White cell's box, IoU",
+            "REG": "What is in a box",
+            "count": "Number of white cells",
+            "BLEU-1": "Report, BLEU-1",
+            "place": "Place in the report",
+            "cell": "Kind of a cell",
         },
         "score, 0 to 1",
         shared=True,
-        ours="Uni-Med",
+        ours="CMoE, soft router",
     ),
     "uni_med_mixture": Chart(
         "uni_med_cmoe.md",
