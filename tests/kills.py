@@ -90,7 +90,7 @@ def killed(folder: Path, start: Path | None, work: Callable[[], object], stride:
         if code == 0 and not (fail and re.match(f"CheckpointError: .*{re.escape(str(folder))}", answer)):
             assert step > 10 and not re.match(r"\w+Error:|no answer|$", answer), answer
             return
-        assert fail or code == -signal.SIGKILL
+        assert fail or code == -signal.SIGKILL, (step, code, answer)
         yield step
     raise AssertionError("the work takes more steps than expected")
 
