@@ -28,7 +28,7 @@ from hf_ext.emr.recipe import RECIPE
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError
 from hf_ext.storage.atomic import write_json
 from hf_ext.storage.config_file import CONFIG, read_config, storage_settings
-from hf_ext.storage.hub import HUB, Hub, first_line, snapshot_of
+from hf_ext.storage.hub import HUB, Hub, first_line, repository_of, snapshot_of
 from hf_ext.storage.layout import INDEX, select_weights
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.open import OF_TASK, open_delta
@@ -304,7 +304,7 @@ def open_merge(folder: Path, base: str | os.PathLike | None = None, revision: st
     wanted = [folder / task_folder(str(task)) / name for task in tasks for name in (FILE, CONFIG)]
     snapshot = snapshot_of(folder)
     if snapshot is not None and not all(path.exists() for path in wanted):
-        repository = snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
+        repository = repository_of(snapshot)
         failure, reason = None, ""
         try:
             settings = hub._replace(cache_dir=snapshot.parents[2])._asdict()

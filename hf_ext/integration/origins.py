@@ -14,7 +14,7 @@ from typing import Any
 from hf_ext.errors import CorruptFileError
 from hf_ext.integration.card_marks import metadata_of
 from hf_ext.storage.config_file import CONFIG, read_config
-from hf_ext.storage.hub import hub_id, snapshot_of
+from hf_ext.storage.hub import hub_id, repository_of, snapshot_of
 
 UNSAFE = re.compile(r"[^\w.+=@#() -]")  # in a name that a card shows
 LICENSE = ("license", "license_name", "license_link")
@@ -42,7 +42,7 @@ def origin_of(name: str | os.PathLike | None) -> str | None:
     if not name or not os.path.isdir(name):
         return hub_id(name)
     if snapshot := snapshot_of(Path(name).absolute()):
-        return snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
+        return repository_of(snapshot)
     try:
         loaded_from = read_config(Path(name, CONFIG)).get("_name_or_path")
     except CorruptFileError:

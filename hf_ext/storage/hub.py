@@ -170,6 +170,11 @@ def snapshot_of(folder: Path) -> Path | None:
     return next((path for path in (folder, *folder.parents) if path.match("models--*/snapshots/*")), None)
 
 
+def repository_of(snapshot: Path) -> str:
+    """Returns the Hub id of the repository that a snapshot in the Hub's cache is of."""
+    return snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
+
+
 def first_line(error: Exception) -> str:
     """Returns an error's first line; huggingface_hub writes several."""
     return str(error).strip().split("\n")[0]

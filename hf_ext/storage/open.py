@@ -15,7 +15,7 @@ from hf_ext.storage.config_file import storage_settings
 from hf_ext.storage.delta.file import KEY, BaseInfo, CompressedFile, check_shards, require_one_save
 from hf_ext.storage.delta.lora import LORA
 from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, DeltaCheckpoint, LazyDeltaCheckpoint
-from hf_ext.storage.hub import HUB, Hub, absolute, reaching, snapshot_of
+from hf_ext.storage.hub import HUB, Hub, absolute, reaching, repository_of, snapshot_of
 from hf_ext.storage.layout import ADAPTER, all_weights, no_weights, shard_sets, weights_or_adapter
 from hf_ext.storage.source import NoBase, TensorSource
 
@@ -187,7 +187,7 @@ def _download_lora(files: Sequence[CompressedFile], hub: Hub) -> None:
     path = files[0].path.parent / LORA / ADAPTER
     snapshot = snapshot_of(path.parent)
     if snapshot is not None and any(file.lora_parts for file in files) and not path.exists():
-        name = snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
+        name = repository_of(snapshot)
         with reaching(name, snapshot.name):
             hub = hub._replace(cache_dir=snapshot.parents[2])
             hub.download(name, path.relative_to(snapshot).as_posix(), snapshot.name)
