@@ -281,8 +281,8 @@ On held-out images of BCCD and held-out questions of PubMedQA:
 {"".join(f"{chr(10)}![{Path(picture).stem}]({picture}){chr(10)}" for picture in pictures)}
 ## What not to use it for
 
-It was trained on 292 blood smears of one laboratory, to show a method. Do not use it to count or to classify cells of patients,
-nor for any other decision about people.
+It was trained on few images of one laboratory, to show a method. Do not use it to count or to classify cells of patients, nor
+for any other decision about people.
 """
     card.save(folder / "README.md")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 import transformers
 from peft import LoraConfig, TaskType, inject_adapter_in_model
-from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -141,6 +140,8 @@ class LoraLayers:
     def places(self, config: LoraConfig) -> dict[str, str]:
         """Returns the modules that hold the LoRA of each parameter of experts in PEFT's model. Where a module has several
         parameters, PEFT nests them."""
+        from peft.tuners.lora.layer import ParamWrapper  # here, so that models without experts do not depend on it
+
         model = inject_adapter_in_model(config, deepcopy(self.model))
         wrappers = {name: module for name, module in model.named_modules() if isinstance(module, ParamWrapper)}
         return {f"{name.replace('.base_layer', '')}.{module.parameter_name}": name for name, module in wrappers.items()}

@@ -49,7 +49,9 @@ def test_a_folder_is_the_fine_tune_and_its_lora(tmp_path, name, dtype):
     fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora", rank=4)
     adapters = [load_file(folder / "adapter_model.safetensors") for folder in (small / "lora", tmp_path / "lora")]
     assert adapters[0].keys() == {key for key in adapters[1] if "experts" not in key}
-    assert all(torch.equal(tensor, adapters[1][key]) for key, tensor in adapters[0].items())
+    for key in (key for key in adapters[0] if key.endswith("lora_A.weight")):
+        products = [(lora[key.replace("lora_A", "lora_B")].float() @ lora[key].float()) for lora in adapters]
+        torch.testing.assert_close(*products, rtol=0, atol=0.02 * products[1].abs().max().item())
     PeftModel.from_pretrained(base, small / "lora")
     fm_delta.decompress_checkpoint(small, tmp_path / "restored")
     assert contents(tmp_path / "restored") == contents(tmp_path / "tuned")
