@@ -13,6 +13,7 @@ import xxhash
 
 from hf_ext.errors import BaseModelError, CorruptFileError, MissingDependencyError
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
+from hf_ext.storage.delta.byte_values import changed_bytes, decode_bytes, encode_bytes
 from hf_ext.storage.delta.narrow import decode_mixed, encode_mixed, narrow_rows
 from hf_ext.storage.delta.payload import (
     BYTES,
@@ -40,7 +41,6 @@ from hf_ext.storage.safetensors_file import ITEMSIZE, RawTensor
 if TYPE_CHECKING:
     import torch
 
-BYTE_SHIFTS = {"F8_E4M3": 4, "F8_E5M2": 5}  # that move the exponents of 8-bit floats to where BF16 has them
 FEW_BYTES = 1 / 8  # share of a tensor's bytes that a list of few changed ones may take; deflating would not make less
 DEFLATE_AT_ONCE = 1 << 22  # bytes that are deflated between two calls of `check_awaited`
 
@@ -164,7 +164,7 @@ def _decode(body: np.ndarray, base: RawTensor | None, header: Header, threads: i
                 if header.base_values and base is not None:
                     data += base.data[: data.size]
             elif header.mode == BYTES:
-                data = _decode_bytes(body, header, base, threads)
+                data = decode_bytes(body, header, base, threads)
             else:
                 data = fresh_memory(header.size) if out is None else out
                 _decode_floats(body, header, base, data, threads)
@@ -261,17 +261,10 @@ def _apply_bytes(
     body: np.ndarray, header: Header, tensor: RawTensor, row_bytes: int, threads: int
 ) -> tuple[np.ndarray, Callable[[], object]]:
     """Applies a body of the mode BYTES. Returns as `_apply`."""
-    base = _widened(tensor)
     try:
-        listed = _native.list_changes(body, base, FLOATS["BF16"], row_length((*header.shape, ITEMSIZE[header.dtype])), threads)
+        places, values = changed_bytes(body, header, tensor, threads)
     except ValueError as error:
         raise _another_base(header) from error
-    if listed is None:
-        new = _decode(body, tensor, header, threads, None).data
-        places = np.flatnonzero(new != tensor.data)
-        values = new[places]
-    else:
-        places, values = np.frombuffer(listed[0], np.uint32), _narrowed(np.frombuffer(listed[1], np.uint16), header.dtype)
     restore = partial(tensor.data.__setitem__, places, tensor.data[places])
     try:
         tensor.data[places] = values
@@ -454,8 +447,7 @@ def _encode(tensor: RawTensor, base: RawTensor | None, threads: int, level: int)
     elif tensor.dtype in ITEMSIZE and tensor.data.size:
         twin = base if base is not None and (base.dtype, base.shape) == (tensor.dtype, tensor.shape) else None
         if twin:
-            length = row_length((*tensor.shape, ITEMSIZE[tensor.dtype]))
-            candidate = _native.encode(_widened(tensor), _widened(twin), FLOATS["BF16"], length, tensor.data.size, threads)
+            candidate = encode_bytes(tensor, twin, threads)
             if len(candidate) < len(body):
                 mode, base_values, body = BYTES, math.prod(tensor.shape), memoryview(candidate)
             if len(candidate) < FEW_BYTES * tensor.data.size:
@@ -508,28 +500,6 @@ def _decode_floats(body: np.ndarray, header: Header, base: RawTensor | None, dat
     _native.decode(body, (coded, prediction, FLOATS[coded_dtype], length, header.base_values, threads))
     if header.narrow:
         _native.cast(coded, FLOATS[coded_dtype], data, FLOATS[header.dtype])
-
-
-def _decode_bytes(body: np.ndarray, header: Header, base: RawTensor | None, threads: int) -> np.ndarray:
-    """Returns the bytes that a body of the mode BYTES holds."""
-    prediction = None if base is None else _widened(base)
-    wide = np.empty(header.size, np.uint16)
-    length = row_length((*header.shape, ITEMSIZE[header.dtype]))
-    _native.decode(body, (wide, prediction, FLOATS["BF16"], length, header.size, threads))
-    return _narrowed(wide, header.dtype)
-
-
-def _widened(tensor: RawTensor) -> np.ndarray:
-    """Returns the bytes of a tensor as 16-bit numbers: 8-bit floats in the order and with the exponents of BF16."""
-    wide = np.empty(tensor.data.size, np.uint16)
-    _native.widen(tensor.data, BYTE_SHIFTS.get(tensor.dtype, 0), wide)
-    return wide
-
-
-def _narrowed(wide: np.ndarray, dtype: str) -> np.ndarray:
-    """Returns the bytes that `_widened` made 16-bit numbers of."""
-    shift = BYTE_SHIFTS.get(dtype)
-    return (wide >> 8 & 0x80 | wide >> shift & 0x7F if shift else wide).astype(np.uint8)
 
 
 def _changes(
