@@ -4,6 +4,8 @@ import gc
 import os
 from tempfile import TemporaryDirectory
 
+import processes  # noqa: F401  # makes forks safe
+
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 

@@ -38,6 +38,16 @@ _SETTINGS = ("HF_", "HUGGING", "TRANSFORMERS_")
 _AT_CALLS = ("HF_HOME", "HF_TOKEN")  # the token is read in each call; the folder of the parent's HF_HOME is a link
 
 
+def _renew_threads() -> None:
+    """Lets PyTorch make its pool of threads anew. In a fork it does so at the pool's first use, which fails, or never ends, if
+    two threads are the first."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(torch.get_num_threads())
+
+
+os.register_at_fork(after_in_child=_renew_threads)
+
+
 def python(
     *arguments: object,
     cwd: str | os.PathLike = ".",
