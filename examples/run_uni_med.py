@@ -23,6 +23,7 @@ import random
 import re
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,6 +80,9 @@ class Arguments:
         metadata={"help": "linear, mlp, moe_linear, moe_mlp, or wide_mlp: an MLP with as many parameters as moe_mlp."},
     )
     routers: list[str] = field(default_factory=lambda: ["soft"], metadata={"help": "soft, hard, constant, sparse"})
+    router_learning_rate: float = field(
+        default=1e-5, metadata={"help": "The router's own rate: its wide layers saturate at the rate of the other parts."}
+    )
     seeds: list[int] = field(default_factory=lambda: [0], metadata={"help": "A run of each connector for each seed."})
     vision_steps: int = field(default=850, metadata={"help": "Steps of the training of a vision tower from scratch."})
     views: int = field(default=18, metadata={"help": "Random views of each training image for each task."})
@@ -92,7 +96,7 @@ class Arguments:
 @dataclass
 class Training(TrainingArguments):
     output_dir: str = field(default="uni-med-out", metadata={"help": "Folder for the parts, the models and pictures."})
-    max_steps: int = field(default=1500, metadata={"help": "Steps of each run."})
+    max_steps: int = field(default=1000, metadata={"help": "Steps of each run."})
     learning_rate: float = field(default=1e-3, metadata={"help": "The initial learning rate."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule of the learning rate."})
     warmup_steps: float = field(default=50, metadata={"help": "Steps of its warm-up."})
@@ -229,6 +233,15 @@ def build(vision: str | Path, text: str | Path, options: dict, seed: int, whole:
     return get_peft_model(model, config)
 
 
+def optimizer_for(model: nn.Module, learning_rate: float, router_learning_rate: float) -> torch.optim.Optimizer:
+    """Returns an optimizer that trains the router at a rate of its own."""
+    groups = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups[router_learning_rate if ".router." in name else learning_rate].append(parameter)
+    return torch.optim.AdamW([{"params": group, "lr": rate} for rate, group in groups.items()], weight_decay=0)
+
+
 def loss_of(model: nn.Module, collate: uni_med.UniMedCollator, data: dict[str, Dataset], size: int) -> float:
     """Returns the mean over the tasks of the loss of an answer's token."""
     losses = []
@@ -355,7 +368,10 @@ class Runs:
         arguments = copy.copy(self.training)
         arguments.seed, arguments.output_dir = seed, str(folder)
         pull = uni_med.InterferenceCallback(batches, every=max(arguments.max_steps // 3, 1))
-        trainer = Trainer(model, arguments, collate, self.mixed, processing_class=processor, callbacks=[pull])
+        optimizer = optimizer_for(model, arguments.learning_rate, self.args.router_learning_rate)
+        trainer = Trainer(
+            model, arguments, collate, self.mixed, processing_class=processor, callbacks=[pull], optimizers=(optimizer, None)
+        )
         if not self.validation and self.training.should_save:
             print(
                 f"{name}, seed {seed}: an untrained connector says {ask(self.image, inner, processor=processor)}.", flush=True
