@@ -264,7 +264,7 @@ def write_inputs(writer: TransLoraTrainer, test: Pairs) -> dict:
     return {
         "counts": counts(candidates),
         "tokens": sum(writer.encoder.lengths([candidate.input for candidate in candidates])),
-        "end with a question mark": sum(text.endswith("?") for text in kept) / max(len(kept), 1),
+        "end with a question mark": sum(text.endswith("?") for text in kept) / len(kept),
         "test items": sum(text in dict(test) for text in kept),
         "kept": random.Random(0).sample(kept, min(10, len(kept))),
         "dropped by the discriminator": [candidate.input for candidate in candidates if candidate.reason == "filter"][:10],

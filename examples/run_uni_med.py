@@ -23,7 +23,6 @@ import random
 import re
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -233,13 +232,20 @@ def build(vision: str | Path, text: str | Path, options: dict, seed: int, whole:
     return get_peft_model(model, config)
 
 
-def optimizer_for(model: nn.Module, learning_rate: float, router_learning_rate: float) -> torch.optim.Optimizer:
-    """Returns an optimizer that trains the router at a rate of its own."""
-    groups = defaultdict(list)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            groups[router_learning_rate if ".router." in name else learning_rate].append(parameter)
-    return torch.optim.AdamW([{"params": group, "lr": rate} for rate, group in groups.items()], weight_decay=0)
+class UniMedTrainer(Trainer):
+    """A Trainer with a learning rate of the router's own."""
+
+    router_learning_rate: float
+
+    def create_optimizer(self, *args) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(*args)
+        router = {parameter for name, parameter in self.model.named_parameters() if ".router." in name}
+        for group in [*optimizer.param_groups]:
+            slow = [parameter for parameter in group["params"] if parameter in router]
+            if slow:
+                group["params"] = [parameter for parameter in group["params"] if parameter not in router]
+                optimizer.add_param_group({**group, "params": slow, "lr": self.router_learning_rate})
+        return optimizer
 
 
 def loss_of(model: nn.Module, collate: uni_med.UniMedCollator, data: dict[str, Dataset], size: int) -> float:
@@ -368,10 +374,8 @@ class Runs:
         arguments = copy.copy(self.training)
         arguments.seed, arguments.output_dir = seed, str(folder)
         pull = uni_med.InterferenceCallback(batches, every=max(arguments.max_steps // 3, 1))
-        optimizer = optimizer_for(model, arguments.learning_rate, self.args.router_learning_rate)
-        trainer = Trainer(
-            model, arguments, collate, self.mixed, processing_class=processor, callbacks=[pull], optimizers=(optimizer, None)
-        )
+        trainer = UniMedTrainer(model, arguments, collate, self.mixed, processing_class=processor, callbacks=[pull])
+        trainer.router_learning_rate = self.args.router_learning_rate
         if not self.validation and self.training.should_save:
             print(
                 f"{name}, seed {seed}: an untrained connector says {ask(self.image, inner, processor=processor)}.", flush=True
