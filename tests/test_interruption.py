@@ -1,7 +1,6 @@
 """Long work ends soon after Ctrl-C or after its Prefetcher is closed, also in the middle of a tensor."""
 
 import signal
-import time
 from concurrent.futures import CancelledError, Future
 
 import numpy as np
@@ -13,7 +12,7 @@ from hf_ext.storage.delta.codec import encode
 from hf_ext.storage.native import FLOATS, _native, cast
 from hf_ext.storage.prefetch import Prefetcher, check_awaited
 
-VALUES, ROW = 1 << 25, 4096  # take far longer than the tenth of a second between two checks
+VALUES, ROW = 1 << 26, 4096  # take far longer than the tenth of a second between two checks
 BF16 = FLOATS["BF16"]
 
 
@@ -70,10 +69,8 @@ def test_a_check_that_raises_ends_encoding_decoding_and_electing(base, tensor, b
 def test_no_check_ends_a_switch_of_tasks_in_memory(base, slowest):
     live = base.copy()
     _native.check_with(enough)
-    targets = ((BF16, base, base, None, 1.0, None, 1.0, live),) * 50
-    start = time.perf_counter()
+    targets = ((BF16, base, base, None, 1.0, None, 1.0, live),) * 100
     assert _native.retarget(targets) == len(targets)
-    assert time.perf_counter() - start > 0.2
 
 
 def test_a_signal_reaches_the_main_thread_while_it_decodes(base, body, slowest):
