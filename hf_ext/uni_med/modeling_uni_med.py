@@ -286,7 +286,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
             images = self.get_image_features(pixel_values, image_tasks, interpolate_pos_encoding, return_dict=True)
         if input_ids is not None:
             started = cache is not None and cache.get_seq_length() > 0
-            inputs_embeds = self._embeddings(input_ids, None if images is None else images.pooler_output, started)
+            inputs_embeds = self._embeddings(input_ids, images, started)
         elif images is not None:
             raise ValueError("Images replace the image tokens in input_ids: give input_ids, not inputs_embeds.")
         outputs = self.language_model(
@@ -308,7 +308,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
             router_weights=images.router_weights if images is not None and output_router_weights else None,
         )
 
-    def _embeddings(self, input_ids: torch.Tensor, images: torch.Tensor | None, started: bool = False) -> torch.Tensor:
+    def _embeddings(self, input_ids: torch.Tensor, images: UniMedImageFeatures | None, started: bool) -> torch.Tensor:
         """Returns embeddings (batch, length, text size), with images inserted. `started`: images came before."""
         here = input_ids == self.config.image_token_id
         embeddings = self.get_input_embeddings()(input_ids.masked_fill(here, 0))
@@ -317,15 +317,17 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
                 started or not here.any(), "There are image tokens in input_ids, but no images: give pixel_values."
             )
             return self._joined(embeddings)
-        tokens = images.shape[1]
+        count, tokens, _ = images.pooler_output.shape
+        # For a chunk of the prompts, `generate` passes all its image tokens as one image, without the tower's.
+        is_chunk = images.last_hidden_state is None
         torch_compilable_check(
-            here.sum() == images.shape[0] * tokens and (here.sum(1) % tokens == 0).all(),
+            here.sum() == count * tokens and (is_chunk or (here.sum(1) % tokens == 0).all()),
             lambda: (
-                f"There are {here.sum(1).tolist()} image tokens in the rows of input_ids, but {len(images)} images of {tokens} "
+                f"There are {here.sum(1).tolist()} image tokens in the rows of input_ids, but {count} images of {tokens} "
                 f"tokens each. Make the inputs with UniMedProcessor(…, num_image_tokens={tokens})."
             ),
         )
-        return embeddings.masked_scatter(here[..., None], images.to(embeddings.device, embeddings.dtype))
+        return embeddings.masked_scatter(here[..., None], images.pooler_output.to(embeddings.device, embeddings.dtype))
 
     def _joined(self, embeddings: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings with a zero gradient for the vision tower and the connector, if they are trained: it sends a

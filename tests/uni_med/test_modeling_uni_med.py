@@ -344,6 +344,12 @@ def test_images_can_be_encoded_beforehand():
     assert_likeliest(model, inputs, model.generate(**text, mm_encoder_outputs={"image": images}, **GREEDY))
 
 
+@host("transformers>=5.24")
+def test_prompts_are_read_in_chunks(model):
+    inputs = batch(answers=False)
+    assert_likeliest(model, inputs, model.generate(**inputs, **GREEDY, prefill_chunk_size=5))
+
+
 # Other towers, other language models, quantization
 
 
