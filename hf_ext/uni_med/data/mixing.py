@@ -14,6 +14,7 @@ from hf_ext.uni_med.processing_uni_med import UniMedProcessor
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
+COLUMNS = ("image", "text", "task", "answer")
 RATIOS = {"qa": 2, "vqa": 5, "refer": 4, "identify": 4, "caption": 8, "cls": 4}  # the paper's
 
 
@@ -51,6 +52,12 @@ def mix_datasets(
     )
 
 
+def check_columns(row: Mapping[str, Any], where: str) -> None:
+    """Raises a ValueError if a sample lacks one of the four columns. `where` names the sample."""
+    if missing := [name for name in COLUMNS if name not in row]:
+        raise ValueError(f"{where} has no {', '.join(missing)}, only {', '.join(row)}.")
+
+
 @dataclass
 class UniMedCollator:
     """Makes a training batch of samples with image, text, task and answer. Tasks may be mixed, and an image may be None.
@@ -65,16 +72,8 @@ class UniMedCollator:
     max_length: int | None = None
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        names = ("image", "text", "task", "answer")
         for i, row in enumerate(rows):
-            if missing := [name for name in names if name not in row]:
-                raise ValueError(f"Sample {i} has no {', '.join(missing)}, only {', '.join(row)}.")
-        columns = {name: [row[name] for row in rows] for name in names}
-        return self.processor(
-            images=columns["image"],
-            text=columns["text"],
-            task=columns["task"],
-            answers=columns["answer"],
-            max_length=self.max_length,
-            return_tensors="pt",
-        )
+            check_columns(row, f"Sample {i}")
+        images, texts, tasks, answers = ([row[name] for row in rows] for name in COLUMNS)
+        options = {"max_length": self.max_length, "return_tensors": "pt"}
+        return self.processor(images=images, text=texts, task=tasks, answers=answers, **options)

@@ -12,6 +12,7 @@ from transformers.utils.logging import tqdm
 
 from hf_ext.display import table
 from hf_ext.integration.modes import evaluating
+from hf_ext.uni_med.data.mixing import check_columns
 from hf_ext.uni_med.evaluation.metrics import scores
 from hf_ext.uni_med.processing_uni_med import UniMedProcessor
 
@@ -56,8 +57,8 @@ def evaluate(
         generation: options of `generate`, such as max_new_tokens=50.
 
     Raises:
-        ValueError: a data set is empty, mixes tasks, or has an answer that cannot be measured; or the tasks of model and
-            processor differ.
+        ValueError: a data set is empty, lacks a column, mixes tasks, or has an answer that cannot be measured; or the tasks
+            of model and processor differ.
     """
     generation = {"do_sample": False, "num_beams": 1} | generation
     if processor.tasks != model.config.tasks:
@@ -82,7 +83,11 @@ def _samples(
     """Returns the task and the samples of a data set, without images. Raises errors before any answer is generated."""
     if not len(data):
         raise ValueError(f"The data set '{name}' is empty.")
-    samples = [{key: value for key, value in data[i].items() if key != "image"} for i in range(len(data))]
+    samples = []
+    for i in range(len(data)):
+        row = data[i]
+        check_columns(row, f"The data set '{name}': sample {i}")
+        samples.append({key: value for key, value in row.items() if key != "image"})
     tasks, references = sorted({sample["task"] for sample in samples}), [sample["answer"] for sample in samples]
     if len(tasks) > 1:
         raise ValueError(f"The data set '{name}' mixes the tasks {', '.join(tasks)}; give a data set for each.")
@@ -97,9 +102,7 @@ def answer(
     model: PreTrainedModel, processor: UniMedProcessor, rows: Sequence[Mapping[str, Any]], **generation: Any
 ) -> list[str]:
     """Returns the model's answers to a batch of samples with image, text and task."""
-    columns = {name: [row[name] for row in rows] for name in ("image", "text", "task")}
-    inputs = processor(images=columns["image"], text=columns["text"], task=columns["task"], return_tensors="pt").to(
-        model.device
-    )
+    images, texts, tasks = ([row[name] for row in rows] for name in ("image", "text", "task"))
+    inputs = processor(images=images, text=texts, task=tasks, return_tensors="pt").to(model.device)
     out = model.generate(**inputs, **generation)[:, inputs["input_ids"].shape[1] :]
     return [text.strip() for text in processor.batch_decode(out, skip_special_tokens=True)]

@@ -147,6 +147,7 @@ def test_data_that_cannot_be_measured_is_an_error():
         ({"all": rows()}, "'all' mixes the tasks caption, cls, qa, vqa"),
         ({"boxes": [rows()[0] | {"task": "refer"}]}, "sample 0 has no box"),
         ({"open": [rows()[1] | {"answer": None}]}, "'open': the answer of sample 0 is None"),
+        ({"short": [rows()[1], {"task": "qa"}]}, "'short': sample 1 has no image, text, answer, only task"),
     ):
         with pytest.raises(ValueError, match=message):
             evaluate(model, processor(), data, max_new_tokens=2)
