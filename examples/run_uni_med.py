@@ -12,7 +12,8 @@ test_ground_truth.json. The tower is frozen. The connector is trained, and a LoR
 starts from scratch). Each run saves its model, with a card, in OUTPUT_DIR/NAME-SEED; what is there is not trained again. The
 scores are for the images in ImageSets/Main/test.txt. The script also prints the scores of two simple rules (the best constant
 answer, and the answer of the most similar training image), and those of the first seed when each test sample has the image of
-another. All options of Transformers' `TrainingArguments` apply.
+another. The options of Transformers' `TrainingArguments` for training apply, with --seeds in place of --seed;
+--resume_from_checkpoint resumes the run whose folder has the checkpoint.
 """
 
 import copy
@@ -177,11 +178,12 @@ def print_table(found: dict[str, dict[str, list[list[float]]]], test: dict[str, 
         line(name, numbers(map(statistics.fmean, columns)))
         line("  lowest of the seeds", numbers(map(min, columns)))
         line("  highest", numbers(map(max, columns)))
-        line("  with swapped images", numbers(runs["swapped"][0]))
+        if "swapped" in runs:  # missing if the first seed was another one when it was tested
+            line("  with swapped images", numbers(runs["swapped"][0]))
     print(f"\n{LEGEND}")
     for name, runs in found.items():
         means = "; ".join(", ".join(numbers(map(statistics.fmean, zip(*runs[kind])))) for kind in ("direction", "magnitude"))
-        print(f"{name}, three times during the training: GD and GM {means}.")
+        print(f"{name}, during the training: GD and GM {means}.")
 
 
 def remembering(tower: PreTrainedModel, found: dict[bytes, torch.Tensor]) -> None:
@@ -255,16 +257,16 @@ def loss_of(model: nn.Module, collate: uni_med.UniMedCollator, data: dict[str, D
     with torch.inference_mode():
         for rows in data.values():
             batches = [collate([rows[i] for i in range(k, min(k + size, len(rows)))]) for k in range(0, len(rows), size)]
-            losses.append(statistics.fmean(float(model(**batch).loss) for batch in batches))
+            losses.append(statistics.fmean(float(model(**batch.to(model.device)).loss) for batch in batches))
     return statistics.fmean(losses)
 
 
 def draw_router(model: UniMedForConditionalGeneration, collate: uni_med.UniMedCollator, photo: Photo, path: Path) -> None:
     """Draws the experts' weights for each part of an image: a row for each task, a column for each expert."""
     image = photo.picture((0, 0, 1, 1))
-    batch = collate([{"image": image, "text": QUESTION, "task": task, "answer": ""} for task in TASKS])
+    batch = collate([{"image": image, "text": QUESTION, "task": task, "answer": ""} for task in TASKS]).to(model.device)
     with torch.inference_mode():
-        weights = model.get_image_features(batch["pixel_values"], batch["image_tasks"]).router_weights
+        weights = model.get_image_features(batch["pixel_values"], batch["image_tasks"]).router_weights.cpu()
     experts = weights.shape[2]
     weights = weights.repeat_interleave(model.config.resampling_rate, dim=1)  # of the tower's patches
     height = round((weights.shape[1] * image.height / image.width) ** 0.5)
@@ -334,7 +336,8 @@ class Runs:
         self.text = self.part(args.text, "text", smollm2, lambda folder: make_language_model(texts, folder))
         self.train = {task: Dataset.from_list(rows, features=FEATURES) for task, rows in train.items()}
         self.mixed = with_images(uni_med.mix_datasets(self.train, RATIOS), self.photos)
-        self.validation = {task: with_images(training_samples(task, held, 1), held) for task in TASKS if held}
+        validation = {task: training_samples(task, held, 1) for task in TASKS}
+        self.validation = {task: with_images(rows, held) for task, rows in validation.items() if rows}
         self.test = {task: test_samples(task, self.test_photos) for task in TASKS} | {"qa": test_questions}
         if args.test_samples:
             rng = random.Random(0)
@@ -361,7 +364,7 @@ class Runs:
     def run(self, name: str, options: dict, seed: int) -> dict[str, list[float]]:
         """Returns the scores of a model, which it trains if there are none yet."""
         folder = self.out / f"{name}-{seed}"
-        if (folder / "scores.json").exists():
+        if (folder / "scores.json").exists() and not self.validation:
             return json.loads((folder / "scores.json").read_text())
         model = build(self.vision, self.text, options, seed, self.args.text == SCRATCH)
         inner = model if isinstance(model, UniMedForConditionalGeneration) else model.get_base_model()
@@ -380,7 +383,9 @@ class Runs:
             print(
                 f"{name}, seed {seed}: an untrained connector says {ask(self.image, inner, processor=processor)}.", flush=True
             )
-        trainer.train()
+        checkpoint = arguments.resume_from_checkpoint
+        is_of_run = checkpoint and Path(checkpoint).resolve().parent == folder.resolve()
+        trainer.train(resume_from_checkpoint=checkpoint if is_of_run else None)
         if not self.training.should_save:
             return {}
         size, scores = arguments.per_device_eval_batch_size, {}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
+from transformers import BatchFeature
 
 from hf_ext.errors import HfExtError
 from hf_ext.uni_med.processing_uni_med import UniMedProcessor
@@ -71,7 +71,7 @@ class UniMedCollator:
     processor: UniMedProcessor
     max_length: int | None = None
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> BatchFeature:
         for i, row in enumerate(rows):
             check_columns(row, f"Sample {i}")
         images, texts, tasks, answers = ([row[name] for row in rows] for name in COLUMNS)
