@@ -82,6 +82,12 @@ def test_blocks_say_their_language_so_that_none_is_passed_over(page):
     assert {block.language for block in blocks(shown(page))} <= {"python", "sh"}
 
 
+@by_name
+def test_the_first_block_of_a_page_imports_the_package(page):
+    code = [block.text for block in blocks(shown(page)) if block.language == "python"]
+    assert not code or "hf_ext" in code[0] or "without hf_ext" in shown(page)
+
+
 @pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_lines_of_blocks_fit_on_the_page(page):
     fenced = re.findall(r"^ *```.*?^ *```$", shown(page), re.M | re.S)

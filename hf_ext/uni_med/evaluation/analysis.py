@@ -159,7 +159,8 @@ def _cell(value: float) -> str:
 
 
 class InterferenceCallback(TrainerCallback):
-    """Measures interference during training, and adds the means to the Trainer's log.
+    """Measures interference during training, and adds the means to the Trainer's log. They are printed, and in
+    `state.log_history`; trackers such as TensorBoard log before this callback and do not get them.
 
     Args:
         batches_by_task: as in `interference`.
