@@ -156,6 +156,14 @@ def test_bfloat16_with_gradient_checkpointing(tmp_path):
     assert not same_bits(model.connector.experts.up, before.connector.experts.up)
 
 
+def test_a_half_model_trains_a_connector_in_full_precision(tmp_path):
+    model = uni_med().to(torch.bfloat16)
+    model.requires_grad_(False).connector.float().requires_grad_(True)
+    before = {name: p.clone() for name, p in model.connector.named_parameters()}
+    train(model, tmp_path, learning_rate=1e-5, save_strategy="no")
+    assert all(torch.mean(p != before[name], dtype=torch.float32) > 0.5 for name, p in model.connector.named_parameters())
+
+
 SCRIPT = """
 import os, sys, torch
 from pathlib import Path
