@@ -34,7 +34,7 @@ from measuring import one_thread, print_table, run_sections
 from safetensors.torch import load_file
 from small_steps import RATES, Tensors, bits, changed
 
-from hf_ext.storage.delta import codec
+from hf_ext import storage
 
 GBITS = (0.1, 1, 10, 100)
 Way = tuple[Callable[[Tensors, Tensors], list[bytes]], Callable[[list[bytes], Tensors], None]]
@@ -56,9 +56,9 @@ def module(path: Path, **parents: object) -> ModuleType:
 def ours() -> Way:
     def apply(blobs: list[bytes], live: Tensors) -> None:
         for blob, tensor in zip(blobs, live.values()):
-            codec.apply(blob, tensor)
+            storage.apply(blob, tensor)
 
-    return lambda new, old: [codec.encode(tensor, old[name], level=1) for name, tensor in new.items()], apply
+    return lambda new, old: [storage.encode(tensor, old[name], level=1) for name, tensor in new.items()], apply
 
 
 def raw(tensor: torch.Tensor) -> np.ndarray:

@@ -32,7 +32,7 @@ import zstandard
 from measuring import one_thread, print_table, run_sections
 from safetensors.torch import load_file
 
-from hf_ext.storage.delta import codec
+from hf_ext import storage
 
 RATES = ("1e-6", "3e-6", "1e-5")
 GROUP = 32
@@ -100,12 +100,12 @@ def raw(tensor: torch.Tensor) -> np.ndarray:
 
 
 def ours(tensor: torch.Tensor, base: torch.Tensor) -> bytes:
-    return b"" if np.array_equal(raw(tensor), raw(base)) else codec.encode(tensor, base, level=1)
+    return b"" if np.array_equal(raw(tensor), raw(base)) else storage.encode(tensor, base, level=1)
 
 
 def apply(blob: bytes, live: torch.Tensor) -> None:
     if blob:
-        codec.apply(blob, live)
+        storage.apply(blob, live)
 
 
 def xor(tensor: torch.Tensor, base: torch.Tensor) -> bytes:

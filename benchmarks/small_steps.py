@@ -23,7 +23,7 @@ from fine_tunes import minilm
 from measuring import one_thread, print_table, run_sections, timed
 from safetensors.torch import load_file
 
-from hf_ext.storage.delta import codec
+from hf_ext import storage
 
 SHARES = (0.011, 0.029, 0.076)
 RATES = ("1e-6", "3e-6", "1e-5")
@@ -83,7 +83,7 @@ def zstd_apply(blob: bytes, live: torch.Tensor) -> None:
 
 
 WAYS: dict[str, tuple[Callable, Callable]] = {
-    "ours": (lambda tensor, base: codec.encode(tensor, base, level=1), codec.apply),
+    "ours": (lambda tensor, base: storage.encode(tensor, base, level=1), storage.apply),
     "XOR, zstd -1": (zstd_encode, zstd_apply),
 }
 

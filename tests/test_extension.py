@@ -41,7 +41,7 @@ model = torch.nn.Sequential(torch.nn.Linear(16, 16))
 adapted = peft.get_peft_model(model, hf_ext.PissaConfig(r=2, target_modules=["0"]))
 assert adapted(torch.ones(1, 16)).shape == (1, 16)
 
-from hf_ext.storage.delta.codec import encode
+from hf_ext.storage import encode
 weight = numpy.zeros(8, numpy.uint8)
 for method in (lambda: encode(torch.ones(4)), lambda: hf_ext.emr.election.elect("F32", weight, [weight], weight)):
     try:

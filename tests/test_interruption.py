@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_ext.emr.modulators import TaskWriter
-from hf_ext.storage.delta.codec import encode
+from hf_ext.storage import encode
 from hf_ext.storage.native import FLOATS, _native, cast
 from hf_ext.storage.prefetch import Prefetcher, check_awaited
 

@@ -16,8 +16,9 @@ from sections.peers import WORDS, Peer
 from transformers import AutoModel
 from transformers import AutoModelForSequenceClassification as Classifier
 
+from hf_ext import storage
 from hf_ext.fm_delta import compress_checkpoint
-from hf_ext.storage.delta import codec
+from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.native import _native
 
 QUANTIZED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
@@ -71,20 +72,20 @@ def bits(tensor: torch.Tensor, dtype: str) -> np.ndarray:
 BEST = _native.instruction_sets()[-1]
 
 
-def ours(level: int = codec.DEFAULT_LEVEL, instructions: str = BEST) -> Peer:
+def ours(level: int = DEFAULT_LEVEL, instructions: str = BEST) -> Peer:
     """Returns our codec as a peer."""
-    names = ["ours", f"level {level}" if level != codec.DEFAULT_LEVEL else "", instructions if instructions != BEST else ""]
+    names = ["ours", f"level {level}" if level != DEFAULT_LEVEL else "", instructions if instructions != BEST else ""]
 
     def tensor(bits, dtype):
         return torch.from_numpy(bits).view((TORCH | QUANTIZED)[dtype])
 
     def compress(x, base, dtype):
         _native.use(instructions)
-        return codec.encode(tensor(x, dtype), None if base is None else tensor(base, dtype), level=level)
+        return storage.encode(tensor(x, dtype), None if base is None else tensor(base, dtype), level=level)
 
     def decompress(blob, base, dtype, shape):
         _native.use(instructions)
-        decoded = codec.decode(blob, None if base is None else tensor(base, dtype))
+        decoded = storage.decode(blob, None if base is None else tensor(base, dtype))
         return decoded.reshape(-1).view(torch.uint8).numpy().view(WORDS[dtype]).reshape(shape)
 
     return Peer(", ".join(filter(None, names)), compress, decompress)

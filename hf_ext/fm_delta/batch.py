@@ -22,7 +22,7 @@ from hf_ext.fm_delta.compress import compress_checkpoint
 from hf_ext.fm_delta.reports import inspect
 from hf_ext.storage.atomic import locked
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.delta.codec import DEFAULT_LEVEL
+from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.storage.guards import places_of
 from hf_ext.storage.hub import absolute

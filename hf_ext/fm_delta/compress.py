@@ -17,7 +17,7 @@ from hf_ext.integration.card_marks import CARD, is_ours
 from hf_ext.integration.model_cards import write_card
 from hf_ext.storage.atomic import locked, staged_folder
 from hf_ext.storage.config_file import CONFIG, remove_settings
-from hf_ext.storage.delta.codec import DEFAULT_LEVEL
+from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.delta.file import KEY, CompressedFile
 from hf_ext.storage.delta.lora import LORA, StoredLora
 from hf_ext.storage.delta.source import DeltaCheckpoint, decoded

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from hf_ext.display import megabytes, percent
 from hf_ext.fm_delta.folder import ModelFolder
 from hf_ext.fm_delta.sizes import Sizes
-from hf_ext.storage.delta.codec import DEFAULT_LEVEL, encode_raw
+from hf_ext.storage.delta import DEFAULT_LEVEL
+from hf_ext.storage.delta.codec import encode_raw
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.prefetch import progress, threads_for

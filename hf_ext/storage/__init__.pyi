@@ -1,11 +1,11 @@
 from .checkpoint import Checkpoint as Checkpoint
-from .delta.codec import apply as apply
-from .delta.codec import apply_raw as apply_raw
-from .delta.codec import decode as decode
 from .delta.codec import decode_raw as decode_raw
-from .delta.codec import encode as encode
 from .delta.codec import encode_raw as encode_raw
+from .delta.in_place import apply_raw as apply_raw
 from .delta.source import DeltaCheckpoint as DeltaCheckpoint
+from .delta.torch_tensors import apply as apply
+from .delta.torch_tensors import decode as decode
+from .delta.torch_tensors import encode as encode
 from .hub import Hub as Hub
 from .open import open_checkpoint as open_checkpoint
 from .prefetch import at_most_cores as at_most_cores

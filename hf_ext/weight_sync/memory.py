@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from hf_ext.errors import CheckpointError
-from hf_ext.storage.delta.codec import apply_raw, decode_raw
+from hf_ext.storage.delta.codec import decode_raw
+from hf_ext.storage.delta.in_place import apply_raw
 from hf_ext.storage.delta.payload import Header
 from hf_ext.storage.safetensors_file import RawTensor, torch_dtype
 from hf_ext.weight_sync.step_file import Part

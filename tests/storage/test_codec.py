@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tiny_checkpoints import SAFETENSORS_DTYPES
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
-from hf_ext.storage.delta.codec import DEFLATE_AT_ONCE, FLOATS, WIDTHS, apply, decode, decode_raw, encode, encode_raw
-from hf_ext.storage.delta.codec import _inflate as inflate
+from hf_ext.storage import apply, decode, decode_raw, encode, encode_raw
+from hf_ext.storage.delta.deflate import AT_ONCE, inflate
 from hf_ext.storage.delta.narrow import NARROWER
 from hf_ext.storage.delta.payload import (
     BYTES,
@@ -29,7 +29,7 @@ from hf_ext.storage.delta.payload import (
     payload_shape,
     read_header,
 )
-from hf_ext.storage.native import cast
+from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.safetensors_file import RawTensor, safetensors_dtype, torch_dtype
 
 HEADER = 36  # bytes before the shape, see docs/fm_delta_format.md
@@ -375,7 +375,7 @@ def test_a_payload_is_recognized_among_tensors():
     assert not any(map(is_payload, others)) and not is_payload(np.random.default_rng(0).random(100))
 
 
-@pytest.mark.parametrize("size", [1, 1000, DEFLATE_AT_ONCE - 1, DEFLATE_AT_ONCE, 2 * DEFLATE_AT_ONCE + 5])
+@pytest.mark.parametrize("size", [1, 1000, AT_ONCE - 1, AT_ONCE, 2 * AT_ONCE + 5])
 def test_deflated_tensors_are_exact_in_length(size):
     for data in (np.zeros(size, np.uint8), np.random.default_rng(0).integers(0, 250, size, np.uint8)):
         stream = zlib.compress(data.tobytes(), 1)

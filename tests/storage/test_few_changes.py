@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import reference_codec as reference
 import torch
+import xxhash
 from codec_arrays import BF16, FP16, SETS, using, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from repeats import repeats
 
-from hf_ext import _native
+from hf_ext import _native, storage
 from hf_ext.errors import BaseModelError
-from hf_ext.storage.delta import codec
 from hf_ext.storage.delta.payload import BYTES, DEFLATED, read_header
 from hf_ext.storage.safetensors_file import ITEMSIZE, RawTensor
 
@@ -251,63 +251,63 @@ def test_a_payload_turns_the_base_into_the_tensor(rate: float, dtype: torch.dtyp
     base, tensor = fine_tuned(rate, dtype)
     base[50:] = tensor[50:]
     live = base.clone()
-    rows = codec.apply(codec.encode(tensor, base, level=level), live)
+    rows = storage.apply(storage.encode(tensor, base, level=level), live)
     assert torch.equal(live, tensor)
     assert torch.equal(rows, (base != tensor).any(1).nonzero().ravel())
 
 
 def test_a_payload_that_does_not_fit_changes_nothing() -> None:
     base, tensor = fine_tuned(1e-6)
-    payload = codec.encode(tensor, base)
+    payload = storage.encode(tensor, base)
     other = base.clone()
     other[7, 7] += 1
     before = other.clone()
     with pytest.raises(BaseModelError, match="another base model"):
-        codec.apply(payload, other)
+        storage.apply(payload, other)
     assert torch.equal(other, before)
     for other in (base.clone()[:100], base.float()):
         with pytest.raises(BaseModelError, match="cannot take the place"):
-            codec.apply(payload, other)
+            storage.apply(payload, other)
 
 
 def test_only_contiguous_memory_is_changed_in_place() -> None:
     base, tensor = fine_tuned(1e-6)
-    payload = codec.encode(tensor, base)
+    payload = storage.encode(tensor, base)
     numbers = torch.zeros(5, dtype=torch.complex64)
     for data, live in (
         (payload, base.t().contiguous().t()),
         (payload, torch._neg_view(-base)),
-        (codec.encode(numbers + 1), numbers.conj()),
+        (storage.encode(numbers + 1), numbers.conj()),
     ):
         with pytest.raises(ValueError, match="contiguous"):
-            codec.apply(data, live)
+            storage.apply(data, live)
 
 
 @pytest.mark.parametrize("rate", [1e-6, 1e-3])
 def test_a_base_of_another_type_is_refused(rate: float) -> None:
     base, tensor = fine_tuned(rate)
     with pytest.raises(BaseModelError, match="compressed against a F32 tensor"):
-        codec.apply(codec.encode(tensor, base.float()), base.clone())
+        storage.apply(storage.encode(tensor, base.float()), base.clone())
 
 
 def test_an_interruption_leaves_the_tensor_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     base, tensor = fine_tuned(1e-6)
-    payload = codec.encode(tensor, base)
-    header, live = codec.read_header(payload), base.clone()
+    payload = storage.encode(tensor, base)
+    header, live = read_header(payload), base.clone()
 
     def interrupted(data: np.ndarray) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(codec.xxhash, "xxh3_64_intdigest", interrupted)
+    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        codec.apply_raw(payload, RawTensor.from_torch(live), header)
+        storage.apply_raw(payload, RawTensor.from_torch(live), header)
     assert torch.equal(live, base)
 
 
 def test_a_payload_without_a_base_replaces_the_tensor() -> None:
     base, tensor = fine_tuned(1.0)
     live = base.clone()
-    assert len(codec.apply(codec.encode(tensor), live)) == 200
+    assert len(storage.apply(storage.encode(tensor), live)) == 200
     assert torch.equal(live, tensor)
 
 
@@ -315,7 +315,7 @@ def test_data_at_an_odd_address_are_changed_too() -> None:
     base, tensor = fine_tuned(1e-6)
     room = np.empty(base.nbytes + 1, np.uint8)
     room[1:] = base.view(torch.uint8).numpy().ravel()
-    codec.apply_raw(codec.encode(tensor, base), RawTensor("BF16", tuple(base.shape), room[1:]))
+    storage.apply_raw(storage.encode(tensor, base), RawTensor("BF16", tuple(base.shape), room[1:]))
     np.testing.assert_array_equal(room[1:], tensor.view(torch.uint8).numpy().ravel())
 
 
@@ -326,11 +326,11 @@ def test_data_at_an_odd_address_are_changed_too() -> None:
 @pytest.mark.parametrize("dtype", BYTE_TYPES)
 def test_changed_bytes_of_other_types_come_back(dtype: str, shape: tuple[int, ...]) -> None:
     tensor, base = bytes_of(np.random.default_rng(0), dtype, shape)
-    payload = codec.encode_raw(tensor, base, "x", "y", level=1)
+    payload = storage.encode_raw(tensor, base, "x", "y", level=1)
     assert read_header(payload).mode == BYTES and len(payload) < 0.01 * tensor.data.size + 120
-    np.testing.assert_array_equal(codec.decode_raw(payload, base).data, tensor.data)
+    np.testing.assert_array_equal(storage.decode_raw(payload, base).data, tensor.data)
     live = RawTensor(dtype, shape, base.data.copy())
-    rows = codec.apply_raw(payload, live)
+    rows = storage.apply_raw(payload, live)
     np.testing.assert_array_equal(live.data, tensor.data)
     np.testing.assert_array_equal(rows, np.flatnonzero((tensor.data != base.data).reshape(shape[0], -1).any(axis=1)))
 
@@ -339,10 +339,10 @@ def test_changed_bytes_of_other_types_come_back(dtype: str, shape: tuple[int, ..
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "U8", "I32"])
 def test_any_share_of_changed_bytes_comes_back(dtype: str, share: float) -> None:
     tensor, base = bytes_of(np.random.default_rng(0), dtype, (100, 200), share)
-    payload = codec.encode_raw(tensor, base, "x", "y", level=1)
-    np.testing.assert_array_equal(codec.decode_raw(payload, base).data, tensor.data)
+    payload = storage.encode_raw(tensor, base, "x", "y", level=1)
+    np.testing.assert_array_equal(storage.decode_raw(payload, base).data, tensor.data)
     live = RawTensor(dtype, base.shape, base.data.copy())
-    codec.apply_raw(payload, live)
+    storage.apply_raw(payload, live)
     np.testing.assert_array_equal(live.data, tensor.data)
 
 
@@ -350,21 +350,21 @@ def test_any_share_of_changed_bytes_comes_back(dtype: str, share: float) -> None
 def test_bytes_of_another_base_stay_as_they_are(dtype: str) -> None:
     rng = np.random.default_rng(0)
     tensor, base = bytes_of(rng, dtype, (100, 200))
-    payload = codec.encode_raw(tensor, base, "x", "y", level=1)
+    payload = storage.encode_raw(tensor, base, "x", "y", level=1)
     other = bytes_of(rng, dtype, (100, 200))[1]
     before = other.data.copy()
     for wrong in (other, RawTensor("I8", (100, 200), base.data), RawTensor(dtype, (200, 100), base.data)):
         with pytest.raises(BaseModelError):
-            codec.apply_raw(payload, wrong)
+            storage.apply_raw(payload, wrong)
         with pytest.raises(BaseModelError):
-            codec.decode_raw(payload, wrong)
+            storage.decode_raw(payload, wrong)
     np.testing.assert_array_equal(other.data, before)
     with pytest.raises(BaseModelError, match="needs the tensor 'y'"):
-        codec.decode_raw(payload)
+        storage.decode_raw(payload)
 
 
 def test_unrelated_bytes_are_deflated_or_stored() -> None:
     rng = np.random.default_rng(0)
     tensor, base = RawTensor("U8", (100, 200), np.zeros(20_000, np.uint8)), bytes_of(rng, "U8", (100, 200))[1]
-    header = read_header(codec.encode_raw(tensor, base, level=1))
+    header = read_header(storage.encode_raw(tensor, base, level=1))
     assert (header.mode, header.base_values) == (DEFLATED, 0)

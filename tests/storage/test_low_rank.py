@@ -14,8 +14,8 @@ from repeats import repeats
 from test_codec import FLOAT_DTYPES, bits, trained
 from test_codec_core import decode
 
-from hf_ext import _native
-from hf_ext.storage.delta import codec, low_rank, weighted_fit
+from hf_ext import _native, storage
+from hf_ext.storage.delta import LEVELS, low_rank, weighted_fit
 from hf_ext.storage.native import FLOATS
 from hf_ext.storage.safetensors_file import RawTensor
 
@@ -430,10 +430,10 @@ def tall_pair() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_factors_from_a_sample_of_the_rows_are_as_good(monkeypatch):
     tensor, base = tall_pair()
-    whole = codec.encode(tensor, base)
-    assert len(whole) < 0.7 * len(codec.encode(tensor, base, level=1)) and bits(codec.decode(whole, base)) == bits(tensor)
+    whole = storage.encode(tensor, base)
+    assert len(whole) < 0.7 * len(storage.encode(tensor, base, level=1)) and bits(storage.decode(whole, base)) == bits(tensor)
     monkeypatch.setitem(weighted_fit.SAMPLE, 2, 1 << 19)
-    assert len(codec.encode(tensor, base)) < 1.01 * len(whole)
+    assert len(storage.encode(tensor, base)) < 1.01 * len(whole)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of the memory from /proc")
@@ -467,9 +467,9 @@ print(memory("VmHWM") - before)
 
 def size_of(tensor: torch.Tensor, base: torch.Tensor, **options) -> float:
     """Returns the size of a payload as a part of that at level 1, after a check that it decodes to the tensor."""
-    payload = codec.encode(tensor, base, **options)
-    assert bits(codec.decode(payload, base)) == bits(tensor)
-    return len(payload) / len(codec.encode(tensor, base, level=1))
+    payload = storage.encode(tensor, base, **options)
+    assert bits(storage.decode(payload, base)) == bits(tensor)
+    return len(payload) / len(storage.encode(tensor, base, level=1))
 
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
@@ -479,7 +479,7 @@ every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("noise", [0.0, 2e-4])
 def test_payloads_are_smaller_and_come_back(dtype, noise):
     tensor, base = low_rank_pair(dtype, 4, noise)
-    plain, good, best = (size_of(tensor, base, level=level) for level in codec.LEVELS)
+    plain, good, best = (size_of(tensor, base, level=level) for level in LEVELS)
     assert plain == 1 and good < (0.93 if noise or dtype == torch.float64 else 0.6) and best < 1.02 * good
 
 
@@ -496,10 +496,10 @@ def test_a_merged_adapter_leaves_few_values_to_correct(dtype):
 @every_dtype
 def test_a_change_without_structure_is_left_as_it_is(dtype):
     tensor, base = trained(dtype, (150, 200))
-    assert codec.encode(tensor, base) == codec.encode(tensor, base, level=1)
+    assert storage.encode(tensor, base) == storage.encode(tensor, base, level=1)
 
 
-@pytest.mark.parametrize("level", codec.LEVELS)
+@pytest.mark.parametrize("level", LEVELS)
 @every_dtype
 @pytest.mark.parametrize("change", [10.0**exponent for exponent in range(-18, -1)])
 def test_a_change_below_the_types_resolution_is_left(dtype, change, level):
@@ -523,7 +523,7 @@ def test_only_rows_that_changed_are_decomposed():
 def test_an_unknown_level_is_refused():
     tensor, base = low_rank_pair(torch.float32, 4, 0.0)
     with pytest.raises(ValueError, match="level"):
-        codec.encode(tensor, base, level=4)
+        storage.encode(tensor, base, level=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -532,9 +532,9 @@ def test_the_default_dtype_of_the_process_changes_nothing(dtype):
     base = torch.randn(192, 256, generator=generator).bfloat16()
     left, right = torch.randn(192, 4, generator=generator), torch.randn(4, 256, generator=generator)
     tuned = (base.float() + left @ right / 64).bfloat16()
-    expected = codec.encode(tuned, base, level=2)
+    expected = storage.encode(tuned, base, level=2)
     try:
         torch.set_default_dtype(dtype)
-        assert codec.encode(tuned, base, level=2) == expected
+        assert storage.encode(tuned, base, level=2) == expected
     finally:
         torch.set_default_dtype(torch.float32)

@@ -10,8 +10,9 @@ from safetensors.torch import save_file
 
 from hf_ext import fm_delta
 from hf_ext.errors import BaseModelError, CorruptFileError
+from hf_ext.storage import apply, decode, encode
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.delta.codec import apply, decode, decode_rows, encode
+from hf_ext.storage.delta.codec import decode_rows
 from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.storage.delta.payload import CODED, STACKED, STORED, read_header, write_payload
 from hf_ext.storage.delta.source import DeltaCheckpoint

@@ -18,7 +18,7 @@ import torch
 from tiny_runs import files, publish, same, weights, zeros
 
 from hf_ext import CheckpointError, CorruptFileError
-from hf_ext.storage.delta.codec import encode
+from hf_ext.storage import encode
 from hf_ext.storage.delta.file import digest_of
 from hf_ext.storage.delta.payload import read_header, write_payload
 from hf_ext.weight_sync import Publisher, Subscriber

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
-from hf_ext.errors import BaseModelError, CorruptFileError, MissingDependencyError
+from hf_ext.errors import CorruptFileError, MissingDependencyError
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
-from hf_ext.storage.delta.byte_values import changed_bytes, decode_bytes, encode_bytes
+from hf_ext.storage.delta.byte_values import decode_bytes, encode_bytes
+from hf_ext.storage.delta.deflate import deflate, inflate
 from hf_ext.storage.delta.narrow import decode_mixed, encode_mixed, narrow_rows
 from hf_ext.storage.delta.payload import (
     BYTES,
@@ -27,6 +24,7 @@ from hf_ext.storage.delta.payload import (
     Header,
     has_long_rows,
     is_stack,
+    matrix_of,
     read_header,
     read_matrices,
     row_length,
@@ -35,14 +33,10 @@ from hf_ext.storage.delta.payload import (
 )
 from hf_ext.storage.mapped import fresh_memory
 from hf_ext.storage.native import FLOATS, WIDTHS, _native, aligned, cast
-from hf_ext.storage.prefetch import check_awaited, in_threads
+from hf_ext.storage.prefetch import in_threads
 from hf_ext.storage.safetensors_file import ITEMSIZE, RawTensor
 
-if TYPE_CHECKING:
-    import torch
-
 FEW_BYTES = 1 / 8  # share of a tensor's bytes that a list of few changed ones may take; deflating would not make less
-DEFLATE_AT_ONCE = 1 << 22  # bytes that are deflated between two calls of `check_awaited`
 
 
 def encode_raw(
@@ -107,7 +101,7 @@ def decode_raw(
         if header.base_values and base is not None:
             header.require_base(base.dtype, base.shape)
         return decode_rows(payload, base, header, 0, header.shape[0], threads, out)
-    return _decode(np.frombuffer(payload, np.uint8)[header.body :], base, header, threads, out)
+    return decode_body(np.frombuffer(payload, np.uint8)[header.body :], base, header, threads, out)
 
 
 def decode_rows(
@@ -129,7 +123,7 @@ def decode_rows(
         CorruptFileError, BaseModelError, MissingDependencyError: as `decode_raw`.
     """
     if header.base_values and base is None:  # before a forged size takes memory
-        raise _missing_base(header)
+        raise header.missing_base()
     shape = (end - begin, *header.shape[1:])
     per_row = math.prod(shape[1:-2])
     matrices = read_matrices(np.frombuffer(payload, np.uint8), header)[begin * per_row : end * per_row]
@@ -138,9 +132,9 @@ def decode_rows(
 
     def decode(i: int) -> None:
         matrix, body = matrices[i]
-        twin = _matrix(base, matrix.shape, i) if matrix.base_values and base is not None else None
+        twin = matrix_of(base, matrix.shape, i) if matrix.base_values and base is not None else None
         place = data[i * size : (i + 1) * size]
-        decoded = _decode(body, twin, matrix, -(-threads // len(matrices)), place)
+        decoded = decode_body(body, twin, matrix, -(-threads // len(matrices)), place)
         if decoded.data is not place:
             place[:] = decoded.data
 
@@ -148,19 +142,19 @@ def decode_rows(
     return RawTensor(header.dtype, shape, data)
 
 
-def _decode(body: np.ndarray, base: RawTensor | None, header: Header, threads: int, out: np.ndarray | None) -> RawTensor:
-    """Decodes the body of a tensor that is not STACKED."""
+def decode_body(body: np.ndarray, base: RawTensor | None, header: Header, threads: int, out: np.ndarray | None) -> RawTensor:
+    """Decodes the body of a tensor that is not STACKED. Returns and raises as `decode_raw`."""
     label = f"Tensor '{header.name}'"
     if header.mode == STORED:
         tensor = RawTensor(header.dtype, header.shape, body.copy())
     else:
         if header.base_values and base is None:
-            raise _missing_base(header)
+            raise header.missing_base()
         if header.base_values and base is not None:
             header.require_base(base.dtype, base.shape)
         try:
             if header.mode == DEFLATED:
-                data = _inflate(body, header.size)
+                data = inflate(body, header.size)
                 if header.base_values and base is not None:
                     data += base.data[: data.size]
             elif header.mode == BYTES:
@@ -171,109 +165,16 @@ def _decode(body: np.ndarray, base: RawTensor | None, header: Header, threads: i
         except ValueError as error:
             # The payload's own checksum was right, so if there is a base, it is the wrong one.
             if header.base_values:
-                raise _another_base(header) from error
+                raise header.another_base() from error
             raise CorruptFileError(f"{label} cannot be decoded: {error}.") from error
         except TypeError as error:
             raise CorruptFileError(f"{label} cannot be decoded: {error}.") from error
         tensor = RawTensor(header.dtype, header.shape, data)
     if xxhash.xxh3_64_intdigest(tensor.data) != header.checksum:
         if header.base_values:
-            raise _another_base(header)
+            raise header.another_base()
         raise CorruptFileError(f"{label} is damaged: checksum mismatch after decoding. Download or save the file again.")
     return tensor
-
-
-def apply_raw(payload: np.ndarray | bytes, tensor: RawTensor, header: Header | None = None, threads: int = 1) -> np.ndarray:
-    """Turns the base's tensor into the one that was compressed against it, in place. On an error, the tensor is unchanged.
-
-    Where few values changed, writes only these, which takes 6 bytes of memory for each. Otherwise decodes the new tensor beside
-    the old one.
-
-    Args:
-        payload, header, threads: as for `decode_raw`.
-        tensor: the base's tensor, of the same type and shape as the compressed one. Its data must be writable.
-
-    Returns:
-        The rows that changed: indices of the first dimension (int64), in increasing order.
-
-    Raises:
-        CorruptFileError, BaseModelError: as `decode_raw`; also if the two tensors differ in type or shape.
-    """
-    header = header or read_header(payload)
-    if (header.dtype, header.shape) != (tensor.dtype, tensor.shape) or header.base_values not in (0, header.values):
-        raise BaseModelError(
-            f"Tensor '{header.name}' is {header.dtype} {list(header.shape)} and cannot take the place of one that is "
-            f"{tensor.dtype} {list(tensor.shape)}."
-        )
-    if header.base_values:
-        header.require_base(tensor.dtype, tensor.shape)
-    body = np.frombuffer(payload, np.uint8)
-    if header.mode != STACKED:
-        return _apply(body[header.body :], header, tensor, threads)[0]
-    changed, undo = [], []
-    try:
-        for i, (matrix, part) in enumerate(read_matrices(body, header)):
-            rows, restore = _apply(part, matrix, _matrix(tensor, matrix.shape, i), threads)
-            undo.append(restore)
-            changed += [i] if len(rows) else []
-    except BaseException:  # Ctrl-C included
-        for restore in undo:
-            restore()
-        raise
-    return np.unique(np.array(changed, np.int64) // math.prod(header.shape[1:-2]))
-
-
-def _apply(body: np.ndarray, header: Header, tensor: RawTensor, threads: int) -> tuple[np.ndarray, Callable[[], object]]:
-    """Turns the base's tensor into one that is not STACKED, in place. Returns the rows that changed, and a function that turns
-    it back."""
-    row_values = max(math.prod(header.shape[1:]), 1)
-    if header.mode == BYTES:
-        return _apply_bytes(body, header, tensor, row_values * ITEMSIZE[header.dtype], threads)
-    listed = None
-    has_own_type = header.mode == CODED and not header.narrow
-    if has_own_type and header.base_values and tensor.data.ctypes.data % WIDTHS[header.dtype] == 0:
-        try:
-            listed = _native.list_changes(body, tensor.data, FLOATS[header.dtype], row_length(header.shape), threads)
-        except ValueError as error:
-            raise _another_base(header) from error
-    if listed is None:
-        new = _decode(body, tensor, header, threads, None).data.reshape(-1, row_values * ITEMSIZE[header.dtype])
-        old = tensor.data.reshape(new.shape)
-        rows = np.flatnonzero((new != old).any(axis=1))
-        kept = old[rows]
-        old[:] = new
-        return rows, partial(old.__setitem__, rows, kept)
-    places, values = np.frombuffer(listed[0], np.uint32), bytearray(listed[1])
-    changed = np.zeros(header.values // row_values, bool)
-    exchange = partial(_native.exchange, tensor.data, places, values, row_values, changed)
-    try:
-        exchange()
-        if xxhash.xxh3_64_intdigest(tensor.data) != header.checksum:
-            raise _another_base(header)
-    except BaseException:  # Ctrl-C included
-        if values != listed[1]:  # they are the tensor's old values
-            exchange()
-        raise
-    return np.flatnonzero(changed), exchange
-
-
-def _apply_bytes(
-    body: np.ndarray, header: Header, tensor: RawTensor, row_bytes: int, threads: int
-) -> tuple[np.ndarray, Callable[[], object]]:
-    """Applies a body of the mode BYTES. Returns as `_apply`."""
-    try:
-        places, values = changed_bytes(body, header, tensor, threads)
-    except ValueError as error:
-        raise _another_base(header) from error
-    restore = partial(tensor.data.__setitem__, places, tensor.data[places])
-    try:
-        tensor.data[places] = values
-        if xxhash.xxh3_64_intdigest(tensor.data) != header.checksum:
-            raise _another_base(header)
-    except BaseException:  # Ctrl-C included
-        restore()
-        raise
-    return np.unique(places.astype(np.int64) // row_bytes), restore
 
 
 def stored_factors(payload: np.ndarray | bytes, header: Header) -> Factors | None:
@@ -301,123 +202,14 @@ def stored_factors(payload: np.ndarray | bytes, header: Header) -> Factors | Non
     return Factors(np.frombuffer(found[0], np.int32).reshape(-1, len(columns)), columns, found[2])
 
 
-def encode(tensor: torch.Tensor, base: torch.Tensor | None = None, threads: int = 1, level: int = DEFAULT_LEVEL) -> bytes:
-    """Compresses a tensor losslessly to a payload of bytes, which is at most a header larger than the tensor.
-
-    Args:
-        tensor: of any dtype. Floats of 16, 32 and 64 bits are coded. Other dtypes are deflated, or coded if few bytes changed.
-        base: its counterpart in the base model. For floats: a float tensor of the same shape, or of another number of rows (a
-            resized embedding). For other types: a tensor of the same type and shape. Any other tensor is ignored.
-        threads: used for tensors of more than 262,144 values.
-        level: 1 encodes values one by one; 2 first looks for a low-rank part of a matrix's change; 3 looks longer.
-
-    Raises:
-        CheckpointError: the tensor has more than 255 dimensions.
-        MissingDependencyError: floats need the C++ extension, which is not built.
-        ValueError: there is no such level.
-    """
-    twin = None if base is None else RawTensor.from_torch(base)
-    return encode_raw(RawTensor.from_torch(tensor), twin, threads=threads, level=level)
-
-
-def decode(payload: bytes, base: torch.Tensor | None = None, threads: int = 1) -> torch.Tensor:
-    """Decodes a payload to its tensor on the CPU, bit for bit.
-
-    Args:
-        payload: as `encode` returned it.
-        base: the tensor that `encode` got as `base`.
-        threads: used for tensors of more than 262,144 values.
-
-    Raises:
-        CorruptFileError: the payload is damaged.
-        BaseModelError: `base` is missing, or is another tensor.
-        MissingDependencyError: the C++ extension is not built.
-    """
-    return decode_raw(payload, None if base is None else RawTensor.from_torch(base), threads=threads).to_torch()
-
-
-def apply(payload: bytes, tensor: torch.Tensor, threads: int = 1) -> torch.Tensor:
-    """Turns the base's tensor into the one that was encoded against it, in place. On an error, the tensor is unchanged.
-
-    Where few values changed, writes only these, which takes 6 bytes of memory for each. Otherwise decodes the new tensor beside
-    the old one.
-
-    Args:
-        payload: as `encode` returned it.
-        tensor: the tensor that `encode` got as `base`, contiguous and on the CPU, of the type and shape of the encoded one.
-        threads: used for tensors of more than 262,144 values.
-
-    Returns:
-        The rows that changed: indices of the first dimension (int64), in increasing order.
-
-    Raises:
-        CorruptFileError: the payload is damaged.
-        BaseModelError: `tensor` is not the base, or has another type or shape than the encoded tensor.
-        ValueError: `tensor` is not contiguous, or not on the CPU.
-    """
-    import torch
-
-    # The values of a conjugate or negative view differ from its memory.
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        raise ValueError("only a contiguous tensor in the CPU's memory can be changed in place")
-    return torch.from_numpy(apply_raw(payload, RawTensor.from_torch(tensor), threads=threads))
-
-
-def _missing_base(header: Header) -> BaseModelError:
-    return BaseModelError(f"Tensor '{header.name}' needs the tensor '{header.base_name}' of the base model.")
-
-
-def _another_base(header: Header) -> BaseModelError:
-    return BaseModelError(
-        f"Tensor '{header.name}' cannot be restored: checksum mismatch. '{header.base_name}' of the base model has changed "
-        "since it was compressed, or this is another base model."
-    )
-
-
-def _deflate(data: np.ndarray) -> bytes:
-    # Z_RLE searches only for runs: matches at other distances are rare in tensors.
-    packer = zlib.compressobj(strategy=zlib.Z_RLE)
-    parts = []
-    for start in range(0, data.size, DEFLATE_AT_ONCE):
-        check_awaited()
-        parts.append(packer.compress(data[start : start + DEFLATE_AT_ONCE]))
-    return b"".join(parts) + packer.flush()
-
-
-def _inflate(body: np.ndarray, size: int) -> np.ndarray:
-    unpacker, data = zlib.decompressobj(), np.empty(size, np.uint8)
-    start = end = 0
-    try:
-        for start in range(0, body.size, DEFLATE_AT_ONCE):
-            rest: bytes | memoryview = memoryview(body[start : start + DEFLATE_AT_ONCE])
-            while len(rest) and not unpacker.eof and end <= size:
-                check_awaited()
-                part = unpacker.decompress(rest, min(size + 1 - end, DEFLATE_AT_ONCE))
-                data[end : end + len(part)] = np.frombuffer(part, np.uint8)[: size - end]
-                end, rest = end + len(part), unpacker.unconsumed_tail
-            if unpacker.eof or end > size:
-                break
-    except zlib.error as error:
-        raise ValueError(str(error)) from error
-    if end != size or not unpacker.eof or unpacker.unused_data or start + DEFLATE_AT_ONCE < body.size:
-        raise ValueError(f"the zlib stream does not inflate to {size} bytes")
-    return data
-
-
-def _matrix(tensor: RawTensor, shape: tuple[int, ...], index: int) -> RawTensor:
-    """Returns one of the matrices of this shape that a tensor consists of."""
-    size = math.prod(shape) * ITEMSIZE[tensor.dtype]
-    return RawTensor(tensor.dtype, shape, tensor.data[index * size : (index + 1) * size])
-
-
 def _encode_stack(tensor: RawTensor, base: RawTensor | None, threads: int, level: int) -> tuple[int, int, Body]:
     """Encodes each matrix of a tensor's last two dimensions. Returns as `_encode`."""
     shape, count = tensor.shape[-2:], math.prod(tensor.shape[:-2])
     predicted = _predicted_values(tensor, base) // math.prod(shape)
 
     def encode(i: int) -> tuple[int, int, int, Body]:
-        matrix = _matrix(tensor, shape, i)
-        twin = None if base is None or i >= predicted else _matrix(base, shape, i)
+        matrix = matrix_of(tensor, shape, i)
+        twin = None if base is None or i >= predicted else matrix_of(base, shape, i)
         mode, base_values, body = _encode(matrix, twin, -(-threads // count), level)
         return mode, base_values, xxhash.xxh3_64_intdigest(matrix.data), body
 
@@ -453,7 +245,7 @@ def _encode(tensor: RawTensor, base: RawTensor | None, threads: int, level: int)
             if len(candidate) < FEW_BYTES * tensor.data.size:
                 return mode, base_values, body
         for prior in [twin, None] if twin else [None]:
-            candidate = _deflate(tensor.data - prior.data if prior else tensor.data)
+            candidate = deflate(tensor.data - prior.data if prior else tensor.data)
             if len(candidate) < len(body):
                 mode, base_values, body = DEFLATED, math.prod(tensor.shape) if prior else 0, memoryview(candidate)
     return mode, base_values, body

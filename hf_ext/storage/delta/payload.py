@@ -18,7 +18,7 @@ import xxhash
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.delta.narrow import NARROWER
 from hf_ext.storage.native import FLOATS
-from hf_ext.storage.safetensors_file import ITEMSIZE
+from hf_ext.storage.safetensors_file import ITEMSIZE, RawTensor
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +84,17 @@ class Header:
                 "base model."
             )
 
+    def missing_base(self) -> BaseModelError:
+        """Returns the error for a payload that needs a base, but got none."""
+        return BaseModelError(f"Tensor '{self.name}' needs the tensor '{self.base_name}' of the base model.")
+
+    def another_base(self) -> BaseModelError:
+        """Returns the error for a base that does not give the tensor."""
+        return BaseModelError(
+            f"Tensor '{self.name}' cannot be restored: checksum mismatch. '{self.base_name}' of the base model has changed "
+            "since it was compressed, or this is another base model."
+        )
+
 
 class Factors(NamedTuple):
     """The change rows · columns · 2^-exponent, in the form that the C++ extension takes."""
@@ -124,6 +135,12 @@ def is_stack(dtype: str, shape: tuple[int, ...]) -> bool:
     if dtype not in FLOATS or len(shape) < 3 or 0 in shape:
         return False
     return min(shape[-2:]) >= SHORT_ROW and math.prod(shape[-2:]) >= LEAST_MATRIX
+
+
+def matrix_of(tensor: RawTensor, shape: tuple[int, ...], index: int) -> RawTensor:
+    """Returns one of the matrices of this shape that a tensor consists of."""
+    size = math.prod(shape) * ITEMSIZE[tensor.dtype]
+    return RawTensor(tensor.dtype, shape, tensor.data[index * size : (index + 1) * size])
 
 
 def write_matrices(matrices: Sequence[tuple[int, int, int, Body]]) -> bytes:

@@ -14,7 +14,8 @@ from typing import NamedTuple, TypeAlias
 from hf_ext.errors import CheckpointError
 from hf_ext.storage.atomic import rewrite
 from hf_ext.storage.config_file import CONFIG, HINT, add_settings
-from hf_ext.storage.delta.codec import DEFAULT_LEVEL, LEVELS, encode_raw
+from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
+from hf_ext.storage.delta.codec import encode_raw
 from hf_ext.storage.delta.file import MAX_USES, BaseInfo, CompressedWriter, digest_of
 from hf_ext.storage.delta.lora import StoredLora
 from hf_ext.storage.hub import absolute
