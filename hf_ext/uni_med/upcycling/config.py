@@ -56,6 +56,9 @@ class CMoEConfig(LoraConfig):
         super().__post_init__()
         self.peft_type = PeftType("CMOE")
         self.projectors: list[str] = []  # of the model that gets the adapter; its tuner fills it in
+        for name in ("tasks", "connectors"):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(f"{name}={getattr(self, name)!r}: give a list of names.")
         self.tasks = list(self.tasks)
         if self.r < 1 or self.num_experts < 1 or self.router_hidden_size < 1:
             raise ValueError(

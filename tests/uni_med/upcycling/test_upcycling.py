@@ -376,6 +376,8 @@ def test_projectors_of_other_classes_by_name():
     ({"router": "best"}, "'soft', 'hard'"),
     ({"router_input": "image"}, "'task_token'"),
     ({"tasks": ("a", "a")}, "each name once"),
+    ({"tasks": "vqa"}, "tasks='vqa': give a list"),
+    ({"connectors": "bridge"}, "connectors='bridge': give a list"),
     ({"router": "hard"}, "requires tasks"),
     ({"router_input": "task"}, "requires tasks"),
     ({"router": "hard", "tasks": ("a", "b"), "num_experts": 1}, "less than the 2 tasks"),
