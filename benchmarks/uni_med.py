@@ -168,7 +168,7 @@ def generate(args: argparse.Namespace) -> dict:
     mask = torch.ones_like(ids)
     inputs = {"pixel_values": torch.randn(1, 3, 224, 224).to(args.device), "image_tasks": torch.tensor([0]).to(args.device)}
     with torch.inference_mode():
-        embeds = model._embeddings(ids, model.get_image_features(**inputs).pooler_output)
+        embeds = model._embeddings(ids, model.get_image_features(**inputs))
         options = {"attention_mask": mask, "do_sample": False, "pad_token_id": 0}
 
         def ours(count: int) -> None:

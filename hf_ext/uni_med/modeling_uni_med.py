@@ -308,7 +308,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
             router_weights=images.router_weights if images is not None and output_router_weights else None,
         )
 
-    def _embeddings(self, input_ids: torch.Tensor, images: UniMedImageFeatures | None, started: bool) -> torch.Tensor:
+    def _embeddings(self, input_ids: torch.Tensor, images: UniMedImageFeatures | None, started: bool = False) -> torch.Tensor:
         """Returns embeddings (batch, length, text size), with images inserted. `started`: images came before."""
         here = input_ids == self.config.image_token_id
         embeddings = self.get_input_embeddings()(input_ids.masked_fill(here, 0))
