@@ -63,6 +63,10 @@ class UniMedPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
 
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        return False  # or loading would skip the buffers of some language models; `_init_weights` uses torch.nn.init
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (Connector, Experts, Router)):
             module.reset_parameters()
@@ -285,8 +289,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
                 raise ValueError("Give either pixel_values or mm_encoder_outputs.")
             images = self.get_image_features(pixel_values, image_tasks, interpolate_pos_encoding, return_dict=True)
         if input_ids is not None:
-            started = cache is not None and cache.get_seq_length() > 0
-            inputs_embeds = self._embeddings(input_ids, images, started)
+            inputs_embeds = self._embeddings(input_ids, images, _has_started(cache))
         elif images is not None:
             raise ValueError("Images replace the image tokens in input_ids: give input_ids, not inputs_embeds.")
         outputs = self.language_model(
@@ -342,6 +345,13 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         blank = torch.zeros(1, 3, height, width, device=self.vision_tower.device)
         task = blank.new_zeros(1, dtype=torch.long) if self.connector.needs_task else None
         return embeddings + 0 * self.get_image_features(blank, task, return_dict=True).pooler_output.sum().to(embeddings)
+
+
+def _has_started(cache: Cache | None) -> bool:
+    try:
+        return cache is not None and cache.get_seq_length() > 0
+    except ValueError:  # linear attention alone, as in Mamba, has no length
+        return cache.has_previous_state()
 
 
 def _vision_tower(source: str | os.PathLike, loading: dict[str, Any]) -> PreTrainedModel:

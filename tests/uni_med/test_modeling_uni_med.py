@@ -28,8 +28,10 @@ from transformers import (
     ConvNextModel,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersModel,
+    FalconH1Config,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    MambaConfig,
     OPTConfig,
     SiglipVisionConfig,
     SiglipVisionModel,
@@ -204,7 +206,12 @@ def test_a_checkpoint_of_other_sizes_is_an_error(tmp_path):
         UniMedForConditionalGeneration.from_pretrained(tmp_path, num_experts=6)
 
 
-@pytest.mark.parametrize("text", [llama(tied=True).config, mixtral().config], ids=["tied", "mixtral"])
+HYBRID = FalconH1Config(  # it computes buffers of its layers
+    vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+)
+
+
+@pytest.mark.parametrize("text", [llama(tied=True).config, mixtral().config, HYBRID], ids=["tied", "mixtral", "hybrid"])
 def test_any_language_model_is_saved_and_loaded(tmp_path, text):
     model = uni_med(text)
     model.save_pretrained(tmp_path)
@@ -459,7 +466,14 @@ NARROW = OPTConfig(  # its embeddings are narrower than its hidden states
 )
 
 
-@pytest.mark.parametrize(("text", "tokens"), [(NARROW, 6), (gpt2().config, 3)], ids=["narrow embeddings", "gpt2"])
+LINEAR = MambaConfig(vocab_size=96, hidden_size=64, state_size=8, num_hidden_layers=2)  # its cache has no length
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [(NARROW, 6), (gpt2().config, 3), pytest.param(LINEAR, 6, marks=host("transformers>=5.24"))],
+    ids=["narrow embeddings", "gpt2", "mamba"],
+)
 def test_other_language_models_generate(text, tokens):
     assert_rows_are_written_as_alone(uni_med(text), GREEDY | {"max_new_tokens": tokens})
 
