@@ -289,7 +289,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
                 raise ValueError("Give either pixel_values or mm_encoder_outputs.")
             images = self.get_image_features(pixel_values, image_tasks, interpolate_pos_encoding, return_dict=True)
         if input_ids is not None:
-            inputs_embeds = self._embeddings(input_ids, images, _has_started(cache))
+            inputs_embeds = self._embeddings(input_ids, images, cache is not None and _has_started(cache))
         elif images is not None:
             raise ValueError("Images replace the image tokens in input_ids: give input_ids, not inputs_embeds.")
         outputs = self.language_model(
@@ -347,9 +347,9 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         return embeddings + 0 * self.get_image_features(blank, task, return_dict=True).pooler_output.sum().to(embeddings)
 
 
-def _has_started(cache: Cache | None) -> bool:
+def _has_started(cache: Cache) -> bool:
     try:
-        return cache is not None and cache.get_seq_length() > 0
+        return cache.get_seq_length() > 0
     except ValueError:  # linear attention alone, as in Mamba, has no length
         return cache.has_previous_state()
 
