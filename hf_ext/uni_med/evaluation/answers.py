@@ -12,6 +12,7 @@ from transformers.utils.logging import tqdm
 
 from hf_ext.display import table
 from hf_ext.integration.modes import evaluating
+from hf_ext.uni_med.configuration_uni_med import QA
 from hf_ext.uni_med.data.mixing import check_columns
 from hf_ext.uni_med.evaluation.metrics import scores
 from hf_ext.uni_med.processing_uni_med import UniMedProcessor
@@ -57,13 +58,16 @@ def evaluate(
         generation: options of `generate`, such as max_new_tokens=50.
 
     Raises:
-        ValueError: a data set is empty, lacks a column, mixes tasks, or has an answer that cannot be measured; or the tasks
-            of model and processor differ.
+        ValueError: a data set is empty, lacks a column, mixes tasks, or has an unknown task or an answer that cannot be
+            measured; or the tasks of model and processor differ.
     """
     generation = {"do_sample": False, "num_beams": 1} | generation
     if processor.tasks != model.config.tasks:
         raise ValueError(f"The processor has the tasks {processor.tasks}, and the model {model.config.tasks}.")
     samples_by_name = {name: _samples(name, data, score) for name, data in datasets.items()}
+    for name, (task, _) in samples_by_name.items():
+        if task not in (None, *processor.tasks, QA):
+            raise ValueError(f"The data set '{name}': there is no task '{task}'; they are {', '.join((*processor.tasks, QA))}.")
     metrics, predictions = {}, {}
     with evaluating(model), tqdm(total=sum(map(len, datasets.values())), desc="Answering") as bar:
         for name, data in datasets.items():
@@ -88,14 +92,17 @@ def _samples(
         row = data[i]
         check_columns(row, f"The data set '{name}': sample {i}")
         samples.append({key: value for key, value in row.items() if key != "image"})
-    tasks, references = sorted({sample["task"] for sample in samples}), [sample["answer"] for sample in samples]
+    tasks, references = {sample["task"] for sample in samples}, [sample["answer"] for sample in samples]
     if len(tasks) > 1:
-        raise ValueError(f"The data set '{name}' mixes the tasks {', '.join(tasks)}; give a data set for each.")
+        raise ValueError(
+            f"The data set '{name}' mixes the tasks {', '.join(sorted(map(str, tasks)))}; give a data set for each."
+        )
     for i, reference in enumerate(references):
         if not isinstance(reference, str):
             raise ValueError(f"The data set '{name}': the answer of sample {i} is {reference!r}, not a text.")
-    score(tasks[0], references, samples)
-    return tasks[0], samples
+    (task,) = tasks
+    score(task, references, samples)
+    return task, samples
 
 
 def answer(

@@ -60,10 +60,10 @@ class CMoEConfig(LoraConfig):
             if isinstance(getattr(self, name), str):
                 raise ValueError(f"{name}={getattr(self, name)!r}: give a list of names.")
         self.tasks = list(self.tasks)
-        if self.r < 1 or self.num_experts < 1 or self.router_hidden_size < 1:
+        if min(self.r, *self.rank_pattern.values(), self.num_experts, self.router_hidden_size) < 1:
             raise ValueError(
-                f"r={self.r}, num_experts={self.num_experts}, router_hidden_size={self.router_hidden_size}: each must be 1 or "
-                "more."
+                f"r={self.r}, rank_pattern={self.rank_pattern}, num_experts={self.num_experts}, "
+                f"router_hidden_size={self.router_hidden_size}: each must be 1 or more."
             )
         for name, kind in (("router", Routing), ("router_input", RouterInput)):
             if getattr(self, name) not in get_args(kind):

@@ -145,6 +145,8 @@ def test_data_that_cannot_be_measured_is_an_error():
     for data, message in (
         ({"none": []}, "'none' is empty"),
         ({"all": rows()}, "'all' mixes the tasks caption, cls, qa, vqa"),
+        ({"some": [rows()[1], rows()[1] | {"task": None}]}, "'some' mixes the tasks None, "),
+        ({"cells": rows()[:1], "typo": [rows()[1] | {"task": "vpa"}]}, "'typo': there is no task 'vpa'; they are"),
         ({"boxes": [rows()[0] | {"task": "refer"}]}, "sample 0 has no box"),
         ({"open": [rows()[1] | {"answer": None}]}, "'open': the answer of sample 0 is None"),
         ({"short": [rows()[1], {"task": "qa"}]}, "'short': sample 1 has no image, text, answer, only task"),

@@ -373,6 +373,7 @@ def test_projectors_of_other_classes_by_name():
 
 @pytest.mark.parametrize("options, words", [
     ({"num_experts": 0}, "1 or more"),
+    ({"rank_pattern": {"linear_1": 0}}, "1 or more"),
     ({"router": "best"}, "'soft', 'hard'"),
     ({"router_input": "image"}, "'task_token'"),
     ({"tasks": ("a", "a")}, "each name once"),
