@@ -110,14 +110,14 @@ class Training(TrainingArguments):
     disable_tqdm: bool | None = field(default=True, metadata={"help": "No progress bar for each of the runs."})
 
 
-def place_found(answers: list[str], wanted: list[str]) -> float:
+def place_accuracy(answers: list[str], wanted: list[str]) -> float:
     """Returns the share of reports on one white blood cell that say where it is."""
     pattern = re.compile(r"one white blood cell at the (\w+ \w+) and (?:no )?platelets")
     pairs = [(pattern.match(a), match) for a, b in zip(answers, wanted) if (match := pattern.match(b))]
     return statistics.fmean(bool(a and a[1] == b[1]) for a, b in pairs) if pairs else 0.0
 
 
-def platelets_found(answers: list[str], wanted: list[str]) -> float:
+def platelets_accuracy(answers: list[str], wanted: list[str]) -> float:
     """Returns the share of reports that say whether there are platelets."""
     return statistics.fmean(("no platelets" in a) == ("no platelets" in b) for a, b in zip(answers, wanted))
 
@@ -128,8 +128,8 @@ FIGURES = {  # heading: task, and measure of the answers
     "REG": ("identify", uni_med.accuracy),
     "count": ("vqa", uni_med.accuracy),
     "BLEU-1": ("caption", uni_med.bleu1),
-    "place": ("caption", place_found),
-    "platelets": ("caption", platelets_found),
+    "place": ("caption", place_accuracy),
+    "platelets": ("caption", platelets_accuracy),
     "cell": ("cls", uni_med.accuracy),
     "PubMedQA": ("qa", uni_med.accuracy),
 }
@@ -140,70 +140,72 @@ that is alone), platelets (or none): of the report. Cell: kind of a cell cut out
 the tasks' gradients at the connector, means of all pairs. PubMedQA has no images to swap."""
 
 
-def measured(answers: Mapping[str, list[str]], test: dict[str, list[dict]]) -> list[float]:
+def compute_scores(answers: Mapping[str, list[str]], test: dict[str, list[dict]]) -> list[float]:
     return [measure(answers[task], [sample["answer"] for sample in test[task]]) for task, measure in FIGURES.values()]
 
 
-def constants(test: dict[str, list[dict]]) -> list[float]:
+def score_constants(test: dict[str, list[dict]]) -> list[float]:
     """Returns the scores of the best answer that is the same for all samples."""
-    found = []
+    scores = []
     for task, measure in FIGURES.values():
         wanted = [sample["answer"] for sample in test[task]]
-        found.append(max(measure([answer] * len(wanted), wanted) for answer in set(wanted)))
-    return found
+        scores.append(max(measure([answer] * len(wanted), wanted) for answer in set(wanted)))
+    return scores
 
 
-def swapped(samples: list[dict]) -> list[dict]:
+def swap_images(samples: list[dict]) -> list[dict]:
     """Returns the samples, each with the image of another."""
     views = [{"photo": sample["photo"], "window": sample["window"]} for sample in samples]
     random.Random(0).shuffle(views)
     return [sample | view for sample, view in zip(samples, views)]
 
 
-def numbers(values: Iterable[float]) -> list[str]:
+def format_scores(values: Iterable[float]) -> list[str]:
     return [f"{value:.3f}" for value in values]
 
 
-def print_table(found: dict[str, dict[str, list[list[float]]]], test: dict[str, list[dict]], nearest: list[float]) -> None:
+def print_table(results: dict[str, dict[str, list[list[float]]]], test: dict[str, list[dict]], nearest: list[float]) -> None:
     def line(name: str, cells: list) -> None:
         print(f"{name:24}" + "".join(f"{cell:>11}" for cell in cells))
 
     print()
     line("", COLUMNS)
     line("test samples", [len(test[task]) for task, _ in FIGURES.values()])
-    line("one answer for all", numbers(constants(test)))
-    line("nearest image's answer", numbers(nearest))
-    for name, runs in found.items():
+    line("one answer for all", format_scores(score_constants(test)))
+    line("nearest image's answer", format_scores(nearest))
+    for name, runs in results.items():
         columns = list(zip(*runs["own"]))
-        line(name, numbers(map(statistics.fmean, columns)))
-        line("  lowest of the seeds", numbers(map(min, columns)))
-        line("  highest", numbers(map(max, columns)))
+        line(name, format_scores(map(statistics.fmean, columns)))
+        line("  lowest of the seeds", format_scores(map(min, columns)))
+        line("  highest", format_scores(map(max, columns)))
         if "swapped" in runs:  # missing if the first seed was another one when it was tested
-            line("  with swapped images", numbers(runs["swapped"][0]))
+            line("  with swapped images", format_scores(runs["swapped"][0]))
     print(f"\n{LEGEND}")
-    for name, runs in found.items():
-        means = "; ".join(", ".join(numbers(map(statistics.fmean, zip(*runs[kind])))) for kind in ("direction", "magnitude"))
+    for name, runs in results.items():
+        means = "; ".join(
+            ", ".join(format_scores(map(statistics.fmean, zip(*runs[kind])))) for kind in ("direction", "magnitude")
+        )
         print(f"{name}, during the training: GD and GM {means}.")
 
 
-def remembering(tower: PreTrainedModel, found: dict[bytes, torch.Tensor]) -> None:
+def cache_features(tower: PreTrainedModel, cache: dict[bytes, torch.Tensor]) -> None:
     """Lets a frozen tower compute each image once for all runs."""
     forward = tower.forward
 
     @torch.no_grad()
-    def remembered(pixel_values: torch.Tensor, **options) -> BaseModelOutput:
+    def cached_forward(pixel_values: torch.Tensor, **options) -> BaseModelOutput:
         keys = [hashlib.sha256(image.float().cpu().numpy().tobytes()).digest() for image in pixel_values]
-        if new := {key: i for i, key in enumerate(keys) if key not in found}:
+        if new := {key: i for i, key in enumerate(keys) if key not in cache}:
             tokens = forward(pixel_values[list(new.values())], **options).last_hidden_state
-            found.update(zip(new, tokens.float().cpu()))
-        return BaseModelOutput(torch.stack([found[key] for key in keys]).to(pixel_values.device))
+            cache.update(zip(new, tokens.float().cpu()))
+        return BaseModelOutput(torch.stack([cache[key] for key in keys]).to(pixel_values.device))
 
-    tower.forward = remembered
+    tower.forward = cached_forward
 
 
-def named(args: Arguments, vision: str | Path, text: str | Path) -> dict[str, dict]:
+def connector_options(args: Arguments, vision: str | Path, text: str | Path) -> dict[str, dict]:
     """Returns the options of each connector by the name of its runs."""
-    made: dict[str, dict] = {}
+    options: dict[str, dict] = {}
     for connector in args.connectors:
         if connector == "wide_mlp":  # a mixture with equal weights is a single MLP
             config = UniMedConfig(
@@ -212,21 +214,21 @@ def named(args: Arguments, vision: str | Path, text: str | Path) -> dict[str, di
             with torch.device("meta"):
                 sizes = [Connector(config.vision_size, config.text_config.hidden_size, kind) for kind in ("moe_mlp", "mlp")]
             count = [sum(parameter.numel() for parameter in size.parameters()) for size in sizes]
-            made[connector] = {"connector": "moe_mlp", "router": "constant", "num_experts": round(count[0] / count[1])}
+            options[connector] = {"connector": "moe_mlp", "router": "constant", "num_experts": round(count[0] / count[1])}
         elif connector.startswith("moe"):
-            made |= {f"{connector}-{router}": {"connector": connector, "router": router} for router in args.routers}
+            options |= {f"{connector}-{router}": {"connector": connector, "router": router} for router in args.routers}
         else:
-            made[connector] = {"connector": connector}
-    return made
+            options[connector] = {"connector": connector}
+    return options
 
 
-def build(vision: str | Path, text: str | Path, options: dict, seed: int, whole: bool) -> nn.Module:
+def build(vision: str | Path, text: str | Path, options: dict, seed: int, is_scratch: bool) -> nn.Module:
     """Returns a model to train: its connector, and the language model as a whole or by a LoRA."""
     set_seed(seed)
     model = UniMedForConditionalGeneration.from_vision_text_pretrained(vision, text, torch.float32, **options)
     model.vision_tower.requires_grad_(False)
     set_seed(seed)  # the same LoRA and the same batches for all connectors
-    if whole:
+    if is_scratch:
         return model
     config = LoraConfig(
         r=8, lora_alpha=16, target_modules=r".*language_model.*_proj", modules_to_save=["connector"]
@@ -290,7 +292,7 @@ def add_to_card(folder: Path, scores: dict[str, list[float]], constant: list[flo
     columns = {"best constant answer": constant, "this model": scores["own"]}
     if "swapped" in scores:
         columns["with images of other samples"] = scores["swapped"]
-    rows = list(zip(FIGURES, *map(numbers, columns.values())))
+    rows = list(zip(FIGURES, *map(format_scores, columns.values())))
     card.text += f"""
 ## Scores
 
@@ -342,14 +344,14 @@ class Runs:
         if args.test_samples:
             rng = random.Random(0)
             self.test = {task: rng.sample(rows, min(args.test_samples, len(rows))) for task, rows in self.test.items()}
-        self.seen: dict[bytes, torch.Tensor] = {}
+        self.features: dict[bytes, torch.Tensor] = {}
 
-    def part(self, given: str, name: str, *makers: Callable[[Path], object]) -> str | Path:
-        """Returns a vision tower or a language model: what was given, or a folder that is made if it is not there."""
+    def part(self, source: str, name: str, *makers: Callable[[Path], object]) -> str | Path:
+        """Returns the name or folder of a vision tower or a language model. Makes the folder if it is missing."""
         folder = self.out / name
-        if given not in (PRETRAINED, SCRATCH):
-            return given
-        make, state = makers[given == SCRATCH], PartialState()
+        if source not in (PRETRAINED, SCRATCH):
+            return source
+        make, state = makers[source == SCRATCH], PartialState()
         missing = not (folder / "config.json").exists()
         state.wait_for_everyone()
         if missing and (state.is_main_process or make == self.scratch_tower):  # all processes train that
@@ -368,16 +370,16 @@ class Runs:
             return json.loads((folder / "scores.json").read_text())
         model = build(self.vision, self.text, options, seed, self.args.text == SCRATCH)
         inner = model if isinstance(model, UniMedForConditionalGeneration) else model.get_base_model()
-        remembering(inner.vision_tower, self.seen)
+        cache_features(inner.vision_tower, self.features)
         processor = UniMedProcessor.from_vision_text_pretrained(self.vision, self.text, inner)
         collate, rng, count = uni_med.UniMedCollator(processor), random.Random(0), self.args.gradient_samples
-        shown = {task: self.train[task] for task in TASKS}
-        shown = {task: rows.select(rng.sample(range(len(rows)), min(count, len(rows)))) for task, rows in shown.items()}
-        batches = {task: collate(list(with_images(rows, self.photos))) for task, rows in shown.items()}
+        selected = {task: self.train[task] for task in TASKS}
+        selected = {task: rows.select(rng.sample(range(len(rows)), min(count, len(rows)))) for task, rows in selected.items()}
+        batches = {task: collate(list(with_images(rows, self.photos))) for task, rows in selected.items()}
         arguments = copy.copy(self.training)
         arguments.seed, arguments.output_dir = seed, str(folder)
-        pull = uni_med.InterferenceCallback(batches, every=max(arguments.max_steps // 3, 1))
-        trainer = UniMedTrainer(model, arguments, collate, self.mixed, processing_class=processor, callbacks=[pull])
+        callback = uni_med.InterferenceCallback(batches, every=max(arguments.max_steps // 3, 1))
+        trainer = UniMedTrainer(model, arguments, collate, self.mixed, processing_class=processor, callbacks=[callback])
         trainer.router_learning_rate = self.args.router_learning_rate
         if not self.validation and self.training.should_save:
             print(
@@ -395,14 +397,14 @@ class Runs:
             after = uni_med.interference(model, batches)
             merged = inner if model is inner else model.merge_and_unload()
             answers: dict[str, list[str]] = {}
-            for kind, change in (("own", list), ("swapped", swapped))[: 1 + (seed == self.args.seeds[0])]:
-                asked = {task: rows for task, rows in self.test.items() if kind == "own" or task in TASKS}
-                data = {task: with_images(change(rows), self.test_photos) for task, rows in asked.items()}
+            for kind, change in (("own", list), ("swapped", swap_images))[: 1 + (seed == self.args.seeds[0])]:
+                tested = {task: rows for task, rows in self.test.items() if kind == "own" or task in TASKS}
+                data = {task: with_images(change(rows), self.test_photos) for task, rows in tested.items()}
                 answers |= uni_med.evaluate(merged, processor, data, size, max_new_tokens=24).predictions
-                scores[kind] = measured(answers, self.test)
+                scores[kind] = compute_scores(answers, self.test)
         scores["own"] += [after.mean_direction, after.mean_magnitude]
-        scores["direction"] = [found.mean_direction for _, found in pull.history]
-        scores["magnitude"] = [found.mean_magnitude for _, found in pull.history]
+        scores["direction"] = [means.mean_direction for _, means in callback.history]
+        scores["magnitude"] = [means.mean_magnitude for _, means in callback.history]
         self.save(folder, merged, collate, batches, after, scores)
         seconds = f"{time.perf_counter() - self.started:.0f} s after the start"
         print(f"{name}, seed {seed}, {seconds}: {after.summary()}. It says {ask(self.image, str(folder))}.", flush=True)
@@ -423,22 +425,22 @@ class Runs:
         answers = {"qa": [statistics.mode(self.train["qa"]["answer"])] * len(self.test["qa"])}
         for task in TASKS:
             rows = self.train[task].shuffle(seed=0).select(range(min(count, len(self.train[task]))))
-            known, asked = features(with_images(rows, self.photos)), features(with_images(self.test[task], self.test_photos))
-            answers[task] = [rows["answer"][i] for i in (asked @ known.T).argmax(1).tolist()]
-        return measured(answers, self.test)
+            similarity = features(with_images(self.test[task], self.test_photos)) @ features(with_images(rows, self.photos)).T
+            answers[task] = [rows["answer"][i] for i in similarity.argmax(1).tolist()]
+        return compute_scores(answers, self.test)
 
-    def save(self, folder: Path, model: PreTrainedModel, collate, batches, pull: Interference, scores: dict) -> None:
+    def save(self, folder: Path, model: PreTrainedModel, collate, batches, interference: Interference, scores: dict) -> None:
         """Writes the model with its card and pictures, and then its scores."""
         model.to(torch.bfloat16).save_pretrained(folder)
         collate.processor.save_pretrained(folder)
         model.float()
         pictures = ["interference.png", "features.png"]
-        pull.plot(folder / pictures[0])
+        interference.plot(folder / pictures[0])
         uni_med.feature_map(model, batches).plot(folder / pictures[1])
         if model.connector.router is not None:
             pictures.append("router.png")
             draw_router(model, collate, self.test_photos[0], folder / pictures[2])
-        add_to_card(folder, scores, constants(self.test), pictures)
+        add_to_card(folder, scores, score_constants(self.test), pictures)
         (folder / "scores.json").write_text(json.dumps(scores))
 
 
@@ -446,19 +448,19 @@ def main():
     args, training = HfArgumentParser((Arguments, Training)).parse_args_into_dataclasses()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    runs, found = Runs(args, training), {}
-    connectors = named(args, runs.vision, runs.text)
+    runs, results = Runs(args, training), {}
+    connectors = connector_options(args, runs.vision, runs.text)
     for seed in args.seeds:
         for name, options in connectors.items():
             for kind, values in runs.run(name, options, seed).items():
-                found.setdefault(name, {}).setdefault(kind, []).append(values)
+                results.setdefault(name, {}).setdefault(kind, []).append(values)
     if not training.should_save:
         return
     if args.held_back:
-        for name, runs_of in found.items():
+        for name, runs_of in results.items():
             print(f"{name}: held-back loss {statistics.fmean(loss for (loss,) in runs_of['loss']):.4f}")
         return
-    print_table(found, runs.test, runs.nearest())
+    print_table(results, runs.test, runs.nearest())
 
 
 if __name__ == "__main__":
