@@ -324,7 +324,9 @@ class Runs:
     def __init__(self, args: Arguments, training: Training):
         self.args, self.training, self.out = args, training, Path(training.output_dir)
         self.started = time.perf_counter()
-        self.vision = self.part(args.tower, "vision", dinov2, self.scratch_tower)
+        is_partial = args.tower == SCRATCH and args.held_back  # another tower, without the images that are held back
+        vision = f"vision-without-{args.held_back}" if is_partial else "vision"
+        self.vision = self.part(args.tower, vision, dinov2, self.scratch_tower)
         processor = AutoImageProcessor.from_pretrained(self.vision)
         height, width = processor(Image.new("RGB", (640, 480)), return_tensors="pt")["pixel_values"].shape[2:]
         photos = load_photos(args.data, "trainval", (width, height))
