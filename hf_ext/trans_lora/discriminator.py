@@ -37,6 +37,7 @@ from hf_ext.trans_lora.scoring import log_odds
 
 NAME = "discriminator"  # of the adapter
 FILE = "discriminator.json"
+ANSWER_LENGTH = 8  # tokens of YES or NO, at most
 
 
 class Discriminator:

@@ -14,9 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from hf_ext.errors import HfExtError
 from hf_ext.trans_lora.adapters import adapters_kept, bare, base_of, on_device, only
 from hf_ext.trans_lora.config import TransLoraConfig, synthesis_settings, training_settings
-from hf_ext.trans_lora.discriminator import NAME, Discriminator, encoder_of, second_adapter
+from hf_ext.trans_lora.discriminator import ANSWER_LENGTH, NAME, Discriminator, encoder_of, second_adapter
+from hf_ext.trans_lora.encoding import require_texts
 from hf_ext.trans_lora.generation import Generator, ModelGenerator
-from hf_ext.trans_lora.prompts import NO, YES
+from hf_ext.trans_lora.prompts import NO, YES, membership_question
 from hf_ext.trans_lora.stages import CHECKPOINTS, claim, delete_checkpoints, last_checkpoint, starts_again
 from hf_ext.trans_lora.synthesis import SYNTHESIS, write_inputs
 from hf_ext.trans_lora.training import AnswerTrainer
@@ -56,6 +57,7 @@ def train_discriminator(
     Raises:
         HfExtError: there are too few inputs, the tokenizer lacks a token, or the model has adapters of another kind.
     """
+    require_texts(real_inputs=real_inputs, seeds=seeds, synthetic_inputs=synthetic_inputs)
     real = list(dict.fromkeys(text.strip() for text in real_inputs if text.strip()))
     if len(real) < max(2, args.num_shots):
         raise HfExtError(
@@ -65,6 +67,8 @@ def train_discriminator(
     if synthetic_inputs is not None and not synthetic_inputs:
         raise HfExtError("synthetic_inputs is empty. Give some, or leave it out to let the model write them.")
     encoder, folder = encoder_of(tokenizer, model), Path(args.output_dir)
+    questions = {text: encoder.prompt(membership_question(text, task, args.discriminator_prompt)) for text in real}
+    encoder.require_inputs(questions, ANSWER_LENGTH)
     kind = TaskType.SEQ_2_SEQ_LM if encoder.encoder_decoder else TaskType.CAUSAL_LM
     peft_config = peft_config or LoraConfig(task_type=kind)
     if getattr(peft_config, "modules_to_save", None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -121,6 +121,14 @@ class Encoder:
         length = len(self.tokens([prompt])[0]) + (0 if self.encoder_decoder else room)
         return self.limit is None or length <= self.limit
 
+    def holds(self, prompt: str, answer: str) -> bool:
+        """Checks whether a prompt with its answer fits into the model's context."""
+        try:
+            self.samples([prompt], [answer])
+        except HfExtError:
+            return False
+        return True
+
     def batch(self, samples: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         """Returns samples as one batch, always padded on the right: without position ids, padding on the left would move tokens
         to other absolute positions."""
@@ -132,6 +140,22 @@ class Encoder:
         paddings = {"input_ids": self.tokenizer.pad_token_id, "attention_mask": 0, "labels": -100}
         return {name: padded(name, padding) for name, padding in paddings.items()}
 
+    def require_inputs(self, prompts: Mapping[str, str], room: int) -> None:
+        """Checks that inputs of the user fit into the model's context with their prompts and a number of further tokens.
+
+        Args:
+            prompts: the prompt of each input, by input.
+
+        Raises:
+            HfExtError: one does not fit.
+        """
+        for text, prompt in prompts.items():
+            if not self.fits(prompt, room):
+                raise HfExtError(
+                    f"The input '{text[:40]}…' is too long: {self.whose.lower()} model's context holds {self.limit} tokens. "
+                    f"Its prompt with {room} tokens for an answer takes more. Shorten the input, or leave it out."
+                )
+
     def require_room(self, length: int, what: str) -> None:
         """Checks that a number of tokens fits into the model's context.
 
@@ -140,9 +164,22 @@ class Encoder:
         """
         if self.limit is not None and length > self.limit:
             raise HfExtError(
-                f"{what} takes {length} tokens, and {self.whose} model's context holds {self.limit}. Use fewer or shorter "
-                "seeds (num_shots, num_items), or lower max_input_length or max_label_length."
+                f"{what} takes {length} tokens, and {self.whose.lower()} model's context holds {self.limit}. Use fewer or "
+                "shorter seeds (num_shots, num_items), or lower max_input_length or max_label_length."
             )
+
+
+def require_texts(**lists: Collection[str] | None) -> None:
+    """Checks that arguments, by name, are lists of texts. A single text would count as a list of its letters.
+
+    Raises:
+        HfExtError: one is something else.
+    """
+    for name, texts in lists.items():
+        if isinstance(texts, str):
+            raise HfExtError(f"{name}='{texts[:40]}' is a single text. Give a list; trans_lora.read_inputs(path) reads a file.")
+        if not all(isinstance(text, str) for text in texts or ()):
+            raise HfExtError(f"{name} contains something other than texts. Give a list of texts.")
 
 
 def prompt(

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_ext.trans_lora.adapters import adapter_digest
 from hf_ext.trans_lora.config import TransLoraConfig
-from hf_ext.trans_lora.discriminator import Discriminator
+from hf_ext.trans_lora.discriminator import ANSWER_LENGTH, Discriminator
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.synthesis import Judge, Verdicts
 from hf_ext.trans_lora.teacher import Teacher
@@ -51,7 +51,7 @@ class InputFilter:
             readers.append((self.teacher.encoder, text, self.args.max_label_length))
         if self.args.filter == "discriminator":
             assert self.discriminator is not None  # require_discriminator
-            readers.append((self.discriminator.encoder, self.discriminator.question(text), 8))
+            readers.append((self.discriminator.encoder, self.discriminator.question(text), ANSWER_LENGTH))
         fits = all(encoder.fits(encoder.prompt(question), room) for encoder, question, room in readers)
         return fits and (self.well_formed is None or self.well_formed(text))
 

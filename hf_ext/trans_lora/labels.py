@@ -61,10 +61,9 @@ def label_inputs(
     with bar, teacher.on(args.device):
         for start in range(len(records), len(inputs), step):
             part = inputs[start : start + step]
-            answers = [labels.get(text) for text in part]
-            if None in answers:
-                answers = in_shares(part, teacher.answers)
-            records += (new := [{"input": text, "label": answer} for text, answer in zip(part, answers)])
+            missing = [text for text in part if labels.get(text) is None]
+            answers = {**labels, **dict(zip(missing, in_shares(missing, teacher.answers)))}
+            records += (new := [{"input": text, "label": answers[text]} for text in part])
             if main:
                 append_lines(path, new)
             bar.update(len(new))

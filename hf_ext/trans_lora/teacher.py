@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -108,6 +108,15 @@ class Teacher:
                 "logits_weight compares teacher and student token by token, so both need the same tokenizer, the same kind of "
                 "model and the same prompt template. Use logits_weight=0, which needs none of them."
             )
+
+    def require_inputs(self, inputs: Collection[str]) -> None:
+        """Checks that inputs of the user fit into the model's context with their answers.
+
+        Raises:
+            HfExtError: one does not fit.
+        """
+        if self.encoder is not None:
+            self.encoder.require_inputs({text: self.encoder.prompt(text) for text in inputs}, self.args.max_label_length)
 
     def require_for(self, args: TransLoraConfig) -> None:
         """Checks that the teacher has what the filter requires.

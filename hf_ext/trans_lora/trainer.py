@@ -26,7 +26,7 @@ from hf_ext.trans_lora.card import transfer_card
 from hf_ext.trans_lora.config import TransLoraConfig, chat_variables, synthesis_settings, training_settings
 from hf_ext.trans_lora.discriminator import Discriminator, require_discriminator
 from hf_ext.trans_lora.embedding import embed, load_encoder
-from hf_ext.trans_lora.encoding import Encoder
+from hf_ext.trans_lora.encoding import Encoder, require_texts
 from hf_ext.trans_lora.filters import InputFilter
 from hf_ext.trans_lora.generation import Completion, Generator, ModelGenerator
 from hf_ext.trans_lora.labels import answer_seeds, label_inputs, split
@@ -94,6 +94,7 @@ class TransLoraTrainer(AnswerTrainer):
         real_inputs: Sequence[str] = (),
         **kwargs: Any,
     ):
+        require_texts(seeds=seeds, inputs=inputs, real_inputs=real_inputs)
         self.encoder = _encoder(processing_class, model, args)
         self.teacher = Teacher(teacher, teacher_processing_class or processing_class, args)
         self.seeds, self.inputs, self.synthesizer, self.well_formed = list(seeds), inputs, synthesizer, well_formed
@@ -106,6 +107,8 @@ class TransLoraTrainer(AnswerTrainer):
         if inputs is None:
             require_discriminator(discriminator, args)
             self.teacher.require_for(args)
+        elif not inputs:
+            raise HfExtError("inputs is empty. Give some, or leave it out to let the target model write them.")
         if args.logits_weight:
             _require_logits(args)
             self.teacher.require_tokens_of(self.encoder)
@@ -119,6 +122,9 @@ class TransLoraTrainer(AnswerTrainer):
             pass
         if inputs is None:
             Prompts(self.seeds, args, self.encoder).require_room()
+        else:
+            self.encoder.require_inputs({text: self.encoder.prompt(text) for text in inputs}, 1)
+            self.teacher.require_inputs(inputs)
         kwargs.setdefault("data_collator", self.encoder.batch)
         kwargs["eval_dataset"] = kwargs.get("eval_dataset") or []  # until there are inputs to hold out
         super().__init__(model=model, args=args, processing_class=processing_class, **kwargs)
@@ -201,8 +207,8 @@ class TransLoraTrainer(AnswerTrainer):
         return keep_best(candidates, needed, path) if by_excess else candidates
 
     def label(self, candidates: Sequence[Candidate] = ()) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-        """Returns the kept inputs with the teacher's answers, for training and held out, as in labels.jsonl. An answer that is
-        empty, or that reached max_label_length, is no label.
+        """Returns the kept inputs with the teacher's answers, for training and held out, as in labels.jsonl. An answer is no
+        label if it is empty, reached max_label_length, or does not fit into the target's context with its prompt.
 
         Raises:
             HfExtError: no input has a label, or the file belongs to another transfer.
@@ -213,7 +219,14 @@ class TransLoraTrainer(AnswerTrainer):
         else:
             labels = self.inputs if isinstance(self.inputs, Mapping) else dict.fromkeys(self.inputs)
         inputs = list(labels if self.inputs is None else self.inputs)
-        pairs = label_inputs(self.teacher, inputs, labels, self.args)
+        # The target's tokenizer may make more tokens of an answer than the teacher's.
+        answered = label_inputs(self.teacher, inputs, labels, self.args)
+        pairs = [pair for pair in answered if self.encoder.holds(self.encoder.prompt(pair[0]), pair[1])]
+        if not pairs:
+            raise HfExtError(
+                f"None of the answers fits with its prompt into the target model's context of {self.encoder.limit} tokens. "
+                "Lower max_label_length, or give shorter inputs."
+            )
         return split(pairs, round(self.args.held_out_share * self._count), self.args.seed)
 
     def compute_loss(

@@ -245,6 +245,10 @@ def test_too_few_inputs_and_replaced_modules_are_refused(tmp_path):
     model, words = pretrained("gpt2")
     with pytest.raises(HfExtError, match="There are 3 different real inputs; give at least 5"):
         train_discriminator(model, words, ["a", "b", "c", "c "], task="t", args=settings(tmp_path))
+    with pytest.raises(HfExtError, match="real_inputs='real inputs.jsonl' is a single text"):
+        train_discriminator(model, words, "real inputs.jsonl", task="t", args=settings(tmp_path))
+    with pytest.raises(HfExtError, match="'pick a b c a b c [a-c ]+…' is too long: the discriminator's model's context"):
+        train_discriminator(model, words, [*REAL, "pick " + "a b c " * 300], task="t", args=settings(tmp_path))
     with pytest.raises(HfExtError, match="synthetic_inputs is empty"):
         train_discriminator(model, words, REAL, task="t", args=settings(tmp_path), synthetic_inputs=[])
     config = LoraConfig(task_type="CAUSAL_LM", modules_to_save=["lm_head"])

@@ -463,6 +463,23 @@ def save(words, folder, chat):
     return folder
 
 
+def test_given_labels_stay_and_the_teacher_adds_the_others(tmp_path):
+    texts = inputs(6)
+    trainer = transfer(tmp_path, inputs={text: "mine" if i % 2 else None for i, text in enumerate(texts)}, seeds=())
+    trainer.label()
+    labels = [line["label"] for line in lines(tmp_path / "labels.jsonl")]
+    assert labels == ["mine" if i % 2 else answer(text) for i, text in enumerate(texts)]
+
+
+def test_an_answer_too_long_for_the_target_is_no_label(tmp_path):
+    texts = inputs(4)
+    trainer = transfer(tmp_path, inputs={text: "late " * (400 if text == texts[1] else 1) for text in texts}, seeds=())
+    trainer.train()
+    assert (trainer.report.trained, trainer.report.held_out, trainer.report.unlabelled) == (2, 1, 1)
+    with pytest.raises(HfExtError, match="None of the answers fits .* context of 256 tokens"):
+        transfer(tmp_path / "long", inputs={text: "late " * 400 for text in texts}, seeds=()).train()
+
+
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 
@@ -475,10 +492,17 @@ def test_what_does_not_go_together_is_one_clear_error(tmp_path):
         ({"teaching": (model.merge_and_unload(), words)}, "give it as a PeftModel"),
         ({"logits_weight": 0.5}, "both need the same tokenizer"),
         ({"logits_weight": 0.5, "use_liger_kernel": True}, "which use_liger_kernel does not compute"),
-        ({"max_input_length": 200}, "takes [0-9]+ tokens, and The target's model's context holds 256"),
+        ({"max_input_length": 200}, "takes [0-9]+ tokens, and the target's model's context holds 256"),
         ({"filter": "discriminator", "discriminator": str(tmp_path)}, "no discriminator"),
         ({"seeds": [*SEEDS, " "]}, "is empty"),
         ({"inputs": ["a", ""]}, "is empty"),
+        ({"inputs": []}, "inputs is empty"),
+        ({"seeds": "seeds.jsonl"}, "seeds='seeds.jsonl' is a single text"),
+        ({"seeds": [1, 2, 3, 4, 5]}, "seeds contains something other than texts"),
+        (
+            {"inputs": ["pick a", "pick " + "a b c " * 300]},
+            "'pick a b c a b c [a-c ]+…' is too long: the target's model's context",
+        ),
         ({"held_out_share": 0, "eval_strategy": "epoch"}, "nothing to evaluate on"),
         ({"peft_config": lora("llama", init_lora_weights="pissa")}, "changes the base model's weights"),
     ]
