@@ -16,10 +16,12 @@ from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
 from hf_ext.integration.model_cards import outdated, write_card
 from hf_ext.integration.save_hooks import Saving
-from hf_ext.storage.atomic import staged_folder, write_json
-from hf_ext.storage.config_file import read_config
+from hf_ext.storage.atomic import rewrite, staged_folder, write_json
+from hf_ext.storage.config_file import CONFIG, add_settings, read_config, remove_settings, storage_settings
 from hf_ext.storage.guards import require_another_folder
+from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import ADAPTER_CONFIG
+from hf_ext.storage.source import TensorSource
 
 logger = get_logger(__name__)
 
@@ -72,8 +74,18 @@ class MergedSaving(Saving):
             for path in files:
                 (stage / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(switch.merged.folder / path, stage / path)
+            if not (folder.is_dir() and folder.samefile(switch.merged.folder)):
+                _record_base(stage, switch.merged.base)
             write_card(stage, merge_card(stage, report(stage), models_of(switch.merged.folder)), folder)
         return [path.as_posix() for path in files]
+
+
+def _record_base(stage: Path, base: TensorSource) -> None:
+    """Makes config.json name the base that is in use. The copied path may be relative to the folder of the merge."""
+    settings = storage_settings(stage)
+    used = settings | {"base": absolute(base.name), "revision": base.revision}
+    if used != settings:
+        rewrite(stage / CONFIG, lambda text: add_settings(remove_settings(text), used))
 
 
 def _record_task(path: Path, task: str, tasks: Sequence[str]) -> None:

@@ -57,7 +57,7 @@ class CompressCheckpoints(TrainerCallback):
             model.register_load_state_dict_pre_hook(DecodeStateDict(Path(args.output_dir).absolute()))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs: Any):
-        if isinstance(getattr(model, "__dict__", {}).get("save_pretrained"), CompressedSaving):
+        if _saving_of(model):
             raise CheckpointError(
                 "fm_delta.enable compresses this model's saves already. Call fm_delta.disable(model), or omit this callback."
             )
@@ -109,14 +109,18 @@ class ResumeCompressed(TrainerCallback):
         run = Path(args.output_dir or ".").absolute()
         if isinstance(model, torch.nn.Module) and any(map(_seems_compressed, run.glob("checkpoint-*"))):
             self._hook = model.register_load_state_dict_pre_hook(DecodeStateDict(run))
+            if saving := _saving_of(model):
+                saving.has_run = True
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
         if self._hook is not None:
             secure_for(args, state)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs: Any):
         if self._hook is not None:
             self._hook.remove()
+            if saving := _saving_of(model):
+                saving.has_run = False
 
 
 class DecodeStateDict:
@@ -156,6 +160,12 @@ class DecodeStateDict:
             f"The weights to load are compressed, but are not those of a checkpoint in {self.run}. Run `hf-ext decompress` on "
             "their folder first."
         )
+
+
+def _saving_of(model: object) -> CompressedSaving | None:
+    """Returns the `save_pretrained` of a model that `fm_delta.enable` changed; None for other models."""
+    saving = getattr(model, "__dict__", {}).get("save_pretrained")
+    return saving if isinstance(saving, CompressedSaving) else None
 
 
 def _seems_compressed(folder: Path) -> bool:

@@ -17,7 +17,7 @@ from datasets import Dataset
 from hosts import adapters_of_transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from processes import python
-from tiny_checkpoints import contents
+from tiny_checkpoints import contents, edit_settings
 from tiny_merges import classifier, same_tensors, tensors_of, write_tasks
 from tiny_models import MODELS, assert_same_weights, bert, inputs, llama, perturb, tokenizer
 from transformers import (
@@ -474,6 +474,20 @@ def test_saving_over_an_older_merge_leaves_nothing_of_it(merged, model, tmp_path
     emr.merge(base, tasks, tmp_path / "merged", max_shard_size="50KB")
     model.save_pretrained(tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(merged[0])
+
+
+def test_a_copy_of_a_merge_finds_a_base_named_relative_to_it(tmp_path):
+    base, tasks = write_tasks(tmp_path / "in", {"cr": 2, "subj": 2})
+    emr.merge(base, tasks, tmp_path / "merged")
+    edit_settings(tmp_path / "merged", base="../in/base")
+    model = Auto.from_pretrained(tmp_path / "merged")
+    model.save_pretrained(tmp_path / "deeper/copy")
+    model.set_task("subj")
+    copied = Auto.from_pretrained(tmp_path / "deeper/copy")
+    copied.set_task("subj")
+    assert_same_weights(copied, model)
+    model.save_pretrained(tmp_path / "merged")  # both can still move together
+    assert json.loads((tmp_path / "merged/config.json").read_text())["quantization_config"]["base"] == "../in/base"
 
 
 def test_saving_where_the_merge_is_does_not_destroy_it(broken):

@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from processes import python
 from repeats import repeats
+from safetensors.torch import load_file
 from stop_after import StopAfter
 from tiny_models import assert_same_weights, bert, in_own_memory
 from tiny_training import examples, train
@@ -175,6 +176,17 @@ train(model, Path({str(series)!r}), resume=True, **{OPTIONS!r}).save_model({str(
     done = python("-c", script)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_same_weights(model_of(tmp_path / "end"), through.model)
+
+
+def test_an_enabled_model_resumes_from_a_run_of_deltas(tmp_path, base, through, series, compressed_series):
+    """`checkpoint-4` is stored against another checkpoint, not against the base that the model was enabled with."""
+    assert needed_by(series / "checkpoint-4") == series / "checkpoint-6"
+    enabled = fm_delta.enable(model_of(base), base)
+    trainer = train(enabled, series, resume=str(series / "checkpoint-4"), **OPTIONS)
+    assert_same_as_plain(series, tmp_path / "plain", 2, 4, 6, 8, 10, 12)
+    assert_same_weights(trainer.model, through.model)
+    with pytest.raises(BaseModelError, match="another base model"):  # outside the run, only the base is known
+        enabled.load_state_dict(load_file(compressed_series / "checkpoint-4/model.safetensors"))
 
 
 @pytest.mark.parametrize("limit", [None, 2])
