@@ -57,6 +57,7 @@ results["add-task, local base"] = run("add-task", "local", "--task", tasks[1], "
 results["inspect a merge"] = run("inspect", "user/merged")
 results["verify a merge"] = run("verify", "user/merged")
 results["extract"] = run("extract", "user/merged", "--task", name, "--out", "extracted")
+results["extract and push"] = run("extract", "user/merged", "--task", name, "--push-to-hub", "user/extracted")
 results["add-task"] = run("add-task", "user/merged", "--task", f"more={folder}", "--out", "more", "--reelect")
 Path(src, "README.md").unlink()
 batch = ("compress-all", src, "--out", "all", "--push-to-hub", "me", "--private", "--base")
@@ -135,6 +136,11 @@ def test_a_merge_is_pushed_without_paths_of_this_machine(results):
 @pytest.mark.parametrize("command", ["inspect a merge", "verify a merge", "extract", "add-task"])
 def test_merges_are_read_from_the_hub_by_their_ids(results, command):
     assert results[command][0] == 0, results[command][2]
+
+
+def test_a_temporary_folder_is_not_named_as_the_result(results):
+    assert results["extract and push"] == [0, "Wrote the model of task 'trec'.\nPushed to user/extracted.\n", ""]
+    assert "Wrote the model of task 'trec' to extracted." in results["extract"][1]
 
 
 def test_each_of_many_models_is_pushed_to_its_own_repository(results):

@@ -131,7 +131,7 @@ def extract(
 
     folder = out.folder()
     emr.extract(merge, task, folder, base=base)
-    return Result(f"{folder} holds the model of task '{task}'.", {"out": folder, "task": task})
+    return Result(f"Wrote the model of task '{task}'" + (f" to {out}." if str(out) else "."), {"out": str(out), "task": task})
 
 
 def named(text: str) -> tuple[str, str]:

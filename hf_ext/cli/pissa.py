@@ -49,4 +49,4 @@ def convert_to_lora(
     folder = out.folder()
     conversion = pissa.convert_to_lora(load_adapted(adapter, base, config), rank, onto=onto)
     conversion.save_pretrained(folder)
-    return Result(str(conversion), {"out": folder, "layers": [asdict(layer) for layer in conversion.layers]})
+    return Result(str(conversion), {"out": str(out), "layers": [asdict(layer) for layer in conversion.layers]})

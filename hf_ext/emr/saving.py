@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import CommitInfo
 from transformers.utils.logging import get_logger
 
 from hf_ext.emr.card import merge_card, models_of
-from hf_ext.emr.folder import MergeFolder, name_of_task, older_files
+from hf_ext.emr.folder import MergeFolder, is_merge, name_of_task, older_files
 from hf_ext.emr.merging import report
 from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
@@ -78,6 +80,14 @@ class MergedSaving(Saving):
                 _record_base(stage, switch.merged.base)
             write_card(stage, merge_card(stage, report(stage), models_of(switch.merged.folder)), folder)
         return [path.as_posix() for path in files]
+
+    def push(self, folder: Path, names: list[str], *args: Any, **options: Any) -> CommitInfo:
+        base = self.model.set_task.merged.base.name
+        if is_merge(folder) and os.path.isdir(base):
+            logger.warning(
+                f"The base {base} is a local folder: others cannot load the pushed merge. Merge again, with the base's Hub id."
+            )
+        return super().push(folder, names, *args, **options)
 
 
 def _record_base(stage: Path, base: TensorSource) -> None:

@@ -6,6 +6,7 @@ from local_hub import LocalHub
 from processes import python
 
 WORK = """
+import logging
 import sys
 from pathlib import Path
 from tiny_checkpoints import contents
@@ -31,6 +32,9 @@ model = Auto.from_pretrained("merged")
 model.set_task("cr")
 model.push_to_hub("user/merge")
 model.save_pretrained("saved", push_to_hub=True, repo_id="user/saved")
+print("of a local base:")
+logging.getLogger("hf_ext").addHandler(logging.StreamHandler(sys.stdout))
+Auto.from_pretrained("local").push_to_hub("user/local")
 """
 
 LOAD = """
@@ -95,7 +99,8 @@ def run(hub, folder, script, signed_in=True):
 
 def test_a_merge_is_pushed_and_loaded_by_id(tmp_path):
     with LocalHub() as hub:
-        run(hub, tmp_path / "push", PUSH)
+        before, after = run(hub, tmp_path / "push", PUSH).split("of a local base:")
+        assert "is a local folder" in after and "is a local folder" not in before
         run(hub, tmp_path / "load", LOAD)
         run(hub, tmp_path / "parts", PARTS)
         printed = run(hub, tmp_path / "gone", PRIVATE)
