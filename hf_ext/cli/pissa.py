@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Literal
 
 from hf_ext.cli.command import Result, Section, argument, option
@@ -42,11 +43,13 @@ def convert_to_lora(
     from hf_ext import pissa
     from hf_ext.integration.adapter_source import load_adapted
     from hf_ext.pissa.config import FILE
+    from hf_ext.storage.guards import require_another_folder
     from hf_ext.storage.hub import downloaded
 
     adapter = downloaded(src)
     config = pissa.PissaConfig.from_pretrained(adapter) if (adapter / FILE).exists() else None
     folder = out.folder()
+    require_another_folder(Path(folder), [adapter])
     conversion = pissa.convert_to_lora(load_adapted(adapter, base, config), rank, onto=onto)
     conversion.save_pretrained(folder)
     return Result(str(conversion), {"out": str(out), "layers": [asdict(layer) for layer in conversion.layers]})

@@ -25,6 +25,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from hf_ext.errors import HfExtError
+from hf_ext.storage.guards import require_another_folder
 from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.discriminator import Discriminator, read_record, require_better_than_chance, require_discriminator
 from hf_ext.trans_lora.encoding import load_tokenizer, loading
@@ -46,6 +47,9 @@ class TransferRequest:
         discriminator: folder or Hub id; None for a filter without one.
         discriminator_model: base of the discriminator. Defaults to `source_model`; another one is used in a chain of transfers.
         synthesizer: a `Server` that writes the inputs. By default, the target model writes them.
+
+    Raises:
+        CheckpointError: args.output_dir is the folder of one of these models or adapters.
     """
 
     source_model: str
@@ -57,6 +61,10 @@ class TransferRequest:
     discriminator: str | None = None
     discriminator_model: str | None = None
     synthesizer: Generator | None = None
+
+    def __post_init__(self) -> None:
+        read = (self.source_model, self.source_adapter, self.target_model, self.discriminator, self.discriminator_model)
+        require_another_folder(Path(self.args.output_dir), [Path(name) for name in read if name and os.path.isdir(name)])
 
     def require_target(self) -> None:
         """Checks, without the weights, that the target model has a tokenizer and the layers of its new adapter.

@@ -133,6 +133,15 @@ def test_the_command_converts_a_saved_adapter(tmp_path, base, capsys, config, qu
     assert type(loaded.peft_config["default"]) is LoraConfig and loaded.peft_config["default"].r == 3
 
 
+def test_the_command_does_not_overwrite_the_adapter(tmp_path, base, capsys):
+    folder = tmp_path / "adapter"
+    trained(load(base), PissaConfig(**OPTIONS)).save_pretrained(folder)
+    files = {path: path.read_bytes() for path in folder.iterdir()}
+    assert main(["convert-to-lora", str(folder), "--rank", "1", "--out", f"{folder}/../adapter"]) == 1
+    assert f"{folder} cannot be overwritten" in capsys.readouterr().err
+    assert files == {path: path.read_bytes() for path in folder.iterdir()}
+
+
 def test_the_command_keeps_the_head_of_the_adapter(tmp_path, capsys):
     bert().save_pretrained(tmp_path / "base")
     options = {"num_labels": 5, "ignore_mismatched_sizes": True}

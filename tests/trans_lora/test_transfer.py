@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -815,6 +816,22 @@ def test_the_command_line_says_what_is_wrong_in_one_line(folders, tmp_path, caps
     for options, message in mistakes:
         assert main([str(part) for part in (*given, *options)]) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["transfer", "migrate", "train-discriminator"])
+def test_no_command_overwrites_what_it_reads(folders, tmp_path, capsys, command):
+    copied = shutil.copytree(folders, tmp_path / "files")
+    files = {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
+    given = [command, "--source-model", copied / "gpt2", "--filter", "none", *COMMON, *ASKED]
+    if command == "train-discriminator":
+        given, kept = [*given, "--inputs", copied / "real.jsonl", "--task", "pick"], ["gpt2"]
+    else:
+        given += ["--source-adapter", copied / "adapter", "--target-model", copied / "llama"]
+        given, kept = [*given, "--seeds", copied / "seeds.jsonl"], ["gpt2", "adapter", "llama"]
+    for name in kept:
+        assert main([str(part) for part in (*given, "--out", copied / "gpt2" / ".." / name)]) == 1
+        assert f"{copied / name} cannot be overwritten, it is still needed" in capsys.readouterr().err
+    assert files == {path: path.read_bytes() for path in copied.rglob("*") if path.is_file()}
 
 
 def test_options_are_checked_by_the_sources_of_their_classes():
