@@ -228,6 +228,13 @@ def saves_adapter() -> bool:
     return variables_of_caller(save_and_load, "get_peft_model_state_dict") is not None
 
 
+def loads_adapter() -> bool:
+    """Tells whether PEFT loads a saved adapter's tensors at this moment."""
+    from peft.utils import save_and_load
+
+    return variables_of_caller(save_and_load, "set_peft_model_state_dict") is not None
+
+
 def saves_only_lora_tensors() -> bool:
     """Tells whether PEFT saves only A and B of adapter types that it does not know, as versions before 0.21 do."""
     from peft.tuners.tuners_utils import BaseTuner

@@ -15,6 +15,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from hf_ext.errors import BaseModelError, HfExtError
 from hf_ext.integration.compat import (
     config_and_name_of_layer,
+    loads_adapter,
     loads_adapter_by_transformers,
     loads_weights_later,
     saves_only_lora_tensors,
@@ -261,7 +262,25 @@ class PissaLayer(CombinableLayer):
                 state_dict[a], state_dict[b] = A.clone(), B.contiguous()
                 # The submodules load these.
                 state_dict[f"{prefix}initial_A.{adapter}"], state_dict[f"{prefix}initial_B.{adapter}"] = A0.clone(), B0
+            elif a in state_dict and f"{prefix}initial_A.{adapter}" not in state_dict:
+                self._require_own_form(adapter, len(state_dict[a]))
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _require_own_form(self, adapter: str, rows: int) -> None:
+        """Checks that factors without A₀ and B₀ are not those of a saved LoRA, whose change does not contain this start.
+
+        Raises:
+            HfExtError: they are.
+        """
+        config = self.configs[adapter]
+        starts = isinstance(config, PrincipalStart) and config.init_lora_weights and not config.is_trained
+        if starts and rows == self.rows(adapter) and loads_adapter():
+            rank = self.r[adapter]
+            raise HfExtError(
+                f"The saved adapter has rank {rank} in {self.name or 'a layer'}, but PiSSA with r={rank} saves rank "
+                f"{2 * rank}. It is a LoRA, or was trained with r={rank // 2}. Load it with PeftModel.from_pretrained, and "
+                "with config=PissaConfig.from_pretrained(folder) to continue PiSSA."
+            )
 
     def check_initial(self, adapter: str, A0: torch.Tensor, B0: torch.Tensor) -> None:
         """Checks A₀ and B₀ of a saved adapter, and records the report on its start.

@@ -18,7 +18,7 @@ from tiny_adapters import difference, load, logits, moved, small_llama, trained
 from tiny_models import llama, perturb
 from torch import nn
 
-from hf_ext import BaseModelError, PissaConfig, QPissaConfig
+from hf_ext import BaseModelError, HfExtError, PissaConfig, QPissaConfig
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")
@@ -273,3 +273,15 @@ def test_a_lora_that_never_was_pissa_is_an_error(tmp_path):
         trained(llama(), LoraConfig(r=rank, target_modules=["q_proj"])).save_pretrained(tmp_path)
         with pytest.raises(ValueError, match=message):
             again(llama, tmp_path)
+
+
+@pytest.mark.parametrize("saved", [PissaConfig(r=2, target_modules=["q_proj"]), LoraConfig(r=4, target_modules=["q_proj"])])
+def test_an_adapter_of_another_rank_is_not_loaded_into_pissa(tmp_path, saved):
+    trained(llama(), saved).save_pretrained(tmp_path)
+    model = get_peft_model(llama(), PissaConfig(r=4, target_modules=["q_proj"]))
+    with pytest.raises(HfExtError, match="has rank 4 in .*q_proj, but PiSSA with r=4 saves rank 8"):
+        model.load_adapter(tmp_path, "default", is_trainable=True)
+    before = logits(model)
+    parts = {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name and "initial" not in name}
+    model.load_state_dict(parts, strict=False)  # as DeepSpeed leaves out what is frozen
+    assert torch.equal(logits(model), before)
