@@ -72,6 +72,8 @@ class MergedSaving(Saving):
                 f"Changes of {', '.join(edited)} in the configuration are not saved: each task of a merge keeps its own "
                 "configuration. To save the changes, extract the task (hf_ext.emr.extract) and save it alone."
             )
+        if variant := kwargs.get("variant"):
+            logger.warning(f"variant={variant!r} has no effect: the files of a merge keep their names.")
         with staged_folder(folder, older_files(folder)) as stage:
             for path in files:
                 (stage / path).parent.mkdir(parents=True, exist_ok=True)

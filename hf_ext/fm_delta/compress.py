@@ -90,7 +90,7 @@ def compress_checkpoint(
         require_another_folder(out, [src, *source.paths])
         require_depth(source)
         folder = ModelFolder.open_plain(src)
-        with staged_folder(out, _old_lora(out)) as stage:
+        with staged_folder(out, old_lora(out)) as stage:
             _require_one_kind(folder, out)
             omitted = without_free_card(src, out)
             others = [path for path in folder.others(out) if path not in omitted]
@@ -146,7 +146,7 @@ def _lora(folder: Path, base: TensorSource, out: Path, aim: Aim, base_id: str | 
     )
 
 
-def _old_lora(out: Path) -> list[Path]:
+def old_lora(out: Path) -> list[Path]:
     """Returns the files of the LoRA that an earlier call wrote, relative to `out`."""
     return [LORA / name for name in (ADAPTER, ADAPTER_CONFIG, CARD)] if is_ours(out / LORA / CARD) else []
 

@@ -469,6 +469,12 @@ def test_saving_warns_that_an_edited_configuration_is_lost(merged, model, tmp_pa
     assert contents(tmp_path / "again") == contents(merged[0])
 
 
+def test_saving_warns_that_a_variant_has_no_effect(model, tmp_path, caplog):
+    logging.get_logger().addHandler(caplog.handler)
+    model.save_pretrained(tmp_path / "copy", variant="fp16")
+    assert "variant='fp16' has no effect" in caplog.text and Auto.from_pretrained(tmp_path / "copy").tasks == model.tasks
+
+
 def test_saving_over_an_older_merge_leaves_nothing_of_it(merged, model, tmp_path):
     base, tasks = write_tasks(tmp_path / "in", {"old": 3})
     emr.merge(base, tasks, tmp_path / "merged", max_shard_size="50KB")

@@ -194,6 +194,13 @@ def test_an_old_lora_goes_when_the_folder_is_written_again(tmp_path, small):
     assert [path.name for path in (small / "lora").iterdir()] == ["notes.txt"]
 
 
+def test_an_old_lora_goes_when_another_model_is_saved_there(tmp_path, small):
+    model = fm_delta.enable(perturb(llama(), 2), tmp_path / "base")
+    model.save_pretrained(small)
+    assert not (small / "lora").exists()
+    assert_same_weights(AutoModelForCausalLM.from_pretrained(small), model)
+
+
 def test_impossible_loras_are_errors(tmp_path):
     fine_tuned(llama(), tmp_path)
     for options, error in (
