@@ -48,6 +48,11 @@ class PissaVariant(LoraVariant):
             )
         is_loaded = A.device.type == "meta" or config.is_trained or loads_weights_later()
         decomposes = bool(config.init_lora_weights) and not is_loaded
+        if config.init_lora_weights and not config.is_trained and is_offloaded(module.get_base_layer()):
+            raise ValueError(
+                f"The weight of {module.name or 'a layer'} is offloaded, and PiSSA cannot start from it. Load the base without "
+                "offloading to the CPU or the disk (device_map)."
+            )
         if decomposes:
             if is_deepspeed_zero3_enabled():
                 raise ValueError("PiSSA cannot decompose weights that DeepSpeed ZeRO-3 has partitioned. Use ZeRO-2.")
@@ -76,6 +81,11 @@ class PissaVariant(LoraVariant):
     @staticmethod
     def unmerge(module: PissaLayer, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
         return orig_weight - module.get_delta_weight(active_adapter).to(orig_weight.dtype)
+
+
+def is_offloaded(layer: nn.Module) -> bool:
+    """Tells whether accelerate keeps the weights of a layer elsewhere between its forward passes."""
+    return bool(getattr(getattr(layer, "_hf_hook", None), "offload", False))
 
 
 class Frozen(nn.ParameterDict):

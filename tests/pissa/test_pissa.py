@@ -26,6 +26,7 @@ from tiny_adapters import (
 )
 from tiny_models import MODELS, bert, gpt2, inputs, llama, same_bits, t5
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from hf_ext import HfExtError, PissaConfig, QPissaConfig, pissa
 
@@ -425,3 +426,12 @@ def test_codes_of_eight_bits_are_no_weights_to_decompose():
     model[0].weight = nn.Parameter(model[0].weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(ValueError, match=r"quantized to torch.float8_e4m3fn.*Load the base in bfloat16"):
         get_peft_model(model, PissaConfig(r=4, target_modules=["0"]))
+
+
+def test_weights_that_are_offloaded_are_not_skipped(tmp_path):
+    llama().save_pretrained(tmp_path / "base")
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}
+    places |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", device_map=places, offload_folder=tmp_path / "offload")
+    with pytest.raises(ValueError, match="The weight of model.layers.1.self_attn.q_proj is offloaded"):
+        get_peft_model(model, PissaConfig(r=4, target_modules=["q_proj"]))
