@@ -232,6 +232,7 @@ class QPissaConfig(PissaConfig):
 
     Args:
         iterations: iterations of decomposition and quantization (T of the paper's algorithm 1).
+        init_lora_weights: False is only for loading: the layers have no residual until an adapter's weights are loaded.
         save_residual: save the quantized residual too (half a byte per weight). Such an adapter loads on every device, bit for
             bit. Saving it requires peft>=0.21.
         full_precision_modules: names of layers that stay in full precision and train with plain PiSSA. These are layers that
