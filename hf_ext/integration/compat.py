@@ -86,6 +86,11 @@ def point_offloaded_ties_at_decoded_weights(model: PreTrainedModel) -> None:
             index[target] = index[source]
 
 
+def is_offloaded(layer: torch.nn.Module) -> bool:
+    """Tells whether accelerate keeps a layer's weights elsewhere between forward passes. False if it no longer says so."""
+    return bool(getattr(getattr(layer, "_hf_hook", None), "offload", False))
+
+
 def own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Returns a module's own parameters and buffers by name, without those of its submodules. They may be set meanwhile."""
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)

@@ -15,6 +15,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from hf_ext.errors import BaseModelError, HfExtError
 from hf_ext.integration.compat import (
     config_and_name_of_layer,
+    is_offloaded,
     loads_adapter,
     loads_adapter_by_transformers,
     loads_weights_later,
@@ -81,11 +82,6 @@ class PissaVariant(LoraVariant):
     @staticmethod
     def unmerge(module: PissaLayer, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:
         return orig_weight - module.get_delta_weight(active_adapter).to(orig_weight.dtype)
-
-
-def is_offloaded(layer: nn.Module) -> bool:
-    """Tells whether accelerate keeps the weights of a layer elsewhere between its forward passes."""
-    return bool(getattr(getattr(layer, "_hf_hook", None), "offload", False))
 
 
 class Frozen(nn.ParameterDict):
