@@ -36,7 +36,7 @@ def staged_folder(target: str | os.PathLike, stale: Iterable[Path] = ()) -> Iter
     """Yields a folder to write a checkpoint into; if the block succeeds, its files go to `target`.
 
     Other files of `target` stay, except weights that the new checkpoint replaces by others (shards of another count), and the
-    files of `stale`, relative to `target`. If the block fails, `target` does not change.
+    files of `stale`, relative to `target`, to which the block may add. If the block fails, `target` does not change.
 
     Raises:
         CheckpointError: `target` cannot be written, or another process is writing there.

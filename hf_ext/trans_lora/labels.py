@@ -62,7 +62,7 @@ def label_inputs(
         for start in range(len(records), len(inputs), step):
             part = inputs[start : start + step]
             missing = [text for text in part if labels.get(text) is None]
-            answers = {**labels, **dict(zip(missing, in_shares(missing, teacher.answers)))}
+            answers = {text: labels.get(text) for text in part} | dict(zip(missing, in_shares(missing, teacher.answers)))
             records += (new := [{"input": text, "label": answers[text]} for text in part])
             if main:
                 append_lines(path, new)
