@@ -82,7 +82,7 @@ MORE = {
 
 
 # Commands that do not end by themselves: tests/serving and with_vllm/test_weight_transfer.py run them.
-ELSEWHERE = ("run", "mount", "follow")
+ELSEWHERE = ("run", "follow")
 
 
 @dataclass(frozen=True)

@@ -331,7 +331,7 @@ def test_threads_limits_all_commands_that_work_on_tensors(folder, tasks, monkeyp
     )  # fmt: skip
     assert sorted(line.split()[0] for line in lines) == sorted(THREADED)
     limited = {name for name, command in COMMANDS.items() for each in command.params if "--threads" in each.opts}
-    assert limited == {*THREADED, "mount"}
+    assert limited == {*THREADED}
     for threads, options in ((5, []), (2, ["--threads", "2"])):
         for line in lines:
             if threads == 5 and re.match("compress-|remove-", line):  # are done once

@@ -26,7 +26,7 @@ import hf_ext
 
 for module in pkgutil.walk_packages(hf_ext.__path__, "hf_ext."):
     # The servers need more packages.
-    if not module.name.endswith("__main__") and not module.name.startswith(("hf_ext.serving.mount", "hf_ext.serving.vllm.")):
+    if not module.name.endswith("__main__") and not module.name.startswith("hf_ext.serving.vllm."):
         try:
             importlib.import_module(module.name)
         except hf_ext.errors.MissingDependencyError as error:

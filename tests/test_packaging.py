@@ -91,7 +91,7 @@ def test_no_address_is_published_that_nobody_gave(tmp_path):
 
 def test_no_text_installs_the_package_from_an_index():
     """Nobody has published the name: it would install the code of whoever registers it."""
-    old = """Run `pip install hf_ext`, a plugin. | pip install 'hf_ext[mount]', and libfuse | uv add "hf-ext>=1"
+    old = """Run `pip install hf_ext`, a plugin. | pip install 'hf_ext[dask]' | uv add "hf-ext>=1"
         wheel: pip install --force-reinstall --no-deps --only-binary hf_ext hf_ext. If | %pip install -q HF_Ext"""
     assert len(from_an_index(old)) == 5
     right = (
@@ -103,7 +103,7 @@ def test_no_text_installs_the_package_from_an_index():
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*")] + list(ROOT.glob("*"))
     texts = {path: path.read_text("utf-8") for path in paths if path.suffix in kinds and path.is_file()}
     assert (
-        len(texts) > 200 and {ROOT / "README.md", ROOT / "hf_ext/serving/mount.py", ROOT / "model_cards/emr.md"} < texts.keys()
+        len(texts) > 200 and {ROOT / "README.md", ROOT / "hf_ext/serving/sglang.py", ROOT / "model_cards/emr.md"} < texts.keys()
     )
     for path, text in texts.items():
         assert not from_an_index(PARTS.sub("", text)), path
@@ -135,7 +135,7 @@ def test_the_extra_all_covers_what_errors_recommend():
     recommended = {
         name[1] for text in texts for command in COMMAND.findall(text) if (name := re.match(r"'?([a-z][\w-]*)", command))
     }
-    assert {"torch", "mfusepy", "pillow", "openai"} < recommended <= names
+    assert {"torch", "pillow", "openai"} < recommended <= names
 
 
 def test_the_citation_names_version_and_papers():

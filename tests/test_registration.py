@@ -23,10 +23,7 @@ for path in root.rglob("*.py"):
         names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         for name in [node.module] if isinstance(node, ast.ImportFrom) else names:
             if not name.startswith("hf_ext") and importlib.util.find_spec(name.split(".")[0]):
-                try:
-                    module = importlib.import_module(name)
-                except OSError:  # mfusepy without libfuse
-                    continue
+                module = importlib.import_module(name)
                 [getattr(module, attribute) for attribute in names if isinstance(node, ast.ImportFrom)]
 assert not any(name.startswith("hf_ext") for name in sys.modules)
 import peft, safetensors.torch, transformers, torch

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
-from hf_ext.cli.command import MovedBase, Plot, Result, Section, argument, drawn, note_missing_config, say
+from hf_ext.cli.command import MovedBase, Plot, Result, Section, argument, drawn, note_missing_config
 
 section = Section(
     "Inspect a compressed model or a merge, and check it",
@@ -47,25 +47,6 @@ def verify(src: Stored, base: MovedBase = None) -> Result:
     count = method_of(folder).verify(folder, base=base)
     note_missing_config(folder)
     return Result(f"All {count} tensors of {src} match their checksums.", {"src": src, "tensors": count})
-
-
-@section.command(
-    "show a compressed model or a merge as plain files",
-    "  hf-ext mount my-bert-small /mnt/my-bert\n  hf-ext mount my-bert-merged /mnt/my-tasks    # a folder for each task",
-    "Mounts a read-only file system at WHERE, which decodes files when a program reads them. Ctrl-C, or `fusermount3 -u "
-    "WHERE`, unmounts it. Requires FUSE: pip install 'mfusepy>=3', and your system's libfuse.",
-    threaded=True,
-)
-def mount(
-    src: Stored,
-    where: Annotated[str, argument("WHERE", "An empty folder, or one to create.")],
-    base: MovedBase = None,
-) -> Result:
-    from hf_ext.serving.mount import mount as show
-
-    say(f"Mounting {src} at {where}. Ctrl-C, or `fusermount3 -u {where}`, unmounts it.")
-    show(local(src), where, base)
-    return Result(f"{where} is unmounted.", {"src": src, "where": where})
 
 
 def local(src: str) -> str:

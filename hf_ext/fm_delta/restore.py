@@ -19,7 +19,6 @@ from hf_ext.storage.hub import local_copy
 from hf_ext.storage.open import open_base, open_files
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import progress
-from hf_ext.storage.safetensors_file import TensorFile
 from hf_ext.storage.source import TensorSource
 
 
@@ -46,14 +45,6 @@ def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: 
             folder.restore_others([file for file in _others(folder, out) if file not in omitted], stage)
         write_files(folder.files, stage, "Decompressing")
         folder.copy_modes(stage)
-
-
-def restored_files(src: Path, out: Path, base: str | os.PathLike | None = None) -> Sequence[TensorFile]:
-    """Returns the weights that `decompress_checkpoint` would write, decoded when they are read. Writes all other files into
-    `out`."""
-    folder = ModelFolder.open_compressed(src, base)
-    folder.restore_others(_others(folder, out), out)
-    return folder.files
 
 
 def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int:

@@ -1,1 +1,1 @@
-"""Servers of stored models: the plugins of vLLM and SGLang, and the mounted folder."""
+"""Servers of stored models: the plugins of vLLM and SGLang."""
