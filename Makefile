@@ -19,6 +19,7 @@ PYTEST = OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest --numprocesses $(WOR
 	$(if $(REPORT),--junitxml $(REPORT))
 CPP = $(wildcard csrc/*.cpp csrc/*/* tests/cpp/* tests/fuzz/*.cpp)
 export PYTHON VENV TESTS GLIBC DATA BBH
+unexport PYTHONDONTWRITEBYTECODE  # else each process compiles PyTorch and Transformers again, for 15 seconds
 
 .DEFAULT_GOAL = help
 .PHONY: help demo tour test test-slow test-all test-newest test-processors test-matrix test-vllm test-sglang test-peft test-arm fuzz style format docs wheel test-wheel test-sdist resolve bench clean
