@@ -1,10 +1,13 @@
 """The published package contains all that it needs, and its metadata agree with the repository."""
 
+import ensurepip
+import json
 import os
 import re
 import subprocess
 import sys
 import tarfile
+import zipfile
 from configparser import ConfigParser
 from email import message_from_string
 from pathlib import Path
@@ -91,7 +94,7 @@ def test_no_address_is_published_that_nobody_gave(tmp_path):
 
 def test_no_text_installs_the_package_from_an_index():
     """Nobody has published the name: it would install the code of whoever registers it."""
-    old = """Run `pip install hf_ext`, a plugin. | pip install 'hf_ext[dask]' | uv add "hf-ext>=1"
+    old = """Run `pip install hf_ext`, a plugin. | pip install 'hf_ext[dask]', and Dask | uv add "hf-ext>=1"
         wheel: pip install --force-reinstall --no-deps --only-binary hf_ext hf_ext. If | %pip install -q HF_Ext"""
     assert len(from_an_index(old)) == 5
     right = (
@@ -136,6 +139,51 @@ def test_the_extra_all_covers_what_errors_recommend():
         name[1] for text in texts for command in COMMAND.findall(text) if (name := re.match(r"'?([a-z][\w-]*)", command))
     }
     assert {"torch", "pillow", "openai"} < recommended <= names
+
+
+def write_wheel(folder: Path, name: str, version: str, metadata: str) -> None:
+    """Writes a wheel without files, for pip to resolve."""
+    info = f"{name.replace('-', '_')}-{version}"
+    with zipfile.ZipFile(folder / f"{info}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{info}.dist-info/METADATA", metadata)
+        wheel.writestr(f"{info}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}.dist-info/RECORD", "")
+
+
+def test_the_pip_of_a_new_environment_installs_every_extra(release, tmp_path):
+    """The pip of Python 3.11 finds an extra only by the normalized name that setuptools writes into the metadata."""
+    text = (release / "hf_ext.egg-info/PKG-INFO").read_text("utf-8")
+    metadata = message_from_string(text)
+    extras, version = metadata.get_all("Provides-Extra"), metadata["Version"]
+    write_wheel(tmp_path, "hf_ext", version, text)
+    needed = {}
+    for line in metadata.get_all("Requires-Dist"):
+        need = Requirement(line)
+        if need.name != "hf_ext":
+            lower = [bound.version for bound in need.specifier if bound.operator == ">="]
+            needed.setdefault(need.name, (lower or ["1"], set()))[1].update(need.extras)
+    for name, (lower, more) in needed.items():
+        provided = "".join(f"Provides-Extra: {extra}\n" for extra in sorted(more))
+        write_wheel(tmp_path, name, lower[0], f"Metadata-Version: 2.1\nName: {name}\nVersion: {lower[0]}\n{provided}")
+    wheel = next(Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl"), None)  # a distribution may keep it elsewhere
+    pip = [sys.executable, f"{wheel}/pip"] if wheel else [sys.executable, "-m", "pip"]
+    settings = ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    names = ",".join(settings["options.extras_require"])  # as a user writes them
+    options = [
+        "--dry-run",
+        "--ignore-installed",
+        "--no-index",
+        "--find-links",
+        str(tmp_path),
+        "--report",
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run([*pip, "install", *options, f"hf_ext[{names}]"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "does not provide" not in done.stdout + done.stderr, done.stderr
+    installed = json.loads((tmp_path / "out").read_text())["install"]
+    assert sorted(names.split(",")) == sorted(extras)
+    assert {item["metadata"]["name"] for item in installed} == {"hf_ext", *needed}
 
 
 def test_the_citation_names_version_and_papers():
