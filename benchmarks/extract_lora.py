@@ -149,25 +149,6 @@ def answers_by_rank(args: argparse.Namespace) -> dict:
     return results
 
 
-def progressive(tuned: Path, base: Path, ranks: list[int]) -> dict:
-    """Returns the sizes of a compressed fine-tune and of the LoRA that its weights refer to, and the LoRA's error."""
-    results: dict[str, dict] = {}
-    for rank in (None, *ranks):
-        with tempfile.TemporaryDirectory() as folder:
-            small = Path(folder, "small")
-            fm_delta.compress_checkpoint(tuned, base, small, lora_rank=rank)
-            figures = {"MB": (small / "model.safetensors").stat().st_size / 1e6}
-            if rank:
-                size = (small / "lora/adapter_model.safetensors").stat().st_size / 1e6
-                figures |= {"LoRA": size, "both": figures["MB"] + size, "apart": results["without"]["MB"] + size}
-                figures["error"] = error_of(small / "lora", tuned, base)
-            results[f"--lora-rank {rank}" if rank else "without"] = figures
-    columns = ["MB", "LoRA", "both", "apart", "error"]
-    rows = [[way, *(f"{figures[key]:.2f}" if key in figures else "–" for key in columns)] for way, figures in results.items()]
-    print_table(f"{tuned}, compressed, and its LoRA (MB)", ["way", "weights", *columns[1:4], "relative error"], rows)
-    return results
-
-
 def print_by_rank(title: str, measure: str, results: dict[str, dict]) -> None:
     rows = [
         [task, way, *(f"{figures[name]:.3f}" if name in figures else "–" for name in (measure, "error", "MB"))]
@@ -198,12 +179,10 @@ def main() -> None:
     if args.generation:
         results["answers_by_rank"] = answers_by_rank(args)
     if args.tuned and args.base:
-        results["progressive"] = progressive(args.tuned, args.base, [8, args.rank])
         results["fine_tune"] = beside_mergekit(str(args.tuned), args.tuned, args.base, args.rank, args.mergekit)
     with tempfile.TemporaryDirectory() as folder:
         pair = synthetic_layer(Path(folder))
         results["layer"] = beside_mergekit("A layer of Llama 3 8B", *pair, args.rank, args.mergekit)
-        results["progressive_layer"] = progressive(*pair, [8, args.rank])
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -152,24 +152,6 @@ PyObject* encode(PyObject*, PyObject* args) {
     return to_bytes(body);
 }
 
-PyObject* move_base(PyObject*, PyObject* args) {
-    Buffer out, base, rows, columns;
-    delta::Shape shape{};
-    int threads = 1;
-    PyObject* change = nullptr;
-    delta::Factors factors;
-    if (!parse(args, "OOinniO:move_base", out, PyBUF_WRITABLE, base, shape, threads, &change) ||
-        !parse(change, shape, rows, columns, factors))
-        return nullptr;
-    if (!run([&] {
-            require_sizes(shape, out, base);
-            if (shape.base_values != shape.values) throw std::invalid_argument("the base must be as large as the result");
-            delta::move_base(shape, base.view.buf, factors, out.view.buf, threads);
-        }))
-        return nullptr;
-    Py_RETURN_NONE;
-}
-
 PyObject* count_symbols(PyObject*, PyObject* args) {
     Buffer tensor, base;
     delta::Shape shape{};
@@ -487,10 +469,6 @@ PyMethodDef METHODS[] = {
      "encode(tensor, base | None, dtype, row_length, base_values, threads=1, ((rows, columns, exponent), ...)) -> body"},
     {"decode", decode, METH_VARARGS,
      "decode(body, (tensor, base | None, dtype, row_length, base_values, threads=1)): fills the tensor"},
-    {"move_base", move_base, METH_VARARGS,
-     "move_base(out, base, dtype, row_length, values, threads, (rows, columns, exponent)): fills out with base + rows · "
-     "columns · "
-     "2^-exponent"},
     {"list_changes", list_changes, METH_VARARGS,
      "list_changes(body, base, dtype, row_length, threads=1) -> (uint32 places, uint16 values) that differ from the base, or "
      "None"},

@@ -30,11 +30,6 @@ def encode(
 def decode(body: Buffer, arguments: tuple[Buffer, Buffer | None, int, int, int, int], /) -> None:
     """Fills a tensor. `arguments` are (tensor, base, dtype, row_length, base_values, threads), as for `encode`."""
 
-def move_base(
-    out: Buffer, base: Buffer, dtype: int, row_length: int, base_values: int, threads: int, change: Factors, /
-) -> None:
-    """Fills `out` with the base moved by a low-rank change, as a body with these factors predicts it. `base_values` are all."""
-
 def list_changes(body: Buffer, base: Buffer, dtype: int, row_length: int, threads: int = 1, /) -> tuple[bytes, bytes] | None:
     """Returns where a tensor differs from its base: places (uint32, increasing), and its values there (uint16).
 

@@ -50,8 +50,7 @@ def write_models(folder: Path) -> LlamaForCausalLM:
     for model in ("base", *TASKS, "half", "other-base", "other"):
         tokenizer(311).save_pretrained(folder / model)
     for model in (*TASKS, "half"):
-        rank = 4 if model == "two" else None
-        fm_delta.compress_checkpoint(folder / model, folder / "base", folder / f"small-{model}", lora_rank=rank)
+        fm_delta.compress_checkpoint(folder / model, folder / "base", folder / f"small-{model}")
     fm_delta.compress_checkpoint(folder / "other", folder / "other-base", folder / "small-other")
     emr.merge(folder / "base", {task: folder / task for task in TASKS}, folder / "merged")
     for task in TASKS:

@@ -34,10 +34,6 @@ std::vector<uint8_t> encode(const Shape& shape, const void* tensor, const void* 
 // Throws std::runtime_error if the body is not valid. Accesses no memory outside the buffers, whatever the body contains.
 void decode(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, void* tensor, int threads);
 
-// Fills `out` with the base moved by a low-rank change, as for a prediction. Throws std::runtime_error if the factors are too
-// large for exact sums.
-void move_base(const Shape& shape, const void* base, const Factors& factors, void* out, int threads);
-
 // The low-rank change that a body holds.
 struct StoredFactors {
     int rank = 0;

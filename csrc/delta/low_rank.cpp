@@ -7,7 +7,6 @@
 #include <stdexcept>
 #include <variant>
 
-#include "../common/threads.h"
 #include "factors.h"
 
 namespace hf_ext::delta {
@@ -167,23 +166,6 @@ void LowRank::predict(const Plan& plan, const Part& part, size_t begin, size_t s
                 });
             },
             factors_->factors);
-    });
-}
-
-void move_base(const Shape& shape, const void* base, const Factors& factors, void* out, int threads) {
-    Plan plan;
-    plan.shape = shape;
-    plan.set_rows(std::vector<bool>(plan.base_rows()));
-    const size_t rank = size_t(factors.rank);
-    LowRank change;
-    change.rank = factors.rank;
-    change.exponent = factors.exponent;
-    change.rows.assign(factors.rows, factors.rows + plan.base_rows() * rank);
-    change.columns.assign(factors.columns, factors.columns + rank * shape.row_length);
-    change.prepare(width(shape.dtype) == 8);
-    parallel_for(plan.blocks(), threads, [&](size_t i) {
-        const Block block = block_at(plan, i);
-        change.predict(plan, *block.part, block.begin, block.size, base, out);
     });
 }
 

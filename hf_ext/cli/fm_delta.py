@@ -92,25 +92,6 @@ def compress(
     verify: Verify = False,
     level: Level = DEFAULT_LEVEL,
     delete_source: DeleteSource = False,
-    lora_rank: Annotated[
-        int | None,
-        option(
-            "--lora-rank",
-            "Also write the best LoRA of this rank to OUT/lora, which PEFT loads. The compressed weights refer to it.",
-            "N",
-            min=1,
-        ),
-    ] = None,
-    lora_energy: Annotated[
-        float | None,
-        option(
-            "--lora-energy",
-            "The same by the share of the change's energy (0 to 1). --lora-rank is then the largest rank.",
-            "SHARE",
-            min=0,
-            max=1,
-        ),
-    ] = None,
     dry_run: Annotated[bool, flag("--dry-run", "Write nothing. Estimate the size from some of the tensors.")] = False,
     any_base: Annotated[
         bool,
@@ -121,9 +102,6 @@ def compress(
         raise mistake("requires --out, so that a failed upload does not lose the model", "--delete-source")
     if no_base and (base or candidates):
         raise mistake("cannot be combined with --base or --candidates", "--no-base")
-    if lora_rank is not None or lora_energy is not None:
-        if no_base or dry_run:
-            raise mistake("cannot be combined with --no-base or --dry-run", "--lora-rank")
     check_base(base, revision, candidates, base_id)
     from hf_ext import fm_delta
     from hf_ext.errors import BaseModelError
@@ -147,9 +125,7 @@ def compress(
         estimate = fm_delta.estimate(src, base, revision, level)
         return Result(finding + estimate.summary(), estimate.to_dict())
     folder = out.folder()
-    fm_delta.compress_checkpoint(
-        src, base, folder, revision, verify, delete_source, level, base_id, lora_rank=lora_rank, lora_energy=lora_energy
-    )
+    fm_delta.compress_checkpoint(src, base, folder, revision, verify, delete_source, level, base_id)
     written = fm_delta.inspect(folder)
     return Result(finding + written.summary(), written.to_dict() | {"tensors": len(written.tensors)})  # `inspect` lists them
 
@@ -199,8 +175,7 @@ def find_base(
     "  hf-ext extract-lora my-llama-small --out my-lora    # compressed",
     "A layer's LoRA consists of the leading singular components of the layer's change. With --energy or --max-size, each layer "
     "gets a rank of its own. Prints the share of the change that the LoRA keeps, and the changes that it does not carry.\n\n"
-    "Without --base, SRC must be compressed. The LoRA is then the one in SRC/lora, or the low-rank part that the file holds. "
-    "With --rank, --energy or --max-size, it is the best one against the base that SRC records.",
+    "Without --base, SRC must be compressed: the base is then the one that SRC records.",
     threaded=True,
 )
 def extract_lora(

@@ -12,16 +12,13 @@ from hf_ext.integration.card_marks import CARD, is_free, is_ours
 from hf_ext.integration.model_cards import model_card
 from hf_ext.integration.origins import class_of, name_in_text, task_of
 from hf_ext.storage.config_file import CONFIG, read_config, storage_settings
-from hf_ext.storage.delta.lora import StoredLora
 from hf_ext.storage.delta.writer import METHOD, Sets
 from hf_ext.storage.source import NoBase, TensorSource
 
 ORIGINAL = "original"  # marks a card that looks like one the compression adds, but belongs to the original files
 
 
-def compressed_card(
-    sets: Sets, out: Path, root: TensorSource, name: str | None, chain: bool, lora: StoredLora | None
-) -> ModelCard:
+def compressed_card(sets: Sets, out: Path, root: TensorSource, name: str | None, chain: bool) -> ModelCard:
     """Returns the card of a compressed folder.
 
     Args:
@@ -30,13 +27,11 @@ def compressed_card(
         root: the model that was fine-tuned, or `NoBase`.
         name: Hub id of `root`, if it is recorded instead of its own name.
         chain: whether the base is stored against another base itself.
-        lora: the LoRA beside the weights.
     """
     files, config, settings = [file for shards in sets for file in shards], read_config(out / CONFIG), storage_settings(out)
     entries = [entry for file in files for entry in file.entries.values()]
     original = sum(8 + len(file.header_bytes) for file in files) + sum(entry.nbytes for entry in entries)
-    written = [out / file.path.name for file in files] + ([lora.file.path] if lora else [])
-    compressed = sum(path.stat().st_size for path in written)
+    compressed = sum((out / file.path.name).stat().st_size for file in files)
     parameters = sum(math.prod(entry.shape) for entry in entries)
     root_name = root.name if chain else name or root.name
     return model_card(
@@ -50,7 +45,6 @@ def compressed_card(
         revision=settings["revision"],
         alone=isinstance(root, NoBase),
         chain=chain,
-        lora=lora is not None,
         model_class=class_of(config),
         original=megabytes(original),
         compressed=megabytes(compressed),

@@ -12,19 +12,17 @@ import numpy as np
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.fm_delta.card import ORIGINAL, compressed_card, without_free_card
 from hf_ext.fm_delta.folder import ModelFolder
-from hf_ext.fm_delta.lora_ranks import Aim
 from hf_ext.integration.card_marks import CARD, is_ours
 from hf_ext.integration.model_cards import write_card
 from hf_ext.storage.atomic import locked, staged_folder
 from hf_ext.storage.config_file import CONFIG, remove_settings
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.delta.file import KEY, CompressedFile
-from hf_ext.storage.delta.lora import LORA, StoredLora
 from hf_ext.storage.delta.source import DeltaCheckpoint, decoded
 from hf_ext.storage.delta.writer import METHOD, Sets, write_model
 from hf_ext.storage.guards import places_of, require_another_folder, require_deletable
-from hf_ext.storage.hub import absolute, downloaded
-from hf_ext.storage.layout import ADAPTER, ADAPTER_CONFIG, all_weights
+from hf_ext.storage.hub import downloaded
+from hf_ext.storage.layout import ADAPTER, all_weights
 from hf_ext.storage.open import open_checkpoint, open_files, require_depth
 from hf_ext.storage.prefetch import progress
 from hf_ext.storage.safetensors_file import SafetensorsFile
@@ -41,8 +39,6 @@ def compress_checkpoint(
     delete_source: bool = False,
     level: int = DEFAULT_LEVEL,
     base_id: str | None = None,
-    lora_rank: int | None = None,
-    lora_energy: float | None = None,
 ) -> None:
     """Writes a model's folder with its weights as lossless differences from a base model (FM-Delta, NeurIPS 2024).
 
@@ -62,9 +58,6 @@ def compress_checkpoint(
         level: 1 is fast. 2 also searches for a low-rank part of every matrix's change, and 3 searches longer. Level 1 also
             reads a little faster.
         base_id: Hub id to record for the base if `base` is a local copy of it, so that others can load the result.
-        lora_rank: also write the best LoRA of this rank into the folder `lora` of `out`. PEFT loads it without this package,
-            and the compressed weights refer to it. See `extract_lora`.
-        lora_energy: the same by the share of the energy of all layers' changes; `lora_rank` is then the largest rank.
 
     Raises:
         CheckpointError: `src` has no safetensors weights, or is already quantized or compressed; `out` is `src` or the base, or
@@ -72,12 +65,10 @@ def compress_checkpoint(
             folder in it.
         BaseModelError: the base cannot be read.
         CorruptFileError: a decoded file differs from the source; `out` and `src` are unchanged.
-        HfExtError: `lora_rank` or `lora_energy` is impossible.
-        ValueError: `revision`, `base_id`, `lora_rank` or `lora_energy` is given without a base.
+        ValueError: `revision` or `base_id` is given without a base.
     """
-    aim = Aim(lora_rank, lora_energy)
-    if base is None and (revision or base_id or aim != Aim()):
-        raise ValueError("revision, base_id, lora_rank and lora_energy require a base, but base is None")
+    if base is None and (revision or base_id):
+        raise ValueError("revision and base_id require a base, but base is None")
     src, out = Path(src) if delete_source else downloaded(src), Path(out)
     with locked(out):
         if delete_source and finish_deletion(src):  # a kill interrupted the last step of an earlier call
@@ -90,13 +81,12 @@ def compress_checkpoint(
         require_another_folder(out, [src, *source.paths])
         require_depth(source)
         folder = ModelFolder.open_plain(src)
-        with staged_folder(out, old_lora(out)) as stage:
+        with staged_folder(out) as stage:
             _require_one_kind(folder, out)
             omitted = without_free_card(src, out)
             others = [path for path in folder.others(out) if path not in omitted]
             copy_entries(src, others, stage, like=source.paths[0].parent if source.paths else None)
-            lora = None if aim == Aim() else _lora(src, source, stage, aim, base_id)
-            write_with_card(folder.sets, source, stage, base_id, level, target=out, revision=revision, lora=lora)
+            write_with_card(folder.sets, source, stage, base_id, level, target=out, revision=revision)
             folder.copy_modes(stage)
             if verify or delete_source:
                 _compare(folder, stage, others, source)
@@ -114,41 +104,20 @@ def write_with_card(
     target: Path | None = None,
     root: TensorSource | None = None,
     revision: str | None = None,
-    lora: StoredLora | None = None,
 ) -> None:
     """Compresses the weights of a model into a folder, and writes a model card if the folder has none.
 
     Args:
-        sets, base, out, name, level, revision, lora: see `write_model`.
+        sets, base, out, name, level, revision: see `write_model`.
         target: folder that the files of `out` will go to, if elsewhere.
         root: the model that was fine-tuned, if it is not the base.
     """
     carried = is_ours(out / CARD, METHOD)
-    write_model(sets, base, out, name, level, {"card": ORIGINAL} if carried else None, revision, lora)
+    write_model(sets, base, out, name, level, {"card": ORIGINAL} if carried else None, revision)
     if (out / CONFIG).exists() and not (out / CARD).exists():
         root = root or base
         chain = root is not base or isinstance(base, DeltaCheckpoint)
-        write_card(out, compressed_card(sets, out, root, name, chain, lora), target)
-
-
-def _lora(folder: Path, base: TensorSource, out: Path, aim: Aim, base_id: str | None) -> StoredLora:
-    """Writes the best LoRA of a fine-tune into the folder `lora` of `out`."""
-    from hf_ext.fm_delta.lora import best_lora, write_lora  # other compression needs neither Transformers nor PEFT
-    from hf_ext.integration.lora_layers import PREFIX
-
-    if (folder / LORA).exists():
-        raise CheckpointError(f"{folder / LORA} exists, and a LoRA is to be written into a folder of that name. Move it away.")
-    lora = best_lora(folder, open_checkpoint(folder), base, aim, with_experts=False)
-    write_lora(lora, base_id or absolute(base.name), out / LORA)
-    places = {layer: lora.parts.layers[layer] for layer in lora.factors}
-    return StoredLora.written(
-        out / LORA, {place.tensor: (f"{PREFIX}{layer}", place.transposed) for layer, place in places.items()}
-    )
-
-
-def old_lora(out: Path) -> list[Path]:
-    """Returns the files of the LoRA that an earlier call wrote, relative to `out`."""
-    return [LORA / name for name in (ADAPTER, ADAPTER_CONFIG, CARD)] if is_ours(out / LORA / CARD) else []
+        write_card(out, compressed_card(sets, out, root, name, chain), target)
 
 
 def _require_one_kind(folder: ModelFolder, out: Path) -> None:

@@ -28,11 +28,10 @@ class ModelFolder:
         files: the files of its weights, as they were before compression. Those of compressed weights decode tensors when they
             are read.
         base: the base of compressed weights; `NoBase` if they have none or are plain.
-        has_lora: whether the compressed weights refer to a LoRA in the folder `lora`.
     """
 
-    def __init__(self, path: Path, files: Sequence[TensorFile], base: TensorSource, has_lora: bool = False):
-        self.path, self.files, self.base, self.has_lora = path, files, base, has_lora
+    def __init__(self, path: Path, files: Sequence[TensorFile], base: TensorSource):
+        self.path, self.files, self.base = path, files, base
 
     @classmethod
     def open_plain(cls, path: Path) -> ModelFolder:
@@ -70,8 +69,7 @@ class ModelFolder:
         files = open_files(path)
         require_one_model(files, path)
         source = open_base(files, path, base)
-        folder, has_lora = path if path.is_dir() else path.parent, any(file.lora_parts for file in files)
-        return cls(folder, [RestoredFile(file, source) for file in files], source, has_lora)
+        return cls(path if path.is_dir() else path.parent, [RestoredFile(file, source) for file in files], source)
 
     @property
     def is_adapter(self) -> bool:

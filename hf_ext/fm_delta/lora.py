@@ -14,19 +14,18 @@ from safetensors.torch import save_file
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.fm_delta.base_search import unrelated
 from hf_ext.fm_delta.lora_evaluation import Evaluation
-from hf_ext.fm_delta.lora_factors import Changes, Factors, Pair, stored_lora
+from hf_ext.fm_delta.lora_factors import Changes, Factors, Pair
 from hf_ext.fm_delta.lora_ranks import Aim
 from hf_ext.fm_delta.lora_report import LayerLora, LoraReport
 from hf_ext.integration.lora_layers import PREFIX, TOKENS, LoraLayers, lora_layers, require_unquantized
 from hf_ext.integration.model_cards import adapter_card, outdated, write_card
 from hf_ext.storage.atomic import staged_folder
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.delta.file import KEY
-from hf_ext.storage.delta.source import DeltaCheckpoint, decode_tensor, original_size, require_one_model
+from hf_ext.storage.delta.source import DeltaCheckpoint
 from hf_ext.storage.guards import places_of, require_another_folder
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER
-from hf_ext.storage.open import base_of, open_base, open_checkpoint, open_files
+from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.source import NoBase, TensorSource
 
 HEADER = 256  # bytes of a file's header for each tensor, at most
@@ -70,8 +69,7 @@ def extract_lora(
     Args:
         fine_tune: folder or Hub id of the fine-tune, plain or compressed.
         base: folder or Hub id of the model that it was fine-tuned from, plain or compressed. None for the base that a
-            compressed fine-tune records; without `rank`, `energy` and `max_size`, the LoRA is then that of its folder `lora`,
-            or the low-rank part that the file holds, exactly, and the base is not read.
+            compressed fine-tune records.
         out: folder to write. On failure it is unchanged.
         rank: rank of all layers, except those with fewer rows or columns. With `energy` or `max_size`, the largest rank of a
             layer. Without all three, 32.
@@ -92,10 +90,6 @@ def extract_lora(
     aim = Aim(rank, energy, max_size)
     folder = downloaded(fine_tune)
     require_unquantized(folder)
-    if base is None and aim == Aim() and Checkpoint(folder).has_metadata(KEY):
-        if modules_to_save:
-            raise HfExtError("modules_to_save requires the base. Give base (--base) or rank (--rank).")
-        return _stored(folder, Path(out), texts)
     source = open_checkpoint(folder)
     prior = _base_of(source, base, revision)
     require_another_folder(Path(out), [folder, *source.paths, *map(Path, places_of(prior))])
@@ -146,34 +140,6 @@ def best_lora(
     omitted = {name: change for name, change in changed.items() if name in parts.others}
     size = sum(source.entry(name).nbytes for name in source.names())
     return Lora(parts, factors, whole, omitted, size)
-
-
-def _stored(folder: Path, out: Path, texts: Sequence[str] | None) -> LoraReport:
-    """Writes the low-rank parts of a compressed fine-tune as an adapter. Reads the base only for a changed head of its own."""
-    files = open_files(folder)
-    require_one_model(files, folder)
-    require_another_folder(out, [folder])
-    base, revision = base_of(files[0], folder)
-    if base is None:
-        raise BaseModelError(f"{folder} was compressed without a base. Give the model that it was fine-tuned from (--base).")
-    if (folder / base).is_dir():  # a relative folder, which PEFT would look up elsewhere
-        base = os.path.normpath(folder / base)
-    file_of = {name: file for file in files for name in file.original}
-    headers = {name: file.headers[name] for name, file in file_of.items()}
-    # Only matrices that the base lacks are coded without it. A vector may be smaller without.
-    in_base = [header.base_name or name for name, header in headers.items() if header.base_name or len(header.shape) < 2]
-    parts = lora_layers(folder, headers, in_base)
-    evaluation = None if texts is None else Evaluation(folder, parts.task, base, revision, texts)
-    found = {layer: stored_lora(file_of[place.tensor], place) for layer, place in parts.layers.items()}
-    factors = {layer: lora for layer, lora in found.items() if lora is not None}
-    if not factors:
-        raise CheckpointError(
-            f"{folder} holds no low-rank parts. Compress the fine-tune with lora_rank (--lora-rank), or give rank (--rank)."
-        )
-    prior = open_base(files, folder) if any(headers[name].base_name for name in parts.whole.values()) else NoBase()
-    whole = {name: decode_tensor(file_of[tensor], prior, tensor).to_torch() for name, tensor in parts.whole.items()}
-    omitted = dict.fromkeys([*(f"{layer}.weight" for layer in found.keys() - factors.keys()), *parts.others])
-    return write_lora(Lora(parts, factors, whole, omitted, sum(map(original_size, files))), base, out, evaluation)
 
 
 def _base_of(source: TensorSource, base: str | os.PathLike | None, revision: str | None) -> TensorSource:

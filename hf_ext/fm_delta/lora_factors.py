@@ -13,11 +13,9 @@ from torch.nn.functional import pad
 
 from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.lora_ranks import Aim, Spectrum
-from hf_ext.integration.lora_layers import Layer, LoraLayers
+from hf_ext.integration.lora_layers import LoraLayers
 from hf_ext.integration.weight_plan import Loaded
 from hf_ext.storage.delta.change import Change
-from hf_ext.storage.delta.codec import stored_factors
-from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.storage.delta.low_rank import Components, leading
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
@@ -39,31 +37,6 @@ class Factors(NamedTuple):
     left: torch.Tensor
     right: torch.Tensor
     change: float | None
-
-
-def stored_lora(file: CompressedFile, place: Layer) -> Factors | None:
-    """Returns the LoRA of a matrix that lies beside a compressed file, else the low-rank part that the file holds; None if
-    there is none.
-
-    The factors of a low-rank part are integers times powers of two. They are exact in bfloat16 if that holds them, else in
-    float32, up to 24 bits.
-
-    Raises:
-        CorruptFileError: the file is damaged.
-    """
-    name = place.tensor
-    if name in file.lora_parts:
-        A, B = (side.to_torch() for side in file.lora.sides(name))
-        return Factors(A.T, B.T, None) if place.transposed else Factors(B, A, None)
-    stored = stored_factors(file.payload(name), file.headers[name])
-    if stored is None:
-        return None
-    half = stored.exponent // 2
-    left = torch.from_numpy(np.ldexp(stored.rows.astype(float), -half))
-    right = torch.from_numpy(np.ldexp(stored.columns.astype(float), half - stored.exponent))
-    is_short = all(torch.equal(part.bfloat16().double(), part) for part in (left, right))
-    dtype = torch.bfloat16 if is_short else torch.float32
-    return Factors(left.to(dtype), right.to(dtype), None)
 
 
 class Changes:

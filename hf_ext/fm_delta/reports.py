@@ -15,7 +15,6 @@ from hf_ext.storage.delta.payload import STORED, Header
 from hf_ext.storage.delta.source import original_size
 from hf_ext.storage.hub import local_copy
 from hf_ext.storage.open import base_of, open_files
-from hf_ext.storage.safetensors_file import RawTensor
 
 KINDS = {
     "embedding": r"embed|wte|wpe",
@@ -30,8 +29,7 @@ class TensorReport:
     """One tensor; sizes are in bytes.
 
     `how` is "delta" (predicted by the base), "resized" (its first rows are predicted), "alone" (coded without the base), or
-    "stored". `rank` is that of the low-rank part of the change, 0 where such a part would not have made the file smaller, and
-    that of the tensor's LoRA. Both count for the size.
+    "stored". `rank` is that of the low-rank part of the change, 0 where such a part would not have made the file smaller.
     """
 
     name: str
@@ -139,28 +137,23 @@ def inspect(src: str | os.PathLike) -> CheckpointReport:
             header.shape,
             header.values,
             file.original[name].nbytes,
-            file.payload(name).size + sum(side.data.size for side in _lora(file, name)),
+            file.payload(name).size,
             _rank(file, name),
         )
         for file in files
         for name, header in sorted(file.headers.items(), key=lambda item: _natural(item[0]))
     ]
-    paths = {file.path for file in files} | {file.lora.file.path for file in files if file.lora_parts}
     return CheckpointReport(
         *base_of(files[0], None),
         tensors,
         original_bytes=sum(map(original_size, files)),
-        compressed_bytes=sum(path.stat().st_size for path in paths),
+        compressed_bytes=sum(file.path.stat().st_size for file in files),
     )
-
-
-def _lora(file: CompressedFile, name: str) -> tuple[RawTensor, ...]:
-    return file.lora.sides(name) if name in file.lora_parts else ()
 
 
 def _rank(file: CompressedFile, name: str) -> int:
     factors = stored_factors(file.payload(name), file.headers[name])
-    return (0 if factors is None else len(factors.columns)) + sum(side.shape[0] for side in _lora(file, name)[:1])
+    return 0 if factors is None else len(factors.columns)
 
 
 def _how(header: Header) -> str:

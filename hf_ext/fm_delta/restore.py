@@ -12,7 +12,6 @@ from hf_ext.integration.card_marks import CARD
 from hf_ext.integration.model_cards import outdated
 from hf_ext.storage.atomic import staged_folder
 from hf_ext.storage.delta.file import CompressedFile
-from hf_ext.storage.delta.lora import LORA
 from hf_ext.storage.delta.source import decoded
 from hf_ext.storage.guards import require_another_folder
 from hf_ext.storage.hub import local_copy
@@ -81,5 +80,4 @@ def decode_all(files: Sequence[CompressedFile], base: TensorSource) -> None:
 def _others(folder: ModelFolder, out: Path) -> list[Path]:
     """Returns everything in a compressed folder except its weights and what was added by compressing."""
     card = Path(CARD) if came_with_compression(folder.path / CARD) else None
-    lora = LORA.name if folder.has_lora else None
-    return [path for path in folder.others(out) if path != card and path.parts[0] != lora]
+    return [path for path in folder.others(out) if path != card]

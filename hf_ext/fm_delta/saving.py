@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_ext.errors import BaseModelError, CheckpointError
-from hf_ext.fm_delta.compress import old_lora, write_with_card
+from hf_ext.fm_delta.compress import write_with_card
 from hf_ext.fm_delta.folder import ModelFolder
 from hf_ext.integration import versions
 from hf_ext.integration.in_place import require_plain
@@ -98,8 +98,7 @@ class CompressedSaving(Saving):
             raise CheckpointError("A distributed checkpoint cannot be compressed; call hf_ext.fm_delta.disable(model) first.")
         base = open_checkpoint(self.base, self.revision)
         require_another_folder(folder, base.paths)
-        stale: list[Path] = []
-        with staged_folder(folder, stale) as stage:
+        with staged_folder(folder) as stage:
             plain = stage / "plain"
             try:
                 self.plain_save(plain, **kwargs)
@@ -111,7 +110,6 @@ class CompressedSaving(Saving):
                 if path not in weights:
                     path.rename(stage / path.name)
             if weights:  # of a model with a PEFT adapter, Transformers saves only the adapter
-                stale += old_lora(folder)
                 write_with_card(ModelFolder.open_plain(plain).sets, base, stage, target=folder)
             for path in weights:
                 path.unlink()

@@ -13,10 +13,9 @@ from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.checkpoint import Checkpoint, LazyCheckpoint
 from hf_ext.storage.config_file import storage_settings
 from hf_ext.storage.delta.file import KEY, BaseInfo, CompressedFile, check_shards, require_one_save
-from hf_ext.storage.delta.lora import LORA
 from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, DeltaCheckpoint, LazyDeltaCheckpoint
-from hf_ext.storage.hub import HUB, Hub, absolute, reaching, repository_of, snapshot_of
-from hf_ext.storage.layout import ADAPTER, all_weights, no_weights, shard_sets, weights_or_adapter
+from hf_ext.storage.hub import HUB, Hub, absolute, snapshot_of
+from hf_ext.storage.layout import all_weights, no_weights, shard_sets, weights_or_adapter
 from hf_ext.storage.source import NoBase, TensorSource
 
 OF_TASK = "#"  # in a name: between a merge and one of its tasks
@@ -107,7 +106,6 @@ def open_delta(
         CorruptFileError: a file is damaged, missing, or from another save.
     """
     files = [CompressedFile(path) for path in paths]
-    _download_lora(files, hub)
     check_shards(files)
     folder = files[0].path.parent
     return DeltaCheckpoint(files, _base(files, folder, folder, hub, None if base is None else (base, revision)))
@@ -172,7 +170,6 @@ def _decoding(
 ) -> DeltaCheckpoint:
     """Returns a compressed checkpoint as a source of decoded tensors. See `_base`."""
     files = [CompressedFile(file) for file in checkpoint.files]
-    _download_lora(files, hub)
     folder = checkpoint.folder()
     if isinstance(checkpoint, LazyCheckpoint):
         require_one_save(files)
@@ -180,17 +177,6 @@ def _decoding(
     check_shards(files)
     folder = folder or files[0].path.parent  # a repository without config.json
     return DeltaCheckpoint(files, _base(files, checkpoint, folder, hub, base, readers), checkpoint)
-
-
-def _download_lora(files: Sequence[CompressedFile], hub: Hub) -> None:
-    """Downloads the LoRA of compressed weights that are in the Hub's cache without it."""
-    path = files[0].path.parent / LORA / ADAPTER
-    snapshot = snapshot_of(path.parent)
-    if snapshot is not None and any(file.lora_parts for file in files) and not path.exists():
-        name = repository_of(snapshot)
-        with reaching(name, snapshot.name):
-            hub = hub._replace(cache_dir=snapshot.parents[2])
-            hub.download(name, path.relative_to(snapshot).as_posix(), snapshot.name)
 
 
 def _base(

@@ -124,10 +124,6 @@ class SafetensorsFile:
         entry = self.entries[name]
         return RawTensor(entry.dtype, entry.shape, self._data[entry.begin : entry.end])
 
-    def beside(self, path: Path) -> SafetensorsFile:
-        """Opens another file, by its path from this one's folder."""
-        return SafetensorsFile(self.path.parent / path)
-
     def require_whole(self) -> None:
         """Raises CorruptFileError if the file was truncated since it was opened: reading it would end the process."""
         if self.path.exists():

@@ -170,33 +170,6 @@ def test_a_pushed_checkpoint_loads_after_its_base_has_changed(client, commits, t
     assert len(client.hub.log) == answered
 
 
-WITH_LORA = """
-from huggingface_hub import HfApi, snapshot_download
-from peft import PeftModel
-tuned(6).save_pretrained("six")
-fm_delta.compress_checkpoint("six", "user/base", "six-small", lora_rank=4)
-HfApi().create_repo("user/six")
-HfApi().upload_folder(repo_id="user/six", folder_path="six-small")
-with fm_delta.open("user/six") as checkpoint:
-    for name, tensor in tuned(6).state_dict().items():
-        assert torch.equal(checkpoint.get_tensor(name), tensor)
-check(6, "user/six")
-model = PeftModel.from_pretrained(AutoModelForSequenceClassification.from_pretrained("user/base"), "user/six", subfolder="lora")
-assert any("lora_A" in name for name in model.state_dict())
-folder = Path(snapshot_download("user/six"))
-check(6, folder)
-(folder / "lora/adapter_model.safetensors").unlink()
-check(6, folder)
-fm_delta.switch(bert(), "user/six")
-assert fm_delta.verify("user/six")
-assert fm_delta.extract_lora("user/six", None, "six-lora").layers
-"""
-
-
-def test_a_lora_is_pushed_with_the_weights(client, commits, tmp_path):
-    client.run(WITH_LORA, home=tmp_path)
-
-
 def test_the_base_may_be_given_with_a_revision(client, commits):
     client.run(PIN, commits["base"], commits["other"])
 

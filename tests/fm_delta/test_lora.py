@@ -17,9 +17,6 @@ from tiny_models import MODELS, bert, fine_tuned, gpt_oss, llama, mixtral, pertu
 from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
 )
@@ -104,14 +101,6 @@ def test_experts_fit_into_an_adapter(tmp_path, build, aim):
     assert report.energy >= aim.get("energy", 0)
 
 
-def test_a_folder_with_its_lora_lists_experts_as_missing(tmp_path):
-    fine_tuned(mixtral(), tmp_path)
-    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small", lora_rank=4)
-    report = fm_delta.extract_lora(tmp_path / "small", None, tmp_path / "lora")
-    assert sum("experts" in name for name in report.omitted) == 2 * 3 * 4
-    assert "Not in the adapter" in report.summary()
-
-
 @pytest.mark.parametrize("few", [True, False], ids=["few", "most"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_changed_rows_of_an_embedding_are_carried(tmp_path, tied, few):
@@ -187,40 +176,6 @@ def test_compressed_models_give_the_same_lora(tmp_path, pair):
     fm_delta.extract_lora(tuned, tmp_path / "small-base", tmp_path / "d", rank=4)
     weights = [contents(tmp_path / name)["adapter_model.safetensors"] for name in "abcd"]
     assert len(set(weights)) == 1
-
-
-def test_a_merged_lora_is_stored_as_it_is_compressed(tmp_path):
-    config = LoraConfig(r=3, target_modules=["gate_proj", "up_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-    base = LlamaForCausalLM(LlamaConfig(vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=1))
-    model = moved(get_peft_model(copy.deepcopy(base), config))
-    expected = products(model)
-    model.merge_and_unload().save_pretrained(tmp_path / "tuned")
-    base.save_pretrained(tmp_path / "base")
-    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small")
-    report = fm_delta.extract_lora(tmp_path / "small", None, tmp_path / "lora")
-    found = products(loaded(base, tmp_path / "lora"))
-    assert [layer.rank for layer in report.layers] == [3, 3] and found.keys() == expected.keys()
-    for name, change in expected.items():
-        assert (torch.linalg.norm(found[name] - change) / torch.linalg.norm(change)).item() < 1e-3
-
-
-def test_a_stored_lora_carries_the_new_head(tmp_path):
-    model = bert(labels=5)
-    perturb(model).save_pretrained(tmp_path / "tuned")
-    model.bert.save_pretrained(tmp_path / "base")
-    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small", level=1)
-    with pytest.raises(CheckpointError, match="holds no low-rank parts"):
-        fm_delta.extract_lora(tmp_path / "small", None, tmp_path / "lora")
-    wide = BertForSequenceClassification(BertConfig(**model.config.to_diff_dict() | {"hidden_size": 64}))
-    perturb(wide).save_pretrained(tmp_path / "tuned")
-    wide.bert.save_pretrained(tmp_path / "base")
-    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small", lora_rank=4)
-    report = fm_delta.extract_lora(tmp_path / "small", None, tmp_path / "lora")
-    assert report.whole == ["classifier"] and {layer.rank for layer in report.layers} == {4}
-    tensors = load_file(tmp_path / "lora/adapter_model.safetensors")
-    head = BertForSequenceClassification.from_pretrained(tmp_path / "tuned").classifier
-    assert torch.equal(tensors["base_model.model.classifier.bias"], head.bias)
-    assert torch.equal(tensors["base_model.model.classifier.weight"], head.weight)
 
 
 def test_the_base_may_be_in_another_type(tmp_path):

@@ -171,31 +171,17 @@ def test_factors_of_a_forged_size_are_errors(values):
                 _native.factors(body[:end], FP32, len(base), COLUMNS, len(base))
 
 
-@every_type
-@pytest.mark.parametrize("most, rank", [(8, 5), (1 << 12, 32), (1 << 22, 16)])
-def test_a_moved_base_is_the_same_everywhere(code, most, rank):
-    rng = np.random.default_rng(most)
-    base = random_bits(rng, ROWS * COLUMNS, code)
-    change = factors(rng, ROWS, COLUMNS, rank, most, 2 * most.bit_length() + 9)
-    for name in SETS:
-        with using(name):
-            out = np.empty_like(base)
-            _native.move_base(out, base, code, COLUMNS, len(base), 2, change)
-        assert np.array_equal(out, moved(base, change, code))
-
-
-def test_a_base_is_moved_by_factors_that_fit():
+def test_factors_that_do_not_fit_are_errors():
     rng = np.random.default_rng(0)
     base, change = weights(rng, ROWS * COLUMNS, FP32), factors(rng, ROWS, COLUMNS, 5, 60, 20)
+    tensor = moved(base, change, FP32)
     for wrong in (change._replace(rows=change.rows[1:]), change._replace(columns=change.columns[:, 1:].copy()), None):
         with pytest.raises(TypeError):
-            _native.move_base(np.empty_like(base), base, FP32, COLUMNS, len(base), 1, wrong)
-    with pytest.raises(TypeError):
-        _native.move_base(np.empty_like(base), base, FP32, COLUMNS, len(base) - COLUMNS, 1, change)
+            encode(tensor, base, FP32, COLUMNS, wrong)
     large = change._replace(rows=change.rows << 24, columns=change.columns << 24)
     for wrong in (change._replace(exponent=101), large):
         with pytest.raises(ValueError):
-            _native.move_base(np.empty_like(base), base, FP32, COLUMNS, len(base), 1, wrong)
+            encode(tensor, base, FP32, COLUMNS, wrong)
 
 
 @every_type

@@ -112,9 +112,9 @@ def test_a_lora_out_of_a_fine_tune_migrates(folders, tmp_path, target):
     source, adapter, *_ = names(folders, target)
     tuned = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source), adapter).merge_and_unload()
     tuned.save_pretrained(tmp_path / "tuned")
-    fm_delta.compress_checkpoint(tmp_path / "tuned", source, tmp_path / "small", lora_energy=0.9999)
+    fm_delta.extract_lora(tmp_path / "tuned", source, tmp_path / "lora", energy=0.9999)
     args = settings(tmp_path / "out", num_samples=12, num_train_epochs=1)
-    request = TransferRequest(source, str(tmp_path / "small/lora"), str(folders / target), SEEDS, args, lora(target))
+    request = TransferRequest(source, str(tmp_path / "lora"), str(folders / target), SEEDS, args, lora(target))
     report = migrate(request, test=TEST, target_score=0.9)
     assert report.teacher == 1
     assert report.best.method == {"relative": "copy", "llama": "titok"}[target]

@@ -21,12 +21,13 @@ def folder(tmp_path_factory) -> Path:
     from servers import write_models
     from tiny_adapters import moved
 
-    from hf_ext import PissaConfig
+    from hf_ext import PissaConfig, fm_delta
 
     folder = tmp_path_factory.mktemp("vllm")
     base = write_models(folder)
     adapted = moved(get_peft_model(base, PissaConfig(r=4, lora_alpha=4, target_modules=["q_proj", "down_proj"])))
     adapted.save_pretrained(folder / "pissa")
+    fm_delta.extract_lora(folder / "two", folder / "base", folder / "extracted", rank=4)
     return folder
 
 

@@ -27,7 +27,7 @@ def main(folder: Path, prompt: str, *models: str) -> None:
         digests = {name.replace(".base_layer", ""): digest for name, digest in digests.items()}
         results[model] = {"digests": digests, "text": answer()}
     llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder / models[0])})
-    for i, adapter in enumerate(("pissa", "small-two/lora"), 1):
+    for i, adapter in enumerate(("pissa", "extracted"), 1):
         llm.reset_prefix_cache()
         results[adapter] = answer(lora_request=LoRARequest(adapter, i, str(folder / adapter)))
     (folder / "expected.json").write_text(json.dumps(results))

@@ -196,7 +196,7 @@ def test_a_request_that_the_server_ends_leaves_its_place():
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("adapter", ["pissa", "small-two/lora"])
+@pytest.mark.parametrize("adapter", ["pissa", "extracted"])
 def test_vllm_takes_an_adapter_as_it_is_saved(folder, expected, adapter):
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
     model, words = PeftModel.from_pretrained(base, folder / adapter), AutoTokenizer.from_pretrained(folder / "base")

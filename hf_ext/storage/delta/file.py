@@ -9,8 +9,8 @@ import base64
 import os
 import zlib
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -19,9 +19,7 @@ import xxhash
 
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.storage.config_file import HINT
-from hf_ext.storage.delta.lora import LORA, LoraPart, StoredLora
 from hf_ext.storage.delta.payload import STORED, VERSION, Header, payload_shape, read_header
-from hf_ext.storage.layout import ADAPTER
 from hf_ext.storage.remote import RemoteFile
 from hf_ext.storage.safetensors_file import MAX_HEADER, Entry, SafetensorsFile, TensorFile, parse_header, write_header
 from hf_ext.storage.sealed import Seal
@@ -69,7 +67,6 @@ class CompressedFile:
             self.digest: str = fields["digest"]
             self.fingerprint: str = fields["fingerprint"]
             self.base = None if fields["base"] is None else BaseInfo(**fields["base"])
-            self.lora_parts = {name: LoraPart(**part) for name, part in fields.get("lora", {}).items()}
             self.original_header = _unpack_header(fields["header"], len(self.file.header_bytes))
             self.original_metadata, self.original = parse_header(self.original_header)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
@@ -78,15 +75,6 @@ class CompressedFile:
             raise CorruptFileError(f"The header of {self.path} is damaged: its metadata differ from the original file's.")
         if self.original.keys() != self.file.entries.keys() or not _is_contiguous(self.original.values()):
             raise CorruptFileError(f"The header of {self.path} is damaged: its tensors differ from the original file's.")
-
-    @cached_property
-    def lora(self) -> StoredLora:
-        """The LoRA beside the file, which moves the base of some tensors. Without `lora_parts`, there is none.
-
-        Raises:
-            CorruptFileError: the LoRA is missing, or is not a safetensors file.
-        """
-        return StoredLora(self.file.beside(LORA / ADAPTER), self.lora_parts)
 
     def payload(self, name: str) -> np.ndarray:
         """Returns the payload of a tensor, without checking it."""
@@ -98,16 +86,12 @@ class CompressedFile:
 
     @cached_property
     def headers(self) -> dict[str, Header]:
-        """The headers of all payloads, each checked against its checksum. Checks the LoRA too."""
-        if self.lora_parts:
-            self.lora.check()
+        """The headers of all payloads, each checked against its checksum."""
         return {name: self.check(name, self.payload(name)) for name in self.file.entries}
 
     def require_whole(self) -> None:
         """Raises CorruptFileError if a mapped file was truncated since it was opened: reading it would end the process."""
         self.file.require_whole()
-        if self.lora_parts:
-            self.lora.file.require_whole()
 
     def check(self, name: str, payload: np.ndarray) -> Header:
         """Returns the header of a tensor's payload, checked against its checksum and against the file's own header."""
@@ -169,14 +153,12 @@ class CompressedWriter:
         path: of the new file.
         original: the file to compress; only its header is used.
         base: the base to record in the file; None without one.
-        lora: the LoRA beside the file, by the names of tensors.
     """
 
-    def __init__(self, path: Path, original: TensorFile, base: BaseInfo | None, lora: Mapping[str, LoraPart]):
+    def __init__(self, path: Path, original: TensorFile, base: BaseInfo | None):
         self.original = original
         self.headers: list[Header] = []
         self._base = base
-        self._lora = {name: part for name, part in lora.items() if name in original.entries}
         self._entries: dict[str, Entry] = {}
         self._end = 0
         most = sum(entry.nbytes + PAYLOAD_HEADER for entry in original.entries.values())
@@ -199,9 +181,8 @@ class CompressedWriter:
         self._end += len(payload)
         self._file.write(payload)
 
-    def finish(self, digest: str, fingerprint: str, moved: Container[str]) -> None:
-        """Writes the header. Call `close` first. `moved` are the tensors whose base the LoRA moves."""
-        self._lora = {name: replace(part, moves=name in moved) for name, part in self._lora.items()}
+    def finish(self, digest: str, fingerprint: str) -> None:
+        """Writes the header. Call `close` first."""
         header = self._header(self._entries, digest, fingerprint).ljust(self._room)
         with open(self._path, "r+b") as file:
             file.write(len(header).to_bytes(8, "little") + header)
@@ -213,8 +194,7 @@ class CompressedWriter:
     def _header(self, entries: dict[str, Entry], digest: str, fingerprint: str) -> bytes:
         packed = base64.b85encode(zlib.compress(self.original.header_bytes, 9)).decode()
         record = {"hint": HINT, "digest": digest, "fingerprint": fingerprint, "base": self._base and asdict(self._base)}
-        lora = {"lora": {name: asdict(part) for name, part in self._lora.items()}} if self._lora else {}
-        return write_header({**self.original.metadata, **SEAL.metadata(record | lora | {"header": packed}, entries)}, entries)
+        return write_header({**self.original.metadata, **SEAL.metadata(record | {"header": packed}, entries)}, entries)
 
 
 def _unpack_header(packed: str, size: int) -> bytes:

@@ -149,10 +149,8 @@ def decode_tensor(
     twin, threads = None, threads_for(file.size(name))
     try:
         if rows is None:
-            twin = prior = base_tensor(base, header.base_name)
-            if prior is not None and name in file.lora_parts:
-                prior = file.lora.move(name, prior, threads)
-            return decode_raw(payload, prior, header, threads, out)
+            twin = base_tensor(base, header.base_name)
+            return decode_raw(payload, twin, header, threads, out)
         if header.base_name in base:
             entry = base.entry(header.base_name)
             header.require_base(entry.dtype, entry.shape)

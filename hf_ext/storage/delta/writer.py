@@ -17,7 +17,6 @@ from hf_ext.storage.config_file import CONFIG, HINT, add_settings
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
 from hf_ext.storage.delta.codec import encode_raw
 from hf_ext.storage.delta.file import MAX_USES, BaseInfo, CompressedWriter, digest_of
-from hf_ext.storage.delta.lora import StoredLora
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import select_weights
 from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
@@ -46,7 +45,6 @@ def write_delta(
     name: str | None = None,
     level: int = DEFAULT_LEVEL,
     revision: str | None = None,
-    lora: StoredLora | None = None,
 ) -> Written:
     """Compresses files of tensors into files of the same names. Memory: a few tensors.
 
@@ -57,7 +55,6 @@ def write_delta(
         name: the base's name to record, instead of its own.
         revision: the base's commit to record with `name`, if it has none itself.
         level: 1 is fast; 2 looks for a low-rank part of every matrix's change, and 3 longer.
-        lora: a LoRA in the folder `lora` of `out`. It moves the base of the tensors that become smaller thereby.
     """
     alone = isinstance(base, NoBase)
     if level != LEVELS[0] and not alone:
@@ -69,25 +66,17 @@ def write_delta(
         else BaseInfo(name or absolute(base.name), base.revision or (revision if name else None), base.fingerprint)
     )
     writers: dict[str, CompressedWriter] = {}
-    moved: set[str] = set()
     samples: dict[Path, dict[str, bytes]] = {file.path: {} for file in files}
     twins = {file.path: names for shards in sets for file, names in zip(shards, _twins(shards, base))}
     with progress("Compressing", sum(len(file.entries) for file in files)) as bar:
         for file in files:
-            writer = writers[file.path.name] = CompressedWriter(
-                Path(out, file.path.name), file, info, lora.parts if lora else {}
-            )
+            writer = writers[file.path.name] = CompressedWriter(Path(out, file.path.name), file, info)
 
             def encode(name: str, file: TensorFile = file) -> bytes:
                 twin, tensor = twins[file.path][name], file[name]
                 samples[file.path][name] = sample(name, tensor)
                 prior, threads = None if twin is None else base.read(twin), threads_for(tensor.data.size)
                 payload = encode_raw(tensor, prior, name, twin or "", threads, level)
-                if lora and prior and name in lora.parts:
-                    other = encode_raw(tensor, lora.move(name, prior, threads), name, twin or "", threads, level)
-                    if len(other) < len(payload):
-                        payload = other
-                        moved.add(name)
                 if twin is not None:
                     base.release(twin)
                 file.release(name)
@@ -109,7 +98,7 @@ def write_delta(
     for shards, group, digest in zip(sets, groups, digests):
         fingerprint = fingerprint_of({name: part for file in shards for name, part in samples[file.path].items()})
         for writer in group:
-            writer.finish(digest, fingerprint, moved)
+            writer.finish(digest, fingerprint)
     if not alone and not any(header.base_name for writer in writers.values() for header in writer.headers):
         logger.warning(f"No tensor of these weights matches one of the base {base}; is this the right base?")
     return Written(info, digests)
@@ -123,7 +112,6 @@ def write_model(
     level: int = DEFAULT_LEVEL,
     settings: dict | None = None,
     revision: str | None = None,
-    lora: StoredLora | None = None,
 ) -> None:
     """Compresses the weights of a model into a folder and adds the `quantization_config` entry to its config.json.
 
@@ -132,7 +120,7 @@ def write_model(
         base: the model that was fine-tuned, or `NoBase`.
         out: folder to write into; its config.json is in place already.
         name: the base's name to record, instead of its own.
-        level, lora: see `write_delta`.
+        level: see `write_delta`.
         settings: more values for the entry.
         revision: the commit to record with `name`.
 
@@ -144,7 +132,7 @@ def write_model(
         raise CheckpointError(f"{src} is the base model itself, or the base needs it; give the folder of a fine-tune of it.")
     selected = select_weights(src, adapter=isinstance(base, NoBase))[0]
     entries = next(file.entries for shards in sets for file in shards if file.path == selected)
-    info = write_delta(sets, base, out, name, level, revision, lora).base
+    info = write_delta(sets, base, out, name, level, revision).base
     dtype = float_name(entries[key].dtype for key in sorted(entries))
     name, revision = (None, None) if info is None else (info.name, info.revision)
     entry = {"quant_method": METHOD, "hint": HINT, "base": name, "revision": revision, "dtype": dtype}
