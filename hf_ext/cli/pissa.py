@@ -43,7 +43,7 @@ def convert_to_lora(
     from hf_ext import pissa
     from hf_ext.integration.adapter_source import load_adapted
     from hf_ext.pissa.config import FILE
-    from hf_ext.storage.guards import require_another_folder
+    from hf_ext.storage.files import require_another_folder
     from hf_ext.storage.hub import downloaded
 
     adapter = downloaded(src)

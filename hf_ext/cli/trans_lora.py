@@ -100,7 +100,7 @@ def train_discriminator(
     from accelerate import PartialState
 
     from hf_ext import trans_lora
-    from hf_ext.storage.guards import require_another_folder
+    from hf_ext.storage.files import require_another_folder
     from hf_ext.trans_lora.discriminator import require_better_than_chance
 
     require_another_folder(Path(str(out)), [Path(source_model)] if os.path.isdir(source_model) else [])

@@ -26,8 +26,8 @@ from hf_ext.emr.checks import TaskModel
 from hf_ext.emr.modulators import FILE, OWN, REPAIR, ROWS, TASK_FOLDER, TaskFile, is_asset
 from hf_ext.emr.recipe import RECIPE
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError
-from hf_ext.storage.atomic import write_json
 from hf_ext.storage.config_file import CONFIG, read_config, storage_settings
+from hf_ext.storage.files import copy, scan, write_json
 from hf_ext.storage.hub import HUB, Hub, first_line, repository_of, snapshot_of
 from hf_ext.storage.layout import INDEX, select_weights
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
@@ -36,7 +36,6 @@ from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.prefetch import threads_for
 from hf_ext.storage.safetensors_file import ComputedFile, Entry, RawTensor
 from hf_ext.storage.source import TensorSource
-from hf_ext.storage.tree import copy, scan
 
 METHOD = "emr"
 GENERATION = "generation_config.json"

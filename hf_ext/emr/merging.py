@@ -30,17 +30,15 @@ from hf_ext.emr.writing import MergeWriter
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration.in_place import difference
 from hf_ext.integration.model_cards import outdated, write_card
-from hf_ext.storage.atomic import staged_folder
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import CONFIG, ENCODINGS, read_config
-from hf_ext.storage.guards import require_another_folder
+from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.hub import downloaded
-from hf_ext.storage.layout import ADAPTER_CONFIG, all_weights
+from hf_ext.storage.layout import ADAPTER_CONFIG, OURS, all_weights
 from hf_ext.storage.open import open_checkpoint, open_plain
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.source import TensorSource
-from hf_ext.storage.tree import OURS
 
 if TYPE_CHECKING:
     from peft import PeftModel

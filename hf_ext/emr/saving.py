@@ -18,9 +18,8 @@ from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
 from hf_ext.integration.model_cards import outdated, write_card
 from hf_ext.integration.save_hooks import Saving
-from hf_ext.storage.atomic import rewrite, staged_folder, write_json
 from hf_ext.storage.config_file import CONFIG, add_settings, read_config, remove_settings, storage_settings
-from hf_ext.storage.guards import require_another_folder
+from hf_ext.storage.files import require_another_folder, rewrite, staged_folder, write_json
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import ADAPTER_CONFIG
 from hf_ext.storage.source import TensorSource

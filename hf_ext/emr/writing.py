@@ -24,16 +24,15 @@ from hf_ext.emr.modulators import FILE, OWN, ROWS, Modulated, TaskRecord, TaskWr
 from hf_ext.emr.recipe import RESCALE
 from hf_ext.emr.reports import figures_of
 from hf_ext.errors import BaseModelError, CheckpointError
-from hf_ext.storage.atomic import write_json
 from hf_ext.storage.config_file import CONFIG, HINT
 from hf_ext.storage.delta.source import PARTS_OF, DeltaCheckpoint
 from hf_ext.storage.delta.writer import write_delta
+from hf_ext.storage.files import copy, write_json
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.prefetch import threads_for
 from hf_ext.storage.safetensors_file import RawTensor, float_name
 from hf_ext.storage.source import TensorSource, layer_of
-from hf_ext.storage.tree import copy
 
 CHUNK = 1 << 20  # values of each task worked on at a time
 SUM_NAMES = election.SUMS.names or ()

@@ -20,10 +20,10 @@ from hf_ext.fm_delta.base_search import find_base
 from hf_ext.fm_delta.batch_record import BatchReport, ModelResult, Record
 from hf_ext.fm_delta.compress import compress_checkpoint
 from hf_ext.fm_delta.reports import inspect
-from hf_ext.storage.atomic import locked
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.delta.file import CompressedFile
+from hf_ext.storage.files import locked
 from hf_ext.storage.guards import places_of
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import all_weights, weights_instead

@@ -12,8 +12,8 @@ from pathlib import Path
 from hf_ext.display import megabytes, percent, table
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
 from hf_ext.fm_delta.sizes import Sizes
-from hf_ext.storage.atomic import write_atomically
 from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.files import write_atomically
 from hf_ext.storage.guards import require_deletable
 from hf_ext.storage.open import open_files
 from hf_ext.storage.tree import delete_folder, stamp

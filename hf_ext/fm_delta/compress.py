@@ -14,20 +14,18 @@ from hf_ext.fm_delta.card import ORIGINAL, compressed_card, without_free_card
 from hf_ext.fm_delta.folder import ModelFolder
 from hf_ext.integration.card_marks import CARD, is_ours
 from hf_ext.integration.model_cards import write_card
-from hf_ext.storage.atomic import locked, staged_folder
 from hf_ext.storage.config_file import CONFIG, remove_settings
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.delta.file import KEY, CompressedFile
 from hf_ext.storage.delta.source import DeltaCheckpoint, decoded
 from hf_ext.storage.delta.writer import METHOD, Sets, write_model
-from hf_ext.storage.guards import places_of, require_another_folder, require_deletable
+from hf_ext.storage.files import copy_entries, require_another_folder, staged_folder
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER, all_weights
-from hf_ext.storage.open import open_checkpoint, open_files, require_depth
+from hf_ext.storage.open import open_checkpoint, require_depth
 from hf_ext.storage.prefetch import progress
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
-from hf_ext.storage.tree import copy_entries, delete_folder, finish_deletion, flush_folder, stamp
 
 
 def compress_checkpoint(
@@ -36,7 +34,6 @@ def compress_checkpoint(
     out: str | os.PathLike,
     revision: str | None = None,
     verify: bool = False,
-    delete_source: bool = False,
     level: int = DEFAULT_LEVEL,
     base_id: str | None = None,
 ) -> None:
@@ -54,45 +51,32 @@ def compress_checkpoint(
         revision: branch, tag or commit of the base on the Hub; config.json records the commit. With
             `base_id`, records it as it is.
         verify: decode everything and compare it with `src`, byte for byte, before `out` is written.
-        delete_source: verify the result, then delete `src`.
         level: 1 is fast. 2 also searches for a low-rank part of every matrix's change, and 3 searches longer. Level 1 also
             reads a little faster.
         base_id: Hub id to record for the base if `base` is a local copy of it, so that others can load the result.
 
     Raises:
         CheckpointError: `src` has no safetensors weights, or is already quantized or compressed; `out` is `src` or the base, or
-            holds a model where `src` is an adapter, or the reverse; or `src` cannot be deleted, because `out` or the base is a
-            folder in it.
+            holds a model where `src` is an adapter, or the reverse.
         BaseModelError: the base cannot be read.
         CorruptFileError: a decoded file differs from the source; `out` and `src` are unchanged.
         ValueError: `revision` or `base_id` is given without a base.
     """
     if base is None and (revision or base_id):
         raise ValueError("revision and base_id require a base, but base is None")
-    src, out = Path(src) if delete_source else downloaded(src), Path(out)
-    with locked(out):
-        if delete_source and finish_deletion(src):  # a kill interrupted the last step of an earlier call
-            open_files(out)  # raises an error unless that call's result is here
-            return
-        source = NoBase() if base is None else open_checkpoint(base, revision)
-        if delete_source:
-            require_deletable(src, out, places_of(source))
-        seen = stamp(src) if delete_source else None
-        require_another_folder(out, [src, *source.paths])
-        require_depth(source)
-        folder = ModelFolder.open_plain(src)
-        with staged_folder(out) as stage:
-            _require_one_kind(folder, out)
-            omitted = without_free_card(src, out)
-            others = [path for path in folder.others(out) if path not in omitted]
-            copy_entries(src, others, stage, like=source.paths[0].parent if source.paths else None)
-            write_with_card(folder.sets, source, stage, base_id, level, target=out, revision=revision)
-            folder.copy_modes(stage)
-            if verify or delete_source:
-                _compare(folder, stage, others, source)
-        if delete_source:
-            flush_folder(out)
-            delete_folder(src, seen, places_of(source))
+    folder, out = ModelFolder.open_plain(downloaded(src)), Path(out)
+    source = NoBase() if base is None else open_checkpoint(base, revision)
+    require_depth(source)
+    require_another_folder(out, [folder.path, *source.paths])
+    with staged_folder(out) as stage:
+        _require_one_kind(folder, out)
+        omitted = without_free_card(folder.path, out)
+        others = [path for path in folder.others(out) if path not in omitted]
+        copy_entries(folder.path, others, stage)
+        write_with_card(folder.sets, source, stage, base_id, level, target=out, revision=revision)
+        folder.copy_modes(stage)
+        if verify:
+            _compare(folder, stage, others, source)
 
 
 def write_with_card(

@@ -9,15 +9,14 @@ from functools import cached_property
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError
-from hf_ext.storage.atomic import rewrite
 from hf_ext.storage.config_file import CONFIG, ENCODINGS, read_config, remove_settings
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, RestoredFile, require_one_model
+from hf_ext.storage.files import copy_entries, rewrite, scan
 from hf_ext.storage.layout import ADAPTER, no_weights, shard_sets, weights_or_adapter
 from hf_ext.storage.open import open_base, open_files
 from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile
 from hf_ext.storage.source import NoBase, TensorSource
-from hf_ext.storage.tree import copy_entries, real_path, scan
 
 
 class ModelFolder:
@@ -85,11 +84,11 @@ class ModelFolder:
     def others(self, out: Path) -> list[Path]:
         """Returns everything below the folder except its weights and what lies in `out`, relative to the folder: files,
         folders, links."""
-        weights, out = {file.path for file in self.files}, real_path(out)
-        around = real_path(self.path).is_relative_to(out)
+        weights, out = {file.path for file in self.files}, Path(os.path.realpath(out))
+        around = Path(os.path.realpath(self.path)).is_relative_to(out)
 
         def is_other(path: Path) -> bool:
-            places = (real_path(path), real_path(path.parent))
+            places = (Path(os.path.realpath(path)), Path(os.path.realpath(path.parent)))
             return path not in weights and (around or not any(place.is_relative_to(out) for place in places))
 
         return [path for path in scan(self.path) if is_other(self.path / path)]

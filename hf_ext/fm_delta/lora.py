@@ -19,10 +19,10 @@ from hf_ext.fm_delta.lora_ranks import Aim
 from hf_ext.fm_delta.lora_report import LayerLora, LoraReport
 from hf_ext.integration.lora_layers import PREFIX, TOKENS, LoraLayers, lora_layers, require_unquantized
 from hf_ext.integration.model_cards import adapter_card, outdated, write_card
-from hf_ext.storage.atomic import staged_folder
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.source import DeltaCheckpoint
-from hf_ext.storage.guards import places_of, require_another_folder
+from hf_ext.storage.files import require_another_folder, staged_folder
+from hf_ext.storage.guards import places_of
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER
 from hf_ext.storage.open import open_checkpoint

@@ -10,10 +10,9 @@ from hf_ext.fm_delta.card import came_with_compression, without_free_card
 from hf_ext.fm_delta.folder import ModelFolder
 from hf_ext.integration.card_marks import CARD
 from hf_ext.integration.model_cards import outdated
-from hf_ext.storage.atomic import staged_folder
 from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.storage.delta.source import decoded
-from hf_ext.storage.guards import require_another_folder
+from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.hub import local_copy
 from hf_ext.storage.open import open_base, open_files
 from hf_ext.storage.plain_writer import write_files

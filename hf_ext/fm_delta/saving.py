@@ -18,11 +18,10 @@ from hf_ext.fm_delta.folder import ModelFolder
 from hf_ext.integration import versions
 from hf_ext.integration.in_place import require_plain
 from hf_ext.integration.save_hooks import PushToHub, Saving
-from hf_ext.storage.atomic import staged_folder
 from hf_ext.storage.delta.codec import decode_raw
 from hf_ext.storage.delta.payload import is_payload, read_header
 from hf_ext.storage.delta.source import base_tensor
-from hf_ext.storage.guards import require_another_folder
+from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import all_weights
 from hf_ext.storage.open import open_checkpoint, require_depth

@@ -22,19 +22,19 @@ from hf_ext.fm_delta.restore import decode_all
 from hf_ext.fm_delta.size_estimate import estimate_size
 from hf_ext.fm_delta.sizes import Sizes
 from hf_ext.integration.card_marks import CARD
-from hf_ext.storage.atomic import locked, recover, rewrite, staged_folder
 from hf_ext.storage.config_file import CONFIG, remove_settings
 from hf_ext.storage.delta.file import KEY, CompressedFile
 from hf_ext.storage.delta.source import (
     DeltaCheckpoint,
     original_size,
 )
+from hf_ext.storage.files import copy, locked, rewrite, staged_folder
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import all_weights
 from hf_ext.storage.open import base_of, open_checkpoint, open_files, require_depth
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
-from hf_ext.storage.tree import copy, delete_folder, finish_deletion, link
+from hf_ext.storage.tree import delete_folder, finish_deletion, link, recover
 
 logger = logging.getLogger(__name__)
 

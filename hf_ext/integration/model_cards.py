@@ -17,7 +17,7 @@ from huggingface_hub.errors import EntryNotFoundError, RevisionNotFoundError
 
 from hf_ext.integration.card_marks import CARD, is_bare, is_free, is_ours, kind_of, marked, metadata_of, tagged, tags_of
 from hf_ext.integration.origins import UNSAFE, class_of, license_of, name_in_text, origin_of, task_of
-from hf_ext.storage.atomic import write_atomically
+from hf_ext.storage.files import write_atomically
 from hf_ext.storage.hub import hub_id
 from hf_ext.storage.installation import plugin
 

@@ -24,7 +24,7 @@ from hf_ext.pissa.experts import PissaExperts
 from hf_ext.pissa.layer import PRINCIPAL, PissaVariant
 from hf_ext.pissa.model import RESIDUAL, QPissaLinear
 from hf_ext.pissa.quantization import dequantize
-from hf_ext.storage.atomic import staged_folder
+from hf_ext.storage.files import staged_folder
 from hf_ext.storage.prefetch import progress
 
 Onto = Literal["original", "quantized"]

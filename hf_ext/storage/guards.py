@@ -7,15 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError
+from hf_ext.storage.layout import OURS
 from hf_ext.storage.source import TensorSource
-from hf_ext.storage.tree import OURS, real_path
-
-
-def require_another_folder(out: Path, needed: Iterable[Path]) -> None:
-    """Raises CheckpointError if `out` is one of these folders, or holds one of these files."""
-    for path in needed if os.path.exists(out) else ():
-        if (folder := path if path.is_dir() else path.parent).exists() and out.samefile(folder):
-            raise CheckpointError(f"{folder} cannot be overwritten, it is still needed; give another folder.")
+from hf_ext.storage.tree import real_path
 
 
 def require_deletable(src: Path, out: Path, needed: Iterable[str | os.PathLike]) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError, CorruptFileError
-from hf_ext.storage.tree import JOURNAL
 
 ADAPTER = "adapter_model.safetensors"  # the weights of a PEFT adapter
 ADAPTER_CONFIG = "adapter_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+OURS = ".hf_ext-"  # in the names of temporary files and folders of this package
+MOVING = f"{OURS}moving"  # a folder whose files are moving into the one that it lies in
 WEIGHTS = re.compile(r"model(\.[\w-]+)?(-\d{5}-of-\d{5})?\.safetensors")
 
 
@@ -61,7 +63,7 @@ def weights_or_adapter(folder: Path) -> list[Path]:
 
 
 def _require_complete(folder: Path) -> None:
-    if os.path.lexists(folder / JOURNAL):
+    if os.path.lexists(folder / MOVING):
         raise CheckpointError(f"{folder} is incomplete: a command that wrote to it was interrupted. Run that command again.")
 
 
@@ -109,6 +111,14 @@ def save_of(path: Path) -> str:
     """Returns the common start of the names of a checkpoint's shards and its single file: `model`, or `model.fp16` for a
     variant."""
     return re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", path.name)
+
+
+def replaced_weights(files: Iterable[Path], target: Path) -> set[Path]:
+    """Returns the weights of `target` that belong to the same save as weights in `files`, and their indices."""
+    saves = {save_of(path) for path in files if WEIGHTS.fullmatch(str(path))}
+    indices = {Path(INDEX.replace(".json", save.removeprefix("model") + ".json")) for save in saves}
+    weights = {Path(path.name) for path in target.glob("*.safetensors") if WEIGHTS.fullmatch(path.name)}
+    return {path for path in weights if save_of(path) in saves} | {path for path in indices if (target / path).exists()}
 
 
 def shard_sets(paths: list[Path]) -> list[list[Path]]:

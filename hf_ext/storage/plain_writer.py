@@ -8,7 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from hf_ext.storage.atomic import write_json
+from hf_ext.storage.files import write_json
 from hf_ext.storage.layout import INDEX
 from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.safetensors_file import ComputedFile, RawTensor, TensorFile, itemsize

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import filecmp
 import os
 import shutil
 import stat
@@ -12,44 +12,11 @@ from pathlib import Path
 
 import xxhash
 
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
-
 from hf_ext.errors import CheckpointError
+from hf_ext.storage.files import LOCK, STAGE, copy, locked, scan, staged_folder
+from hf_ext.storage.layout import MOVING, OURS
 
-OURS = ".hf_ext-"  # in the names of temporary files and folders of this package
-STAGE = f"{OURS}partial"
-JOURNAL = f"{OURS}journal"  # in a folder into which files are moving: the stage that they come from, and what they replace
-FICLONE = 0x40049409  # Linux: makes a file share the blocks of another until either is written
 HELD, GRAVE = f"{OURS}held", f"{OURS}deleted"  # names of a folder while it is checked, and while it is deleted
-
-
-def scan(folder: Path, with_ours: bool = False) -> dict[Path, os.stat_result]:
-    """Returns the status of everything below a folder, by relative path: files, folders, links (their own) and all others.
-
-    Args:
-        with_ours: whether temporary files of this package count.
-
-    Raises:
-        CheckpointError: a folder cannot be listed, or changes while it is listed.
-    """
-
-    def stop(error: OSError) -> None:
-        raise error
-
-    entries = {}
-    try:
-        for path, folders, names in os.walk(folder, onerror=stop):
-            folders[:] = [name for name in folders if with_ours or OURS not in name]
-            for name in (*folders, *names):
-                if with_ours or OURS not in name:
-                    entry = Path(path, name)
-                    entries[entry.relative_to(folder)] = entry.lstat()
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or folder} could not be listed: {error.strerror}.") from error
-    return entries
 
 
 def real_path(path: Path) -> Path:
@@ -60,76 +27,10 @@ def real_path(path: Path) -> Path:
 def stamp(folder: Path) -> str:
     """Returns a hash of everything below a folder, by names, modes, sizes and times. It changes when a file is written."""
     digest = xxhash.xxh3_128()
-    for path, entry in sorted(scan(folder, with_ours=True).items()):
+    for path, entry in sorted(scan(folder).items()):
         written = (entry.st_size, entry.st_mtime_ns) if not stat.S_ISDIR(entry.st_mode) else ()
         digest.update(repr((path.as_posix(), entry.st_mode, *written)).encode(errors="surrogateescape"))
     return digest.hexdigest()
-
-
-def copy_entries(src: Path, paths: Iterable[Path], out: Path, like: Path | None = None) -> None:
-    """Copies files, folders and links, given relative to `src`, with their times and modes. The contents of a folder are
-    separate paths.
-
-    A link to a file becomes a copy of the file. Other links stay links: to folders, and to nothing.
-
-    Args:
-        like: a folder some of whose files may equal those of `src`. See `copy`.
-
-    Raises:
-        CheckpointError: a path is a device, a socket or a pipe.
-    """
-    folders = []
-    for path in sorted(paths):
-        source, target = src / path, out / path
-        mode = source.lstat().st_mode
-        if stat.S_ISDIR(mode):
-            target.mkdir(parents=True, exist_ok=True)
-            folders.append(path)
-        elif source.is_symlink() and not source.is_file():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.symlink_to(_place_of_link(source, src))
-        elif source.is_file():
-            copy(source, target, like and like / path)
-        else:
-            kind = "socket" if stat.S_ISSOCK(mode) else "pipe" if stat.S_ISFIFO(mode) else "device"
-            raise CheckpointError(f"{source} is a {kind}, which cannot be copied. Move it out of {src}.")
-    for path in reversed(folders):
-        shutil.copystat(src / path, out / path)
-
-
-def _place_of_link(link: Path, src: Path) -> str:
-    """Returns the path for the copy of a link: relative if the link leads into `src`, else absolute."""
-    place = os.readlink(link)
-    leads_to = Path(os.path.normpath(link.parent.absolute() / place))
-    if not leads_to.is_relative_to(src.absolute()):
-        return os.fspath(leads_to)
-    return os.path.relpath(leads_to, link.parent.absolute()) if os.path.isabs(place) else place
-
-
-def copy(source: Path, target: Path, twin: Path | None = None) -> None:
-    """Copies a file with its times and mode, and creates the folder it goes to.
-
-    On Linux file systems that can (Btrfs, XFS), the copy takes no space: it shares the blocks of `source`, or those of
-    `twin` if that is a file with the same contents. Writing to one of them later does not change the others.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if not _clone(source, target):
-        shutil.copyfile(source, target)
-    elif twin is not None and twin.is_file() and filecmp.cmp(source, twin, shallow=False):
-        _clone(twin, target)
-    shutil.copystat(source, target)
-
-
-def _clone(source: Path, target: Path) -> bool:
-    """Makes a new file share the blocks of another. Returns true if the file system supports it."""
-    if fcntl is None:
-        return False
-    with open(source, "rb") as old, open(target, "wb") as new:
-        try:
-            fcntl.ioctl(new, FICLONE, old.fileno())
-        except OSError:
-            return False
-    return True
 
 
 def link(source: Path, target: Path) -> None:
@@ -219,3 +120,17 @@ def finish_deletion(folder: Path) -> bool:
     except OSError as error:
         raise CheckpointError(f"{folder} could not be deleted: {error}") from error
     return not folder.exists()
+
+
+def recover(folder: Path) -> None:
+    """Completes moves and deletions that kills interrupted, in the folders that `folder` holds."""
+    for path in list(folder.iterdir()) if folder.is_dir() else []:
+        name = path.name[1:].rpartition(OURS)[0]
+        if path.name.endswith(STAGE) or (path / MOVING).is_dir():
+            with contextlib.suppress(CheckpointError), staged_folder(folder / name if name else path):
+                pass
+        elif path.name.endswith((HELD, GRAVE)):
+            finish_deletion(folder / name)
+        elif path.name.endswith(LOCK):
+            with contextlib.suppress(CheckpointError), locked(folder / name):  # which removes it
+                pass

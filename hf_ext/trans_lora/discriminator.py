@@ -27,7 +27,7 @@ from hf_ext.display import percent
 from hf_ext.errors import HfExtError
 from hf_ext.integration.card_marks import CARD
 from hf_ext.integration.model_cards import may_be_pushed, write_card
-from hf_ext.storage.atomic import staged_folder
+from hf_ext.storage.files import staged_folder
 from hf_ext.trans_lora.adapters import adapters_kept, bare, base_sample, on_device, only
 from hf_ext.trans_lora.card import discriminator_card
 from hf_ext.trans_lora.config import TransLoraConfig

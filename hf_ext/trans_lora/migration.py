@@ -17,7 +17,7 @@ from hf_ext.errors import HfExtError
 from hf_ext.integration.card_marks import CARD
 from hf_ext.integration.model_cards import adapter_card, write_card
 from hf_ext.integration.origins import name_in_text
-from hf_ext.storage.atomic import staged_folder, write_json
+from hf_ext.storage.files import staged_folder, write_json
 from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.labels import LABELS, SEEDS, Pairs

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from hf_ext.errors import HfExtError
-from hf_ext.storage.guards import require_another_folder
+from hf_ext.storage.files import require_another_folder
 from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.discriminator import Discriminator, read_record, require_better_than_chance, require_discriminator
 from hf_ext.trans_lora.encoding import load_tokenizer, loading

@@ -14,7 +14,7 @@ from transformers.utils.logging import get_logger
 
 from hf_ext.display import COLORS, label, legend, new_figure, percent, save_figure, table
 from hf_ext.errors import HfExtError
-from hf_ext.storage.atomic import write_atomically
+from hf_ext.storage.files import write_atomically
 from hf_ext.trans_lora.duplicates import words_of
 from hf_ext.trans_lora.statistics import distinct, mmd, nearest, plane
 

@@ -13,7 +13,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from hf_ext.errors import HfExtError
-from hf_ext.storage.atomic import write_atomically
+from hf_ext.storage.files import write_atomically
 
 RECORD = "transfer.json"
 CHECKPOINTS = "checkpoint-*"

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration.model_cards import write_card
-from hf_ext.storage.atomic import staged_folder
+from hf_ext.storage.files import staged_folder
 from hf_ext.uni_med.card import uni_med_card
 from hf_ext.uni_med.configuration_uni_med import TASKS, UniMedConfig
 from hf_ext.uni_med.modeling_uni_med import UniMedForConditionalGeneration

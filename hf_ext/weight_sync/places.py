@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
-from hf_ext.storage.atomic import write_atomically
+from hf_ext.storage.files import write_atomically
 from hf_ext.storage.mapped import MappedFile
 
 HUB, BUCKETS = "hf://", "hf://buckets/"

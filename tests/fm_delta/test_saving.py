@@ -28,7 +28,7 @@ from transformers import (
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, fm_delta
 from hf_ext.storage.config_file import HINT
-from hf_ext.storage.tree import STAGE
+from hf_ext.storage.files import STAGE
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -316,7 +316,7 @@ def test_a_process_that_is_not_the_main_one_writes_nothing(tmp_path, model):
     model.save_pretrained(tmp_path / "small", is_main_process=False)
     assert not (tmp_path / "small").exists()
     model.save_pretrained(tmp_path / "small")
-    stage = tmp_path / f".small.0123abcd{STAGE}"
+    stage = tmp_path / f".small{STAGE}"
     stage.mkdir()
     (stage / "file").write_text("of the main process, which is still at work")
     before = contents(tmp_path)
@@ -381,7 +381,7 @@ def test_an_interrupted_save_leaves_no_mixed_checkpoint(tmp_path, base, how, kin
         new.save_pretrained(folder, max_shard_size=size)
 
     for _ in killed(folder, start, save, stride, fail=how == "fail"):
-        left += any(tmp_path.glob(f".{folder.name}.*{STAGE}"))
+        left += any(tmp_path.glob(f".{folder.name}{STAGE}"))
         try:
             loaded = AutoModelForCausalLM.from_pretrained(folder)
         except Exception as error:

@@ -23,7 +23,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_ext import BaseModelError, CheckpointError, fm_delta
 from hf_ext.fm_delta.series import is_compressed, needed_by
-from hf_ext.storage.atomic import locked
+from hf_ext.storage.files import locked
 
 OPTIONS = {"max_steps": 12, "learning_rate": 1e-4}
 

@@ -1,28 +1,22 @@
-"""Checkpoints are read lazily, identified by content, matched by tensor names, and written whole or not at all."""
+"""Checkpoints are read lazily, identified by content, matched by tensor names, and located."""
 
-import ctypes
 import json
 import os
 import shutil
 import subprocess
 import sys
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
-from kills import without_exchange
 from safetensors.torch import save_file
-from tiny_checkpoints import CONFIG, SAFETENSORS_DTYPES, contents, weights, write_folder, write_safetensors
+from tiny_checkpoints import SAFETENSORS_DTYPES, weights, write_folder, write_safetensors
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
-from hf_ext.storage.atomic import staged_folder, write_atomically
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import read_config
 from hf_ext.storage.layout import all_weights, select_weights
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile, safetensors_dtype
-from hf_ext.storage.tree import JOURNAL, STAGE
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
@@ -226,185 +220,6 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
     os.mkfifo(folder / name)
     with pytest.raises((BaseModelError, CorruptFileError), match=f"{name} is not a file"):
         Checkpoint(folder) if name == "model.safetensors" else read_config(folder / name)
-
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
-
-
-def fill(folder, files):
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-
-
-def texts(folder):
-    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_a_staged_folder_appears_when_the_block_ends(tmp_path):
-    target = tmp_path / "new/out"
-    with staged_folder(target) as stage:
-        fill(stage, {"model.safetensors": "weights", "config.json": CONFIG, "sub/vocab.txt": "words"})
-        assert not target.exists() and stage.parent == target.parent
-    assert texts(target) == {"model.safetensors": "weights", "config.json": CONFIG, "sub/vocab.txt": "words"}
-
-
-def test_a_failed_block_leaves_the_folder_as_it_was_or_absent(tmp_path):
-    old = {"model.safetensors": "old", "config.json": "old", "notes.txt": "mine"}
-    fill(tmp_path / "old", old)
-    for target in (tmp_path / "old", tmp_path / "new"):
-        with pytest.raises(KeyError), staged_folder(target) as stage:
-            fill(stage, {"model.safetensors": "new", "config.json": "new"})
-            raise KeyError
-    assert texts(tmp_path / "old") == old
-    assert [path.name for path in tmp_path.iterdir()] == ["old"]
-
-
-def test_what_a_killed_process_left_is_cleared(tmp_path):
-    fill(tmp_path / f".out.0123abcd{STAGE}", {"model.safetensors": "half", "stale.txt": "stale"})
-    others = [tmp_path / f".{name}.0123abcd{STAGE}" for name in ("out2", "out.1")]
-    for other in others:
-        fill(other, {"model.safetensors": "of another folder"})
-    with staged_folder(tmp_path / "out") as stage:
-        fill(stage, {"config.json": "new"})
-    assert texts(tmp_path / "out") == {"config.json": "new"}
-    assert sorted(tmp_path.iterdir()) == sorted([*others, tmp_path / "out"])
-
-
-def test_other_files_of_the_folder_stay_the_same_files(tmp_path):
-    out = tmp_path / "out"
-    fill(out, {"optimizer.pt": "state", "config.json": "old", "empty/deep/file": "text"})
-    (out / "to-nowhere").symlink_to("nowhere")
-    (out / "runs").symlink_to(tmp_path)
-    out.chmod(0o750)
-    before = {path: (out / path).lstat().st_ino for path in ("optimizer.pt", "empty/deep/file", "to-nowhere", "runs")}
-    for stale in ([], [Path("optimizer.pt")]):
-        with staged_folder(out, stale) as stage:
-            fill(stage, {"config.json": "new"})
-        assert {path: (out / path).lstat().st_ino for path in before} == before
-        assert (out / "config.json").read_text() == "new" and out.stat().st_mode & 0o777 == 0o750
-        before.pop("optimizer.pt", None)  # the second save has it among those to remove
-    assert not (out / "optimizer.pt").exists()
-
-
-def test_what_others_write_meanwhile_is_kept(tmp_path, monkeypatch):
-    """As the processes of a distributed training do, which save their parts beside the model."""
-    library, out = ctypes.CDLL, tmp_path / "out"
-
-    def later(*arguments, **options):  # called right before the folders are exchanged
-        fill(out, {"rng_state_1.pth": "of another process", "kept.txt": "changed", "replaced.new": "replaced"})
-        (out / "replaced.new").rename(out / "replaced.txt")
-        return library(*arguments, **options)
-
-    fill(out, {"config.json": "old", "kept.txt": "old", "replaced.txt": "old"})
-    with staged_folder(out) as stage:
-        fill(stage, {"config.json": "new"})
-        monkeypatch.setattr(ctypes, "CDLL", later)
-    expected = {"config.json": "new", "kept.txt": "changed", "replaced.txt": "replaced"}
-    assert texts(out) == expected | {"rng_state_1.pth": "of another process"}
-
-
-def test_a_folder_is_written_by_one_at_a_time(tmp_path):
-    def write() -> None:
-        with staged_folder(tmp_path / "out") as stage:
-            fill(stage, {"config.json": "of another"})
-
-    with staged_folder(tmp_path / "out") as stage:
-        with pytest.raises(CheckpointError, match="Another process is writing to .*out"), ThreadPoolExecutor(1) as pool:
-            pool.submit(write).result()
-        fill(stage, {"config.json": "mine"})
-    assert texts(tmp_path) == {"out/config.json": "mine"}
-
-
-def test_the_working_directory_is_not_replaced(tmp_path, monkeypatch):
-    fill(tmp_path / "out", {"config.json": "old", "model-00001-of-00001.safetensors": "old"})
-    monkeypatch.chdir(tmp_path / "out")
-    with staged_folder(".") as stage:
-        fill(stage, {"config.json": "new", "model.safetensors": "new"})
-    assert texts(Path.cwd()) == {"config.json": "new", "model.safetensors": "new"} == texts(tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_folder_where_a_file_is_to_be_is_left(tmp_path):
-    fill(tmp_path / "out", {"config.json/inside": "mine", "model.safetensors": "old"})
-    with pytest.raises(CheckpointError, match="config.json is a folder"), staged_folder(tmp_path / "out") as stage:
-        fill(stage, {"config.json": "new", "model.safetensors": "new"})
-    assert texts(tmp_path / "out") == {"config.json/inside": "mine", "model.safetensors": "old"}
-
-
-SHARDS = {"model-00001-of-00002.safetensors": "1", "model-00002-of-00002.safetensors": "2"}
-INDEX = {"model.safetensors.index.json": "index"}
-FP32 = {"model.fp32-00001-of-00001.safetensors": "1"}
-KEPT = {"adapter_model.safetensors": "kept", "sub/model.safetensors": "kept", "model.fp16.safetensors": "kept"}
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (SHARDS | INDEX, {"model.safetensors": "new"}),
-        ({"model.safetensors": "old"}, SHARDS | INDEX),
-        ({"model-00003-of-00003.safetensors": "3"} | INDEX, SHARDS | INDEX),
-        ({"model.safetensors": "old"}, {"model.safetensors": "new"}),
-        (SHARDS, {"model.safetensors": "new", "sub/model-00001-of-00002.safetensors": "elsewhere"}),
-        (FP32 | {"model.safetensors.index.fp32.json": "index"}, {"model.fp32.safetensors": "new"}),
-        ({"model-00001-of-00001.safetensors": "old", "model.safetensors.index.json": "no JSON"}, {"model.safetensors": "new"}),
-    ],
-)
-def test_weights_that_a_save_replaces_by_other_files_go(tmp_path, old, new):
-    fill(tmp_path, old | KEPT)
-    with staged_folder(tmp_path) as stage:
-        fill(stage, new)
-    assert texts(tmp_path) == KEPT | new
-
-
-def test_weights_stay_where_a_save_has_none(tmp_path):
-    old = SHARDS | INDEX | {"model.safetensors": "old"}
-    fill(tmp_path, old)
-    with staged_folder(tmp_path) as stage:
-        fill(stage, {"config.json": "new", "sub/model.safetensors": "elsewhere"})
-    assert texts(tmp_path) == old | {"config.json": "new", "sub/model.safetensors": "elsewhere"}
-
-
-def test_without_exchange_the_config_is_replaced_last(tmp_path, monkeypatch):
-    out, moved, replace = tmp_path / "out", [], os.replace
-
-    def watched(old, new):
-        replace(old, new)
-        if new.is_relative_to(out) and new.name != JOURNAL:
-            moved.append((new.relative_to(out).as_posix(), (out / "config.json").exists()))
-
-    monkeypatch.setattr(os, "replace", watched)
-    without_exchange(monkeypatch)
-    names = ["a.json", "config.json", "model.safetensors", "sub/config.json", "sub/model.safetensors", "z.txt"]
-    fill(out, {"config.json": "old", "model.safetensors": "old", "kept.txt": "kept"})
-    with staged_folder(out) as stage:
-        fill(stage, dict.fromkeys(names, "new"))
-    order = [name for name, _ in moved]
-    assert set(names) <= set(order) and order[-1] == "config.json"
-    assert [name for name, loads in moved if loads] == ["config.json"]
-    assert texts(tmp_path) == {f"out/{name}": "new" for name in names} | {"out/kept.txt": "kept"}
-
-
-def test_a_file_where_a_folder_should_go_is_refused(tmp_path):
-    (tmp_path / "out").write_text("a file")
-    for target in ("out", "out/below", "out/below/more"):
-        with pytest.raises(CheckpointError, match="out is a file"), staged_folder(tmp_path / target):
-            pass
-    assert (tmp_path / "out").read_text() == "a file"
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "file"
-    write_atomically(path, lambda beside: beside.write_text("first"))
-
-    def fail(beside):
-        beside.write_text("half")
-        raise KeyError
-
-    with pytest.raises(KeyError):
-        write_atomically(path, fail)
-    assert contents(tmp_path).keys() == {"file"}
-    assert path.read_text() == "first"
 
 
 def test_a_folder_with_several_models_is_refused(tmp_path):

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from hf_ext.errors import CheckpointError
-from hf_ext.storage.atomic import rewrite
 from hf_ext.storage.config_file import CONFIG, HINT, add_settings
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
 from hf_ext.storage.delta.codec import encode_raw
 from hf_ext.storage.delta.file import MAX_USES, BaseInfo, CompressedWriter, digest_of
+from hf_ext.storage.files import rewrite
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import select_weights
 from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
