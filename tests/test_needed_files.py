@@ -29,10 +29,6 @@ def chain(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def deletes_the_root(place: Path) -> None:
-    fm_delta.compress_checkpoint(place / "root", place / "base", place / "out", delete_source=True)
-
-
 def compresses_over_the_root(place: Path) -> None:
     fm_delta.compress_checkpoint(place / "two", place / "base", place / "root")
 
@@ -51,7 +47,7 @@ def compresses_a_series_that_the_base_needs(place: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [deletes_the_root, compresses_over_the_root, decompresses_over_the_root, compresses_a_series_that_the_base_needs],
+    [compresses_over_the_root, decompresses_over_the_root, compresses_a_series_that_the_base_needs],
 )
 def test_no_command_loses_the_base_of_a_base(chain: Path, command: Callable[[Path], None]) -> None:
     before = contents(chain / "root")

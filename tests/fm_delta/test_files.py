@@ -209,12 +209,12 @@ def test_headers_come_back_however_they_are_written(tmp_path, metadata, layout):
 
 
 @pytest.mark.parametrize("key", [KEY, PARTS_OF])
-def test_differing_metadata_is_reported_before_deletion(tmp_path, key):
+def test_a_file_of_another_kind_is_refused_before_any_work(tmp_path, key):
     base = weights()
     src, base = tmp_path / "tuned", write_folder(tmp_path / "base", base)
     write_safetensors(src / "model.safetensors", fine_tune(weights()), {key: "{}"})
     with pytest.raises(CheckpointError, match="compressed already|several models"):
-        fm_delta.compress_checkpoint(src, base, tmp_path / "out", delete_source=True)
+        fm_delta.compress_checkpoint(src, base, tmp_path / "out")
     assert (src / "model.safetensors").exists() and not (tmp_path / "out").exists()
 
 

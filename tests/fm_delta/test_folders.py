@@ -68,7 +68,7 @@ def test_pipes_and_sockets_are_refused_by_name(tmp_path: Path, kind: str) -> Non
     else:
         socket.socket(socket.AF_UNIX).bind(str(tuned / "odd"))
     with pytest.raises(CheckpointError, match=f"odd is a {kind}, which cannot be copied"):
-        fm_delta.compress_checkpoint(tuned, base, tmp_path / "out", delete_source=True)
+        fm_delta.compress_checkpoint(tuned, base, tmp_path / "out")
     assert (tuned / "model.safetensors").exists() and not (tmp_path / "out").exists()
 
 
