@@ -1,4 +1,5 @@
 from .config import EMRConfig as EMRConfig
+from .generation import task as task
 from .merging import add_task as add_task
 from .merging import extract as extract
 from .merging import merge as merge
@@ -6,4 +7,3 @@ from .merging import report as report
 from .merging import verify as verify
 from .reports import MergeReport as MergeReport
 from .reports import TaskReport as TaskReport
-from .switching import task as task

@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ from hf_ext.storage.layout import INDEX, select_weights
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.open import OF_TASK, open_delta
 from hf_ext.storage.plain_writer import shards_of
-from hf_ext.storage.prefetch import threads_for
+from hf_ext.storage.prefetch import Prefetcher, threads_for
 from hf_ext.storage.safetensors_file import ComputedFile, Entry, RawTensor
 from hf_ext.storage.source import TensorSource
 
@@ -141,6 +142,9 @@ class MergeFolder:
                 )
             self._require_tensors(file)
         self._require_all_listed()
+        self._elected: dict[str, RawTensor] = {}  # what `keep` has read
+        self._priors: dict[str, np.ndarray] = {}
+        self._modulators: dict[tuple[str, str], tuple[np.ndarray | None, float]] = {}
 
     def _require_all_listed(self) -> None:
         """Raises CorruptFileError if the folder has files of a task that config.json does not list."""
@@ -170,6 +174,45 @@ class MergeFolder:
 
     def __deepcopy__(self, memo) -> MergeFolder:
         return self
+
+    def reopened(self) -> MergeFolder:
+        """Returns the same merge, with nothing in memory that the files may no longer hold.
+
+        Raises:
+            CheckpointError: the folder holds another merge now.
+        """
+        again = MergeFolder(self.folder, self.base.name, self.base.revision, self.hub)
+        if again.fingerprint != self.fingerprint:
+            raise CheckpointError(f"{again.folder} holds another merge than when the model was loaded. Load the model again.")
+        return again
+
+    def keep(self, *tasks: str) -> None:
+        """Reads into memory the elected weights, the base's, and these tasks' masks. There they stay for the next switch."""
+        if not self._elected:
+            sizes = {name: self.elected.entry(name).nbytes for name in self.elected.names() if self.is_elected(name)}
+            elected = dict(Prefetcher(self.elected.read, sizes))
+            self._priors = {name: self.prior(name) for name in sizes}  # views of the base's file, if plain and of that type
+            self._elected = elected
+        for task in tasks:
+            names = [name for name in self.files[task].record.modulated if (task, name) not in self._modulators]
+            read = Prefetcher(partial(self.modulator, task), {name: self._priors[name].size // 8 for name in names})
+            self._modulators |= {(task, name): modulator for name, modulator in read}
+
+    def target(self, task: str, to: str, name: str, live: np.ndarray) -> election.Target | None:
+        """Returns the change of a weight in memory from one task's to another's, both of which are in memory.
+
+        Returns None unless both have the shape of the elected weight.
+        """
+        modulated = [self.files[task].record.modulated.get(name) for task in (task, to)]
+        if any(rule is None or rule.rows is not None for rule in modulated):
+            return None
+        elected, masks = self._elected[name], (*self._modulators[task, name], *self._modulators[to, name])
+        return election.Target(FLOATS[elected.dtype], self._priors[name], elected.data, *masks, live)
+
+    def require_same_base(self) -> None:
+        """Raises BaseModelError if the base's file no longer holds what was merged against."""
+        for name, prior in self._priors.items():
+            self._require_prior(name, prior)
 
     @property
     def fingerprint(self) -> tuple:
@@ -213,14 +256,16 @@ class MergeFolder:
         Raises:
             BaseModelError: they are not those that were merged against.
         """
+        if name in self._priors:
+            return self._priors[name]
         twin = self.base.twin_of(name)
         assert twin is not None  # checked when the folder was opened
         base = self.base.read(twin)
         prior = cast(base.data, base.dtype, self.elected.entry(name).dtype)
-        self.require_prior(name, prior)
+        self._require_prior(name, prior)
         return prior
 
-    def require_prior(self, name: str, prior: np.ndarray) -> None:
+    def _require_prior(self, name: str, prior: np.ndarray) -> None:
         """Raises BaseModelError unless these are the bytes that a tensor of the base had when the merge was written."""
         modulated = [file.record.modulated[name] for file in self.files.values() if name in file.record.modulated]
         if {xxhash.xxh3_64_hexdigest(prior)} != {rule.prior for rule in modulated}:
@@ -248,8 +293,10 @@ class MergeFolder:
 
     def modulator(self, task: str, name: str) -> tuple[np.ndarray | None, float]:
         """Returns the mask and the rescaler that make the task's tensor from the elected one."""
-        modulated = self.files[task].record.modulated[name]
-        return self.files[task].mask(name, math.prod(self.elected.entry(name).shape)), modulated.scale
+        if (task, name) in self._modulators:
+            return self._modulators[task, name]
+        file = self.files[task]
+        return file.mask(name, math.prod(self.elected.entry(name).shape)), file.record.modulated[name].scale
 
     def require_whole(self) -> None:
         """Raises CorruptFileError if a file of the merge or of its base was cut off since it was opened."""
@@ -257,24 +304,18 @@ class MergeFolder:
         for file in self.files.values():
             file.require_whole()
 
-    def tensor(self, task: str, name: str, elected: RawTensor | None = None, prior: np.ndarray | None = None) -> RawTensor:
-        """Returns a tensor of a task's model, in memory of its own.
-
-        Args:
-            elected: the elected tensor, if it was read before. It is not changed.
-            prior: the result of `prior`, if it was called before.
-        """
+    def tensor(self, task: str, name: str) -> RawTensor:
+        """Returns a tensor of a task's model, in memory of its own."""
         file = self.files[task]
         if OWN + name in file.entries:
             tensor = file.read(OWN + name)
             return replace(tensor, data=tensor.data.copy())
         if name not in file.record.modulated:
             return self.elected.read(name)
-        source = elected or self.elected.read(name)
-        out = source.data if elected is None else np.empty_like(source.data)
-        threads = threads_for(out.size)
-        prior = self.prior(name) if prior is None else prior
-        election.modulate(source.dtype, prior, source.data, *self.modulator(task, name), out, threads)
+        source = self._elected.get(name) or self.elected.read(name)
+        out = np.empty_like(source.data) if name in self._elected else source.data
+        modulator = self.modulator(task, name)
+        election.modulate(source.dtype, self.prior(name), source.data, *modulator, out, threads_for(out.size))
         entry = self.entry(task, name)
         if entry.shape != source.shape:
             row = math.prod(entry.shape[1:]) * WIDTHS[entry.dtype]

@@ -28,7 +28,7 @@ from hf_ext.emr.recipe import RECIPE, Recipe
 from hf_ext.emr.reports import MergeReport, TaskReport
 from hf_ext.emr.writing import MergeWriter
 from hf_ext.errors import CheckpointError, CorruptFileError
-from hf_ext.integration.in_place import difference
+from hf_ext.integration.config_change import difference
 from hf_ext.integration.model_cards import outdated, write_card
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import CONFIG, ENCODINGS, read_config
@@ -141,7 +141,7 @@ def extract(
     if isinstance(merged, PreTrainedModel):
         if not hasattr(merged, "set_task"):
             raise CheckpointError(f"This {type(merged).__name__} was not loaded from a merge; give the folder of one.")
-        source = merged.set_task.merged
+        source = merged.set_task.merged.reopened()
     else:
         source = MergeFolder(_folder_of(merged), base)
     source.require_task(task)

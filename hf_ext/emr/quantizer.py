@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from hf_ext.emr.config import EMRConfig
 from hf_ext.emr.folder import MergeFolder, open_merge
+from hf_ext.emr.generation import Generate
 from hf_ext.emr.saving import MergedSaving
-from hf_ext.emr.switching import Generate, SetTask
+from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
 from hf_ext.integration.quantizer import DecodingQuantizer

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo
+from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
 from hf_ext.emr.card import merge_card, models_of
-from hf_ext.emr.folder import MergeFolder, is_merge, name_of_task, older_files
+from hf_ext.emr.folder import is_merge, name_of_task, older_files
 from hf_ext.emr.merging import report
 from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
@@ -25,6 +27,8 @@ from hf_ext.storage.layout import ADAPTER_CONFIG
 from hf_ext.storage.source import TensorSource
 
 logger = get_logger(__name__)
+
+SET_BY_RUNNING = ("architectures", "dtype", "problem_type", "transformers_version", "use_cache")
 
 
 class MergedSaving(Saving):
@@ -62,11 +66,8 @@ class MergedSaving(Saving):
                 if adapter:
                     _record_task(stage / ADAPTER_CONFIG, task, self.model.tasks)
                 return [path.relative_to(stage).as_posix() for path in sorted(stage.rglob("*")) if path.is_file()]
-        files = switch.merged.all_files()
-        again = MergeFolder(switch.merged.folder, switch.merged.base.name, switch.merged.base.revision, switch.merged.hub)
-        if again.fingerprint != switch.merged.fingerprint:
-            raise CheckpointError(f"{again.folder} holds another merge than when the model was loaded. Load the model again.")
-        if edited := switch.edited():
+        files = switch.merged.reopened().all_files()
+        if edited := _edited(self.model):
             logger.warning(
                 f"Changes of {', '.join(edited)} in the configuration are not saved: each task of a merge keeps its own "
                 "configuration. To save the changes, extract the task (hf_ext.emr.extract) and save it alone."
@@ -89,6 +90,14 @@ class MergedSaving(Saving):
                 f"The base {base} is a local folder: others cannot load the pushed merge. Merge again, with the base's Hub id."
             )
         return super().push(folder, names, *args, **options)
+
+
+def _edited(model: PreTrainedModel) -> list[str]:
+    """Returns the settings of the configuration that a user changed since the active task became active."""
+    config = model.set_task.merged.task_config(model.active_task)
+    stored = type(model.config).from_dict(deepcopy(config))
+    keys = [key for key in config if key not in SET_BY_RUNNING]
+    return [key for key in keys if getattr(model.config, key, None) != getattr(stored, key, None)]
 
 
 def _record_base(stage: Path, base: TensorSource) -> None:

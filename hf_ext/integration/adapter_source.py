@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightConverter
 
 from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
-from hf_ext.integration.in_place import plain
+from hf_ext.integration.config_change import plain
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.hub import downloaded

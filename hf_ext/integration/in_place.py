@@ -1,42 +1,35 @@
-"""Turns a model into another one of its kind in place: checks their differences, and updates what depends on the weights."""
+"""Replaces the weights of a model in memory, in place: what `fm_delta.switch` and a merge's `set_task` have in common."""
 
 from __future__ import annotations
 
-import re
-from copy import deepcopy
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from threading import Lock, RLock
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
-from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hf_ext.errors import CheckpointError
+from hf_ext.errors import CheckpointError, HfExtError
 from hf_ext.integration import compat
+from hf_ext.integration.config_change import plain
 from hf_ext.storage.config_file import forget_encoding
+from hf_ext.storage.prefetch import Prefetcher, progress
+from hf_ext.storage.safetensors_file import Entry, safetensors_dtype
+from hf_ext.storage.source import TensorSource
 
-# Entries of a configuration that may differ: labels, vocabulary, names, dropout, defaults of generation and of the outputs.
-FREE = re.compile(
-    r"architectures|label|problem_type|vocab_size|token_id|name|version|dtype|drop|finetuning_task|task_specific|use_cache|"
-    r"checkpointing|output_(attentions|hidden|router|scores|logits)|return_dict|initializer|max_length|min_length|num_beams|temperature|top_[kp]|penalty|do_sample|suppress_tokens|auto_map"
-)
-WRAPPERS = (".base_layer", ".original_module")  # PEFT puts these between a module and its weights
-LABELS = ("id2label", "label2id", "architectures", "transformers_version", "dtype", "_name_or_path")
+if TYPE_CHECKING:
+    from hf_ext.integration.weight_plan import Loaded
+
+_locks: WeakKeyDictionary[torch.nn.Module, RLock] = WeakKeyDictionary()
+_adding_lock = Lock()
 
 
-class Move(NamedTuple):
-    """The differences between two models, apart from their weights.
-
-    Attributes:
-        before, after: the configurations, one object if they are equal.
-        shapes: the shapes of the second model's tensors, if its modules have other sizes.
-        sizes: attributes of modules that hold sizes (out_features, num_labels), as path, attribute and new value.
-        generation: the second model's generation settings, if they differ.
-    """
-
-    before: PretrainedConfig
-    after: PretrainedConfig
-    shapes: dict[str, torch.Size] | None
-    sizes: list[tuple[str, str, Any]]
-    generation: GenerationConfig | None
+def lock_of(model: torch.nn.Module) -> RLock:
+    """Returns the lock of a model: one thread at a time replaces its weights."""
+    with _adding_lock:
+        return _locks.setdefault(model, RLock())
 
 
 def require_plain(model: object, function: str, peft: str, purpose: str) -> None:
@@ -53,126 +46,169 @@ def require_plain(model: object, function: str, peft: str, purpose: str) -> None
         raise CheckpointError(f"This model is quantized; only plain weights {purpose}.")
 
 
-def difference(first: dict, second: dict) -> tuple[str, Any, Any] | None:
-    """Returns the first entry that keeps two models from becoming each other in place, with its two values; None if there is
-    none."""
-    first, second = _entries(first), _entries(second)
-    keys = [key for key in sorted(first.keys() | second.keys()) if not FREE.search(key)]
-    return next(((key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)), None)
+class LiveWeights:
+    """The weights of a model in memory, to be replaced. Each keeps its dtype and its device, and its memory unless its shape
+    changes.
 
+    Args:
+        model: a model, with or without adapters on top.
+        plan: the tensors of a checkpoint that each of its weights is made from.
 
-def move_between(model: PreTrainedModel, texts: tuple[dict, dict], settings: tuple[dict | None, dict | None]) -> Move:
-    """Returns the difference between two configurations and their generation settings, if they have any.
-
-    Raises:
-        CheckpointError: modules of the two models cannot become each other, or the generation settings are invalid.
+    Attributes:
+        tensors: parameters and persistent buffers, by the names that they have without adapters.
     """
-    kind = type(model.config)
-    before = after = kind.from_dict(deepcopy(texts[0]))
-    shapes, sizes = None, []
-    if texts[0] != texts[1]:
-        after = kind.from_dict(deepcopy(texts[1]))
-        if _structure(texts[0]) != _structure(texts[1]) or before.num_labels != after.num_labels:
-            with torch.device("meta"), compat.no_init_weights():  # the sizes that the class itself gives
-                models = [compat.model_of(type(model), config) for config in (before, after)]
-            shapes = {name: tensor.shape for name, tensor in models[1].state_dict().items()}
-            sizes = _sizes(*(dict(model.named_modules()) for model in models))
-    generation = None
-    if settings[0] != settings[1] and model.can_generate():
+
+    def __init__(self, model: PreTrainedModel, plan: list[Loaded]):
+        self.model, self.plan = model, plan
+        state = model.state_dict(keep_vars=True)
+        self.tensors = {plain(name): tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+
+    def require_in_memory(self) -> None:
+        """Raises CheckpointError if a weight is offloaded, packed, or only in part on this device."""
+        is_sharded = compat.shards_by_zero3()
+        for name, weight in self.tensors.items():
+            if weight.is_meta:
+                raise CheckpointError(f"'{name}' is offloaded, so it cannot be replaced. Load the model without offloading.")
+            if is_sharded or type(weight) not in (torch.nn.Parameter, torch.Tensor):
+                raise CheckpointError(f"'{name}' is sharded or packed ({type(weight).__name__}). Load the other model instead.")
+
+    def require_all(self, source: TensorSource, shapes: Mapping[str, Sequence[int]] | None) -> None:
+        """Checks that a source has tensors for each weight, of the right shape, and equal ones for the names of one weight.
+
+        Args:
+            shapes: the shapes that the weights are to have, if they are not those that they have.
+
+        Raises:
+            CheckpointError: names the first weight for which that is not so.
+        """
+        advice = "Load the checkpoint with from_pretrained."
+        shapes = shapes or {name: weight.shape for name, weight in self.tensors.items()}
+        loaded_of: dict[str, Loaded] = {}
+        for loaded in self.plan:
+            for name, shape in loaded.shapes(self.model, source).items():
+                if shape != tuple(shapes[name]):
+                    raise CheckpointError(
+                        f"{source} has '{name}' of shape {list(shape)}, this model {list(shapes[name])}: one cannot become the "
+                        f"other. {advice}"
+                    )
+                loaded_of[name] = loaded
+        names_of: dict[Any, list[str]] = {}
+        for name, weight in self.tensors.items():
+            names_of.setdefault((weight.data_ptr(), weight.shape) if weight.numel() else name, []).append(name)
+        made = self.made_from(source)
+        for names in names_of.values():
+            if not made & {*names}:
+                raise CheckpointError(
+                    f"{source} has no tensor for '{names[0]}' of this {type(self.model).__name__}: it is a checkpoint of "
+                    "another class, or incomplete."
+                )
+            first, *others = [name for name in names if name in loaded_of] or names[:1]
+            for name in others:
+                pair = (source.read(loaded_of[key].all_names()[0]).data for key in (first, name))
+                if not np.array_equal(*pair):
+                    raise CheckpointError(
+                        f"{source} has two different tensors '{first}' and '{name}', which are one weight in this model. "
+                        f"{advice}"
+                    )
+
+    def made_from(self, source: TensorSource) -> set[str]:
+        """Returns the weights that a source has tensors for, and those that are tied to them."""
+        plan = [loaded for loaded in self.plan if loaded.is_in(source)]
+        made = {target for loaded in plan for target in loaded.shapes(self.model, source)}
+        return made | {name for tie in self.model.all_tied_weights_keys.items() if made & {*tie} for name in tie}
+
+    def memory(self, loaded: Loaded, entry: Entry) -> np.ndarray | None:
+        """Returns the bytes of a weight if they can be overwritten by those of a tensor; None otherwise."""
+        weight = self.tensors.get(loaded.target)
+        if weight is None or loaded.converter is not None or tuple(weight.shape) != tuple(entry.shape):
+            return None
+        if weight.device.type != "cpu" or not weight.is_contiguous() or weight.is_inference():
+            return None
+        if safetensors_dtype(weight.dtype) != entry.dtype:
+            return None
+        return weight.detach().reshape(-1).view(torch.uint8).numpy()
+
+    def changed(self, loaded: Loaded, source: TensorSource) -> str | None:
+        """Returns a weight that differs in any bit from what a source's tensors give; None if there is none."""
+        for name, tensor in loaded.tensors(self.model, source).items():
+            if name not in self.tensors or not is_same(self.tensors[name], tensor):
+                return name
+        return None
+
+    def overwrite(self, source: TensorSource) -> None:
+        """Replaces all weights by the tensors of a source, which are decoded into the weights' memory where possible.
+
+        Raises:
+            HfExtError: a tensor cannot be read. The error says that the model is now a mix.
+        """
+        sizes = {str(i): sum(source.entry(name).nbytes for name in loaded.all_names()) for i, loaded in enumerate(self.plan)}
+        written, done = Prefetcher(lambda i: self._write(self.plan[int(i)], source), sizes), 0
         try:
-            generation = GenerationConfig.from_dict(settings[1]) if settings[1] else GenerationConfig.from_model_config(after)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"The generation_config.json to switch to cannot be read: {error}") from error
-    return Move(before, after, shapes, sizes, generation)
-
-
-def configure(model: PreTrainedModel, move: Move) -> None:
-    """Updates the configuration, and the attributes that modules took from it, to those of the new weights."""
-    if move.before is not move.after:
-        modules = {plain(path): module for path, module in model.named_modules()} if move.sizes else {}
-        for path, key, value in move.sizes:
-            if path in modules:
-                setattr(modules[path], key, value)
-        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-        for config in configs.values():
-            if type(config) is not type(move.after):  # a part's, updated within the whole model's
-                continue
-            _follow(config, move.before, move.after)
-            if hasattr(config, "problem_type"):  # models set it themselves, by the labels of the first batch
-                config.problem_type = move.after.problem_type
-    if move.generation is not None:
-        model.generation_config = deepcopy(move.generation)
-
-
-def replace(model: PreTrainedModel, weight: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Sets a parameter or buffer of the model to a tensor, in the type and on the device that it has. Memory is reused if the
-    shapes are equal."""
-    tensor = tensor.to(dtype=weight.dtype, device=weight.device)
-    if weight.shape == tensor.shape and not weight.is_inference():
-        weight.copy_(tensor)
-        return
-    new = torch.nn.Parameter(tensor, weight.requires_grad) if isinstance(weight, torch.nn.Parameter) else tensor
-    for module in model.modules():  # several modules may be tied to it
-        for key, value in compat.own_tensors(module):
-            if value is weight:
-                setattr(module, key, new)
-
-
-def plain(path: str) -> str:
-    """Returns the name that a module or a weight has without PEFT."""
-    for wrapper in WRAPPERS:
-        path = path.replace(wrapper, "")
-    return path
-
-
-def _structure(config: dict) -> dict:
-    return {key: value for key, value in config.items() if key not in LABELS}
-
-
-def _sizes(first: dict[str, torch.nn.Module], second: dict[str, torch.nn.Module]) -> list[tuple[str, str, Any]]:
-    """Returns the attributes that hold sizes and differ between modules of the same path."""
-    sizes = []
-    for path, after in second.items():
-        before = first.get(path)
-        if before is None:
-            continue
-        changed = {
-            key: value
-            for key, value in vars(after).items()
-            if type(value) in (int, float, str, bool, tuple, type(None)) and vars(before).get(key, value) != value
-        }
-        changed.pop("name_or_path", None)
-        other = type(before).__name__ != type(after).__name__  # parametrized modules have a class each
-        # The constructor derived other state from these attributes.
-        deep = tuple in map(type, changed.values()) or changed and compat.unsaved_buffers(after)
-        if other or deep:
-            what = f"a {type(before).__name__} and a {type(after).__name__}" if other else f"of other {', '.join(changed)}"
-            raise CheckpointError(
-                f"'{path}' is {what} in the two models, so that one cannot become the other. Load it with from_pretrained."
+            with progress("Switching", len(sizes)) as bar:
+                for _ in written:
+                    done += 1
+                    bar.update()
+            self.copy()
+        except BaseException as error:
+            state = (
+                f"The model is now a mix of both checkpoints: at least {done} of its {len(sizes)} weights are those of "
+                f"{source}. Switch it again, to either checkpoint, before you use it."
             )
-        sizes += [(path, key, value) for key, value in changed.items()]
-    return sizes
+            if isinstance(error, HfExtError):
+                raise type(error)(f"{error} {state}") from error
+            error.add_note(state)
+            raise
+
+    def _write(self, loaded: Loaded, source: TensorSource) -> None:
+        names = loaded.all_names()
+        memory = self.memory(loaded, source.entry(names[0]))
+        with torch.inference_mode(False):
+            if memory is not None and source.read(names[0], memory).data is memory:
+                torch.autograd.graph.increment_version(self.tensors[loaded.target])
+                return
+            self.set(loaded.tensors(self.model, source))
+        for name in names:
+            source.release(name)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def set(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Sets weights to these tensors, in the dtype and on the device that they have."""
+        for name in tensors.keys() & self.tensors.keys():
+            weight = self.tensors[name]
+            tensor = tensors[name].to(dtype=weight.dtype, device=weight.device)
+            if weight.shape == tensor.shape and not weight.is_inference():
+                weight.copy_(tensor)
+                continue
+            new = torch.nn.Parameter(tensor, weight.requires_grad) if isinstance(weight, torch.nn.Parameter) else tensor
+            for module in self.model.modules():  # several modules may be tied to it
+                for key, value in compat.own_tensors(module):
+                    if value is weight:
+                        setattr(module, key, new)
+            self.tensors |= {other: new for other, value in self.tensors.items() if value is weight}
+
+    def copies(self) -> dict[str, str]:
+        """Returns the weights that have no tensors of their own, each with the one that it is to equal.
+
+        The model ties these two, but they are not one in memory: parts of a model on several devices, for instance.
+        """
+        made = {loaded.target for loaded in self.plan}
+        ties, copies = [*self.model.all_tied_weights_keys.items()], {}
+        for name, origin in [*((origin, name) for name, origin in ties), *ties]:
+            if name in self.tensors and name not in made and origin in made:
+                made.add(name)
+                if self.tensors[name] is not self.tensors[origin]:
+                    copies[name] = origin
+        return copies
+
+    def copy(self) -> None:
+        """Sets the weights that are copies of others."""
+        for name, origin in self.copies().items():
+            self.set({name: self.tensors[origin]})
 
 
-def _entries(config: dict, prefix: str = "") -> dict[str, object]:
-    """Returns the entries of a config.json, with the defaults of its class, by their path."""
-    if not prefix and config.get("model_type") in CONFIG_MAPPING:
-        config = CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config)).to_dict()
-    flat: dict[str, object] = {}
-    for key, value in config.items():
-        path = f"{prefix}{key}"
-        flat |= _entries(value, f"{path}.") if isinstance(value, dict) else {path: value}
-    return flat
-
-
-def _follow(config: PretrainedConfig, before: PretrainedConfig, after: PretrainedConfig) -> None:
-    """Applies the changes between two configurations to a third, which keeps its own other settings."""
-    for key in vars(before).keys() | vars(after).keys():
-        old, new = getattr(before, key, None), getattr(after, key, None)
-        if isinstance(new, PretrainedConfig) and isinstance(old, PretrainedConfig):
-            if isinstance(getattr(config, key, None), PretrainedConfig):
-                _follow(getattr(config, key), old, new)
-        elif key not in vars(after):
-            vars(config).pop(key, None)
-        elif old != new:
-            setattr(config, key, deepcopy(new))
+def is_same(weight: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Checks whether a weight equals a tensor bit for bit, after the tensor is moved to the weight's type and device."""
+    tensor = tensor.to(dtype=weight.dtype, device=weight.device)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
+    return weight.shape == tensor.shape and torch.equal(weight.detach().contiguous().view(bits), tensor.contiguous().view(bits))

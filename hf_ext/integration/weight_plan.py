@@ -15,7 +15,7 @@ from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from hf_ext.integration.decoding import AnyTensor, own_operations, unused
 from hf_ext.integration.renaming import destinations
-from hf_ext.storage.safetensors_file import Entry
+from hf_ext.storage.source import TensorSource
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,20 @@ class Loaded:
         converted = converter.convert(self.target, model=model, config=model.config)
         return {target: value[0] if isinstance(value, list) else value for target, value in converted.items()}
 
-    def targets(self, model: PreTrainedModel, entry: Callable[[str], Entry]) -> set[str]:
-        """Returns the names of the parameters."""
+    def tensors(self, model: PreTrainedModel, source: TensorSource) -> dict[str, torch.Tensor]:
+        """Returns the parameters, made of a source's tensors."""
+        return self.convert(model, lambda name: source.read(name).to_torch())
+
+    def shapes(self, model: PreTrainedModel, source: TensorSource) -> dict[str, tuple[int, ...]]:
+        """Returns the names and shapes of the parameters."""
         if self.converter is None:
-            return {self.target}
-        return set(self.convert(model, lambda name: torch.empty(entry(name).shape, device="meta")))
+            return {self.target: tuple(source.entry(self.all_names()[0]).shape)}
+        weights = self.convert(model, lambda name: torch.empty(source.entry(name).shape, device="meta"))
+        return {name: tuple(tensor.shape) for name, tensor in weights.items()}
+
+    def is_in(self, source: TensorSource) -> bool:
+        """Checks whether a source has all of the tensors."""
+        return all(name in source for name in self.all_names())
 
 
 def plan_of(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[Loaded], list[str]]:
