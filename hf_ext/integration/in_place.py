@@ -104,8 +104,8 @@ class LiveWeights:
                 )
             first, *others = [name for name in names if name in loaded_of] or names[:1]
             for name in others:
-                pair = (source.read(loaded_of[key].all_names()[0]).data for key in (first, name))
-                if not np.array_equal(*pair):
+                stored, other = (source.read(loaded_of[key].all_names()[0]).data for key in (first, name))
+                if not np.array_equal(stored, other):
                     raise CheckpointError(
                         f"{source} has two different tensors '{first}' and '{name}', which are one weight in this model. "
                         f"{advice}"
