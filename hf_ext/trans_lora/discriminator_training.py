@@ -90,11 +90,7 @@ def train_discriminator(
         discriminator = Discriminator(model, tokenizer, task, prompt=args.discriminator_prompt)
         _train(discriminator, args, rows, held_out)
     model.eval()
-    scores = discriminator.score([text for text, _ in held_out], args.generation_batch_size)
-    for name, answer in (("real_kept", YES), ("synthetic_kept", NO)):
-        verdicts = [score > 0.5 for score, (_, correct) in zip(scores, held_out) if correct == answer]
-        if verdicts:
-            discriminator.metrics[name] = sum(verdicts) / len(verdicts)
+    _evaluate(discriminator, held_out, args.generation_batch_size)
     return discriminator
 
 
@@ -120,6 +116,15 @@ def _train(discriminator: Discriminator, args: TransLoraConfig, rows: Answers, h
         processing_class=discriminator.tokenizer,
     )
     trainer.train(resume_from_checkpoint=last_checkpoint(folder))
+
+
+def _evaluate(discriminator: Discriminator, held_out: Answers, batch_size: int) -> None:
+    """Adds the shares of real and of synthetic inputs that the discriminator keeps to its metrics."""
+    scores = discriminator.score([text for text, _ in held_out], batch_size)
+    for name, answer in (("real_kept", YES), ("synthetic_kept", NO)):
+        verdicts = [score > 0.5 for score, (_, correct) in zip(scores, held_out) if correct == answer]
+        if verdicts:
+            discriminator.metrics[name] = sum(verdicts) / len(verdicts)
 
 
 def _split(real: list[str], synthetic: list[str], seed: int) -> tuple[Answers, Answers]:

@@ -49,6 +49,19 @@ class UniMedCausalLMOutputWithPast(CausalLMOutputWithPast):
     image_hidden_states: torch.FloatTensor | None = None
     router_weights: torch.FloatTensor | None = None
 
+    @classmethod
+    def of(cls, outputs: Any, images: UniMedImageFeatures | None, with_router: bool) -> UniMedCausalLMOutputWithPast:
+        """Returns the output of a language model that had these images among its inputs."""
+        return cls(
+            loss=outputs.loss,
+            logits=outputs.logits,
+            **{CACHE: getattr(outputs, CACHE, None)},
+            hidden_states=outputs.hidden_states,
+            attentions=getattr(outputs, "attentions", None),
+            image_hidden_states=None if images is None else images.pooler_output,
+            router_weights=images.router_weights if images is not None and with_router else None,
+        )
+
 
 class UniMedPreTrainedModel(PreTrainedModel):
     config: UniMedConfig
@@ -301,15 +314,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
             **{CACHE: cache},
             **kwargs,
         )
-        return UniMedCausalLMOutputWithPast(
-            loss=outputs.loss,
-            logits=outputs.logits,
-            **{CACHE: getattr(outputs, CACHE, None)},
-            hidden_states=outputs.hidden_states,
-            attentions=getattr(outputs, "attentions", None),
-            image_hidden_states=None if images is None else images.pooler_output,
-            router_weights=images.router_weights if images is not None and output_router_weights else None,
-        )
+        return UniMedCausalLMOutputWithPast.of(outputs, images, output_router_weights)
 
     def _embeddings(self, input_ids: torch.Tensor, images: UniMedImageFeatures | None, started: bool = False) -> torch.Tensor:
         """Returns embeddings (batch, length, text size), with images inserted. `started`: images came before."""

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPException
 from typing import Literal, Protocol
@@ -192,19 +192,9 @@ def follow(
     Raises:
         HfExtError, OSError: a server, a checkpoint or the place has failed for `give_up_after` seconds.
     """
-    steps, reached = Subscriber(place), dict.fromkeys(servers, -1)
-    reading, attempts = (
-        _Attempts(poll_interval, give_up_after),
-        {server: _Attempts(poll_interval, give_up_after) for server in servers},
-    )
+    steps, reading = Subscriber(place), _Attempts(poll_interval, give_up_after)
+    followers = [_Followed(server, _Attempts(poll_interval, give_up_after)) for server in servers]
     newest, is_first_look = -1, True
-
-    def update(server: Follower) -> bool:
-        is_new = reached[server] != newest or not server.has(newest)
-        if is_new:
-            server.update(newest)
-        return is_new
-
     with ThreadPoolExecutor(len(servers)) as pool:
         while True:
             if reading.is_due():
@@ -218,22 +208,41 @@ def follow(
                     newest = -1
                     reading.failed(error)
                     tell(f"{error} The place is read again.")
-            due = [server for server in servers if newest >= 0 and attempts[server].is_due()]
-            for server, updating in {server: pool.submit(update, server) for server in due}.items():
-                try:
-                    is_new = updating.result()
-                except (HfExtError, OSError) as error:
-                    reached[server] = -1
-                    attempts[server].failed(error)
-                    tell(f"{error} Step {newest} is tried again.")
-                else:
-                    reached[server] = newest
-                    attempts[server].succeeded()
-                    if is_new:
-                        tell(f"{server} is at step {newest}.")
-            if stop_at_step is not None and min(reached.values()) >= stop_at_step:
-                return min(reached.values())
+            due = [follower for follower in followers if newest >= 0 and follower.attempts.is_due()]
+            for follower, updating in [(follower, pool.submit(follower.update, newest)) for follower in due]:
+                follower.finish(updating, newest, tell)
+            reached = min(follower.reached for follower in followers)
+            if stop_at_step is not None and reached >= stop_at_step:
+                return reached
             time.sleep(poll_interval)
+
+
+class _Followed:
+    """A server that is updated to each new step, and the step that it has reached (-1: none, or unknown)."""
+
+    def __init__(self, server: Follower, attempts: _Attempts):
+        self.server, self.attempts, self.reached = server, attempts, -1
+
+    def update(self, step: int) -> bool:
+        """Brings the server to a step. Returns false if it was there."""
+        is_new = self.reached != step or not self.server.has(step)
+        if is_new:
+            self.server.update(step)
+        return is_new
+
+    def finish(self, updating: Future[bool], step: int, tell: Callable[[str], object]) -> None:
+        """Waits for the end of an update and reports it. Raises its error after the longest time of failures."""
+        try:
+            is_new = updating.result()
+        except (HfExtError, OSError) as error:
+            self.reached = -1
+            self.attempts.failed(error)
+            tell(f"{error} Step {step} is tried again.")
+        else:
+            self.reached = step
+            self.attempts.succeeded()
+            if is_new:
+                tell(f"{self.server} is at step {step}.")
 
 
 class _Attempts:

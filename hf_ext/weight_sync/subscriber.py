@@ -100,13 +100,7 @@ class Subscriber:
             try:
                 ranks = [self._after(index, path, files) for index, path in zip(indices, paths)]
                 chains = _by_key(files[name] for path in paths for stage in path for name in stage.files)
-                # Checksums of what is in memory, except where the tensors begin at an anchor.
-                checksums = {
-                    key: header.checksum
-                    for rank, path in zip(self._ranks, paths)
-                    if not any(stage.is_anchor for stage in path)
-                    for key, header in rank.headers.items()
-                }
+                checksums = self._checksums(paths)
                 layout = layout_of((key, part, rank.headers[key]) for rank in ranks for key, part in rank.parts.items())
                 homes, kept_tensors = self._homes(layout, checksums, chains, named_tensors, locate, strict)
                 break
@@ -128,6 +122,15 @@ class Subscriber:
         self._kept = {name: _KeptTensor.of(*where) for name, where in kept_tensors.items()}
         self.changed = {rank.parts[key].name for rank in ranks for key in rank.parts if key in chains}
         return target
+
+    def _checksums(self, paths: list[list[_Stage]]) -> dict[str, int]:
+        """Returns the checksums of the tensors in memory, except where the tensors begin at an anchor."""
+        return {
+            key: header.checksum
+            for rank, path in zip(self._ranks, paths)
+            if not any(stage.is_anchor for stage in path)
+            for key, header in rank.headers.items()
+        }
 
     def _indices(self) -> list[Index]:
         """Returns the indices of all ranks; none if a rank has none yet."""

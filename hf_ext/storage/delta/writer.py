@@ -6,7 +6,7 @@ import importlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -83,13 +83,7 @@ def write_delta(
                 return payload
 
             with closing(writer):
-                # A payload with a base is rarely larger than a quarter of the tensor. Tensors that are not mapped take memory.
-                mapped = isinstance(file, SafetensorsFile)
-                sizes = {
-                    name: entry.nbytes // (4 if mapped and twins[file.path][name] else 1)
-                    for name, entry in file.entries.items()
-                }
-                for name, payload in Prefetcher(encode, sizes):
+                for name, payload in Prefetcher(encode, _payload_sizes(file, twins[file.path])):
                     writer.add(name, payload)
                     bar.update()
     groups = [[writers[file.path.name] for file in shards] for shards in sets]
@@ -102,6 +96,13 @@ def write_delta(
     if not alone and not any(header.base_name for writer in writers.values() for header in writer.headers):
         logger.warning(f"No tensor of these weights matches one of the base {base}; is this the right base?")
     return Written(info, digests)
+
+
+def _payload_sizes(file: TensorFile, twins: Mapping[str, str | None]) -> dict[str, int]:
+    """Returns the memory in bytes that each tensor's payload takes, roughly. One with a base is rarely larger than a quarter of
+    the tensor. A tensor that is not mapped takes memory itself."""
+    mapped = isinstance(file, SafetensorsFile)
+    return {name: entry.nbytes // (4 if mapped and twins[name] else 1) for name, entry in file.entries.items()}
 
 
 def write_model(
