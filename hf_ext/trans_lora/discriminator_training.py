@@ -58,19 +58,15 @@ def train_discriminator(
         HfExtError: there are too few inputs, the tokenizer lacks a token, or the model has adapters of another kind.
     """
     require_texts(real_inputs=real_inputs, seeds=seeds, synthetic_inputs=synthetic_inputs)
-    real = list(dict.fromkeys(text.strip() for text in real_inputs if text.strip()))
-    if len(real) < max(2, args.num_shots):
-        raise HfExtError(
-            f"There are {len(real)} different real inputs; give at least {max(2, args.num_shots)}, better hundreds."
-        )
+    real = _different(real_inputs, max(2, args.num_shots))
     seeds = seeds or random.Random(args.seed).sample(real, args.num_shots)
     if synthetic_inputs is not None and not synthetic_inputs:
         raise HfExtError("synthetic_inputs is empty. Give some, or leave it out to let the model write them.")
     encoder, folder = encoder_of(tokenizer, model), Path(args.output_dir)
     questions = {text: encoder.prompt(membership_question(text, task, args.discriminator_prompt)) for text in real}
     encoder.require_inputs(questions, ANSWER_LENGTH)
-    kind = TaskType.SEQ_2_SEQ_LM if encoder.encoder_decoder else TaskType.CAUSAL_LM
-    peft_config = peft_config or LoraConfig(task_type=kind)
+    task_type = TaskType.SEQ_2_SEQ_LM if encoder.encoder_decoder else TaskType.CAUSAL_LM
+    peft_config = peft_config or LoraConfig(task_type=task_type)
     if getattr(peft_config, "modules_to_save", None):
         raise HfExtError("A discriminator shares the source model, so it cannot replace modules: leave out modules_to_save.")
     settings = {"kind": "discriminator", "task": task, "model": bare(model).name_or_path, "seeds": seeds, "seed": args.seed}
@@ -83,15 +79,29 @@ def train_discriminator(
         synthetic_inputs = [candidate.input for candidate in candidates if candidate.kept]
     held_out, rows = _split(real, list(synthetic_inputs)[: len(real)], args.seed)
     with adapters_kept(model):
-        set_seed(args.seed)  # as Trainer does, but before the adapter is made
-        with second_adapter():
-            model = get_peft_model(bare(model), peft_config, NAME)
-        only(model, NAME, trainable=True)
+        model = _with_adapter(model, peft_config, args.seed)
         discriminator = Discriminator(model, tokenizer, task, prompt=args.discriminator_prompt)
         _train(discriminator, args, rows, held_out)
     model.eval()
     _evaluate(discriminator, held_out, args.generation_batch_size)
     return discriminator
+
+
+def _with_adapter(model: PreTrainedModel | PeftModel, peft_config: PeftConfig, seed: int) -> PeftModel:
+    """Adds the discriminator's adapter to a model. Only the adapter is active and trainable then."""
+    set_seed(seed)  # as Trainer does, but before the adapter is made
+    with second_adapter():
+        model = get_peft_model(bare(model), peft_config, NAME)
+    only(model, NAME, trainable=True)
+    return model
+
+
+def _different(real_inputs: Sequence[str], least: int) -> list[str]:
+    """Returns the different real inputs. Raises HfExtError if there are fewer than `least`."""
+    real = list(dict.fromkeys(text.strip() for text in real_inputs if text.strip()))
+    if len(real) < least:
+        raise HfExtError(f"There are {len(real)} different real inputs; give at least {least}, better hundreds.")
+    return real
 
 
 def _train(discriminator: Discriminator, args: TransLoraConfig, rows: Answers, held_out: Answers) -> None:
