@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis.strategies import SearchStrategy
 
 
-def repeats(name: str, few: object, many: object) -> pytest.MarkDecorator:
+def repeats(name: str, few: object, many: object, ids: list[str] | None = None) -> pytest.MarkDecorator:
     """Parametrizes a test with `few`, and with `many` as a slow test."""
-    return pytest.mark.parametrize(name, [few, pytest.param(many, marks=pytest.mark.slow)])
+    return pytest.mark.parametrize(name, [few, pytest.param(many, marks=pytest.mark.slow)], ids=ids)
 
 
 def explores(few: int, many: int, *strategies: SearchStrategy) -> Callable[[Callable[..., None]], Callable[[int], None]]:
