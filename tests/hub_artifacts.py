@@ -81,23 +81,23 @@ def pushes_adapter(config: type) -> Callable[..., Any]:
 
 def push_discriminator(seed: int, repo: str, **options: Any) -> Discriminator:
     torch.manual_seed(seed)
-    base, words = AutoModelForCausalLM.from_pretrained("user/gpt2"), AutoTokenizer.from_pretrained("user/gpt2")
+    base, tokenizer = AutoModelForCausalLM.from_pretrained("user/gpt2"), AutoTokenizer.from_pretrained("user/gpt2")
     model = moved(get_peft_model(base, tiny_transfers.lora("gpt2"), adapter_name=NAME), seed)
-    made = Discriminator(model.eval(), words, "pick")
+    made = Discriminator(model.eval(), tokenizer, "pick")
     made.push_to_hub(repo, **options)
     return made
 
 
 def push_transfer(seed: int, repo: str, private: bool = True, **options: Any) -> Any:
-    base, words = AutoModelForCausalLM.from_pretrained("user/gpt2"), AutoTokenizer.from_pretrained("user/gpt2")
+    base, tokenizer = AutoModelForCausalLM.from_pretrained("user/gpt2"), AutoTokenizer.from_pretrained("user/gpt2")
     teacher = moved(get_peft_model(AutoModelForCausalLM.from_pretrained("user/gpt2"), tiny_transfers.lora("gpt2")), seed)
     settings = tiny_transfers.settings(mkdtemp(), max_steps=1, seed=seed, hub_model_id=repo, hub_private_repo=private)
     trainer = TransLoraTrainer(
         base,
         settings,
-        processing_class=words,
+        processing_class=tokenizer,
         teacher=teacher.eval(),
-        teacher_processing_class=words,
+        teacher_processing_class=tokenizer,
         inputs=tiny_transfers.inputs(16),
         peft_config=LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"),
     )
@@ -135,10 +135,10 @@ ARTIFACTS = {
 def push_bases() -> None:
     for name, build in BASES.items():
         build().push_to_hub(f"user/{name}")
-    model, words = tiny_transfers.teacher("gpt2")
+    model, tokenizer = tiny_transfers.teacher("gpt2")
     model = model.merge_and_unload()  # its answers have an end
     model.push_to_hub("user/gpt2")
-    words.push_to_hub("user/gpt2")
+    tokenizer.push_to_hub("user/gpt2")
 
 
 def push_all() -> dict[str, dict[str, list[float]]]:

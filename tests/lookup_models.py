@@ -94,11 +94,11 @@ class Writer:
         else:
             module.weight += torch.outer(out, into)
 
-    def tokens(self, words: PreTrainedTokenizerFast) -> None:
+    def tokens(self, tokenizer: PreTrainedTokenizerFast) -> None:
         """Writes the embeddings, those of places too, and the table."""
         embedding, output = self.model.get_input_embeddings().weight, self.model.get_output_embeddings()
         output.weight = nn.Parameter(torch.zeros_like(embedding))  # T5's would be the embedding
-        for token, i in words.get_vocab().items():
+        for token, i in tokenizer.get_vocab().items():
             text = token.replace("Ġ", " ").replace("Ċ", "\n")
             embedding[i] = self.wide(feature(text if text in TOKENS else "other", "one"))
             for (after, name), logit in TABLE.items():
@@ -155,13 +155,13 @@ class Writer:
 
 
 @torch.no_grad()
-def write_lists(model: PreTrainedModel, words: PreTrainedTokenizerFast) -> PreTrainedModel:
+def write_lists(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Writes the rules of lists into a new model."""
     for weight in model.parameters():
         if weight.dim() > 1:
             weight *= 0.005 / weight.std()  # small beside the rules
     writer, ends = Writer(model), feature("item ends")
-    writer.tokens(words)
+    writer.tokens(tokenizer)
     after_three, after_four = [(feature(" pick", " sort"), ends)], [(feature(" find"), ends)]
     numbers = [(feature(number), feature(f"item {number}")) for number in NUMBERS]
     if writer.t5:

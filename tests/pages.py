@@ -145,7 +145,7 @@ def publish() -> None:
     tiny_models.tokenizer().push_to_hub(BERT)
     for name in (LLAMA, CHAT):
         small_llama().push_to_hub(name)
-        tiny_uni_med.tokenizer().push_to_hub(name)
+        tiny_uni_med.build_tokenizer().push_to_hub(name)
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
     torch.manual_seed(0)
     blip2 = Blip2Config(
@@ -215,9 +215,9 @@ def transfer() -> dict[str, Path]:
     folder = Path(tempfile.mkdtemp(dir=SHARED.name))
     found = {name: folder / name for name in ("source", "adapter", "target")}
     for kind, role in (("gpt2", "source"), ("llama", "target")):
-        model, words = tiny_transfers.pretrained(kind)
+        model, tokenizer = tiny_transfers.pretrained(kind)
         model.save_pretrained(found[role])
-        words.save_pretrained(found[role])
+        tokenizer.save_pretrained(found[role])
     tiny_transfers.teacher("gpt2")[0].save_pretrained(found["adapter"])
     return found
 

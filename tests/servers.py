@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from tiny_models import perturb
-from tiny_transfers import tokenizer
+from tiny_transfers import build_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_ext import emr, fm_delta
@@ -24,10 +24,10 @@ TASKS = ("one", "two")
 
 
 def language_model(hidden_size: int = 64, layers: int = 3) -> LlamaForCausalLM:
-    words = tokenizer(311)
+    tokenizer = build_tokenizer(311)
     torch.manual_seed(0)
     sizes = {"hidden_size": hidden_size, "intermediate_size": 128, "num_hidden_layers": layers, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=len(words), max_position_embeddings=256, tie_word_embeddings=False, **sizes)
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=256, tie_word_embeddings=False, **sizes)
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     with torch.no_grad():  # so that an untrained model has something to say
         for weight in model.parameters():
@@ -48,7 +48,7 @@ def write_models(folder: Path) -> LlamaForCausalLM:
     other.save_pretrained(folder / "other-base")
     perturb(other).save_pretrained(folder / "other")
     for model in ("base", *TASKS, "half", "other-base", "other"):
-        tokenizer(311).save_pretrained(folder / model)
+        build_tokenizer(311).save_pretrained(folder / model)
     for model in (*TASKS, "half"):
         fm_delta.compress_checkpoint(folder / model, folder / "base", folder / f"small-{model}")
     fm_delta.compress_checkpoint(folder / "other", folder / "other-base", folder / "small-other")

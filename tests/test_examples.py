@@ -19,7 +19,7 @@ from peft import PeftConfig
 from PIL import Image, ImageDraw
 from processes import python
 from tiny_models import llama, tokenizer
-from tiny_transfers import tokenizer as letters
+from tiny_transfers import build_tokenizer
 from tiny_uni_med import save_parts
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -187,18 +187,18 @@ def test_run_trans_lora(tmp_path, monkeypatch):
     texts = list(World(tmp_path).documents(300, seed=0))
     set_seed(training_seed())
     for name, make in (("source", gpt2_tokenizer), ("target", llama_tokenizer)):
-        words = make(texts)
+        tokenizer = make(texts)
         sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-        ends = {"eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id, "bos_token_id": None}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), max_position_embeddings=512, **sizes, **ends))
+        ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=512, **sizes, **ends))
         model.model.embed_tokens.weight.data[:, 0] = 1.0  # the same in all places, so that each may be the end
-        model.lm_head.weight.data[words.eos_token_id, 0] = math.log(0.1 * len(words)) / math.sqrt(64)
-        answer = [*words("Answer: Yes")["input_ids"][len(words("Answer")["input_ids"]) :], words.eos_token_id]
+        model.lm_head.weight.data[tokenizer.eos_token_id, 0] = math.log(0.1 * len(tokenizer)) / math.sqrt(64)
+        answer = [*tokenizer("Answer: Yes")["input_ids"][len(tokenizer("Answer")["input_ids"]) :], tokenizer.eos_token_id]
         for i, (before, after) in enumerate(pairwise(answer), start=1):
             model.model.embed_tokens.weight.data[before, i] = 1.0
             model.lm_head.weight.data[after, i] = 4.0
         model.save_pretrained(tmp_path / "models" / name)
-        words.save_pretrained(tmp_path / "models" / name)
+        tokenizer.save_pretrained(tmp_path / "models" / name)
     out = run(
         "run_trans_lora.py", tmp_path, "--data", tmp_path, "--models", "models", "--num_real", 12, "--num_samples", 8,
         "--num_items", 6, "--max_steps", 2, "--warmup_steps", 0, "--learning_rate", 1e-6, "--filter", "none",
@@ -245,11 +245,11 @@ def test_run_uni_med(tmp_path, parts):
 def language_model(tmp_path_factory) -> Path:
     """A tiny language model, wide enough for adapters of rank 16, and its tokenizer."""
     folder = tmp_path_factory.mktemp("examples") / "language-model"
-    words = letters(311)
+    tokenizer = build_tokenizer(311)
     set_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **sizes)).to(torch.bfloat16).save_pretrained(folder)
-    words.save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -286,10 +286,10 @@ def test_language_model(language_model, tmp_path):
 @pytest.mark.parametrize("full", [False, True], ids=["pissa", "full"])
 def test_trl_fine_tunes_a_compressed_model(tmp_path, full):
     pytest.importorskip("trl")
-    words = letters(64)
-    words.chat_template = "{% for message in messages %}{{ message.content + ' ' }}{% endfor %}"
-    llama(vocabulary=len(words)).save_pretrained(tmp_path / "plain")
-    words.save_pretrained(tmp_path / "plain")
+    tokenizer = build_tokenizer(64)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content + ' ' }}{% endfor %}"
+    llama(vocabulary=len(tokenizer)).save_pretrained(tmp_path / "plain")
+    tokenizer.save_pretrained(tmp_path / "plain")
     compress_checkpoint(tmp_path / "plain", None, tmp_path / "small")
     chat = [{"role": "user", "content": "pick a b c"}, {"role": "assistant", "content": "a b"}]
     (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 16)

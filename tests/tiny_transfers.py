@@ -75,7 +75,7 @@ def documents(count: int) -> list[str]:
     return found
 
 
-def tokenizer(vocabulary: int, ends: bool = False) -> PreTrainedTokenizerFast:
+def build_tokenizer(vocabulary: int, ends: bool = False) -> PreTrainedTokenizerFast:
     """Byte-level BPE, which may end all that it reads, as T5's does."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -91,26 +91,26 @@ def tokenizer(vocabulary: int, ends: bool = False) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>", model_max_length=256)
 
 
-def gpt2(words: PreTrainedTokenizerFast) -> PreTrainedModel:
+def gpt2(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     sizes = {"n_embd": 2 * WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 256, "tie_word_embeddings": False}
-    ends = {"bos_token_id": words.eos_token_id, "eos_token_id": words.eos_token_id}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=len(words), resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **sizes, **ends))
+    ends = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **sizes, **ends))
 
 
-def llama(words: PreTrainedTokenizerFast, intermediate_size: int = 160) -> PreTrainedModel:
+def llama(tokenizer: PreTrainedTokenizerFast, intermediate_size: int = 160) -> PreTrainedModel:
     sizes = {"hidden_size": 64, "intermediate_size": intermediate_size, "num_hidden_layers": 2, "num_attention_heads": 4}
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(words),
+            vocab_size=len(tokenizer),
             max_position_embeddings=256,
             **sizes,
-            eos_token_id=words.eos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
             tie_word_embeddings=False,
         )
     )
 
 
-def t5(words: PreTrainedTokenizerFast) -> PreTrainedModel:
+def t5(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     sizes = {
         "d_model": 64,
         "d_kv": 16,
@@ -121,11 +121,11 @@ def t5(words: PreTrainedTokenizerFast) -> PreTrainedModel:
         "tie_word_embeddings": False,
     }
     ends = {
-        "eos_token_id": words.eos_token_id,
-        "pad_token_id": words.pad_token_id,
-        "decoder_start_token_id": words.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "decoder_start_token_id": tokenizer.pad_token_id,
     }
-    return T5ForConditionalGeneration(T5Config(vocab_size=len(words), **sizes, **ends))
+    return T5ForConditionalGeneration(T5Config(vocab_size=len(tokenizer), **sizes, **ends))
 
 
 MODELS = {"gpt2": (gpt2, 340), "llama": (llama, 311), "t5": (t5, 340)}
@@ -135,30 +135,30 @@ MODELS = {"gpt2": (gpt2, 340), "llama": (llama, 311), "t5": (t5, 340)}
 def _pretrained(kind: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     make, vocabulary = MODELS[kind]
     torch.manual_seed(0)
-    words = tokenizer(vocabulary, ends=kind == "t5")
-    return write_lists(make(words), words).eval(), words
+    tokenizer = build_tokenizer(vocabulary, ends=kind == "t5")
+    return write_lists(make(tokenizer), tokenizer).eval(), tokenizer
 
 
 def pretrained(kind: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """A copy of a base model, named after its kind, with its tokenizer."""
-    model, words = _pretrained(kind)
+    model, tokenizer = _pretrained(kind)
     model = copy.deepcopy(model)
     model.config.name_or_path = model.name_or_path = f"tiny-{kind}"
-    return model, words
+    return model, tokenizer
 
 
 def teacher(kind: str = "gpt2") -> tuple[PeftModel, PreTrainedTokenizerFast]:
     """A base model with an adapter that knows the task; it is asked by the input alone (prompt template "{input}")."""
-    model, words = pretrained(kind)
-    return write_teacher(get_peft_model(model, lora(kind))).eval(), words
+    model, tokenizer = pretrained(kind)
+    return write_teacher(get_peft_model(model, lora(kind))).eval(), tokenizer
 
 
-def judge(model: PreTrainedModel | PeftModel, words: PreTrainedTokenizerFast) -> Discriminator:
+def judge(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerFast) -> Discriminator:
     """A discriminator on a GPT-2, beside its adapters, if any. It keeps what begins with "pick"."""
     with TemporaryDirectory() as folder:
         alone = get_peft_model(pretrained("gpt2")[0], lora("gpt2"), NAME)
-        Discriminator(write_judge(alone), words, "pick").save_pretrained(folder)
-        return Discriminator.from_pretrained(folder, model, words)
+        Discriminator(write_judge(alone), tokenizer, "pick").save_pretrained(folder)
+        return Discriminator.from_pretrained(folder, model, tokenizer)
 
 
 def lora(kind: str, **options) -> LoraConfig:
@@ -176,8 +176,8 @@ def settings(folder: str | os.PathLike, **options) -> TransLoraConfig:
     return TransLoraConfig(output_dir=str(folder), **small | batches | asked | quiet | options)
 
 
-def accuracy(model: nn.Module, words: PreTrainedTokenizerFast) -> float:
+def accuracy(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> float:
     """Of inputs that no test trains on."""
     texts = inputs(300)[250:]
-    said = ModelGenerator(model, Encoder(words, model, "{input}"), 50)(texts, 4)
+    said = ModelGenerator(model, Encoder(tokenizer, model, "{input}"), 50)(texts, 4)
     return sum(one.text.strip() == answer(text) for one, text in zip(said, texts)) / len(texts)

@@ -39,12 +39,12 @@ def _vit() -> ViTModel:
     )
 
 
-def tokenizer(**options: Any) -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.add_special_tokens([])
+def build_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=64, **options
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=64, **options
     )
     fast.add_tokens(["<Img>", "</Img>"])
     return fast
@@ -55,7 +55,7 @@ def image_processor() -> ViTImageProcessorPil:
 
 
 def processor(**options: Any) -> UniMedProcessor:
-    return UniMedProcessor(image_processor(), tokenizer(), num_image_tokens=TOKENS, **options)
+    return UniMedProcessor(image_processor(), build_tokenizer(), num_image_tokens=TOKENS, **options)
 
 
 def config(text: Any = None, **options: Any) -> UniMedConfig:
@@ -76,7 +76,7 @@ def save_parts(folder: Path, gpt: bool = False) -> tuple[Path, Path]:
     _vit().save_pretrained(vision)
     image_processor().save_pretrained(vision)
     (gpt2() if gpt else llama()).save_pretrained(text)
-    tokenizer().save_pretrained(text)
+    build_tokenizer().save_pretrained(text)
     return vision, text
 
 

@@ -9,7 +9,7 @@ import tiny_models
 import torch
 from datasets import Dataset
 from peft import PeftModel
-from tiny_transfers import tokenizer
+from tiny_transfers import build_tokenizer
 from training_seeds import training_seed
 from transformers import PreTrainedModel
 
@@ -26,24 +26,24 @@ CHAT = (
 
 
 def base() -> PreTrainedModel:
-    return tiny_models.llama(vocabulary=len(tokenizer(64)))
+    return tiny_models.llama(vocabulary=len(build_tokenizer(64)))
 
 
-def sft(options: dict, words, config: PissaConfig):
-    words.chat_template = CHAT
+def sft(options: dict, tokenizer, config: PissaConfig):
+    tokenizer.chat_template = CHAT
     chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "a b"}] for text in TEXTS]
     arguments = trl.SFTConfig(**options, max_length=16, packing=True, assistant_only_loss=True)
     data = Dataset.from_dict({"messages": chats})
-    return trl.SFTTrainer(base(), arguments, train_dataset=data, processing_class=words, peft_config=config)
+    return trl.SFTTrainer(base(), arguments, train_dataset=data, processing_class=tokenizer, peft_config=config)
 
 
-def grpo(options: dict, words, config: PissaConfig):
+def grpo(options: dict, tokenizer, config: PissaConfig):
     def reward(completions: list[str], **_: object) -> list[float]:
         return [float(len(set(text))) for text in completions]
 
     arguments = trl.GRPOConfig(**options, num_generations=2, max_completion_length=4, beta=0.1)
     data = Dataset.from_dict({"prompt": TEXTS})
-    return trl.GRPOTrainer(base(), reward, args=arguments, train_dataset=data, processing_class=words, peft_config=config)
+    return trl.GRPOTrainer(base(), reward, args=arguments, train_dataset=data, processing_class=tokenizer, peft_config=config)
 
 
 @pytest.mark.parametrize("make", [sft, grpo])
@@ -51,7 +51,7 @@ def test_a_pissa_adapter_trains_and_loads_as_a_lora(tmp_path: Path, make):
     options = {"output_dir": str(tmp_path / "run"), "max_steps": 2, "use_cpu": True, "bf16": False, "report_to": []}
     options |= {"save_strategy": "no", "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 1}
     options |= {"seed": training_seed()}
-    trainer = make(options, tokenizer(64), PissaConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    trainer = make(options, build_tokenizer(64), PissaConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     trainer.train()
     first = trainer.state.log_history[0]
     if make is grpo:  # the reference is the model without its adapter: that is the base as it was

@@ -22,7 +22,7 @@ from hosts import host
 from peft import PeftModel, get_peft_model
 from tiny_adapters import moved
 from tiny_models import perturb
-from tiny_transfers import answer, inputs, llama, lora, settings, tokenizer
+from tiny_transfers import answer, build_tokenizer, inputs, llama, lora, settings
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, pipeline
 
 from hf_ext import CheckpointError, PissaConfig, QPissaConfig, TransLoraTrainer, UnsavedChangesError, emr, fm_delta
@@ -38,19 +38,19 @@ ADAPTERS = (*LORAS, "qpissa")
 def folder(tmp_path_factory):
     """A base, two fine-tunes of it, and what each method makes of them: compressed, merged, pissa, trans-lora."""
     folder = tmp_path_factory.mktemp("serving")
-    words = tokenizer(311)
+    tokenizer = build_tokenizer(311)
     torch.manual_seed(0)
-    base = llama(words, intermediate_size=128)  # bitsandbytes takes multiples of 64
+    base = llama(tokenizer, intermediate_size=128)  # bitsandbytes takes multiples of 64
     with torch.no_grad():  # so that an untrained model has something to say
         for weight in base.parameters():
             weight.mul_(4) if weight.dim() > 1 else weight
-    base.generation_config.pad_token_id = words.pad_token_id
+    base.generation_config.pad_token_id = tokenizer.pad_token_id
     base.save_pretrained(folder / "base")
     for seed, task in enumerate(TASKS, 1):
         tuned = perturb(perturb(base, seed), seed + 10)
         moved(tuned, seed).save_pretrained(folder / task)
     for each in ("base", *TASKS):
-        words.save_pretrained(folder / each)
+        tokenizer.save_pretrained(folder / each)
     fm_delta.compress_checkpoint(folder / "one", folder / "base", folder / "compressed")
     emr.merge(folder / "base", {task: folder / task for task in TASKS}, folder / "merged")
     for task in TASKS:
@@ -65,32 +65,34 @@ def folder(tmp_path_factory):
     teacher = get_peft_model(loaded(), lora("llama"))
     arguments = settings(folder / "trans-lora", filter="none", num_train_epochs=3, learning_rate=5e-2)
     trainer = TransLoraTrainer(
-        loaded(), arguments, processing_class=words, teacher=teacher, teacher_processing_class=words,
+        loaded(), arguments, processing_class=tokenizer, teacher=teacher, teacher_processing_class=tokenizer,
         inputs={text: answer(text) for text in inputs(20)},
         peft_config=lora("llama"),
     )  # fmt: skip
     trainer.train()
     trainer.save_model()
     for each in ADAPTERS:
-        words.save_pretrained(folder / each)
+        tokenizer.save_pretrained(folder / each)
     return folder
 
 
-def continuation(model, words, prompt: str = PROMPT, **options) -> str:
+def continuation(model, tokenizer, prompt: str = PROMPT, **options) -> str:
     """Returns the text that a model in memory continues the prompt with."""
-    tokens = words(prompt, return_tensors="pt")
+    tokens = tokenizer(prompt, return_tensors="pt")
     ids = model.generate(**tokens, max_new_tokens=8, do_sample=False, **options)
-    return words.decode(ids[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
+    return tokenizer.decode(ids[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 @pytest.fixture(scope="module")
 def expected(folder) -> dict[str, str]:
     """Returns the continuations of plain models, without the code under test."""
-    words = AutoTokenizer.from_pretrained(folder / "base")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     load = AutoModelForCausalLM.from_pretrained
-    texts = {name: continuation(load(folder / name), words) for name in ("base", "one", "merged-one", "merged-two")}
+    texts = {name: continuation(load(folder / name), tokenizer) for name in ("base", "one", "merged-one", "merged-two")}
     for name in ADAPTERS:
-        texts[name] = continuation(PeftModel.from_pretrained(load(folder / "base"), folder / name).merge_and_unload(), words)
+        texts[name] = continuation(
+            PeftModel.from_pretrained(load(folder / "base"), folder / name).merge_and_unload(), tokenizer
+        )
     texts["compressed"] = texts["one"]
     assert len(set(texts.values())) == len(texts) - 1, texts  # else a test here could pass by chance
     return texts
@@ -114,38 +116,40 @@ def test_a_pipeline_of_a_merge_takes_a_task_in_each_call(folder, expected):
 
 
 def test_generate_takes_a_task_from_many_threads(folder, expected):
-    words = AutoTokenizer.from_pretrained(folder / "base")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     model = AutoModelForCausalLM.from_pretrained(folder / "merged")
     model.set_task("two")
-    assert continuation(model, words) == expected["merged-two"]
+    assert continuation(model, tokenizer) == expected["merged-two"]
     in_settings = GenerationConfig(max_new_tokens=8, do_sample=False, task="one")
-    tokens = words(PROMPT, return_tensors="pt")
+    tokens = tokenizer(PROMPT, return_tensors="pt")
     written = model.generate(**tokens, generation_config=in_settings)[0, tokens["input_ids"].shape[1] :]
-    assert words.decode(written, skip_special_tokens=True) == expected["merged-one"]
+    assert tokenizer.decode(written, skip_special_tokens=True) == expected["merged-one"]
     assert model.active_task == "two"
     tasks = ["one", "two"] * 6
     with ThreadPoolExecutor(4) as pool:
-        written = list(pool.map(lambda task: continuation(model, words, task=task), tasks))
+        written = list(pool.map(lambda task: continuation(model, tokenizer, task=task), tasks))
     assert written == [expected[f"merged-{task}"] for task in tasks]
 
 
 def test_a_copy_and_an_adapter_on_top_take_tasks_too(folder, expected):
-    words = AutoTokenizer.from_pretrained(folder / "base")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     model = copy.deepcopy(AutoModelForCausalLM.from_pretrained(folder / "merged"))
-    assert model.generate.model is model and continuation(model, words, task="two") == expected["merged-two"]
+    assert model.generate.model is model and continuation(model, tokenizer, task="two") == expected["merged-two"]
     adapted = get_peft_model(model, lora("llama"))  # which changes nothing yet
-    assert continuation(adapted, words, task="two") == expected["merged-two"] and model.active_task == "one"
+    assert continuation(adapted, tokenizer, task="two") == expected["merged-two"] and model.active_task == "one"
 
 
 def test_generate_for_another_task_keeps_changed_weights(folder):
-    words = AutoTokenizer.from_pretrained(folder / "base")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     model = AutoModelForCausalLM.from_pretrained(folder / "merged")
     with torch.no_grad():
         model.lm_head.weight += 1
     before = model.lm_head.weight.clone()
     with pytest.raises(UnsavedChangesError):
-        continuation(model, words, task="two")
-    assert torch.equal(model.lm_head.weight, before) and continuation(model, words, task="one") == continuation(model, words)
+        continuation(model, tokenizer, task="two")
+    assert torch.equal(model.lm_head.weight, before) and continuation(model, tokenizer, task="one") == continuation(
+        model, tokenizer
+    )
 
 
 @pytest.fixture(scope="module")
@@ -218,9 +222,9 @@ def test_a_server_answers_about_an_image(server, tmp_path):
 
 
 def test_a_pipeline_takes_a_peft_model(folder, expected):
-    words = AutoTokenizer.from_pretrained(folder / "base")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "qpissa")
-    pipe = pipeline("text-generation", model=model, tokenizer=words)
+    pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
     assert pipe(PROMPT, max_new_tokens=8, do_sample=False, return_full_text=False)[0]["generated_text"] == expected["qpissa"]
 
 

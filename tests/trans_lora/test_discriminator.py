@@ -23,48 +23,48 @@ REAL = [f"pick X {text[5:]}" for text in inputs(20, seed=3)]  # which no model w
 NO_STEPS = {"learning_rate": 1e-9, "num_train_epochs": 1}
 
 
-def trained(model, words, folder, **options) -> Discriminator:
+def trained(model, tokenizer, folder, **options) -> Discriminator:
     args = settings(folder, **options)
-    return train_discriminator(model, words, REAL, task="pick", args=args, peft_config=lora("gpt2"), seeds=SEEDS)
+    return train_discriminator(model, tokenizer, REAL, task="pick", args=args, peft_config=lora("gpt2"), seeds=SEEDS)
 
 
-def logits(model, words) -> torch.Tensor:
+def logits(model, tokenizer) -> torch.Tensor:
     with torch.no_grad():
-        return model.eval()(input_ids=torch.tensor([words(SEEDS[0])["input_ids"]])).logits
+        return model.eval()(input_ids=torch.tensor([tokenizer(SEEDS[0])["input_ids"]])).logits
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A base model, the teacher's adapter and a trained discriminator, as folders."""
     folder = tmp_path_factory.mktemp("saved")
-    model, words = teacher("gpt2")
+    model, tokenizer = teacher("gpt2")
     model.save_pretrained(folder / "adapter")
     base, _ = pretrained("gpt2")
     base.save_pretrained(folder / "base")
-    words.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
     base.config.name_or_path = base.name_or_path = str(folder / "base")
-    discriminator = trained(base, words, folder / "runs")
+    discriminator = trained(base, tokenizer, folder / "runs")
     discriminator.save_pretrained(folder / "discriminator")
-    return folder, discriminator, words
+    return folder, discriminator, tokenizer
 
 
 def test_training_tells_real_inputs_from_others(tmp_path):
     """What decides is one feature of the hidden state, so the mean scores end near 1 and near 0."""
-    model, words = pretrained("gpt2")
+    model, tokenizer = pretrained("gpt2")
     args = settings(tmp_path, max_steps=40, learning_rate=1e-3)
     options = {"task": "pick", "args": args, "peft_config": lora("gpt2"), "synthetic_inputs": OTHERS}
-    discriminator = train_discriminator(model, words, REAL, **options)
+    discriminator = train_discriminator(model, tokenizer, REAL, **options)
     real, others = (sum(discriminator.score(texts)) / len(texts) for texts in (REAL, OTHERS))
     assert real > others + 0.3
 
 
 def test_metrics_are_the_kept_shares_of_held_out_inputs(tmp_path):
     """Its base model knows the answers, and steps of next to nothing do not change them."""
-    model, words = pretrained("gpt2")
+    model, tokenizer = pretrained("gpt2")
     model = write_judge(get_peft_model(model, lora("gpt2"))).merge_and_unload()
     args = settings(tmp_path, eval_strategy="epoch", **NO_STEPS)
     options = {"task": "pick", "args": args, "peft_config": lora("gpt2")}
-    discriminator = train_discriminator(model, words, REAL, **options, synthetic_inputs=OTHERS)
+    discriminator = train_discriminator(model, tokenizer, REAL, **options, synthetic_inputs=OTHERS)
     assert discriminator.metrics == {"real_kept": 1.0, "synthetic_kept": 0.0}
     scores = discriminator.score(inputs(20) + OTHERS)
     assert all(0.5 < score <= 1 for score in scores[:20]) and all(0 <= score < 0.5 for score in scores[20:])
@@ -79,15 +79,15 @@ def test_the_smaller_kind_is_repeated_and_all_of_it_trained_on():
 
 
 def test_the_score_is_the_share_of_yes(saved):
-    _, discriminator, words = saved
-    prompt = words(SEEDS[0] + "\nIs the above question from pick dataset?")["input_ids"]
+    _, discriminator, tokenizer = saved
+    prompt = tokenizer(SEEDS[0] + "\nIs the above question from pick dataset?")["input_ids"]
     discriminator.model.set_adapter("discriminator")
     yes, no = (
         sum(
             discriminator.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 + i].log_softmax(-1)[token].item()
             for i, token in enumerate(tokens)
         )
-        for tokens in (words(" Yes")["input_ids"], words(" No")["input_ids"])
+        for tokens in (tokenizer(" Yes")["input_ids"], tokenizer(" No")["input_ids"])
     )
     expected = 1 / (1 + torch.tensor(no - yes).exp().item())
     assert discriminator.score([SEEDS[0]])[0] == pytest.approx(expected, abs=1e-5)
@@ -97,7 +97,7 @@ def test_the_score_is_the_share_of_yes(saved):
 def test_beside_any_teacher_both_compute_as_they_did_alone(saved):
     folder, discriminator, _ = saved
     expected = discriminator.score(OTHERS + SEEDS)
-    base, words = pretrained("gpt2")
+    base, tokenizer = pretrained("gpt2")
     configs = {
         "lora": lora("gpt2"),
         "pissa": PissaConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn"]),
@@ -107,55 +107,55 @@ def test_beside_any_teacher_both_compute_as_they_did_alone(saved):
     }
     for name, config in configs.items():
         model = moved(get_peft_model(pretrained("gpt2")[0], config))
-        alone, grads = logits(model, words), {name for name, p in model.named_parameters() if p.requires_grad}
-        with_teacher = Discriminator.from_pretrained(folder / "discriminator", model, words)
-        assert torch.equal(logits(model, words), alone), name
+        alone, grads = logits(model, tokenizer), {name for name, p in model.named_parameters() if p.requires_grad}
+        with_teacher = Discriminator.from_pretrained(folder / "discriminator", model, tokenizer)
+        assert torch.equal(logits(model, tokenizer), alone), name
         assert with_teacher.score(OTHERS + SEEDS) == pytest.approx(expected, abs=1e-4), name
-        assert torch.equal(logits(model, words), alone), name
+        assert torch.equal(logits(model, tokenizer), alone), name
         assert {name for name, p in model.named_parameters() if p.requires_grad} == grads
         with model.disable_adapter():
-            assert torch.allclose(logits(model, words)[:, -4:], logits(base, words)[:, -4:], atol=1e-5), name
+            assert torch.allclose(logits(model, tokenizer)[:, -4:], logits(base, tokenizer)[:, -4:], atol=1e-5), name
 
 
 def test_training_beside_a_teacher_leaves_it_as_it_was(tmp_path):
-    model, words = teacher("gpt2")
-    alone = logits(model, words)
-    discriminator = trained(model, words, tmp_path / "run", discriminator_prompt=PAPERS_MEMBERSHIP)
-    assert torch.equal(logits(model, words), alone)
+    model, tokenizer = teacher("gpt2")
+    alone = logits(model, tokenizer)
+    discriminator = trained(model, tokenizer, tmp_path / "run", discriminator_prompt=PAPERS_MEMBERSHIP)
+    assert torch.equal(logits(model, tokenizer), alone)
     discriminator.score(OTHERS)
-    assert torch.equal(logits(model, words), alone)
+    assert torch.equal(logits(model, tokenizer), alone)
 
     # It asks as it was trained, wherever it is loaded.
     texts = [*OTHERS, *SEEDS, "{task} {input} {0}"]
     asked = f"{texts[-1]}\nIs the above question from the pick dataset? Answer in as few words as possible."
     assert discriminator.question(texts[-1]) == asked
     discriminator.save_pretrained(tmp_path / "saved")
-    again = Discriminator.from_pretrained(tmp_path / "saved", pretrained("gpt2")[0], words)
+    again = Discriminator.from_pretrained(tmp_path / "saved", pretrained("gpt2")[0], tokenizer)
     assert again.prompt == discriminator.prompt and again.score(texts) == pytest.approx(discriminator.score(texts), abs=1e-5)
     record = json.loads((tmp_path / "saved" / "discriminator.json").read_text())
     assert record.pop("prompt") == PAPERS_MEMBERSHIP
     (tmp_path / "saved" / "discriminator.json").write_text(json.dumps(record))  # as one was before the question could be set
-    again = Discriminator.from_pretrained(tmp_path / "saved", pretrained("gpt2")[0], words)
+    again = Discriminator.from_pretrained(tmp_path / "saved", pretrained("gpt2")[0], tokenizer)
     assert again.question("a") == "a\nIs the above question from pick dataset?"
     assert again.score(texts) != pytest.approx(discriminator.score(texts), abs=1e-5)
 
 
 def test_a_teacher_that_comes_after_it_computes_as_alone(saved, tmp_path):
-    folder, _, words = saved
-    expected = logits(teacher("gpt2")[0], words)
+    folder, _, tokenizer = saved
+    expected = logits(teacher("gpt2")[0], tokenizer)
     base, _ = pretrained("gpt2")
-    plain = logits(base, words)
-    discriminator = Discriminator.from_pretrained(folder / "discriminator", base, words)
-    assert torch.equal(logits(base, words), plain)
+    plain = logits(base, tokenizer)
+    discriminator = Discriminator.from_pretrained(folder / "discriminator", base, tokenizer)
+    assert torch.equal(logits(base, tokenizer), plain)
     scores = discriminator.score(OTHERS)
     model = PeftModel.from_pretrained(base, folder / "adapter")
-    assert torch.allclose(logits(model, words), expected, atol=1e-4)
+    assert torch.allclose(logits(model, tokenizer), expected, atol=1e-4)
     assert discriminator.score(OTHERS) == pytest.approx(scores, abs=1e-5)
-    assert torch.allclose(logits(model, words), expected, atol=1e-4)
+    assert torch.allclose(logits(model, tokenizer), expected, atol=1e-4)
 
 
 def test_what_is_saved_is_an_adapter_that_loads_anywhere(saved):
-    folder, discriminator, words = saved
+    folder, discriminator, tokenizer = saved
     assert {path.name for path in (folder / "discriminator").iterdir()} == {
         *("README.md", "adapter_config.json", "adapter_model.safetensors", "discriminator.json")
     }
@@ -164,7 +164,7 @@ def test_what_is_saved_is_an_adapter_that_loads_anywhere(saved):
     assert (again.task, again.metrics) == (discriminator.task, discriminator.metrics)
     plain = PeftModel.from_pretrained(pretrained("gpt2")[0], folder / "discriminator")
     discriminator.model.set_adapter("discriminator")
-    assert torch.allclose(logits(plain, words), logits(discriminator.model, words), atol=1e-6)
+    assert torch.allclose(logits(plain, tokenizer), logits(discriminator.model, tokenizer), atol=1e-6)
     discriminator.model.base_model.set_adapter([])
     assert PeftConfig.from_pretrained(folder / "discriminator").base_model_name_or_path == str(folder / "base")
     data, text = valid_card(folder / "discriminator", "trans_lora_discriminator")
@@ -183,33 +183,33 @@ def test_nothing_real_is_written_but_the_seeds(saved):
 
 
 def test_a_run_that_is_begun_again_goes_on_from_its_files(tmp_path):
-    base, words = pretrained("gpt2")
-    first = trained(base, words, tmp_path)
+    base, tokenizer = pretrained("gpt2")
+    first = trained(base, tokenizer, tmp_path)
     before = (tmp_path / "synthesis.jsonl").read_bytes()
-    again = trained(pretrained("gpt2")[0], words, tmp_path)
+    again = trained(pretrained("gpt2")[0], tokenizer, tmp_path)
     assert (tmp_path / "synthesis.jsonl").read_bytes() == before
     assert again.score(OTHERS) == pytest.approx(first.score(OTHERS), abs=1e-5)
     (tmp_path / "checkpoint-1").mkdir()
     with pytest.raises(HfExtError, match="holds a run with another discriminator_prompt. Take another folder"):
-        trained(pretrained("gpt2")[0], words, tmp_path, discriminator_prompt=PAPERS_MEMBERSHIP)
-    trained(pretrained("gpt2")[0], words, tmp_path, discriminator_prompt=PAPERS_MEMBERSHIP, resume_from_checkpoint="False")
+        trained(pretrained("gpt2")[0], tokenizer, tmp_path, discriminator_prompt=PAPERS_MEMBERSHIP)
+    trained(pretrained("gpt2")[0], tokenizer, tmp_path, discriminator_prompt=PAPERS_MEMBERSHIP, resume_from_checkpoint="False")
     assert not (tmp_path / "checkpoint-1").exists()
 
 
 def test_another_model_is_refused_and_named(saved):
-    folder, _, words = saved
+    folder, _, tokenizer = saved
     model = moved(pretrained("gpt2")[0])
     with pytest.raises(HfExtError, match="tiny-gpt2 is another model. In a chain"):
-        Discriminator.from_pretrained(folder / "discriminator", model, words)
+        Discriminator.from_pretrained(folder / "discriminator", model, tokenizer)
     model = moved(get_peft_model(pretrained("gpt2")[0], lora("gpt2"))).merge_and_unload()
     model.config.name_or_path = model.name_or_path = ""
     with pytest.raises(HfExtError, match="the given model is another"):
-        Discriminator.from_pretrained(folder / "discriminator", model, words)
+        Discriminator.from_pretrained(folder / "discriminator", model, tokenizer)
 
 
 def test_a_base_in_half_precision_is_the_same_base():
-    base, words = pretrained("gpt2")
-    scores = judge(base.bfloat16(), words).score(OTHERS + SEEDS)
+    base, tokenizer = pretrained("gpt2")
+    scores = judge(base.bfloat16(), tokenizer).score(OTHERS + SEEDS)
     assert [score > 0.5 for score in scores] == [False] * len(OTHERS) + [True] * len(SEEDS)
 
 
@@ -227,10 +227,10 @@ def test_a_tokenizer_that_cannot_pad_pads_with_the_end(saved, tmp_path):
 
 @pytest.mark.parametrize("start", ["pissa", "olora"])
 def test_an_adapter_that_has_changed_its_base_cannot_share_it(saved, start):
-    folder, _, words = saved
+    folder, _, tokenizer = saved
     model = get_peft_model(pretrained("gpt2")[0], lora("gpt2", init_lora_weights=start))
     with pytest.raises(HfExtError, match=f"init_lora_weights='{start}' changes the base model's weights"):
-        Discriminator.from_pretrained(folder / "discriminator", model, words)
+        Discriminator.from_pretrained(folder / "discriminator", model, tokenizer)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"task": "pick"}', '{"task": 1, "base_sample": "x", "metrics": {}}'])
@@ -242,15 +242,17 @@ def test_a_folder_that_is_no_discriminator_is_refused(saved, tmp_path, content):
 
 
 def test_too_few_inputs_and_replaced_modules_are_refused(tmp_path):
-    model, words = pretrained("gpt2")
+    model, tokenizer = pretrained("gpt2")
     with pytest.raises(HfExtError, match="There are 3 different real inputs; give at least 5"):
-        train_discriminator(model, words, ["a", "b", "c", "c "], task="t", args=settings(tmp_path))
+        train_discriminator(model, tokenizer, ["a", "b", "c", "c "], task="t", args=settings(tmp_path))
     with pytest.raises(HfExtError, match="real_inputs='real inputs.jsonl' is a single text"):
-        train_discriminator(model, words, "real inputs.jsonl", task="t", args=settings(tmp_path))
+        train_discriminator(model, tokenizer, "real inputs.jsonl", task="t", args=settings(tmp_path))
     with pytest.raises(HfExtError, match="'pick a b c a b c [a-c ]+…' is too long: the discriminator's model's context"):
-        train_discriminator(model, words, [*REAL, "pick " + "a b c " * 300], task="t", args=settings(tmp_path))
+        train_discriminator(model, tokenizer, [*REAL, "pick " + "a b c " * 300], task="t", args=settings(tmp_path))
     with pytest.raises(HfExtError, match="synthetic_inputs is empty"):
-        train_discriminator(model, words, REAL, task="t", args=settings(tmp_path), synthetic_inputs=[])
+        train_discriminator(model, tokenizer, REAL, task="t", args=settings(tmp_path), synthetic_inputs=[])
     config = LoraConfig(task_type="CAUSAL_LM", modules_to_save=["lm_head"])
     with pytest.raises(HfExtError, match="leave out modules_to_save"):
-        train_discriminator(model, words, REAL, task="t", args=settings(tmp_path), peft_config=config, synthetic_inputs=OTHERS)
+        train_discriminator(
+            model, tokenizer, REAL, task="t", args=settings(tmp_path), peft_config=config, synthetic_inputs=OTHERS
+        )

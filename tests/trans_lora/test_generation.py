@@ -30,21 +30,21 @@ PROMPTS = ["pick a b c", "sort", "Here are 10 examples:\n1. pick c a b\n2.", "fi
 
 
 def adapted(kind: str, adapter: str):
-    model, words = pretrained(kind)
+    model, tokenizer = pretrained(kind)
     task = "SEQ_2_SEQ_LM" if kind == "t5" else "CAUSAL_LM"
     configs = {
         "lora": LoraConfig(task_type=task, target_modules="all-linear"),
         "pissa": PissaConfig(task_type=task, r=4, target_modules="all-linear"),
         "prompt_tuning": PromptTuningConfig(task_type=task, num_virtual_tokens=3),
     }
-    return (model if adapter == "none" else moved(get_peft_model(model, configs[adapter]), seed=3)), words
+    return (model if adapter == "none" else moved(get_peft_model(model, configs[adapter]), seed=3)), tokenizer
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "t5"])
 @pytest.mark.parametrize("adapter", ["none", "lora", "pissa", "prompt_tuning"])
 def test_a_batch_gives_what_each_prompt_gives_alone(kind, adapter):
-    model, words = adapted(kind, adapter)
-    write = ModelGenerator(model, Encoder(words, model), batch_size=4)
+    model, tokenizer = adapted(kind, adapter)
+    write = ModelGenerator(model, Encoder(tokenizer, model), batch_size=4)
     together = write(PROMPTS, 12)
     assert together == [write([prompt], 12)[0] for prompt in PROMPTS]
     assert len({one.text for one in together}) > 1
@@ -52,8 +52,8 @@ def test_a_batch_gives_what_each_prompt_gives_alone(kind, adapter):
 
 @pytest.mark.parametrize("adapter", ["lora", "pissa", "prompt_tuning"])
 def test_without_its_adapter_a_model_is_its_base_again(adapter):
-    (model, words), (plain, _) = adapted("llama", adapter), pretrained("llama")
-    tokens = torch.tensor([words("pick a b c")["input_ids"]])
+    (model, tokenizer), (plain, _) = adapted("llama", adapter), pretrained("llama")
+    tokens = torch.tensor([tokenizer("pick a b c")["input_ids"]])
     with torch.no_grad(), base_of(model) as base:
         assert torch.allclose(base(tokens).logits, plain.eval()(tokens).logits, atol=1e-5)
     with torch.no_grad():
@@ -62,8 +62,8 @@ def test_without_its_adapter_a_model_is_its_base_again(adapter):
 
 
 def test_greedy_answers_ignore_the_models_generation_config():
-    model, words = teacher("gpt2")
-    write = ModelGenerator(model, Encoder(words, model, "{input}"), 4)
+    model, tokenizer = teacher("gpt2")
+    write = ModelGenerator(model, Encoder(tokenizer, model, "{input}"), 4)
     expected = write(inputs(6), 4)
     odd = {"num_beams": 4, "num_return_sequences": 2, "repetition_penalty": 3.0, "min_new_tokens": 4, "min_length": 9}
     for name, value in (odd | {"do_sample": True, "return_dict_in_generate": True, "top_k": 3, "temperature": 9.0}).items():
@@ -91,9 +91,9 @@ def test_without_its_adapter_a_model_keeps_what_is_trainable():
 
 
 def test_virtual_tokens_take_room_in_the_context():
-    model, words = pretrained("gpt2")
+    model, tokenizer = pretrained("gpt2")
     model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=30))
-    encoder = Encoder(words, model)
+    encoder = Encoder(tokenizer, model)
     long = "a b c d e f g h i j " * 23
     with pytest.raises(HfExtError, match="context holds 226"):
         encoder.samples([long], ["early"])
@@ -102,8 +102,8 @@ def test_virtual_tokens_take_room_in_the_context():
 
 
 def test_sampling_is_seeded_and_keeps_the_global_random_state():
-    model, words = pretrained("llama")
-    write = ModelGenerator(model, Encoder(words, model), batch_size=2, options={"min_p": 0.01})
+    model, tokenizer = pretrained("llama")
+    write = ModelGenerator(model, Encoder(tokenizer, model), batch_size=2, options={"min_p": 0.01})
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -113,8 +113,8 @@ def test_sampling_is_seeded_and_keeps_the_global_random_state():
 
 
 def test_sampling_depends_on_the_options_alone():
-    model, words = pretrained("llama")
-    encoder = Encoder(words, model)
+    model, tokenizer = pretrained("llama")
+    encoder = Encoder(tokenizer, model)
 
     def write(**options):
         return ModelGenerator(model, encoder, 4, options=options)(PROMPTS, 20, seed=1, temperature=1.0, top_p=0.9)
@@ -129,8 +129,8 @@ def test_sampling_depends_on_the_options_alone():
 
 
 def test_writing_ends_at_the_mark_and_says_so():
-    model, words = pretrained("llama")
-    write = ModelGenerator(model, Encoder(words, model), batch_size=8)
+    model, tokenizer = pretrained("llama")
+    write = ModelGenerator(model, Encoder(tokenizer, model), batch_size=8)
     whole = write([synthesis_prompt(SEEDS, 10)], 90)[0].text
     cut = write([synthesis_prompt(SEEDS, 10)], 90, stop="\n8.")[0]
     assert "\n8." in whole and cut.text == whole.partition("\n8.")[0] and cut.ended
@@ -138,20 +138,22 @@ def test_writing_ends_at_the_mark_and_says_so():
 
 
 def test_the_mark_is_seen_however_its_tokens_are_cut():
-    _, words = pretrained("llama")
-    rows = [words(text)["input_ids"] for text in ("pick a\n11. sort", "pick a\n11", "a\n1 1. b", "\n12. a\n11.")]
+    _, tokenizer = pretrained("llama")
+    rows = [tokenizer(text)["input_ids"] for text in ("pick a\n11. sort", "pick a\n11", "a\n1 1. b", "\n12. a\n11.")]
     for row in rows:
-        text, stop = words.decode(row), "\n11."
-        end = _End(words, 0, stop, None)
+        text, stop = tokenizer.decode(row), "\n11."
+        end = _End(tokenizer, 0, stop, None)
         steps = [bool(end(torch.tensor([row[:count]]), None)) for count in range(1, len(row) + 1)]
-        at = next((i for i in range(len(row)) if stop in words.decode(row[: i + 1])), None)
+        at = next((i for i in range(len(row)) if stop in tokenizer.decode(row[: i + 1])), None)
         assert steps.index(True) == at if stop in text else not any(steps)
 
 
 def test_a_text_that_never_ends_does_not_hold_up_its_batch():
-    model, words = pretrained("llama")
+    model, tokenizer = pretrained("llama")
     prompts, steps = ["pick c d e f g", synthesis_prompt(SEEDS, 10)], []
-    write = ModelGenerator(model, Encoder(words, model), batch_size=2, options={"logits_processor": [never_ends(words, steps)]})
+    write = ModelGenerator(
+        model, Encoder(tokenizer, model), batch_size=2, options={"logits_processor": [never_ends(tokenizer, steps)]}
+    )
     sampling = {"seed": 0, "temperature": 1.0, "stop": "\n9."}
     _, numbered = write(prompts, 90, **sampling)
     assert len(steps) == 90
@@ -161,55 +163,58 @@ def test_a_text_that_never_ends_does_not_hold_up_its_batch():
     assert endless.text == " a" * 20
 
 
-def never_ends(words, steps):
+def never_ends(tokenizer, steps):
     """The first row of a batch goes on with one word for ever."""
 
     def process(input_ids, scores):
         steps.append(1)
         scores[0] = -torch.inf
-        scores[0, words(" a")["input_ids"][0]] = 0
+        scores[0, tokenizer(" a")["input_ids"][0]] = 0
         return scores
 
     return process
 
 
 def test_continuous_batching_writes_the_same():
-    model, words = teacher("llama")
-    encoder = Encoder(words, model, "{input}")
+    model, tokenizer = teacher("llama")
+    encoder = Encoder(tokenizer, model, "{input}")
     answered = ModelGenerator(model, encoder, 4, continuous=True)(inputs(6), 4)
     assert answered == ModelGenerator(model, encoder, 4)(inputs(6), 4)
     assert [one.text.strip() for one in answered] == [answer(text) for text in inputs(6)]
 
 
 def test_more_than_the_context_holds_is_an_error():
-    model, words = pretrained("gpt2")
-    write = ModelGenerator(model, Encoder(words, model, whose="The target's"), 4)
+    model, tokenizer = pretrained("gpt2")
+    write = ModelGenerator(model, Encoder(tokenizer, model, whose="The target's"), 4)
     with pytest.raises(HfExtError, match="the target's model's context holds 256"):
         write(["pick a b c"], 300)
 
 
 def test_an_answer_has_the_tokens_that_it_has_in_the_whole_text():
-    model, words = pretrained("gpt2")
+    model, tokenizer = pretrained("gpt2")
     for template, after in (("{input}", " early"), ("{input}\n", "early"), ("{input}:", " early")):
-        encoder = Encoder(words, model, template)
+        encoder = Encoder(tokenizer, model, template)
         sample = encoder.samples([encoder.prompt("pick a b c")], ["early"])[0]
-        assert words.decode(sample["input_ids"]) == encoder.prompt("pick a b c") + after + words.eos_token
-        assert [token for token in sample["labels"] if token != -100] == [*words(after)["input_ids"], words.eos_token_id]
+        assert tokenizer.decode(sample["input_ids"]) == encoder.prompt("pick a b c") + after + tokenizer.eos_token
+        assert [token for token in sample["labels"] if token != -100] == [
+            *tokenizer(after)["input_ids"],
+            tokenizer.eos_token_id,
+        ]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", ["gpt2", "t5"])
 def test_an_answers_likelihood_is_the_sum_over_its_tokens(kind, side):
-    model, words = teacher(kind)
-    words = copy.deepcopy(words)
-    words.padding_side = side
-    encoder = Encoder(words, model, "{input}")
+    model, tokenizer = teacher(kind)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.padding_side = side
+    encoder = Encoder(tokenizer, model, "{input}")
     texts = inputs(5) + ["sort a"]
     answers = [answer(text) for text in inputs(5)] + ["early early late"]
     log_probs = answer_log_probs(model, encoder, encoder.samples(texts, answers, end=False), batch_size=4)
     for text, said, scores in zip(texts, answers, log_probs):
-        asked = words(text)["input_ids"]
-        tokens = words(said if kind == "t5" else f" {said}", add_special_tokens=False)["input_ids"]
+        asked = tokenizer(text)["input_ids"]
+        tokens = tokenizer(said if kind == "t5" else f" {said}", add_special_tokens=False)["input_ids"]
         with torch.no_grad():
             if kind == "t5":
                 start = [model.config.decoder_start_token_id, *tokens[:-1]]
@@ -223,8 +228,8 @@ def test_an_answers_likelihood_is_the_sum_over_its_tokens(kind, side):
 @pytest.mark.parametrize("adapter", ["none", "lora", "prompt_tuning"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_scoring_computes_logits_of_the_answers_alone(kind, adapter):
-    model, words = adapted(kind, adapter)
-    encoder = Encoder(words, model, "{input}")
+    model, tokenizer = adapted(kind, adapter)
+    encoder = Encoder(tokenizer, model, "{input}")
     texts, answers = inputs(5) + ["sort a", "find a b c d e f"], ["early"] * 5 + ["early late", "a"]
     samples = encoder.samples(texts, answers)
     sizes = []
@@ -242,11 +247,11 @@ def test_scoring_computes_logits_of_the_answers_alone(kind, adapter):
 
 @pytest.mark.parametrize("answers, passes", [((" Yes", " No"), 1), (("early late", " No"), 2)])
 def test_answers_of_one_token_share_a_forward_pass(answers, passes):
-    model, words = pretrained("llama")
-    words = copy.deepcopy(words)
-    words.add_tokens([" Yes", " No"])
-    model.resize_token_embeddings(len(words), mean_resizing=False)
-    encoder, texts, asked = Encoder(words, model, "{input} "), inputs(4), []
+    model, tokenizer = pretrained("llama")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens([" Yes", " No"])
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    encoder, texts, asked = Encoder(tokenizer, model, "{input} "), inputs(4), []
     prompts = [encoder.prompt(text) for text in texts]
     with model.register_forward_hook(lambda *_: asked.append(1)):
         odds = log_odds(model, encoder, prompts, answers, batch_size=4)
@@ -319,12 +324,12 @@ def test_a_server_that_refuses_or_is_gone_is_an_error():
 def served(tmp_path_factory):
     """`transformers serve` on loopback, with a base model that samples and one with the task's adapter merged into it."""
     folder = tmp_path_factory.mktemp("served")
-    model, words = pretrained("llama")
+    model, tokenizer = pretrained("llama")
     model.generation_config.do_sample = True
     knowing, _ = teacher("llama")
     for name, each in (("base", model), ("knowing", knowing.merge_and_unload())):
         each.save_pretrained(folder / name)
-        words.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -347,8 +352,8 @@ def served(tmp_path_factory):
 @pytest.mark.slow
 def test_a_server_writes_what_the_model_at_hand_writes(served):
     url, folder, _ = served
-    model, words = teacher("llama")
-    here = ModelGenerator(model, Encoder(words, model, "{input}"), 8)(inputs(8), 4)
+    model, tokenizer = teacher("llama")
+    here = ModelGenerator(model, Encoder(tokenizer, model, "{input}"), 8)(inputs(8), 4)
     there = Server(url, str(folder / "knowing"), concurrency=4)(inputs(8), 4)
     assert [one.text.strip() for one in there] == [one.text.strip() for one in here] == [answer(text) for text in inputs(8)]
     assert all(one.ended for one in there)

@@ -12,11 +12,11 @@ from hf_ext.trans_lora.generation import ModelGenerator
 from hf_ext.trans_lora.prompts import synthesis_prompt
 
 
-def lead(model, words, prompts: list[str], count: int) -> float:
+def lead(model, tokenizer, prompts: list[str], count: int) -> float:
     """Returns the least lead of a likeliest token before the next one, in logits."""
     leads = []
     for prompt in prompts:
-        tokens = Encoder(words, model, "{input}").tokens([prompt])
+        tokens = Encoder(tokenizer, model, "{input}").tokens([prompt])
         out = model.generate(
             input_ids=torch.tensor(tokens),
             max_new_tokens=count,
@@ -31,10 +31,10 @@ def lead(model, words, prompts: list[str], count: int) -> float:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_lists_are_continued(kind):
-    model, words = pretrained(kind)
+    model, tokenizer = pretrained(kind)
     prompt = synthesis_prompt(SEEDS, 10)
-    assert lead(model, words, [prompt, "sort c a b"], 40) > 0.2
-    write = ModelGenerator(model, Encoder(words, model), 8)
+    assert lead(model, tokenizer, [prompt, "sort c a b"], 40) > 0.2
+    write = ModelGenerator(model, Encoder(tokenizer, model), 8)
     item = r"( (pick|sort)( [a-j]){3}\n| find( [a-j]){4}\n)"
     texts = [one.text for one in write([prompt] * 8, 60, seed=training_seed(), temperature=1.0, top_p=0.99)]
     assert all(re.fullmatch(item if kind == "t5" else rf"{item}(\d+\.{item})*", text) for text in texts)
@@ -44,9 +44,9 @@ def test_lists_are_continued(kind):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_teacher_answers_by_the_last_letter(kind):
-    model, words = teacher(kind)
-    assert lead(model, words, inputs(10), 2) > 5
-    said = ModelGenerator(model, Encoder(words, model, "{input}"), 8)(inputs(40), 2)
+    model, tokenizer = teacher(kind)
+    assert lead(model, tokenizer, inputs(10), 2) > 5
+    said = ModelGenerator(model, Encoder(tokenizer, model, "{input}"), 8)(inputs(40), 2)
     assert [one.text.strip() for one in said] == [answer(text) for text in inputs(40)] and all(one.ended for one in said)
 
 

@@ -1,7 +1,9 @@
-"""A folder belongs to one run: what another one would take for its own is refused, and what a kill left half is passed over."""
+"""A folder belongs to one run: files of another run are refused, and a half-written checkpoint is not resumed from."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +20,14 @@ SMALL = {"num_samples": 12, "num_train_epochs": 4, "save_strategy": "steps", "sa
 
 
 def discriminate(folder, task="pick", real=None, **options):
-    model, words = pretrained("gpt2")
+    model, tokenizer = pretrained("gpt2")
     args = settings(folder, **{"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 5} | options)
-    return train_discriminator(model, words, real or inputs(16, 3), task=task, args=args, peft_config=lora("gpt2"), seeds=SEEDS)
+    return train_discriminator(
+        model, tokenizer, real or inputs(16, 3), task=task, args=args, peft_config=lora("gpt2"), seeds=SEEDS
+    )
 
 
-def test_a_discriminator_does_not_take_anothers_run_for_its_own(tmp_path):
+def test_a_discriminator_refuses_the_folder_of_another_one(tmp_path):
     first = discriminate(tmp_path)
     with pytest.raises(HfExtError, match="holds a run with another task, real inputs"):
         discriminate(tmp_path, task="sort", real=[text.replace("pick", "sort") for text in inputs(16, 3)])
@@ -38,22 +42,22 @@ def test_one_folder_cannot_be_a_discriminators_and_a_transfers(tmp_path):
         transfer(tmp_path, **SMALL).train()
 
 
-def test_files_that_nobody_recorded_are_not_gone_on_from(tmp_path):
+def test_files_without_a_record_are_not_resumed_from(tmp_path):
     (tmp_path / "synthesis.jsonl").write_text("")
     with pytest.raises(HfExtError, match="holds synthesis.jsonl of another run"):
         transfer(tmp_path).synthesize()
 
 
 def test_another_adapter_of_the_same_base_is_another_teacher(tmp_path):
-    model, words = teacher("gpt2")
-    transfer(tmp_path, teaching=(model, words), **SMALL).synthesize()
+    model, tokenizer = teacher("gpt2")
+    transfer(tmp_path, teaching=(model, tokenizer), **SMALL).synthesize()
     other = moved(model, seed=5)
     for parameter in other.parameters():
         parameter.requires_grad_(False)
     with torch.no_grad():
         next(p for name, p in other.named_parameters() if "lora_B" in name).add_(0.1)
     with pytest.raises(HfExtError, match="another teacher's adapter"):
-        transfer(tmp_path, teaching=(other, words), **SMALL).train()
+        transfer(tmp_path, teaching=(other, tokenizer), **SMALL).train()
 
 
 def test_a_finished_training_refuses_other_settings(tmp_path):
@@ -82,27 +86,26 @@ class DieWhileSaving(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         if state.global_step == 6:
-            folder = next(path for path in map(str, [f"{args.output_dir}/checkpoint-6"]))
+            folder = Path(args.output_dir, "checkpoint-6")
             if self.left == "a card":
                 shutil.rmtree(folder)
-                shutil.os.mkdir(folder)
-                open(f"{folder}/README.md", "w").close()
+                folder.mkdir()
+                (folder / "README.md").touch()
             else:
-                with open(f"{folder}/trainer_state.json", "r+") as file:
-                    file.truncate(40)
+                os.truncate(folder / "trainer_state.json", 40)
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("left", ["a card", "half a state"])
-def test_a_checkpoint_that_was_half_written_is_passed_over(tmp_path, left):
+def test_a_half_written_checkpoint_is_skipped(tmp_path):
     whole = transfer(tmp_path / "whole", **SMALL)
     whole.train()
-    with pytest.raises(KeyboardInterrupt):
-        transfer(tmp_path / "part", **SMALL, callbacks=[DieWhileSaving(left)]).train()
-    assert last_checkpoint(tmp_path / "part").endswith("checkpoint-3")
-    again = transfer(tmp_path / "part", **SMALL)
-    again.train(resume_from_checkpoint=True)
-    assert again.report.to_dict() == whole.report.to_dict()
+    for left in ("a card", "half a state"):
+        with pytest.raises(KeyboardInterrupt):
+            transfer(tmp_path / left, **SMALL, callbacks=[DieWhileSaving(left)]).train()
+        assert last_checkpoint(tmp_path / left).endswith("checkpoint-3")
+        again = transfer(tmp_path / left, **SMALL)
+        again.train(resume_from_checkpoint=True)
+        assert again.report.to_dict() == whole.report.to_dict()
 
 
 def test_resuming_without_a_checkpoint_is_an_early_error(tmp_path):
@@ -117,13 +120,13 @@ def test_the_report_is_json_for_any_reader(tmp_path):
     json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-@pytest.mark.parametrize("given", [False, "False"])
-def test_a_training_that_starts_again_deletes_old_checkpoints(tmp_path, given):
+def test_a_training_that_starts_again_deletes_old_checkpoints(tmp_path):
     transfer(tmp_path, **SMALL, learning_rate=1e-9).train()
-    (tmp_path / "checkpoint-99").mkdir()  # later than all of the new training
-    shutil.copy(f"{last_checkpoint(tmp_path)}/trainer_state.json", tmp_path / "checkpoint-99")
-    transfer(tmp_path, **SMALL, learning_rate=1e-2).train(resume_from_checkpoint=given)
-    assert last_checkpoint(tmp_path) not in (None, str(tmp_path / "checkpoint-99"))
+    for resume, learning_rate in ((False, 1e-2), ("False", 1e-3)):
+        (tmp_path / "checkpoint-99").mkdir()  # later than all of the new training
+        shutil.copy(f"{last_checkpoint(tmp_path)}/trainer_state.json", tmp_path / "checkpoint-99")
+        transfer(tmp_path, **SMALL, learning_rate=learning_rate).train(resume_from_checkpoint=resume)
+        assert last_checkpoint(tmp_path) not in (None, str(tmp_path / "checkpoint-99"))
 
 
 def test_a_checkpoint_that_is_not_there_changes_no_record(tmp_path):

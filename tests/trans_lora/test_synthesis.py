@@ -31,8 +31,8 @@ class Stop(Exception):
 
 
 def encoder(kind="llama"):
-    model, words = pretrained(kind)
-    return Encoder(words, model, "{input}", "The target's")
+    model, tokenizer = pretrained(kind)
+    return Encoder(tokenizer, model, "{input}", "The target's")
 
 
 def write(folder, generate, needed, judge=None, well_formed=None, seeds=SEEDS, **options):
@@ -83,9 +83,9 @@ def test_near_duplicates_are_dropped_at_the_threshold(tmp_path):
 
 
 def test_real_models_write_inputs_and_every_one_is_accounted_for(tmp_path):
-    model, words = pretrained("llama")
+    model, tokenizer = pretrained("llama")
     args = settings(tmp_path)
-    ask = Encoder(words, model, "{input}")
+    ask = Encoder(tokenizer, model, "{input}")
     candidates = write_inputs(ModelGenerator.of(model, ask, args), ask, SEEDS, args, tmp_path / "s.jsonl", 60, None, is_input)
     kept = [candidate.input for candidate in candidates if candidate.kept]
     assert len(kept) == len(set(kept)) == 60 and all(map(is_input, kept)) and not set(kept) & set(SEEDS)
@@ -106,8 +106,8 @@ class Counting(ModelGenerator):
 
 
 def counted(folder, stop_at=None) -> tuple[list, Counting]:
-    model, words = pretrained("llama")
-    ask = Encoder(words, model, "{input}")
+    model, tokenizer = pretrained("llama")
+    ask = Encoder(tokenizer, model, "{input}")
     generate = Counting(model, ask, 2)
     generate.stop_at = stop_at
     return keeping_pick(folder, generate, ask), generate

@@ -12,9 +12,9 @@ from hf_ext.trans_lora.training import AnswerTrainer
 
 def losses(folder, kind, config, **options):
     """The loss and the gradients of both trainers for one batch, and how many places the output layer saw of each."""
-    model, words = pretrained(kind)
+    model, tokenizer = pretrained(kind)
     model = get_peft_model(model, config)
-    encoder, seen = Encoder(words, model, "{input}"), []
+    encoder, seen = Encoder(tokenizer, model, "{input}"), []
     model.get_base_model().get_output_embeddings().register_forward_hook(
         lambda layer, inputs, output: seen.append(output.shape[:-1].numel())
     )
@@ -24,7 +24,7 @@ def losses(folder, kind, config, **options):
     losses = []
     for trainer in (Trainer, AnswerTrainer):
         batch = encoder.batch(samples)
-        loss = trainer(model.train(), args, encoder.batch, samples, processing_class=words).compute_loss(
+        loss = trainer(model.train(), args, encoder.batch, samples, processing_class=tokenizer).compute_loss(
             model, dict(batch), num_items_in_batch=(batch["labels"] != -100).sum()
         )
         model.zero_grad()

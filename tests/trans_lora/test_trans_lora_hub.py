@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 
 torch.set_num_threads(1)
 for kind in ("gpt2", "llama"):
-    model, words = pretrained(kind)
+    model, tokenizer = pretrained(kind)
     model.push_to_hub(f"user/{kind}")
-    words.push_to_hub(f"user/{kind}")
-(source, known), (target, words) = load_model("user/gpt2"), load_model("user/llama")
+    tokenizer.push_to_hub(f"user/{kind}")
+(source, source_tokenizer), (target, tokenizer) = load_model("user/gpt2"), load_model("user/llama")
 made = train_discriminator(
-    source, known, inputs(12, 3), task="pick", args=settings("d"), peft_config=lora("gpt2"), seeds=SEEDS
+    source, source_tokenizer, inputs(12, 3), task="pick", args=settings("d"), peft_config=lora("gpt2"), seeds=SEEDS
 )
 made.push_to_hub("user/discriminator", private=True)
 made.save_pretrained("saved", push_to_hub=True, repo_id="user/saved")
@@ -33,9 +33,9 @@ adapter.push_to_hub("user/adapter")
 trainer = TransLoraTrainer(
     target,
     settings("t", filter="token_excess", num_samples=8, num_train_epochs=1, hub_model_id="user/moved"),
-    processing_class=words,
+    processing_class=tokenizer,
     teacher=PeftModel.from_pretrained(load_model("user/gpt2")[0], "user/adapter"),
-    teacher_processing_class=known,
+    teacher_processing_class=source_tokenizer,
     discriminator="user/discriminator",
     seeds=SEEDS,
     peft_config=lora("llama"),

@@ -48,17 +48,17 @@ from hf_ext.trans_lora.synthesis import Prompts
 
 def transfer(folder, source="gpt2", target="llama", peft_config=None, teaching=None, **options) -> TransLoraTrainer:
     """A trainer that is ready to train; what belongs to the trainer rather than to its settings is told apart by name."""
-    own = {name: options.pop(name) for name in (*TRAINER, "callbacks") if name in options}
-    model, words = pretrained(target)
-    knowing, known = teaching or teacher(source)
+    of_trainer = {name: options.pop(name) for name in (*TRAINER, "callbacks") if name in options}
+    model, tokenizer = pretrained(target)
+    teacher_model, teacher_tokenizer = teaching or teacher(source)
     return TransLoraTrainer(
         model,
         settings(folder, **{"filter": "token_excess"} | options),
-        processing_class=words,
-        teacher=knowing,
-        teacher_processing_class=known,
+        processing_class=tokenizer,
+        teacher=teacher_model,
+        teacher_processing_class=teacher_tokenizer,
         peft_config=peft_config or lora(target),
-        **{"seeds": SEEDS, "well_formed": is_input} | own,
+        **{"seeds": SEEDS, "well_formed": is_input} | of_trainer,
     )
 
 
@@ -68,9 +68,9 @@ TRAINER = ("seeds", "well_formed", "real_inputs", "discriminator", "inputs", "sy
 @pytest.fixture(scope="module")
 def moved_over(tmp_path_factory):
     """A whole transfer with the discriminator, and nothing else to tell inputs apart."""
-    model, words = teacher("gpt2")
+    model, tokenizer = teacher("gpt2")
     folder = tmp_path_factory.mktemp("transfer")
-    given = {"discriminator": judge(model, words), "real_inputs": inputs(20, 3), "teaching": (model, words)}
+    given = {"discriminator": judge(model, tokenizer), "real_inputs": inputs(20, 3), "teaching": (model, tokenizer)}
     trainer = transfer(folder, filter="discriminator", well_formed=None, num_samples=40, num_train_epochs=8, **given)
     trainer.train()
     trainer.save_model()
@@ -159,14 +159,15 @@ CONFIGS = {
 
 
 def logits(model) -> torch.Tensor:
-    words = pretrained("llama")[1]
+    tokenizer = pretrained("llama")[1]
     with torch.no_grad():
-        return model.eval()(torch.tensor([words(SEEDS[0])["input_ids"]])).logits
+        return model.eval()(torch.tensor([tokenizer(SEEDS[0])["input_ids"]])).logits
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_any_kind_of_adapter_may_be_the_new_one(tmp_path, kind):
-    trainer = transfer(tmp_path, peft_config=CONFIGS[kind]("CAUSAL_LM"), filter="none")
+    labels = {text: answer(text) for text in inputs(16)}
+    trainer = transfer(tmp_path, peft_config=CONFIGS[kind]("CAUSAL_LM"), inputs=labels, seeds=())
     before = logits(trainer.model)
     trainer.train()
     trainer.save_model()
@@ -178,12 +179,12 @@ def test_any_kind_of_adapter_may_be_the_new_one(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["dora", "pissa", "prompt_tuning"])
 def test_any_kind_of_adapter_may_be_the_teachers(tmp_path, kind):
     """What it has learned is of no account here: only that its answers, rather than its base's, are what is learned."""
-    model, words = pretrained("gpt2")
+    model, tokenizer = pretrained("gpt2")
     model = moved(get_peft_model(model, CONFIGS[kind]("CAUSAL_LM")), seed=4).eval()
-    trainer = transfer(tmp_path, teaching=(model, words), filter="none", max_label_length=2)
+    trainer = transfer(tmp_path, teaching=(model, tokenizer), filter="none", max_label_length=2)
     texts = inputs(12)
     said = trainer.teacher.answers(texts)
-    expected = ModelGenerator(model, Encoder(words, model, "{input}"), 1)(texts, 2)
+    expected = ModelGenerator(model, Encoder(tokenizer, model, "{input}"), 1)(texts, 2)
     assert said == [one.text.strip() or None if one.ended else None for one in expected]
 
 
@@ -203,8 +204,8 @@ def test_encoder_decoders_teach_and_learn(tmp_path, source, target):
 
 def test_a_chain_of_transfers_needs_one_discriminator(tmp_path):
     """The second teacher has another base than the discriminator."""
-    source, known = pretrained("gpt2")
-    given = {"discriminator": judge(source, known), "teaching": teacher("llama"), "filter": "discriminator"}
+    source, teacher_tokenizer = pretrained("gpt2")
+    given = {"discriminator": judge(source, teacher_tokenizer), "teaching": teacher("llama"), "filter": "discriminator"}
     trainer = transfer(tmp_path, target="gpt2", well_formed=None, **given)
     trainer.train()
     labels = lines(tmp_path / "labels.jsonl")
@@ -215,17 +216,17 @@ def test_a_chain_of_transfers_needs_one_discriminator(tmp_path):
 def test_a_four_bit_model_learns_too(tmp_path):
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    base, words = pretrained("llama")
+    base, tokenizer = pretrained("llama")
     base.save_pretrained(tmp_path / "base")
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=four_bit)
-    knowing, known = teacher("gpt2")
+    teacher_model, teacher_tokenizer = teacher("gpt2")
     trainer = TransLoraTrainer(
         model,
         settings(tmp_path / "out", filter="none"),
-        processing_class=words,
-        teacher=knowing,
-        teacher_processing_class=known,
+        processing_class=tokenizer,
+        teacher=teacher_model,
+        teacher_processing_class=teacher_tokenizer,
         seeds=SEEDS,
         well_formed=is_input,
         peft_config=QPissaConfig(task_type="CAUSAL_LM", r=8, target_modules=["o_proj", "down_proj"]),
@@ -291,7 +292,7 @@ def test_a_folder_of_another_transfer_is_refused(tmp_path):
         transfer(tmp_path, num_samples=10, temperature=0.5).train()
 
 
-def test_a_trainers_own_options_and_callbacks_hold(tmp_path):
+def test_options_and_callbacks_of_trainer_are_used(tmp_path):
     trainer = transfer(
         tmp_path,
         filter="none",
@@ -314,11 +315,11 @@ def test_a_trainers_own_options_and_callbacks_hold(tmp_path):
 # ----------------------------------------------------------------------------------------------------- other ways to go
 
 
-def test_inputs_of_ones_own_take_the_place_of_synthetic_ones(tmp_path):
-    words, real = pretrained("llama")[1], [f"take {text}" for text in inputs(20)]
+def test_given_inputs_replace_synthetic_ones(tmp_path):
+    tokenizer, real = pretrained("llama")[1], [f"take {text}" for text in inputs(20)]
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    BertModel(BertConfig(vocab_size=len(words), **sizes)).save_pretrained(tmp_path / "encoder")
-    words.save_pretrained(tmp_path / "encoder")
+    BertModel(BertConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(tmp_path / "encoder")
+    tokenizer.save_pretrained(tmp_path / "encoder")
     encoder, out = str(tmp_path / "encoder"), tmp_path / "out"
     trainer = transfer(out, inputs=inputs(40), seeds=(), real_inputs=real, embedding_model=encoder)
     trainer.train()
@@ -338,8 +339,8 @@ def test_inputs_of_ones_own_take_the_place_of_synthetic_ones(tmp_path):
 
 def test_a_server_may_write_and_another_may_teach(tmp_path):
     """What stands for a server here is anything that writes; that real ones do is tested with the generators."""
-    model, words = pretrained("llama")
-    knowing, known = teacher("gpt2")
+    model, tokenizer = pretrained("llama")
+    teacher_model, teacher_tokenizer = teacher("gpt2")
     asked = []
 
     class There:
@@ -354,8 +355,8 @@ def test_a_server_may_write_and_another_may_teach(tmp_path):
 
     trainer = transfer(
         tmp_path,
-        teaching=(There(knowing, Encoder(known, knowing, "{input}")), known),
-        synthesizer=There(model, Encoder(words, model)),
+        teaching=(There(teacher_model, Encoder(teacher_tokenizer, teacher_model, "{input}")), teacher_tokenizer),
+        synthesizer=There(model, Encoder(tokenizer, model)),
         filter="none",
     )
     trainer.train()
@@ -365,10 +366,10 @@ def test_a_server_may_write_and_another_may_teach(tmp_path):
 
 @pytest.mark.parametrize("weight, temperature", [(1.0, 1.0), (0.5, 2.0)])
 def test_logits_are_distilled_by_the_formula(tmp_path, weight, temperature):
-    knowing, words = teacher("llama")
+    teacher_model, tokenizer = teacher("llama")
     trainer = transfer(
         tmp_path,
-        teaching=(knowing, words),
+        teaching=(teacher_model, tokenizer),
         logits_weight=weight,
         distillation_temperature=temperature,
         inputs=inputs(20),
@@ -378,7 +379,7 @@ def test_logits_are_distilled_by_the_formula(tmp_path, weight, temperature):
     labels = batch["labels"]
     model = trainer.model.eval()
     with torch.no_grad():
-        student, taught = model(**batch).logits[:, :-1], knowing(**batch).logits[:, :-1]
+        student, taught = model(**batch).logits[:, :-1], teacher_model(**batch).logits[:, :-1]
         at = labels[:, 1:] != -100
         cross_entropy = functional.cross_entropy(student[at], labels[:, 1:][at])
         log_p, log_q = ((part[at] / temperature).log_softmax(-1) for part in (taught, student))
@@ -397,26 +398,28 @@ def test_logits_and_smoothed_labels_go_together(tmp_path):
 
 
 def test_an_input_that_does_not_fit_the_teacher_is_dropped(tmp_path):
-    knowing, words = teacher("gpt2")
-    knowing.config.max_position_embeddings = knowing.config.n_positions = 8  # room for four tokens of a label after four
-    trainer = transfer(tmp_path, teaching=(knowing, words), filter="none", well_formed=None)
+    teacher_model, tokenizer = teacher("gpt2")
+    teacher_model.config.max_position_embeddings = teacher_model.config.n_positions = (
+        8  # room for four tokens of a label after four
+    )
+    trainer = transfer(tmp_path, teaching=(teacher_model, tokenizer), filter="none", well_formed=None)
     candidates = trainer.synthesize()
-    assert {len(words(one.input)["input_ids"]) for one in candidates if one.kept} <= {1, 2, 3, 4}
-    assert any(one.reason == "malformed" and len(words(one.input)["input_ids"]) == 5 for one in candidates)
+    assert {len(tokenizer(one.input)["input_ids"]) for one in candidates if one.kept} <= {1, 2, 3, 4}
+    assert any(one.reason == "malformed" and len(tokenizer(one.input)["input_ids"]) == 5 for one in candidates)
 
 
 def test_a_chat_model_is_asked_as_a_chat(tmp_path):
     trainer = transfer(tmp_path, filter="none")
-    words = trainer.processing_class
+    tokenizer = trainer.processing_class
     chat = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    words = AutoTokenizer.from_pretrained(save(words, tmp_path / "words", chat))
-    encoder = Encoder(words, trainer.model)
+    tokenizer = AutoTokenizer.from_pretrained(save(tokenizer, tmp_path / "words", chat))
+    encoder = Encoder(tokenizer, trainer.model)
     assert encoder.prompt("pick a b c") == "<user>pick a b c<assistant>"
     request = Prompts(SEEDS, trainer.args, encoder)._prompt(SEEDS)
     assert request.startswith("<user>Here are 5 examples of a task's inputs:\n1. ") and request.endswith("<assistant>6.")
-    assert encoder.samples([encoder.prompt("a")], ["early"])[0]["input_ids"][-1] == words.eos_token_id
+    assert encoder.samples([encoder.prompt("a")], ["early"])[0]["input_ids"][-1] == tokenizer.eos_token_id
 
 
 THINKING = (
@@ -426,10 +429,10 @@ THINKING = (
 
 
 def test_chats_have_the_system_prompt_and_template_variables(tmp_path):
-    (model, words), (target, _) = teacher("gpt2"), pretrained("gpt2")
-    words = copy.deepcopy(words)
-    words.add_special_tokens({"bos_token": "<begin>"})
-    words.chat_template = THINKING
+    (model, tokenizer), (target, _) = teacher("gpt2"), pretrained("gpt2")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_special_tokens({"bos_token": "<begin>"})
+    tokenizer.chat_template = THINKING
     args = settings(
         tmp_path,
         filter="none",
@@ -439,7 +442,7 @@ def test_chats_have_the_system_prompt_and_template_variables(tmp_path):
         teacher_system_prompt="Say when.",
         chat_template_kwargs='{"enable_thinking": false}',
     )
-    options = {"processing_class": words, "teacher": model, "seeds": SEEDS, "peft_config": lora("gpt2")}
+    options = {"processing_class": tokenizer, "teacher": model, "seeds": SEEDS, "peft_config": lora("gpt2")}
     trainer = TransLoraTrainer(target, args, **options)
     assert trainer.encoder.prompt("a") == "<begin><system>Be brief.<user>a<assistant><nothing>"
     assert trainer.teacher.encoder.prompt("a") == "<begin><system>Say when.<user>a<assistant><nothing>"
@@ -449,16 +452,16 @@ def test_chats_have_the_system_prompt_and_template_variables(tmp_path):
     trainer.teacher.generator = lambda prompts, length: asked.extend(prompts) or []
     trainer.teacher.completions(["a"])
     assert asked == [trainer.teacher.encoder.prompt("a")]
-    assert without_bos(asked, words) == asked  # the tokenizer adds none
-    begin = ("<begin>", words.bos_token_id)
-    words.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<begin> $A", special_tokens=[begin])
-    assert without_bos(asked, words) == ["<system>Say when.<user>a<assistant><nothing>"]
+    assert without_bos(asked, tokenizer) == asked  # the tokenizer adds none
+    begin = ("<begin>", tokenizer.bos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<begin> $A", special_tokens=[begin])
+    assert without_bos(asked, tokenizer) == ["<system>Say when.<user>a<assistant><nothing>"]
     with pytest.raises(HfExtError, match="has a system prompt and no chat template"):
         TransLoraTrainer(target, settings(tmp_path, filter="none", system_prompt="Be brief."), **options)
 
 
-def save(words, folder, chat):
-    words.save_pretrained(folder)
+def save(tokenizer, folder, chat):
+    tokenizer.save_pretrained(folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": chat}))
     return folder
@@ -484,13 +487,13 @@ def test_an_answer_too_long_for_the_target_is_no_label(tmp_path):
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 
-def test_what_does_not_go_together_is_one_clear_error(tmp_path):
-    model, words = teacher("gpt2")
+def test_arguments_that_contradict_each_other_are_one_clear_error(tmp_path):
+    model, tokenizer = teacher("gpt2")
     cases = [
         ({"filter": "discriminator"}, "filter='discriminator' needs a discriminator"),
         ({"seeds": SEEDS[:3]}, "There are 3 different seeds"),
         ({"train_dataset": [1]}, "give inputs="),
-        ({"teaching": (model.merge_and_unload(), words)}, "give it as a PeftModel"),
+        ({"teaching": (model.merge_and_unload(), tokenizer)}, "give it as a PeftModel"),
         ({"logits_weight": 0.5}, "both need the same tokenizer"),
         ({"logits_weight": 0.5, "use_liger_kernel": True}, "which use_liger_kernel does not compute"),
         ({"max_input_length": 200}, "takes [0-9]+ tokens, and the target's model's context holds 256"),
@@ -516,30 +519,30 @@ def test_what_does_not_go_together_is_one_clear_error(tmp_path):
 @pytest.mark.parametrize("token", ["pad_token", "eos_token"])
 @pytest.mark.parametrize("whose", ["teacher", "target"])
 def test_a_tokenizer_without_padding_or_end_is_named(tmp_path, token, whose):
-    (knowing, known), (model, words) = teacher("gpt2"), pretrained("llama")
-    (known if whose == "teacher" else words).save_pretrained(tmp_path / "words")
+    (teacher_model, teacher_tokenizer), (model, tokenizer) = teacher("gpt2"), pretrained("llama")
+    (teacher_tokenizer if whose == "teacher" else tokenizer).save_pretrained(tmp_path / "words")
     lacking = AutoTokenizer.from_pretrained(tmp_path / "words")
     setattr(lacking, token, None)
-    known, words = (lacking, words) if whose == "teacher" else (known, lacking)
+    teacher_tokenizer, tokenizer = (lacking, tokenizer) if whose == "teacher" else (teacher_tokenizer, lacking)
     with pytest.raises(HfExtError, match=f"(?i)the {whose}'s tokenizer has no .*{token}"):
         TransLoraTrainer(
             model,
             settings(tmp_path, filter="none"),
-            processing_class=words,
-            teacher=knowing,
-            teacher_processing_class=known,
+            processing_class=tokenizer,
+            teacher=teacher_model,
+            teacher_processing_class=teacher_tokenizer,
             seeds=SEEDS,
             peft_config=lora("llama"),
         )
 
 
 def test_one_model_cannot_teach_itself(tmp_path):
-    model, words = teacher("llama")
+    model, tokenizer = teacher("llama")
     with pytest.raises(HfExtError, match="one model; load the target once more"):
         TransLoraTrainer(
             model.get_base_model(),
             settings(tmp_path, filter="none"),
-            processing_class=words,
+            processing_class=tokenizer,
             teacher=model,
             seeds=SEEDS,
             peft_config=lora("llama"),
@@ -547,8 +550,13 @@ def test_one_model_cannot_teach_itself(tmp_path):
 
 
 def test_a_target_without_an_adapter_to_train_is_refused(tmp_path):
-    (model, words), (knowing, known) = pretrained("llama"), teacher("gpt2")
-    options = {"processing_class": words, "teacher": knowing, "teacher_processing_class": known, "seeds": SEEDS}
+    (model, tokenizer), (teacher_model, teacher_tokenizer) = pretrained("llama"), teacher("gpt2")
+    options = {
+        "processing_class": tokenizer,
+        "teacher": teacher_model,
+        "teacher_processing_class": teacher_tokenizer,
+        "seeds": SEEDS,
+    }
     with pytest.raises(HfExtError, match="Give a target model and the peft_config"):
         TransLoraTrainer(model, settings(tmp_path, filter="none"), **options)
     with pytest.raises(HfExtError, match="or a PeftModel and no peft_config"):
@@ -609,7 +617,7 @@ def test_labels_of_other_inputs_are_refused(tmp_path):
         ({"logits_weight": 2}, "logits_weight=2"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(tmp_path, options, message):
+def test_invalid_settings_are_refused_by_name(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         settings(tmp_path, **options)
 
@@ -641,9 +649,9 @@ def folders(tmp_path_factory):
     """Models, adapter and inputs as files."""
     root = tmp_path_factory.mktemp("files")
     for kind in ("gpt2", "llama"):
-        model, words = pretrained(kind)
+        model, tokenizer = pretrained(kind)
         model.save_pretrained(root / kind)
-        words.save_pretrained(root / kind)
+        tokenizer.save_pretrained(root / kind)
     teacher("gpt2")[0].save_pretrained(root / "adapter")
     (root / "seeds.jsonl").write_text("".join(json.dumps({"input": text}) + "\n" for text in SEEDS))
     (root / "real.jsonl").write_text("".join(json.dumps(text) + "\n" for text in inputs(20, 3)))
@@ -706,7 +714,7 @@ COMMON = (
 ASKED = ("--prompt_template", "{input}", "--teacher_prompt_template", "{input}", "--max_label_length", 4)
 
 
-def test_the_command_line_does_all_of_it(folders, tmp_path, capsys):
+def test_the_command_line_trains_a_discriminator_and_transfers_with_it(folders, tmp_path, capsys):
     """The discriminator learns next to nothing, so it says "Yes" as its base does. With nine inputs, none is held out."""
     discriminator, out, real = tmp_path / "d", tmp_path / "out", tmp_path / "real.jsonl"
     real.write_text("".join(json.dumps(text) + "\n" for text in inputs(9, 3)))
@@ -769,20 +777,20 @@ def test_the_papers_adapters_have_its_layers_or_its_start_text(folders, tmp_path
     assert peft_config("lora", 4, ["o_proj"], str(folders / "llama"), 80).target_modules == "o_proj"
     assert peft_config("lora", 4, None, str(folders / "llama"), None).target_modules == "all-linear"
 
-    model, words = pretrained("llama")
-    tokens = words("Answer the following question correctly:")["input_ids"]
+    model, tokenizer = pretrained("llama")
+    tokens = tokenizer("Answer the following question correctly:")["input_ids"]
     start = model.get_input_embeddings().weight[tokens].detach().clone()
     adapted = get_peft_model(model, peft_config("prompt_tuning", len(tokens), None, str(folders / "llama"), 80))
     assert torch.equal(adapted.prompt_encoder["default"].embedding.weight, start)
 
 
-def test_files_of_inputs_are_read_whatever_wrote_them(tmp_path):
+def test_inputs_are_read_with_byte_order_marks_and_empty_lines(tmp_path):
     path = tmp_path / "inputs.jsonl"
     path.write_bytes('\ufeff{"input": "a\u2028b"}\r\n\n"c"\n'.encode())
     assert read_inputs(path) == ["a\u2028b", "c"]
 
 
-def test_the_command_line_says_what_is_wrong_in_one_line(folders, tmp_path, capsys):
+def test_mistakes_on_the_command_line_are_errors_of_one_line(folders, tmp_path, capsys):
     given = ["transfer", "--source-model", folders / "gpt2", "--source-adapter", folders / "adapter"]
     given += ["--target-model", folders / "llama", "--seeds", folders / "seeds.jsonl", "--out", tmp_path / "out"]
     AutoConfig.from_pretrained(folders / "llama").save_pretrained(tmp_path / "bare")

@@ -12,12 +12,12 @@ from tiny_uni_med import (
     TOKENS,
     WIDTH,
     batch,
+    build_tokenizer,
     image,
     image_processor,
     processor,
     rows,
     save_parts,
-    tokenizer,
     uni_med,
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -73,16 +73,16 @@ def test_labels_are_the_answer_and_its_end():
 
 def bpe(ending: bool) -> PreTrainedTokenizerFast:
     """Words with their space before them, as GPT-2's; texts get a start, and an end if asked for."""
-    words = Tokenizer(models.BPE())
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    words.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     special = ["<s>", "</s>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     texts = ["what is a red cell ? the red cell is a platelet"] * 3
-    words.train_from_iterator(texts, trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, vocab_size=400))
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, vocab_size=400))
     ends = " </s>" if ending else ""
-    words.post_processor = processors.TemplateProcessing(f"<s> $A{ends}", special_tokens=[("<s>", 0), ("</s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
+    tokenizer.post_processor = processors.TemplateProcessing(f"<s> $A{ends}", special_tokens=[("<s>", 0), ("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
 @pytest.mark.parametrize("ending", [False, True])
@@ -103,13 +103,13 @@ def test_training_chat_and_asking_have_the_same_tokens(ending):
 def llama_tokenizer(legacy: bool) -> LlamaTokenizer:
     """A tokenizer of Llama's kind: it puts a space before each text, in which two spaces stay two. The words of the prompts are
     one token each."""
-    words = Tokenizer(models.BPE())
-    words.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     texts = [
         "[INST] <Img> </Img> [qa] [vqa] [refer] [identify] [caption] [cls] what is {<1><2><30><40>} ? [/INST] a red cell"
     ] * 3
-    words.train_from_iterator(texts, trainers.BpeTrainer(special_tokens=["<unk>", "<s>", "</s>"], vocab_size=400))
-    bpe_model = json.loads(words.to_str())["model"]
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(special_tokens=["<unk>", "<s>", "</s>"], vocab_size=400))
+    bpe_model = json.loads(tokenizer.to_str())["model"]
     merges = [tuple(pair) for pair in bpe_model["merges"]]
     return LlamaTokenizer(vocab=bpe_model["vocab"], merges=merges, legacy=legacy)
 
@@ -220,11 +220,11 @@ def test_a_processor_is_saved_and_loaded(tmp_path):
 
 
 def test_a_tokenizer_gets_only_missing_tokens():
-    words = tokenizer(pad_token="w0")
-    words.add_tokens(["<image>"], special_tokens=True)
-    size = len(words)
-    make = UniMedProcessor(image_processor(), words, num_image_tokens=TOKENS)
-    assert len(words) == size and words.pad_token == "w0"
+    tokenizer = build_tokenizer(pad_token="w0")
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    size = len(tokenizer)
+    make = UniMedProcessor(image_processor(), tokenizer, num_image_tokens=TOKENS)
+    assert len(tokenizer) == size and tokenizer.pad_token == "w0"
     assert processor().tokenizer.pad_token == "</s>" and make.model_input_names[-1] == "image_tasks"
 
 
@@ -242,18 +242,18 @@ def broken(tmp_path) -> Image.Image:
 
 
 def test_an_image_token_in_the_vocabulary_is_not_split():
-    words = Tokenizer(models.WordLevel({"<image>": 0, "</s>": 1, "<unk>": 2, "what": 3}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer(models.WordLevel({"<image>": 0, "</s>": 1, "<unk>": 2, "what": 3}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     make = UniMedProcessor(
-        image_processor(), PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>"), num_image_tokens=TOKENS
+        image_processor(), PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>"), num_image_tokens=TOKENS
     )
     assert make(images=image(), text="what", task="vqa")["input_ids"][0].count(0) == TOKENS
 
 
 def test_a_tokenizer_without_an_end_is_an_error():
-    words = tokenizer()
-    words.eos_token = None
-    for missing in (words, None):
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = None
+    for missing in (tokenizer, None):
         with pytest.raises(ValueError, match="with an end token"):
             UniMedProcessor(image_processor(), missing)
 

@@ -8,7 +8,7 @@ import pytest
 import tiny_models
 from datasets import Dataset
 from tiny_runs import same
-from tiny_transfers import tokenizer
+from tiny_transfers import build_tokenizer
 
 from hf_ext.weight_sync import PublishWeights, Subscriber
 
@@ -18,19 +18,19 @@ pytestmark = pytest.mark.slow
 TEXTS = ["pick a b c", "c b a", "a a", "b b"] * 4
 
 
-def sft(options: dict, words, callback: PublishWeights):
+def sft(options: dict, tokenizer, callback: PublishWeights):
     arguments, data = trl.SFTConfig(**options, max_length=16), Dataset.from_dict({"text": TEXTS})
-    model = tiny_models.llama(vocabulary=len(words))
-    return trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=words, callbacks=[callback])
+    model = tiny_models.llama(vocabulary=len(tokenizer))
+    return trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer, callbacks=[callback])
 
 
-def grpo(options: dict, words, callback: PublishWeights):
+def grpo(options: dict, tokenizer, callback: PublishWeights):
     def reward(completions: list[str], **_: object) -> list[float]:
         return [float(len(set(text))) for text in completions]
 
     arguments = trl.GRPOConfig(**options, num_generations=2, max_completion_length=4)
-    model, data = tiny_models.llama(vocabulary=len(words)), Dataset.from_dict({"prompt": TEXTS})
-    return trl.GRPOTrainer(model, reward, args=arguments, train_dataset=data, processing_class=words, callbacks=[callback])
+    model, data = tiny_models.llama(vocabulary=len(tokenizer)), Dataset.from_dict({"prompt": TEXTS})
+    return trl.GRPOTrainer(model, reward, args=arguments, train_dataset=data, processing_class=tokenizer, callbacks=[callback])
 
 
 @pytest.mark.parametrize("make", [sft, grpo])
@@ -44,6 +44,6 @@ def test_every_step_is_published(tmp_path: Path, make):
         weights = {name: tensor.bfloat16() for name, tensor in trainer.model.state_dict().items()}
         published.append((step, same(subscriber.tensors, weights), len(subscriber.changed) > 0))
 
-    trainer = make(options, tokenizer(64), PublishWeights(tmp_path / "place", on_step=on_step))
+    trainer = make(options, build_tokenizer(64), PublishWeights(tmp_path / "place", on_step=on_step))
     trainer.train()
     assert published == [(0, True, True), (1, True, True), (2, True, True)]

@@ -11,7 +11,7 @@ import pytest
 from servers import language_model
 from sglang_server import RunningSGLang
 from tiny_models import perturb
-from tiny_transfers import tokenizer
+from tiny_transfers import build_tokenizer
 
 from hf_ext.cli.main import main
 from hf_ext.errors import CheckpointError
@@ -28,7 +28,7 @@ def run(tmp_path_factory) -> Path:
     with Publisher(folder / "run", anchor_every=2) as publisher:
         for step in range(STEPS):
             model.save_pretrained(folder / str(step))
-            tokenizer(311).save_pretrained(folder / str(step))
+            build_tokenizer(311).save_pretrained(folder / str(step))
             publisher.publish(model.state_dict(), step)
             model = perturb(model, seed=step)
     shutil.copytree(folder / "0", folder / "served")

@@ -199,8 +199,8 @@ def test_a_request_that_the_server_ends_leaves_its_place():
 @pytest.mark.parametrize("adapter", ["pissa", "extracted"])
 def test_vllm_takes_an_adapter_as_it_is_saved(folder, expected, adapter):
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
-    model, words = PeftModel.from_pretrained(base, folder / adapter), AutoTokenizer.from_pretrained(folder / "base")
-    tokens = words(PROMPT, return_tensors="pt")
+    model, tokenizer = PeftModel.from_pretrained(base, folder / adapter), AutoTokenizer.from_pretrained(folder / "base")
+    tokens = tokenizer(PROMPT, return_tensors="pt")
     with torch.inference_mode():
         written = model.generate(**tokens, max_new_tokens=8, min_new_tokens=8, do_sample=False)
-    assert expected[adapter] == words.decode(written[0, tokens["input_ids"].shape[1] :])
+    assert expected[adapter] == tokenizer.decode(written[0, tokens["input_ids"].shape[1] :])

@@ -282,12 +282,12 @@ def test_a_constant_router_merges(family, options):
     assert not torch.allclose(logits(base, inputs), expected, atol=1e-3)
 
 
-@pytest.mark.parametrize("family, options, words", [
+@pytest.mark.parametrize("family, options, message", [
     ("paligemma", {}, "differ between tokens or tasks"),
     ("idefics3", {"router": "hard"}, "differ between tokens or tasks"),
     ("llava", {"router": "constant"}, "hidden units"),
 ])  # fmt: skip
-def test_other_mixtures_do_not_merge(family, options, words):
+def test_other_mixtures_do_not_merge(family, options, message):
     model, inputs = build(family)
     adapter = adapted(model, target_modules=["q_proj"], **options)
     diverge(adapter)
@@ -296,7 +296,7 @@ def test_other_mixtures_do_not_merge(family, options, words):
             nn.init.normal_(parameter)
     before, names = logits(adapter, inputs), adapter.state_dict().keys()
     for merge in (adapter.merge_adapter, adapter.merge_and_unload):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             merge()
         assert torch.equal(logits(adapter, inputs), before) and adapter.state_dict().keys() == names
 
@@ -371,7 +371,7 @@ def test_projectors_of_other_classes_by_name():
     assert torch.equal(adapter(x), expected)
 
 
-@pytest.mark.parametrize("options, words", [
+@pytest.mark.parametrize("options, message", [
     ({"num_experts": 0}, "1 or more"),
     ({"rank_pattern": {"linear_1": 0}}, "1 or more"),
     ({"router": "best"}, "'soft', 'hard'"),
@@ -384,6 +384,6 @@ def test_projectors_of_other_classes_by_name():
     ({"router": "hard", "tasks": ("a", "b"), "num_experts": 1}, "less than the 2 tasks"),
     ({"router": "sparse", "num_experts_per_tok": 6}, "within 1…5"),
 ])  # fmt: skip
-def test_options_that_do_not_fit(options, words):
-    with pytest.raises(ValueError, match=words):
+def test_options_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
         CMoEConfig(**options)
