@@ -36,8 +36,6 @@ BROKEN = {
     "sh.md": "```sh\nhf-ext --version\nhf-ext inspect nothing-there      # fails\n```\n",
 }
 
-by_name = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-
 
 def shown(page: Path) -> str:
     return page.read_text(encoding="utf-8")
@@ -45,7 +43,7 @@ def shown(page: Path) -> str:
 
 def spans(page: Path) -> list[str]:
     """The code within the lines of a page, each span on one line."""
-    return [" ".join(found.split()) for found in SPAN.findall(re.sub(r"^```.*?^```$", "", shown(page), flags=re.M | re.S))]
+    return [" ".join(span.split()) for span in SPAN.findall(re.sub(r"^```.*?^```$", "", shown(page), flags=re.M | re.S))]
 
 
 @pytest.fixture(scope="module")
@@ -76,22 +74,18 @@ def test_a_block_that_does_not_run_is_noticed(outcome):
     assert "sh.md, in the block from line 2: hf-ext inspect nothing-there ends with 1" in broken["sh.md"]
 
 
-@by_name
-def test_blocks_say_their_language_so_that_none_is_passed_over(page):
-    assert shown(page).count("\n```") == 2 * len(blocks(shown(page)))
-    assert {block.language for block in blocks(shown(page))} <= {"python", "sh"}
+def test_every_block_has_a_language_and_the_first_imports_the_package():
+    for page in PAGES:
+        assert shown(page).count("\n```") == 2 * len(blocks(shown(page))), page
+        assert {block.language for block in blocks(shown(page))} <= {"python", "sh"}, page
+        code = [block.text for block in blocks(shown(page)) if block.language == "python"]
+        assert not code or "hf_ext" in code[0] or "without hf_ext" in shown(page), page
 
 
-@by_name
-def test_the_first_block_of_a_page_imports_the_package(page):
-    code = [block.text for block in blocks(shown(page)) if block.language == "python"]
-    assert not code or "hf_ext" in code[0] or "without hf_ext" in shown(page)
-
-
-@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_lines_of_blocks_fit_on_the_page(page):
-    fenced = re.findall(r"^ *```.*?^ *```$", shown(page), re.M | re.S)
-    assert [line for block in fenced for line in block.splitlines() if len(line) > 88] == []
+def test_lines_of_blocks_fit_on_the_page():
+    for page in MARKDOWN:
+        fenced = re.findall(r"^ *```.*?^ *```$", shown(page), re.M | re.S)
+        assert [line for block in fenced for line in block.splitlines() if len(line) > 88] == [], page
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples/stacks").iterdir()), ids=lambda path: path.name)
@@ -114,21 +108,24 @@ def test_each_method_has_a_page_that_shows_it_from_both_sides():
             assert f"\n## {heading}\n" in shown(page), heading
 
 
-@by_name
-def test_commands_that_are_named_exist(page):
-    lines = [words for block in blocks(shown(page)) if block.language == "sh" for words in commands(block.text)]
-    for words in lines:
-        check_command(words, strict=True)
-    for span in spans(page):
-        if span.startswith(("hf-ext ", "make ", "pip install ", "python ", "accelerate ")) and "…" not in span:
-            check_command(shlex.split(span), strict=False)
+def test_commands_that_are_named_exist():
+    for page in PAGES:
+        lines = [words for block in blocks(shown(page)) if block.language == "sh" for words in commands(block.text)]
+        for words in lines:
+            check_command(words, strict=True)
+        for span in spans(page):
+            if span.startswith(("hf-ext ", "make ", "pip install ", "python ", "accelerate ")) and "…" not in span:
+                check_command(shlex.split(span), strict=False)
+
+
+command_line = cache(typer.main.get_command)
 
 
 def check_command(words: list[str], strict: bool) -> None:
     """Asserts that what a command line names is there. Other programs are allowed in a sentence, but not in a block."""
     program, *rest = [word for word in words if not re.fullmatch(r"[A-Z_]+=\S*", word)]
     if program == "hf-ext":
-        group = typer.main.get_command(app)
+        group = command_line(app)
         if rest[0].startswith("-"):
             assert rest[0] == "--help" or any(rest[0] in option.opts for option in group.params), words
             return
@@ -162,41 +159,40 @@ def check_command(words: list[str], strict: bool) -> None:
         assert not strict, f"{words}: no test knows this program"
 
 
-@by_name
-def test_names_of_the_package_that_are_mentioned_exist(page):
-    for span in spans(page):
+def test_names_of_the_package_that_are_mentioned_exist():
+    for span in [span for page in PAGES for span in spans(page)]:
         for module, name in re.findall(rf"\b({'|'.join(METHODS)}|hf_ext)\.([A-Za-z_]+)\b(?![/.])", span):
             assert name in ("md", "py") or hasattr(getattr(hf_ext, module, hf_ext), name), span
 
 
-@cache
 def messages() -> list[str]:
     """All texts in the code of the package, with … for what is filled in."""
-    found = []
+    texts = []
     for path in (ROOT / "hf_ext").rglob("*.py"):
         for node in ast.walk(ast.parse(shown(path))):
             if isinstance(node, ast.JoinedStr):
-                found.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+                texts.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return found
+                texts.append(node.value)
+    return texts
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_errors_that_are_explained_are_errors_of_the_package(method):
-    table = shown(ROOT / f"docs/{method}.md").split("## Troubleshooting\n")[1].split("\n## ")[0]
-    errors = re.findall(r"^\| `(\w+Error): ([^`]+)`", table, re.M)
-    assert len(errors) >= 5
-    for kind, text in errors:
-        assert hasattr(hf_ext, kind) or kind in ("ValueError", "KeyError"), kind
-        if kind != "KeyError":
-            pattern = ".*".join(re.escape(part.strip()) for part in text.split("…"))
-            assert any(re.search(pattern, message, re.S) for message in messages()), text
+def test_errors_that_are_explained_are_errors_of_the_package():
+    texts = messages()
+    for method in METHODS:
+        table = shown(ROOT / f"docs/{method}.md").split("## Troubleshooting\n")[1].split("\n## ")[0]
+        errors = re.findall(r"^\| `(\w+Error): ([^`]+)`", table, re.M)
+        assert len(errors) >= 5, method
+        for kind, text in errors:
+            assert hasattr(hf_ext, kind) or kind in ("ValueError", "KeyError"), kind
+            if kind != "KeyError":
+                parts = [part.strip() for part in text.split("…")]
+                near = [message for message in texts if all(part in message for part in parts)]
+                assert any(re.search(".*".join(map(re.escape, parts)), message, re.S) for message in near), text
 
 
-@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_links_lead_somewhere(page):
-    for target in LINK.findall(shown(page)):
+def test_links_lead_somewhere():
+    for page, target in [(path, target) for path in MARKDOWN for target in LINK.findall(shown(path))]:
         if re.match(r"\w+:", target):
             continue
         path, _, anchor = target.partition("#")

@@ -207,8 +207,9 @@ def test_a_checkpoint_of_other_sizes_is_an_error(tmp_path):
 
 
 HYBRID = FalconH1Config(  # it computes buffers of its layers
-    vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-)
+    vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=16,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("text", [llama(tied=True).config, mixtral().config, HYBRID], ids=["tied", "mixtral", "hybrid"])
