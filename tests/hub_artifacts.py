@@ -62,11 +62,11 @@ def push_merge(seed: int, repo: str, **options: Any) -> Any:
 
 
 def tasks_logits(model: Any) -> torch.Tensor:
-    found = []
+    outputs = []
     for task in model.tasks:
         model.set_task(task)
-        found.append(logits(model).flatten())
-    return torch.cat(found)
+        outputs.append(logits(model).flatten())
+    return torch.cat(outputs)
 
 
 def pushes_adapter(config: type) -> Callable[..., Any]:
@@ -144,12 +144,12 @@ def push_bases() -> None:
 def push_all() -> dict[str, dict[str, list[float]]]:
     """Pushes each kind to a private repository of its name, and another one to its branch `second`; what they compute."""
     push_bases()
-    found: dict[str, dict[str, list[float]]] = {}
+    computed: dict[str, dict[str, list[float]]] = {}
     for name, kind in ARTIFACTS.items():
         made = kind.push(1, f"user/{name}", private=True)
         HfApi().create_branch(f"user/{name}", branch="second")
-        found[name] = {"main": numbers(kind, made), "second": numbers(kind, kind.push(2, f"user/{name}", revision="second"))}
-    return found
+        computed[name] = {"main": numbers(kind, made), "second": numbers(kind, kind.push(2, f"user/{name}", revision="second"))}
+    return computed
 
 
 def load_all(kinds: Iterable[str] = ARTIFACTS, **options: Any) -> dict[str, dict[str, list[float]]]:
@@ -165,13 +165,13 @@ def load_all(kinds: Iterable[str] = ARTIFACTS, **options: Any) -> dict[str, dict
 
 def refusals(kinds: Iterable[str] = ARTIFACTS, **options: Any) -> dict[str, str]:
     """How loading each of them fails."""
-    found = {}
+    errors = {}
     for name in kinds:
         try:
             ARTIFACTS[name].load(f"user/{name}", **options)
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+            errors[name] = f"{type(error).__name__}: {error}"
+    return errors
 
 
 def numbers(kind: Artifact, made: Any) -> list[float]:

@@ -95,19 +95,19 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    return [Block(found[1], page[: found.start(2)].count("\n") + 1, found[2]) for found in FENCE.finditer(page)]
+    return [Block(match[1], page[: match.start(2)].count("\n") + 1, match[2]) for match in FENCE.finditer(page)]
 
 
 def commands(text: str) -> list[list[str]]:
     """The commands of a shell block as words, without comments. A quoted text may have several lines."""
-    found, begun = [], ""
+    lines, begun = [], ""
     for line in text.replace("\\\n", " ").splitlines(keepends=True):
         begun += line
         with contextlib.suppress(ValueError):  # a quotation that goes on
-            found.append(shlex.split(begun, comments=True))
+            lines.append(shlex.split(begun, comments=True))
             begun = ""
     assert not begun, f"a quotation does not end: {begun}"
-    return [words for words in found if words]
+    return [words for words in lines if words]
 
 
 def shortened(text: str) -> str:
@@ -213,13 +213,13 @@ def pissa() -> dict[str, Any]:
 def transfer() -> dict[str, Path]:
     """Folders of an old model, of its adapter, and of a new model. They write inputs of the task and take them for its own."""
     folder = Path(tempfile.mkdtemp(dir=SHARED.name))
-    found = {name: folder / name for name in ("source", "adapter", "target")}
+    folders = {name: folder / name for name in ("source", "adapter", "target")}
     for kind, role in (("gpt2", "source"), ("llama", "target")):
         model, tokenizer = tiny_transfers.pretrained(kind)
-        model.save_pretrained(found[role])
-        tokenizer.save_pretrained(found[role])
-    tiny_transfers.teacher("gpt2")[0].save_pretrained(found["adapter"])
-    return found
+        model.save_pretrained(folders[role])
+        tokenizer.save_pretrained(folders[role])
+    tiny_transfers.teacher("gpt2")[0].save_pretrained(folders["adapter"])
+    return folders
 
 
 def files_of_a_transfer(source: str, adapter: str, target: str, real: str, seeds: str) -> None:
@@ -332,16 +332,16 @@ def main(results: str, *pages: str) -> None:
     """Writes what each page came to: the traceback of what did not run, or nothing."""
     with another_folder():
         publish()
-    found = {}
+    outcomes = {}
     for page in pages:
         path = Path(page).resolve()
         with another_folder():
             try:
                 run_page(path, MAKERS.get(path.name, dict))
-                found[page] = ""
+                outcomes[page] = ""
             except BaseException:
-                found[page] = traceback.format_exc()
-        Path(results).write_text(json.dumps(found))
+                outcomes[page] = traceback.format_exc()
+        Path(results).write_text(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ except BaseModelError as error:
     failed = str(error)
 after = weights()
 model = kind.load("user/fm_delta", cache_dir="cache")
-found = {"failed": failed, "after": after, "loaded": numbers(kind, model), "then": weights()}
-print(json.dumps(found))
+report = {"failed": failed, "after": after, "loaded": numbers(kind, model), "then": weights()}
+print(json.dumps(report))
 """
 
 SWITCH = """
@@ -82,13 +82,13 @@ kinds = ["fm_delta", "emr"]
 for kind in kinds:
     for revision in ("main", "second"):
         snapshot_download(f"user/{kind}", revision=revision, cache_dir="cache")
-found = {"offline": refusals(kinds, cache_dir="cache", local_files_only=True)}
-found["without"] = refusals(kinds, cache_dir="cache", token=False)
-found["loaded"] = load_all(kinds, cache_dir="cache", token=sys.argv[1])
+report = {"offline": refusals(kinds, cache_dir="cache", local_files_only=True)}
+report["without"] = refusals(kinds, cache_dir="cache", token=False)
+report["loaded"] = load_all(kinds, cache_dir="cache", token=sys.argv[1])
 snapshot_download("user/emr", local_dir="local")
 ARTIFACTS["emr"].load("local", cache_dir="cache", token=sys.argv[1]).save_pretrained("copy")
-found["elsewhere"] = [path.name for path in Path(constants.HF_HUB_CACHE).glob("models--*")]
-print(json.dumps(found))
+report["elsewhere"] = [path.name for path in Path(constants.HF_HUB_CACHE).glob("models--*")]
+print(json.dumps(report))
 """
 
 
@@ -132,9 +132,9 @@ def fetched(hub, pushed, newcomer) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def offline(hub, fetched, newcomer) -> dict[str, Any]:
     answered = len(hub.log)
-    found = newcomer.run(OFFLINE, HF_HUB_OFFLINE="1")
+    computed = newcomer.run(OFFLINE, HF_HUB_OFFLINE="1")
     assert len(hub.log) == answered
-    return found
+    return computed
 
 
 def same(numbers: list[float], others: list[float]) -> bool:
@@ -174,17 +174,17 @@ def test_a_base_is_read_with_the_settings_of_the_call(hub, pushed, tmp_path):
         hub.repos[f"user/{kind}"].private, hub.repos[base].private = False, True
     client, requests = Client(hub, tmp_path), len(hub.log)
     try:
-        found = client.run(SETTINGS, hub.token, signed_in=True)
+        report = client.run(SETTINGS, hub.token, signed_in=True)
     finally:
         for kind, base in bases.items():
             hub.repos[f"user/{kind}"].private, hub.repos[base].private = True, False
     for kind, base in bases.items():
         for refusal in ("offline", "without"):
-            assert found[refusal][kind].startswith("BaseModelError") and base in found[refusal][kind]
-        assert same(found["loaded"][kind]["main"], pushed[kind]["main"])
+            assert report[refusal][kind].startswith("BaseModelError") and base in report[refusal][kind]
+        assert same(report["loaded"][kind]["main"], pushed[kind]["main"])
         asked = [(path, status) for _, path, status in hub.log[requests:] if f"/{base}/" in path]
         assert asked[0][1] in (401, 403, 404), "the first request has no token"
-    assert "models--user--body" not in found["elsewhere"], "a loaded merge keeps the settings, for when it is saved"
+    assert "models--user--body" not in report["elsewhere"], "a loaded merge keeps the settings, for when it is saved"
 
 
 @every_kind
@@ -198,21 +198,21 @@ def test_a_broken_connection_resumes_or_leaves_nothing(hub, pushed, tmp_path):
     compressed, base = (hub.repos[f"user/{name}"].at("main").files["model.safetensors"] for name in ("fm_delta", "bert"))
     hub.cuts = {compressed.sha256: [len(compressed.content) // 2], base.sha256: [0] * 7}
     seen = len(hub.log)
-    found = Client(hub, tmp_path).run(UNSTEADY, signed_in=True)
-    assert "'user/bert' could not be downloaded" in found["failed"] and "needed to read this checkpoint" in found["failed"]
-    assert found["after"] == ["models--user--fm_delta"]
-    assert found["then"] == ["models--user--bert", "models--user--fm_delta"]
-    assert same(found["loaded"], pushed["fm_delta"]["main"])
+    report = Client(hub, tmp_path).run(UNSTEADY, signed_in=True)
+    assert "'user/bert' could not be downloaded" in report["failed"] and "needed to read this checkpoint" in report["failed"]
+    assert report["after"] == ["models--user--fm_delta"]
+    assert report["then"] == ["models--user--bert", "models--user--fm_delta"]
+    assert same(report["loaded"], pushed["fm_delta"]["main"])
     statuses = [status for _, path, status in hub.log[seen:] if path.endswith(compressed.sha256)]
     assert 206 in statuses, "the rest was asked for by its range"
 
 
 def test_switching_to_a_model_of_the_hub_fetches_only_its_delta(hub, pushed, tmp_path):
     seen = len(hub.log)
-    found = Client(hub, tmp_path).run(SWITCH, hub.token)
-    assert "'user/fm_delta'" in found["refused"] and "HF_TOKEN" in found["refused"]
+    report = Client(hub, tmp_path).run(SWITCH, hub.token)
+    assert "'user/fm_delta'" in report["refused"] and "HF_TOKEN" in report["refused"]
     for stage, revision in (("unchanged", "main"), ("second", "second"), ("main", "main")):
-        assert same(found[stage], pushed["fm_delta"][revision])
+        assert same(report[stage], pushed["fm_delta"][revision])
     whole = [path for method, path, status in hub.log[seen:] if (method, status) == ("GET", 200) and "/storage/" in path]
     fetched = [path.rpartition("/")[2] for path in whole]  # without peeks at headers
     repos = [("user/fm_delta", "main"), ("user/bert", "main"), ("user/fm_delta", "second")]

@@ -31,19 +31,19 @@ import peft, safetensors.torch, transformers, torch
 LIBRARIES = ("transformers", "peft", "safetensors", "torch", "huggingface_hub", "accelerate", "tokenizers")
 
 def state():
-    found = {}
+    values = {}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] not in LIBRARIES or not isinstance(module, types.ModuleType):
             continue
         for attribute, value in list(vars(module).items()):
-            found[name, attribute] = value
+            values[name, attribute] = value
             if isinstance(value, type) and value.__module__ == name:
-                found |= {(name, f"{attribute}.{member}"): item for member, item in list(vars(value).items())}
+                values |= {(name, f"{attribute}.{member}"): item for member, item in list(vars(value).items())}
             if type(value) is dict and not attribute.startswith("__"):
-                found |= {(name, f"{attribute}[{key!r}]"): item for key, item in list(value.items())}
+                values |= {(name, f"{attribute}[{key!r}]"): item for key, item in list(value.items())}
             if type(value).__name__ in ("_LazyAutoMapping", "_LazyConfigMapping"):  # reading all of it would import all models
-                found |= {(name, f"{attribute}[{key!r}]"): item for key, item in list(value._extra_content.items())}
-    return found
+                values |= {(name, f"{attribute}[{key!r}]"): item for key, item in list(value._extra_content.items())}
+    return values
 
 before = state()
 import hf_ext

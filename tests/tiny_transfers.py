@@ -47,12 +47,12 @@ def letters(draw: random.Random, count: int = 3) -> str:
 
 def inputs(count: int, seed: int = 0) -> list[str]:
     """Inputs of the task, other than the seeds."""
-    draw, found = random.Random(seed), {}
-    while len(found) < count:
+    draw, texts = random.Random(seed), {}
+    while len(texts) < count:
         text = f"pick {letters(draw)}"
         if text not in SEEDS:
-            found[text] = None
-    return list(found)
+            texts[text] = None
+    return list(texts)
 
 
 def answer(text: str) -> str:
@@ -65,14 +65,14 @@ def is_input(text: str) -> bool:
 
 def documents(count: int) -> list[str]:
     """What the tokenizers are made from: lists of lines that begin with one of three words, and single letters, answered."""
-    draw, found = random.Random(0), []
+    draw, texts = random.Random(0), []
     for _ in range(count):
         lines = [f"{i}. {draw.choice(WORDS)} {letters(draw, draw.choice([3, 3, 3, 4]))}" for i in range(1, 11)]
-        found.append("\n".join(["Here are 10 examples:", *lines]))
+        texts.append("\n".join(["Here are 10 examples:", *lines]))
         letter = draw.choice(LETTERS)
-        found += [f"the letter {letter} {answer(letter)}"] * 2
-        found.append(f"is {letter} early? {'Yes' if answer(letter) == 'early' else 'No'}")
-    return found
+        texts += [f"the letter {letter} {answer(letter)}"] * 2
+        texts.append(f"is {letter} early? {'Yes' if answer(letter) == 'early' else 'No'}")
+    return texts
 
 
 def build_tokenizer(vocabulary: int, ends: bool = False) -> PreTrainedTokenizerFast:

@@ -36,7 +36,7 @@ def test_a_flipped_bit_of_the_base_is_found_or_harmless(tmp_path, base_type, tas
     expected = {(task, name): merged.tensor(task, name).data for task in tasks for name in merged.source(task).names()}
     path = base / "model.safetensors"
     content, start = path.read_bytes(), 8 + len(SafetensorsFile(path).header_bytes)
-    found = 0
+    noticed = 0
     for place in np.linspace(start, len(content) - 1, FLIPS, dtype=int):
         damaged = bytearray(content)
         damaged[place] ^= 1 << place % 8
@@ -46,9 +46,9 @@ def test_a_flipped_bit_of_the_base_is_found_or_harmless(tmp_path, base_type, tas
             for (task, name), data in expected.items():
                 assert np.array_equal(merged.tensor(task, name).data, data), (place, task, name)
         except HfExtError:
-            found += 1
+            noticed += 1
             with pytest.raises(HfExtError):
                 emr.verify(tmp_path / "merged")
         else:
             emr.verify(tmp_path / "merged")
-    assert found
+    assert noticed

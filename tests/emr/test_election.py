@@ -125,8 +125,8 @@ def test_every_half_rounds_as_torch_rounds_it(dtype):
         expected = (every.float() * torch.tensor(scale, dtype=torch.float32)).to(every.dtype)
         # The sum with 0 makes +0 of -0.
         expected = (expected.float() + 0.0).to(every.dtype)
-        found = modulate(dtype, base, every, mask, scale)
-        assert torch.equal((found.float() + 0.0).to(every.dtype).view(torch.int16), expected.view(torch.int16)), scale
+        modulated = modulate(dtype, base, every, mask, scale)
+        assert torch.equal((modulated.float() + 0.0).to(every.dtype).view(torch.int16), expected.view(torch.int16)), scale
 
 
 @pytest.mark.parametrize("dtype", TYPES)

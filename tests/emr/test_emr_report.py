@@ -43,7 +43,7 @@ def test_the_figures_are_those_of_the_weights(merge, tmp_path):
     assert f"Together they take {size / 1e6:.2f} MB." in (folder / "merged/README.md").read_text()
 
 
-def test_it_is_a_table_a_dictionary_and_a_picture(merge, tmp_path):
+def test_the_report_is_a_table_a_dictionary_and_a_picture(merge, tmp_path):
     *_, report = merge
     lines = str(report).splitlines()
     assert len(lines) == 2 + len(report.tasks) + 2 and lines[2].startswith("trec ")
@@ -54,7 +54,7 @@ def test_it_is_a_table_a_dictionary_and_a_picture(merge, tmp_path):
         report.plot(tmp_path / "none" / "report.png")
 
 
-def test_the_base_is_not_needed(tmp_path):
+def test_the_report_needs_no_base(tmp_path):
     base, tasks = write_tasks(tmp_path / "in", {"cr": 2})
     report = emr.merge(base, tasks, tmp_path / "merged")
     base.rename(tmp_path / "gone")

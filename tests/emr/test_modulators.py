@@ -47,7 +47,7 @@ def write(path, order=1):
     return path
 
 
-def test_everything_comes_back(tmp_path):
+def test_modulators_come_back_from_a_file(tmp_path):
     file = TaskFile(write(tmp_path / "cr" / "modulators.safetensors"))
     assert file.record.modulated == record().modulated
     assert (file.record.task, file.record.elected, file.record.files) == ("cr", "d1", ["tokenizer.json"])
@@ -56,9 +56,9 @@ def test_everything_comes_back(tmp_path):
         assert (file.mask(name, 8 * mask.size - 7) == mask).all()
     assert file.mask("none", 320) is None
     for name, tensor in OWN.items():
-        found = file.read("own/" + name)
-        found = RawTensor(found.dtype, found.shape, found.data.copy()).to_torch()
-        assert found.dtype == tensor.dtype and torch.equal(found, tensor)
+        modulator = file.read("own/" + name)
+        modulator = RawTensor(modulator.dtype, modulator.shape, modulator.data.copy()).to_torch()
+        assert modulator.dtype == tensor.dtype and torch.equal(modulator, tensor)
     assert file.entries["rows/rows"].shape == (2, 8) and not {"rows/dense", "own/dense"} & file.entries.keys()
     assert file.names() == sorted([*record().modulated, "shared.weight", *OWN])
     assert file.verify() == len(MASKS) + len(OWN) + 1
@@ -104,7 +104,7 @@ def test_a_copy_differs_only_in_the_digest_of_elected_weights(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"version": "x"}', '{"version": 1}', '{"version": 0}', "null"])
-def test_a_header_that_says_nothing_sensible_is_refused(tmp_path, text):
+def test_a_header_of_impossible_values_is_refused(tmp_path, text):
     path = write(tmp_path / "file")
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")

@@ -39,11 +39,11 @@ def test_the_lora_is_the_best_of_its_rank(tmp_path, build, rank, options):
     converted.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(build(), tmp_path)
     assert type(loaded.peft_config["default"]) is LoraConfig
-    found = deltas(loaded)
+    changes = deltas(loaded)
     for record, (name, expected) in zip(converted.layers, deltas(model).items(), strict=True):
         singular = torch.linalg.svdvals(expected.double())
         best = (singular[record.rank :].square().sum() / singular.square().sum()).sqrt().item()
-        error = (torch.linalg.norm(found[name] - expected) / torch.linalg.norm(expected)).item()
+        error = (torch.linalg.norm(changes[name] - expected) / torch.linalg.norm(expected)).item()
         assert error == pytest.approx(best, abs=1e-4) and record.error == pytest.approx(best, abs=1e-4)
     if rank is None:
         assert difference(logits(loaded), logits(model)) < 2e-6
@@ -155,7 +155,7 @@ def test_the_command_keeps_the_head_of_the_adapter(tmp_path, capsys):
             assert torch.equal(weights[0][name], weights[1][name]) and len(weights[0][name]) == 5
 
 
-def test_what_cannot_be_converted_is_an_error(base):
+def test_unsupported_conversions_are_errors(base):
     model = trained(load(base), PissaConfig(**OPTIONS))
     with pytest.raises(HfExtError, match="no LoRA or PiSSA adapter 'other'"):
         pissa.convert_to_lora(model, adapter_name="other")

@@ -17,25 +17,25 @@ def matrix(*shape: int, decay: float = 1.0, seed: int = 0) -> torch.Tensor:
     return (left * torch.arange(1, min(shape[-2:]) + 1) ** -decay) @ right.mT
 
 
-def energy(found) -> float:
-    return found.S.double().square().sum().item()
+def energy(components) -> float:
+    return components.S.double().square().sum().item()
 
 
 @pytest.mark.parametrize("shape", [(96, 96), (40, 120), (120, 40), (3, 64, 96), (2, 3, 96, 32)])
 def test_the_components_equal_the_exact_decomposition(shape):
     weight = matrix(*shape)
-    exact, found = (principal_components(weight, 8, niter) for niter in (None, 6))
-    for vectors in (found.U.mT, found.Vh):
+    exact, components = (principal_components(weight, 8, niter) for niter in (None, 6))
+    for vectors in (components.U.mT, components.Vh):
         torch.testing.assert_close(vectors @ vectors.mT, torch.eye(8).expand(*shape[:-2], 8, 8), atol=1e-4, rtol=0)
-    torch.testing.assert_close(found.S, exact.S, rtol=1e-4, atol=0)
-    product, expected = ((c.U * c.S[..., None, :]) @ c.Vh for c in (found, exact))
+    torch.testing.assert_close(components.S, exact.S, rtol=1e-4, atol=0)
+    product, expected = ((c.U * c.S[..., None, :]) @ c.Vh for c in (components, exact))
     torch.testing.assert_close(product, expected, atol=2e-3, rtol=0)
 
 
 def test_three_rounds_capture_nearly_all_of_the_energy():
     weight = matrix(256, 384, decay=0.5)
-    exact, found = (energy(principal_components(weight, 16, niter)) for niter in (None, 3))
-    assert 0.99 * exact < found <= exact * (1 + 1e-6)
+    exact, components = (energy(principal_components(weight, 16, niter)) for niter in (None, 3))
+    assert 0.99 * exact < components <= exact * (1 + 1e-6)
 
 
 def test_more_rounds_capture_more_energy():
@@ -62,9 +62,9 @@ def test_a_seed_determines_the_components():
 
 @pytest.mark.parametrize("weight", [torch.zeros(48, 64), matrix(48, 64)[:, :1] @ torch.ones(1, 64)], ids=["zero", "rank one"])
 def test_a_matrix_of_too_small_a_rank_gives_finite_factors_of_it(weight):
-    found = principal_components(weight, 8)
-    B, A = initial_factors(found, 2.0)
-    assert all(torch.isfinite(part).all() for part in (*found, B, A))
+    components = principal_components(weight, 8)
+    B, A = initial_factors(components, 2.0)
+    assert all(torch.isfinite(part).all() for part in (*components, B, A))
     torch.testing.assert_close(2 * B @ A, weight, atol=1e-5, rtol=1e-5)
 
 
@@ -78,22 +78,22 @@ def test_a_rank_that_the_matrix_lacks_is_an_error(rank):
 @given(m=st.integers(1, 24), n=st.integers(1, 24), data=st.data())
 def test_all_components_together_are_the_matrix(m, n, data):
     weight = matrix(m, n, seed=data.draw(st.integers(0, 99)))
-    found = principal_components(weight, min(m, n), data.draw(st.sampled_from([None, 0, 3])))
-    torch.testing.assert_close((found.U * found.S) @ found.Vh, weight, atol=1e-5, rtol=0)
+    components = principal_components(weight, min(m, n), data.draw(st.sampled_from([None, 0, 3])))
+    torch.testing.assert_close((components.U * components.S) @ components.Vh, weight, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("scaling", [0.5, 1.0, 4.0])
 def test_the_scaled_factors_are_the_principal_part(scaling):
     weight = matrix(64, 48)
-    found = principal_components(weight, 8, None)
-    B, A = initial_factors(found, scaling)
-    torch.testing.assert_close(scaling * B @ A, (found.U * found.S) @ found.Vh)
+    components = principal_components(weight, 8, None)
+    B, A = initial_factors(components, scaling)
+    torch.testing.assert_close(scaling * B @ A, (components.U * components.S) @ components.Vh)
     torch.testing.assert_close(B.norm(dim=0), A.norm(dim=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(64, 96), (96, 64)])
-def test_factors_are_told_from_those_of_another_matrix(shape, dtype):
+def test_factors_of_another_matrix_are_recognized(shape, dtype):
     weight, other = matrix(*shape), matrix(*shape, seed=1)
     B, A = (factor.to(dtype) for factor in initial_factors(principal_components(weight, 8), 0.5))
     assert is_of(B, A, 0.5, weight.to(dtype).float())

@@ -254,7 +254,7 @@ def test_embeddings_of_a_model_that_scales_them():
     ],
 )
 @pytest.mark.parametrize("kind", [PissaConfig, QPissaConfig])
-def test_an_option_that_does_not_go_with_it_is_an_error(kind, options, message):
+def test_unsupported_options_are_errors(kind, options, message):
     with pytest.raises(ValueError, match=message):
         kind(**options)
 
@@ -267,7 +267,7 @@ def test_an_option_that_does_not_go_with_it_is_an_error(kind, options, message):
         ({"target_modules": ["LayerNorm"]}, "no adapter for LayerNorm .*LayerNorm"),
     ],
 )
-def test_a_target_that_cannot_be_is_an_error(options, message):
+def test_an_impossible_target_is_an_error(options, message):
     with pytest.raises(ValueError, match=message):
         get_peft_model(bert(), config(**options))
 
@@ -352,8 +352,8 @@ def test_plain_adapters_beside_pissa_are_combined_by_weights():
     model.add_adapter("two", LoraConfig(**options))
     model.add_weighted_adapter(["one", "two"], [0.5, 2.0], "both", "cat")
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
-    found, (one, two) = layer.get_delta_weight("both"), map(layer.get_delta_weight, ("one", "two"))
-    assert difference(found, 0.5 * one + 2.0 * two) < 1e-5
+    combined, (one, two) = layer.get_delta_weight("both"), map(layer.get_delta_weight, ("one", "two"))
+    assert difference(combined, 0.5 * one + 2.0 * two) < 1e-5
 
 
 def test_an_adapter_put_in_by_hotswap_is_an_error(tmp_path):
@@ -364,7 +364,7 @@ def test_an_adapter_put_in_by_hotswap_is_an_error(tmp_path):
         logits(model)
 
 
-def test_nothing_is_added_to_or_told_of_a_merged_model():
+def test_a_merged_model_takes_no_adapter_and_has_no_report():
     model = trained(llama(), config())
     model.merge_adapter()
     with pytest.raises(HfExtError, match="unmerge_adapter"):
@@ -373,7 +373,7 @@ def test_nothing_is_added_to_or_told_of_a_merged_model():
         model.add_adapter("other", config())
 
 
-def test_encoders_and_decoders_take_it():
+def test_encoder_decoders_take_it():
     expected = logits(t5())
     model = trained(t5(), config())
     assert difference(logits(model), expected) > 1e-3

@@ -99,9 +99,9 @@ def test_a_converted_lora_misses_what_its_summary_says(tmp_path, dimensions, ran
     for record in converted.layers:
         exact = model.base_model.model.get_submodule(record.layer).get_delta_weight("default").flatten(1)
         layer = loaded.base_model.model.get_submodule(record.layer)
-        found = layer.lora_B["default"].weight.flatten(1) @ layer.lora_A["default"].weight.flatten(1)
+        product = layer.lora_B["default"].weight.flatten(1) @ layer.lora_A["default"].weight.flatten(1)
         assert record.rank == (rank or 8)
-        assert torch.linalg.norm(found - exact) / torch.linalg.norm(exact) == pytest.approx(record.error, abs=1e-4)
+        assert torch.linalg.norm(product - exact) / torch.linalg.norm(exact) == pytest.approx(record.error, abs=1e-4)
 
 
 @pytest.mark.parametrize("combination", ["cat", "linear", "svd"])
@@ -112,10 +112,10 @@ def test_adapters_are_combined_by_weights(combination):
     expected = [2 * layer.get_delta_weight("default") - layer.get_delta_weight("second") for layer in layers]
     model.add_weighted_adapter(["default", "second"], [2.0, -1.0], "both", combination)
     assert model.peft_config["both"].r == {"cat": 16, "linear": 8, "svd": 6}[combination]  # one layer has six channels
-    found = [layer.get_delta_weight("both") for layer in layers]
-    assert [one.shape for one in found] == [layer.get_base_layer().weight.shape for layer in layers]
+    changes = [layer.get_delta_weight("both") for layer in layers]
+    assert [one.shape for one in changes] == [layer.get_base_layer().weight.shape for layer in layers]
     if combination != "linear":  # which multiplies sums of factors
-        assert difference(found[1], expected[1]) < 1e-5
+        assert difference(changes[1], expected[1]) < 1e-5
 
 
 @pytest.mark.parametrize("options", [{"groups": 2}, {"dilation": 2}, {"padding_mode": "circular"}], ids=str)

@@ -36,12 +36,17 @@ def test_the_errors_are_those_of_the_weights(tmp_path):
     for record in pissa.report(model).layers:
         weight = small_llama().get_submodule(record.layer).weight
         start = model.get_submodule(f"base_model.model.{record.layer}").base_layer.dequantized()
-        for found, error in ((start, record.error), (dequantize(plain.get_submodule(record.layer).weight), record.plain_error)):
-            assert error == pytest.approx((torch.linalg.norm(found - weight) / torch.linalg.norm(weight)).item(), rel=1e-3)
+        for approximation, error in (
+            (start, record.error),
+            (dequantize(plain.get_submodule(record.layer).weight), record.plain_error),
+        ):
+            assert error == pytest.approx(
+                (torch.linalg.norm(approximation - weight) / torch.linalg.norm(weight)).item(), rel=1e-3
+            )
 
 
 @pytest.mark.parametrize("kind", [PissaConfig, QPissaConfig])
-def test_it_is_a_table_a_dictionary_and_a_picture(tmp_path, kind):
+def test_the_report_is_a_table_a_dictionary_and_a_picture(tmp_path, kind):
     report = pissa.report(get_peft_model(small_llama(), kind(**OPTIONS)))
     assert len(str(report).splitlines()) == 2 + 14 + 2
     assert ("quantization error" in report.summary()) is (kind is QPissaConfig)

@@ -152,8 +152,8 @@ def test_saved_adapters_are_combined_by_weights(tmp_path):
         for one, other in zip(first.modules(), second.modules())
         if hasattr(one, "get_delta_weight")
     ]
-    found = [module.get_delta_weight("both") for module in model.modules() if hasattr(module, "get_delta_weight")]
-    assert all(difference(a, b) < 1e-5 for a, b in zip(found, expected, strict=True))
+    combined = [module.get_delta_weight("both") for module in model.modules() if hasattr(module, "get_delta_weight")]
+    assert all(difference(a, b) < 1e-5 for a, b in zip(combined, expected, strict=True))
 
 
 WITHOUT = """
@@ -199,8 +199,8 @@ for name, config in (("pissa", hf_ext.PissaConfig), ("qpissa", hf_ext.QPissaConf
         expected = model.eval()(tokens).logits
     model.push_to_hub(f"me/{name}")
     with torch.no_grad():
-        found = AutoPeftModelForCausalLM.from_pretrained(f"me/{name}").eval()(tokens).logits
-        print((found - expected).abs().max().item())
+        loaded = AutoPeftModelForCausalLM.from_pretrained(f"me/{name}").eval()(tokens).logits
+        print((loaded - expected).abs().max().item())
         again = PeftModel.from_pretrained(
             AutoModelForCausalLM.from_pretrained("me/base"), f"me/{name}", config=config.from_pretrained(f"me/{name}")
         )
@@ -208,7 +208,7 @@ for name, config in (("pissa", hf_ext.PissaConfig), ("qpissa", hf_ext.QPissaConf
 """
 
 
-def test_it_goes_to_the_hub_and_back(tmp_path):
+def test_pushed_adapters_load_by_id(tmp_path):
     small_llama().save_pretrained(tmp_path / "base")
     with LocalHub() as hub:
         result = python("-c", PUSH, tmp_path / "base", env=hub.client_env(tmp_path))

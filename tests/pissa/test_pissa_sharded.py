@@ -72,9 +72,9 @@ def _fsdp(rank: int, folder: str) -> None:
     model = pissa()
     before, expected = get_peft_model_state_dict(model), model(**inputs(model)).logits
     shard(model)
-    found = model(**inputs(model)).logits
-    found.sum().backward()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    outputs = model(**inputs(model)).logits
+    outputs.sum().backward()
+    torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-6)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:  # the others get nothing
         state = get_peft_model_state_dict(model, state_dict=whole)

@@ -26,7 +26,7 @@ RESIDUAL = (QPissaConfig, OPTIONS | {"save_residual": True}, None)
 every_kind = pytest.mark.parametrize(
     ("kind", "options", "quantization"),
     [
-        *(pytest.param(*kind, id=name) for name, kind in KINDS.items()),
+        *(pytest.param(*kind, id=name, marks=[pytest.mark.slow] * ("rslora" in name)) for name, kind in KINDS.items()),
         pytest.param(*RESIDUAL, id="qpissa on full precision", marks=SAVED_RESIDUALS),
     ],
 )

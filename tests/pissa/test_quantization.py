@@ -29,8 +29,8 @@ def nuclear(matrix: torch.Tensor) -> float:
     return torch.linalg.svdvals(matrix).sum().item()
 
 
-def missing(matrix: torch.Tensor, found, scaling: float = 1.0) -> torch.Tensor:
-    return matrix - dequantize(found.quantized) - scaling * found.B @ found.A
+def missing(matrix: torch.Tensor, start, scaling: float = 1.0) -> torch.Tensor:
+    return matrix - dequantize(start.quantized) - scaling * start.B @ start.A
 
 
 def by_the_paper(matrix: torch.Tensor, rank: int, quantization: Quantization, iterations: int) -> torch.Tensor:
@@ -73,24 +73,24 @@ def test_the_quantized_weight_is_bitsandbytes_own(quantization):
     )
     layer.load_state_dict({"weight": matrix})
     layer = layer.to("cpu")
-    found = dequantize(quantization.quantize(matrix))
+    decoded = dequantize(quantization.quantize(matrix))
     expected = dequantize(layer.weight, getattr(layer, "state", None))
     # The storage differs, and a type of fewer bits rounds; the codes are the same.
-    torch.testing.assert_close(found, expected, rtol=2**-8, atol=0)
-    assert torch.linalg.norm(found - matrix) < 0.2 * torch.linalg.norm(matrix)
+    torch.testing.assert_close(decoded, expected, rtol=2**-8, atol=0)
+    assert torch.linalg.norm(decoded - matrix) < 0.2 * torch.linalg.norm(matrix)
 
 
 @every_format
 @pytest.mark.parametrize("iterations", [1, 5])
 def test_less_is_missing_than_from_the_quantized_weight_alone(quantization, iterations):
     matrix = weight()
-    found = quantized_residual(matrix, 12, quantization, iterations, scaling=2.0)
-    error, plain = nuclear(missing(matrix, found, 2.0)), nuclear(matrix - dequantize(quantization.quantize(matrix)))
+    start = quantized_residual(matrix, 12, quantization, iterations, scaling=2.0)
+    error, plain = nuclear(missing(matrix, start, 2.0)), nuclear(matrix - dequantize(quantization.quantize(matrix)))
     assert error < plain
-    assert found.error == pytest.approx((torch.linalg.norm(missing(matrix, found, 2.0)) / torch.linalg.norm(matrix)).item())
+    assert start.error == pytest.approx((torch.linalg.norm(missing(matrix, start, 2.0)) / torch.linalg.norm(matrix)).item())
     plain_error = torch.linalg.norm(matrix - dequantize(quantization.quantize(matrix))) / torch.linalg.norm(matrix)
-    assert found.error < plain_error
-    assert 0.3 < found.energy < 1
+    assert start.error < plain_error
+    assert 0.3 < start.energy < 1
 
 
 def test_the_error_is_at_most_that_of_the_authors_algorithm():
@@ -106,16 +106,16 @@ def test_the_error_is_at_most_that_of_the_authors_algorithm():
 
 def test_exact_decompositions_give_the_authors_algorithm():
     matrix, quantization = weight(), FORMATS["nf4"]
-    found = quantized_residual(matrix, 8, quantization, 3, niter=None)
-    torch.testing.assert_close(missing(matrix, found), by_the_paper(matrix, 8, quantization, 3), atol=2e-3, rtol=0)
+    start = quantized_residual(matrix, 8, quantization, 3, niter=None)
+    torch.testing.assert_close(missing(matrix, start), by_the_paper(matrix, 8, quantization, 3), atol=2e-3, rtol=0)
 
 
 def test_the_residual_is_of_the_rounded_factors():
     matrix, quantization = weight(), FORMATS["nf4"]
-    found = quantized_residual(matrix, 8, quantization, 2, dtype=torch.bfloat16)
-    assert found.B.dtype == found.A.dtype == torch.bfloat16
-    again = quantization.quantize(residual(matrix, found.B.float(), found.A.float(), 1.0))
-    assert torch.equal(again.data, found.quantized.data)
+    start = quantized_residual(matrix, 8, quantization, 2, dtype=torch.bfloat16)
+    assert start.B.dtype == start.A.dtype == torch.bfloat16
+    again = quantization.quantize(residual(matrix, start.B.float(), start.A.float(), 1.0))
+    assert torch.equal(again.data, start.quantized.data)
 
 
 def test_the_residual_is_exact_whatever_its_size():

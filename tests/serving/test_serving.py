@@ -217,8 +217,8 @@ def test_a_server_answers_about_an_image(server, tmp_path):
     content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": "[cls] what is there ?"}]
     inputs = processor(images=tiny_uni_med.image(), text="what is there ?", task="cls", return_tensors="pt")
     expected = processor.decode(model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, -8:], skip_special_tokens=True)
-    found = ask(server, tmp_path / "model", "chat/completions", messages=[{"role": "user", "content": content}])
-    assert found.strip() == expected.strip()
+    reply = ask(server, tmp_path / "model", "chat/completions", messages=[{"role": "user", "content": content}])
+    assert reply.strip() == expected.strip()
 
 
 def test_a_pipeline_takes_a_peft_model(folder, expected):

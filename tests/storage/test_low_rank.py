@@ -146,8 +146,8 @@ def test_factors_are_read_without_the_base(code, few):
     tensor[5 * COLUMNS : 8 * COLUMNS] = base[5 * COLUMNS : 8 * COLUMNS]
     body = encode(tensor, base, code, COLUMNS, change)
     rows, columns, exponent = _native.factors(body, code, len(tensor), COLUMNS, len(tensor))
-    found = np.frombuffer(rows, np.int32).reshape(ROWS, -1)
-    assert not found[5:8].any() and np.array_equal(np.delete(found, range(5, 8), 0), np.delete(change.rows, range(5, 8), 0))
+    left = np.frombuffer(rows, np.int32).reshape(ROWS, -1)
+    assert not left[5:8].any() and np.array_equal(np.delete(left, range(5, 8), 0), np.delete(change.rows, range(5, 8), 0))
     assert columns == change.columns.tobytes() and exponent == change.exponent
 
 

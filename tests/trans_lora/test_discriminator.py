@@ -154,7 +154,7 @@ def test_a_teacher_that_comes_after_it_computes_as_alone(saved, tmp_path):
     assert torch.allclose(logits(model, tokenizer), expected, atol=1e-4)
 
 
-def test_what_is_saved_is_an_adapter_that_loads_anywhere(saved):
+def test_a_saved_discriminator_loads_as_an_adapter(saved):
     folder, discriminator, tokenizer = saved
     assert {path.name for path in (folder / "discriminator").iterdir()} == {
         *("README.md", "adapter_config.json", "adapter_model.safetensors", "discriminator.json")
@@ -182,7 +182,7 @@ def test_nothing_real_is_written_but_the_seeds(saved):
     assert len(texts) > 4 and not [text for text in REAL if any(text in file for file in texts)]
 
 
-def test_a_run_that_is_begun_again_goes_on_from_its_files(tmp_path):
+def test_a_repeated_run_resumes_from_its_files(tmp_path):
     base, tokenizer = pretrained("gpt2")
     first = trained(base, tokenizer, tmp_path)
     before = (tmp_path / "synthesis.jsonl").read_bytes()

@@ -27,7 +27,7 @@ def test_case_and_space_make_no_difference(other):
 
 
 @pytest.mark.parametrize("other", ["not True", "not ( False )", "( not True )", "2 + 2 - 1"])
-def test_signs_and_words_do(other):
+def test_signs_and_other_words_make_a_difference(other):
     seen = SeenTexts(1)
     seen.add("not ( True )")
     seen.add("2 + 2 + 1")

@@ -30,7 +30,7 @@ def lead(model, tokenizer, prompts: list[str], count: int) -> float:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_lists_are_continued(kind):
+def test_the_models_continue_lists(kind):
     model, tokenizer = pretrained(kind)
     prompt = synthesis_prompt(SEEDS, 10)
     assert lead(model, tokenizer, [prompt, "sort c a b"], 40) > 0.2

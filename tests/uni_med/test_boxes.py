@@ -62,7 +62,7 @@ def test_many_boxes_are_read_and_spaces_do_not_matter():
     assert parse_boxes("none", (100, 100)) == []
 
 
-def test_intersection_over_union():
+def test_overlap_is_intersection_over_union():
     assert box_iou((0, 0, 2, 2), (0, 0, 2, 2)) == 1
     assert box_iou((0, 0, 2, 2), (1, 0, 3, 2)) == pytest.approx(1 / 3)
     assert box_iou((0, 0, 1, 1), (1, 1, 2, 2)) == 0 == box_iou((0, 0, 0, 0), (0, 0, 0, 0))

@@ -170,7 +170,7 @@ def test_a_saved_model_is_loaded_bit_for_bit(tmp_path, model):
     assert isinstance(AutoConfig.from_pretrained(tmp_path), UniMedConfig)
 
 
-def test_shards_dtypes_and_device_maps(tmp_path):
+def test_it_loads_from_shards_in_any_dtype_and_place(tmp_path):
     model = uni_med()
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
@@ -223,7 +223,7 @@ def test_any_language_model_is_saved_and_loaded(tmp_path, text):
     torch.testing.assert_close(logits(loaded, batch()), logits(model, batch()))
 
 
-def test_it_can_be_copied():
+def test_a_copied_model_computes_the_same():
     model = uni_med()
     torch.testing.assert_close(logits(copy.deepcopy(model), batch()), logits(model, batch()))
 
@@ -312,7 +312,7 @@ def test_generating_does_not_depend_on_padding(model):
     ],
     ids=str,
 )
-def test_variants_of_generation(options):
+def test_every_way_of_generation_works(options):
     model, inputs = uni_med(), batch(answers=False)
     torch.manual_seed(0)
     out = model.generate(**inputs, **GREEDY | options, return_dict_in_generate=True, output_scores=True, output_logits=True)
@@ -450,7 +450,7 @@ def test_a_tower_inside_a_vision_language_model(tmp_path):
         UniMedForConditionalGeneration.from_vision_text_pretrained(tmp_path / "llava", text)
 
 
-def test_images_of_another_size_than_the_towers():
+def test_images_of_another_size_are_interpolated():
     tower = {"vision_config": {"model_type": "vit", **SMALL, "image_size": 32, "patch_size": 8}}
     model = UniMedForConditionalGeneration(UniMedConfig(**tower, text_config=llama().config, image_token_id=96)).eval()
     pixels = torch.randn(1, 3, 64, 64)

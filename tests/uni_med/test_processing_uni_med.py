@@ -228,7 +228,7 @@ def test_a_tokenizer_gets_only_missing_tokens():
     assert processor().tokenizer.pad_token == "</s>" and make.model_input_names[-1] == "image_tasks"
 
 
-def test_boxes_through_the_processor():
+def test_the_processor_writes_and_reads_boxes():
     make = processor()
     assert make.format_box((8, 8, 40, 24), image().size) == "{<10><17><50><50>}"
     assert make.parse_boxes("{<10><50><50><100>}", image().size) == [(8, 24, 40, 48)]

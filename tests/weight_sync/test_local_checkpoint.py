@@ -58,7 +58,7 @@ def test_another_process_goes_on_from_any_step(tmp_path: Path, folder: Path):
         assert same(read(folder), weights(step))
 
 
-def test_weights_that_others_changed_are_found_and_replaced(tmp_path: Path, folder: Path):
+def test_weights_that_others_changed_are_replaced(tmp_path: Path, folder: Path):
     publish(tmp_path / "run", range(3))
     checkpoint = LocalCheckpoint(folder, tmp_path / "run")
     checkpoint.update(1)

@@ -27,16 +27,16 @@ sys.path.insert(0, sys.argv[1])
 from tiny_runs import same, weights, zeros
 from hf_ext.weight_sync import Publisher, Subscriber
 place = sys.argv[2]
-tensors, subscriber, found = zeros(), Subscriber(place), []
+tensors, subscriber, updates = zeros(), Subscriber(place), []
 assert subscriber.steps() == []
 with Publisher(place, anchor_every=2, keep_anchors=1) as run:
     for step in range(4):
         run.publish(weights(step), step)
         run.wait()
-        found.append([subscriber.update(tensors), same(tensors, weights(step))])
+        updates.append([subscriber.update(tensors), same(tensors, weights(step))])
 late = Subscriber(place)
 late.update(step=3)
-print(json.dumps({"found": found, "late": same(late.tensors, weights(3)), "steps": late.steps()}))
+print(json.dumps({"updates": updates, "late": same(late.tensors, weights(3)), "steps": late.steps()}))
 """
 
 
@@ -47,7 +47,7 @@ def test_a_repository_on_the_hub_is_a_place(tmp_path: Path):
         )
         assert done.returncode == 0, done.stderr[-3000:]
         report = json.loads(done.stdout.splitlines()[-1])
-        assert report == {"found": [[step, True] for step in range(4)], "late": True, "steps": [2, 3]}
+        assert report == {"updates": [[step, True] for step in range(4)], "late": True, "steps": [2, 3]}
         repo = hub.repos["user/run"]
         weights_there = [name for name in repo.at("main").files if name.endswith(".safetensors")]
         assert len(weights_there) == 3  # two steps and an anchor; the others are removed
@@ -66,7 +66,7 @@ def test_a_bucket_on_the_hub_is_a_place(tmp_path: Path):
                 continue
             assert done.returncode == 0, done.stderr[-3000:]
             report = json.loads(done.stdout.splitlines()[-1])
-            assert report == {"found": [[step, True] for step in range(4)], "late": True, "steps": [2, 3]}
+            assert report == {"updates": [[step, True] for step in range(4)], "late": True, "steps": [2, 3]}
         assert len(files) == 4  # two steps, an anchor, the index
 
 

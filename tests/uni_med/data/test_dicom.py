@@ -275,7 +275,7 @@ def test_damaged_files_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("syntax", [ExplicitVRLittleEndian, RLELossless, DeflatedExplicitVRLittleEndian])
-def test_sizes_in_headers_are_not_believed(tmp_path, syntax):
+def test_forged_sizes_in_headers_take_no_memory(tmp_path, syntax):
     huge = edited(write(tmp_path / "a.dcm", RAMP, syntax), Rows=65535, Columns=65535)
     many = edited(write(tmp_path / "b.dcm", RAMP, syntax), NumberOfFrames=2**31 - 1)
     large = edited(write(tmp_path / "c.dcm", RAMP, syntax), Rows=9000, Columns=9000)

@@ -97,7 +97,7 @@ def test_checking_opens_each_image_once_and_names_the_rows(tmp_path, warnings):
         check_images(data, on_error="ignore")
 
 
-def test_vqa_rad(tmp_path):
+def test_vqa_rad_questions_become_samples(tmp_path):
     file, images = vqa_rad(tmp_path)
     data = read_vqa_rad(file, images)
     assert data.column_names == ["image", "text", "task", "answer"] and len(data) == 4
@@ -109,7 +109,7 @@ def test_vqa_rad(tmp_path):
         read_vqa_rad(file, images, split="val")
 
 
-def test_slake(tmp_path):
+def test_slake_questions_become_samples(tmp_path):
     file, images = slake(tmp_path)
     assert len(read_slake(file, images)) == 3
     data = read_slake(file, images, language="en")
@@ -120,7 +120,7 @@ def test_slake(tmp_path):
         read_slake(file, images, language="fr")
 
 
-def test_reports(tmp_path):
+def test_reports_become_caption_samples(tmp_path):
     file, images = reports(tmp_path)
     data = read_reports(file, images)
     assert data["image"][0] == [str(images / "CXR1/0.png"), str(images / "CXR1/1.png")] and len(data["image"][1]) == 1

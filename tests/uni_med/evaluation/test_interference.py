@@ -80,7 +80,7 @@ def test_interference_without_gradients_is_an_error():
         interference(model, batches())
 
 
-def test_pictures(tmp_path):
+def test_interference_is_drawn(tmp_path):
     model = uni_med()
     interference(model, batches()).plot(tmp_path / "interference.png")
     points = feature_map(model, batches() | {"qa": batch(samples=rows()[1:2])})

@@ -155,7 +155,7 @@ def test_generate_takes_tasks_also_with_beams(family):
     assert all(torch.equal(*pair) for pair in zip(*features))  # the tasks of a call end with it
 
 
-def test_batches_without_images_and_wrong_tasks():
+def test_batches_without_images_work_and_unknown_tasks_raise():
     model, inputs = build("llava")
     adapter = adapted(model)
     expected = logits(adapter, inputs, tasks=MIXED)
@@ -187,7 +187,7 @@ def test_images_that_cannot_be_told_apart_raise():
         adapter(**both, tasks=["vqa", "cls"])
 
 
-def test_images_of_some_samples():
+def test_a_batch_may_have_images_in_some_samples():
     model, inputs = build("llava_next")
     adapter = adapted(model, num_experts=2, router="hard")
     diverge(adapter)
@@ -198,13 +198,13 @@ def test_images_of_some_samples():
     torch.testing.assert_close(mixed[2], alone[1][2], rtol=1e-4, atol=1e-5)
 
 
-def test_replicas_raise():
+def test_replicas_of_data_parallel_are_refused():
     adapter = adapted(build("llava")[0])
     with pytest.raises(RuntimeError, match="DataParallel"):
         mixtures(adapter)[0]._replicate_for_data_parallel()  # as torch.nn.DataParallel does, which requires two GPUs
 
 
-def test_four_bits(tmp_path):
+def test_projectors_in_four_bits_are_upcycled(tmp_path):
     pytest.importorskip("bitsandbytes")
     model, inputs = build("llava")
     model.save_pretrained(tmp_path)
@@ -311,7 +311,7 @@ def test_interference_of_tasks_at_the_experts():
     assert measured.tasks == list(TASKS) and 0 < measured.mean_direction <= 1
 
 
-def test_two_adapters_and_a_copy():
+def test_two_adapters_and_a_copy_compute_apart():
     model, inputs = build("llava")
     adapter = adapted(model)
     adapter.add_adapter("other", CMoEConfig(r=2, num_experts=3, tasks=("a", "b")))
@@ -333,7 +333,7 @@ def test_two_adapters_and_a_copy():
 
 
 @adapters_of_transformers
-def test_transformers_own_add_adapter(tmp_path):
+def test_add_adapter_of_transformers_takes_it(tmp_path):
     model, inputs = build("qwen2_5_vl")
     expected = logits(model, inputs)
     model.add_adapter(CMoEConfig(r=2, tasks=TASKS))
@@ -384,6 +384,6 @@ def test_projectors_of_other_classes_by_name():
     ({"router": "hard", "tasks": ("a", "b"), "num_experts": 1}, "less than the 2 tasks"),
     ({"router": "sparse", "num_experts_per_tok": 6}, "within 1…5"),
 ])  # fmt: skip
-def test_options_that_do_not_fit(options, message):
+def test_invalid_options_are_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         CMoEConfig(**options)
