@@ -34,7 +34,7 @@ from transformers import (
 
 from hf_ext import fm_delta
 
-HF_EXT = [sys.executable, "-m", "hf_ext", "extract-lora"]
+HF_EXT = [sys.executable, "-m", "hf_ext", "--threads", "1", "extract-lora"]
 
 
 def run(command: list[str]) -> tuple[float, float]:
@@ -70,7 +70,7 @@ def beside_mergekit(title: str, tuned: Path, base: Path, rank: int, mergekit: st
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = Path(folder, "ours"), Path(folder, "theirs")
-        commands = {"hf_ext": (ours, [*HF_EXT, tuned, "--base", base, "--rank", rank, "--threads", 1, "--out", ours])}
+        commands = {"hf_ext": (ours, [*HF_EXT, tuned, "--base", base, "--rank", rank, "--out", ours])}
         if mergekit:
             options = ["--base-model", base, "--max-rank", rank, "-e", "embed_tokens", "-e", "lm_head", "--skip-undecomposable"]
             commands["mergekit"] = theirs, [mergekit, "--model", tuned, "--out-path", theirs, *options]

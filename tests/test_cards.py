@@ -115,7 +115,7 @@ def merged(tmp_path_factory):
 
 
 def test_a_merge_says_of_each_task_how_close_it_is(merged, tmp_path):
-    emr.add_task(merged / "merged", "subj", merged / "subj", tmp_path / "more", reelect=True)
+    emr.add_task(merged / "merged", "cr-again", merged / "cr", tmp_path / "more")
     for folder in (merged / "merged", tmp_path / "more"):
         data, text = valid_card(folder, "emr")
         report = emr.report(folder)
@@ -359,7 +359,7 @@ def saves(tuned: Path, merged: Path, llama: Path) -> dict:
         "compress": lambda out: fm_delta.compress_checkpoint(tuned / "tuned", tuned / "base", out),
         "enable": fm_delta.enable(perturb(bert(), 3), tuned / "base").save_pretrained,
         "merge": lambda out: emr.merge(merged / "base", {"cr": merged / "cr"}, out),
-        "add_task": lambda out: emr.add_task(merged / "merged", "subj", merged / "subj", out, reelect=True),
+        "add_task": lambda out: emr.add_task(merged / "merged", "cr-again", merged / "cr", out),
         "merged": plain(merged / "merged").save_pretrained,
         "convert_to_lora": pissa.convert_to_lora(model).save_pretrained,
         "uni_med": uni_med().save_pretrained,

@@ -143,8 +143,8 @@ def check_command(words: list[str], strict: bool) -> None:
     elif program == "pip":
         setup = configparser.ConfigParser()
         setup.read(ROOT / "setup.cfg")
-        extras = re.findall(r"(?:^|\s)\.\[(\w+)\]", " ".join(rest))
-        assert all(extra in setup["options.extras_require"] for extra in extras), words
+        extras = re.findall(r"(?:^|\s)\.\[([\w,-]+)\]", " ".join(rest))
+        assert {*",".join(extras).split(",")} <= {"", *setup["options.extras_require"]}, words
     elif program in ("python", "accelerate"):
         if rest == ["launch"]:
             return
@@ -155,7 +155,7 @@ def check_command(words: list[str], strict: bool) -> None:
         beside = "".join(shown(path) for path in script.parent.glob("*.py"))
         own = [word.removeprefix("--") for word in rest[rest.index(str(script.relative_to(ROOT))) :] if word.startswith("--")]
         assert all(re.search(rf"\b{option}\b", beside) for option in own), words
-    elif program not in ("axolotl", "cp", "curl", "git", "sglang", "swift", "vllm"):  # they are not installed with the tests
+    elif program not in ("axolotl", "cp", "curl", "git", "hf", "sglang", "swift", "vllm"):  # they are not installed with the tests
         assert not strict, f"{words}: no test knows this program"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
-from hf_ext.cli.command import MovedBase, Plot, Result, Section, argument, drawn, note_missing_config
+from hf_ext.cli.command import Json, MovedBase, Plot, Result, Section, Verbose, argument, drawn, note_missing_config
 
 section = Section(
     "Inspect a compressed model or a merge, and check it",
@@ -20,12 +20,14 @@ Stored = Annotated[str, argument("SRC", "Compressed folder, folder of a merge, o
 @section.command(
     "show sizes of tensors, or how close tasks are to their models",
     "  hf-ext inspect my-bert-small --plot sizes.png\n  hf-ext inspect my-bert-merged --json",
-    "The first example below is for a compressed model, the second for a merge. The base is not required. docs/emr.md explains "
-    "the columns for a merge.",
+    "The first example below is for a compressed model, the second for a merge. The base is not required. --verbose adds "
+    "a row for each tensor. docs/emr.md explains the columns for a merge.",
 )
 def inspect(
     src: Annotated[str, argument("SRC", "Compressed folder or file, folder of a merge, or the id of one on the Hub.")],
     plot: Plot = None,
+    verbose: Verbose = False,
+    as_json: Json = False,
 ) -> Result:
     from hf_ext import emr
 
@@ -33,16 +35,16 @@ def inspect(
     method = method_of(folder)
     report = emr.report(folder) if method is emr else method.inspect(folder)
     missing = drawn(lambda: report.plot(plot)) if plot else ""
-    return Result(str(report) + missing, report.to_dict())
+    text = str(report) if verbose or method is emr else report.summary()
+    return Result(text + missing, report.to_dict())
 
 
 @section.command(
     "decode every tensor and compare it with its checksum",
     "  hf-ext verify my-bert-small\n  hf-ext verify my-bert-merged --base /mnt/bert    # the base moved",
     "For a merge, also checks every mask. If a file is damaged, the error names it and the exit code is 1.",
-    threaded=True,
 )
-def verify(src: Stored, base: MovedBase = None) -> Result:
+def verify(src: Stored, base: MovedBase = None, as_json: Json = False) -> Result:
     folder = local(src)
     count = method_of(folder).verify(folder, base=base)
     note_missing_config(folder)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
 import typer.core
 
-from hf_ext.cli.hub import Destination, signed_in
 from hf_ext.errors import HfExtError
 from hf_ext.integration import versions
 
@@ -26,7 +24,10 @@ RESUMABLE = "{out} has the finished part; run the command again to resume"
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose options with a metavar ending in "…" take several values, as in `--candidates a b c`."""
+    """A command whose function returns a `Result`, which is printed as JSON if its parameter `as_json: Json` is true.
+
+    Options with a metavar ending in "…" take several values, as in `--candidates a b c`.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         several = {name for option in self.params if str(option.metavar).endswith("…") for name in option.opts}
@@ -44,6 +45,26 @@ class Command(typer.core.TyperCommand):
             if hasattr(error, "format_message") and getattr(error, "ctx", None) is None:
                 error.ctx = ctx  # type: ignore[attr-defined]  # so that main() names the command
             raise
+
+    def invoke(self, ctx: Any) -> int:
+        """Runs the function, prints its result or error, and returns the exit code."""
+        if "as_json" not in ctx.params:  # another tool takes over: its output and exit code are its own
+            return super().invoke(ctx)
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # the output of libraries is not the result
+                result = super().invoke(ctx)
+        except KeyboardInterrupt:
+            nothing = "out" in ctx.params and not os.path.exists(ctx.params["out"])
+            say(f"interrupted; {NOTHING if nothing else ctx.obj.format(**ctx.params)}.")
+            return 130
+        except Exception as error:
+            if hasattr(error, "format_message"):  # a mistake in the command line, which main() reports
+                raise
+            return failure(ctx, error)
+        if result is None:
+            return 0
+        print(json.dumps(result.data, indent=2) if ctx.params["as_json"] else result.text, flush=True)
+        return int(result.failed)
 
 
 class Tutorial(typer.core.TyperGroup):
@@ -84,14 +105,7 @@ class Section:
     commands: dict[str, str] = field(default_factory=dict)
 
     def command(
-        self,
-        does: str,
-        examples: str,
-        more: str = "",
-        left: str = UNCHANGED,
-        hands_over: bool = False,
-        threaded: bool = False,
-        **settings: Any,
+        self, does: str, examples: str, more: str = "", left: str = UNCHANGED, **settings: Any
     ) -> Callable[[Callable], Callable]:
         """Declares the decorated function as a command of the same name.
 
@@ -100,16 +114,15 @@ class Section:
             examples: command lines, with comments after "#".
             more: what else to know before using it.
             left: what an interrupted run leaves, formatted with the command's arguments.
-            hands_over: another tool takes over this process; its output and exit code are its own.
-            threaded: the command works on tensors in several threads, and takes --threads.
+            settings: of the command's context.
         """
 
         def declare(function: Callable) -> Callable:
             name = function.__name__.replace("_", "-")
             self.commands[name] = does
             help = f"{does[0].upper()}{does[1:]}.\n\n{more}"
-            run = function if hands_over else reporting(function, left, threaded)
-            app.command(name, cls=Command, help=help, epilog=f"\b\nExamples:\n{examples}", **settings)(run)
+            context = {"obj": left} | settings
+            app.command(name, cls=Command, context_settings=context, help=help, epilog=f"\b\nExamples:\n{examples}")(function)
             return function
 
         return declare
@@ -117,95 +130,6 @@ class Section:
     def __str__(self) -> str:
         commands = [f"  {name:<21}{does}" for name, does in self.commands.items()]
         return "\n".join((f"{self.title}:", *commands, "", *(f"    {line}" for line in self.example.splitlines())))
-
-
-def reporting(function: Callable[..., Result | None], left: str, threaded: bool = False) -> Callable[..., int]:
-    """Returns a function for Typer: it adds shared options, calls `function`, prints the result and returns the exit code.
-
-    The options are --token and --json; --threads if `threaded`; for a parameter `out: Destination`, --out, --push-to-hub and
-    --private.
-
-    Args:
-        left: see `Section.command`.
-        threaded: take `--threads` too, which limits the threads of `function`.
-    """
-    declared = inspect.signature(function, eval_str=True).parameters
-
-    def run(context: typer.Context, as_json: bool, token: str | None, threads: int | None = None, **arguments: Any) -> int:
-        if "context" in declared:
-            arguments["context"] = context
-        if "push_to_hub" in arguments:
-            resolve_destination(arguments, "push_to_hub" in declared)
-        try:
-            # The output of libraries is not the result.
-            with contextlib.redirect_stdout(sys.stderr), signed_in(token), limited(threads):
-                result = uploaded(function, arguments)
-        except KeyboardInterrupt:
-            nothing = "out" in arguments and not os.path.exists(str(arguments["out"]))
-            say(f"interrupted; {NOTHING if nothing else left.format(**arguments)}.")
-            return 130
-        except Exception as error:
-            if hasattr(error, "format_message"):  # a mistake in the command line, which main() reports
-                raise
-            return failure(context, error)
-        if result is None:
-            return 0
-        print(json.dumps(result.data, indent=2) if as_json else result.text, flush=True)
-        return int(result.failed)
-
-    added: dict[str, tuple[Any, Any]] = {}
-    if "out" in declared and declared["out"].annotation is Destination:
-        # A run of hours has a folder to resume from.
-        added |= {"out": (Out, inspect.Parameter.empty) if left == RESUMABLE else (OptionalOut, None)}
-        added |= {"push_to_hub": (PushToHub, None), "private": (Private, False)}
-    added |= {"threads": (Threads, None)} if threaded else {}
-    added |= {"token": (Token, None), "as_json": (Json, False), "context": (typer.Context, inspect.Parameter.empty)}
-    parameters = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-        for name, (annotation, default) in (
-            {name: (item.annotation, item.default) for name, item in declared.items()} | added
-        ).items()
-    ]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return run
-
-
-def resolve_destination(arguments: dict[str, Any], keep: bool) -> None:
-    """Replaces the options --out, --push-to-hub and --private by a `Destination`, unless a command takes them itself."""
-    if arguments["private"] and not arguments["push_to_hub"]:
-        raise mistake("requires --push-to-hub, whose repository it makes private", "--private")
-    if keep:
-        return
-    out, repo_id, private = (arguments.pop(name) for name in ("out", "push_to_hub", "private"))
-    if not (out or repo_id or arguments.get("dry_run")):
-        others = "--push-to-hub or --dry-run" if "dry_run" in arguments else "or --push-to-hub"
-        raise mistake(f"give a folder to write{',' if 'dry_run' in arguments else ''} {others}", "--out")
-    arguments["out"] = Destination(out, repo_id, private)
-
-
-def uploaded(function: Callable[..., Result | None], arguments: dict[str, Any]) -> Result | None:
-    """Runs a command and uploads its result, if the user gave a repository."""
-    out = arguments.get("out")
-    if not isinstance(out, Destination):
-        return function(**arguments)
-    try:
-        result = function(**arguments)
-    except BaseException:
-        out.discard()
-        raise
-    if result is None or not out.upload():  # None: another process has the result
-        return result
-    return replace(result, text=f"{result.text}\nPushed to {out.repo_id}.", data=result.data | {"pushed_to": out.repo_id})
-
-
-def limited(threads: int | None) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which at most so many threads work on tensors."""
-    if threads is None:
-        return contextlib.nullcontext()
-    from hf_ext.storage.prefetch import at_most_cores
-
-    return at_most_cores(threads)
 
 
 def failure(context: typer.Context, error: Exception) -> int:
@@ -274,9 +198,7 @@ def flag(name: str, help: str) -> Any:
     return typer.Option(name, help=help)
 
 
-OUT = "Folder to write. Overwrites files of the same names."
-Out = Annotated[str, option("--out", OUT)]
-OptionalOut = Annotated[str | None, option("--out", f"{OUT} Optional with --push-to-hub.")]
+Out = Annotated[str, option("--out", "Folder to write. Overwrites files of the same names.")]
 Revision = Annotated[
     str | None, option("--revision", "Branch, tag or commit of the base on the Hub; defaults to main.", metavar="REV")
 ]
@@ -284,23 +206,5 @@ MovedBase = Annotated[
     str | None, option("--base", "Folder or Hub id of the base, if it has moved. Defaults to the base in SRC's config.json.")
 ]
 Plot = Annotated[str | None, option("--plot", "Also draw a picture, if matplotlib is installed.", "FILE.png")]
-PushToHub = Annotated[
-    str | None, option("--push-to-hub", "Also upload the result to this model repository on the Hub.", "ORG/NAME")
-]
-Private = Annotated[bool, flag("--private", "Create the repository as a private one, if it does not exist.")]
-Token = Annotated[
-    str | None,
-    option("--token", "Access token for the Hub. Defaults to HF_TOKEN, or to the one that `hf auth login` saved.", "TOKEN"),
-]
+Verbose = Annotated[bool, flag("--verbose", "Print the whole table.")]
 Json = Annotated[bool, flag("--json", "Print the result as JSON, and nothing else to stdout.")]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        "--threads",
-        min=1,
-        metavar="N",
-        show_default=False,
-        help="Maximum number of threads for work on tensors. Defaults to the cores that CPU affinity (taskset, Slurm) and the "
-        "container's CPU quota grant. Does not change the results.",
-    ),
-]

@@ -13,23 +13,19 @@ import typer
 
 from hf_ext.cli.command import (
     RESUMABLE,
+    Json,
     MovedBase,
     Out,
-    Plot,
-    Private,
     Result,
     Revision,
     Section,
+    Verbose,
     argument,
-    drawn,
     flag,
     mistake,
     note_missing_config,
     option,
-    say,
 )
-from hf_ext.cli.hub import Destination, create_repository, require_shared, upload
-from hf_ext.errors import HfExtError
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
 
 WHOLE = "every checkpoint is complete; run the command again to resume"
@@ -41,92 +37,65 @@ one_model = Section(
     "$ hf-ext decompress my-bert-small --out my-bert-again",
 )
 many_models = Section(
-    "Do the same with a folder of models, or with the checkpoints of a training run",
-    "$ hf-ext compress-all my-models --out my-models-small --workers 4 --verify\n"
-    "$ hf-ext compress-series my-run --base google-bert/bert-base-uncased",
+    "Do the same with a folder of models",
+    "$ hf-ext compress-all my-models --out my-models-small --workers 4 --verify",
 )
 
 Src = Annotated[str, argument("SRC", "Folder or Hub id of the fine-tuned model, with safetensors weights.")]
-Candidates = Annotated[
-    list[str] | None,
-    option("--candidates", "Without --base: possible bases (folders or Hub ids). Defaults to the local Hub cache.", "DIR…"),
-]
-BaseId = Annotated[
-    str | None, option("--base-id", "Hub id to record for the base, if --base is a local copy of it.", "ORG/NAME")
-]
 Verify = Annotated[bool, flag("--verify", "Decode everything and compare it with the source, byte for byte.")]
-DeleteSource = Annotated[bool, flag("--delete-source", "Delete the source after verifying the result; implies --verify.")]
-Level = Annotated[
-    int,
-    typer.Option(
-        "--level", min=LEVELS[0], max=LEVELS[-1], metavar="N", help=f"{LEVELS[0]} is fastest, {LEVELS[-1]} compresses best."
-    ),
-]
 
 
 @one_model.command(
     "copy a model, storing weights as differences from a base",
     "  hf-ext compress my-bert --base google-bert/bert-base-uncased --out my-bert-small\n"
-    "  hf-ext compress my-bert --out my-bert-small --delete-source    # finds the base\n"
+    "  hf-ext compress my-bert --out my-bert-small    # finds the base\n"
     "  hf-ext compress my-bert --base /mnt/bert --base-id google-bert/bert-base-uncased \\\n"
     "    --out my-bert-small\n"
-    "  hf-ext compress my-model --no-base --out my-model-small    # a base model or adapter\n"
-    "  hf-ext compress my-bert --dry-run                         # estimates the size\n"
-    "  hf-ext compress me/my-bert --base google-bert/bert-base-uncased \\\n"
-    "    --push-to-hub me/my-bert-small",
+    "  hf-ext compress my-model --no-base --out my-model-small    # a base model or adapter",
     "OUT contains every file of SRC, with compressed weights. from_pretrained loads the same bits from OUT as from SRC, on any "
     "machine that has the base or can download it. Without --base, the command searches for the base, as find-base does.",
     "{out} is unchanged, or has the whole model",
-    threaded=True,
 )
 def compress(
     src: Src,
-    out: Destination,
+    out: Out,
     base: Annotated[str | None, option("--base", "Folder or Hub id of the model that SRC was fine-tuned from.")] = None,
     no_base: Annotated[
         bool, flag("--no-base", "Compress the weights without a base, such as those of a base model or a PEFT adapter.")
     ] = False,
     revision: Revision = None,
-    candidates: Candidates = None,
-    base_id: BaseId = None,
+    base_id: Annotated[
+        str | None, option("--base-id", "Hub id to record for the base, if --base is a local copy of it.", "ORG/NAME")
+    ] = None,
     verify: Verify = False,
-    level: Level = DEFAULT_LEVEL,
-    delete_source: DeleteSource = False,
-    dry_run: Annotated[bool, flag("--dry-run", "Write nothing. Estimate the size from some of the tensors.")] = False,
-    any_base: Annotated[
-        bool,
-        flag("--any-base", "Accept a base whose weights are unrelated to those of SRC. The result is then hardly smaller."),
-    ] = False,
+    level: Annotated[
+        int,
+        typer.Option(
+            "--level", min=LEVELS[0], max=LEVELS[-1], metavar="N", help=f"{LEVELS[0]} is fastest, {LEVELS[-1]} compresses best."
+        ),
+    ] = DEFAULT_LEVEL,
+    as_json: Json = False,
 ) -> Result:
-    if out.out is None and delete_source:  # a failed upload would lose the model
-        raise mistake("requires --out, so that a failed upload does not lose the model", "--delete-source")
-    if no_base and (base or candidates):
-        raise mistake("cannot be combined with --base or --candidates", "--no-base")
-    check_base(base, revision, candidates, base_id)
+    if no_base and base:
+        raise mistake("cannot be combined with --base", "--no-base")
+    require_base(base, revision=revision, base_id=base_id)
     from hf_ext import fm_delta
     from hf_ext.errors import BaseModelError
     from hf_ext.fm_delta.base_search import unrelated
     from hf_ext.storage.hub import downloaded
 
-    finding, src = "", src if delete_source else str(downloaded(src))
+    finding, src = "", str(downloaded(src))
     if base is None and not no_base:
-        report = fm_delta.find_base(src, candidates or None)
+        report = fm_delta.find_base(src)
         base, revision, finding = report.require().name, report.require().revision, f"{report.summary()}\n"
-    if out.repo_id:
-        require_shared(base, base_id)
-    if base and not finding and not any_base:
-        if reason := unrelated(src, base, revision):
-            raise BaseModelError(
-                f"{reason} `hf-ext find-base {src}` looks for the base; --no-base compresses without one; --any-base accepts "
-                "this one."
-            )
+    elif base and (reason := unrelated(src, base, revision)):
+        raise BaseModelError(
+            f"{reason} `hf-ext find-base {src}` looks for the base; --no-base compresses without one. In Python, "
+            "fm_delta.compress_checkpoint accepts every base."
+        )
     note_missing_config(src)
-    if dry_run:
-        estimate = fm_delta.estimate(src, base, revision, level)
-        return Result(finding + estimate.summary(), estimate.to_dict())
-    folder = out.folder()
-    fm_delta.compress_checkpoint(src, base, folder, revision, verify, delete_source, level, base_id)
-    written = fm_delta.inspect(folder)
+    fm_delta.compress_checkpoint(src, base, out, revision, verify, level=level, base_id=base_id)
+    written = fm_delta.inspect(out)
     return Result(finding + written.summary(), written.to_dict() | {"tensors": len(written.tensors)})  # `inspect` lists them
 
 
@@ -134,10 +103,12 @@ def compress(
     "restore the original folder, every file byte for byte",
     "  hf-ext decompress my-bert-small --out my-bert\n"
     "  hf-ext decompress my-bert-small --out my-bert --base /mnt/bert    # the base moved",
-    threaded=True,
 )
 def decompress(
-    src: Annotated[str, argument("SRC", "Compressed folder, or its id on the Hub.")], out: Out, base: MovedBase = None
+    src: Annotated[str, argument("SRC", "Compressed folder, or its id on the Hub.")],
+    out: Out,
+    base: MovedBase = None,
+    as_json: Json = False,
 ) -> Result:
     from hf_ext import fm_delta
 
@@ -152,18 +123,21 @@ def decompress(
     "  hf-ext find-base my-bert google-bert/bert-base-uncased ../other-bert",
     "Tries the models that config.json and the model card name, then compares a few KB of each tensor. It can report "
     "another fine-tune of the same base. Such a model works as a base too, but then you must keep it. The exit code is 1 if "
-    "no candidate fits.",
+    "no candidate fits. --verbose shows how the candidates compare.",
 )
 def find_base(
     src: Src,
     candidates: Annotated[
         list[str] | None, argument("CANDIDATE", "Folders or Hub ids of possible bases; defaults to the local Hub cache.")
     ] = None,
+    verbose: Verbose = False,
+    as_json: Json = False,
 ) -> Result:
     from hf_ext import fm_delta
 
     report = fm_delta.find_base(src, candidates or None)
-    return Result(str(report), report.to_dict(), failed=report.best is None)
+    text = str(report) if verbose else report.summary()
+    return Result(text, report.to_dict(), failed=report.best is None)
 
 
 @one_model.command(
@@ -176,13 +150,11 @@ def find_base(
     "A layer's LoRA consists of the leading singular components of the layer's change. With --energy or --max-size, each layer "
     "gets a rank of its own. Prints the share of the change that the LoRA keeps, and the changes that it does not carry.\n\n"
     "Without --base, SRC must be compressed: the base is then the one that SRC records.",
-    threaded=True,
 )
 def extract_lora(
     src: Annotated[str, argument("SRC", "Folder or Hub id of the fine-tuned model, plain or compressed.")],
-    out: Destination,
+    out: Out,
     base: Annotated[str | None, option("--base", "Folder or Hub id of the model that SRC was fine-tuned from.")] = None,
-    revision: Revision = None,
     rank: Annotated[
         int | None,
         option("--rank", "Rank of all layers (32); with --energy or --max-size, the largest rank of a layer.", "N", min=1),
@@ -194,36 +166,20 @@ def extract_lora(
     max_size: Annotated[
         str | None, option("--max-size", "Size of the adapter, such as 50MB, with the most energy.", "SIZE")
     ] = None,
-    modules_to_save: Annotated[
-        bool, flag("--modules-to-save", "Also carry changed norms and embeddings, whole. Many servers reject such adapters.")
-    ] = False,
     texts: Annotated[
         str | None,
         option("--eval", 'Compare losses on these texts of a language model, one per line: {"text": "…"}', "FILE.jsonl"),
     ] = None,
-    plot: Plot = None,
+    verbose: Verbose = False,
+    as_json: Json = False,
 ) -> Result:
     size = None if max_size is None else bytes_of(max_size)
-    check_base(base, revision, None, None)
     from hf_ext import fm_delta
     from hf_ext.fm_delta.lora_evaluation import read_texts
 
     read = read_texts(texts) if texts else None
-    if out.repo_id:
-        require_shared(base)
-    report = fm_delta.extract_lora(
-        src,
-        base,
-        out.folder(),
-        rank=rank,
-        energy=energy,
-        max_size=size,
-        revision=revision,
-        modules_to_save=modules_to_save,
-        texts=read,
-    )
-    missing = drawn(lambda: report.plot(plot)) if plot else ""
-    return Result(str(report) + missing, report.to_dict())
+    report = fm_delta.extract_lora(src, base, out, rank=rank, energy=energy, max_size=size, texts=read)
+    return Result(str(report) if verbose else report.summary(), report.to_dict())
 
 
 def bytes_of(size: str) -> int:
@@ -243,7 +199,6 @@ def bytes_of(size: str) -> int:
     "OUT/compress_all.json records the result for each model. Failures do not stop the run; the exit code is then 1. Run the "
     "command again to resume.",
     RESUMABLE,
-    threaded=True,
 )
 def compress_all(
     folder: Annotated[list[str], argument("FOLDER", "Folder of models, or the models' own folders.")],
@@ -253,25 +208,22 @@ def compress_all(
         option("--base", "Folder or Hub id of the base of all models. Defaults to searching for the base of each model."),
     ] = None,
     revision: Revision = None,
-    candidates: Candidates = None,
-    base_id: BaseId = None,
+    candidates: Annotated[
+        list[str] | None,
+        option("--candidates", "Without --base: possible bases (folders or Hub ids). Defaults to the local Hub cache.", "DIR…"),
+    ] = None,
     workers: Annotated[
-        int, typer.Option("--workers", min=1, metavar="N", help="Number of processes. They share the threads of --threads.")
+        int, typer.Option("--workers", min=1, metavar="N", help="Number of processes. They share the machine's cores.")
     ] = 1,
     scheduler: Annotated[
         str | None, option("--scheduler", "Use the workers of a Dask cluster, such as tcp://host:8786.", "ADDRESS")
     ] = None,
     verify: Verify = False,
-    level: Level = DEFAULT_LEVEL,
-    delete_source: DeleteSource = False,
-    push_to_hub: Annotated[
-        str | None, option("--push-to-hub", "Also upload each model to the Hub, to the repository ORG/NAME.", "ORG")
-    ] = None,
-    private: Private = False,
+    as_json: Json = False,
 ) -> Result:
-    check_base(base, revision, candidates, base_id)
-    if push_to_hub:
-        require_shared(base, base_id)
+    require_base(base, revision=revision)
+    if candidates and base:
+        raise mistake("cannot be combined with --base", "--candidates")
     from hf_ext import fm_delta
     from hf_ext.storage.layout import all_weights, weights_instead
 
@@ -280,34 +232,9 @@ def compress_all(
     sources = only if len(folder) == 1 and not is_model else folder
     with dask_cluster(scheduler) if scheduler else contextlib.nullcontext() as executor:
         report = fm_delta.compress_all(
-            sources,
-            out,
-            base,
-            revision,
-            workers=workers,
-            executor=executor,
-            verify=verify,
-            delete_source=delete_source,
-            level=level,
-            candidates=candidates or None,
-            base_id=base_id,
+            sources, out, base, revision, workers=workers, executor=executor, verify=verify, candidates=candidates or None
         )
-    if not push_to_hub:
-        return Result(str(report), report.to_dict(), failed=bool(report.failed))
-    done = [Path(out, model.name) for model in report.models if not (model.error or model.skipped)]
-    count = sum(pushed(model, push_to_hub, private) for model in done)
-    text = f"{report}\nPushed {count} of {len(done)} models to {push_to_hub}."
-    return Result(text, report.to_dict(), failed=bool(report.failed) or count < len(done))
-
-
-def pushed(folder: Path, owner: str, private: bool) -> bool:
-    """Uploads a compressed model. If that fails, prints the reason and returns false."""
-    try:
-        upload(folder, create_repository(f"{owner}/{folder.name}", private))
-    except HfExtError as error:
-        say(str(error))
-        return False
-    return True
+    return Result(str(report), report.to_dict(), failed=bool(report.failed))
 
 
 @contextlib.contextmanager
@@ -327,36 +254,17 @@ def dask_cluster(address: str) -> Iterator[Executor]:
 
 
 @many_models.command(
-    "compress the checkpoints of a training run in place",
-    "  hf-ext compress-series my-run --base google-bert/bert-base-uncased",
-    "Stores each checkpoint as differences from the base or from the next newer checkpoint, whichever is smaller. In a script "
-    "with `import hf_ext`, from_pretrained and Trainer's resume_from_checkpoint read the checkpoints as before.",
-    WHOLE,
-    threaded=True,
-)
-def compress_series(
-    run_folder: Annotated[str, argument("RUN", "output_dir of a finished training run, with folders checkpoint-N.")],
-    base: Annotated[str, option("--base", "Folder or Hub id of the model that the run started from.")],
-    revision: Revision = None,
-) -> Result:
-    from hf_ext import fm_delta
-
-    report = fm_delta.compress_series(run_folder, base, revision)
-    return Result(str(report), report.to_dict())
-
-
-@many_models.command(
     "delete a checkpoint of a run, unless others need it",
     "  hf-ext remove-checkpoint my-run/checkpoint-500\n"
     "  hf-ext remove-checkpoint my-run/checkpoint-500 --rebase    # others need it",
     left=WHOLE,
-    threaded=True,
 )
 def remove_checkpoint(
     src: Annotated[str, argument("RUN/checkpoint-N", "Folder of the checkpoint.")],
     rebase: Annotated[
         bool, flag("--rebase", "First compress the checkpoints that need it against another one, then delete it.")
     ] = False,
+    as_json: Json = False,
 ) -> Result:
     from hf_ext import fm_delta
 
@@ -364,7 +272,8 @@ def remove_checkpoint(
     return Result(f"{src} is deleted.", {"deleted": src})
 
 
-def check_base(base: str | None, revision: str | None, candidates: list[str] | None, base_id: str | None) -> None:
+def require_base(base: str | None, revision: str | None = None, base_id: str | None = None) -> None:
+    """Checks that options about the base come with --base."""
     if revision and not base:
         raise mistake("requires --base, whose revision it selects", "--revision")
     if base_id and not base:
@@ -376,5 +285,3 @@ def check_base(base: str | None, revision: str | None, candidates: list[str] | N
             validate_repo_id(base_id)
         except HFValidationError:
             raise mistake(f"'{base_id}' is not a Hub id such as org/name", "--base-id") from None
-    if candidates and base:
-        raise mistake("cannot be combined with --base", "--candidates")

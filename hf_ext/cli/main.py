@@ -50,13 +50,29 @@ def tutorial() -> str:
 
 @app.callback(help=tutorial())
 def options(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", is_eager=True, callback=show_version, help="Print the versions to include in a bug report."),
     ] = False,
     traceback: Annotated[bool, flag("--traceback", "Print the traceback of an error.")] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            "--threads",
+            min=1,
+            metavar="N",
+            show_default=False,
+            help="Maximum number of threads for work on tensors. Defaults to the cores that CPU affinity (taskset, Slurm) and "
+            "the container's CPU quota grant. Does not change the results.",
+        ),
+    ] = None,
 ) -> None:
-    """Declares the options that stand before the command. `failure` reads --traceback."""
+    """Handles the options that stand before the command. `failure` reads --traceback."""
+    if threads is not None:
+        from hf_ext.storage.prefetch import at_most_cores
+
+        context.with_resource(at_most_cores(threads))
 
 
 def main(arguments: Sequence[str] | None = None) -> Any:

@@ -6,8 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
-from hf_ext.cli.command import Result, Section, argument, option
-from hf_ext.cli.hub import Destination
+from hf_ext.cli.command import Json, Out, Result, Section, Verbose, argument, option
 
 section = Section(
     "Convert a PiSSA or QPiSSA adapter into a LoRA (PiSSA)",
@@ -17,13 +16,12 @@ section = Section(
 
 @section.command(
     "convert a PiSSA or QPiSSA adapter, or a larger LoRA, to a LoRA",
-    "  hf-ext convert-to-lora my-pissa --rank 8 --out my-lora\n"
-    "  hf-ext convert-to-lora my-qpissa --out my-lora --push-to-hub me/my-lora",
-    "The result is the best LoRA of the rank. The command prints its error in each layer. It loads the base model on the CPU.",
+    "  hf-ext convert-to-lora my-pissa --rank 8 --out my-lora\n  hf-ext convert-to-lora my-qpissa --out my-lora",
+    "The result is the best LoRA of the rank; --verbose shows its error in each layer. Loads the base model on the CPU.",
 )
 def convert_to_lora(
     src: Annotated[str, argument("SRC", "Folder or Hub id of the adapter.")],
-    out: Destination,
+    out: Out,
     rank: Annotated[
         int | None,
         option("--rank", "Rank of the LoRA. Defaults to that of the saved adapter, which loses nothing of PiSSA.", "N", min=1),
@@ -39,6 +37,8 @@ def convert_to_lora(
             "original|quantized",
         ),
     ] = "original",
+    verbose: Verbose = False,
+    as_json: Json = False,
 ) -> Result:
     from hf_ext import pissa
     from hf_ext.integration.adapter_source import load_adapted
@@ -48,8 +48,8 @@ def convert_to_lora(
 
     adapter = downloaded(src)
     config = pissa.PissaConfig.from_pretrained(adapter) if (adapter / FILE).exists() else None
-    folder = out.folder()
-    require_another_folder(Path(folder), [adapter])
+    require_another_folder(Path(out), [adapter])
     conversion = pissa.convert_to_lora(load_adapted(adapter, base, config), rank, onto=onto)
-    conversion.save_pretrained(folder)
-    return Result(str(conversion), {"out": str(out), "layers": [asdict(layer) for layer in conversion.layers]})
+    conversion.save_pretrained(out)
+    text = str(conversion) if verbose else conversion.summary()
+    return Result(text, {"out": out, "layers": [asdict(layer) for layer in conversion.layers]})

@@ -21,8 +21,7 @@ section = Section(
     "  hf-ext run transformers serve my-model-small\n"
     "  hf-ext run lm_eval --model hf --model_args pretrained=my-model-small --tasks boolq",
     "The tool can then load everything that this package writes. The output and the exit code are the tool's own.",
-    hands_over=True,
-    context_settings={"allow_interspersed_args": False},
+    allow_interspersed_args=False,
 )
 def run(
     context: typer.Context,

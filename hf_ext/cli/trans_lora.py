@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from hf_ext.cli.command import RESUMABLE, Result, Section, mistake, option
-from hf_ext.cli.hub import Destination
+from hf_ext.cli.command import RESUMABLE, Json, Out, Result, Section, mistake, option
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -33,10 +32,8 @@ section = Section(
 )
 ANY_OPTION = "Also takes every field of TransLoraConfig and of TrainingArguments as an option, for example:\n\n\b\n "
 # Options of TrainingArguments that these commands replace.
-INSTEAD = {"output_dir": "give the folder as --out", "push_to_hub": "give the repository as --push-to-hub ORG/NAME"}
-# Files of a run: its state, and texts of the task. A migration has further runs in folders.
-NOT_PUSHED = ("*/*", "*.jsonl", "transfer.json", "report.json", "training_args.bin")
-ANY: dict[str, Any] = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
+INSTEAD = {"output_dir": "give the folder as --out", "push_to_hub": "upload the result: hf upload ORG/NAME OUT"}
+ANY: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def lines(name: str, help: str) -> Any:
@@ -86,7 +83,7 @@ def train_discriminator(
     source_model: Annotated[str, option("--source-model", "Folder or Hub id of the base model of the task's adapter.")],
     inputs: Annotated[str, lines("--inputs", 'The task\'s inputs, one per line: {"input": "…"}')],
     task: Annotated[str, option("--task", "Name of the task. The prompts contain it.", "NAME")],
-    out: Destination,
+    out: Out,
     seeds: Annotated[
         str | None, lines("--seeds", "Example inputs for the synthetic inputs. Defaults to some of --inputs.")
     ] = None,
@@ -94,17 +91,17 @@ def train_discriminator(
     rank: Rank = 16,
     target_modules: TargetModules = None,
     paper: Paper = None,
+    as_json: Json = False,
 ) -> Result | None:
     require_files(inputs=inputs, seeds=seeds)
-    settings = training_arguments(context, str(out), paper, peft_type)
+    settings = training_arguments(context, out, paper, peft_type)
     from accelerate import PartialState
 
     from hf_ext import trans_lora
     from hf_ext.storage.files import require_another_folder
     from hf_ext.trans_lora.discriminator import require_better_than_chance
 
-    require_another_folder(Path(str(out)), [Path(source_model)] if os.path.isdir(source_model) else [])
-    out.folder(NOT_PUSHED)
+    require_another_folder(Path(out), [Path(source_model)] if os.path.isdir(source_model) else [])
     model, tokenizer = trans_lora.load_model(source_model)
     discriminator = trans_lora.train_discriminator(
         model,
@@ -118,11 +115,11 @@ def train_discriminator(
     require_better_than_chance(discriminator.metrics, f"The discriminator of {task}")
     first = PartialState().is_main_process
     if first:
-        discriminator.save_pretrained(str(out))
+        discriminator.save_pretrained(out)
     PartialState().wait_for_everyone()
     figures = ", ".join(f"{name} {value:.2f}" for name, value in discriminator.metrics.items())
     text = f"{out} holds the discriminator of {task}" + (f" ({figures})." if figures else ".")
-    return Result(text, {"out": str(out), "task": task, "metrics": discriminator.metrics}) if first else None
+    return Result(text, {"out": out, "task": task, "metrics": discriminator.metrics}) if first else None
 
 
 def request_of(
@@ -131,7 +128,7 @@ def request_of(
     source_adapter: Annotated[str, option("--source-adapter", "Folder or Hub id of the adapter, of any PEFT type.")],
     target_model: Annotated[str, option("--target-model", "Folder or Hub id of the base model to move the adapter to.")],
     seeds: Annotated[str, lines("--seeds", 'A few real inputs, one per line: {"input": "…"}')],
-    out: Destination,
+    out: Out,
     discriminator: str | None,
     discriminator_model: Annotated[
         str | None, option("--discriminator-model", "Base model of the discriminator. Defaults to --source-model.")
@@ -149,10 +146,9 @@ def request_of(
 ) -> Any:
     """Returns a `TransferRequest` of the options that `transfer` and `migrate` share."""
     require_files(seeds=seeds)
-    settings = training_arguments(context, str(out), paper, peft_type)
+    settings = training_arguments(context, out, paper, peft_type)
     from hf_ext import trans_lora
 
-    out.folder(NOT_PUSHED)
     sampling = cast("dict[str, Any]", settings.generation_kwargs or {})  # TrainingArguments has parsed JSON
     return trans_lora.TransferRequest(
         source_model,
@@ -197,6 +193,7 @@ def transfer(
     real_inputs: Annotated[
         str | None, lines("--real-inputs", "Real inputs to compare the synthetic ones with. Only the report uses them.")
     ] = None,
+    as_json: Json = False,
     **options: Any,
 ) -> Result | None:
     if discriminator is None and not any(word.partition("=")[0] == "--filter" for word in context.args):
@@ -233,6 +230,7 @@ def migrate(
     target_score: Annotated[
         float, option("--target-score", "Stop at the first method with this score (0 to 1).", "SCORE")
     ] = 1.0,
+    as_json: Json = False,
     **options: Any,
 ) -> Result | None:
     require_files(test=test)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
-from hf_ext.cli.command import Result, Section, argument, option
-from hf_ext.cli.hub import Destination
+from hf_ext.cli.command import Json, Out, Result, Section, argument, option
 
 section = Section(
     "Load a checkpoint of Uni-Med's authors in Transformers",
@@ -22,11 +21,12 @@ section = Section(
 )
 def convert_uni_med(
     checkpoint: Annotated[str, argument("CKPT", "The .pth file. The command loads only tensors and plain values from it.")],
-    out: Destination,
+    out: Out,
     vision: Annotated[str, option("--vision", "Folder or Hub id of the vision tower, such as a BLIP-2 with ViT-g.")],
     text: Annotated[str, option("--text", "Folder or Hub id of the language model.")],
+    as_json: Json = False,
 ) -> Result:
     from hf_ext import uni_med
 
-    conversion = uni_med.convert_checkpoint(checkpoint, out.folder(), vision, text)
+    conversion = uni_med.convert_checkpoint(checkpoint, out, vision, text)
     return Result(str(conversion), asdict(conversion))

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from hf_ext.cli.command import Result, Section, argument, mistake, option, say
+from hf_ext.cli.command import Json, Result, Section, argument, mistake, option, say
 
 section = Section(
     "Bring the steps of a training to running servers",
@@ -68,6 +68,7 @@ def follow(
     api_key: Annotated[
         str | None, option("--api-key", "API key of the servers. Defaults to VLLM_API_KEY for vLLM.", metavar="KEY")
     ] = None,
+    as_json: Json = False,
 ) -> Result:
     if not server and not checkpoint:
         raise mistake("is missing; give --server, --checkpoint, or both", "--server")

@@ -2,7 +2,6 @@
 
 config.json, other files           of the first task; config.json has a `quantization_config` of the method `emr`
 model.safetensors (or shards)      the elected weights, as differences from the base
-merge_recipe.yaml                  the names of base and tasks that `merge` was called with
 task-TASK/config.json              of the task
 task-TASK/modulators.safetensors   masks, rescalers and the task's own tensors
 task-TASK/…                        its other files, unless they equal those of the first task
@@ -25,7 +24,6 @@ from huggingface_hub import snapshot_download
 from hf_ext.emr import election
 from hf_ext.emr.checks import TaskModel
 from hf_ext.emr.modulators import FILE, OWN, REPAIR, ROWS, TASK_FOLDER, TaskFile, is_asset
-from hf_ext.emr.recipe import RECIPE
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError
 from hf_ext.storage.config_file import CONFIG, read_config, storage_settings
 from hf_ext.storage.files import copy, scan, write_json
@@ -93,7 +91,7 @@ def task_files(folder: Path) -> dict[str, TaskFile]:
 
 def files_of(folder: Path, tasks: Mapping[str, TaskFile]) -> list[Path]:
     """Returns the files of a folder that belong to its merge, relative to the folder."""
-    paths = [folder / INDEX, folder / CONFIG, folder / RECIPE, *select_weights(folder)]
+    paths = [folder / INDEX, folder / CONFIG, *select_weights(folder)]
     for task, file in tasks.items():
         place = folder / task_folder(task)
         paths += [place / FILE, place / CONFIG, *(parent / name for name in file.record.files for parent in (place, folder))]

@@ -24,7 +24,6 @@ from hf_ext.emr.folder import (
     task_files_into,
     task_folder,
 )
-from hf_ext.emr.recipe import RECIPE, Recipe
 from hf_ext.emr.reports import MergeReport, TaskReport
 from hf_ext.emr.writing import MergeWriter
 from hf_ext.errors import CheckpointError, CorruptFileError
@@ -57,8 +56,7 @@ def merge(
     max_shard_size: int | str = "50GB",
 ) -> MergeReport:
     """Merges fine-tunes of one base model into one folder that restores each of them approximately (EMR-Merging, arXiv
-    2405.17461). `from_pretrained` loads the first task; `model.set_task` switches. If all tasks are folders or Hub ids, the
-    folder has the recipe of the merge too (merge_recipe.yaml).
+    2405.17461). `from_pretrained` loads the first task; `model.set_task` switches.
 
     Args:
         base: folder or Hub id of the model that all tasks were fine-tuned from.
@@ -79,11 +77,7 @@ def merge(
     """
     if not tasks:
         raise CheckpointError("There are no tasks to merge; give at least one.")
-    recipe = None
-    if all(isinstance(task, str | os.PathLike) for task in tasks.values()):
-        recipe = Recipe(str(base), {name: str(task) for name, task in tasks.items()}, revision, rescale)
-    checkpoint = open_plain(base, revision)
-    return _write(checkpoint, tasks, Path(out), rescale, max_shard_size, recipe=recipe)
+    return _write(open_plain(base, revision), tasks, Path(out), rescale, max_shard_size)
 
 
 def add_task(
@@ -91,7 +85,6 @@ def add_task(
     name: str,
     task: Task,
     out: str | os.PathLike,
-    reelect: bool = False,
     rescale: str = "tensor",
     base: str | os.PathLike | None = None,
     max_shard_size: int | str = "50GB",
@@ -99,17 +92,15 @@ def add_task(
     """Adds a task to a merge.
 
     The other tasks keep all their bits. The new task keeps its own weights where no other task moved; elsewhere it takes the
-    elected weights that agree with its own. If it is then farther from its own model than the base is, this raises an error.
-    A re-election uses the tasks as the merge has them, which changes each of them slightly. Merging the original checkpoints
-    again gives better results.
+    elected weights that agree with its own. If it is then farther from its own model than the base is, this raises an error:
+    merge the original checkpoints again.
 
     Args:
         src: folder or Hub id of the merge.
         name: name of the new task.
         task: as in `merge`.
         out: folder to write. On failure it stays as it was.
-        reelect: elect all weights again.
-        rescale: as in `merge`, for the new task, or for all tasks in a re-election.
+        rescale: as in `merge`, for the new task.
         base: folder or Hub id of the base, if it is no longer where config.json says.
         max_shard_size: as in `save_pretrained`.
 
@@ -119,7 +110,7 @@ def add_task(
     merged = MergeFolder(_folder_of(src), base)
     if name in merged.tasks:
         raise CheckpointError(f"{src} has a task '{name}' already; give the new task another name.")
-    return _write(merged.base, {name: task}, Path(out), rescale, max_shard_size, merged, reelect)
+    return _write(merged.base, {name: task}, Path(out), rescale, max_shard_size, merged)
 
 
 def extract(
@@ -198,8 +189,6 @@ def _write(
     rescale: str,
     max_shard_size: int | str,
     merged: MergeFolder | None = None,
-    reelect: bool = False,
-    recipe: Recipe | None = None,
 ) -> MergeReport:
     """Writes the folder of a merge of these tasks, after those of `merged` if it is given."""
     for name in tasks:
@@ -211,9 +200,7 @@ def _write(
         for written in (out, *(out / task_folder(name) for name in tasks)):
             require_another_folder(written, needed)
         _require_one_structure(models)
-        MergeWriter(base, _config_of(base), models, stage, None if reelect else merged).write(rescale, max_shard_size)
-        if recipe:
-            recipe.write(stage / RECIPE)
+        MergeWriter(base, _config_of(base), models, stage, merged).write(rescale, max_shard_size)
         finished = report(stage)
         write_card(stage, merge_card(stage, finished, [*(models_of(merged.folder) if merged else ()), *tasks.values()]), out)
     for task in finished.tasks:

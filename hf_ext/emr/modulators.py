@@ -33,7 +33,7 @@ REPAIR = "Merge or download it again."
 SEAL = Seal("emr_task", 1, f"is not the file of a merge's task, or its header is damaged. {REPAIR}", REPAIR)
 # Of files at the top of a model's folder: its configuration, weights, card and the state of its training.
 NO_ASSETS = re.compile(
-    r"(adapter_)?config\.json|README\.md|merge_recipe\.yaml|trainer_state\.json|(all|train|eval|test|predict)_results\.json|.*\.index\.json|"
+    r"(adapter_)?config\.json|README\.md|trainer_state\.json|(all|train|eval|test|predict)_results\.json|.*\.index\.json|"
     r".*\.safetensors"
 )
 TRAINING = re.compile(r"checkpoint-\d+|global_step\d+|runs")  # folders of a training's state

@@ -21,7 +21,6 @@ from hf_ext.emr.checks import (
 )
 from hf_ext.emr.folder import METHOD, MergeFolder, task_folder
 from hf_ext.emr.modulators import FILE, OWN, ROWS, Modulated, TaskRecord, TaskWriter, copy_task
-from hf_ext.emr.recipe import RESCALE
 from hf_ext.emr.reports import figures_of
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.config_file import CONFIG, HINT
@@ -36,6 +35,7 @@ from hf_ext.storage.source import TensorSource, layer_of
 
 CHUNK = 1 << 20  # values of each task worked on at a time
 SUM_NAMES = election.SUMS.names or ()
+RESCALE = ("tensor", "paper", "tensor_mean")
 
 
 class MergeWriter:
@@ -234,8 +234,8 @@ class MergeWriter:
         if self.standing is not None and record.report["relative"] >= 1:
             raise CheckpointError(
                 f"The election of {', '.join(self.standing.tasks)} does not suit task '{model.task}': its weights would be "
-                f"farther from its own model than the base's (cosine {record.report['cosine']:.3f}). Elect again "
-                "(reelect=True, --reelect) or, for better results, merge all original checkpoints."
+                f"farther from its own model than the base's (cosine {record.report['cosine']:.3f}). Merge all "
+                "original checkpoints again."
             )
         return record
 

@@ -16,7 +16,5 @@ from .saving import enable as enable
 from .series import compress_series as compress_series
 from .series import inspect_series as inspect_series
 from .series import remove_checkpoint as remove_checkpoint
-from .size_estimate import SizeEstimate as SizeEstimate
-from .size_estimate import estimate as estimate
 from .switching import switch as switch
 from .training import CompressCheckpoints as CompressCheckpoints

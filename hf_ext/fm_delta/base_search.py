@@ -80,7 +80,7 @@ class BaseReport:
             why = f" ({self.candidates[0].why})" if self.candidates else ""
             raise BaseModelError(
                 f"{self.summary().removesuffix('.')}{why}. Give the base by name: --base (in Python: base=); "
-                f"hf-ext find-base {self.src} shows what it was compared with."
+                f"hf-ext find-base {self.src} --verbose shows how the candidates compare."
             )
         return self.candidates[0]
 

@@ -272,7 +272,7 @@ def test_the_workers_of_a_dask_cluster_do_it(folder, capsys):
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
     with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, env=path) as cluster:
         command = ["compress-all", folder / "models", "--base", folder / "base", "--out", folder / "out", "--verify", "--json"]
-        assert main([*map(str, command), "--level", "1", "--scheduler", cluster.scheduler_address]) == 0
+        assert main([*map(str, command), "--scheduler", cluster.scheduler_address]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [model["verified"] for model in report["models"]] == [True, True, True]
     assert_restored(folder, before)

@@ -231,7 +231,6 @@ LIED_TO = """
 for attempt in (
     lambda: fm_delta.compress_checkpoint(sys.argv[1], "user/base", "out"),
     lambda: fm_delta.compress_checkpoint("user/plain", None, "out"),
-    lambda: fm_delta.estimate(sys.argv[1], "user/base"),
 ):
     try:
         attempt()
