@@ -118,7 +118,8 @@ def test_find_base_prints_its_summary_a_table_or_json(folder, capsys):
     assert run(capsys, *arguments, "--verbose")[:2] == (0, f"{report}\n")
     assert shown(capsys, *arguments) == report.to_dict()
     stranger = write_folder(folder / "stranger", weights(seed=5))
-    assert run(capsys, "find-base", folder / "tuned", stranger)[0] == 1
+    code, out, _ = run(capsys, "find-base", folder / "tuned", stranger)
+    assert code == 1 and out == f"None of 1 candidates fits {folder / 'tuned'}. --verbose shows how the candidates compare.\n"
 
 
 def test_many_models_are_compressed_and_a_failure_exits_with_1(folder, capsys):
@@ -166,11 +167,11 @@ def mixed(folder):
 
 def test_errors_say_what_a_folder_without_weights_holds(folder, mixed, capsys):
     options = ("--base", folder / "base", "--out", folder / "out")
-    for name, told in (("lora", "holds a PEFT adapter"), ("gguf", "holds GGUF weights"), ("old", "holds PyTorch files")):
+    for name, reason in (("lora", "holds a PEFT adapter"), ("gguf", "holds GGUF weights"), ("old", "holds PyTorch files")):
         for command in ("compress", "compress-all"):
             code, out, err = run(capsys, command, mixed / name, *options)
-            assert code == 1 and f"{name} {told}" in out + err
-        assert f"{name} {told}" in fails(capsys, "find-base", mixed / name)
+            assert code == 1 and f"{name} {reason}" in out + err
+        assert f"{name} {reason}" in fails(capsys, "find-base", mixed / name)
     (mixed / "no/lora").mkdir(parents=True)
     (mixed / "no/lora/adapter_config.json").write_text("{}")
     assert "no/lora holds a PEFT adapter" in fails(capsys, "compress-all", mixed / "no", "--out", folder / "none")
@@ -182,8 +183,8 @@ def test_reports_of_many_models_list_skipped_folders(folder, mixed, capsys):
         assert code == 0 and "2 of 2 models done" in out and "Skipped 4 other folders." in out
         assert re.findall(r"^(\S+) .* skipped$", out, re.MULTILINE) == ["gguf", "lora", "lora-2", "old"]
         assert out.count("PEFT adapter") == 1 and "\n\nlora, lora-2: holds a PEFT adapter" in out
-    made = json.loads((folder / "out/compress_all.json").read_text())["models"]
-    assert [bool(model["skipped"]) for model in made] == [False, False, True, True, True, True]
+    result = json.loads((folder / "out/compress_all.json").read_text())["models"]
+    assert [bool(model["skipped"]) for model in result] == [False, False, True, True, True, True]
 
 
 def test_the_same_reason_is_printed_once_for_many_models(folder, mixed, capsys):
@@ -313,7 +314,7 @@ def test_a_task_is_added_by_a_command(tmp_path, tasks, capsys):
     assert [task.task for task in emr.report(tmp_path / "two").tasks] == ["cr", "cr-again"]
 
 
-def test_what_cannot_be_merged_is_one_line(tmp_path, tasks, capsys):
+def test_errors_of_a_merge_are_one_line(tmp_path, tasks, capsys):
     base, folders = tasks
     twice = ("--task", f"cr={folders['cr']}", "--task", f"cr={folders['subj']}")
     assert "two tasks called 'cr'" in mistaken(capsys, "merge", "--base", base, *twice, "--out", tmp_path / "out")
@@ -330,7 +331,7 @@ def test_what_cannot_be_merged_is_one_line(tmp_path, tasks, capsys):
     assert "holds several models merged into one; `hf-ext extract` writes one of them" in fails(capsys, *merged)
 
 
-def test_what_goes_wrong_is_one_line(folder, capsys):
+def test_errors_are_one_line(folder, capsys):
     src, base, small = folder / "tuned", folder / "base", folder / "small"
     other = write_folder(folder / "other", fine_tune(weights(), seed=5))
     assert "neither a folder nor a Hub repository" in fails(
@@ -357,18 +358,18 @@ def test_what_goes_wrong_is_one_line(folder, capsys):
 def test_json_prints_the_result_and_nothing_else_to_stdout(folder, tasks, capsys):
     src, base, small, out = folder / "tuned", folder / "base", folder / "small", folder / "out"
     merge_base, folders = tasks
-    made = shown(capsys, "compress", src, "--base", base, "--out", out)
+    result = shown(capsys, "compress", src, "--base", base, "--out", out)
     inspected = json.loads(json.dumps(fm_delta.inspect(out).to_dict()))
-    assert shown(capsys, "inspect", out) == inspected and made == inspected | {"tensors": 7}
+    assert shown(capsys, "inspect", out) == inspected and result == inspected | {"tensors": 7}
     assert shown(capsys, "verify", out) == {"src": str(out), "tensors": 7}
     assert shown(capsys, "decompress", small, "--out", folder / "back") == {"out": str(folder / "back")}
     task = ("--task", f"cr={folders['cr']}", "--task", f"trec={folders['trec']}")
-    made = shown(capsys, "merge", "--base", merge_base, *task, "--out", folder / "merged")
-    assert [task["task"] for task in made["tasks"]] == ["cr", "trec"] and made["bytes"] > 0
-    made = shown(capsys, "add-task", folder / "merged", "--task", f"more={folders['cr']}", "--out", folder / "more")
-    assert made == emr.report(folder / "more").to_dict()
-    made = shown(capsys, "extract", folder / "more", "--task", "cr", "--out", folder / "cr")
-    assert made == {"out": str(folder / "cr"), "task": "cr"}
+    result = shown(capsys, "merge", "--base", merge_base, *task, "--out", folder / "merged")
+    assert [task["task"] for task in result["tasks"]] == ["cr", "trec"] and result["bytes"] > 0
+    result = shown(capsys, "add-task", folder / "merged", "--task", f"more={folders['cr']}", "--out", folder / "more")
+    assert result == emr.report(folder / "more").to_dict()
+    result = shown(capsys, "extract", folder / "more", "--task", "cr", "--out", folder / "cr")
+    assert result == {"out": str(folder / "cr"), "task": "cr"}
 
 
 def examples(text: str) -> list[list[str]]:
@@ -388,9 +389,9 @@ def test_the_help_of_every_command_has_valid_examples(command, capsys):
     code, out, err = run(capsys, command, "--help")
     assert (code, err) == (0, "") and out.startswith(f"Usage: hf-ext {command} ")
     assert max(map(len, out.splitlines())) <= 88
-    found = examples(out.split("Examples:\n")[1])
-    assert found and {words[0] for words in found} == {command}
-    for words in found:
+    lines = examples(out.split("Examples:\n")[1])
+    assert lines and {words[0] for words in lines} == {command}
+    for words in lines:
         parsed(words)
 
 
@@ -486,7 +487,7 @@ TRANSFER = "transfer --source-model a --source-adapter b --target-model c --out 
         ([*TRANSFER, "nowhere.jsonl", "--filter", "none"], "for '--seeds': there is no file 'nowhere.jsonl'"),
     ],
 )
-def test_a_wrong_command_line_is_told_in_one_line(arguments, message, capsys):
+def test_a_wrong_command_line_is_explained_in_one_line(arguments, message, capsys):
     assert message in mistaken(capsys, *arguments)
 
 
@@ -536,10 +537,10 @@ def test_a_fault_is_one_line_and_traceback_shows_where(folder, monkeypatch, caps
         raise KeyError("what is missing")
 
     monkeypatch.setattr(fm_delta, "verify", faulty)
-    told = fails(capsys, "verify", folder / "small")
-    assert told == "hf-ext: KeyError: 'what is missing' (hf-ext --traceback verify … shows where it comes from)\n"
+    line = fails(capsys, "verify", folder / "small")
+    assert line == "hf-ext: KeyError: 'what is missing' (hf-ext --traceback verify … shows where it comes from)\n"
     _, _, err = run(capsys, "--traceback", "verify", folder / "small")
-    assert err.startswith("Traceback") and "in faulty" in err and err.endswith(told)
+    assert err.startswith("Traceback") and "in faulty" in err and err.endswith(line)
 
 
 def test_an_interrupted_run_says_what_it_has_left(folder, monkeypatch, capsys):

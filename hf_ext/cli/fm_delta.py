@@ -137,6 +137,8 @@ def find_base(
 
     report = fm_delta.find_base(src, candidates or None)
     text = str(report) if verbose else report.summary()
+    if report.candidates and not verbose and report.verdict != "sure":
+        text += " --verbose shows how the candidates compare."
     return Result(text, report.to_dict(), failed=report.best is None)
 
 
