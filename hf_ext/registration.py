@@ -30,7 +30,6 @@ def register() -> None:
     sys.meta_path.insert(0, watcher)
     watcher.after(["transformers.quantizers.auto"], _add_quantizers)
     watcher.after(["peft", MODELS], _add_peft_types)
-    watcher.after(["transformers.trainer"], _add_callback)
     watcher.after([f"{AUTO}.configuration_auto"], _add_config)
     watcher.after([f"{AUTO}.modeling_auto", MODELS, UNI_MED], _add_model)
     watcher.after([f"{AUTO}.processing_auto", MODELS], _add_processor)
@@ -127,15 +126,6 @@ def _add_peft_types() -> None:
             config = _imported(f"hf_ext.{package}.config", f"{name}Config")
             model = _imported(f"hf_ext.{package}.model", f"{name}Model")
             register_peft_method(name=key.lower(), config_cls=config, model_cls=model, prefix="lora_")
-
-
-def _add_callback() -> None:
-    from transformers import trainer
-
-    from hf_ext.fm_delta.training import ResumeCompressed
-
-    if ResumeCompressed not in trainer.DEFAULT_CALLBACKS:
-        trainer.DEFAULT_CALLBACKS.append(ResumeCompressed)
 
 
 def _add_config() -> None:

@@ -28,8 +28,6 @@ from hf_ext.cli.command import (
 )
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
 
-WHOLE = "every checkpoint is complete; run the command again to resume"
-
 one_model = Section(
     "Store a fine-tune in a fraction of its size, without loss (FM-Delta)",
     "$ hf-ext compress my-bert --base google-bert/bert-base-uncased --out my-bert-small\n"
@@ -253,25 +251,6 @@ def dask_cluster(address: str) -> Iterator[Executor]:
         raise mistake(f"'{address}' is not an address: {error}", "--scheduler") from None
     with Client(address) as client:
         yield client.get_executor(pure=False)  # else Dask returns cached results for the same arguments
-
-
-@many_models.command(
-    "delete a checkpoint of a run, unless others need it",
-    "  hf-ext remove-checkpoint my-run/checkpoint-500\n"
-    "  hf-ext remove-checkpoint my-run/checkpoint-500 --rebase    # others need it",
-    left=WHOLE,
-)
-def remove_checkpoint(
-    src: Annotated[str, argument("RUN/checkpoint-N", "Folder of the checkpoint.")],
-    rebase: Annotated[
-        bool, flag("--rebase", "First compress the checkpoints that need it against another one, then delete it.")
-    ] = False,
-    as_json: Json = False,
-) -> Result:
-    from hf_ext import fm_delta
-
-    fm_delta.remove_checkpoint(src, rebase)
-    return Result(f"{src} is deleted.", {"deleted": src})
 
 
 def require_base(base: str | None, revision: str | None = None, base_id: str | None = None) -> None:

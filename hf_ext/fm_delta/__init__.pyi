@@ -1,7 +1,7 @@
 from .base_search import BaseReport as BaseReport
 from .base_search import find_base as find_base
+from .batch import BatchReport as BatchReport
 from .batch import compress_all as compress_all
-from .batch_record import BatchReport as BatchReport
 from .compress import compress_checkpoint as compress_checkpoint
 from .config import FMDeltaConfig as FMDeltaConfig
 from .lora import extract_lora as extract_lora
@@ -13,8 +13,5 @@ from .restore import decompress_checkpoint as decompress_checkpoint
 from .restore import verify as verify
 from .saving import disable as disable
 from .saving import enable as enable
-from .series import compress_series as compress_series
-from .series import inspect_series as inspect_series
-from .series import remove_checkpoint as remove_checkpoint
 from .switching import switch as switch
 from .training import CompressCheckpoints as CompressCheckpoints

@@ -1,48 +1,118 @@
-"""Compressing many fine-tunes in a run that can be resumed, in several processes or on several machines."""
+"""Compresses many fine-tunes on any executor, in a run that can be resumed."""
 
 from __future__ import annotations
 
-import contextlib
+import importlib
+import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
-from multiprocessing.connection import Connection
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
+import xxhash
 from huggingface_hub.utils import disable_progress_bars, tqdm
 
-from hf_ext.errors import CheckpointError, HfExtError
+from hf_ext.display import megabytes, percent, table
+from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
 from hf_ext.fm_delta.base_search import find_base
-from hf_ext.fm_delta.batch_record import BatchReport, ModelResult, Record
 from hf_ext.fm_delta.compress import compress_checkpoint
 from hf_ext.fm_delta.reports import inspect
+from hf_ext.fm_delta.sizes import Sizes
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta import DEFAULT_LEVEL
-from hf_ext.storage.delta.file import CompressedFile
-from hf_ext.storage.files import locked
-from hf_ext.storage.guards import places_of
+from hf_ext.storage.files import locked, write_atomically
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import all_weights, weights_instead
 from hf_ext.storage.open import open_plain
 from hf_ext.storage.prefetch import at_most_cores, cores
-from hf_ext.storage.tree import flush_folder, stamp
+
+RECORD = "compress_all.json"  # in the folder of the compressed models
+IMPORTS = threading.Lock()
 
 
-class Job(NamedTuple):
-    """One model to compress. All paths are absolute, so that another machine with the same disks can do it."""
+@dataclass(frozen=True)
+class ModelResult(Sizes):
+    """The result for one model."""
 
+    name: str  # of its folder, and of the compressed folder
     source: str
-    base: str
-    revision: str | None
+    base: str | None = None
+    revision: str | None = None
+    base_id: str | None = None
+    seconds: float = 0.0  # verification included
+    verified: bool = False
+    error: str | None = None
+    skipped: str | None = None  # what the folder holds instead of safetensors weights
+    stamps: tuple[str, ...] = ()  # of the source and of the compressed weights, for a later run
+
+
+@dataclass
+class BatchReport:
+    """The results for all models, in the order of their names. `str()` gives a table.
+
+    Attributes:
+        out: folder of the results.
+        models: the results, those of earlier runs included.
+    """
+
     out: str
-    verify: bool
-    level: int
-    cores: int
-    base_id: str | None
+    models: list[ModelResult]
+
+    @property
+    def failed(self) -> list[ModelResult]:
+        return [model for model in self.models if model.error]
+
+    def to_dict(self) -> dict:
+        return {"version": 1, "models": [model.to_dict() for model in self.models]}
+
+    def summary(self) -> str:
+        models = [model for model in self.models if not model.skipped]
+        original, compressed, ratio, seconds = _figures(models)
+        done = f"{len(models) - len(self.failed)} of {len(models)} models done: {compressed} of {original} ({ratio})"
+        skipped = f" Skipped {len(self.models) - len(models)} other folders." if models != self.models else ""
+        return f"{done}, {seconds} s of work.{skipped}"
+
+    def __str__(self) -> str:
+        rows, reasons = [], dict[str, list[str]]()  # models with the same reason share a paragraph
+        for model in self.models:
+            state = "failed" if model.error else "skipped" if model.skipped else "verified" if model.verified else "done"
+            rows.append((model.name, *_figures([model]), model.base or "–", state))
+            if reason := model.error or model.skipped:
+                reasons.setdefault(reason.replace(model.source, "FOLDER"), []).append(model.name)
+        notes = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+        header = ("model", "original", "compressed", "ratio", "seconds", "base", "state")
+        return "\n\n".join([table(header, rows), *notes, self.summary()])
+
+    def _add(self, result: ModelResult) -> None:
+        """Adds a result, in place of an earlier one of the model, and saves them all."""
+        others = [model for model in self.models if model.name != result.name]
+        self.models = sorted([*others, result], key=lambda model: model.name)
+        text = json.dumps(self.to_dict(), indent=2)
+        os.makedirs(self.out, exist_ok=True)
+        write_atomically(Path(self.out, RECORD), lambda beside: beside.write_text(text, encoding="utf-8"))
+
+    @contextmanager
+    def _reporting(self, source: Path) -> Iterator[None]:
+        """Turns an error in the block into the result for a model."""
+        try:
+            yield
+        except Exception as error:
+            text = str(error) if isinstance(error, HfExtError) else f"{type(error).__name__}: {error}"
+            self._add(ModelResult(source.name, str(source), error=text))
+
+
+def _figures(models: Sequence[ModelResult]) -> tuple[str, str, str, str]:
+    original, compressed = sum(model.original_bytes for model in models), sum(model.compressed_bytes for model in models)
+    sizes = (megabytes(original), megabytes(compressed), percent(compressed / original)) if original else ("–", "–", "–")
+    return *sizes, f"{sum(model.seconds for model in models):.1f}"
 
 
 def compress_all(
@@ -54,7 +124,6 @@ def compress_all(
     workers: int = 1,
     executor: Executor | None = None,
     verify: bool = False,
-    delete_source: bool = False,
     level: int = DEFAULT_LEVEL,
     candidates: Iterable[str | os.PathLike] | None = None,
     base_id: str | None = None,
@@ -62,8 +131,8 @@ def compress_all(
     """Compresses many fine-tunes, each to a folder of its own name in `out`.
 
     A model that cannot be compressed is reported and does not stop the others. Each result is saved to `out`/compress_all.json.
-    A later run skips the models that are done, unless their source has changed or their compressed weights are damaged. The
-    report lists adapters and models in other formats as skipped.
+    A later run skips the models that are done, unless files of the source or the compressed weights have changed. The report
+    lists adapters and models in other formats as skipped.
 
     Args:
         sources: a folder whose subfolders are models, or a list of models' folders.
@@ -74,8 +143,7 @@ def compress_all(
         executor: compresses the models instead, each on one core: any executor like those of `concurrent.futures`, such as
             `dask.distributed.Client(…).get_executor(pure=False)`. All its machines must see `sources`, `out` and the base
             under the same paths.
-        verify, delete_source, level: see `compress_checkpoint`. A source that contains
-            the base of another model is not deleted.
+        verify, level: see `compress_checkpoint`.
         candidates: without `base`, folders or Hub ids among which `find_base` searches; by default the local Hub cache.
         base_id: Hub id to record for the base if `base` is a local copy of it, so that others can load the results.
 
@@ -84,62 +152,69 @@ def compress_all(
         BaseModelError: `base` cannot be read.
         CorruptFileError: `out`/compress_all.json is not the record of a run.
     """
-    out = Path(os.path.abspath(out))
+    out, candidates = Path(os.path.abspath(out)), None if candidates is None else list(candidates)
     common = None if base is None else open_plain(absolute(base), revision)
-    folders, skipped = _folders(sources, out, common)
-    candidates = None if candidates is None else list(candidates)
+    pool, share = (executor, 1) if executor else (ThreadPoolExecutor(workers), max(cores() // workers, 1))
+    work = compress_model if executor or workers == 1 else compress_in_process
+    futures: dict[Future[ModelResult], Path] = {}
     with locked(out):
-        run = Record(out, folders, verify or delete_source)
-        jobs = []
-        for source in run.sources:
-            if not run.is_done(source, common, base_id):
-                with run.reporting(source):
-                    against = common or _found_base(source, candidates)
-                    commit = against.revision or (revision if base_id else None)
-                    target = str(out / source.name)
-                    jobs.append(Job(str(source), against.name, commit, target, run.verify, level, 1, base_id))
-                    run.needed += places_of(against)
-        if not run.models and not jobs:
-            instead = "".join(f" {folder} {contents}" for folder, contents in [*skipped.items()][:1])
-            raise CheckpointError(f"There is nothing to compress: no folder of safetensors weights in {sources}.{instead}")
-        for folder, contents in skipped.items():
-            run.models.setdefault(folder.name, ModelResult(folder.name, str(folder), skipped=contents))
-        if delete_source:  # the sources of an earlier run; all bases must be known before
-            run.delete(list(run.models.values()))
-        with tqdm(total=len(jobs), desc="Compressing models", disable=not jobs) as bar:
-            for job, future in _results(jobs, workers, executor):
-                with run.reporting(Path(job.source)):
-                    model = future.result()
-                    run.add(model)
-                    if delete_source:
-                        run.delete([model])
-                bar.update()
-        run.save()
-        return run.report()
+        report = BatchReport(str(out), _read(out / RECORD))
+        folders, skipped = _folders(sources, common, report)
+        try:
+            for source in folders:
+                with report._reporting(source):
+                    if not _is_done(report, source, common, base_id, verify):
+                        against = common or _found_base(source, candidates)
+                        commit = against.revision or (revision if base_id else None)
+                        call = (source, out / source.name, against.name, commit, base_id, verify, level, share)
+                        futures[pool.submit(work, *call)] = source
+            for result in skipped:
+                report._add(result)
+            for future in tqdm(as_completed(futures), "Compressing models", len(futures), disable=not futures):
+                with report._reporting(futures[future]):
+                    report._add(future.result())
+        finally:
+            if executor is None:
+                pool.shutdown(cancel_futures=True)
+        return report
+
+
+def _read(record: Path) -> list[ModelResult]:
+    """Returns the results of an earlier run's successes."""
+    if not record.exists():
+        return []
+    try:
+        results = json.loads(record.read_text(encoding="utf-8"))["models"]
+        models = [ModelResult(**{key: value for key, value in result.items() if key != "ratio"}) for result in results]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
+        raise CorruptFileError(f"{record} is not the record of an earlier run; move it away to start again.") from error
+    return [model for model in models if model.stamps]
 
 
 def _folders(
-    sources: str | os.PathLike | Iterable[str | os.PathLike], out: Path, base: Checkpoint | None
-) -> tuple[list[Path], dict[Path, str]]:
-    """Returns the folders to compress, by absolute path, and those to skip, each with what it holds instead of weights.
-
-    From a folder of folders, it takes those with weights, except the base itself."""
-    skipped = {}
-    if isinstance(sources, str | os.PathLike):
-        folder = Path(os.path.abspath(sources))
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not a folder; give a folder of saved models, or a list of their folders.")
-        visible = [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")]
-        folders = [path for path in visible if _holds_weights(path) and not _is_base(path, base)]
-        skipped = {path: contents for path in visible if not _holds_weights(path) and (contents := weights_instead(path))}
+    sources: str | os.PathLike | Iterable[str | os.PathLike], base: Checkpoint | None, report: BatchReport
+) -> tuple[list[Path], list[ModelResult]]:
+    """Returns the folders to compress, by absolute path. In a folder of folders, the base itself is left out, and those with
+    models in other formats are returned as skipped."""
+    if not isinstance(sources, str | os.PathLike):
+        folders, skipped = [Path(os.path.abspath(source)) for source in sources], []
+    elif os.path.isdir(sources):
+        visible = [path for path in sorted(Path(os.path.abspath(sources)).iterdir()) if path.is_dir() and path.name[0] != "."]
+        folders = [
+            path
+            for path in visible
+            if _holds_weights(path) and not (base and os.path.isdir(base.name) and path.samefile(base.name))
+        ]
+        others = [(path, weights_instead(path)) for path in visible if not _holds_weights(path)]
+        skipped = [ModelResult(path.name, str(path), skipped=kind) for path, kind in others if kind]
     else:
-        folders = [Path(os.path.abspath(source)) for source in sources]
+        raise CheckpointError(f"{sources} is not a folder; give a folder of saved models, or a list of their folders.")
     names = [path.name for path in folders]
-    for path in folders:
-        if names.count(path.name) > 1:
-            raise CheckpointError(f"Two models are called '{path.name}' and would be written to one folder; rename one.")
-        if path == out / path.name:
-            raise CheckpointError(f"{out} holds the models themselves; give another folder to write.")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise CheckpointError(f"Two models are called '{twice[0]}' and would be written to one folder; rename one.")
+    if not folders and not report.models:
+        holds = f" {skipped[0].source} {skipped[0].skipped}" if skipped else ""
+        raise CheckpointError(f"There is nothing to compress: no folder of safetensors weights in {sources}.{holds}")
     return folders, skipped
 
 
@@ -150,8 +225,27 @@ def _holds_weights(folder: Path) -> bool:
         return True
 
 
-def _is_base(folder: Path, base: Checkpoint | None) -> bool:
-    return base is not None and os.path.isdir(base.name) and folder.samefile(base.name)
+def _is_done(report: BatchReport, source: Path, base: Checkpoint | None, base_id: str | None, verify: bool) -> bool:
+    """Checks whether an earlier run compressed this model as requested, and source and result have not changed."""
+    model = next((model for model in report.models if model.name == source.name), None)
+    if model is None:
+        return False
+    if model.source != str(source):
+        raise CheckpointError(
+            f"{report.out}/{model.name} holds another model, compressed from {model.source}. Rename {source}."
+        )
+    same_base = base is None or (model.base, model.revision) == (base.name, base.revision)
+    as_requested = same_base and base_id in (None, model.base_id) and model.verified >= verify
+    return as_requested and list(_stamps(source, Path(report.out, model.name))) == list(model.stamps)
+
+
+def _stamps(source: Path, out: Path) -> tuple[str, ...]:
+    """Returns hashes of the files of a source and of its compressed weights, by names, sizes and times."""
+    stamps = []
+    for paths in (source.rglob("*"), out.glob("*.safetensors")):
+        files = [(str(path), path.lstat()) for path in sorted(paths) if not path.is_dir()]
+        stamps.append(xxhash.xxh3_128_hexdigest(repr([(path, entry.st_size, entry.st_mtime_ns) for path, entry in files])))
+    return tuple(stamps)
 
 
 def _found_base(source: Path, candidates: list[str | os.PathLike] | None) -> Checkpoint:
@@ -159,66 +253,42 @@ def _found_base(source: Path, candidates: list[str | os.PathLike] | None) -> Che
     return open_plain(absolute(base.name), base.revision)
 
 
-def compress_job(job: Job) -> ModelResult:
-    """Compresses a model; runs in a worker."""
-    source, out, start = Path(job.source), Path(job.out), time.perf_counter()
-    seen = stamp(source)
-    with at_most_cores(job.cores):
-        compress_checkpoint(source, job.base, out, job.revision, job.verify, level=job.level, base_id=job.base_id)
-    if job.verify:
-        flush_folder(out)  # the source may be deleted next
-    seconds, report = time.perf_counter() - start, inspect(out)
+def compress_model(
+    source: Path, out: Path, base: str, revision: str | None, base_id: str | None, verify: bool, level: int, threads: int
+) -> ModelResult:
+    """Compresses a model; runs in a worker. All paths are absolute, so that another machine with the same disks can do it."""
+    with IMPORTS:  # by several threads at once, they fail in CPython 3.11: "AST constructor recursion depth mismatch"
+        importlib.import_module("hf_ext.storage.delta.low_rank")
+        importlib.import_module("jinja2")
+    start, before = time.perf_counter(), _stamps(source, out)[0]
+    with at_most_cores(threads):
+        compress_checkpoint(source, base, out, revision, verify, level=level, base_id=base_id)
     return ModelResult(
         source.name,
-        job.source,
-        job.base,
-        job.revision,
-        original_bytes=report.original_bytes,
-        compressed_bytes=report.compressed_bytes,
-        seconds=round(seconds, 3),
-        verified=job.verify,
-        stamp=seen,
-        digest=CompressedFile(all_weights(out)[0]).digest,
+        str(source),
+        base,
+        revision,
+        base_id,
+        round(time.perf_counter() - start, 3),
+        verify,
+        original_bytes=(sizes := inspect(out)).original_bytes,
+        compressed_bytes=sizes.compressed_bytes,
+        stamps=(before, _stamps(source, out)[1]),
     )
 
 
-def _results(jobs: Sequence[Job], workers: int, executor: Executor | None) -> Iterator[tuple[Job, Future[ModelResult]]]:
-    """Yields jobs with their results, each as soon as it is done."""
-    with contextlib.ExitStack() as stack:
-        work, share = compress_job, 1
-        if executor is None:
-            executor, share = ThreadPoolExecutor(workers), max(cores() // workers, 1)
-            stack.callback(executor.shutdown, cancel_futures=True)
-            work = compress_job if workers == 1 else compress_in_process
-        futures = {executor.submit(work, job._replace(cores=share)): job for job in jobs}
-        for future in as_completed(futures):
-            yield futures[future], future
+def compress_in_process(*arguments: Any) -> ModelResult:
+    """Runs `compress_model` in a process of its own. If that dies, for lack of memory for instance, only this model fails."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start_process) as pool:
+        try:
+            return pool.submit(compress_model, *arguments).result()
+        except BrokenProcessPool:
+            raise CheckpointError("The process that compressed it died, perhaps for lack of memory.") from None
 
 
-def compress_in_process(job: Job) -> ModelResult:
-    """Runs a job in a process of its own. If that dies, for lack of memory for instance, only this job fails."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_result, args=(sender, compress_job, job), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        result = receiver.recv()
-    except EOFError:
-        process.join()
-        raise CheckpointError(f"The process died (exit code {process.exitcode}), perhaps for lack of memory.") from None
-    process.join()
-    if isinstance(result, Exception):
-        raise result
-    return result
-
-
-def _send_result(sender: Connection, work: Callable[[Job], ModelResult], job: Job) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are the parent's
+def _start_process() -> None:
+    """Leaves interrupts to the parent process, and ends this one with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     disable_progress_bars()
-    try:
-        result: ModelResult | Exception = work(job)
-    except Exception as error:
-        result = error
-    with contextlib.suppress(BrokenPipeError):  # the parent was killed
-        sender.send(result)
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()

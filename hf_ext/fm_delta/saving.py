@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hf_ext.errors import BaseModelError, CheckpointError
+from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.compress import write_with_card
 from hf_ext.fm_delta.folder import ModelFolder
 from hf_ext.integration import versions
@@ -50,26 +51,42 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
     """
     versions.require("Saving compressed checkpoints", "transformers>=5.16.1", advice="save the model, then `hf-ext compress`.")
     require_plain(model, "enable", "For PEFT, pass get_base_model().", "can be compressed")
-    disable(model)
+    attach(model, base, revision, lambda checkpoint: CompressedSaving(model, checkpoint))
+    if hasattr(model, "active_task"):
+        logger.warning(f"Of the merge, only the active task is saved then; now it is '{model.active_task}'.")
+    model.push_to_hub = PushToHub(model)
+    return model
+
+
+def attach(
+    model: PreTrainedModel,
+    base: str | os.PathLike,
+    revision: str | None,
+    saving_for: Callable[[TensorSource], CompressedSaving],
+) -> None:
+    """Replaces `save_pretrained` of a model by the saving that `saving_for` makes for the opened base, and lets
+    `load_state_dict` read what it saves. See `enable`."""
     # A save may happen in another working directory.
     checkpoint = open_checkpoint(absolute(base), revision)
     require_depth(checkpoint)
     names = model.state_dict().keys()
     if not any(checkpoint.twin_of(name) for name in names):
         logger.warning(f"No tensor name of {checkpoint} matches {type(model).__name__}; is this the right base?")
-    if hasattr(model, "active_task"):
-        logger.warning(f"Of the merge, only the active task is saved then; now it is '{model.active_task}'.")
+    disable(model)
     # Plain objects on the instance, so that copies and pickles of the model keep them.
-    saving = model.save_pretrained = CompressedSaving(model, checkpoint)
-    model.push_to_hub = PushToHub(model)
+    saving = model.save_pretrained = saving_for(checkpoint)
     model._fm_delta_hook = model.register_load_state_dict_pre_hook(saving.decode_state_dict)
-    return model
+
+
+def saving_of(model: object) -> CompressedSaving | None:
+    """Returns the saving that `attach` gave a model; None for other models."""
+    saving = getattr(model, "__dict__", {}).get("save_pretrained")
+    return saving if isinstance(saving, CompressedSaving) else None
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
     """Makes an enabled model save plain checkpoints again. Returns the same model."""
-    saving = model.__dict__.get("save_pretrained")
-    if isinstance(saving, CompressedSaving):
+    if saving := saving_of(model):
         del model.save_pretrained
         model.__dict__.pop("push_to_hub", None)
         model.__dict__.pop("_fm_delta_hook").remove()
@@ -78,17 +95,12 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class CompressedSaving(Saving):
-    """Saves with the method of the model's class, then compresses the weights.
-
-    Attributes:
-        has_run: a later hook of `load_state_dict` reads what was compressed against other bases: the checkpoints of a run.
-    """
+    """Saves with the method of the model's class, then compresses the weights."""
 
     def __init__(self, model: PreTrainedModel, base: TensorSource):
         super().__init__(model)
         self.base = base.name
         self.revision = base.revision
-        self.has_run = False
         # The instance's own methods that this one and PushToHub replace: those of a merge.
         self.replaced = {name: vars(model)[name] for name in ("save_pretrained", "push_to_hub") if name in vars(model)}
 
@@ -124,18 +136,11 @@ class CompressedSaving(Saving):
 
     def decode_state_dict(self, module: torch.nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *args: Any) -> None:
         """Replaces payloads in a state dict by the decoded tensors, as a pre-hook of `load_state_dict`."""
-        base, decoded = None, {}
-        try:
-            for key, value in state_dict.items():
-                if not isinstance(value, torch.Tensor) or not is_payload(value):
-                    continue
+        base = None
+        for key, value in state_dict.items():
+            if isinstance(value, torch.Tensor) and is_payload(value):
                 data = value.reshape(-1).cpu().numpy()
                 header = read_header(data, key.removeprefix(prefix))
                 base = base or open_checkpoint(self.base, self.revision)
                 twin = base_tensor(base, header.base_name)
-                decoded[key] = decode_raw(data, twin, header, torch.get_num_threads()).to_torch()
-        except BaseModelError:
-            if self.has_run:
-                return
-            raise
-        state_dict.update(decoded)
+                state_dict[key] = decode_raw(data, twin, header, torch.get_num_threads()).to_torch()

@@ -20,7 +20,7 @@ from hf_ext import fm_delta
 from hf_ext.cli.main import main
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.fm_delta import batch
-from hf_ext.fm_delta.batch_record import RECORD
+from hf_ext.fm_delta.batch import RECORD
 from hf_ext.storage import prefetch
 from hf_ext.storage.prefetch import CORES, Prefetcher, at_most_cores, cores
 

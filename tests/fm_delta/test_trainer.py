@@ -107,17 +107,6 @@ def test_the_newest_and_the_best_are_kept_and_the_best_loaded(tmp_path, base):
     assert_same_weights(trained.model, AutoModelForSequenceClassification.from_pretrained(best))
 
 
-def test_a_plain_model_resumes_from_a_compressed_checkpoint(tmp_path, base, through):
-    train(model_of(base), tmp_path / "out", callbacks=[StopAfter(2)])
-    assert is_compressed(tmp_path / "out/checkpoint-2")
-    (tmp_path / "out/checkpoint-1").mkdir()
-    (tmp_path / "out/checkpoint-1/model.safetensors").write_text("cut off")
-    resumed = train(model_of(base, enabled=False), tmp_path / "out", resume=str(tmp_path / "out/checkpoint-2"))
-    assert_same_weights(resumed.model, through.model)
-    assert not is_compressed(tmp_path / "out/checkpoint-6")
-    assert not resumed.model._load_state_dict_pre_hooks
-
-
 def test_adapters_train_and_resume_on_a_compressed_model(tmp_path, base):
     fm_delta.enable(perturb(bert()), base).save_pretrained(tmp_path / "small")
     perturb(bert()).save_pretrained(tmp_path / "tuned")
