@@ -33,7 +33,7 @@ from transformers import AutoModelForSequenceClassification as Classifier
 from transformers.utils import logging
 
 from hf_ext.display import new_figure, save_figure
-from hf_ext.fm_delta import compress_checkpoint, compress_series, find_base
+from hf_ext.fm_delta import compress_checkpoint, find_base, inspect
 from hf_ext.storage.native import _native
 
 YARDSTICK = "fm-delta"
@@ -193,8 +193,8 @@ def cast_to(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, t
 
 def series(args: argparse.Namespace, dtype: str) -> dict:
     """Returns sizes during a fine-tuning: of each checkpoint of the first task against the base, the one before and the one
-    after it, as {"base", "before" or "after": {peer: {step: bits per parameter}}}; and the bytes that compress_series
-    leaves."""
+    after it, as {"base", "before" or "after": {peer: {step: bits per parameter}}}; and the bytes that CompressCheckpoints
+    would write."""
     folder = args.pairs / f"{args.tasks[0]}-trainer"
     run = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     if len(run) < 2:
@@ -221,12 +221,15 @@ def series(args: argparse.Namespace, dtype: str) -> dict:
     with tempfile.TemporaryDirectory() as scratch:
         base = str(Path(scratch, "base"))
         AutoModel.from_pretrained(minilm(), dtype=TORCH[dtype]).save_pretrained(base)
+        reports = []
         for checkpoint in run:
-            model = Classifier.from_pretrained(checkpoint, dtype=TORCH[dtype])
-            model.save_pretrained(Path(scratch, "run", checkpoint.name))
-        report = compress_series(Path(scratch, "run"), base)
-    sizes = f"{report.original_bytes / 1e6:.1f} MB to {report.compressed_bytes / 1e6:.1f} MB ({100 * report.ratio:.1f} %)"
-    print(f"\n{dtype}, {args.tasks[0]}: compress_series brings {len(run)} checkpoints from {sizes}")
+            plain, small = (Path(scratch, kind, checkpoint.name) for kind in ("plain", "small"))
+            Classifier.from_pretrained(checkpoint, dtype=TORCH[dtype]).save_pretrained(plain)
+            compress_checkpoint(plain, base, small)
+            reports.append(inspect(small))
+    original, compressed = (sum(getattr(report, key) for report in reports) for key in ("original_bytes", "compressed_bytes"))
+    sizes = f"{original / 1e6:.1f} MB to {compressed / 1e6:.1f} MB ({100 * compressed / original:.1f} %)"
+    print(f"\n{dtype}, {args.tasks[0]}: the {len(run)} checkpoints shrink from {sizes}")
     if args.plot:
         figure = new_figure(8, 4)
         axes = figure.subplots()
@@ -236,7 +239,7 @@ def series(args: argparse.Namespace, dtype: str) -> dict:
         axes.set(xlabel="step", ylabel="bits per parameter", ylim=(0, None), title=f"{dtype}, {args.tasks[0]}")
         figure.legend(loc="outside right center", fontsize="small", frameon=False)
         save_figure(figure, args.plot.with_stem(f"{args.plot.stem}-series-{dtype}"))
-    return results | {"original_bytes": report.original_bytes, "compressed_bytes": report.compressed_bytes}
+    return results | {"original_bytes": original, "compressed_bytes": compressed}
 
 
 def quantized(args: argparse.Namespace) -> dict:

@@ -32,7 +32,7 @@ MODULES = ("emr", "errors", "fm_delta", "pissa", "storage", "trans_lora", "uni_m
 FIRST = {
     "emr": "merge add_task extract task report verify",
     "fm_delta": "enable disable compress_checkpoint decompress_checkpoint inspect verify switch open CompressCheckpoints "
-    "extract_lora compress_series remove_checkpoint find_base compress_all",
+    "extract_lora find_base compress_all",
     "pissa": "PissaConfig QPissaConfig convert_to_lora report",
     "storage": "open_checkpoint encode decode apply at_most_cores",
     "trans_lora": "train_discriminator TransLoraConfig TransLoraTrainer transfer migrate Discriminator",

@@ -79,32 +79,6 @@ def test_models_and_trainer_checkpoints_have_cards_of_their_own(tuned, tmp_path)
         assert f"{fm_delta.inspect(folder).compressed_bytes / 1e6:.2f} MB" in text
 
 
-def test_cards_of_a_series_name_the_checkpoints_bases(tmp_path):
-    base = weights()
-    write_folder(tmp_path / "base", base)
-    steps = [fine_tune(base, 1)]
-    for seed in (2, 3):
-        steps.append(fine_tune(steps[-1], seed))
-    for step, tensors in enumerate(steps, 1):
-        write_folder(tmp_path / f"run/checkpoint-{step}", tensors)
-    (tmp_path / "run/checkpoint-2/README.md").write_text(MINE)
-    plain = {step: contents(tmp_path / f"run/checkpoint-{step}") for step in (1, 2, 3)}
-    fm_delta.compress_series(tmp_path / "run", tmp_path / "base")
-    against = {found.name: Path(found.base).name for found in fm_delta.inspect_series(tmp_path / "run").checkpoints}
-    for step in (1, 3):
-        _, text = valid_card(tmp_path / f"run/checkpoint-{step}", "fm_delta")
-        assert ("you also need the base and the other checkpoints of its chain." in text) == (step == 1)
-        assert ("you also need the base." in text) == (step == 3)
-        assert f"differences from `{against[f'checkpoint-{step}']}`" in text and "# A fine-tune of `base`" in text
-    assert (tmp_path / "run/checkpoint-2/README.md").read_text() == MINE
-    assert against["checkpoint-1"] == "checkpoint-2"
-    fm_delta.remove_checkpoint(tmp_path / "run/checkpoint-2", rebase=True)
-    assert "differences from `checkpoint-2`" not in valid_card(tmp_path / "run/checkpoint-1", "fm_delta")[1]
-    for step in (1, 3):
-        fm_delta.decompress_checkpoint(tmp_path / f"run/checkpoint-{step}", tmp_path / f"back-{step}")
-        assert contents(tmp_path / f"back-{step}") == plain[step]
-
-
 @pytest.fixture(scope="module")
 def merged(tmp_path_factory):
     folder = tmp_path_factory.mktemp("emr")

@@ -38,20 +38,13 @@ def decompresses_over_the_root(place: Path) -> None:
     fm_delta.decompress_checkpoint(place / "small", place / "root")
 
 
-def compresses_a_series_that_the_base_needs(place: Path) -> None:
-    for step, name in ((10, "two"), (20, "root")):
-        shutil.copytree(place / name, place / "run" / f"checkpoint-{step}")
-    fm_delta.compress_checkpoint(place / "two", place / "run" / "checkpoint-20", place / "of the run")
-    fm_delta.compress_series(place / "run", place / "of the run")
-
-
 @pytest.mark.parametrize(
     "command",
-    [compresses_over_the_root, decompresses_over_the_root, compresses_a_series_that_the_base_needs],
+    [compresses_over_the_root, decompresses_over_the_root],
 )
 def test_no_command_loses_the_base_of_a_base(chain: Path, command: Callable[[Path], None]) -> None:
     before = contents(chain / "root")
-    with pytest.raises(CheckpointError, match="still needed|is needed|the base needs it|is read from"):
+    with pytest.raises(CheckpointError, match="still needed|is needed|the base needs it"):
         command(chain)
     assert contents(chain / "root") == before
     assert all(open_checkpoint(chain / "base").read(name).data.size for name in weights())

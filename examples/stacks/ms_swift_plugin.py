@@ -21,4 +21,12 @@ class PissaTuner(PeftTuner):
 
 
 tuners_map["pissa"] = PissaTuner
-callbacks_map["compress_checkpoints"] = lambda args, trainer: CompressCheckpoints()
+
+
+def compress_checkpoints(args, trainer):
+    callback = CompressCheckpoints()
+    callback.on_init_end(args, trainer.state, trainer.control, model=trainer.model)  # ms-swift adds callbacks after the event
+    return callback
+
+
+callbacks_map["compress_checkpoints"] = compress_checkpoints

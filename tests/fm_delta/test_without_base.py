@@ -114,14 +114,6 @@ def test_a_compressed_adapter_is_not_put_beside_a_model(tmp_path):
     assert contents(tmp_path / "back") == contents(model)
 
 
-def test_a_run_says_which_checkpoint_is_stored_without_a_base(tmp_path):
-    src = write_folder(tmp_path / "model", weights())
-    shutil.copytree(src, tmp_path / "run/checkpoint-1")
-    fm_delta.compress_checkpoint(src, None, tmp_path / "run/checkpoint-2")
-    plain, alone = fm_delta.inspect_series(tmp_path / "run").checkpoints
-    assert (plain.stored_against, alone.stored_against) == ("(plain)", "(no base)")
-
-
 def test_an_adapter_needs_no_base_and_has_none(tmp_path):
     base = write_folder(tmp_path / "base", weights())
     with pytest.raises(CheckpointError, match="holds a PEFT adapter .* `hf-ext compress --no-base`"):
@@ -169,7 +161,6 @@ def test_shards_with_and_without_a_base_are_not_mixed(tmp_path):
         fm_delta.verify(tmp_path / "small")
 
 
-def test_enable_and_compress_series_require_a_base():
-    for use in (lambda: fm_delta.enable(bert(), None), lambda: fm_delta.compress_series("run", None)):
-        with pytest.raises(BaseModelError, match="must be a folder or a Hub id, not None"):
-            use()
+def test_enable_requires_a_base():
+    with pytest.raises(BaseModelError, match="must be a folder or a Hub id, not None"):
+        fm_delta.enable(bert(), None)

@@ -1,0 +1,124 @@
+"""A base may be compressed itself: chains of checkpoints are read bit-equal, and what is missing or wrong in one is named."""
+
+from __future__ import annotations
+
+import shutil
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_checkpoints import contents, edit_settings, fine_tune, flip_bit, write_folder
+from tiny_models import assert_same_weights, bert, perturb
+from transformers import AutoModelForSequenceClassification
+
+from hf_ext import BaseModelError, CheckpointError, fm_delta
+from hf_ext.storage.open import MAX_CHAIN, open_checkpoint
+
+load = AutoModelForSequenceClassification.from_pretrained
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    """Models 1 to 3 in `plain`, compressed in `run`: 1 against 2, 2 against 3, and 3 against `base`."""
+    folder = tmp_path_factory.mktemp("chain")
+    model = bert()
+    model.save_pretrained(folder / "base")
+    for step in (1, 2, 3):
+        model = perturb(model, seed=step)
+        model.save_pretrained(folder / f"plain/{step}")
+    for step, base in ((3, "base"), (2, "run/3"), (1, "run/2")):
+        fm_delta.compress_checkpoint(folder / f"plain/{step}", folder / base, folder / f"run/{step}")
+        edit_settings(folder / f"run/{step}", base="../../base" if step == 3 else f"../{step + 1}")
+    return folder
+
+
+@pytest.fixture
+def chain(written, tmp_path) -> Path:
+    return shutil.copytree(written, tmp_path / "chain")
+
+
+def test_a_moved_chain_is_read_from_any_working_directory(chain, monkeypatch):
+    elsewhere = chain / "elsewhere/here"
+    elsewhere.mkdir(parents=True)
+    perturb(bert(), seed=9).save_pretrained(chain / "elsewhere/2")  # `../2`, seen from the working directory
+    for place in (chain / "run/3", elsewhere):
+        monkeypatch.chdir(place)
+        for step in (1, 2, 3):
+            assert_same_weights(load(chain / f"run/{step}"), load(chain / f"plain/{step}"))
+            assert fm_delta.verify(Path(chain / "run", str(step))) == len(load(chain / f"plain/{step}").state_dict())
+    fm_delta.decompress_checkpoint(chain / "run/1", chain / "back")
+    before, after = contents(chain / "plain/1"), contents(chain / "back")
+    del before["config.json"], after["config.json"]  # which `edit_settings` has written in another way
+    assert after == before
+
+
+def test_a_missing_or_changed_link_is_named(chain):
+    shutil.copytree(chain / "run", chain / "whole")
+    shutil.rmtree(chain / "run/3")
+    for step in (1, 2):
+        with pytest.raises(BaseModelError, match=f"../3 is needed to read this checkpoint, '{chain}/run/2'|'../3'"):
+            fm_delta.verify(chain / f"run/{step}")
+    perturb(bert(), seed=9).save_pretrained(chain / "run/3")
+    with pytest.raises(BaseModelError, match=f"'{chain}/run/2', was compressed against .*3' is another model"):
+        fm_delta.verify(chain / "run/1")
+    (chain / "base").rename(chain / "gone")
+    with pytest.raises(BaseModelError, match="base' is needed to read this checkpoint, .*whole/3"):
+        fm_delta.verify(chain / "whole/1")
+    edit_settings(chain / "whole/3", base="../../gone")
+    assert fm_delta.verify(chain / "whole/1")
+
+
+def test_a_damaged_link_is_noticed_before_anything_is_decoded(chain):
+    flip_bit(chain / "run/3/model.safetensors")
+    with pytest.raises(ValueError, match="run/3|damaged"):
+        open_checkpoint(chain / "run/1")
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_checkpoints_that_need_each_other_are_refused(chain, step):
+    edit_settings(chain / "run/3", base=f"../{step}")
+    for read in (load, fm_delta.verify):
+        with pytest.raises(BaseModelError, match=f"need each other.*run/3 → .*run/{step}"):
+            read(chain / "run/1")
+
+
+def test_a_link_that_is_plain_again_serves_as_before(chain):
+    shutil.rmtree(chain / "run/2")
+    shutil.copytree(chain / "plain/2", chain / "run/2")
+    assert fm_delta.verify(chain / "run/1")
+
+
+def test_a_model_may_be_saved_against_a_compressed_base(chain):
+    tuned = perturb(load(chain / "run/1"), seed=9)
+    fm_delta.enable(tuned, chain / "run/1").save_pretrained(chain / "small")
+    assert_same_weights(load(chain / "small"), tuned)
+
+
+def test_a_chain_that_is_too_long_is_refused_early(tmp_path):
+    base = write_folder(tmp_path / "0", {"weight": torch.zeros(8)})
+    for step in range(1, MAX_CHAIN + 2):
+        tuned = write_folder(tmp_path / "tuned", {"weight": torch.full((8,), float(step))})
+        fm_delta.compress_checkpoint(tuned, base, tmp_path / str(step), level=1)
+        base = tmp_path / str(step)
+    assert open_checkpoint(base).read("weight").to_torch().tolist() == [MAX_CHAIN + 1.0] * 8
+    with pytest.raises(CheckpointError, match=f"needs {MAX_CHAIN} other compressed checkpoints"):
+        fm_delta.compress_checkpoint(tuned, base, tmp_path / "longer")
+    assert not (tmp_path / "longer").exists()
+
+
+def test_a_chain_is_read_tensor_by_tensor(tmp_path):
+    tensors = {f"layers.{i}.weight": torch.randn(128, 256, generator=torch.Generator().manual_seed(i)) for i in range(48)}
+    base = write_folder(tmp_path / "base", tensors)
+    for step in ("1", "2", "3"):
+        tensors = fine_tune(tensors, seed=int(step))
+        fm_delta.compress_checkpoint(write_folder(tmp_path / "tuned", tensors), base, tmp_path / step, level=1)
+        base = tmp_path / step
+    checkpoint, one = open_checkpoint(base), tensors["layers.0.weight"].nbytes
+    tracemalloc.start()
+    for name in checkpoint.names():
+        assert np.array_equal(checkpoint.read(name).to_torch(), tensors[name])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert one < peak < 8 * one  # of 48
