@@ -36,13 +36,13 @@ def in_child(work: Callable[[], object]) -> tuple[int | None, str]:
     return child.exitcode, answer
 
 
-def die_or_compress(job):
+def die_or_compress(source: Path, *arguments: object):
     """Compresses a model of `compress_all`. Kills its process, as the system does for want of memory, if the model is `two`."""
     from hf_ext.fm_delta import batch
 
-    if Path(job.source).name == "two":
+    if source.name == "two":
         os.kill(os.getpid(), signal.SIGKILL)
-    return batch.compress_job(job)
+    return batch.compress_model(source, *arguments)
 
 
 def dying_at(n: int, folder: Path, work: Callable[[], object], fail: bool = False) -> tuple[int | None, str]:

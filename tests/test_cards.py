@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from tiny_adapters import NF4, load, logits, small_llama, trained
-from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
+from tiny_checkpoints import contents, pair
 from tiny_merges import plain, write_tasks
 from tiny_models import bert, perturb
 from tiny_training import train

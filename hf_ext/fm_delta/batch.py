@@ -9,11 +9,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,24 +45,17 @@ class ModelResult(Sizes):
     source: str
     base: str | None = None
     revision: str | None = None
-    base_id: str | None = None
     seconds: float = 0.0  # verification included
     verified: bool = False
     error: str | None = None
     skipped: str | None = None  # what the folder holds instead of safetensors weights
-    stamps: tuple[str, ...] = ()  # of the source and of the compressed weights, for a later run
+    stamps: Sequence[str] = ()  # of the source and of the compressed weights, for a later run
 
 
 @dataclass
 class BatchReport:
-    """The results for all models, in the order of their names. `str()` gives a table.
+    """The results for all models, those of earlier runs included. `str()` gives a table."""
 
-    Attributes:
-        out: folder of the results.
-        models: the results, those of earlier runs included.
-    """
-
-    out: str
     models: list[ModelResult]
 
     @property
@@ -91,23 +83,6 @@ class BatchReport:
         header = ("model", "original", "compressed", "ratio", "seconds", "base", "state")
         return "\n\n".join([table(header, rows), *notes, self.summary()])
 
-    def _add(self, result: ModelResult) -> None:
-        """Adds a result, in place of an earlier one of the model, and saves them all."""
-        others = [model for model in self.models if model.name != result.name]
-        self.models = sorted([*others, result], key=lambda model: model.name)
-        text = json.dumps(self.to_dict(), indent=2)
-        os.makedirs(self.out, exist_ok=True)
-        write_atomically(Path(self.out, RECORD), lambda beside: beside.write_text(text, encoding="utf-8"))
-
-    @contextmanager
-    def _reporting(self, source: Path) -> Iterator[None]:
-        """Turns an error in the block into the result for a model."""
-        try:
-            yield
-        except Exception as error:
-            text = str(error) if isinstance(error, HfExtError) else f"{type(error).__name__}: {error}"
-            self._add(ModelResult(source.name, str(source), error=text))
-
 
 def _figures(models: Sequence[ModelResult]) -> tuple[str, str, str, str]:
     original, compressed = sum(model.original_bytes for model in models), sum(model.compressed_bytes for model in models)
@@ -126,159 +101,150 @@ def compress_all(
     verify: bool = False,
     level: int = DEFAULT_LEVEL,
     candidates: Iterable[str | os.PathLike] | None = None,
-    base_id: str | None = None,
 ) -> BatchReport:
     """Compresses many fine-tunes, each to a folder of its own name in `out`.
 
     A model that cannot be compressed is reported and does not stop the others. Each result is saved to `out`/compress_all.json.
-    A later run skips the models that are done, unless files of the source or the compressed weights have changed. The report
-    lists adapters and models in other formats as skipped.
+    A later run skips the models that are done, unless files of the source or the compressed weights have changed.
 
     Args:
         sources: a folder whose subfolders are models, or a list of models' folders.
-        out: folder to write.
-        base: folder or Hub id of the model that all were fine-tuned from. By default, `find_base` finds the base of each model.
-        revision: branch, tag or commit of the base on the Hub.
+        base, revision: the base of all, see `compress_checkpoint`. By default, `find_base` finds the base of each model.
         workers: models to compress at a time, each in a process with its share of the cores and a few tensors in memory.
         executor: compresses the models instead, each on one core: any executor like those of `concurrent.futures`, such as
             `dask.distributed.Client(…).get_executor(pure=False)`. All its machines must see `sources`, `out` and the base
             under the same paths.
         verify, level: see `compress_checkpoint`.
         candidates: without `base`, folders or Hub ids among which `find_base` searches; by default the local Hub cache.
-        base_id: Hub id to record for the base if `base` is a local copy of it, so that others can load the results.
 
     Raises:
         CheckpointError: there is nothing to compress, two models have the same name, or another process is writing to `out`.
         BaseModelError: `base` cannot be read.
         CorruptFileError: `out`/compress_all.json is not the record of a run.
     """
-    out, candidates = Path(os.path.abspath(out)), None if candidates is None else list(candidates)
+    out, candidates = Path(os.path.abspath(out)), None if candidates is None else [absolute(name) for name in candidates]
     common = None if base is None else open_plain(absolute(base), revision)
-    pool, share = (executor, 1) if executor else (ThreadPoolExecutor(workers), max(cores() // workers, 1))
+    place = (common.name, common.revision) if common else (None, None)
+    pool, threads = (executor, 1) if executor else (ThreadPoolExecutor(workers), max(cores() // workers, 1))
     work = compress_model if executor or workers == 1 else compress_in_process
     futures: dict[Future[ModelResult], Path] = {}
     with locked(out):
-        report = BatchReport(str(out), _read(out / RECORD))
-        folders, skipped = _folders(sources, common, report)
+        results = _read(out / RECORD)
+        for source, skipped in _folders(sources, common).items():
+            if skipped:
+                results[source.name] = ModelResult(source.name, str(source), skipped=skipped)
+            elif not _is_done(results.get(source.name), source, out, common, verify):
+                call = (source, out / source.name, *place, candidates, verify, level, threads)
+                futures[pool.submit(work, *call)] = source
         try:
-            for source in folders:
-                with report._reporting(source):
-                    if not _is_done(report, source, common, base_id, verify):
-                        against = common or _found_base(source, candidates)
-                        commit = against.revision or (revision if base_id else None)
-                        call = (source, out / source.name, against.name, commit, base_id, verify, level, share)
-                        futures[pool.submit(work, *call)] = source
-            for result in skipped:
-                report._add(result)
             for future in tqdm(as_completed(futures), "Compressing models", len(futures), disable=not futures):
-                with report._reporting(futures[future]):
-                    report._add(future.result())
+                source = futures[future]
+                try:
+                    results[source.name] = future.result()
+                except Exception as error:
+                    text = str(error) if isinstance(error, HfExtError) else f"{type(error).__name__}: {error}"
+                    results[source.name] = ModelResult(source.name, str(source), error=text)
+                _write(out / RECORD, results)
         finally:
             if executor is None:
                 pool.shutdown(cancel_futures=True)
-        return report
+        return _write(out / RECORD, results)
 
 
-def _read(record: Path) -> list[ModelResult]:
-    """Returns the results of an earlier run's successes."""
+def _folders(sources: str | os.PathLike | Iterable[str | os.PathLike], base: Checkpoint | None) -> dict[Path, str | None]:
+    """Returns the models' folders, by absolute path, each with the reason to skip it. In a folder of folders, leaves out the
+    base itself."""
+    if not isinstance(sources, str | os.PathLike):
+        folders = [Path(os.path.abspath(source)) for source in sources]
+        names = [path.name for path in folders]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise CheckpointError(f"Two models are called '{twice[0]}' and would be written to one folder; rename one.")
+        return dict.fromkeys(folders)
+    if not os.path.isdir(sources):
+        raise CheckpointError(f"{sources} is not a folder; give a folder of saved models, or a list of their folders.")
+    visible = [path for path in sorted(Path(os.path.abspath(sources)).glob("[!.]*")) if path.is_dir()]
+    others = [path for path in visible if not (base and os.path.isdir(base.name) and path.samefile(base.name))]
+    reasons = {path: _reason_to_skip(path) for path in others}
+    if all(reasons.values()):
+        first = "".join(f" {path} {reason}" for path, reason in [*reasons.items()][:1])
+        raise CheckpointError(f"There is nothing to compress: no folder of safetensors weights in {sources}.{first}")
+    return reasons
+
+
+def _reason_to_skip(folder: Path) -> str | None:
+    try:
+        return None if all_weights(folder) else weights_instead(folder) or "holds no weights."
+    except HfExtError:  # reported with this model later
+        return None
+
+
+def _read(record: Path) -> dict[str, ModelResult]:
+    """Returns an earlier run's successes, by name."""
     if not record.exists():
-        return []
+        return {}
     try:
         results = json.loads(record.read_text(encoding="utf-8"))["models"]
         models = [ModelResult(**{key: value for key, value in result.items() if key != "ratio"}) for result in results]
+        return {model.name: model for model in models if model.stamps}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise CorruptFileError(f"{record} is not the record of an earlier run; move it away to start again.") from error
-    return [model for model in models if model.stamps]
 
 
-def _folders(
-    sources: str | os.PathLike | Iterable[str | os.PathLike], base: Checkpoint | None, report: BatchReport
-) -> tuple[list[Path], list[ModelResult]]:
-    """Returns the folders to compress, by absolute path. In a folder of folders, the base itself is left out, and those with
-    models in other formats are returned as skipped."""
-    if not isinstance(sources, str | os.PathLike):
-        folders, skipped = [Path(os.path.abspath(source)) for source in sources], []
-    elif os.path.isdir(sources):
-        visible = [path for path in sorted(Path(os.path.abspath(sources)).iterdir()) if path.is_dir() and path.name[0] != "."]
-        folders = [
-            path
-            for path in visible
-            if _holds_weights(path) and not (base and os.path.isdir(base.name) and path.samefile(base.name))
-        ]
-        others = [(path, weights_instead(path)) for path in visible if not _holds_weights(path)]
-        skipped = [ModelResult(path.name, str(path), skipped=kind) for path, kind in others if kind]
-    else:
-        raise CheckpointError(f"{sources} is not a folder; give a folder of saved models, or a list of their folders.")
-    names = [path.name for path in folders]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise CheckpointError(f"Two models are called '{twice[0]}' and would be written to one folder; rename one.")
-    if not folders and not report.models:
-        holds = f" {skipped[0].source} {skipped[0].skipped}" if skipped else ""
-        raise CheckpointError(f"There is nothing to compress: no folder of safetensors weights in {sources}.{holds}")
-    return folders, skipped
+def _write(record: Path, results: dict[str, ModelResult]) -> BatchReport:
+    report = BatchReport([results[name] for name in sorted(results)])
+    record.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(record, lambda beside: beside.write_text(json.dumps(report.to_dict(), indent=2), encoding="utf-8"))
+    return report
 
 
-def _holds_weights(folder: Path) -> bool:
-    try:
-        return bool(all_weights(folder))
-    except HfExtError:  # reported with this model later
-        return True
-
-
-def _is_done(report: BatchReport, source: Path, base: Checkpoint | None, base_id: str | None, verify: bool) -> bool:
+def _is_done(model: ModelResult | None, source: Path, out: Path, base: Checkpoint | None, verify: bool) -> bool:
     """Checks whether an earlier run compressed this model as requested, and source and result have not changed."""
-    model = next((model for model in report.models if model.name == source.name), None)
-    if model is None:
-        return False
-    if model.source != str(source):
+    if model and model.source != str(source):
         raise CheckpointError(
-            f"{report.out}/{model.name} holds another model, compressed from {model.source}. Rename {source}."
+            f"{out / model.name} holds another model, compressed from {model.source}. Rename {source}, or give another folder "
+            "to write."
         )
-    same_base = base is None or (model.base, model.revision) == (base.name, base.revision)
-    as_requested = same_base and base_id in (None, model.base_id) and model.verified >= verify
-    return as_requested and list(_stamps(source, Path(report.out, model.name))) == list(model.stamps)
+    if model is None or verify > model.verified or base and (model.base, model.revision) != (base.name, base.revision):
+        return False
+    return list(model.stamps) == [_stamp(source.rglob("*")), _stamp((out / model.name).glob("*.safetensors"))]
 
 
-def _stamps(source: Path, out: Path) -> tuple[str, ...]:
-    """Returns hashes of the files of a source and of its compressed weights, by names, sizes and times."""
-    stamps = []
-    for paths in (source.rglob("*"), out.glob("*.safetensors")):
-        files = [(str(path), path.lstat()) for path in sorted(paths) if not path.is_dir()]
-        stamps.append(xxhash.xxh3_128_hexdigest(repr([(path, entry.st_size, entry.st_mtime_ns) for path, entry in files])))
-    return tuple(stamps)
-
-
-def _found_base(source: Path, candidates: list[str | os.PathLike] | None) -> Checkpoint:
-    base = find_base(source, candidates).require()
-    return open_plain(absolute(base.name), base.revision)
+def _stamp(paths: Iterable[Path]) -> str:
+    """Returns a hash of files by their names, sizes and times."""
+    entries = [(path.name, path.lstat()) for path in sorted(paths) if not path.is_dir()]
+    written = [(name, entry.st_size, entry.st_mtime_ns) for name, entry in entries]
+    return xxhash.xxh3_128_hexdigest(repr(written).encode(errors="surrogateescape"))
 
 
 def compress_model(
-    source: Path, out: Path, base: str, revision: str | None, base_id: str | None, verify: bool, level: int, threads: int
+    source: Path,
+    out: Path,
+    base: str | None,
+    revision: str | None,
+    candidates: list | None,
+    verify: bool,
+    level: int,
+    threads: int,
 ) -> ModelResult:
-    """Compresses a model; runs in a worker. All paths are absolute, so that another machine with the same disks can do it."""
-    with IMPORTS:  # by several threads at once, they fail in CPython 3.11: "AST constructor recursion depth mismatch"
-        importlib.import_module("hf_ext.storage.delta.low_rank")
+    """Compresses a model, in a worker. All paths are absolute, so that another machine with the same disks can do it."""
+    with IMPORTS:  # two imports at once may fail in CPython 3.11: "AST constructor recursion depth mismatch"
         importlib.import_module("jinja2")
-    start, before = time.perf_counter(), _stamps(source, out)[0]
+        if level > 1:
+            importlib.import_module("hf_ext.storage.delta.low_rank")  # with PyTorch
+    start, before = time.perf_counter(), _stamp(source.rglob("*"))
     with at_most_cores(threads):
-        compress_checkpoint(source, base, out, revision, verify, level=level, base_id=base_id)
-    return ModelResult(
-        source.name,
-        str(source),
-        base,
-        revision,
-        base_id,
-        round(time.perf_counter() - start, 3),
-        verify,
-        original_bytes=(sizes := inspect(out)).original_bytes,
-        compressed_bytes=sizes.compressed_bytes,
-        stamps=(before, _stamps(source, out)[1]),
-    )
+        if base is None:
+            found = find_base(source, candidates).require()
+            base, revision = absolute(found.name), found.revision
+        compress_checkpoint(source, base, out, revision, verify, level)
+    sizes, seconds = inspect(out), round(time.perf_counter() - start, 3)
+    result = ModelResult(source.name, str(source), base, revision, seconds, verify)
+    result = replace(result, original_bytes=sizes.original_bytes, compressed_bytes=sizes.compressed_bytes)
+    return replace(result, stamps=[before, _stamp(out.glob("*.safetensors"))])
 
 
 def compress_in_process(*arguments: Any) -> ModelResult:
-    """Runs `compress_model` in a process of its own. If that dies, for lack of memory for instance, only this model fails."""
+    """Calls `compress_model` in a process of its own. If that dies, for lack of memory for instance, only this model fails."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start_process) as pool:
         try:
             return pool.submit(compress_model, *arguments).result()
