@@ -73,13 +73,16 @@ class BatchReport:
         return f"{done}, {seconds} s of work.{skipped}"
 
     def __str__(self) -> str:
-        rows, reasons = [], dict[str, list[str]]()  # models with the same reason share a paragraph
+        rows, reasons = [], dict[str, list[ModelResult]]()  # models with the same reason share a paragraph
         for model in self.models:
             state = "failed" if model.error else "skipped" if model.skipped else "verified" if model.verified else "done"
             rows.append((model.name, *_figures([model]), model.base or "–", state))
             if reason := model.error or model.skipped:
-                reasons.setdefault(reason.replace(model.source, "FOLDER"), []).append(model.name)
-        notes = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+                reasons.setdefault(reason.replace(model.source, "FOLDER"), []).append(model)
+        notes = []
+        for reason, models in reasons.items():
+            text = reason if len(models) > 1 else reason.replace("FOLDER", models[0].source)
+            notes.append(f"{', '.join(model.name for model in models)}: {text}")
         header = ("model", "original", "compressed", "ratio", "seconds", "base", "state")
         return "\n\n".join([table(header, rows), *notes, self.summary()])
 
@@ -256,5 +259,5 @@ def _start_process() -> None:
     """Leaves interrupts to the parent process, and ends this one with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     disable_progress_bars()
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    if parent := multiprocessing.parent_process():
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
