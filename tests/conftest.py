@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 import processes  # noqa: F401  # makes forks safe
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1"}
 
 
 def pytest_configure(config) -> None:

@@ -116,8 +116,9 @@ class _Parent:
     @classmethod
     def of(cls, env: dict[str, str]) -> _Parent:
         """Returns the parent for an environment, started when first needed."""
-        settings = tuple(sorted((name, env[name]) for name in env if name.startswith(_SETTINGS) and name not in _AT_CALLS))
-        key = (bool(env), "HF_HOME" in env, settings)
+        ignored = (*_AT_CALLS, "HF_ENDPOINT") if env.get("HF_HUB_OFFLINE") == "1" else _AT_CALLS
+        settings = tuple(sorted((name, env[name]) for name in env if name.startswith(_SETTINGS) and name not in ignored))
+        key = (bool(env), settings)
         if key not in cls.all:
             cls.all[key] = cls(env)
         return cls.all[key]
@@ -125,7 +126,7 @@ class _Parent:
     def __init__(self, env: dict[str, str]) -> None:
         self._folder = TemporaryDirectory()
         self._home = Path(self._folder.name, "home")
-        if "HF_HOME" in env:
+        if env:
             env = env | {"HF_HOME": str(self._home)}
         self._pipe, theirs = _CONTEXT.Pipe()
         _CONTEXT.Process(target=_serve, args=(theirs, env)).start()
@@ -134,11 +135,10 @@ class _Parent:
 
     def run(self, command: list[str], cwd: str, env: dict[str, str], streams: list[Path], timeout: float) -> int | None:
         """Returns the exit code of a run, or None if it took longer than `timeout` seconds and was killed."""
-        if "HF_HOME" in env:
-            target = Path(os.path.abspath(cwd), env["HF_HOME"])
-            target.mkdir(parents=True, exist_ok=True)  # huggingface_hub 1.17 cannot make it through the link
-            self._home.unlink(missing_ok=True)
-            self._home.symlink_to(target)
+        target = Path(os.path.abspath(cwd), env.get("HF_HOME", Path(self._folder.name, "empty")))
+        target.mkdir(parents=True, exist_ok=True)  # huggingface_hub 1.17 cannot make it through the link
+        self._home.unlink(missing_ok=True)
+        self._home.symlink_to(target)
         self._pipe.send((command, cwd, env, streams, sys.path))
         child = self._pipe.recv()
         late = not self._pipe.poll(timeout)

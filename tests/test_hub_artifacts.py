@@ -39,9 +39,11 @@ OFFLINE = 'print(json.dumps(load_all(cache_dir="cache")))'
 
 # The connection breaks once in the middle of the compressed weights, then at the base's header and every attempt to get it.
 UNSTEADY = """
+import time
 from hf_ext import BaseModelError
 from huggingface_hub import constants
 constants.DOWNLOAD_CHUNK_SIZE = 4096  # what comes in pieces of this size is kept
+time.sleep = lambda seconds: None  # as huggingface_hub does between attempts
 kind = ARTIFACTS["fm_delta"]
 
 def weights():  # of what was downloaded to the end

@@ -54,8 +54,8 @@ for target in sys.argv[1:]:
 """
 
 
-def run(code: str, *args: str, env: dict[str, str], hosts: bool = True) -> str:
-    done = python("-c", code, *args, env=env, hosts=hosts)
+def run(code: str, *args: str, env: dict[str, str]) -> str:
+    done = python("-c", code, *args, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -95,6 +95,6 @@ def test_refusals_raise_the_usual_errors(tmp_path):
     with LocalHub() as hub:
         hub.repos["user/repo"] = Repo(private=True)
         hub.repos["user/repo"].add("main", Commit(None, "first", {"a": File(b"content", lfs=False)}))
-        assert run(DOWNLOADS, *targets, env=hub.client_env(tmp_path), hosts=False).split() == ["content", *errors]
+        assert run(DOWNLOADS, *targets, env=hub.client_env(tmp_path)).split() == ["content", *errors]
         stranger = hub.client_env(tmp_path / "stranger", signed_in=False)
         assert run(DOWNLOADS, targets[0], env=stranger).split() == ["RepositoryNotFoundError"]

@@ -127,8 +127,7 @@ def whole(tmp_path_factory):
     return candidates, (folder / "s.jsonl").read_bytes(), generate.rounds
 
 
-@pytest.mark.parametrize("after", [0, 0.5, 1])
-@pytest.mark.parametrize("tail", ["whole", "half a line", "half a round"])
+@pytest.mark.parametrize(("after", "tail"), [(0, "whole"), (0.5, "half a line"), (0.5, "half a round"), (1, "half a line")])
 def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path, whole, after, tail):
     expected, content, rounds = whole
     done = 1 + round(after * (rounds - 2))  # killed in the second round, half-way, or in the last
