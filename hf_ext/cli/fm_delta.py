@@ -28,14 +28,11 @@ from hf_ext.cli.command import (
 )
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
 
-one_model = Section(
+section = Section(
     "Store a fine-tune in a fraction of its size, without loss (FM-Delta)",
     "$ hf-ext compress my-bert --base google-bert/bert-base-uncased --out my-bert-small\n"
     "$ hf-ext verify my-bert-small\n"
-    "$ hf-ext decompress my-bert-small --out my-bert-again",
-)
-many_models = Section(
-    "Do the same with a folder of models",
+    "$ hf-ext decompress my-bert-small --out my-bert-again\n"
     "$ hf-ext compress-all my-models --out my-models-small --workers 4 --verify",
 )
 
@@ -43,7 +40,7 @@ Src = Annotated[str, argument("SRC", "Folder or Hub id of the fine-tuned model, 
 Verify = Annotated[bool, flag("--verify", "Decode everything and compare it with the source, byte for byte.")]
 
 
-@one_model.command(
+@section.command(
     "copy a model, storing weights as differences from a base",
     "  hf-ext compress my-bert --base google-bert/bert-base-uncased --out my-bert-small\n"
     "  hf-ext compress my-bert --out my-bert-small    # finds the base\n"
@@ -97,7 +94,7 @@ def compress(
     return Result(finding + written.summary(), written.to_dict() | {"tensors": len(written.tensors)})  # `inspect` lists them
 
 
-@one_model.command(
+@section.command(
     "restore the original folder, every file byte for byte",
     "  hf-ext decompress my-bert-small --out my-bert\n"
     "  hf-ext decompress my-bert-small --out my-bert --base /mnt/bert    # the base moved",
@@ -115,7 +112,7 @@ def decompress(
     return Result(f"{out} holds the original weights, and the other files of {src}.", {"out": out})
 
 
-@one_model.command(
+@section.command(
     "find the model that a checkpoint was fine-tuned from",
     "  hf-ext find-base my-bert    # searches its model card and the local Hub cache\n"
     "  hf-ext find-base my-bert google-bert/bert-base-uncased ../other-bert",
@@ -140,7 +137,7 @@ def find_base(
     return Result(text, report.to_dict(), failed=report.best is None)
 
 
-@one_model.command(
+@section.command(
     "extract the best LoRA of a fine-tune, for PEFT and for servers",
     "  hf-ext extract-lora my-llama --base meta-llama/Llama-3.2-1B --out my-lora --rank 16\n"
     "  hf-ext extract-lora my-llama --base my-base --out my-lora --max-size 50MB\n"
@@ -190,7 +187,7 @@ def bytes_of(size: str) -> int:
     return round(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2].upper()])
 
 
-@many_models.command(
+@section.command(
     "compress many fine-tunes; skip those that are done",
     "  hf-ext compress-all my-models --base google-bert/bert-base-uncased \\\n"
     "    --out my-models-small --workers 4 --verify\n"

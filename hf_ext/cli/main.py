@@ -42,9 +42,8 @@ def installed_version(package: str) -> str:
 
 def tutorial() -> str:
     """Returns the help of `hf-ext`. A paragraph after "\\b" is not wrapped again."""
-    models = (fm_delta.one_model, fm_delta.many_models, checkpoints.section, emr.section)
-    sections = (*models, weight_sync.section, trans_lora.section, pissa.section, uni_med.section, tools.section)
-    text = "\n\n".join([INTRODUCTION, *map(str, sections), CLOSING])
+    modules = (fm_delta, checkpoints, emr, weight_sync, trans_lora, pissa, uni_med, tools)
+    text = "\n\n".join([INTRODUCTION, *(str(module.section) for module in modules), CLOSING])
     return "\n\n".join(f"\b\n{paragraph}" for paragraph in text.split("\n\n"))
 
 
