@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -130,16 +130,13 @@ def compress_all(
     place = (common.name, common.revision) if common else (None, None)
     pool, threads = (executor, 1) if executor else (ThreadPoolExecutor(workers), max(cores() // workers, 1))
     work = compress_model if executor or workers == 1 else compress_in_process
-    futures: dict[Future[ModelResult], Path] = {}
+    options = (*place, candidates, verify, level, threads)
     with locked(out):
-        results = _read(out / RECORD)
-        for source, skipped in _folders(sources, common).items():
-            if skipped:
-                results[source.name] = ModelResult(source.name, str(source), skipped=skipped)
-            elif not _is_done(results.get(source.name), source, out, common, verify):
-                call = (source, out / source.name, *place, candidates, verify, level, threads)
-                futures[pool.submit(work, *call)] = source
+        results, folders = _read(out / RECORD), _folders(sources, common)
+        results |= {path.name: ModelResult(path.name, str(path), skipped=reason) for path, reason in folders.items() if reason}
+        todo = [path for path, reason in folders.items() if not (reason or _is_done(results, path, out, common, verify))]
         try:
+            futures = {pool.submit(work, source, out / source.name, *options): source for source in todo}
             for future in tqdm(as_completed(futures), "Compressing models", len(futures), disable=not futures):
                 source = futures[future]
                 try:
@@ -200,13 +197,11 @@ def _write(record: Path, results: dict[str, ModelResult]) -> BatchReport:
     return report
 
 
-def _is_done(model: ModelResult | None, source: Path, out: Path, base: Checkpoint | None, verify: bool) -> bool:
+def _is_done(results: dict[str, ModelResult], source: Path, out: Path, base: Checkpoint | None, verify: bool) -> bool:
     """Checks whether an earlier run compressed this model as requested, and source and result have not changed."""
+    model = results.get(source.name)
     if model and model.source != str(source):
-        raise CheckpointError(
-            f"{out / model.name} holds another model, compressed from {model.source}. Rename {source}, or give another folder "
-            "to write."
-        )
+        raise CheckpointError(f"{out / model.name} holds another model, compressed from {model.source}. Rename {source}.")
     if model is None or verify > model.verified or base and (model.base, model.revision) != (base.name, base.revision):
         return False
     return list(model.stamps) == [_stamp(source.rglob("*")), _stamp((out / model.name).glob("*.safetensors"))]
@@ -231,9 +226,8 @@ def compress_model(
 ) -> ModelResult:
     """Compresses a model, in a worker. All paths are absolute, so that another machine with the same disks can do it."""
     with IMPORTS:  # two imports at once may fail in CPython 3.11: "AST constructor recursion depth mismatch"
-        importlib.import_module("jinja2")
         if level > 1:
-            importlib.import_module("hf_ext.storage.delta.low_rank")  # with PyTorch
+            importlib.import_module("hf_ext.storage.delta.low_rank")  # and PyTorch with it
     start, before = time.perf_counter(), _stamp(source.rglob("*"))
     with at_most_cores(threads):
         if base is None:
