@@ -1,7 +1,7 @@
 """A Trainer callback that saves the checkpoints of a run compressed, and resumes from them.
 
-Each checkpoint is stored against the base alone, so it can be moved and deleted like a plain one. Chains from checkpoint to
-checkpoint would save only 1 to 3 % of a checkpoint with its optimizer state (docs/fm_delta_training.md).
+Each checkpoint is stored against the base alone, so it can be moved and deleted like a plain one. Stored against each other,
+checkpoints with their optimizer states would be only 3 % smaller (docs/fm_delta_training.md).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CompressCheckpoints(TrainerCallback):
     Raises:
         BaseModelError: the base cannot be read. Trainer's constructor raises both errors.
         CheckpointError: there is no `base`, and the model was not loaded from a folder or the Hub; the base is a checkpoint of
-            the run; the model is quantized; or `fm_delta.enable` compresses its saves already.
+            the run; the model is quantized or not of Transformers; or `fm_delta.enable` compresses its saves already.
     """
 
     def __init__(self, base: str | os.PathLike | None = None, revision: str | None = None):
