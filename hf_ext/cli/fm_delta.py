@@ -78,12 +78,13 @@ def compress(
     from hf_ext.errors import BaseModelError
     from hf_ext.fm_delta.base_search import unrelated
     from hf_ext.storage.hub import downloaded
+    from hf_ext.storage.open import open_checkpoint
 
     finding, src = "", str(downloaded(src))
     if base is None and not no_base:
         report = fm_delta.find_base(src)
         base, revision, finding = report.require().name, report.require().revision, f"{report.summary()}\n"
-    elif base and (reason := unrelated(src, base, revision)):
+    elif base and (reason := unrelated(open_checkpoint(src), open_checkpoint(base, revision))):
         raise BaseModelError(
             f"{reason} `hf-ext find-base {src}` looks for the base; --no-base compresses without one. In Python, "
             "fm_delta.compress_checkpoint accepts every base."
@@ -172,7 +173,7 @@ def extract_lora(
 ) -> Result:
     size = None if max_size is None else bytes_of(max_size)
     from hf_ext import fm_delta
-    from hf_ext.fm_delta.lora_evaluation import read_texts
+    from hf_ext.fm_delta.extract import read_texts
 
     read = read_texts(texts) if texts else None
     report = fm_delta.extract_lora(src, base, out, rank=rank, energy=energy, max_size=size, texts=read)

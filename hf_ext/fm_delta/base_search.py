@@ -18,7 +18,8 @@ from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import select_weights
-from hf_ext.storage.open import open_checkpoint, open_plain
+from hf_ext.storage.open import open_plain
+from hf_ext.storage.source import TensorSource
 
 # Full fine-tunes agree with their base in more than 0.9 of the values; noise of a tenth of the weights' spread leaves 0.7, and
 # shuffled weights agree in 0.1 (benchmarks/fm_delta.py, section search).
@@ -146,18 +147,13 @@ def find_base(src: str | os.PathLike, candidates: Iterable[str | os.PathLike] | 
     return BaseReport(str(src), examined)
 
 
-def unrelated(src: str | os.PathLike, base: str | os.PathLike, revision: str | None = None) -> str | None:
+def unrelated(source: TensorSource, base: TensorSource) -> str | None:
     """Returns why a model cannot be a checkpoint's base: most tensors are not there, or have unrelated values. Returns None if
-    it may be the base. Compares a few KB of each tensor, or, where one of the two is compressed, only names and shapes.
-
-    Raises:
-        BaseModelError: one of the two cannot be read.
-    """
-    source, other = open_checkpoint(src), open_checkpoint(base, revision)
-    is_plain = isinstance(source, Checkpoint) and isinstance(other, Checkpoint)
-    measured = likeness(source, other, LIKELY_SHARE if is_plain else math.inf)
+    it may be the base. Compares a few KB of each tensor, or, where one of the two is compressed, only names and shapes."""
+    is_plain = isinstance(source, Checkpoint) and isinstance(base, Checkpoint)
+    measured = likeness(source, base, LIKELY_SHARE if is_plain else math.inf)
     if measured.shared < LIKELY_SHARE or is_plain and measured.agreement < LIKELY_AGREEMENT:
-        return f"{base} is not the base of {src}: {_judge(measured, None, None)[1]}."
+        return f"{base.name} is not the base of {source.name}: {_judge(measured, None, None)[1]}."
     return None
 
 

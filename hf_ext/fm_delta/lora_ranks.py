@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from hf_ext.errors import HfExtError
+from hf_ext.storage.delta.low_rank import Components
+from hf_ext.storage.native import WIDTHS
+from hf_ext.storage.prefetch import Prefetcher, progress
 
 DEFAULT_RANK = 32
+
+
+class Matrix(NamedTuple):
+    """The shape of a layer's change, and the type of its factors."""
+
+    rows: int
+    columns: int
+    dtype: str
+
+    @property
+    def cost(self) -> int:
+        """The bytes of one component."""
+        return (self.rows + self.columns) * WIDTHS[self.dtype]
 
 
 class Spectrum(NamedTuple):
@@ -54,11 +70,6 @@ class Aim:
         """Checks whether all layers have the same rank."""
         return self.energy is None and self.max_size is None
 
-    @property
-    def first_rank(self) -> int:
-        """The number of components to compute first: more only where the choice needs them."""
-        return self.rank or DEFAULT_RANK if self.is_uniform else DEFAULT_RANK
-
     def ranks(self, spectra: Mapping[str, Spectrum]) -> dict[str, int]:
         """Returns the rank of each layer.
 
@@ -77,3 +88,39 @@ class Aim:
         else:
             taken = int((costs[order].cumsum() <= (self.max_size or 0)).sum())
         return dict(zip(spectra, np.bincount(layers[order[:taken]], minlength=len(counts)).tolist()))
+
+
+def best_components(
+    matrices: Mapping[str, Matrix], aim: Aim, decompose: Callable[[str, int], Components]
+) -> dict[str, tuple[Components, int]]:
+    """Returns the leading singular components of each layer that gets a rank, with the rank.
+
+    Args:
+        matrices: the layers.
+        aim: determines the ranks.
+        decompose: returns the components of a layer, at least the given number. Called again with a larger number for layers
+            that may need more.
+    """
+    limits = {name: min(matrix.rows, matrix.columns) for name, matrix in matrices.items()}
+    limits = {name: min(limit, aim.rank or limit) for name, limit in limits.items()}
+    first = aim.rank or DEFAULT_RANK if aim.is_uniform else DEFAULT_RANK
+    counts = {name: min(first, limit) for name, limit in limits.items()}
+    components: dict[str, Components] = {}
+    spectra: dict[str, Spectrum] = {}
+    ranks: dict[str, int] = {}
+    missing = list(counts)
+
+    def compute(name: str) -> Components:
+        return decompose(name, counts[name])
+
+    with progress("Decomposing", len(missing)) as bar:
+        while missing:
+            sizes = {name: 4 * (matrices[name].rows + matrices[name].columns) * counts[name] for name in missing}
+            for name, parts in Prefetcher(compute, sizes):
+                components[name] = parts
+                spectra[name] = Spectrum(parts.values[: counts[name]], parts.energy, matrices[name].cost)
+                bar.update(not ranks)
+            ranks = aim.ranks(spectra)
+            missing = [name for name, rank in ranks.items() if rank == counts[name] < limits[name] and not aim.is_uniform]
+            counts |= {name: min(2 * counts[name], limits[name]) for name in missing}
+    return {name: (components[name], rank) for name, rank in ranks.items() if rank}

@@ -1,0 +1,402 @@
+"""Extracts a LoRA from a fine-tune: the leading singular components of the change of each linear layer."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hf_ext.display import megabytes, percent, table
+from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
+from hf_ext.fm_delta.base_search import unrelated
+from hf_ext.fm_delta.lora_ranks import Aim, Matrix, best_components
+from hf_ext.integration.lora_layers import LoraLayers, Pair, lora_layers
+from hf_ext.integration.model_cards import adapter_card, outdated, write_card
+from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.config_file import ENCODINGS, storage_settings
+from hf_ext.storage.delta.change import Change
+from hf_ext.storage.delta.low_rank import Components, leading
+from hf_ext.storage.delta.source import DeltaCheckpoint
+from hf_ext.storage.files import require_another_folder, staged_folder
+from hf_ext.storage.hub import downloaded
+from hf_ext.storage.layout import ADAPTER
+from hf_ext.storage.native import FLOATS, cast
+from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
+from hf_ext.storage.safetensors_file import torch_dtype
+from hf_ext.storage.source import NoBase, TensorSource
+
+HEADER = 256  # bytes of a file's header for each tensor, at most
+MOST_TOKENS = 1024  # of a text
+PREFIX = "base_model.model."  # of all names in PEFT's files
+TOKENS = "token_adapter.trainable_tokens_delta"  # the rows of an embedding there, after the module's name
+
+
+class _Kept:
+    """The share of a change that a LoRA keeps."""
+
+    change: float
+    kept: float
+
+    @property
+    def energy(self) -> float:
+        """Share of the change's energy that the LoRA keeps."""
+        return min(self.kept / max(self.change, 1e-300), 1.0)
+
+    @property
+    def error(self) -> float:
+        """Frobenius norm of the rest of the change, relative to that of the change."""
+        return math.sqrt(1 - self.energy)
+
+
+@dataclass(frozen=True)
+class LayerLora(_Kept):
+    """The LoRA of one layer.
+
+    Attributes:
+        change: energy of the fine-tune's change: the sum of its squares.
+        kept: energy of the LoRA.
+        size: bytes of the factors.
+    """
+
+    layer: str
+    rank: int
+    change: float
+    kept: float
+    size: int
+
+
+@dataclass(frozen=True)
+class LoraReport(_Kept):
+    """An extracted LoRA. `str()` gives a table of its layers and the summary.
+
+    Attributes:
+        layers: the adapted layers.
+        size: bytes of adapter_model.safetensors.
+        original_size: bytes of the fine-tune's tensors.
+        whole: modules that the adapter holds whole, and embeddings of which it holds rows.
+        omitted: energies of the changes that the adapter does not carry, by tensor; None if the base has no counterpart.
+        losses: mean loss of a token in a text, in nats, of "base", "fine-tune" and "base + LoRA"; empty without texts.
+    """
+
+    layers: list[LayerLora]
+    size: int
+    original_size: int
+    whole: list[str] = field(default_factory=list)
+    omitted: Mapping[str, float | None] = field(default_factory=dict)
+    losses: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def change(self) -> float:  # type: ignore[override]
+        """Energy of all layers' changes."""
+        return sum(layer.change for layer in self.layers)
+
+    @property
+    def kept(self) -> float:  # type: ignore[override]
+        """Energy of the LoRA."""
+        return sum(layer.kept for layer in self.layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as JSON holds it."""
+        layers = [asdict(layer) | {"energy": layer.energy, "error": layer.error} for layer in self.layers]
+        return asdict(self) | {"layers": layers, "energy": self.energy, "error": self.error}
+
+    def __str__(self) -> str:
+        rows = [
+            (layer.layer, str(layer.rank), percent(layer.energy), percent(layer.error), f"{layer.size:,}")
+            for layer in self.layers
+        ]
+        return f"{table(('layer', 'rank', 'energy', 'error', 'bytes'), rows)}\n\n{self.summary()}"
+
+    def summary(self) -> str:
+        """Returns the size, the share of the energy, the changes that the adapter does not carry, and the losses."""
+        ranks = sorted({layer.rank for layer in self.layers})
+        rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+        lines = [
+            f"{len(self.layers)} layers, {rank}, {megabytes(self.size)} of {megabytes(self.original_size)}, "
+            f"{percent(self.energy)} of the energy of their change (relative error {percent(self.error)})"
+        ]
+        if self.whole:
+            lines.append(f"Whole in the adapter: {', '.join(self.whole)}")
+        if self.omitted:
+            lines.append(f"Not in the adapter: {self._omissions()}")
+        if self.losses:
+            lines.append("Loss: " + ", ".join(f"{name} {loss:.4f}" for name, loss in self.losses.items()))
+        return "\n".join(lines)
+
+    def _omissions(self) -> str:
+        """Returns the number of changed tensors that the adapter does not carry, by the ends of their names."""
+        groups: dict[str, list[float | None]] = {}
+        for name, energy in self.omitted.items():
+            groups.setdefault(".".join(name.split(".")[-2:]), []).append(energy)
+        whole_change = self.change + sum(energy or 0 for energy in self.omitted.values())
+        texts = []
+        for ending, energies in groups.items():
+            compared = [energy for energy in energies if energy is not None]
+            share = f" ({percent(sum(compared) / whole_change)} of the whole change)" if len(compared) == len(energies) else ""
+            texts.append(f"{len(energies)} × {ending}{share}")
+        return ", ".join(texts)
+
+
+def extract_lora(
+    fine_tune: str | os.PathLike,
+    base: str | os.PathLike | None,
+    out: str | os.PathLike,
+    *,
+    rank: int | None = None,
+    energy: float | None = None,
+    max_size: int | None = None,
+    revision: str | None = None,
+    modules_to_save: bool = False,
+    texts: Sequence[str] | None = None,
+) -> LoraReport:
+    """Writes the best LoRA of a fine-tune, as an adapter that PEFT loads.
+
+    The leading singular components of a layer's change become its LoRA (randomized subspace iteration: Halko, Martinsson, Tropp
+    2011). Heads that the base does not have are in the adapter whole. Memory: a few tensors and the adapter in float32.
+
+    Args:
+        fine_tune: folder or Hub id of the fine-tune, plain or compressed.
+        base: folder or Hub id of the model that it was fine-tuned from, plain or compressed. None for the base that a
+            compressed fine-tune records.
+        out: folder to write. On failure it is unchanged.
+        rank: rank of all layers, except those with fewer rows or columns. With `energy` or `max_size`, the largest rank of a
+            layer. Without all three, 32.
+        energy: share of the energy of all layers' changes (the sum of their squares) to keep, above 0 and up to 1. Each layer
+            gets a rank of its own, so that the adapter is the smallest.
+        max_size: size of the adapter's weights in bytes. Each layer gets a rank of its own, so that the adapter keeps the most
+            energy.
+        revision: branch, tag or commit of the base on the Hub.
+        modules_to_save: also carry changed norms and embeddings, whole or as their changed rows. PEFT loads such an adapter,
+            many servers do not.
+        texts: of a causal language model, on which to compare the losses of base, fine-tune and base with LoRA. Only the first
+            1024 tokens of each count.
+
+    Raises:
+        CheckpointError: a model has no safetensors weights or is quantized, two tensors differ in shape, or nothing changed.
+        BaseModelError: the base cannot be read, or the fine-tune is not one of it.
+        HfExtError: `rank`, `energy` or `max_size` is impossible, or `texts` are given and the fine-tune is not a causal
+            language model with a tokenizer.
+    """
+    aim = Aim(rank, energy, max_size)
+    folder, target = downloaded(fine_tune), Path(out)
+    _require_unquantized(folder)
+    source = open_checkpoint(folder)
+    prior = _base_of(source, base, revision)
+    require_another_folder(target, [folder, *source.paths, *prior.paths])
+    parts = lora_layers(folder, source.names(), prior.names())
+    tokens = None if texts is None else _tokens(folder, parts, texts)
+    changes = _Changes(source, prior, [*parts.layers.values(), *parts.others.values()])
+    matrices = {layer: changes.matrix(pair) for layer, pair in parts.layers.items()}
+    largest = max((min(matrix.rows, matrix.columns) for matrix in matrices.values()), default=0)
+    if rank is not None and rank > largest:
+        raise HfExtError(f"rank={rank} is larger than the smaller side of any linear layer of {folder}, at most {largest}.")
+    changed = changes.energies(parts.others)
+    if modules_to_save:
+        parts.carry_others(changed, changes.rows)
+    state = {name: source.read(tensor).to_torch() for name, tensor in parts.whole.items()}
+    state |= {f"{module}.{TOKENS}": source.read(tensor).to_torch()[rows] for module, (tensor, rows) in parts.tokens.items()}
+    if max_size is not None:
+        rest = sum(tensor.nbytes + HEADER for tensor in state.values()) + 2 * HEADER * len(matrices)
+        if rest >= max_size:
+            raise HfExtError(f"max_size={max_size} is too small: without any component, the adapter takes up to {rest} bytes.")
+        aim = replace(aim, max_size=max_size - rest)
+    chosen = best_components(matrices, aim, lambda layer, count: changes.components(parts.layers[layer], count))
+    if not chosen:
+        raise CheckpointError(
+            f"No linear layer of {folder} differs from that of the base {prior}: there is nothing to extract."
+        )
+    layers = []
+    for layer in [*chosen]:
+        components, number = chosen.pop(layer)
+        left, right = _factors(components, number, torch_dtype(matrices[layer].dtype))
+        kept = float(((left.double().mT @ left.double()) * (right.double() @ right.double().mT)).sum())
+        layers.append(LayerLora(layer, number, components.energy, kept, left.nbytes + right.nbytes))
+        B, A = (right.T, left.T) if parts.layers[layer].transposed else (left, right)
+        state |= {f"{layer}.lora_A.weight": A.contiguous(), f"{layer}.lora_B.weight": B.contiguous()}
+    omitted = {name: change for name, change in changed.items() if name in parts.others}
+    original_size = sum(source.entry(name).nbytes for name in source.names())
+    report = _write(parts, state, prior.name, target, LoraReport(layers, 0, original_size, parts.carried, omitted))
+    return report if tokens is None else replace(report, losses=_losses(folder, prior, target, tokens))
+
+
+def _base_of(source: TensorSource, base: str | os.PathLike | None, revision: str | None) -> TensorSource:
+    """Opens the base, and checks that the fine-tune is one of it."""
+    recorded = source.base if isinstance(source, DeltaCheckpoint) else NoBase()
+    if base is None:
+        if isinstance(recorded, NoBase):
+            raise BaseModelError(f"{source} records no base. Give the model that it was fine-tuned from (--base).")
+        return recorded
+    prior = open_checkpoint(base, revision)
+    _require_unquantized((prior.folder() if isinstance(prior, Checkpoint) else None) or prior.paths[0].parent)
+    if isinstance(recorded, NoBase):
+        if reason := unrelated(source, prior):
+            raise BaseModelError(f"{reason} `hf-ext find-base {source.name}` looks for the base.")
+        return prior
+    link: TensorSource = source
+    while isinstance(link, DeltaCheckpoint):
+        link = link.base
+        if not isinstance(link, NoBase) and link.fingerprint == prior.fingerprint:
+            return prior
+    raise BaseModelError(f"{source} was compressed against {recorded}, and {prior} is another model.")
+
+
+def _require_unquantized(folder: Path) -> None:
+    """Raises CheckpointError if the weights of a model's folder are quantized."""
+    method = storage_settings(folder).get("quant_method")
+    if method is not None and method not in ENCODINGS:
+        raise CheckpointError(f"{folder} is quantized ({method}). Give the model with its weights in 16 or 32 bits.")
+
+
+class _Changes:
+    """The differences of a fine-tune's tensors from those of its base.
+
+    Args:
+        tuned, base: the two models.
+        pairs: the tensors to compare.
+
+    Raises:
+        CheckpointError: two tensors differ in shape or do not hold floats.
+    """
+
+    def __init__(self, tuned: TensorSource, base: TensorSource, pairs: Iterable[Pair]):
+        self._tuned, self._base = tuned, base
+        for name, twin in ((pair.tensor, pair.twin) for pair in pairs if pair.twin):
+            entry, prior = tuned.entry(name), base.entry(twin)
+            if not {entry.dtype, prior.dtype} <= FLOATS.keys():
+                raise CheckpointError(
+                    f"Tensor '{name}' is {entry.dtype} in {tuned} and {prior.dtype} in the base {base}. A LoRA requires floats "
+                    "of 16, 32 or 64 bits; give models that are not quantized."
+                )
+            if entry.shape != prior.shape:
+                raise CheckpointError(
+                    f"Tensor '{name}' is {list(entry.shape)} in {tuned} and {list(prior.shape)} in the base {base}. A LoRA "
+                    "cannot change shapes: resize the base as the fine-tune was resized, save it, and give that folder."
+                )
+
+    def matrix(self, pair: Pair) -> Matrix:
+        """Returns the size of a linear layer. Its factors have the type of the fine-tune's tensor, or float32 for float64."""
+        dtype, (rows, columns) = self._tuned.entry(pair.tensor)[:2]
+        return Matrix(rows, columns, "F32" if dtype == "F64" else dtype)
+
+    @contextmanager
+    def change(self, pair: Pair) -> Iterator[Change]:
+        """Yields the change of a tensor as a matrix. A vector is one row."""
+        tuned, base = self._tuned.read(pair.tensor), self._base.read(pair.twin)
+        dtypes = {tuned.dtype, base.dtype}
+        dtype = tuned.dtype if len(dtypes) == 1 else "F64" if "F64" in dtypes else "F32"
+        length = math.prod(tuned.shape[1:]) if len(tuned.shape) > 1 else math.prod(tuned.shape)
+        yield Change(cast(tuned.data, tuned.dtype, dtype), cast(base.data, base.dtype, dtype), dtype, length)
+        self._tuned.release(pair.tensor)
+        self._base.release(pair.twin)
+
+    def energies(self, pairs: Mapping[str, Pair]) -> dict[str, float | None]:
+        """Returns the energy of each change, the sum of its squares, if it is not 0; None for tensors without counterpart."""
+
+        def energy(name: str) -> float:
+            with self.change(pairs[name]) as change:
+                return sum(float(change.rows(band)[1].sum()) for band in change.bands())
+
+        unknown = {name: None for name, pair in pairs.items() if not pair.twin}
+        sizes = {name: 0 for name, pair in pairs.items() if pair.twin and self._tuned.entry(pair.tensor).nbytes}
+        return {name: change for name, change in Prefetcher(energy, sizes) if change} | unknown
+
+    def rows(self, pair: Pair) -> list[int]:
+        """Returns the indices of the rows that changed."""
+        with self.change(pair) as change:
+            energies = [change.rows(band)[1] for band in change.bands()]
+        return np.flatnonzero(np.concatenate(energies)).tolist()
+
+    def components(self, pair: Pair, count: int) -> Components:
+        """Returns the leading singular components of a layer's change, somewhat more than `count`.
+
+        Raises:
+            CheckpointError: the change is too large.
+        """
+        with self.change(pair) as change:
+            components = leading(change, count, threads_for(self.matrix(pair).cost))
+        if components is None:
+            raise CheckpointError(f"The change of '{pair.tensor}' of {self._tuned} is too large to decompose.")
+        return components
+
+
+def _factors(components: Components, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the LoRA of a matrix: rows × rank and rank × columns."""
+    root = torch.from_numpy(components.values[:rank]).float().sqrt()
+    return (components.left(rank) * root).to(dtype), (components.right(rank) * root[:, None]).to(dtype)
+
+
+def _write(parts: LoraLayers, state: Mapping[str, torch.Tensor], base: str, out: Path, report: LoraReport) -> LoraReport:
+    """Writes the adapter's folder, all of it or nothing. Returns the report with the size."""
+    config = parts.config({layer.layer: layer.rank for layer in report.layers}, base)
+    with staged_folder(out, outdated(out)) as stage:
+        save_file({f"{PREFIX}{name}": tensor for name, tensor in state.items()}, stage / ADAPTER, metadata={"format": "pt"})
+        config.save_pretrained(stage)
+        report = replace(report, size=(stage / ADAPTER).stat().st_size)
+        description = (
+            f"It is the best approximation of the change of {len(report.layers)} layers, of rank {config.r} and less.\n"
+            f"It keeps {percent(report.energy)} of the energy of the change (relative error {percent(report.error)})."
+        )
+        figures = {"origin": "a full fine-tune", "description": description}
+        card = adapter_card("lora", base, config.task_type, {"lora"}, type(parts.model).__name__, **figures)
+        write_card(stage, card, out)
+    return report
+
+
+def read_texts(path: str | os.PathLike) -> list[str]:
+    """Reads a file with an object {"text": "…"} in each line.
+
+    Raises:
+        HfExtError: the file cannot be read, or has other contents.
+    """
+    try:
+        texts = [json.loads(line)["text"] for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError("a text is missing")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise HfExtError(f'{path} must hold an object {{"text": "…"}} in each line: {error}') from error
+    return texts
+
+
+def _tokens(folder: Path, parts: LoraLayers, texts: Iterable[str]) -> list[torch.Tensor]:
+    """Returns the tokens of texts for a causal language model."""
+    if parts.task != "CAUSAL_LM":
+        raise HfExtError(f"{folder} is not a causal language model: texts (--eval) cannot evaluate it.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise HfExtError(f"{folder} has no tokenizer, which texts (--eval) require: {error}") from error
+    options = {"return_tensors": "pt", "truncation": True, "max_length": MOST_TOKENS}
+    return [tokenizer(text, **options).input_ids for text in texts]
+
+
+def _losses(folder: Path, base: TensorSource, adapter: Path, texts: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Returns the mean loss of a token, in nats, of each model. Loads one model at a time."""
+
+    @torch.inference_mode()
+    def loss(model: PreTrainedModel | PeftModel) -> float:
+        total = count = 0.0
+        with progress("Evaluating", len(texts)) as bar:
+            for tokens in texts:
+                if tokens.shape[1] > 1:
+                    total += float(model.eval()(input_ids=tokens, labels=tokens).loss) * (tokens.shape[1] - 1)
+                    count += tokens.shape[1] - 1
+                bar.update()
+        return total / max(count, 1)
+
+    model = AutoModelForCausalLM.from_pretrained(base.name, revision=base.revision or "main", dtype="auto")
+    results = {"base": loss(model)}
+    results["base + LoRA"] = loss(PeftModel.from_pretrained(model, adapter))
+    del model
+    return results | {"fine-tune": loss(AutoModelForCausalLM.from_pretrained(folder, dtype="auto"))}
