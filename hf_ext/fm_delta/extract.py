@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from peft import PeftModel
 from safetensors.torch import save_file
@@ -20,21 +18,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from hf_ext.display import megabytes, percent, table
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.fm_delta.base_search import unrelated
-from hf_ext.fm_delta.lora_ranks import Aim, Matrix, best_components
-from hf_ext.integration.lora_layers import LoraLayers, Pair, lora_layers
+from hf_ext.fm_delta.lora_factors import Aim, Changes, Factors
+from hf_ext.integration.lora_layers import LoraLayers, lora_layers
 from hf_ext.integration.model_cards import adapter_card, outdated, write_card
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import ENCODINGS, storage_settings
-from hf_ext.storage.delta.change import Change
-from hf_ext.storage.delta.low_rank import Components, leading
 from hf_ext.storage.delta.source import DeltaCheckpoint
 from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER
-from hf_ext.storage.native import FLOATS, cast
 from hf_ext.storage.open import open_checkpoint
-from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
-from hf_ext.storage.safetensors_file import torch_dtype
+from hf_ext.storage.prefetch import progress
 from hf_ext.storage.source import NoBase, TensorSource
 
 HEADER = 256  # bytes of a file's header for each tensor, at most
@@ -197,9 +191,8 @@ def extract_lora(
     require_another_folder(target, [folder, *source.paths, *prior.paths])
     parts = lora_layers(folder, source.names(), prior.names())
     tokens = None if texts is None else _tokens(folder, parts, texts)
-    changes = _Changes(source, prior, [*parts.layers.values(), *parts.others.values()])
-    matrices = {layer: changes.matrix(pair) for layer, pair in parts.layers.items()}
-    largest = max((min(matrix.rows, matrix.columns) for matrix in matrices.values()), default=0)
+    changes = Changes(source, prior, parts.layers | parts.others)
+    largest = max((min(changes.shape(layer)) for layer in parts.layers), default=0)
     if rank is not None and rank > largest:
         raise HfExtError(f"rank={rank} is larger than the smaller side of any linear layer of {folder}, at most {largest}.")
     changed = changes.energies(parts.others)
@@ -208,26 +201,18 @@ def extract_lora(
     state = {name: source.read(tensor).to_torch() for name, tensor in parts.whole.items()}
     state |= {f"{module}.{TOKENS}": source.read(tensor).to_torch()[rows] for module, (tensor, rows) in parts.tokens.items()}
     if max_size is not None:
-        rest = sum(tensor.nbytes + HEADER for tensor in state.values()) + 2 * HEADER * len(matrices)
+        rest = sum(tensor.nbytes + HEADER for tensor in state.values()) + 2 * HEADER * len(parts.layers)
         if rest >= max_size:
             raise HfExtError(f"max_size={max_size} is too small: without any component, the adapter takes up to {rest} bytes.")
         aim = replace(aim, max_size=max_size - rest)
-    chosen = best_components(matrices, aim, lambda layer, count: changes.components(parts.layers[layer], count))
-    if not chosen:
+    factors = changes.factors(parts.layers, aim)
+    if not factors:
         raise CheckpointError(
             f"No linear layer of {folder} differs from that of the base {prior}: there is nothing to extract."
         )
-    layers = []
-    for layer in [*chosen]:
-        components, number = chosen.pop(layer)
-        left, right = _factors(components, number, torch_dtype(matrices[layer].dtype))
-        kept = float(((left.double().mT @ left.double()) * (right.double() @ right.double().mT)).sum())
-        layers.append(LayerLora(layer, number, components.energy, kept, left.nbytes + right.nbytes))
-        B, A = (right.T, left.T) if parts.layers[layer].transposed else (left, right)
-        state |= {f"{layer}.lora_A.weight": A.contiguous(), f"{layer}.lora_B.weight": B.contiguous()}
     omitted = {name: change for name, change in changed.items() if name in parts.others}
-    original_size = sum(source.entry(name).nbytes for name in source.names())
-    report = _write(parts, state, prior.name, target, LoraReport(layers, 0, original_size, parts.carried, omitted))
+    size = sum(source.entry(name).nbytes for name in source.names())
+    report = _write(parts, factors, state, prior.name, target, LoraReport([], 0, size, parts.carried, omitted))
     return report if tokens is None else replace(report, losses=_losses(folder, prior, target, tokens))
 
 
@@ -259,86 +244,21 @@ def _require_unquantized(folder: Path) -> None:
         raise CheckpointError(f"{folder} is quantized ({method}). Give the model with its weights in 16 or 32 bits.")
 
 
-class _Changes:
-    """The differences of a fine-tune's tensors from those of its base.
-
-    Args:
-        tuned, base: the two models.
-        pairs: the tensors to compare.
-
-    Raises:
-        CheckpointError: two tensors differ in shape or do not hold floats.
-    """
-
-    def __init__(self, tuned: TensorSource, base: TensorSource, pairs: Iterable[Pair]):
-        self._tuned, self._base = tuned, base
-        for name, twin in ((pair.tensor, pair.twin) for pair in pairs if pair.twin):
-            entry, prior = tuned.entry(name), base.entry(twin)
-            if not {entry.dtype, prior.dtype} <= FLOATS.keys():
-                raise CheckpointError(
-                    f"Tensor '{name}' is {entry.dtype} in {tuned} and {prior.dtype} in the base {base}. A LoRA requires floats "
-                    "of 16, 32 or 64 bits; give models that are not quantized."
-                )
-            if entry.shape != prior.shape:
-                raise CheckpointError(
-                    f"Tensor '{name}' is {list(entry.shape)} in {tuned} and {list(prior.shape)} in the base {base}. A LoRA "
-                    "cannot change shapes: resize the base as the fine-tune was resized, save it, and give that folder."
-                )
-
-    def matrix(self, pair: Pair) -> Matrix:
-        """Returns the size of a linear layer. Its factors have the type of the fine-tune's tensor, or float32 for float64."""
-        dtype, (rows, columns) = self._tuned.entry(pair.tensor)[:2]
-        return Matrix(rows, columns, "F32" if dtype == "F64" else dtype)
-
-    @contextmanager
-    def change(self, pair: Pair) -> Iterator[Change]:
-        """Yields the change of a tensor as a matrix. A vector is one row."""
-        tuned, base = self._tuned.read(pair.tensor), self._base.read(pair.twin)
-        dtypes = {tuned.dtype, base.dtype}
-        dtype = tuned.dtype if len(dtypes) == 1 else "F64" if "F64" in dtypes else "F32"
-        length = math.prod(tuned.shape[1:]) if len(tuned.shape) > 1 else math.prod(tuned.shape)
-        yield Change(cast(tuned.data, tuned.dtype, dtype), cast(base.data, base.dtype, dtype), dtype, length)
-        self._tuned.release(pair.tensor)
-        self._base.release(pair.twin)
-
-    def energies(self, pairs: Mapping[str, Pair]) -> dict[str, float | None]:
-        """Returns the energy of each change, the sum of its squares, if it is not 0; None for tensors without counterpart."""
-
-        def energy(name: str) -> float:
-            with self.change(pairs[name]) as change:
-                return sum(float(change.rows(band)[1].sum()) for band in change.bands())
-
-        unknown = {name: None for name, pair in pairs.items() if not pair.twin}
-        sizes = {name: 0 for name, pair in pairs.items() if pair.twin and self._tuned.entry(pair.tensor).nbytes}
-        return {name: change for name, change in Prefetcher(energy, sizes) if change} | unknown
-
-    def rows(self, pair: Pair) -> list[int]:
-        """Returns the indices of the rows that changed."""
-        with self.change(pair) as change:
-            energies = [change.rows(band)[1] for band in change.bands()]
-        return np.flatnonzero(np.concatenate(energies)).tolist()
-
-    def components(self, pair: Pair, count: int) -> Components:
-        """Returns the leading singular components of a layer's change, somewhat more than `count`.
-
-        Raises:
-            CheckpointError: the change is too large.
-        """
-        with self.change(pair) as change:
-            components = leading(change, count, threads_for(self.matrix(pair).cost))
-        if components is None:
-            raise CheckpointError(f"The change of '{pair.tensor}' of {self._tuned} is too large to decompose.")
-        return components
-
-
-def _factors(components: Components, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the LoRA of a matrix: rows × rank and rank × columns."""
-    root = torch.from_numpy(components.values[:rank]).float().sqrt()
-    return (components.left(rank) * root).to(dtype), (components.right(rank) * root[:, None]).to(dtype)
-
-
-def _write(parts: LoraLayers, state: Mapping[str, torch.Tensor], base: str, out: Path, report: LoraReport) -> LoraReport:
-    """Writes the adapter's folder, all of it or nothing. Returns the report with the size."""
+def _write(
+    parts: LoraLayers,
+    factors: Mapping[str, Factors],
+    whole: Mapping[str, torch.Tensor],
+    base: str,
+    out: Path,
+    report: LoraReport,
+) -> LoraReport:
+    """Writes the adapter's folder, all of it or nothing. Returns the report with the layers and the size."""
+    state = dict(whole)
+    for layer, (left, right, change) in factors.items():
+        kept = float(((left.double().T @ left.double()) * (right.double() @ right.double().T)).sum())
+        report.layers.append(LayerLora(layer, len(right), change, kept, left.nbytes + right.nbytes))
+        B, A = (right.T, left.T) if parts.layers[layer].transposed else (left, right)
+        state |= {f"{layer}.lora_A.weight": A.contiguous(), f"{layer}.lora_B.weight": B.contiguous()}
     config = parts.config({layer.layer: layer.rank for layer in report.layers}, base)
     with staged_folder(out, outdated(out)) as stage:
         save_file({f"{PREFIX}{name}": tensor for name, tensor in state.items()}, stage / ADAPTER, metadata={"format": "pt"})

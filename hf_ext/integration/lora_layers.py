@@ -86,14 +86,14 @@ class LoraLayers:
         heads = HEADS.get(self.task, set())
         return next((".".join(parts[: i + 1]) for i, part in enumerate(parts[:-1]) if part in heads), None)
 
-    def carry_others(self, changed: Iterable[str], rows: Callable[[Pair], list[int]]) -> None:
+    def carry_others(self, changed: Iterable[str], rows: Callable[[str], list[int]]) -> None:
         """Moves the parameters of modules with a changed parameter from `others` to `whole`, except those of linear layers, of
         experts, of modules with parts of their own, and weights that are tied to others. Moves the changed rows of the input
         embedding to `tokens` if it is tied or most rows are unchanged.
 
         Args:
             changed: the names of parameters.
-            rows: returns the indices of the rows of a tensor that changed.
+            rows: returns the indices of the rows of a parameter that changed.
         """
         tied = {*self.model.all_tied_weights_keys, *self.model.all_tied_weights_keys.values()}
         embedding, state = self.model.get_input_embeddings(), self.model.state_dict()
@@ -102,7 +102,7 @@ class LoraLayers:
             parameters = {name for name in self.others if name in state and _module_of(name) == module}
             if isinstance(embedding, nn.Embedding) and self.model.get_submodule(module) is embedding:
                 (name,) = parameters
-                indices = rows(self.others[name])
+                indices = rows(name)
                 if name in tied or len(indices) < embedding.num_embeddings // 2:
                     self.tokens[module] = (self.others.pop(name).tensor, indices)
                     continue
