@@ -141,9 +141,6 @@ class Request(BaseHTTPRequestHandler):
         self.authorized = self.headers.get("Authorization") == f"Bearer {self.hub.token}"
         path = urlsplit(self.path).path
         status, headers, content = self.hub.answer(self, path)
-        if self.hub.busy and "Range" in self.headers:
-            self.hub.busy -= 1
-            status, headers, content = 429, {"Retry-After": "86400"}, b""
         self.hub.log.append((self.command, path, status))
         self.send_response(status)
         for name, value in {**headers, **self.hub.lies, "Content-Length": str(len(content))}.items():
@@ -152,13 +149,7 @@ class Request(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             cut = self.hub.next_cut(path) if self.command == "GET" else None
             self.hub.sent[path.rpartition("/")[2]] += len(content[:cut])
-            if self.hub.drips and status == 206:
-                with suppress(OSError):
-                    for byte in content:
-                        self.wfile.write(bytes([byte]))
-                        time.sleep(0.01)
-            else:
-                self.wfile.write(content[:cut])
+            self.wfile.write(content[:cut])
             self.close_connection |= cut is not None
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_request
@@ -170,7 +161,7 @@ class Request(BaseHTTPRequestHandler):
     def content_reply(self, content: bytes, headers: dict[str, str]) -> Reply:
         """Content, or the asked part of it: clients resume downloads and peek at safetensors headers with ranges."""
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if asked is None or not self.hub.ranges:
+        if asked is None:
             return 200, headers, content
         start, last = int(asked[1]), min(int(asked[2] or len(content)), len(content) - 1)
         if start > last:
@@ -185,10 +176,9 @@ class Request(BaseHTTPRequestHandler):
 class LocalHub:
     """The server: `endpoint` is its URL, `repos` its state, `log` every (method, path, status) it answered. `cuts` says of LFS
     content, by its SHA-256, after how many bytes each of its next downloads breaks off, as when a connection is lost. `sent`
-    counts the bytes that it sent of each file, by the last part of the path. `ranges` is whether it sends parts of files.
-    `lies` are headers that replace those of its answers. Those of one process have one address, where they run one after the
-    other, so that `processes` can keep what has imported it. `busy` is how many requests for parts of files it refuses
-    with the advice to wait for a day, and `drips` whether it sends parts of files byte by byte."""
+    counts the bytes that it sent of each file, by the last part of the path. `lies` are headers that replace those of its
+    answers. Those of one process have one address, where they run one after the other, so that `processes` can keep what has
+    imported it."""
 
     _port = 0
 
@@ -200,9 +190,7 @@ class LocalHub:
         self.log: list[tuple[str, str, int]] = []
         self.cuts: dict[str, list[int]] = {}
         self.sent: Counter[str] = Counter()
-        self.ranges = True
         self.lies: dict[str, str] = {}
-        self.busy, self.drips = 0, False
         self._objects: dict[str, bytes] = {}
         self._lock = threading.Lock()
         handler = type("BoundRequest", (Request,), {"hub": self})

@@ -37,7 +37,7 @@ section = Section(
 )
 
 Src = Annotated[str, argument("SRC", "Folder or Hub id of the fine-tuned model, with safetensors weights.")]
-Verify = Annotated[bool, flag("--verify", "Decode everything and compare it with the source, byte for byte.")]
+Verify = Annotated[bool, flag("--verify", "Decode every tensor and compare it with the checksum of the source's.")]
 
 
 @section.command(

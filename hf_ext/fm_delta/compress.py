@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import filecmp
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
-
-from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.card import ORIGINAL, compressed_card, without_free_card
 from hf_ext.fm_delta.folder import ModelFolder
+from hf_ext.fm_delta.restore import decode_all
 from hf_ext.integration.card_marks import CARD, is_ours
 from hf_ext.integration.model_cards import write_card
-from hf_ext.storage.config_file import CONFIG, remove_settings
+from hf_ext.storage.config_file import CONFIG
 from hf_ext.storage.delta import DEFAULT_LEVEL
-from hf_ext.storage.delta.file import KEY, CompressedFile
-from hf_ext.storage.delta.source import DeltaCheckpoint, decoded
+from hf_ext.storage.delta.file import KEY
+from hf_ext.storage.delta.source import DeltaCheckpoint, RestoredFile
 from hf_ext.storage.delta.writer import METHOD, Sets, write_model
 from hf_ext.storage.files import copy_entries, require_another_folder, staged_folder
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER, all_weights
-from hf_ext.storage.open import open_checkpoint, require_depth
-from hf_ext.storage.prefetch import progress
+from hf_ext.storage.open import open_checkpoint, open_files, require_depth
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
 
@@ -50,7 +46,7 @@ def compress_checkpoint(
         out: folder to write. On failure it is unchanged.
         revision: branch, tag or commit of the base on the Hub; config.json records the commit. With
             `base_id`, records it as it is.
-        verify: decode everything and compare it with `src`, byte for byte, before `out` is written.
+        verify: decode every tensor and compare it with the checksum of the one in `src`, before `out` is written.
         level: 1 is fast. 2 also searches for a low-rank part of every matrix's change, and 3 searches longer. Level 1 also
             reads a little faster.
         base_id: Hub id to record for the base if `base` is a local copy of it, so that others can load the result.
@@ -59,7 +55,7 @@ def compress_checkpoint(
         CheckpointError: `src` has no safetensors weights, or is already quantized or compressed; `out` is `src` or the base, or
             holds a model where `src` is an adapter, or the reverse.
         BaseModelError: the base cannot be read.
-        CorruptFileError: a decoded file differs from the source; `out` and `src` are unchanged.
+        CorruptFileError: a decoded tensor differs from the source; `out` is unchanged.
         ValueError: `revision` or `base_id` is given without a base.
     """
     if base is None and (revision or base_id):
@@ -76,7 +72,7 @@ def compress_checkpoint(
         write_with_card(folder.sets, source, stage, base_id, level, target=out, revision=revision)
         folder.copy_modes(stage)
         if verify:
-            _compare(folder, stage, others, source)
+            decode_all([RestoredFile(file, source) for file in open_files(stage)])
 
 
 def write_with_card(
@@ -116,35 +112,3 @@ def _require_one_kind(folder: ModelFolder, out: Path) -> None:
         raise CheckpointError(
             f"{out} holds a model and {folder.path} an adapter, or the reverse; give another folder to write."
         )
-
-
-def _compare(folder: ModelFolder, out: Path, others: Iterable[Path], base: TensorSource) -> None:
-    """Decodes the compressed weights in `out` and compares them with their source, and all `others` too, byte for byte.
-
-    Raises:
-        CorruptFileError: names the first file or tensor that differs.
-    """
-
-    def require(same: bool, what: str) -> None:
-        if not same:
-            raise CorruptFileError(
-                f"{what} of {folder.path} does not come out of its compressed form as it was: it changed in the meantime, or "
-                "memory or disk is at fault. Nothing was written; compress it again."
-            )
-
-    for path in others:
-        source, copied = folder.path / path, out / path
-        if path == Path(CONFIG):
-            require(remove_settings(copied.read_bytes().decode()).encode() == source.read_bytes(), CONFIG)
-        elif not copied.is_dir() and not copied.is_symlink():
-            require(filecmp.cmp(source, copied, shallow=False), str(path))
-    # Opened again, because the files may have changed since.
-    originals = [SafetensorsFile(file.path) for file in folder.files]
-    with progress("Verifying", sum(len(file.entries) for file in originals)) as bar:
-        for original in originals:
-            file = CompressedFile(out / original.path.name)
-            require(file.original_header == original.header_bytes, f"The header of {original.path.name}")
-            for name, tensor in decoded(file, base, original.entries):
-                require(np.array_equal(tensor.data, original[name].data), f"Tensor '{name}'")
-                original.release(name)
-                bar.update()

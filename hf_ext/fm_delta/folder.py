@@ -13,6 +13,7 @@ from hf_ext.storage.config_file import CONFIG, ENCODINGS, read_config, remove_se
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, RestoredFile, require_one_model
 from hf_ext.storage.files import copy_entries, rewrite, scan
+from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import ADAPTER, no_weights, shard_sets, weights_or_adapter
 from hf_ext.storage.open import open_base, open_files
 from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile
@@ -67,8 +68,9 @@ class ModelFolder:
         """
         files = open_files(path)
         require_one_model(files, path)
-        source = open_base(files, path, base)
-        return cls(path if path.is_dir() else path.parent, [RestoredFile(file, source) for file in files], source)
+        folder = path if path.is_dir() else path.parent
+        source = open_base(files, folder, None if base is None else absolute(base))
+        return cls(folder, [RestoredFile(file, source) for file in files], source)
 
     @property
     def is_adapter(self) -> bool:

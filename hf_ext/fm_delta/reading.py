@@ -8,7 +8,7 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, TypeAlias
 
 from hf_ext.storage.hub import Hub
-from hf_ext.storage.open import open_lazily
+from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.source import TensorSource
 
 if TYPE_CHECKING:
@@ -28,13 +28,8 @@ def open(
 ) -> OpenCheckpoint:
     """Opens a checkpoint to read some of its tensors, as safetensors' `safe_open` does with one file.
 
-    The checkpoint may be plain or compressed, in one file or in shards, and its base may be compressed too. Files in a folder
-    or in the Hub cache are read from there. From other repositories on the Hub, only the headers and the requested tensors are
-    downloaded, from the compressed repository and from its base. The Hub cache does not keep these bytes.
-
-    Every payload and every decoded tensor is checked when it is read. A plain base on the Hub is not compared with the recorded
-    fingerprint, because that would read a few bytes of all its tensors. Instead, the checksum of each decoded tensor detects
-    another base.
+    The checkpoint may be plain or compressed, in one file or in shards, and its base may be compressed too. Files on the Hub
+    are downloaded into the cache first. Every payload and every decoded tensor is checked against its checksum.
 
     Args:
         name: a folder, or the id of a repository on the Hub.
@@ -43,12 +38,11 @@ def open(
         token, cache_dir, local_files_only: as for `from_pretrained`, and for the base too.
 
     Raises:
-        BaseModelError: there are no weights of that name, the base is missing or is another model, or the server does not
-            support range requests.
+        BaseModelError: there are no weights of that name, or the base is missing or is another model.
         CheckpointError: the files hold several models merged into one. `hf-ext extract` writes one of them.
         CorruptFileError: a header is damaged.
     """
-    return OpenCheckpoint(open_lazily(name, revision, base, Hub(token, cache_dir, local_files_only)))
+    return OpenCheckpoint(open_checkpoint(name, revision, Hub(token, cache_dir, local_files_only), base, adapter=True))
 
 
 class OpenCheckpoint:
@@ -69,7 +63,7 @@ class OpenCheckpoint:
 
         Raises:
             KeyError: the checkpoint has no tensor of that name.
-            BaseModelError: the base has changed, or cannot be downloaded.
+            BaseModelError: the base has changed.
             CorruptFileError: the tensor is damaged.
         """
         self._source.require_whole()
@@ -139,7 +133,7 @@ class TensorSlice:
 
         Raises:
             IndexError: the tensor has no such part.
-            BaseModelError: the base has changed, or cannot be downloaded.
+            BaseModelError: the base has changed.
             CorruptFileError: the tensor is damaged.
         """
         within: tuple[Index, ...]

@@ -10,14 +10,11 @@ from hf_ext.fm_delta.card import came_with_compression, without_free_card
 from hf_ext.fm_delta.folder import ModelFolder
 from hf_ext.integration.card_marks import CARD
 from hf_ext.integration.model_cards import outdated
-from hf_ext.storage.delta.file import CompressedFile
-from hf_ext.storage.delta.source import decoded
 from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.hub import local_copy
-from hf_ext.storage.open import open_base, open_files
 from hf_ext.storage.plain_writer import write_files
-from hf_ext.storage.prefetch import progress
-from hf_ext.storage.source import TensorSource
+from hf_ext.storage.prefetch import Prefetcher, progress
+from hf_ext.storage.safetensors_file import TensorFile
 
 
 def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: str | os.PathLike | None = None) -> None:
@@ -58,22 +55,21 @@ def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int
     Raises:
         CorruptFileError, BaseModelError: names the first tensor that differs from the saved one.
     """
-    src = local_copy(src)
-    files = open_files(src)
-    decode_all(files, open_base(files, src, base))
-    return sum(len(file.original) for file in files)
+    return decode_all(ModelFolder.open_compressed(local_copy(src), base).files)
 
 
-def decode_all(files: Sequence[CompressedFile], base: TensorSource) -> None:
-    """Decodes every tensor of these files.
+def decode_all(files: Sequence[TensorFile]) -> int:
+    """Decodes every tensor of compressed files, some ahead on all cores. Returns their number.
 
     Raises:
         CorruptFileError, BaseModelError: names the first tensor that differs from the saved one.
     """
-    with progress("Verifying", sum(len(file.original) for file in files)) as bar:
+    count = sum(len(file.entries) for file in files)
+    with progress("Verifying", count) as bar:
         for file in files:
-            for _ in decoded(file, base, file.original):
+            for _ in Prefetcher(file.__getitem__, {name: entry.nbytes for name, entry in file.entries.items()}):
                 bar.update()
+    return count
 
 
 def _others(folder: ModelFolder, out: Path) -> list[Path]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,11 +15,8 @@ from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.config_file import CONFIG
 from hf_ext.storage.hub import HUB, Hub, is_local, reaching
 from hf_ext.storage.layout import INDEX, SINGLE, read_index, save_of, select_weights
-from hf_ext.storage.remote import RemoteFile
 from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile
 from hf_ext.storage.source import TensorSource
-
-REQUESTS = 8  # headers that are downloaded at a time
 
 Check: TypeAlias = Callable[[list[SafetensorsFileMetadata]], None]
 
@@ -33,6 +29,7 @@ class Checkpoint(TensorSource):
         revision: branch, tag or commit on the Hub; `self.revision` is the resolved commit, None for a folder.
         hub: access settings.
         check: called with the headers of weights that would have to be downloaded; raises BaseModelError to prevent that.
+        adapter: accept the weights of a PEFT adapter if a folder has no others.
 
     Raises:
         BaseModelError: there are no safetensors weights of that name, or they are damaged.
@@ -44,34 +41,31 @@ class Checkpoint(TensorSource):
         revision: str | None = None,
         hub: Hub = HUB,
         check: Check | None = None,
+        adapter: bool = False,
     ):
         self.name = os.fspath(name)
         self.revision = revision
         self._hub = hub
         try:
-            self.files = self._open(hub, check)
+            self.files = self._open(hub, check, adapter)
         except (CheckpointError, CorruptFileError) as error:
             raise BaseModelError(f"The weights of '{self.name}' cannot be read: {error}") from error
         self.paths = [file.path for file in self.files]
         self._file_of = {key: file for file in self.files for key in file.entries}
 
-    def _open(self, hub: Hub, check: Check | None) -> Sequence[SafetensorsFile | RemoteFile]:
+    def _open(self, hub: Hub, check: Check | None, adapter: bool) -> list[SafetensorsFile]:
         if os.path.isdir(self.name):
             self.revision = None
-            return [SafetensorsFile(path) for path in self._select(Path(self.name))]
+            paths = select_weights(Path(self.name), adapter)
+            if len(saves := sorted({save_of(path) for path in paths})) > 1:
+                raise CheckpointError(f"{self.name} holds several models: {', '.join(saves)}. Give a folder with one of them.")
+            return [SafetensorsFile(path) for path in paths]
         if is_local(self.name):
             raise CheckpointError(f"there is no folder '{self.name}'. Give the folder of the model, or its id on the Hub.")
         with reaching(self.name, self.revision):
             return self._open_on_hub(hub, check)
 
-    def _select(self, folder: Path) -> list[Path]:
-        """Returns the files to open in a folder."""
-        paths = select_weights(folder)
-        if len(saves := sorted({save_of(path) for path in paths})) > 1:
-            raise CheckpointError(f"{folder} holds several models: {', '.join(saves)}. Give a folder with one of them.")
-        return paths
-
-    def _open_on_hub(self, hub: Hub, check: Check | None) -> Sequence[SafetensorsFile | RemoteFile]:
+    def _open_on_hub(self, hub: Hub, check: Check | None) -> list[SafetensorsFile]:
         """Opens the files of a repository, and sets `revision` to their commit."""
 
         def download(files: list[str]) -> list[Path]:
@@ -125,39 +119,3 @@ class Checkpoint(TensorSource):
     def has_metadata(self, key: str) -> bool:
         """Checks whether the header of any file has this metadata entry."""
         return any(key in file.metadata for file in self.files)
-
-
-class LazyCheckpoint(Checkpoint):
-    """A checkpoint that downloads only the headers and the tensors that are read. Reads files in the cache from there.
-
-    A folder may hold a PEFT adapter too.
-    """
-
-    def _select(self, folder: Path) -> list[Path]:
-        return select_weights(folder, adapter=True)
-
-    def _open_on_hub(self, hub: Hub, check: Check | None) -> Sequence[SafetensorsFile | RemoteFile]:
-        try:
-            files, commit = [SINGLE], hub.commit_of(self.name, SINGLE, self.revision)
-        except EntryNotFoundError:
-            index = hub.download(self.name, INDEX, self.revision)
-            files, commit = read_index(index), index.parent.name
-        self.revision = commit
-
-        def open_file(file: str) -> SafetensorsFile | RemoteFile:
-            path = hub.cached(self.name, file, commit)
-            if path is None and hub.local_files_only:
-                path = hub.download(self.name, file, commit)  # raises the error
-            return RemoteFile(self.name, file, commit, hub.token) if path is None else SafetensorsFile(path)
-
-        with ThreadPoolExecutor(min(len(files), REQUESTS)) as pool:
-            return list(pool.map(open_file, files))
-
-    @property
-    def is_remote(self) -> bool:
-        """Checks whether any file is read over the network."""
-        return any(isinstance(file, RemoteFile) for file in self.files)
-
-    def read_rows(self, name: str, begin: int, end: int) -> RawTensor:
-        file = self._file_of[name]
-        return file.rows(name, begin, end) if isinstance(file, RemoteFile) else super().read_rows(name, begin, end)

@@ -200,9 +200,8 @@ def _read_moves(stage: Path, target: Path) -> tuple[set[Path], set[Path]]:
             return set(), set()
         moves = json.loads((stage / MOVES).read_text(encoding="utf-8"))
         files, dropped = ({Path(path) for path in moves[key]} for key in ("files", "dropped"))
-        return (
-            {path for path in paths if (target / path).parent.resolve().is_relative_to(target)} for paths in (files, dropped)
-        )
+        inside = {path for path in files | dropped if (target / path).parent.resolve().is_relative_to(target)}
+        return files & inside, dropped & inside
     except (ValueError, KeyError, TypeError, RecursionError):
         return set(), set()
 

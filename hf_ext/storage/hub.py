@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_download, hf_hub_url, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import (
     EntryNotFoundError,
-    FileMetadataError,
     HfHubHTTPError,
     HFValidationError,
     HTTPError,
@@ -48,26 +46,6 @@ class Hub(NamedTuple):
         cache = None if self.cache_dir is None else Path(self.cache_dir)
         path = try_to_load_from_cache(name, file, cache, revision)
         return Path(path) if isinstance(path, str) else None
-
-    def commit_of(self, name: str, file: str, revision: str | None) -> str:
-        """Returns the commit of a revision, without downloading `file`, which must exist there.
-
-        If the Hub cannot be reached, returns the cached commit of the revision. Raises the errors of `huggingface_hub`.
-        """
-        path = self.cached(name, file, revision)
-        if path is not None and path.parent.name == revision:
-            return revision
-        if self.local_files_only:
-            return self.download(name, file, revision).parent.name
-        try:
-            commit = get_hf_file_metadata(hf_hub_url(name, file, revision=revision), token=self.token).commit_hash
-        except HfHubHTTPError:
-            raise
-        except (HTTPError, OfflineModeIsEnabled):
-            return self._replace(local_files_only=True).download(name, file, revision).parent.name
-        if commit is None or not re.fullmatch("[0-9a-f]{40}", commit):  # it becomes part of a path
-            raise FileMetadataError("the server does not say which commit the revision stands for")
-        return commit
 
     def headers(self, name: str, files: list[str], revision: str | None) -> list[SafetensorsFileMetadata]:
         """Returns the headers of safetensors files that are not downloaded yet; an empty result if a file is downloaded or

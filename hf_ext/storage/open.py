@@ -10,10 +10,10 @@ from pathlib import Path
 from huggingface_hub.utils import SafetensorsFileMetadata
 
 from hf_ext.errors import BaseModelError, CheckpointError
-from hf_ext.storage.checkpoint import Checkpoint, LazyCheckpoint
+from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import storage_settings
-from hf_ext.storage.delta.file import KEY, BaseInfo, CompressedFile, check_shards, require_one_save
-from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, DeltaCheckpoint, LazyDeltaCheckpoint
+from hf_ext.storage.delta.file import KEY, BaseInfo, CompressedFile, check_shards
+from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, DeltaCheckpoint
 from hf_ext.storage.hub import HUB, Hub, absolute, snapshot_of
 from hf_ext.storage.layout import all_weights, no_weights, shard_sets, weights_or_adapter
 from hf_ext.storage.source import NoBase, TensorSource
@@ -26,45 +26,33 @@ MOVED = (
 )
 
 
-def open_checkpoint(name: str | os.PathLike, revision: str | None = None, hub: Hub = HUB) -> Checkpoint | DeltaCheckpoint:
-    """Opens a checkpoint, plain or compressed.
+def open_checkpoint(
+    name: str | os.PathLike,
+    revision: str | None = None,
+    hub: Hub = HUB,
+    base: str | os.PathLike | None = None,
+    adapter: bool = False,
+) -> Checkpoint | DeltaCheckpoint:
+    """Opens a checkpoint, plain or compressed. A repository on the Hub is downloaded, and so is the base of compressed weights.
 
     Args:
         name: a folder, or the id of a repository on the Hub.
         revision: branch, tag or commit on the Hub.
         hub: access settings, for the base of a compressed checkpoint too.
+        base: folder or Hub id of the base, if it is no longer where config.json says.
+        adapter: accept the weights of a PEFT adapter if a folder has no others.
 
     Raises:
         BaseModelError: there are no weights of that name, or their base is missing or is another model.
         CheckpointError: the files hold several models merged into one.
         CorruptFileError: they are damaged.
     """
-    return _opened(Checkpoint(name, revision, hub), hub)
-
-
-def open_lazily(
-    name: str | os.PathLike, revision: str | None = None, base: str | os.PathLike | None = None, hub: Hub = HUB
-) -> Checkpoint | DeltaCheckpoint:
-    """Opens a checkpoint, plain or compressed, without downloading or checking more than its headers.
-
-    The fingerprint of a plain base covers a few bytes of every tensor. It is not compared if the base is read over the network,
-    because that takes requests for each tensor. The checksum of each decoded tensor detects a wrong base too.
-
-    Args:
-        base: folder or Hub id of the base, if it is no longer where config.json says.
-        name, revision, hub: see open_checkpoint.
-
-    Raises:
-        BaseModelError: as open_checkpoint, or the server does not support range requests.
-        CheckpointError, CorruptFileError: see open_checkpoint.
-    """
-    return _opened(LazyCheckpoint(name, revision, hub), hub, None if base is None else (absolute(base), None))
-
-
-def _opened(checkpoint: Checkpoint, hub: Hub, base: tuple[str, None] | None = None) -> Checkpoint | DeltaCheckpoint:
+    checkpoint = Checkpoint(name, revision, hub, adapter=adapter)
     if checkpoint.has_metadata(PARTS_OF):
         raise CheckpointError(f"{checkpoint} {SEVERAL_MODELS}")
-    return _decoding(checkpoint, hub, base) if checkpoint.has_metadata(KEY) else checkpoint
+    if not checkpoint.has_metadata(KEY):
+        return checkpoint
+    return _decoding(checkpoint, None if base is None else absolute(base), hub)
 
 
 def open_plain(name: str | os.PathLike, revision: str | None = None) -> Checkpoint:
@@ -98,8 +86,7 @@ def open_delta(
 
     Args:
         paths: all files that are read together.
-        base, revision: folder or Hub id of the base, if it is no longer where config.json or the files say.
-        hub: access settings for the base.
+        base, revision, hub: see `open_base`.
 
     Raises:
         BaseModelError: the base is missing, or is not the one that the files were written against.
@@ -107,8 +94,7 @@ def open_delta(
     """
     files = [CompressedFile(path) for path in paths]
     check_shards(files)
-    folder = files[0].path.parent
-    return DeltaCheckpoint(files, _base(files, folder, folder, hub, None if base is None else (base, revision)))
+    return DeltaCheckpoint(files, open_base(files, paths[0].parent, base, revision, hub))
 
 
 def open_files(src: Path) -> list[CompressedFile]:
@@ -128,16 +114,6 @@ def open_files(src: Path) -> list[CompressedFile]:
         for shards in shard_sets(paths):
             check_shards([file for file in files if file.path in shards])
     return files
-
-
-def open_base(files: Sequence[CompressedFile], src: Path, base: str | os.PathLike | None = None) -> TensorSource:
-    """Opens the base of compressed files: `base`, else the one that config.json names, else the one that the files record.
-
-    Raises:
-        BaseModelError: it cannot be read, or its fingerprint differs from the recorded one.
-    """
-    folder = src if src.is_dir() else src.parent
-    return _base(files, folder, folder, HUB, None if base is None else (absolute(base), None))
 
 
 def base_of(file: CompressedFile, folder: Path | None) -> tuple[str | None, str | None]:
@@ -162,44 +138,37 @@ def require_depth(base: TensorSource, more: int = 1) -> None:
         )
 
 
-def _decoding(
-    checkpoint: Checkpoint,
-    hub: Hub,
-    base: tuple[str, None] | None = None,
-    readers: Sequence[Checkpoint | Path] = (),
-) -> DeltaCheckpoint:
-    """Returns a compressed checkpoint as a source of decoded tensors. See `_base`."""
+def _decoding(checkpoint: Checkpoint, base: str | None, hub: Hub, readers: Sequence[Checkpoint | Path] = ()) -> DeltaCheckpoint:
+    """Returns a compressed checkpoint as a source of decoded tensors. See `open_base`."""
     files = [CompressedFile(file) for file in checkpoint.files]
-    folder = checkpoint.folder()
-    if isinstance(checkpoint, LazyCheckpoint):
-        require_one_save(files)
-        return LazyDeltaCheckpoint(files, _base(files, checkpoint, folder, hub, base, readers), checkpoint)
     check_shards(files)
-    folder = folder or files[0].path.parent  # a repository without config.json
-    return DeltaCheckpoint(files, _base(files, checkpoint, folder, hub, base, readers), checkpoint)
+    return DeltaCheckpoint(files, open_base(files, checkpoint, base, None, hub, readers), checkpoint)
 
 
-def _base(
+def open_base(
     files: Sequence[CompressedFile],
     reader: Checkpoint | Path,
-    folder: Path | None,
-    hub: Hub,
-    base: tuple[str | os.PathLike | None, str | None] | None = None,
+    base: str | os.PathLike | None = None,
+    revision: str | None = None,
+    hub: Hub = HUB,
     readers: Sequence[Checkpoint | Path] = (),
 ) -> TensorSource:
     """Opens the base of compressed files, which may be compressed itself, and checks that it is the recorded one. Before a
     download, compares the names, types and sizes of its tensors; then its fingerprint.
 
     Args:
-        reader: the compressed checkpoint. If it was opened lazily, so is its base.
-        folder: that of the checkpoint, if it is local. A relative folder is looked up from here first, so that both can move
-            together.
+        reader: the compressed checkpoint, or its folder.
+        base, revision: folder or Hub id of the base. Defaults to the one in config.json, else to the one that the files record.
+            A relative folder is looked up from the checkpoint first, so that both can move together.
         hub: access settings. By default, the base is cached where the checkpoint is.
-        base: name and revision, if not those that `base_of` returns.
         readers: the compressed checkpoints that need `reader`.
+
+    Raises:
+        BaseModelError: the base cannot be read, or its fingerprint differs from the recorded one.
     """
+    folder = reader if isinstance(reader, Path) else reader.folder() or files[0].path.parent
     this = f"'{reader}'" if isinstance(reader, Path) else reader
-    recorded, (name, revision) = files[0].base, base or base_of(files[0], folder)
+    recorded, (name, revision) = files[0].base, base_of(files[0], folder) if base is None else (base, revision)
     if recorded is None:
         if name is not None:
             raise BaseModelError(
@@ -208,9 +177,8 @@ def _base(
             )
         return NoBase()
     place, hub = _place_of_base(recorded, name, revision, folder, hub)
-    lazily = isinstance(reader, LazyCheckpoint)
     try:
-        opened = (LazyCheckpoint if lazily else Checkpoint)(place, revision, hub, partial(_require_fitting, files))
+        opened = Checkpoint(place, revision, hub, partial(_require_fitting, files))
     except BaseModelError as error:
         raise BaseModelError(f"The base model {recorded} is needed to read this checkpoint, {this}. {error} {MOVED}") from error
     if opened.has_metadata(PARTS_OF):
@@ -218,20 +186,24 @@ def _base(
     source: TensorSource = opened
     if opened.has_metadata(KEY):
         readers = [*readers, reader]
-        if len(readers) > MAX_CHAIN:
-            raise BaseModelError(f"{readers[0]} needs more than {MAX_CHAIN} other checkpoints, each to read the one before.")
-        chain = [_place(needing) for needing in (*readers, opened)]
-        if chain[-1] in chain[:-1]:
-            names = " → ".join(name for name, _ in chain)
-            raise BaseModelError(f"These checkpoints need each other, so none can be read: {names}. {MOVED}")
-        source = _decoding(opened, hub, readers=readers)
-    is_remote = isinstance(opened, LazyCheckpoint) and source is opened and opened.is_remote
-    if not is_remote and source.fingerprint != recorded.fingerprint:
+        _require_short_chain(readers, opened)
+        source = _decoding(opened, None, hub, readers)
+    if source.fingerprint != recorded.fingerprint:
         raise BaseModelError(
             f"This checkpoint, {this}, was compressed against {recorded} (fingerprint {recorded.fingerprint}), but "
             f"{source} is another model or revision (fingerprint {source.fingerprint}). {MOVED}"
         )
     return source
+
+
+def _require_short_chain(readers: Sequence[Checkpoint | Path], base: Checkpoint) -> None:
+    """Raises BaseModelError if too many checkpoints need each other in turn, or if they need each other in a circle."""
+    if len(readers) > MAX_CHAIN:
+        raise BaseModelError(f"{readers[0]} needs more than {MAX_CHAIN} other checkpoints, each to read the one before.")
+    chain = [_place(checkpoint) for checkpoint in (*readers, base)]
+    if chain[-1] in chain[:-1]:
+        names = " → ".join(name for name, _ in chain)
+        raise BaseModelError(f"These checkpoints need each other, so none can be read: {names}. {MOVED}")
 
 
 def _place(checkpoint: Checkpoint | Path) -> tuple[str, str | None]:
@@ -243,22 +215,22 @@ def _place(checkpoint: Checkpoint | Path) -> tuple[str, str | None]:
 
 
 def _place_of_base(
-    recorded: BaseInfo, name: str | os.PathLike | None, revision: str | None, beside: Path | None, hub: Hub
+    recorded: BaseInfo, name: str | os.PathLike | None, revision: str | None, beside: Path, hub: Hub
 ) -> tuple[str | os.PathLike, Hub]:
     """Returns where to read a base, and with which settings.
 
     Args:
         recorded: the base that the compressed files record.
-        beside: folder of the checkpoint that needs the base, if there is one. A relative folder is looked up from here first.
+        beside: folder of the checkpoint that needs the base. A relative folder is looked up from here first.
 
     Raises:
         BaseModelError: the name is not valid.
     """
     if not isinstance(name, str | os.PathLike) or not isinstance(revision, str | None):
         raise BaseModelError(f"{name!r} at revision {revision!r} is not a valid name for the base {recorded}. {MOVED}")
-    if beside is not None and os.path.isdir(beside / name):
+    if os.path.isdir(beside / name):
         name = os.path.normpath(beside / name)
-    if beside is not None and hub.cache_dir is None and (snapshot := snapshot_of(beside)) is not None:
+    if hub.cache_dir is None and (snapshot := snapshot_of(beside)) is not None:
         hub = hub._replace(cache_dir=snapshot.parents[2])
     return name, hub
 

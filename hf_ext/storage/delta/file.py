@@ -20,7 +20,6 @@ import xxhash
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.storage.config_file import HINT
 from hf_ext.storage.delta.payload import STORED, VERSION, Header, payload_shape, read_header
-from hf_ext.storage.remote import RemoteFile
 from hf_ext.storage.safetensors_file import MAX_HEADER, Entry, SafetensorsFile, TensorFile, parse_header, write_header
 from hf_ext.storage.sealed import Seal
 
@@ -59,7 +58,7 @@ class CompressedFile:
         CorruptFileError: the file is damaged, is not compressed, or has another format version.
     """
 
-    def __init__(self, file: str | os.PathLike | SafetensorsFile | RemoteFile):
+    def __init__(self, file: str | os.PathLike | SafetensorsFile):
         self.file = SafetensorsFile(file) if isinstance(file, str | os.PathLike) else file
         self.path = self.file.path
         fields = SEAL.record(self.file.metadata, self.file.entries, self.path)
@@ -129,20 +128,15 @@ def check_shards(files: Sequence[CompressedFile]) -> None:
         CorruptFileError: a file belongs to another save, shards are missing, or too many tensors need the same base tensor.
     """
     digest = digest_of((header.name, header.checksum) for file in files for header in file.headers.values())
-    require_one_save(files, digest)
-    uses = Counter(header.base_name for file in files for header in file.headers.values() if header.base_values)
-    if uses and max(uses.values()) > MAX_USES:
-        raise CorruptFileError(f"{files[0].path} is damaged: one tensor of the base predicts {max(uses.values())} others.")
-
-
-def require_one_save(files: Sequence[CompressedFile], digest: str | None = None) -> None:
-    """Raises CorruptFileError unless all files record the same base and the same digest of all tensors: `digest`, if given."""
     for file in files:
-        if file.digest != (digest or files[0].digest) or file.base != files[0].base:
+        if file.digest != digest or file.base != files[0].base:
             raise CorruptFileError(
                 f"{file.path} belongs to another save than the files beside it, or some are missing: the folder was not "
                 "written completely. Save or download the checkpoint again."
             )
+    uses = Counter(header.base_name for file in files for header in file.headers.values() if header.base_values)
+    if uses and max(uses.values()) > MAX_USES:
+        raise CorruptFileError(f"{files[0].path} is damaged: one tensor of the base predicts {max(uses.values())} others.")
 
 
 class CompressedWriter:

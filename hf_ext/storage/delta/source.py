@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +13,8 @@ from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.codec import decode_raw, decode_rows
 from hf_ext.storage.delta.file import CompressedFile
-from hf_ext.storage.delta.payload import STACKED, Header, is_payload, peek_header
-from hf_ext.storage.prefetch import Prefetcher, threads_for
+from hf_ext.storage.delta.payload import STACKED, is_payload, peek_header
+from hf_ext.storage.prefetch import threads_for
 from hf_ext.storage.safetensors_file import Entry, RawTensor
 from hf_ext.storage.source import TensorSource, rows_of
 
@@ -55,19 +55,14 @@ class DeltaCheckpoint(TensorSource):
         return self._file_of[name].original[name]
 
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
-        return decode_tensor(self._file_of[name], self.base, name, out, self._checked(name))
+        return decode_tensor(self._file_of[name], self.base, name, out)
 
     def read_rows(self, name: str, begin: int, end: int) -> RawTensor:
         """Returns rows of a tensor. Decodes only these, if the matrices of its last two dimensions are encoded separately."""
-        payload, header = self._checked(name)
-        rows = (begin, end) if header.mode == STACKED else None
-        tensor = decode_tensor(self._file_of[name], self.base, name, None, (payload, header), rows)
-        return tensor if rows else rows_of(tensor, begin, end)
-
-    def _checked(self, name: str) -> tuple[np.ndarray, Header]:
-        """Returns a tensor's payload and its header. All payloads of its file are checked once."""
         file = self._file_of[name]
-        return file.payload(name), file.headers[name]
+        rows = (begin, end) if file.headers[name].mode == STACKED else None
+        tensor = decode_tensor(file, self.base, name, rows=rows)
+        return tensor if rows else rows_of(tensor, begin, end)
 
     def identity(self, name: str) -> Hashable:
         return self._file_of[name].headers[name].checksum
@@ -80,19 +75,6 @@ class DeltaCheckpoint(TensorSource):
     @cached_property
     def fingerprint(self) -> str:
         return self._recorded_fingerprint
-
-
-class LazyDeltaCheckpoint(DeltaCheckpoint):
-    """A compressed checkpoint that checks each payload when it is read, instead of all payloads when it is opened."""
-
-    def _checked(self, name: str) -> tuple[np.ndarray, Header]:
-        file = self._file_of[name]
-        payload = file.payload(name)
-        header = file.check(name, payload)
-        if header.base_name in self.base:  # before the base's tensor is downloaded
-            twin = self.base.entry(header.base_name)
-            header.require_base(twin.dtype, twin.shape)
-        return payload, header
 
 
 class RestoredFile:
@@ -124,28 +106,19 @@ def require_one_model(files: Sequence[CompressedFile], src: Path) -> None:
         raise CheckpointError(f"{src} {SEVERAL_MODELS}")
 
 
-def decoded(file: CompressedFile, base: TensorSource, names: Iterable[str]) -> Iterator[tuple[str, RawTensor]]:
-    """Returns an iterator over the tensors of a file and their names. Decodes them on all cores, some ahead of the reader."""
-    sizes = {name: file.original[name].nbytes for name in names}
-    return iter(Prefetcher(lambda name: decode_tensor(file, base, name), sizes))
-
-
 def decode_tensor(
     file: CompressedFile,
     base: TensorSource,
     name: str,
     out: np.ndarray | None = None,
-    checked: tuple[np.ndarray, Header] | None = None,
     rows: tuple[int, int] | None = None,
 ) -> RawTensor:
     """Returns one tensor of a file. If the base is not the recorded one, the error names both.
 
     Args:
         rows: begin and end of the rows to return of a STACKED tensor, by default all.
-        checked: the tensor's payload and its header, if `CompressedFile.check` was called before. By default all payloads of
-            the file are checked once.
     """
-    payload, header = checked or (file.payload(name), file.headers[name])
+    payload, header = file.payload(name), file.headers[name]
     twin, threads = None, threads_for(file.size(name))
     try:
         if rows is None:
