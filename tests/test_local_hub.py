@@ -89,12 +89,12 @@ def test_large_unchanged_deleted_and_partly_read_files(pushed, tmp_path):
     assert 206 in [status for method, path, status in hub.log if path.startswith("/storage/")]
 
 
-def test_refusals_raise_the_usual_errors(tmp_path):
+def test_refusals_raise_the_usual_errors(pushed, tmp_path):
     targets = ["user/repo@a@main", "user/repo@b@main", "user/repo@a@dropped", "user/dropped@a@main"]
     errors = ["RemoteEntryNotFoundError", "RevisionNotFoundError", "RepositoryNotFoundError"]
-    with LocalHub() as hub:
-        hub.repos["user/repo"] = Repo(private=True)
-        hub.repos["user/repo"].add("main", Commit(None, "first", {"a": File(b"content", lfs=False)}))
-        assert run(DOWNLOADS, *targets, env=hub.client_env(tmp_path)).split() == ["content", *errors]
-        stranger = hub.client_env(tmp_path / "stranger", signed_in=False)
-        assert run(DOWNLOADS, targets[0], env=stranger).split() == ["RepositoryNotFoundError"]
+    hub = pushed[0]
+    hub.repos["user/repo"] = Repo(private=True)
+    hub.repos["user/repo"].add("main", Commit(None, "first", {"a": File(b"content", lfs=False)}))
+    assert run(DOWNLOADS, *targets, env=hub.client_env(tmp_path)).split() == ["content", *errors]
+    stranger = hub.client_env(tmp_path / "stranger", signed_in=False)
+    assert run(DOWNLOADS, targets[0], env=stranger).split() == ["RepositoryNotFoundError"]
