@@ -1,0 +1,180 @@
+"""A merge with a file that is damaged, missing, or of another merge does not load."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from processes import python
+from tiny_checkpoints import edit_settings
+from tiny_merges import classifier, write_tasks
+from tiny_models import bert, perturb
+from transformers import AutoModelForSequenceClassification
+
+from hf_ext import BaseModelError, CheckpointError, CorruptFileError, EMRConfig, emr
+from hf_ext.emr.modulators import Modulated, TaskFile, copy_task
+
+Auto = AutoModelForSequenceClassification
+WITHOUT_THE_PLUGIN = """
+import sys
+from transformers import AutoModel, AutoModelForSequenceClassification
+for auto in (AutoModel, AutoModelForSequenceClassification):
+    try:
+        auto.from_pretrained(sys.argv[1])
+    except Exception as error:
+        print(type(error).__name__)
+    else:
+        print("loaded")
+"""
+
+
+@pytest.fixture(scope="module")
+def merges(tmp_path_factory):
+    """Two merges with one base and tasks of the same names."""
+    folder = tmp_path_factory.mktemp("merges")
+    base, tasks = write_tasks(folder / "in", {"cr": 2, "subj": 3})
+    emr.merge(base, tasks, folder / "merged")
+    classifier(2, 9).save_pretrained(tasks["cr"])
+    emr.merge(base, tasks, folder / "second")
+    return folder
+
+
+@pytest.fixture
+def broken(merges, tmp_path):
+    """A merge of its own, to damage, and beside it its base and the second merge."""
+    shutil.copytree(merges, tmp_path, dirs_exist_ok=True)
+    edit_settings(tmp_path / "merged", base=str(tmp_path / "in/base"))
+    return tmp_path / "merged"
+
+
+def modulators(folder, task="subj"):
+    return folder / f"task-{task}" / "modulators.safetensors"
+
+
+def test_without_the_plugin_it_fails_loudly(merges):
+    result = python("-c", WITHOUT_THE_PLUGIN, merges / "merged")
+    assert result.stdout.split() == ["RuntimeError", "RuntimeError"]
+    assert "emr" in result.stderr
+
+
+def test_each_damaged_byte_of_the_modulators_is_noticed(broken):
+    path = modulators(broken)
+    good = path.read_bytes()
+    header = int.from_bytes(good[:8], "little")
+    for place in (*range(8, 8 + header, 211), *range(8 + header, len(good), 97), len(good) - 1):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 0x15]) + good[place + 1 :])
+        with pytest.raises(CorruptFileError, match="subj"):
+            emr.verify(broken)
+    for cut in (0, 7, 100, len(good) // 2, len(good) - 1):
+        path.write_bytes(good[:cut])
+        with pytest.raises(CorruptFileError, match="subj"):
+            Auto.from_pretrained(broken)
+
+
+def lose_modulators(folder):
+    modulators(folder).unlink()
+
+
+def take_those_of_another_merge(folder):
+    shutil.copy(modulators(folder.parent / "second"), modulators(folder))
+
+
+def take_those_of_another_task(folder):
+    shutil.copy(modulators(folder, "cr"), modulators(folder))
+
+
+def lose_the_first_task(folder):
+    edit_settings(folder, tasks=["subj"])
+
+
+def lose_the_last_task(folder):
+    edit_settings(folder, tasks=["cr"])
+
+
+def come_from_a_later_version(folder):
+    data = modulators(folder).read_bytes()
+    assert data.count(b'\\"version\\": 1') == 1
+    modulators(folder).write_bytes(data.replace(b'\\"version\\": 1', b'\\"version\\": 9'))
+
+
+def get_another_base(folder):
+    perturb(bert(), 5).bert.save_pretrained(folder.parent / "in/base")
+
+
+def lose_the_base(folder):
+    (folder.parent / "in/base/model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (lose_modulators, CorruptFileError, "is missing"),
+        (take_those_of_another_merge, CorruptFileError, "belongs to another merge"),
+        (take_those_of_another_task, CorruptFileError, "belongs to task 'cr', not"),
+        (lose_the_first_task, CorruptFileError, "does not list the task 'cr'"),
+        (lose_the_last_task, CorruptFileError, "does not list the task 'subj'"),
+        (come_from_a_later_version, CorruptFileError, "format version 9.*update hf_ext"),
+        (get_another_base, BaseModelError, "is another model or revision"),
+        (lose_the_base, BaseModelError, "is needed to read this checkpoint"),
+    ],
+)
+def test_files_that_do_not_belong_together_are_refused(broken, damage, error, message):
+    damage(broken)
+    for use in (Auto.from_pretrained, lambda folder: emr.extract(folder, "subj", folder.parent / "out")):
+        with pytest.raises(error, match=message):
+            use(broken)
+
+
+@pytest.mark.parametrize("tasks", ["cr", [], [3], ["../../etc"], None, ["cr", "gone"]])
+def test_a_config_with_invalid_tasks_is_refused(broken, tasks):
+    edit_settings(broken, tasks=tasks)
+    with pytest.raises(CorruptFileError):
+        Auto.from_pretrained(broken)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: {"modulated": record.modulated | {"not.there": Modulated(1.0, "b0")}},
+        lambda record: {"modulated": record.modulated | {"classifier.weight": Modulated(1.0, "b0")}},
+        lambda record: {"shared": ["not.there"]},
+    ],
+    ids=["no tensor", "not elected", "not shared"],
+)
+def test_modulators_of_tensors_that_do_not_exist_are_refused(broken, change):
+    file = TaskFile(modulators(broken))
+    copy_task(file, other := file.path.with_name("other.safetensors"), **change(file.record))
+    other.replace(file.path)
+    with pytest.raises(CorruptFileError, match="does not fit the elected weights and the base"):
+        Auto.from_pretrained(broken)
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "{", '{"model_type": "gpt2"}'])
+def test_a_task_without_its_config_is_refused(broken, text):
+    path = broken / "task-subj" / "config.json"
+    path.unlink() if text is None else path.write_text(text)
+    for read in (emr.verify, lambda folder: emr.extract(folder, "subj", folder.parent / "out")):
+        with pytest.raises(CorruptFileError, match="is missing|checksum mismatch"):
+            read(broken)
+    Auto.from_pretrained(broken)
+
+
+def test_files_of_no_task_may_lie_beside(broken):
+    (broken / "task-notes").mkdir()
+    modulators(broken, "notes").write_text("garbage")
+    shutil.copytree(broken.parent / "second/task-subj", broken / "task-older")
+    assert Auto.from_pretrained(broken).tasks == ["cr", "subj"]
+
+
+def test_merging_over_a_damaged_merge_leaves_none_of_its_tasks(broken, tmp_path):
+    base, tasks = write_tasks(tmp_path / "again", {"cr": 2, "subj": 3})
+    emr.add_task(broken, "more", tasks["cr"], tmp_path / "larger")
+    (tmp_path / "larger/config.json").unlink()
+    emr.merge(base, tasks, tmp_path / "larger")
+    assert not (tmp_path / "larger/task-more").exists()
+    assert Auto.from_pretrained(tmp_path / "larger").tasks == ["cr", "subj"]
+
+
+def test_an_emr_config_does_not_load_a_plain_checkpoint(merges):
+    with pytest.raises(CheckpointError, match="not a merge"):
+        Auto.from_pretrained(merges / "in/cr", quantization_config=EMRConfig(base="somewhere"))
