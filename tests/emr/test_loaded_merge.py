@@ -284,6 +284,8 @@ def test_training_goes_on_from_the_active_task_and_saves_plainly(merged, model, 
         config = json.loads((folder / "config.json").read_text())
         assert "quantization_config" not in config and len(config["id2label"]) == 2
         assert_same_weights(model, Auto.from_pretrained(folder))
+    emr.merge(merged[0].parent / "in/base", {"more": tmp_path / "tuned"}, tmp_path / "more")  # a task like any other
+    assert_same_weights(model, Auto.from_pretrained(tmp_path / "more"))
     model.set_task("trec", discard_changes=True)
     assert_same_weights(model, Auto.from_pretrained(merged[1]["trec"]))
 
