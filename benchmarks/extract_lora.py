@@ -34,7 +34,7 @@ from transformers import (
 
 from hf_ext import fm_delta
 
-HF_EXT = [sys.executable, "-m", "hf_ext", "--threads", "1", "extract-lora"]
+HF_EXT = [sys.executable, "-m", "hf_ext.cli", "--threads", "1", "extract-lora"]
 
 
 def run(command: list[str]) -> tuple[float, float]:

@@ -69,7 +69,7 @@ def elsewhere(model: str) -> Iterator[Callable[[str, str], str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "hf_ext", "run", "transformers", "serve", model, "--port", str(port)]
+    command = [sys.executable, "-m", "hf_ext.cli", "run", "transformers", "serve", model, "--port", str(port)]
 
     def call(path: str, body: dict | None = None) -> dict:
         content = json.dumps(body).encode() if body else None

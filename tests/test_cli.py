@@ -32,7 +32,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def process(*arguments, of=("-m", "hf_ext"), cwd=None, **environment):
+def process(*arguments, of=("-m", "hf_ext.cli"), cwd=None, **environment):
     return subprocess.run(
         [sys.executable, *of, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
@@ -430,7 +430,7 @@ def test_a_shell_completes_commands_options_and_choices(line, expected, monkeypa
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no device that is always full")
 def test_a_result_that_cannot_be_printed_is_one_line():
-    code = "import os, runpy; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); runpy.run_module('hf_ext', run_name='__main__')"
+    code = "import os, runpy; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); runpy.run_module('hf_ext.cli', run_name='__main__')"
     done = process("--version", of=("-c", code))
     assert done.returncode == 1
     assert done.stderr == "hf-ext: the result could not be printed: [Errno 28] No space left on device\n"
@@ -547,7 +547,7 @@ class Interrupt(importlib.abc.MetaPathFinder):
         if name == "typer":
             signal.raise_signal(signal.SIGINT)
 sys.meta_path.insert(0, Interrupt())
-runpy.run_module("hf_ext", run_name="__main__")
+runpy.run_module("hf_ext.cli", run_name="__main__")
 """
     done = process("verify", "small", of=("-c", code))
     assert (done.returncode, done.stderr) == (130, "hf-ext: interrupted.\n")
@@ -591,7 +591,7 @@ def test_another_tool_runs_with_the_package_imported(tmp_path, monkeypatch, caps
 def test_a_closed_pipe_is_no_error(folder):
     for arguments in (["inspect", str(folder / "small")], ["--version"]):
         with subprocess.Popen(
-            [sys.executable, "-m", "hf_ext", *arguments],
+            [sys.executable, "-m", "hf_ext.cli", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},

@@ -148,7 +148,7 @@ def check_command(words: list[str], strict: bool) -> None:
     elif program in ("python", "accelerate"):
         if rest == ["launch"]:
             return
-        if rest[:3] == ["launch", "-m", "hf_ext"]:
+        if rest[:3] == ["launch", "-m", "hf_ext.cli"]:
             return check_command(["hf-ext", *rest[3:]], strict)
         [script] = [ROOT / word for word in rest if word.endswith(".py")]
         assert script.is_file(), words

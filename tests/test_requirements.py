@@ -117,7 +117,7 @@ def test_builds_of_a_version_in_the_range_are_in_the_range(tmp_path, monkeypatch
 
 def test_the_command_reports_it_in_one_line(tmp_path):
     install(tmp_path, "peft", "0.17.0")
-    result = python(tmp_path, "-m", "hf_ext", "verify", "nothing")
+    result = python(tmp_path, "-m", "hf_ext.cli", "verify", "nothing")
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (1, "", 1)
     assert result.stderr.startswith("hf-ext: hf_ext requires peft") and "pip install 'peft" in result.stderr
 

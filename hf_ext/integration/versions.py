@@ -34,7 +34,7 @@ def check() -> None:
             untested.append(f"{name} {version} ({TESTED}{tested})")
     if too_old:
         message = _upgrade("hf_ext", too_old)
-        if "hf-ext" in [Path(word).stem for word in sys.orig_argv[:2]] or sys.orig_argv[1:3] == ["-m", "hf_ext"]:
+        if "hf-ext" in [Path(word).stem for word in sys.orig_argv[:2]] or sys.orig_argv[1:3] == ["-m", "hf_ext.cli"]:
             sys.exit(f"hf-ext: {message}")  # the command line, which cannot start: one line instead of a traceback
         raise ImportError(message)
     if untested:

@@ -201,10 +201,10 @@ def test_weights_of_another_model_are_not_downloaded(client, commits, tmp_path):
 def test_the_command_line_takes_a_base_from_the_hub(client, commits, tmp_path):
     perturb(bert(), seed=4).save_pretrained(tmp_path / "tuned")
     arguments = ["--base", "user/base", "--revision", commits["base"]]
-    client.command("-m", "hf_ext", "compress", str(tmp_path / "tuned"), *arguments, "--out", str(tmp_path / "small"))
+    client.command("-m", "hf_ext.cli", "compress", str(tmp_path / "tuned"), *arguments, "--out", str(tmp_path / "small"))
     config = json.loads((tmp_path / "small/config.json").read_text())["quantization_config"]
     assert config["revision"] == commits["base"]
-    client.command("-m", "hf_ext", "decompress", str(tmp_path / "small"), "--out", str(tmp_path / "restored"))
+    client.command("-m", "hf_ext.cli", "decompress", str(tmp_path / "small"), "--out", str(tmp_path / "restored"))
     for path in (tmp_path / "tuned").iterdir():
         assert (tmp_path / "restored" / path.name).read_bytes() == path.read_bytes()
     assert (tmp_path / "small/model.safetensors").stat().st_size < (tmp_path / "tuned/model.safetensors").stat().st_size

@@ -158,7 +158,7 @@ def server(folder):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "hf_ext", "run", "transformers", "serve", "--port", str(port), "--device", "cpu"]
+    command = [sys.executable, "-m", "hf_ext.cli", "run", "transformers", "serve", "--port", str(port), "--device", "cpu"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     with open(folder / "server.log", "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -273,7 +273,7 @@ def test_lm_evals_command_scores_a_compressed_model(folder, tmp_path):
         f"task: early\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/data.json}}}}\ntest_split: test\n"
         "doc_to_text: prompt\ndoc_to_choice: [early, late]\ndoc_to_target: 0\noutput_type: multiple_choice\n"
     )
-    command = [sys.executable, "-m", "hf_ext", "run", "lm_eval", "--model", "hf", "--device", "cpu", "--model_args"]
+    command = [sys.executable, "-m", "hf_ext.cli", "run", "lm_eval", "--model", "hf", "--device", "cpu", "--model_args"]
     command += [f"pretrained={folder / 'compressed'},dtype=float32", "--include_path", str(tmp_path), "--tasks", "early"]
     done = subprocess.run(
         [*command, "--log_samples", "--output_path", str(tmp_path / "out")],

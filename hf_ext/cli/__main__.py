@@ -1,4 +1,4 @@
-"""The `hf-ext` command; `python -m hf_ext` runs it too."""
+"""The `hf-ext` command; `python -m hf_ext.cli` runs it too."""
 
 import sys
 
