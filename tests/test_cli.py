@@ -430,7 +430,9 @@ def test_a_shell_completes_commands_options_and_choices(line, expected, monkeypa
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no device that is always full")
 def test_a_result_that_cannot_be_printed_is_one_line():
-    code = "import os, runpy; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); runpy.run_module('hf_ext.cli', run_name='__main__')"
+    code = (
+        "import os, runpy; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); runpy.run_module('hf_ext.cli', run_name='__main__')"
+    )
     done = process("--version", of=("-c", code))
     assert done.returncode == 1
     assert done.stderr == "hf-ext: the result could not be printed: [Errno 28] No space left on device\n"

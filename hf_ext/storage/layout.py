@@ -122,7 +122,7 @@ def replaced_weights(files: Iterable[Path], target: Path) -> set[Path]:
 
 
 def shard_sets(paths: list[Path]) -> list[list[Path]]:
-    """Groups the weights of one folder into the sets that are read together.
+    """Groups the weights of one folder into the sets that are read together. The set that `from_pretrained` reads comes first.
 
     A folder may hold a model whole and in shards, and variants of it. A set is what the index lists, or the files whose names
     differ only by their number.
@@ -133,4 +133,4 @@ def shard_sets(paths: list[Path]) -> list[list[Path]]:
     for path in paths:
         key = INDEX if path.name in listed else re.sub(r"-\d+(-of-\d+\.safetensors)$", r"\1", path.name)
         sets.setdefault(key, []).append(path)
-    return list(sets.values())
+    return [sets[key] for key in sorted(sets, key=lambda key: {SINGLE: 0, INDEX: 1}.get(key, 2))]

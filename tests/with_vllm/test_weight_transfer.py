@@ -108,7 +108,18 @@ def test_a_trainer_of_vllms_own_interface_drives_it(server: VllmServer, folder: 
 
 def test_the_command_follows_a_place(server: VllmServer, folder: Path, expected: dict):
     place = folder / "followed"
-    command = [sys.executable, "-m", "hf_ext.cli", "follow", str(place), "--server", server.url, "--stop-at-step", "1", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "hf_ext.cli",
+        "follow",
+        str(place),
+        "--server",
+        server.url,
+        "--stop-at-step",
+        "1",
+        "--json",
+    ]
     follower = subprocess.Popen([*command, "--api-key", "secret"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with Publisher(place) as run:
         for step, model in enumerate(("half", "one")):

@@ -18,7 +18,6 @@ from hf_ext.storage.delta.codec import encode_raw
 from hf_ext.storage.delta.file import MAX_USES, BaseInfo, CompressedWriter, digest_of
 from hf_ext.storage.files import rewrite
 from hf_ext.storage.hub import absolute
-from hf_ext.storage.layout import select_weights
 from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
 from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile, float_name
 from hf_ext.storage.source import NoBase, TensorSource, fingerprint_of, sample
@@ -86,13 +85,13 @@ def write_delta(
                 for name, payload in Prefetcher(encode, _payload_sizes(file, twins[file.path])):
                     writer.add(name, payload)
                     bar.update()
-    groups = [[writers[file.path.name] for file in shards] for shards in sets]
-    headers = [[header for writer in group for header in writer.headers] for group in groups]
-    digests = [digest_of((header.name, header.checksum) for header in group) for group in headers]
-    for shards, group, digest in zip(sets, groups, digests):
+    digests = []
+    for shards in sets:
         fingerprint = fingerprint_of({name: part for file in shards for name, part in samples[file.path].items()})
+        group = [writers[file.path.name] for file in shards]
+        digests.append(digest_of((header.name, header.checksum) for writer in group for header in writer.headers))
         for writer in group:
-            writer.finish(digest, fingerprint)
+            writer.finish(digests[-1], fingerprint)
     if not alone and not any(header.base_name for writer in writers.values() for header in writer.headers):
         logger.warning(f"No tensor of these weights matches one of the base {base}; is this the right base?")
     return Written(info, digests)
@@ -117,7 +116,8 @@ def write_model(
     """Compresses the weights of a model into a folder and adds the `quantization_config` entry to its config.json.
 
     Args:
-        sets: files that are read together, such as the shards of one checkpoint.
+        sets: files that are read together, such as the shards of one checkpoint. The set that `from_pretrained` reads comes
+            first.
         base: the model that was fine-tuned, or `NoBase`.
         out: folder to write into; its config.json is in place already.
         name: the base's name to record, instead of its own.
@@ -131,8 +131,7 @@ def write_model(
     src = sets[0][0].path.parent
     if any(path.parent.samefile(src) for path in base.paths):
         raise CheckpointError(f"{src} is the base model itself, or the base needs it; give the folder of a fine-tune of it.")
-    selected = select_weights(src, adapter=isinstance(base, NoBase))[0]
-    entries = next(file.entries for shards in sets for file in shards if file.path == selected)
+    entries = sets[0][0].entries
     info = write_delta(sets, base, out, name, level, revision).base
     dtype = float_name(entries[key].dtype for key in sorted(entries))
     name, revision = (None, None) if info is None else (info.name, info.revision)
