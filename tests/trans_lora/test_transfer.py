@@ -47,9 +47,10 @@ from hf_ext.trans_lora.synthesis import Prompts
 
 
 def transfer(folder, source="gpt2", target="llama", peft_config=None, teaching=None, **options) -> TransLoraTrainer:
-    """A trainer that is ready to train; what belongs to the trainer rather than to its settings is told apart by name."""
+    """A trainer that is ready to train. Options of the trainer and of its settings are distinguished by name; `target` is a
+    kind of model, or a model and its tokenizer."""
     of_trainer = {name: options.pop(name) for name in (*TRAINER, "callbacks") if name in options}
-    model, tokenizer = pretrained(target)
+    model, tokenizer = pretrained(target) if isinstance(target, str) else target
     teacher_model, teacher_tokenizer = teaching or teacher(source)
     return TransLoraTrainer(
         model,
@@ -57,7 +58,7 @@ def transfer(folder, source="gpt2", target="llama", peft_config=None, teaching=N
         processing_class=tokenizer,
         teacher=teacher_model,
         teacher_processing_class=teacher_tokenizer,
-        peft_config=peft_config or lora(target),
+        peft_config=peft_config or lora(target if isinstance(target, str) else "llama"),
         **{"seeds": SEEDS, "well_formed": is_input} | of_trainer,
     )
 
@@ -220,17 +221,8 @@ def test_a_four_bit_model_learns_too(tmp_path):
     base.save_pretrained(tmp_path / "base")
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=four_bit)
-    teacher_model, teacher_tokenizer = teacher("gpt2")
-    trainer = TransLoraTrainer(
-        model,
-        settings(tmp_path / "out", filter="none"),
-        processing_class=tokenizer,
-        teacher=teacher_model,
-        teacher_processing_class=teacher_tokenizer,
-        seeds=SEEDS,
-        well_formed=is_input,
-        peft_config=QPissaConfig(task_type="CAUSAL_LM", r=8, target_modules=["o_proj", "down_proj"]),
-    )
+    config = QPissaConfig(task_type="CAUSAL_LM", r=8, target_modules=["o_proj", "down_proj"])
+    trainer = transfer(tmp_path / "out", target=(model, tokenizer), peft_config=config, filter="none")
     before = weights(trainer)
     trainer.train()
     assert len(lines(tmp_path / "out" / "labels.jsonl")) == 25
@@ -519,44 +511,25 @@ def test_arguments_that_contradict_each_other_are_one_clear_error(tmp_path):
 @pytest.mark.parametrize("token", ["pad_token", "eos_token"])
 @pytest.mark.parametrize("whose", ["teacher", "target"])
 def test_a_tokenizer_without_padding_or_end_is_named(tmp_path, token, whose):
-    (teacher_model, teacher_tokenizer), (model, tokenizer) = teacher("gpt2"), pretrained("llama")
-    (teacher_tokenizer if whose == "teacher" else tokenizer).save_pretrained(tmp_path / "words")
-    lacking = AutoTokenizer.from_pretrained(tmp_path / "words")
-    setattr(lacking, token, None)
-    teacher_tokenizer, tokenizer = (lacking, tokenizer) if whose == "teacher" else (teacher_tokenizer, lacking)
+    pairs = {"teaching": teacher("gpt2"), "target": pretrained("llama")}
+    part = "teaching" if whose == "teacher" else "target"
+    pairs[part][1].save_pretrained(tmp_path / "tokenizer")
+    pairs[part] = pairs[part][0], AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    setattr(pairs[part][1], token, None)
     with pytest.raises(HfExtError, match=f"(?i)the {whose}'s tokenizer has no .*{token}"):
-        TransLoraTrainer(
-            model,
-            settings(tmp_path, filter="none"),
-            processing_class=tokenizer,
-            teacher=teacher_model,
-            teacher_processing_class=teacher_tokenizer,
-            seeds=SEEDS,
-            peft_config=lora("llama"),
-        )
+        transfer(tmp_path, **pairs, filter="none")
 
 
 def test_one_model_cannot_teach_itself(tmp_path):
     model, tokenizer = teacher("llama")
     with pytest.raises(HfExtError, match="one model; load the target once more"):
-        TransLoraTrainer(
-            model.get_base_model(),
-            settings(tmp_path, filter="none"),
-            processing_class=tokenizer,
-            teacher=model,
-            seeds=SEEDS,
-            peft_config=lora("llama"),
-        )
+        transfer(tmp_path, target=(model.get_base_model(), tokenizer), teaching=(model, tokenizer), filter="none")
 
 
 def test_a_target_without_an_adapter_to_train_is_refused(tmp_path):
     (model, tokenizer), (teacher_model, teacher_tokenizer) = pretrained("llama"), teacher("gpt2")
-    options = {
-        "processing_class": tokenizer,
-        "teacher": teacher_model,
-        "teacher_processing_class": teacher_tokenizer,
-        "seeds": SEEDS,
-    }
+    options = {"processing_class": tokenizer, "teacher": teacher_model, "teacher_processing_class": teacher_tokenizer}
+    options["seeds"] = SEEDS
     with pytest.raises(HfExtError, match="Give a target model and the peft_config"):
         TransLoraTrainer(model, settings(tmp_path, filter="none"), **options)
     with pytest.raises(HfExtError, match="or a PeftModel and no peft_config"):
