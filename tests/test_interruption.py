@@ -69,7 +69,7 @@ def test_a_check_that_raises_ends_encoding_decoding_and_electing(base, tensor, b
 def test_no_check_ends_a_switch_of_tasks_in_memory(base, slowest):
     live = base.copy()
     _native.check_with(enough)
-    targets = ((BF16, base, base, None, 1.0, None, 1.0, live),) * 100
+    targets = ((BF16, base, base, None, 1.0, None, 1.0, live),) * 20
     assert _native.retarget(targets) == len(targets)
 
 
