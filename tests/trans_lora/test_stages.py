@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_transfer import transfer
 from tiny_adapters import moved
-from tiny_transfers import SEEDS, inputs, lora, pretrained, settings, teacher
+from tiny_transfers import SEEDS, answer, inputs, lora, pretrained, settings, teacher
 from transformers import TrainerCallback
 
 from hf_ext import HfExtError
@@ -17,6 +17,7 @@ from hf_ext.trans_lora import train_discriminator
 from hf_ext.trans_lora.stages import last_checkpoint
 
 SMALL = {"num_samples": 12, "num_train_epochs": 4, "save_strategy": "steps", "save_steps": 3}  # of 8 steps
+LABELLED = SMALL | {"inputs": {text: answer(text) for text in inputs(17)}, "seeds": ()}  # only trains
 
 
 def discriminate(folder, task="pick", real=None, **options):
@@ -61,12 +62,12 @@ def test_another_adapter_of_the_same_base_is_another_teacher(tmp_path):
 
 
 def test_a_finished_training_refuses_other_settings(tmp_path):
-    transfer(tmp_path, **SMALL, learning_rate=1e-9).train()
+    transfer(tmp_path, **LABELLED, learning_rate=1e-9).train()
     with pytest.raises(
         HfExtError, match="another learning_rate. Take another folder, or start again with resume_from_checkpoint=False"
     ):
-        transfer(tmp_path, **SMALL, learning_rate=1e-2).train()
-    again = transfer(tmp_path, **SMALL, learning_rate=1e-2)
+        transfer(tmp_path, **LABELLED, learning_rate=1e-2).train()
+    again = transfer(tmp_path, **LABELLED, learning_rate=1e-2)
     again.train(resume_from_checkpoint=False)
     factors = [parameter for name, parameter in again.model.named_parameters() if "lora_B" in name]
     assert max(factor.abs().max() for factor in factors) > 1e-3  # which steps of 1e-9 would not reach
@@ -97,13 +98,13 @@ class DieWhileSaving(TrainerCallback):
 
 
 def test_a_half_written_checkpoint_is_skipped(tmp_path):
-    whole = transfer(tmp_path / "whole", **SMALL)
+    whole = transfer(tmp_path / "whole", **LABELLED)
     whole.train()
     for left in ("a card", "half a state"):
         with pytest.raises(KeyboardInterrupt):
-            transfer(tmp_path / left, **SMALL, callbacks=[DieWhileSaving(left)]).train()
+            transfer(tmp_path / left, **LABELLED, callbacks=[DieWhileSaving(left)]).train()
         assert last_checkpoint(tmp_path / left).endswith("checkpoint-3")
-        again = transfer(tmp_path / left, **SMALL)
+        again = transfer(tmp_path / left, **LABELLED)
         again.train(resume_from_checkpoint=True)
         assert again.report.to_dict() == whole.report.to_dict()
 
@@ -121,11 +122,11 @@ def test_the_report_is_json_for_any_reader(tmp_path):
 
 
 def test_a_training_that_starts_again_deletes_old_checkpoints(tmp_path):
-    transfer(tmp_path, **SMALL, learning_rate=1e-9).train()
+    transfer(tmp_path, **LABELLED, learning_rate=1e-9).train()
     for resume, learning_rate in ((False, 1e-2), ("False", 1e-3)):
         (tmp_path / "checkpoint-99").mkdir()  # later than all of the new training
         shutil.copy(f"{last_checkpoint(tmp_path)}/trainer_state.json", tmp_path / "checkpoint-99")
-        transfer(tmp_path, **SMALL, learning_rate=learning_rate).train(resume_from_checkpoint=resume)
+        transfer(tmp_path, **LABELLED, learning_rate=learning_rate).train(resume_from_checkpoint=resume)
         assert last_checkpoint(tmp_path) not in (None, str(tmp_path / "checkpoint-99"))
 
 
