@@ -21,7 +21,6 @@ import re
 import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -148,7 +147,6 @@ class Request(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             cut = self.hub.next_cut(path) if self.command == "GET" else None
-            self.hub.sent[path.rpartition("/")[2]] += len(content[:cut])
             self.wfile.write(content[:cut])
             self.close_connection |= cut is not None
 
@@ -175,10 +173,9 @@ class Request(BaseHTTPRequestHandler):
 @final
 class LocalHub:
     """The server: `endpoint` is its URL, `repos` its state, `log` every (method, path, status) it answered. `cuts` says of LFS
-    content, by its SHA-256, after how many bytes each of its next downloads breaks off, as when a connection is lost. `sent`
-    counts the bytes that it sent of each file, by the last part of the path. `lies` are headers that replace those of its
-    answers. Those of one process have one address, where they run one after the other, so that `processes` can keep what has
-    imported it."""
+    content, by its SHA-256, after how many bytes each of its next downloads breaks off, as when a connection is lost. `lies`
+    are headers that replace those of its answers. Those of one process have one address, where they run one after the other,
+    so that `processes` can keep what has imported it."""
 
     _port = 0
 
@@ -189,7 +186,6 @@ class LocalHub:
         self._xet = TemporaryDirectory()
         self.log: list[tuple[str, str, int]] = []
         self.cuts: dict[str, list[int]] = {}
-        self.sent: Counter[str] = Counter()
         self.lies: dict[str, str] = {}
         self._objects: dict[str, bytes] = {}
         self._lock = threading.Lock()

@@ -69,7 +69,7 @@ class ModelFolder:
         files = open_files(path)
         require_one_model(files, path)
         folder = path if path.is_dir() else path.parent
-        source = open_base(files, folder, None if base is None else absolute(base))
+        source = open_base(files, None if base is None else absolute(base))
         return cls(folder, [RestoredFile(file, source) for file in files], source)
 
     @property

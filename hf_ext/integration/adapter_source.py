@@ -23,10 +23,11 @@ from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
 from hf_ext.integration.config_change import plain
 from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.config_file import storage_settings
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER
-from hf_ext.storage.open import holds_several_models, open_checkpoint
+from hf_ext.storage.open import OF_TASK, open_checkpoint
 from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile
 from hf_ext.storage.source import TensorSource
 
@@ -152,6 +153,13 @@ def _changed_by(layer: BaseTunerLayer) -> list[str]:
     return [name for name, _ in layer.get_base_layer().named_parameters(recurse=False)]
 
 
+def _is_merge(name: str) -> bool:
+    """Checks whether a name stands for a merge or one of its tasks: the folder's config.json says so, or the name's end."""
+    if os.path.isdir(name):
+        return storage_settings(Path(name)).get("quant_method") == "emr"
+    return OF_TASK in name
+
+
 def _settings_of(folder: Path) -> PeftConfig:
     """Returns the configuration of an adapter that can be merged into the weights of its base, file by file.
 
@@ -169,7 +177,7 @@ def _settings_of(folder: Path) -> PeftConfig:
         raise CheckpointError(
             f"{folder} has no adapter_config.json that PEFT can read: {type(error).__name__}: {error}"
         ) from error
-    if trained_on and holds_several_models(trained_on):
+    if trained_on and _is_merge(trained_on):
         raise CheckpointError(
             f"{folder} is an adapter of a task of the merge {trained_on}, not of the base. Merge it into that task's model "
             "(merge_and_unload), save the model, and give that folder."

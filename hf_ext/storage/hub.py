@@ -41,19 +41,15 @@ class Hub(NamedTuple):
         """Returns a file of a repository, from the cache if it is there. Raises the errors of `huggingface_hub`."""
         return Path(hf_hub_download(name, file, revision=revision, **self._asdict()))
 
-    def cached(self, name: str, file: str, revision: str | None) -> Path | None:
-        """Returns a file of a repository if the cache has it for this revision; None if not."""
-        cache = None if self.cache_dir is None else Path(self.cache_dir)
-        path = try_to_load_from_cache(name, file, cache, revision)
-        return Path(path) if isinstance(path, str) else None
-
     def headers(self, name: str, files: list[str], revision: str | None) -> list[SafetensorsFileMetadata]:
         """Returns the headers of safetensors files that are not downloaded yet; an empty result if a file is downloaded or
         cannot be read.
 
         Raises EntryNotFoundError, or another error of `huggingface_hub` if the Hub refuses access.
         """
-        if self.local_files_only or HF_HUB_OFFLINE or any(self.cached(name, file, revision) for file in files):
+        cache = None if self.cache_dir is None else Path(self.cache_dir)
+        cached = (isinstance(try_to_load_from_cache(name, file, cache, revision), str) for file in files)
+        if self.local_files_only or HF_HUB_OFFLINE or any(cached):
             return []
         hub = HfApi(token=self.token)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,10 +12,11 @@ from huggingface_hub.utils import SafetensorsFileMetadata
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import storage_settings
-from hf_ext.storage.delta.file import KEY, BaseInfo, CompressedFile, check_shards
+from hf_ext.storage.delta.file import KEY, CompressedFile, check_shards
 from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, DeltaCheckpoint
 from hf_ext.storage.hub import HUB, Hub, absolute, snapshot_of
-from hf_ext.storage.layout import all_weights, no_weights, shard_sets, weights_or_adapter
+from hf_ext.storage.layout import no_weights, shard_sets, weights_or_adapter
+from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
 
 OF_TASK = "#"  # in a name: between a merge and one of its tasks
@@ -40,7 +41,7 @@ def open_checkpoint(
         revision: branch, tag or commit on the Hub.
         hub: access settings, for the base of a compressed checkpoint too.
         base: folder or Hub id of the base, if it is no longer where config.json says.
-        adapter: accept the weights of a PEFT adapter if a folder has no others.
+        adapter: open the weights of a PEFT adapter if a local folder has no others.
 
     Raises:
         BaseModelError: there are no weights of that name, or their base is missing or is another model.
@@ -52,7 +53,8 @@ def open_checkpoint(
         raise CheckpointError(f"{checkpoint} {SEVERAL_MODELS}")
     if not checkpoint.has_metadata(KEY):
         return checkpoint
-    return _decoding(checkpoint, None if base is None else absolute(base), hub)
+    files = _open_shards(checkpoint.files)
+    return DeltaCheckpoint(files, open_base(files, None if base is None else absolute(base), None, hub, checkpoint), checkpoint)
 
 
 def open_plain(name: str | os.PathLike, revision: str | None = None) -> Checkpoint:
@@ -67,13 +69,6 @@ def open_plain(name: str | os.PathLike, revision: str | None = None) -> Checkpoi
     if checkpoint.has_metadata(KEY):
         raise BaseModelError(f"The base {checkpoint} is itself compressed; decompress it first and give the plain folder.")
     return checkpoint
-
-
-def holds_several_models(folder: str | os.PathLike) -> bool:
-    """Checks whether the files of a local folder hold several models merged into one, or whether a name ends with a task."""
-    if OF_TASK in os.fspath(folder) and not os.path.exists(folder):
-        return True
-    return os.path.isdir(folder) and bool(all_weights(Path(folder))) and Checkpoint(folder).has_metadata(PARTS_OF)
 
 
 # ---- compressed files ----
@@ -92,9 +87,8 @@ def open_delta(
         BaseModelError: the base is missing, or is not the one that the files were written against.
         CorruptFileError: a file is damaged, missing, or from another save.
     """
-    files = [CompressedFile(path) for path in paths]
-    check_shards(files)
-    return DeltaCheckpoint(files, open_base(files, paths[0].parent, base, revision, hub))
+    files = _open_shards(paths)
+    return DeltaCheckpoint(files, open_base(files, base, revision, hub))
 
 
 def open_files(src: Path) -> list[CompressedFile]:
@@ -114,6 +108,63 @@ def open_files(src: Path) -> list[CompressedFile]:
         for shards in shard_sets(paths):
             check_shards([file for file in files if file.path in shards])
     return files
+
+
+def open_base(
+    files: Sequence[CompressedFile],
+    base: str | os.PathLike | None = None,
+    revision: str | None = None,
+    hub: Hub = HUB,
+    opened: Checkpoint | None = None,
+    readers: Sequence[Checkpoint | Path] = (),
+) -> TensorSource:
+    """Opens the base of compressed files, which may be compressed itself, and checks that it is the recorded one. Before a
+    download, compares the names, types and sizes of its tensors; then its fingerprint.
+
+    Args:
+        base, revision: the base, if not the one that `base_of` returns. A relative folder is looked up from the files' folder
+            first, so that both can move together.
+        hub: access settings. By default, the base is cached where the files are.
+        opened: the checkpoint that consists of the files; defaults to their folder.
+        readers: the compressed checkpoints that need the files.
+
+    Raises:
+        BaseModelError: it cannot be read, or its fingerprint differs from the recorded one.
+    """
+    folder = (opened.folder() if opened else None) or files[0].path.parent  # a repository may have no config.json
+    this, recorded = opened or f"'{folder}'", files[0].base
+    name, revision = base_of(files[0], folder) if base is None else (base, revision)
+    if recorded is None:
+        if name is not None:
+            raise BaseModelError(
+                f"{this} was compressed without a base, but '{name}' is given as its base, as an argument or in config.json. "
+                "Leave it out."
+            )
+        return NoBase()
+    if not isinstance(name, str | os.PathLike) or not isinstance(revision, str | None):
+        raise BaseModelError(f"{name!r} at revision {revision!r} is not a valid name for the base {recorded}. {MOVED}")
+    if os.path.isdir(folder / name):
+        name = os.path.normpath(folder / name)
+    if hub.cache_dir is None and (snapshot := snapshot_of(folder)) is not None:
+        hub = hub._replace(cache_dir=snapshot.parents[2])
+    try:
+        weights = Checkpoint(name, revision, hub, partial(_require_fitting, files))
+    except BaseModelError as error:
+        raise BaseModelError(f"The base model {recorded} is needed to read this checkpoint, {this}. {error} {MOVED}") from error
+    if weights.has_metadata(PARTS_OF):
+        raise BaseModelError(f"The base {weights} of {this} {SEVERAL_MODELS}")
+    source: TensorSource = weights
+    if weights.has_metadata(KEY):
+        readers = [*readers, opened or folder]
+        _require_no_cycle(readers, weights)
+        shards = _open_shards(weights.files)
+        source = DeltaCheckpoint(shards, open_base(shards, hub=hub, opened=weights, readers=readers), weights)
+    if source.fingerprint != recorded.fingerprint:
+        raise BaseModelError(
+            f"This checkpoint, {this}, was compressed against {recorded} (fingerprint {recorded.fingerprint}), but "
+            f"{source} is another model or revision (fingerprint {source.fingerprint}). {MOVED}"
+        )
+    return source
 
 
 def base_of(file: CompressedFile, folder: Path | None) -> tuple[str | None, str | None]:
@@ -138,66 +189,19 @@ def require_depth(base: TensorSource, more: int = 1) -> None:
         )
 
 
-def _decoding(checkpoint: Checkpoint, base: str | None, hub: Hub, readers: Sequence[Checkpoint | Path] = ()) -> DeltaCheckpoint:
-    """Returns a compressed checkpoint as a source of decoded tensors. See `open_base`."""
-    files = [CompressedFile(file) for file in checkpoint.files]
-    check_shards(files)
-    return DeltaCheckpoint(files, open_base(files, checkpoint, base, None, hub, readers), checkpoint)
-
-
-def open_base(
-    files: Sequence[CompressedFile],
-    reader: Checkpoint | Path,
-    base: str | os.PathLike | None = None,
-    revision: str | None = None,
-    hub: Hub = HUB,
-    readers: Sequence[Checkpoint | Path] = (),
-) -> TensorSource:
-    """Opens the base of compressed files, which may be compressed itself, and checks that it is the recorded one. Before a
-    download, compares the names, types and sizes of its tensors; then its fingerprint.
-
-    Args:
-        reader: the compressed checkpoint, or its folder.
-        base, revision: folder or Hub id of the base. Defaults to the one in config.json, else to the one that the files record.
-            A relative folder is looked up from the checkpoint first, so that both can move together.
-        hub: access settings. By default, the base is cached where the checkpoint is.
-        readers: the compressed checkpoints that need `reader`.
+def _open_shards(files: Iterable[Path | SafetensorsFile]) -> list[CompressedFile]:
+    """Opens the compressed files of one save.
 
     Raises:
-        BaseModelError: the base cannot be read, or its fingerprint differs from the recorded one.
+        CorruptFileError: a file is damaged, missing, or from another save.
     """
-    folder = reader if isinstance(reader, Path) else reader.folder() or files[0].path.parent
-    this = f"'{reader}'" if isinstance(reader, Path) else reader
-    recorded, (name, revision) = files[0].base, base_of(files[0], folder) if base is None else (base, revision)
-    if recorded is None:
-        if name is not None:
-            raise BaseModelError(
-                f"{this} was compressed without a base, but '{name}' is given as its base, as an argument or in config.json. "
-                "Leave it out."
-            )
-        return NoBase()
-    place, hub = _place_of_base(recorded, name, revision, folder, hub)
-    try:
-        opened = Checkpoint(place, revision, hub, partial(_require_fitting, files))
-    except BaseModelError as error:
-        raise BaseModelError(f"The base model {recorded} is needed to read this checkpoint, {this}. {error} {MOVED}") from error
-    if opened.has_metadata(PARTS_OF):
-        raise BaseModelError(f"The base {opened} of {this} {SEVERAL_MODELS}")
-    source: TensorSource = opened
-    if opened.has_metadata(KEY):
-        readers = [*readers, reader]
-        _require_short_chain(readers, opened)
-        source = _decoding(opened, None, hub, readers)
-    if source.fingerprint != recorded.fingerprint:
-        raise BaseModelError(
-            f"This checkpoint, {this}, was compressed against {recorded} (fingerprint {recorded.fingerprint}), but "
-            f"{source} is another model or revision (fingerprint {source.fingerprint}). {MOVED}"
-        )
-    return source
+    shards = [CompressedFile(file) for file in files]
+    check_shards(shards)
+    return shards
 
 
-def _require_short_chain(readers: Sequence[Checkpoint | Path], base: Checkpoint) -> None:
-    """Raises BaseModelError if too many checkpoints need each other in turn, or if they need each other in a circle."""
+def _require_no_cycle(readers: Sequence[Checkpoint | Path], base: Checkpoint) -> None:
+    """Raises BaseModelError if one of the checkpoints that need this base is the base itself, or if they are too many."""
     if len(readers) > MAX_CHAIN:
         raise BaseModelError(f"{readers[0]} needs more than {MAX_CHAIN} other checkpoints, each to read the one before.")
     chain = [_place(checkpoint) for checkpoint in (*readers, base)]
@@ -212,27 +216,6 @@ def _place(checkpoint: Checkpoint | Path) -> tuple[str, str | None]:
     if os.path.isdir(name):
         return os.path.realpath(name), None
     return name, getattr(checkpoint, "revision", None)
-
-
-def _place_of_base(
-    recorded: BaseInfo, name: str | os.PathLike | None, revision: str | None, beside: Path, hub: Hub
-) -> tuple[str | os.PathLike, Hub]:
-    """Returns where to read a base, and with which settings.
-
-    Args:
-        recorded: the base that the compressed files record.
-        beside: folder of the checkpoint that needs the base. A relative folder is looked up from here first.
-
-    Raises:
-        BaseModelError: the name is not valid.
-    """
-    if not isinstance(name, str | os.PathLike) or not isinstance(revision, str | None):
-        raise BaseModelError(f"{name!r} at revision {revision!r} is not a valid name for the base {recorded}. {MOVED}")
-    if os.path.isdir(beside / name):
-        name = os.path.normpath(beside / name)
-    if hub.cache_dir is None and (snapshot := snapshot_of(beside)) is not None:
-        hub = hub._replace(cache_dir=snapshot.parents[2])
-    return name, hub
 
 
 def _require_fitting(needing: Sequence[CompressedFile], headers: Sequence[SafetensorsFileMetadata]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +44,7 @@ class DeltaCheckpoint(TensorSource):
         self.base = base
         self.files = files
         self.digest = files[0].digest
-        self._recorded_fingerprint = files[0].fingerprint
+        self.fingerprint = files[0].fingerprint
         self._file_of = {name: file for file in files for name in file.original}
 
     def names(self) -> list[str]:
@@ -71,10 +70,6 @@ class DeltaCheckpoint(TensorSource):
         for file in self.files:
             file.require_whole()
         self.base.require_whole()
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return self._recorded_fingerprint
 
 
 class RestoredFile:
