@@ -1,6 +1,6 @@
 """Fine-tune SmolLM2-135M with PiSSA, compress the result to a fraction of its size, load it, and compare the bits.
 
-    python examples/demo.py                            # needs no Hub, three minutes on two cores
+    python examples/demo.py                            # needs no Hub, two minutes on two cores
     python examples/demo.py --model HuggingFaceTB/SmolLM2-360M-Instruct --steps 100 --out names
 
 The model learns to name a Python function from the first line of its docstring. It trains on functions of the standard library,
@@ -36,7 +36,7 @@ SHOWN = ("abs", "hasattr", "hex", "isinstance", "len", "round")
 @dataclass
 class Arguments:
     model: str | None = field(default=None, metadata={"help": "Causal language model: a folder or a Hub id."})
-    steps: int = field(default=45, metadata={"help": "Optimizer steps."})
+    steps: int = field(default=30, metadata={"help": "Optimizer steps."})
     learning_rate: float = field(default=3e-4, metadata={"help": "AdamW's learning rate at the start; it falls linearly."})
     out: str = field(default="demo-out", metadata={"help": "Folder for all results."})
 
