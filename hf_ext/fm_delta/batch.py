@@ -225,7 +225,7 @@ def compress_model(
     threads: int,
 ) -> ModelResult:
     """Compresses a model, in a worker. All paths are absolute, so that another machine with the same disks can do it."""
-    with IMPORTS:  # two imports at once may fail in CPython 3.11: "AST constructor recursion depth mismatch"
+    with IMPORTS:  # PyTorch parses source, which fails in CPython 3.11 if two threads do: "AST constructor recursion depth"
         if level > 1:
             importlib.import_module("hf_ext.storage.delta.low_rank")  # and PyTorch with it
     start, before = time.perf_counter(), _stamp(source.rglob("*"))
