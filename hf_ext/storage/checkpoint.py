@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 from huggingface_hub.errors import EntryNotFoundError
-from huggingface_hub.utils import SafetensorsFileMetadata
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.config_file import CONFIG
-from hf_ext.storage.hub import HUB, Hub, is_local, reaching
-from hf_ext.storage.layout import INDEX, SINGLE, read_index, save_of, select_weights
+from hf_ext.storage.hub import HUB, Check, Hub, is_local, reaching
+from hf_ext.storage.layout import save_of, select_weights
 from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile
 from hf_ext.storage.source import TensorSource
-
-Check: TypeAlias = Callable[[list[SafetensorsFileMetadata]], None]
 
 
 class Checkpoint(TensorSource):
@@ -47,38 +42,23 @@ class Checkpoint(TensorSource):
         self.revision = revision
         self._hub = hub
         try:
-            self.files = self._open(hub, check, adapter)
+            self.files = [SafetensorsFile(path) for path in self._weights(hub, check, adapter)]
         except (CheckpointError, CorruptFileError) as error:
             raise BaseModelError(f"The weights of '{self.name}' cannot be read: {error}") from error
         self.paths = [file.path for file in self.files]
+        self.revision = None if os.path.isdir(self.name) else self.paths[0].parent.name
         self._file_of = {key: file for file in self.files for key in file.entries}
 
-    def _open(self, hub: Hub, check: Check | None, adapter: bool) -> list[SafetensorsFile]:
-        if os.path.isdir(self.name):
-            self.revision = None
-            paths = select_weights(Path(self.name), adapter)
-            if len(saves := sorted({save_of(path) for path in paths})) > 1:
-                raise CheckpointError(f"{self.name} holds several models: {', '.join(saves)}. Give a folder with one of them.")
-            return [SafetensorsFile(path) for path in paths]
-        if is_local(self.name):
+    def _weights(self, hub: Hub, check: Check | None, adapter: bool) -> list[Path]:
+        """Returns the files to open, which are downloaded if necessary."""
+        if not is_local(self.name):
+            return hub.weights(self.name, self.revision, check)
+        if not os.path.isdir(self.name):
             raise CheckpointError(f"there is no folder '{self.name}'. Give the folder of the model, or its id on the Hub.")
-        with reaching(self.name, self.revision):
-            return self._open_on_hub(hub, check)
-
-    def _open_on_hub(self, hub: Hub, check: Check | None) -> list[SafetensorsFile]:
-        """Opens the files of a repository, and sets `revision` to their commit."""
-
-        def download(files: list[str]) -> list[Path]:
-            if check and (headers := hub.headers(self.name, files, self.revision)):
-                check(headers)
-            return [hub.download(self.name, file, self.revision) for file in files]
-
-        try:
-            paths = download([SINGLE])
-        except EntryNotFoundError:
-            paths = download(read_index(hub.download(self.name, INDEX, self.revision)))
-        self.revision = paths[0].parent.name
-        return [SafetensorsFile(path) for path in paths]
+        paths = select_weights(Path(self.name), adapter)
+        if len(saves := sorted({save_of(path) for path in paths})) > 1:
+            raise CheckpointError(f"{self.name} holds several models: {', '.join(saves)}. Give a folder with one of them.")
+        return paths
 
     def folder(self) -> Path | None:
         """Returns the folder with the config.json, which is downloaded if necessary; None if a repository has none.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_OFFLINE
@@ -22,6 +22,9 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import SafetensorsFileMetadata, validate_repo_id
 
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
+from hf_ext.storage.layout import INDEX, SINGLE, read_index
+
+Check: TypeAlias = Callable[[list[SafetensorsFileMetadata]], None]
 
 
 class Hub(NamedTuple):
@@ -40,6 +43,27 @@ class Hub(NamedTuple):
     def download(self, name: str, file: str, revision: str | None) -> Path:
         """Returns a file of a repository, from the cache if it is there. Raises the errors of `huggingface_hub`."""
         return Path(hf_hub_download(name, file, revision=revision, **self._asdict()))
+
+    def weights(self, name: str, revision: str | None, check: Check | None = None) -> list[Path]:
+        """Returns the safetensors weights of a repository, one file or shards, from the cache if they are there.
+
+        Args:
+            check: called with the headers of weights that would have to be downloaded; raises BaseModelError to prevent that.
+
+        Raises:
+            BaseModelError: the repository cannot be reached or has no safetensors weights.
+        """
+
+        def download(files: list[str]) -> list[Path]:
+            if check and (headers := self.headers(name, files, revision)):
+                check(headers)
+            return [self.download(name, file, revision) for file in files]
+
+        with reaching(name, revision):
+            try:
+                return download([SINGLE])
+            except EntryNotFoundError:
+                return download(read_index(self.download(name, INDEX, revision)))
 
     def headers(self, name: str, files: list[str], revision: str | None) -> list[SafetensorsFileMetadata]:
         """Returns the headers of safetensors files that are not downloaded yet; an empty result if a file is downloaded or
