@@ -19,7 +19,6 @@ from typing import Any
 
 MODELS = "transformers.modeling_utils"
 AUTO = "transformers.models.auto"
-UNI_MED = "hf_ext.uni_med.modeling_uni_med"  # imported with the first configuration of a Uni-Med model
 
 
 def register() -> None:
@@ -31,9 +30,9 @@ def register() -> None:
     watcher.after(["transformers.quantizers.auto"], _add_quantizers)
     watcher.after(["peft", MODELS], _add_peft_types)
     watcher.after([f"{AUTO}.configuration_auto"], _add_config)
-    watcher.after([f"{AUTO}.modeling_auto", MODELS, UNI_MED], _add_model)
+    watcher.after([f"{AUTO}.modeling_auto", MODELS], _add_model)
     watcher.after([f"{AUTO}.processing_auto", MODELS], _add_processor)
-    watcher.after([UNI_MED], _add_blip2_vision)
+    watcher.after([f"{AUTO}.modeling_auto", MODELS], _add_blip2_vision)
 
 
 class _ImportWatcher(MetaPathFinder):

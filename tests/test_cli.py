@@ -515,7 +515,7 @@ for line in ("compress tuned --base base --out new --level 1", "verify new", "de
     (folder / "tuned/config.json").write_text(json.dumps(config))
     done = process(of=("-c", code), cwd=folder)
     assert [line for line in done.stdout.splitlines() if line.startswith("[")] == ["[]", "[]", "[]", "['torch']"], done.stderr
-    assert "text-classification" in (folder / "new/README.md").read_text()
+    assert "fm-delta" in (folder / "new/README.md").read_text()
 
 
 def test_a_fault_is_one_line_and_traceback_shows_where(folder, monkeypatch, capsys):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
-from hf_ext.emr.card import merge_card, models_of
+from hf_ext.display import markdown_table, megabytes
 from hf_ext.emr.checks import TaskModel
 from hf_ext.emr.folder import (
     MergeFolder,
@@ -24,11 +24,11 @@ from hf_ext.emr.folder import (
     task_files_into,
     task_folder,
 )
-from hf_ext.emr.reports import MergeReport, TaskReport
+from hf_ext.emr.reports import COLUMNS, MergeReport, TaskReport
 from hf_ext.emr.writing import MergeWriter
 from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.integration.cards import class_of, write_card
 from hf_ext.integration.config_change import difference
-from hf_ext.integration.model_cards import outdated, write_card
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import CONFIG, ENCODINGS, read_config
 from hf_ext.storage.files import require_another_folder, staged_folder
@@ -137,7 +137,7 @@ def extract(
         source = MergeFolder(_folder_of(merged), base)
     source.require_task(task)
     require_another_folder(Path(out), [source.folder, *source.base.paths])
-    with staged_folder(out, outdated(Path(out))) as stage:
+    with staged_folder(out) as stage:
         write_files(task_files_into(source, task, stage, max_shard_size), stage, f"Extracting {task}:")
 
 
@@ -202,7 +202,8 @@ def _write(
         _require_one_structure(models)
         MergeWriter(base, _config_of(base), models, stage, merged).write(rescale, max_shard_size)
         finished = report(stage)
-        write_card(stage, merge_card(stage, finished, [*(models_of(merged.folder) if merged else ()), *tasks.values()]), out)
+        names = [task for task in tasks.values() if isinstance(task, str | os.PathLike)]
+        _write_card(stage, finished, base, names, out)
     for task in finished.tasks:
         if task.relative >= 1:
             logger.warning(
@@ -210,6 +211,24 @@ def _write(
                 "it conflicts with the other tasks. Merge it with fewer or more similar tasks."
             )
     return finished
+
+
+def _write_card(
+    stage: Path, finished: MergeReport, base: TensorSource, models: Sequence[str | os.PathLike], target: Path
+) -> None:
+    write_card(
+        stage,
+        "emr",
+        [base.name, *models],
+        "merge",
+        target=target,
+        tags=["emr-merging", "merge"],
+        revision=base.revision,
+        model_class=class_of(stage),
+        tasks=[task.task for task in finished.tasks],
+        size=megabytes(finished.bytes),
+        figures=markdown_table(COLUMNS, finished.rows()),
+    )
 
 
 def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskModel:

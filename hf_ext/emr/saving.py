@@ -13,12 +13,10 @@ from huggingface_hub import CommitInfo
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
-from hf_ext.emr.card import merge_card, models_of
 from hf_ext.emr.folder import is_merge, name_of_task, older_files
-from hf_ext.emr.merging import report
 from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
-from hf_ext.integration.model_cards import outdated, write_card
+from hf_ext.integration.cards import CARD, has_card
 from hf_ext.integration.save_hooks import Saving
 from hf_ext.storage.config_file import CONFIG, add_settings, read_config, remove_settings, storage_settings
 from hf_ext.storage.files import require_another_folder, rewrite, staged_folder, write_json
@@ -61,12 +59,14 @@ class MergedSaving(Saving):
                     f"The weights were changed since task '{task}' was loaded ({changed}): {folder} becomes a plain checkpoint "
                     "of this one model. To add it to the merge, call hf_ext.emr.add_task."
                 )
-            with staged_folder(folder, outdated(folder)) as stage:
+            with staged_folder(folder) as stage:
                 self.plain_save(stage, **kwargs)
                 if adapter:
                     _record_task(stage / ADAPTER_CONFIG, task, self.model.tasks)
                 return [path.relative_to(stage).as_posix() for path in sorted(stage.rglob("*")) if path.is_file()]
         files = switch.merged.reopened().all_files()
+        if (switch.merged.folder / CARD).is_file() and not has_card(folder):
+            files.append(Path(CARD))
         if edited := _edited(self.model):
             logger.warning(
                 f"Changes of {', '.join(edited)} in the configuration are not saved: each task of a merge keeps its own "
@@ -80,7 +80,6 @@ class MergedSaving(Saving):
                 shutil.copyfile(switch.merged.folder / path, stage / path)
             if not (folder.is_dir() and folder.samefile(switch.merged.folder)):
                 _record_base(stage, switch.merged.base)
-            write_card(stage, merge_card(stage, report(stage), models_of(switch.merged.folder)), folder)
         return [path.as_posix() for path in files]
 
     def push(self, folder: Path, names: list[str], *args: Any, **options: Any) -> CommitInfo:

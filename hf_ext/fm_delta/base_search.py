@@ -13,7 +13,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 from hf_ext.display import table
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.fm_delta.likeness import Likeness, likeness
-from hf_ext.integration.card_marks import CARD, metadata_of
+from hf_ext.integration.cards import CARD, metadata_of
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.hub import downloaded
@@ -160,7 +160,7 @@ def unrelated(source: TensorSource, base: TensorSource) -> str | None:
 def _declared(src: Path) -> Iterator[tuple[str, str]]:
     """Yields the bases that a checkpoint's own files name, each with the name of the file."""
     named = [(read_config(src / CONFIG).get("_name_or_path"), CONFIG)]
-    bases = (metadata_of(src) or {}).get("base_model")
+    bases = metadata_of(src).get("base_model")
     named += [(base, CARD) for base in (bases if isinstance(bases, list) else [bases])]
     seen = set()
     for name, where in named:

@@ -6,15 +6,13 @@ import os
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError
-from hf_ext.fm_delta.card import ORIGINAL, compressed_card, without_free_card
-from hf_ext.fm_delta.folder import ModelFolder
+from hf_ext.fm_delta.folder import ADDED_CARD, ModelFolder, card_record
 from hf_ext.fm_delta.restore import decode_all
-from hf_ext.integration.card_marks import CARD, is_ours
-from hf_ext.integration.model_cards import write_card
-from hf_ext.storage.config_file import CONFIG
+from hf_ext.integration.cards import class_of, has_card, write_card
+from hf_ext.storage.config_file import CONFIG, storage_settings
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.delta.file import KEY
-from hf_ext.storage.delta.source import DeltaCheckpoint, RestoredFile
+from hf_ext.storage.delta.source import RestoredFile
 from hf_ext.storage.delta.writer import METHOD, Sets, write_model
 from hf_ext.storage.files import copy_entries, require_another_folder, staged_folder
 from hf_ext.storage.hub import downloaded
@@ -36,8 +34,7 @@ def compress_checkpoint(
     """Writes a model's folder with its weights as lossless differences from a base model (FM-Delta, NeurIPS 2024).
 
     All files that hold no weights are copied. config.json gets a `quantization_config` entry, by which `from_pretrained` finds
-    the base. A folder without a model card gets one; a card that a user wrote in `out` stays, unless a user wrote that of `src`
-    too. Memory: a few tensors.
+    the base. If neither `src` nor `out` has a model card (README.md), `out` gets one. Memory: a few tensors.
 
     Args:
         src: folder or Hub id of a model with safetensors weights; without a base, also of a PEFT adapter.
@@ -68,8 +65,7 @@ def compress_checkpoint(
     require_another_folder(out, [folder.path, *source.paths])
     with staged_folder(out) as stage:
         _require_one_kind(folder, out)
-        omitted = without_free_card(folder.path, out)
-        others = [path for path in folder.others(out) if path not in omitted]
+        others = folder.others(out)
         copy_entries(folder.path, others, stage)
         write_with_card(folder.sets, source, stage, base_id, level, target=out, revision=revision)
         folder.copy_modes(stage)
@@ -84,22 +80,22 @@ def write_with_card(
     name: str | None = None,
     level: int = DEFAULT_LEVEL,
     target: Path | None = None,
-    root: TensorSource | None = None,
     revision: str | None = None,
 ) -> None:
-    """Compresses the weights of a model into a folder, and writes a model card if the folder has none.
+    """Compresses the weights of a model into a folder with its other files, and adds a model card if there is none.
 
     Args:
         sets, base, out, name, level, revision: see `write_model`.
         target: folder that the files of `out` will go to, if elsewhere.
-        root: the model that was fine-tuned, if it is not the base.
     """
-    carried = is_ours(out / CARD, METHOD)
-    write_model(sets, base, out, name, level, {"card": ORIGINAL} if carried else None, revision)
-    if (out / CONFIG).exists() and not (out / CARD).exists():
-        root = root or base
-        chain = root is not base or isinstance(base, DeltaCheckpoint)
-        write_card(out, compressed_card(sets, out, root, name, chain), target)
+    record = {}
+    if (out / CONFIG).exists() and not has_card(out):
+        record = card_record(target) if target and has_card(target) else ADDED_CARD
+    write_model(sets, base, out, name, level, record, revision)
+    if record:
+        settings, alone = storage_settings(out), isinstance(base, NoBase)
+        figures = {"alone": alone, "revision": settings["revision"], "model_class": class_of(out)}
+        write_card(out, METHOD, [] if alone else [settings["base"]], "finetune", target=target, tags=["fm-delta"], **figures)
 
 
 def _require_one_kind(folder: ModelFolder, out: Path) -> None:

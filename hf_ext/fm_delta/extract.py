@@ -19,8 +19,8 @@ from hf_ext.display import megabytes, percent, table
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.fm_delta.base_search import unrelated
 from hf_ext.fm_delta.lora_factors import Aim, Changes, Factors
+from hf_ext.integration.cards import write_card
 from hf_ext.integration.lora_layers import LoraLayers, lora_layers
-from hf_ext.integration.model_cards import adapter_card, outdated, write_card
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import ENCODINGS, storage_settings
 from hf_ext.storage.delta.source import DeltaCheckpoint
@@ -260,7 +260,7 @@ def _write(
         B, A = (right.T, left.T) if parts.layers[layer].transposed else (left, right)
         state |= {f"{layer}.lora_A.weight": A.contiguous(), f"{layer}.lora_B.weight": B.contiguous()}
     config = parts.config({layer.layer: layer.rank for layer in report.layers}, base)
-    with staged_folder(out, outdated(out)) as stage:
+    with staged_folder(out) as stage:
         save_file({f"{PREFIX}{name}": tensor for name, tensor in state.items()}, stage / ADAPTER, metadata={"format": "pt"})
         config.save_pretrained(stage)
         report = replace(report, size=(stage / ADAPTER).stat().st_size)
@@ -268,9 +268,8 @@ def _write(
             f"It is the best approximation of the change of {len(report.layers)} layers, of rank {config.r} and less.\n"
             f"It keeps {percent(report.energy)} of the energy of the change (relative error {percent(report.error)})."
         )
-        figures = {"origin": "a full fine-tune", "description": description}
-        card = adapter_card("lora", base, config.task_type, {"lora"}, type(parts.model).__name__, **figures)
-        write_card(stage, card, out)
+        figures = {"description": description, "base_class": type(parts.model).__name__}
+        write_card(stage, "lora", [base], "adapter", target=out, tags=["lora"], library="peft", **figures)
     return report
 
 

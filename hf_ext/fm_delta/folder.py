@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError
-from hf_ext.storage.config_file import CONFIG, ENCODINGS, read_config, remove_settings
+from hf_ext.storage.config_file import CONFIG, ENCODINGS, read_config, remove_settings, storage_settings
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, RestoredFile, require_one_model
 from hf_ext.storage.files import copy_entries, rewrite, scan
@@ -18,6 +18,8 @@ from hf_ext.storage.layout import ADAPTER, no_weights, shard_sets, weights_or_ad
 from hf_ext.storage.open import open_base, open_files
 from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile
 from hf_ext.storage.source import NoBase, TensorSource
+
+ADDED_CARD = {"card": "added"}  # in the `quantization_config` of a folder whose README.md compression has added
 
 
 class ModelFolder:
@@ -105,3 +107,9 @@ class ModelFolder:
         """Copies the permissions of the weights to the files of the same names in `out`."""
         for file in self.files:
             shutil.copymode(file.path, out / file.path.name)
+
+
+def card_record(folder: Path) -> dict[str, str]:
+    """Returns `ADDED_CARD` if compression has added the model card of a folder, which is then not one of the original files;
+    else an empty dict."""
+    return ADDED_CARD if ADDED_CARD.items() <= storage_settings(folder).items() else {}

@@ -6,10 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_ext.fm_delta.card import came_with_compression, without_free_card
-from hf_ext.fm_delta.folder import ModelFolder
-from hf_ext.integration.card_marks import CARD
-from hf_ext.integration.model_cards import outdated
+from hf_ext.fm_delta.folder import ModelFolder, card_record
+from hf_ext.integration.cards import CARD
 from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.hub import local_copy
 from hf_ext.storage.plain_writer import write_files
@@ -20,7 +18,7 @@ from hf_ext.storage.safetensors_file import TensorFile
 def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: str | os.PathLike | None = None) -> None:
     """Restores the original folder of a compressed one: safetensors and all other files, byte for byte.
 
-    Leaves out the model card that the compression added, unless it was changed since.
+    Leaves out the model card that the compression added.
 
     Args:
         src: compressed folder, or its id on the Hub.
@@ -34,10 +32,9 @@ def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: 
     path, out = local_copy(src), Path(out)
     folder = ModelFolder.open_compressed(path, base)
     require_another_folder(out, [path, *folder.base.paths])
-    omitted = without_free_card(folder.path, out)
-    with staged_folder(out, outdated(out)) as stage:
+    with staged_folder(out) as stage:
         if path.is_dir():
-            folder.restore_others([file for file in _others(folder, out) if file not in omitted], stage)
+            folder.restore_others(_others(folder, out), stage)
         write_files(folder.files, stage, "Decompressing")
         folder.copy_modes(stage)
 
@@ -74,5 +71,5 @@ def decode_all(files: Sequence[TensorFile]) -> int:
 
 def _others(folder: ModelFolder, out: Path) -> list[Path]:
     """Returns everything in a compressed folder except its weights and what was added by compressing."""
-    card = Path(CARD) if came_with_compression(folder.path / CARD) else None
+    card = Path(CARD) if card_record(folder.path) else None
     return [path for path in folder.others(out) if path != card]

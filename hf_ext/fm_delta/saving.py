@@ -17,6 +17,7 @@ from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.compress import write_with_card
 from hf_ext.fm_delta.folder import ModelFolder
 from hf_ext.integration import versions
+from hf_ext.integration.cards import CARD, has_card
 from hf_ext.integration.in_place import require_plain
 from hf_ext.integration.save_hooks import PushToHub, Saving
 from hf_ext.storage.delta.codec import decode_raw
@@ -122,6 +123,7 @@ class CompressedSaving(Saving):
                     path.rename(stage / path.name)
             if weights:  # of a model with a PEFT adapter, Transformers saves only the adapter
                 write_with_card(ModelFolder.open_plain(plain).sets, base, stage, target=folder)
+                names += [CARD] if has_card(stage) else []
             for path in weights:
                 path.unlink()
             plain.rmdir()

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from huggingface_hub import CommitInfo, HfApi
 from transformers import PreTrainedModel
-from transformers.utils.hub import create_and_tag_model_card
 
-from hf_ext.integration.card_marks import CARD
-from hf_ext.integration.model_cards import may_be_pushed, tag_card
+from hf_ext.integration.cards import CARD, add_tags
 
 HUB_OPTIONS = ("repo_id", "private", "revision", "commit_message", "commit_description", "create_pr")
 
@@ -66,17 +64,16 @@ class Saving(ABC):
         tags: Iterable[str] = (),
         **options: Any,
     ) -> CommitInfo:
-        """Uploads the files of this save, as `save_pretrained(push_to_hub=True)` does, once all exist. A user's own card,
-        on the Hub or in the folder, is never overwritten."""
+        """Uploads the files of this save, as `save_pretrained(push_to_hub=True)` does, once all exist. A card that is in the
+        repository stays."""
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id or folder.name, private=private, exist_ok=True).repo_id
         if revision is not None and not create_pr:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         tags = [*(self.model.model_tags or []), *tags]
-        if not (folder / CARD).exists():
-            create_and_tag_model_card(repo_id, tags, token=token).save(folder / CARD)
-        tag_card(folder, tags)
-        card = [CARD] if may_be_pushed(folder, repo_id, revision, token) else []
+        if tags and CARD in names:
+            add_tags(folder, tags)
+        card = [] if api.file_exists(repo_id, CARD, revision=revision) else [CARD]
         options.setdefault("commit_message", "Upload model")
         return api.upload_folder(
             repo_id=repo_id,
@@ -89,7 +86,7 @@ class Saving(ABC):
 
 
 class PushToHub:
-    """Replaces `push_to_hub` of a model whose `save_pretrained` is a `Saving`. The class's method would replace our card."""
+    """Replaces `push_to_hub` of a model whose `save_pretrained` is a `Saving`. The class's method would replace its card."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model

@@ -12,18 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peft import LoraConfig, PeftType
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file
 
 from hf_ext.integration.compat import saves_adapter, saves_only_lora_tensors
-from hf_ext.integration.model_cards import write_card
-from hf_ext.pissa.card import pissa_card
 from hf_ext.pissa.kinds import PissaConv1d, PissaConv2d, PissaConv3d, PissaEmbedding, PissaLinear, layer_for
 from hf_ext.pissa.layer import PRINCIPAL
 from hf_ext.pissa.quantization import QuantType
-from hf_ext.pissa.reports import PissaReport
 from hf_ext.pissa.start import PrincipalStart
 
 #: File beside adapter_config.json, which has no place for PiSSA's own options: PEFT warns about options that it does not know.
@@ -143,17 +139,10 @@ class PissaConfig(PrincipalStart):
         return config
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> None:
-        """Writes the configuration of `to_lora_config`, the options of the decomposition, and the adapter's card."""
+        """Writes the configuration of `to_lora_config` and the options of the decomposition."""
         self.to_lora_config().save_pretrained(save_directory, **kwargs)
         options = {name: getattr(self, name) for name in DECOMPOSITION}
         Path(save_directory, FILE).write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
-        self._write_card(save_directory, kwargs.get("auto_mapping_dict"))
-
-    def _write_card(self, folder: str | os.PathLike, auto_mapping: dict[str, str] | None) -> None:
-        # PEFT and Transformers save the adapter's weights before its configuration.
-        if any(Path(folder, name).exists() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
-            trained_class = (auto_mapping or self.auto_mapping or {}).get("base_model_class")
-            write_card(Path(folder), pissa_card(self, PissaReport(list(self.starts.values())), trained_class))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> PissaConfig:
@@ -272,7 +261,6 @@ class QPissaConfig(PissaConfig):
         saved = copy.copy(self)
         saved.init_lora_weights = False  # loading it skips the decomposition
         LoraConfig.save_pretrained(saved, save_directory, **kwargs)
-        self._write_card(save_directory, kwargs.get("auto_mapping_dict"))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> QPissaConfig:

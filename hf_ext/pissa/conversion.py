@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -15,9 +14,7 @@ from safetensors.torch import save_file
 
 from hf_ext.display import percent, table
 from hf_ext.errors import HfExtError
-from hf_ext.integration.model_cards import write_card
 from hf_ext.pissa.adapters import active_adapter
-from hf_ext.pissa.card import conversion_card
 from hf_ext.pissa.config import PissaConfig
 from hf_ext.pissa.decomposition import initial_factors, principal_components, truncate
 from hf_ext.pissa.experts import PissaExperts
@@ -67,11 +64,10 @@ class LoraConversion:
         return f"{len(errors)} layers, error {mean:.2f} % of the {of} (Frobenius norm) in the mean, at most {max(errors):.2f} %"
 
     def save_pretrained(self, save_directory: str | os.PathLike) -> None:
-        """Writes adapter_config.json, adapter_model.safetensors and a model card, all of them or none."""
+        """Writes adapter_config.json and adapter_model.safetensors, both or none."""
         with staged_folder(save_directory) as stage:
             save_file(self.state_dict, stage / "adapter_model.safetensors", metadata={"format": "pt"})
             self.config.save_pretrained(stage)
-            write_card(stage, conversion_card(self.config, self.kind, self.summary()), Path(save_directory))
 
 
 @torch.no_grad()

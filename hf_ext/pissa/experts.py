@@ -110,11 +110,10 @@ class PissaExperts(PissaLayer, _StartedWrapper):
         scaling = self.start_scaling(adapter)
         if not all(is_of(B, A, scaling, matrix) for A, B, matrix in zip(*self.by_expert(A0, B0), self.matrices())):
             raise another_base(self.name)
-        self.note_start(adapter, (A0, B0))
 
     @torch.no_grad()
-    def report(self, adapter: str, name: str, initial: Factors | None = None) -> LayerReport:
-        A, B = self.by_expert(*(initial or self.initial(adapter)))
+    def report(self, adapter: str, name: str) -> LayerReport:
+        A, B = self.by_expert(*self.initial(adapter))
         parts, totals = zip(
             *(
                 (energy(b.float(), a.float(), self.start_scaling(adapter)), matrix.square().sum())

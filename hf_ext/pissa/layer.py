@@ -64,8 +64,6 @@ class PissaVariant(LoraVariant):
         started = torch.clone if decomposes else torch.zeros_like  # or else the adapter is a LoRA with random A and B
         module.initial_A[adapter_name] = started(A.detach())
         module.initial_B[adapter_name] = started(B.detach())
-        if decomposes:
-            module.note_start(adapter_name)
 
     @staticmethod
     def forward(module: PissaLayer, active_adapter: str, x: torch.Tensor, result: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -203,18 +201,12 @@ class PissaLayer(CombinableLayer):
         return self.lora_alpha[adapter] / (math.sqrt(rank) if self.use_rslora[adapter] else rank)
 
     @torch.no_grad()
-    def report(self, adapter: str, name: str, initial: tuple[torch.Tensor, torch.Tensor] | None = None) -> LayerReport:
-        """Reports what an adapter started from in this layer; `name` is the layer's name, `initial` A₀ and B₀ to be loaded."""
-        A, B = (factor.float().flatten(1) for factor in initial or self.initial(adapter))
+    def report(self, adapter: str, name: str) -> LayerReport:
+        """Reports what an adapter started from in this layer; `name` is the layer's name."""
+        A, B = (factor.float().flatten(1) for factor in self.initial(adapter))
         part = energy(B, A, self.start_scaling(adapter))
         share = part / torch.linalg.norm(gathered(self.matrix())).square().clamp_min(torch.finfo(part.dtype).tiny)
         return LayerReport(name, self.r[adapter], share.item(), None, None)
-
-    def note_start(self, adapter: str, initial: tuple[torch.Tensor, torch.Tensor] | None = None) -> None:
-        """Records the report on the adapter's start in its configuration, for the model card."""
-        config = self.configs[adapter]
-        assert isinstance(config, PrincipalStart)
-        config.starts[self.name] = self.report(adapter, self.name, initial)
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         if adapter not in self.pissa_adapters():
@@ -289,7 +281,7 @@ class PissaLayer(CombinableLayer):
             )
 
     def check_initial(self, adapter: str, A0: torch.Tensor, B0: torch.Tensor) -> None:
-        """Checks A₀ and B₀ of a saved adapter, and records the report on its start.
+        """Checks A₀ and B₀ of a saved adapter.
 
         Raises:
             BaseModelError: they are not principal components of this layer's weight.
@@ -300,7 +292,6 @@ class PissaLayer(CombinableLayer):
         A0, B0 = A0.to(device), B0.to(device)
         if not is_of(B0.flatten(1), A0.flatten(1), self.start_scaling(adapter), gathered(self.matrix())):
             raise another_base(self.get_base_layer())
-        self.note_start(adapter, (A0, B0))
 
 
 def another_base(layer: object) -> BaseModelError:

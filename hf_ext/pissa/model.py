@@ -104,15 +104,13 @@ class QPissaLinear(PissaLinear):
             raise BaseModelError(
                 f"The adapter was trained on another residual of {base.original.layer} than this one. Load it on a fresh base."
             )
-        if base.statistics is not None:  # without them the report needs the original weight
-            self.note_start(adapter)
 
     @torch.no_grad()
-    def report(self, adapter: str, name: str, initial: tuple[torch.Tensor, torch.Tensor] | None = None) -> LayerReport:
+    def report(self, adapter: str, name: str) -> LayerReport:
         base, rank = self.base_layer, self.r[adapter]
         if base.statistics is not None:
             return LayerReport(name, rank, *base.statistics)
-        A, B = (factor.float() for factor in initial or self.initial(adapter))
+        A, B = (factor.float() for factor in self.initial(adapter))
         weight = base.original_weight()
         total = torch.linalg.norm(weight)
         start = dequantize(base.weight, getattr(base.layer, "state", None)) + base.scaling * (B @ A)

@@ -1,4 +1,4 @@
-"""The start of a PiSSA adapter: the options of the decomposition, and its reports by layer."""
+"""The start of a PiSSA adapter: the options of the decomposition."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any, Literal
 from peft import LoraConfig
 from transformers.utils.logging import tqdm
 
-from hf_ext.pissa.reports import LayerReport
-
 
 @dataclass
 class PrincipalStart(LoraConfig):
@@ -18,7 +16,6 @@ class PrincipalStart(LoraConfig):
 
     Attributes:
         is_trained: the adapter's weights are loaded afterwards, so no layer is decomposed.
-        starts: reports on the layers that adapters of this configuration started from, by name, for the model card.
     """
 
     svd: Literal["randomized", "exact"] = field(
@@ -31,7 +28,6 @@ class PrincipalStart(LoraConfig):
     def __post_init__(self):
         super().__post_init__()
         self.is_trained = False
-        self.starts: dict[str, LayerReport] = {}
         self._bar: Any = None
 
     @abstractmethod

@@ -25,11 +25,9 @@ from transformers.utils import cached_file
 
 from hf_ext.display import percent
 from hf_ext.errors import HfExtError
-from hf_ext.integration.card_marks import CARD
-from hf_ext.integration.model_cards import may_be_pushed, write_card
+from hf_ext.integration.cards import CARD, drop_card_for
 from hf_ext.storage.files import staged_folder
 from hf_ext.trans_lora.adapters import adapters_kept, bare, base_sample, on_device, only
-from hf_ext.trans_lora.card import discriminator_card
 from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.encoding import Encoder, load_tokenizer, loading
 from hf_ext.trans_lora.prompts import MEMBERSHIP, NO, YES, membership_question
@@ -87,14 +85,12 @@ class Discriminator:
             kwargs: arguments of `push_to_hub`, such as repo_id, to push the adapter too.
         """
         record = {"task": self.task, "prompt": self.prompt, "base_sample": base_sample(self.model), "metrics": self.metrics}
-        base = self.model.get_base_model().name_or_path
         with staged_folder(save_directory) as stage:
             self.model.save_pretrained(stage, selected_adapters=[NAME])
             for path in (stage / NAME).iterdir():  # PEFT puts adapters that are not called "default" into folders
                 shutil.move(path, stage / path.name)
             (stage / NAME).rmdir()
-            kind = self.model.peft_config[NAME].task_type
-            write_card(stage, discriminator_card(self.task, self.metrics, base, kind), Path(save_directory))
+            drop_card_for(Path(save_directory), stage)
             (stage / FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
@@ -121,7 +117,7 @@ class Discriminator:
                 revision=revision,
                 commit_message=commit_message,
                 create_pr=create_pr,
-                ignore_patterns=[] if may_be_pushed(Path(folder), repo_id, revision, token) else [CARD],
+                ignore_patterns=[CARD] if api.file_exists(repo_id, CARD, revision=revision) else None,
             )
 
     @classmethod

@@ -12,11 +12,9 @@ from pathlib import Path
 from accelerate import PartialState
 from peft import PeftModel
 
-from hf_ext.display import markdown_table, percent, table
+from hf_ext.display import percent, table
 from hf_ext.errors import HfExtError
-from hf_ext.integration.card_marks import CARD
-from hf_ext.integration.model_cards import adapter_card, write_card
-from hf_ext.integration.origins import name_in_text
+from hf_ext.integration.cards import CARD
 from hf_ext.storage.files import staged_folder, write_json
 from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.encoding import Encoder
@@ -218,23 +216,12 @@ class _Methods:
 
 
 def _publish(report: MigrationReport, args: TransLoraConfig, task_type: str | None) -> None:
-    """Writes the best adapter so far, its card and the report to args.output_dir."""
+    """Writes the best adapter so far and the report to args.output_dir."""
     if PartialState().is_main_process:
         best, out = report.best, Path(args.output_dir)
         with staged_folder(out) as stage:
             for path in (out / best.method).iterdir():
                 if path.is_file() and path.name not in OF_A_RUN:
                     shutil.copy2(path, stage / path.name)
-            card = adapter_card(
-                "trans_lora_migration",
-                report.target,
-                task_type,
-                ["trans-lora"],
-                source=name_in_text(report.source),
-                method=best.method,
-                prompt=best.prompt,
-                figures=markdown_table(report.header, report.rows()),
-            )
-            write_card(stage, card, out)
             write_json(stage / REPORT, report.to_dict())
     PartialState().wait_for_everyone()

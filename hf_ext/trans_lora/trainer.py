@@ -17,12 +17,11 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import TrainOutput
 
-from hf_ext.display import percent
+from hf_ext.display import markdown_table, percent
 from hf_ext.errors import HfExtError
-from hf_ext.integration.model_cards import write_card
+from hf_ext.integration.cards import CARD, has_card, name_in_text, write_card
 from hf_ext.integration.modes import evaluating
 from hf_ext.trans_lora.adapters import bare, base_of, on_device
-from hf_ext.trans_lora.card import transfer_card
 from hf_ext.trans_lora.config import TransLoraConfig, chat_variables, synthesis_settings, training_settings
 from hf_ext.trans_lora.discriminator import Discriminator, require_discriminator
 from hf_ext.trans_lora.embedding import embed, load_encoder
@@ -296,21 +295,37 @@ class TransLoraTrainer(AnswerTrainer):
             return {name: embed(part, base, self.encoder.tokenizer) for name, part in draws.items()}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the adapter and the tokenizer as a Trainer does, with a model card that has the report."""
+        """Saves the adapter and the tokenizer as a Trainer does. A folder without a model card gets one with the report:
+        PEFT's card does not name the prompt, without which the adapter answers worse."""
+        folder = Path(output_dir or self.args.output_dir)
+        is_first = not has_card(folder)
         super().save_model(output_dir, _internal_call)
-        if self.report is not None and self.args.should_save and not _internal_call:
-            self._write_card(self.report, Path(output_dir or self.args.output_dir))
+        if self.report is not None and self.args.should_save and is_first:
+            (folder / CARD).unlink(missing_ok=True)
+            base = self.accelerator.unwrap_model(self.model).get_base_model()
+            _write_card(folder, self.report, type(base).__name__)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Writes the card that `push_to_hub` pushes, with the report if there is one."""
+        """Keeps the card of `save_model` for `push_to_hub`. Trainer's would say that the data are not known."""
         if self.report is None:
             super().create_model_card(*args, **kwargs)
-        elif self.is_world_process_zero():
-            self._write_card(self.report, Path(self.args.output_dir))
 
-    def _write_card(self, report: TransferReport, folder: Path) -> None:
-        config = self.accelerator.unwrap_model(self.model).active_peft_config
-        write_card(folder, transfer_card(report, config.task_type, folder))
+
+def _write_card(folder: Path, report: TransferReport, base_class: str) -> None:
+    write_card(
+        folder,
+        "trans_lora_adapter",
+        [report.target],
+        "adapter",
+        tags=["trans-lora"],
+        library="peft",
+        base_class=base_class,
+        source=name_in_text(report.source),
+        seeds=len(report.lengths["seeds"]),
+        filter=report.filter,
+        prompt=report.prompt,
+        figures=markdown_table(("", ""), report.rows()),
+    )
 
 
 def _encoder(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | PeftModel, args: TransLoraConfig) -> Encoder:

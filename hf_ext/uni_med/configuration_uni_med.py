@@ -1,6 +1,5 @@
 """The configuration of a Uni-Med model."""
 
-import importlib
 import math
 from typing import Any
 
@@ -57,7 +56,6 @@ class UniMedConfig(PreTrainedConfig):
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs: Any):
-        importlib.import_module("hf_ext.uni_med.modeling_uni_med")  # with which the model is registered
         self.vision_config = _part(self.vision_config, "blip_2_vision_model")
         self.text_config = text_config = _part(self.text_config, "llama")
         super().__post_init__(**kwargs)

@@ -16,9 +16,8 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 
 from hf_ext.errors import CheckpointError, CorruptFileError
-from hf_ext.integration.model_cards import write_card
+from hf_ext.integration.cards import drop_card_for
 from hf_ext.storage.files import staged_folder
-from hf_ext.uni_med.card import uni_med_card
 from hf_ext.uni_med.configuration_uni_med import TASKS, UniMedConfig
 from hf_ext.uni_med.modeling_uni_med import UniMedForConditionalGeneration
 from hf_ext.uni_med.processing_uni_med import UniMedProcessor
@@ -86,7 +85,7 @@ def convert_checkpoint(
     stale = [] if layers else [Path("adapter", name) for name in ADAPTER_FILES]
     with staged_folder(out, stale) as stage:
         model.save_pretrained(stage)
-        write_card(stage, uni_med_card(model), Path(out))
+        drop_card_for(Path(out), stage)
         processor = UniMedProcessor.from_vision_text_pretrained(vision, text, model, prompt_format="authors")
         processor.save_pretrained(stage)
     if not layers:

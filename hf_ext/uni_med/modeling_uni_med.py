@@ -15,8 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, CausalLMOu
 from transformers.utils import can_return_tuple, torch_compilable_check
 
 from hf_ext.integration import versions
-from hf_ext.integration.model_cards import write_card
-from hf_ext.uni_med.card import uni_med_card
+from hf_ext.integration.cards import name_in_text, write_card
 from hf_ext.uni_med.configuration_uni_med import IMAGE_TOKEN, UniMedConfig
 from hf_ext.uni_med.connector import Connector, Experts, Router
 
@@ -164,21 +163,16 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         save_original_format: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Saves the model as usual, and a model card. Tensors keep their names in memory, because Trainer resumes by them;
-        Transformers saves some towers under older names."""
+        """Saves the model as usual, and a model card if the folder has none. Tensors keep their names in memory, because
+        Trainer resumes by them; Transformers saves some towers under older names."""
         kwargs |= {"save_original_format": save_original_format}
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
-        if self.should_save_on_this_rank(is_main_process):
-            self._write_card(save_directory)
-
-    def _upload_modified_files(self, working_dir: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
-        # Transformers has just written the card of the repository, or an empty one, into the folder.
-        self._write_card(working_dir)
-        return super()._upload_modified_files(working_dir, *args, **kwargs)
-
-    def _write_card(self, folder: str | os.PathLike) -> None:
-        if os.path.isdir(folder) and not getattr(self, "_hf_peft_config_loaded", False):
-            write_card(Path(folder), uni_med_card(self))
+        if self.should_save_on_this_rank(is_main_process) and not getattr(self, "_hf_peft_config_loaded", False):
+            parts = (self.config.vision_config, self.config.text_config)
+            bases = [part.name_or_path for part in parts if part.name_or_path]
+            vision, text = (name_in_text(part.name_or_path or part.model_type) for part in parts)
+            figures = {"vision": vision, "text": text, "config": self.config}
+            write_card(Path(save_directory), "uni_med", bases, "finetune", tags=["uni-med"], **figures)
 
     def train(self, mode: bool = True) -> UniMedForConditionalGeneration:
         """Sets the training mode. A frozen vision tower stays in evaluation mode."""

@@ -186,8 +186,8 @@ def test_a_user_folder_keeps_its_files_and_a_card_is_written(tmp_path, pair):
     (tmp_path / "lora/notes.txt").write_text("mine")
     report = fm_delta.extract_lora(tuned, base, tmp_path / "lora", rank=4)
     assert (tmp_path / "lora/notes.txt").read_text() == "mine"
-    data, text = valid_card(tmp_path / "lora", "lora")
-    assert data.library_name == "peft" and data.pipeline_tag == "text-generation"
+    data, text = valid_card(tmp_path / "lora")
+    assert data.library_name == "peft" and "import LlamaForCausalLM" in text
     assert f"{100 * report.energy:.1f} %" in text
     config = json.loads((tmp_path / "lora/adapter_config.json").read_text())
     assert config["task_type"] == "CAUSAL_LM" and sorted(config["target_modules"]) == [

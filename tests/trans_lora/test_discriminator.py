@@ -11,7 +11,6 @@ from peft import LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft
 from tiny_adapters import moved
 from tiny_transfers import SEEDS, inputs, judge, lora, pretrained, settings, teacher
 from training_seeds import training_seed
-from valid_cards import valid_card
 
 from hf_ext import HfExtError, PissaConfig
 from hf_ext.trans_lora import Discriminator, train_discriminator
@@ -167,9 +166,6 @@ def test_a_saved_discriminator_loads_as_an_adapter(saved):
     assert torch.allclose(logits(plain, tokenizer), logits(discriminator.model, tokenizer), atol=1e-6)
     discriminator.model.base_model.set_adapter([])
     assert PeftConfig.from_pretrained(folder / "discriminator").base_model_name_or_path == str(folder / "base")
-    data, text = valid_card(folder / "discriminator", "trans_lora_discriminator")
-    assert f"it keeps {100 * discriminator.metrics['real_kept']:.0f} % of the real inputs" in text.replace("\n", " ")
-    assert data.base_model is None and {"trans-lora", "discriminator"} <= {*data.tags}
     (folder / "discriminator" / "README.md").write_text("My own words.")
     discriminator.save_pretrained(folder / "discriminator")
     assert (folder / "discriminator" / "README.md").read_text() == "My own words."

@@ -68,7 +68,6 @@ def test_pushed_adapters_load_by_id_and_missing_ones_are_named(tmp_path):
         assert {*files[repo]} - {".gitattributes"} == {
             *("README.md", "adapter_config.json", "adapter_model.safetensors", "discriminator.json")
         }
-        assert b"# Discriminator of pick" in files[repo]["README.md"].content
         assert b"base_model: user/gpt2" in files[repo]["README.md"].content
     card = files["moved"]["README.md"].content
     assert b"base_model: user/llama" in card and b"inputs written" in card and "synthesis.jsonl" in files["moved"]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, get_args
 
 from peft import LoraConfig, PeftType
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 
-from hf_ext.integration.model_cards import adapter_card, write_card
 from hf_ext.uni_med.connector import RouterInput, Routing, check_routing
 
 
@@ -77,15 +73,6 @@ class CMoEConfig(LoraConfig):
                 raise ValueError(f"router={self.router!r} with router_input={self.router_input!r} requires tasks=(name, …).")
             self.router_input = "token"
         check_routing(self.router, self.num_experts, self.num_experts_per_tok, len(self.tasks))
-
-    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """Writes the configuration, and the card of an adapter whose weights are in the folder."""
-        super().save_pretrained(save_directory, **kwargs)
-        # PEFT and Transformers save the adapter's weights before its configuration.
-        if any(Path(save_directory, name).exists() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
-            trained_class = (kwargs.get("auto_mapping_dict") or self.auto_mapping or {}).get("base_model_class")
-            base, tags = self.base_model_name_or_path, ("cmoe", "mixture-of-experts")
-            write_card(Path(save_directory), adapter_card("cmoe", base, self.task_type, tags, trained_class, config=self))
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"tasks": list(self.tasks)}
