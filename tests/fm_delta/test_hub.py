@@ -142,7 +142,7 @@ def test_both_pushes_upload_compressed_files(client, commits, repo):
     assert (record["base"]["name"], record["base"]["revision"]) == ("user/base", commits["base"])
     settings = json.loads(files["config.json"])["quantization_config"]
     expected = {"quant_method": "fm_delta", "base": "user/base", "revision": commits["base"], "dtype": "float32"}
-    assert settings == expected | {"hint": HINT} and plugin() in HINT
+    assert settings == expected | {"hint": HINT, "card": "added"} and plugin() in HINT
     assert record["hint"] == HINT
     assert plugin() in files["README.md"].decode()
     assert client.hub.repos[repo].at("main").files["model.safetensors"].lfs

@@ -78,7 +78,7 @@ def test_config_json_differs_only_by_its_new_entry(tmp_path, base, model):
     model.save_pretrained(tmp_path / "small")
     config = json.loads((tmp_path / "small/config.json").read_text())
     settings = {"quant_method": "fm_delta", "hint": HINT, "base": str(base), "revision": None, "dtype": "float32"}
-    assert config.pop("quantization_config") == settings
+    assert config.pop("quantization_config") == settings | {"card": "added"}
     fm_delta.disable(model).save_pretrained(tmp_path / "plain")
     assert config == json.loads((tmp_path / "plain/config.json").read_text())
     assert not hasattr(model.config, "quantization_config")
