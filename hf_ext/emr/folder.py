@@ -23,10 +23,10 @@ from huggingface_hub import snapshot_download
 
 from hf_ext.emr import election
 from hf_ext.emr.checks import TaskModel
-from hf_ext.emr.modulators import FILE, OWN, REPAIR, ROWS, TASK_FOLDER, TaskFile, is_asset
+from hf_ext.emr.modulators import FILE, OWN, REPAIR, ROWS, TASK_FOLDER, TaskFile
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError
 from hf_ext.storage.config_file import CONFIG, read_config, storage_settings
-from hf_ext.storage.files import copy, scan, write_json
+from hf_ext.storage.files import copy, write_json
 from hf_ext.storage.hub import HUB, Hub, first_line, repository_of, snapshot_of
 from hf_ext.storage.layout import INDEX, select_weights
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
@@ -54,12 +54,6 @@ def require_name(name: object) -> None:
 def task_folder(task: str) -> str:
     """Returns the folder of a task's own files, relative to the merge. `push_to_hub` uploads no deeper folders."""
     return f"{TASK_FOLDER}{task}"
-
-
-def assets_of(folder: Path) -> dict[str, Path]:
-    """Returns the files of a model besides config.json and weights, by their path in the folder."""
-    names = [path.as_posix() for path in sorted(scan(folder)) if (folder / path).is_file()]
-    return {name: folder / name for name in names if is_asset(name)}
 
 
 def is_merge(folder: str | os.PathLike) -> bool:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
 from hf_ext.display import markdown_table, megabytes
-from hf_ext.emr.checks import TaskModel
 from hf_ext.emr.folder import (
     MergeFolder,
-    assets_of,
     files_of,
     older_files,
     require_name,
@@ -25,26 +22,21 @@ from hf_ext.emr.folder import (
     task_folder,
 )
 from hf_ext.emr.reports import COLUMNS, MergeReport, TaskReport
+from hf_ext.emr.tasks import Task, open_task, require_one_structure
 from hf_ext.emr.writing import MergeWriter
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration.cards import class_of, write_card
-from hf_ext.integration.config_change import difference
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.config_file import CONFIG, ENCODINGS, read_config
+from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.hub import downloaded
-from hf_ext.storage.layout import ADAPTER_CONFIG, OURS, all_weights
-from hf_ext.storage.open import open_checkpoint, open_plain
+from hf_ext.storage.layout import OURS
+from hf_ext.storage.open import open_plain
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.source import TensorSource
 
-if TYPE_CHECKING:
-    from peft import PeftModel
-
 logger = get_logger(__name__)
-
-Task: TypeAlias = "str | os.PathLike | PreTrainedModel | PeftModel"
 
 
 def merge(
@@ -199,7 +191,7 @@ def _write(
         needed = [*base.paths, *(path for model in models for path in (model.folder, *model.tensors.paths))]
         for written in (out, *(out / task_folder(name) for name in tasks)):
             require_another_folder(written, needed)
-        _require_one_structure(models)
+        require_one_structure(models)
         MergeWriter(base, _config_of(base), models, stage, merged).write(rescale, max_shard_size)
         finished = report(stage)
         names = [task for task in tasks.values() if isinstance(task, str | os.PathLike)]
@@ -229,60 +221,6 @@ def _write_card(
         size=megabytes(finished.bytes),
         figures=markdown_table(COLUMNS, finished.rows()),
     )
-
-
-def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskModel:
-    """Opens the checkpoint of a task that is given as a folder, a Hub id or a model. Saves a model into `scratch` first."""
-    if hasattr(task, "peft_config") and hasattr(task, "get_base_model"):  # a PeftModel
-        copied: Any = deepcopy(task)
-        if not hasattr(copied, "merge_and_unload"):
-            raise CheckpointError(f"Task '{name}': this adapter cannot be merged into weights.")
-        task = copied.merge_and_unload()
-    if getattr(task, "_hf_peft_config_loaded", False):
-        raise CheckpointError(f"Task '{name}' is a model with adapters inside; give a PeftModel, or the folder of the adapter.")
-    if isinstance(task, PreTrainedModel):
-        type(task).save_pretrained(task, scratch)
-        folder = scratch
-    elif isinstance(task, str | os.PathLike):
-        folder = _folder_of(task, f"Task '{name}'")
-    else:
-        raise CheckpointError(f"Task '{name}' is a {type(task).__name__}; give a folder, a Hub id, or a model.")
-    tensors: TensorSource
-    if (folder / ADAPTER_CONFIG).exists() and not all_weights(folder):
-        from hf_ext.integration.adapter_source import AdapterSource  # PEFT takes its time to import
-
-        try:
-            tensors = AdapterSource(folder, base)
-        except CheckpointError as error:
-            raise CheckpointError(f"Task '{name}': {error}") from error
-        config = tensors.config.to_dict()
-    else:
-        config = read_config(folder / CONFIG)
-        if not config:
-            raise CheckpointError(f"Task '{name}': {folder} has no config.json.")
-        tensors = open_checkpoint(folder)
-        quantized = config.pop("quantization_config", None)
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        if quantized and method not in ENCODINGS:
-            raise CheckpointError(f"Task '{name}': {folder} is quantized; only float weights can be merged.")
-    return TaskModel(name, folder, tensors, config, assets_of(folder))
-
-
-def _require_one_structure(models: Sequence[TaskModel]) -> None:
-    """Raises CheckpointError unless one model can switch between the config.json files of these.
-
-    Vocabulary, labels, and settings of training and generation may differ.
-    """
-    first, *rest = models
-    for model in rest:
-        if model.config.get("model_type") != first.config.get("model_type"):
-            continue  # MergeWriter raises for that
-        if differs := difference(first.config, model.config):
-            key, expected, value = differs
-            raise CheckpointError(
-                f"Task '{model.task}' has {key} {value!r} in its config.json, task '{first.task}' {expected!r}: one model "
-                "cannot switch between them. Merge checkpoints of one class and structure."
-            )
 
 
 def _folder_of(name: str | os.PathLike, what: str = "The merge") -> Path:

@@ -1,0 +1,87 @@
+"""The models of a merge's tasks: opened once, from a folder, the Hub, an adapter or memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from transformers import PreTrainedModel
+
+from hf_ext.emr.checks import TaskModel
+from hf_ext.emr.modulators import is_asset
+from hf_ext.errors import CheckpointError
+from hf_ext.integration.config_change import difference
+from hf_ext.storage.config_file import CONFIG, ENCODINGS, read_config
+from hf_ext.storage.files import scan
+from hf_ext.storage.hub import downloaded
+from hf_ext.storage.layout import ADAPTER_CONFIG, all_weights
+from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.source import TensorSource
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+Task: TypeAlias = "str | os.PathLike | PreTrainedModel | PeftModel"
+
+
+def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskModel:
+    """Opens the checkpoint of a task that is given as a folder, a Hub id or a model. Saves a model into `scratch` first."""
+    if hasattr(task, "peft_config") and hasattr(task, "get_base_model"):  # a PeftModel
+        copied: Any = deepcopy(task)
+        if not hasattr(copied, "merge_and_unload"):
+            raise CheckpointError(f"Task '{name}': this adapter cannot be merged into weights.")
+        task = copied.merge_and_unload()
+    if getattr(task, "_hf_peft_config_loaded", False):
+        raise CheckpointError(f"Task '{name}' is a model with adapters inside; give a PeftModel, or the folder of the adapter.")
+    if isinstance(task, PreTrainedModel):
+        type(task).save_pretrained(task, scratch)
+        folder = scratch
+    elif isinstance(task, str | os.PathLike):
+        folder = downloaded(task, f"Task '{name}': ")
+    else:
+        raise CheckpointError(f"Task '{name}' is a {type(task).__name__}; give a folder, a Hub id, or a model.")
+    tensors: TensorSource
+    if (folder / ADAPTER_CONFIG).exists() and not all_weights(folder):
+        from hf_ext.integration.adapter_source import AdapterSource  # PEFT takes its time to import
+
+        try:
+            tensors = AdapterSource(folder, base)
+        except CheckpointError as error:
+            raise CheckpointError(f"Task '{name}': {error}") from error
+        config = tensors.config.to_dict()
+    else:
+        config = read_config(folder / CONFIG)
+        if not config:
+            raise CheckpointError(f"Task '{name}': {folder} has no config.json.")
+        tensors = open_checkpoint(folder)
+        quantized = config.pop("quantization_config", None)
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        if quantized and method not in ENCODINGS:
+            raise CheckpointError(f"Task '{name}': {folder} is quantized; only float weights can be merged.")
+    return TaskModel(name, folder, tensors, config, assets_of(folder))
+
+
+def assets_of(folder: Path) -> dict[str, Path]:
+    """Returns the files of a model besides config.json and weights, by their path in the folder."""
+    names = [path.as_posix() for path in sorted(scan(folder)) if (folder / path).is_file()]
+    return {name: folder / name for name in names if is_asset(name)}
+
+
+def require_one_structure(models: Sequence[TaskModel]) -> None:
+    """Raises CheckpointError unless one model can switch between the config.json files of these.
+
+    Vocabulary, labels, and settings of training and generation may differ.
+    """
+    first, *rest = models
+    for model in rest:
+        if model.config.get("model_type") != first.config.get("model_type"):
+            continue  # require_one_class raises for that
+        if differs := difference(first.config, model.config):
+            key, expected, value = differs
+            raise CheckpointError(
+                f"Task '{model.task}' has {key} {value!r} in its config.json, task '{first.task}' {expected!r}: one model "
+                "cannot switch between them. Merge checkpoints of one class and structure."
+            )
