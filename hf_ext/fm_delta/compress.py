@@ -16,7 +16,7 @@ from hf_ext.storage.delta.source import RestoredFile
 from hf_ext.storage.delta.writer import METHOD, Sets, write_model
 from hf_ext.storage.files import copy_entries, require_another_folder, staged_folder
 from hf_ext.storage.hub import downloaded
-from hf_ext.storage.layout import ADAPTER, all_weights, no_weights
+from hf_ext.storage.layout import ADAPTER, all_weights
 from hf_ext.storage.open import open_checkpoint, open_files, require_depth
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
@@ -57,16 +57,13 @@ def compress_checkpoint(
     """
     if base is None and (revision or base_id):
         raise ValueError("revision and base_id require a base, but base is None")
-    folder, out = ModelFolder.open_plain(downloaded(src)), Path(out)
-    if folder.is_adapter and base is not None:
-        raise no_weights(folder.path)
+    folder, out = ModelFolder.open_plain(downloaded(src), adapter=base is None), Path(out)
     source = NoBase() if base is None else open_checkpoint(base, revision)
     require_depth(source)
+    _require_one_kind(folder, out)
     require_another_folder(out, [folder.path, *source.paths])
     with staged_folder(out) as stage:
-        _require_one_kind(folder, out)
-        others = folder.others(out)
-        copy_entries(folder.path, others, stage)
+        copy_entries(folder.path, folder.others(out), stage)
         write_with_card(folder.sets, source, stage, base_id, level, target=out, revision=revision)
         folder.copy_modes(stage)
         if verify:

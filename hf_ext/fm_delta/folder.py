@@ -14,7 +14,7 @@ from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, RestoredFile, require_one_model
 from hf_ext.storage.files import copy_entries, rewrite, scan
 from hf_ext.storage.hub import absolute
-from hf_ext.storage.layout import ADAPTER, no_weights, shard_sets, weights_or_adapter
+from hf_ext.storage.layout import ADAPTER, all_weights, no_weights, shard_sets, weights_or_adapter
 from hf_ext.storage.open import open_base, open_files
 from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile
 from hf_ext.storage.source import NoBase, TensorSource
@@ -36,15 +36,18 @@ class ModelFolder:
         self.path, self.files, self.base = path, files, base
 
     @classmethod
-    def open_plain(cls, path: Path) -> ModelFolder:
+    def open_plain(cls, path: Path, adapter: bool = False) -> ModelFolder:
         """Opens a folder with plain weights.
+
+        Args:
+            adapter: accept the weights of a PEFT adapter if the folder has no others.
 
         Raises:
             CheckpointError: there are none, or they are quantized or compressed.
         """
         if not path.is_dir():
             raise CheckpointError(f"{path} is not a folder; give the folder of a saved model.")
-        files = [SafetensorsFile(file) for file in weights_or_adapter(path)]
+        files = [SafetensorsFile(file) for file in (weights_or_adapter(path) if adapter else all_weights(path))]
         if not files:
             raise no_weights(path)
         if any(PARTS_OF in file.metadata for file in files):
