@@ -100,9 +100,9 @@ def _require_one_kind(folder: ModelFolder, out: Path) -> None:
     restored."""
     adapter = out / ADAPTER
     if folder.is_adapter:
-        clash = out.is_dir() and bool(all_weights(out))
+        clash = os.path.isdir(out) and bool(all_weights(out))
     else:
-        clash = adapter.exists() and not (folder.path / ADAPTER).exists() and KEY in SafetensorsFile(adapter).metadata
+        clash = os.path.exists(adapter) and not (folder.path / ADAPTER).exists() and KEY in SafetensorsFile(adapter).metadata
     if clash:
         raise CheckpointError(
             f"{out} holds a model and {folder.path} an adapter, or the reverse; give another folder to write."
