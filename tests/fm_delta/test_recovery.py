@@ -318,5 +318,5 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path, monkeypatch):
             fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
 
     code, answer = in_child(lambda: peak_above(work))
-    assert code == 0 and 1 << 20 <= int(answer) < 48 << 20
+    assert code == 0 and 0 < int(answer) < 48 << 20  # less than 1 MiB if the process had freed memory before
     assert contents(tmp_path / "back") == contents(src)
