@@ -25,6 +25,11 @@ class TaskModel:
     config: dict
     assets: Mapping[str, Path]
 
+    @property
+    def vocabulary(self) -> int | None:
+        """The vocabulary size; None if there is none."""
+        return vocabulary(self.config)
+
     def __str__(self) -> str:
         return f"task '{self.task}' ({self.tensors})"
 

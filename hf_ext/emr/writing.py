@@ -137,7 +137,7 @@ class MergeWriter:
                     f"these are models of different sizes. {GIVE_BASE}"
                 )
             # With as many rows as words, it is a resized embedding. Otherwise it is a head for other labels.
-            if base_shape[0] != self._words or shape[0] != vocabulary(model.config):
+            if base_shape[0] != self._words or shape[0] != model.vocabulary:
                 return False
         for voter in self.voters[name][:1]:
             if (dtype := voter.tensors.entry(name).dtype) != entry.dtype:

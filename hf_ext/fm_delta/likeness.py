@@ -95,8 +95,8 @@ def _comparable(src: TensorSource, name: str, other: TensorSource, twin: str) ->
 
     The names in a model of one layer have endings that fit every layer, so the numbers of the layers must be equal.
     """
-    entry, prior = src.entry(name), other.entry(twin)
     layers = [layer and layer[1] for layer in (layer_of(name), layer_of(twin))]
+    entry, prior = src.entry(name), other.entry(twin)
     alike = len(entry.shape) == len(prior.shape) and entry.shape[1:] == prior.shape[1:]
     return alike and prior.dtype in FLOATS and layers[0] == layers[1]
 
