@@ -19,6 +19,7 @@ from typing import Any
 
 MODELS = "transformers.modeling_utils"
 AUTO = "transformers.models.auto"
+UNI_MED = "hf_ext.uni_med.modeling_uni_med"  # imported with the first configuration of a Uni-Med model
 
 
 def register() -> None:
@@ -30,9 +31,9 @@ def register() -> None:
     watcher.after(["transformers.quantizers.auto"], _add_quantizers)
     watcher.after(["peft", MODELS], _add_peft_types)
     watcher.after([f"{AUTO}.configuration_auto"], _add_config)
-    watcher.after([f"{AUTO}.modeling_auto", MODELS], _add_model)
+    watcher.after([f"{AUTO}.modeling_auto", MODELS, UNI_MED], _add_model)
     watcher.after([f"{AUTO}.processing_auto", MODELS], _add_processor)
-    watcher.after([f"{AUTO}.modeling_auto", MODELS], _add_blip2_vision)
+    watcher.after([UNI_MED], _add_blip2_vision)
 
 
 class _ImportWatcher(MetaPathFinder):
@@ -132,6 +133,8 @@ def _add_config() -> None:
 
     config = _imported("hf_ext.uni_med.configuration_uni_med", "UniMedConfig")
     AutoConfig.register("uni_med", config, exist_ok=True)
+    if (module := sys.modules.get(config.__module__)) and hasattr(module, "IMPORTS"):  # else it could not be imported
+        module.IMPORTS.append(UNI_MED)
 
 
 def _add_model() -> None:

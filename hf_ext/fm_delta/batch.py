@@ -253,5 +253,10 @@ def _start_process() -> None:
     """Leaves interrupts to the parent process, and ends this one with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     disable_progress_bars()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
     if parent := multiprocessing.parent_process():
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+        parent.join()
+        os._exit(1)

@@ -154,7 +154,7 @@ class Changes:
                 return sum(float(change.rows(band)[1].sum()) for band in change.bands())
 
         pairs = {name: self._pairs[name] for name in names}
-        sizes = {name: 0 for name, pair in pairs.items() if pair.twin and math.prod(self.shape(name))}
+        sizes = {name: 0 for name, pair in pairs.items() if pair.twin and 0 not in self.shape(name)}
         unknown = dict.fromkeys(name for name, pair in pairs.items() if not pair.twin)
         return unknown | {name: change for name, change in Prefetcher(energy, sizes) if change}
 

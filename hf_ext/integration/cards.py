@@ -59,13 +59,13 @@ def write_card(
     if has_card(folder) or target is not None and has_card(target):
         return False
     ids = list(dict.fromkeys(origin for base in bases if (origin := _origin_of(base))))
-    data = ModelCardData(
-        base_model=ids[0] if len(ids) == 1 else ids or None,
-        base_model_relation=relation if ids else None,
-        library_name=library,
-        tags=sorted({*tags}),
-        **_license_of(bases),
-    )
+    metadata: dict[str, Any] = {
+        "base_model": ids[0] if len(ids) == 1 else ids or None,
+        "base_model_relation": relation if ids else None,
+        "library_name": library,
+        "tags": sorted({*tags}),
+    }
+    data = ModelCardData(**metadata, **_license_of(bases))
     figures = {"plugin": plugin(), "base": name_in_text(bases[0]) if bases else None} | figures
     card = ModelCard.from_template(data, template_str=_template(template), **figures)
     write_atomically(folder / CARD, card.save)

@@ -1,5 +1,6 @@
 """The configuration of a Uni-Med model."""
 
+import importlib
 import math
 from typing import Any
 
@@ -11,6 +12,8 @@ from hf_ext.uni_med.connector import Kind, Resampling, RouterInput, Routing, che
 TASKS = ("vqa", "refer", "identify", "caption", "cls")
 IMAGE_TOKEN = "<image>"
 QA = "qa"  # questions without an image
+#: Modules that the first configuration imports. `hf_ext.registration` adds the model's, with which the model is registered.
+IMPORTS: list[str] = []
 
 
 @strict
@@ -56,6 +59,8 @@ class UniMedConfig(PreTrainedConfig):
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs: Any):
+        for module in IMPORTS:
+            importlib.import_module(module)
         self.vision_config = _part(self.vision_config, "blip_2_vision_model")
         self.text_config = text_config = _part(self.text_config, "llama")
         super().__post_init__(**kwargs)

@@ -168,10 +168,10 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
         kwargs |= {"save_original_format": save_original_format}
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
         if self.should_save_on_this_rank(is_main_process) and not getattr(self, "_hf_peft_config_loaded", False):
-            parts = (self.config.vision_config, self.config.text_config)
+            parts: tuple[Any, Any] = (self.config.vision_config, self.config.text_config)
             bases = [part.name_or_path for part in parts if part.name_or_path]
             vision, text = (name_in_text(part.name_or_path or part.model_type) for part in parts)
-            figures = {"vision": vision, "text": text, "config": self.config}
+            figures: dict[str, Any] = {"vision": vision, "text": text, "config": self.config}
             write_card(Path(save_directory), "uni_med", bases, "finetune", tags=["uni-med"], **figures)
 
     def train(self, mode: bool = True) -> UniMedForConditionalGeneration:
