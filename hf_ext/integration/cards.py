@@ -64,8 +64,9 @@ def write_card(
         "base_model_relation": relation if ids else None,
         "library_name": library,
         "tags": sorted({*tags}),
+        **_license_of(bases),
     }
-    data = ModelCardData(**metadata, **_license_of(bases))
+    data = ModelCardData(**metadata)
     figures = {"plugin": plugin(), "base": name_in_text(bases[0]) if bases else None} | figures
     card = ModelCard.from_template(data, template_str=_template(template), **figures)
     write_atomically(folder / CARD, card.save)
