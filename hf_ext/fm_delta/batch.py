@@ -231,8 +231,8 @@ def compress_model(
     start, before = time.perf_counter(), _stamp(source.rglob("*"))
     with at_most_cores(threads):
         if base is None:
-            found = find_base(source, candidates).require()
-            base, revision = absolute(found.name), found.revision
+            match = find_base(source, candidates).require()
+            base, revision = absolute(match.name), match.revision
         compress_checkpoint(source, base, out, revision, verify, level)
     sizes, seconds = inspect(out), round(time.perf_counter() - start, 3)
     result = ModelResult(source.name, str(source), base, revision, seconds, verify)
