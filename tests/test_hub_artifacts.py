@@ -166,7 +166,7 @@ def test_it_loads_by_id_revision_and_token(pushed, fetched, kind, revision):
 
 
 @every_kind
-def test_a_stranger_is_refused_and_told_which_repository(fetched, kind):
+def test_a_stranger_is_refused_and_the_error_names_the_repository(fetched, kind):
     assert f"user/{kind}" in fetched["refused"][kind]
 
 

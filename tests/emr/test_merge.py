@@ -53,9 +53,9 @@ def test_every_task_is_the_formula(tmp_path, folders):
     singles = {task: tensors_of(folder) for task, folder in tasks.items()}
     for task in tasks:
         emr.extract(tmp_path / "merged", task, tmp_path / task)
-        found = tensors_of(tmp_path / task)
-        assert found.keys() == singles[task].keys()
-        for name, tensor in found.items():
+        written = tensors_of(tmp_path / task)
+        assert written.keys() == singles[task].keys()
+        for name, tensor in written.items():
             if name.startswith("classifier."):
                 assert torch.equal(tensor, singles[task][name])
             else:
@@ -225,9 +225,9 @@ def test_tensors_of_some_tasks_and_buffers_of_any_type_return(tmp_path):
     emr.merge(tmp_path / "base", {task: tmp_path / task for task in extra}, tmp_path / "merged")
     for task, own in extra.items():
         emr.extract(tmp_path / "merged", task, tmp_path / f"{task}-again")
-        found = tensors_of(tmp_path / f"{task}-again")
-        assert found.keys() == tensors_of(tmp_path / task).keys()
-        assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in own.items())
+        written = tensors_of(tmp_path / f"{task}-again")
+        assert written.keys() == tensors_of(tmp_path / task).keys()
+        assert all(torch.equal(written[name], tensor) and written[name].dtype == tensor.dtype for name, tensor in own.items())
 
 
 def test_heads_of_the_bases_shape_and_of_another_merge(tmp_path):
@@ -314,9 +314,9 @@ def test_an_adapter_is_merged_as_the_weights_it_makes(tmp_path, kind, given):
     emr.merge(base, {"five": task}, tmp_path / "alone")
     emr.extract(tmp_path / "alone", "five", tmp_path / "five")
     expected = deepcopy(tuned).merge_and_unload().state_dict()
-    found = tensors_of(tmp_path / "five")
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    written = tensors_of(tmp_path / "five")
+    assert written.keys() == expected.keys()
+    for name, tensor in written.items():
         assert torch.allclose(tensor, expected[name], atol=1e-7), name
     assert json.loads((tmp_path / "five" / "config.json").read_text())["architectures"] == ["BertForSequenceClassification"]
     report = emr.merge(base, tasks | {"five": task}, tmp_path / "merged")
@@ -347,9 +347,9 @@ def test_adapters_of_other_layers_are_not_lost(tmp_path, kind, given):
     tuned.save_pretrained(tmp_path / "adapter")
     emr.merge(tmp_path / "base", {"a": tuned if given == "memory" else tmp_path / "adapter"}, tmp_path / "merged")
     emr.extract(tmp_path / "merged", "a", tmp_path / "a")
-    expected, found = tuned.merge_and_unload().state_dict(), tensors_of(tmp_path / "a")
-    assert found.keys() == expected.keys() - tuned.get_base_model().all_tied_weights_keys.keys()
-    for name, tensor in found.items():
+    expected, written = tuned.merge_and_unload().state_dict(), tensors_of(tmp_path / "a")
+    assert written.keys() == expected.keys() - tuned.get_base_model().all_tied_weights_keys.keys()
+    for name, tensor in written.items():
         assert torch.allclose(tensor, expected[name], atol=1e-6), name
 
 
@@ -502,7 +502,7 @@ def nothing_written(tmp_path):
     assert not (tmp_path / "merged").exists()
 
 
-def test_no_task_and_names_of_no_use(tmp_path, folders, nothing_written):
+def test_a_merge_without_tasks_or_with_invalid_names_is_refused(tmp_path, folders, nothing_written):
     base, tasks = folders
     with pytest.raises(CheckpointError, match="no tasks"):
         emr.merge(base, {}, nothing_written)
@@ -511,13 +511,13 @@ def test_no_task_and_names_of_no_use(tmp_path, folders, nothing_written):
             emr.merge(base, {name: tasks["cr"]}, nothing_written)
 
 
-def test_an_unknown_rescaler(folders, nothing_written):
+def test_an_unknown_rescaler_is_refused(folders, nothing_written):
     base, tasks = folders
     with pytest.raises(CheckpointError, match="tensor, paper, tensor_mean"):
         emr.merge(base, tasks, nothing_written, rescale="layer")
 
 
-def test_a_folder_that_is_not_there(folders, nothing_written):
+def test_a_missing_folder_is_refused(folders, nothing_written):
     base, tasks = folders
     with pytest.raises(CheckpointError, match="Task 'cr': ./nowhere is not a folder"):
         emr.merge(base, {"cr": "./nowhere"}, nothing_written)

@@ -132,10 +132,10 @@ def test_a_head_that_the_base_lacks_is_carried_whole(tmp_path):
     report = fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora", rank=8)
     assert report.whole == ["classifier"]
     base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=5)
-    found = PeftModel.from_pretrained(base, tmp_path / "lora")
+    loaded_model = PeftModel.from_pretrained(base, tmp_path / "lora")
     head = AutoModelForSequenceClassification.from_pretrained(tmp_path / "tuned").classifier
-    assert torch.equal(found.base_model.model.classifier.modules_to_save["default"].weight, head.weight)
-    assert {name.partition(".")[0] for name in products(found)} == {"bert"}
+    assert torch.equal(loaded_model.base_model.model.classifier.modules_to_save["default"].weight, head.weight)
+    assert {name.partition(".")[0] for name in products(loaded_model)} == {"bert"}
 
 
 @pytest.mark.parametrize("aim", [{"energy": 0.6}, {"max_size": 40_000}, {"energy": 0.3, "rank": 8}])
@@ -148,8 +148,8 @@ def test_ranks_follow_the_energy(tmp_path, pair, aim):
         assert aim["energy"] <= report.energy < aim["energy"] + 0.05 and max(ranks.values()) <= aim.get("rank", 64)
     else:
         assert 0.8 * aim["max_size"] < report.size <= aim["max_size"]
-    found = products(loaded(before, tmp_path))
-    assert {name: torch.linalg.matrix_rank(change, rtol=1e-5).item() for name, change in found.items()} == ranks
+    product = products(loaded(before, tmp_path))
+    assert {name: torch.linalg.matrix_rank(change, rtol=1e-5).item() for name, change in product.items()} == ranks
 
 
 def test_a_choice_of_ranks_takes_the_best_components():
@@ -203,8 +203,8 @@ def test_texts_show_the_loss(tmp_path, pair):
     texts = read_texts(tmp_path / "texts.jsonl")
     report = fm_delta.extract_lora(tmp_path / "tuned", base, tmp_path / "lora", rank=4, texts=texts)
     tokens = [tokenizer()(text, return_tensors="pt").input_ids for text in texts]
-    found = loaded(before, tmp_path / "lora")
-    for name, part in {"base": before, "fine-tune": model, "base + LoRA": found}.items():
+    loaded_model = loaded(before, tmp_path / "lora")
+    for name, part in {"base": before, "fine-tune": model, "base + LoRA": loaded_model}.items():
         with torch.no_grad():
             sums = [part(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1) for ids in tokens]
         assert report.losses[name] == pytest.approx(sum(sums) / sum(ids.shape[1] - 1 for ids in tokens), rel=1e-4)

@@ -56,7 +56,7 @@ def test_rounding_is_quantizing_and_dequantizing(quantization, shape):
 
 
 @every_format
-def test_a_layers_format_is_told_from_its_weight(quantization):
+def test_a_layers_format_follows_from_its_weight(quantization):
     layer = bnb.nn.Linear8bitLt(128, 96, has_fp16_weights=False) if quantization.bits == 8 else bnb.nn.Linear4bit(128, 96)
     layer.weight = quantization.quantize(weight())
     assert Quantization.of(layer) == quantization

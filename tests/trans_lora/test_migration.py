@@ -22,19 +22,19 @@ def folders(tmp_path_factory) -> Path:
     """A source model with an adapter and a discriminator, a relative of it, and a model of another family."""
     root = tmp_path_factory.mktemp("models")
     for kind in ("gpt2", "llama"):
-        model, words = pretrained(kind)
+        model, tokenizer = pretrained(kind)
         model.save_pretrained(root / kind)
-        words.save_pretrained(root / kind)
-    model, words = pretrained("gpt2")
+        tokenizer.save_pretrained(root / kind)
+    model, tokenizer = pretrained("gpt2")
     torch.manual_seed(training_seed())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 1e-4 * torch.randn_like(parameter)
     model.save_pretrained(root / "relative")
-    words.save_pretrained(root / "relative")
-    model, words = teacher("gpt2")
+    tokenizer.save_pretrained(root / "relative")
+    model, tokenizer = teacher("gpt2")
     model.save_pretrained(root / "adapter")
-    judge(model, words).save_pretrained(root / "discriminator")
+    judge(model, tokenizer).save_pretrained(root / "discriminator")
     (root / "seeds.jsonl").write_text("".join(json.dumps(text) + "\n" for text in SEEDS))
     (root / "test.jsonl").write_text("".join(json.dumps({"input": text, "output": said}) + "\n" for text, said in TEST))
     return root

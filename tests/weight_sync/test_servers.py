@@ -157,7 +157,7 @@ def test_several_sglang_servers_load_one_folder(http: ThreadingHTTPServer, tmp_p
     assert {path for path, _, _ in http.requests} == {"/update_weights_from_disk"}
 
 
-def test_an_sglang_server_is_not_told_of_a_step_that_the_folder_lacks(http: ThreadingHTTPServer, tmp_path: Path):
+def test_an_sglang_server_loads_no_step_that_the_folder_lacks(http: ThreadingHTTPServer, tmp_path: Path):
     publish(tmp_path / "run", range(1))
     save_file(weights(0), write_config(tmp_path / "model") / "model.safetensors")
     server = SGLangServer(http.url, LocalCheckpoint(tmp_path / "model", tmp_path / "run"))

@@ -195,7 +195,7 @@ def test_a_bad_row_is_named_or_skipped_with_a_log(tmp_path, name, warnings):
     assert re.search(rf"Skipped 1 of 4 rows of .*Public\.json: 1\. The first reasons:\n.*{reason}", warnings.text)
 
 
-def test_all_skipped_rows_are_listed_and_the_first_reasons_told(tmp_path, warnings):
+def test_all_skipped_rows_are_listed_with_the_first_reasons(tmp_path, warnings):
     file, images = slake(tmp_path)
     (row, *_) = json.loads(file.read_text())
     write_json(file, [row, *[{"qid": i} for i in range(6)], row])

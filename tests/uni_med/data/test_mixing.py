@@ -27,7 +27,7 @@ def test_data_sets_are_mixed_by_their_ratios():
     assert any(tasks[i] != tasks[i + 1] for i in range(4))
 
 
-def test_all_of_every_data_set_is_seen_unless_told_otherwise():
+def test_all_of_every_data_set_is_used_by_default():
     data = {"small": column("qa", 10), "large": column("vqa", 50)}
     mixed = mix_datasets(data, {"small": 1, "large": 1})
     assert set(mixed["text"]) == {*data["small"]["text"], *data["large"]["text"]}

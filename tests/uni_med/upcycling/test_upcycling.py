@@ -176,7 +176,7 @@ def test_batches_without_images_work_and_unknown_tasks_raise():
     assert torch.equal(logits(adapter, inputs, tasks=MIXED), expected)  # no error leaves a trace
 
 
-def test_images_that_cannot_be_told_apart_raise():
+def test_images_that_cannot_be_distinguished_raise():
     model, inputs = build("llava_next")
     adapter = adapted(model)
     with pytest.raises(ValueError, match="do not say which sample"):
