@@ -63,7 +63,9 @@ def test_a_killed_command_leaves_no_mixed_folder_that_loads(commands, tmp_path, 
     shutil.copytree(old, tmp_path / "then")
     work(tmp_path / "then")
     before, after = contents(old), contents(tmp_path / "then")
-    assert contents(tmp_path / "expected").items() <= after.items()
+    expected = contents(tmp_path / "expected")
+    expected.pop("README.md", None)  # `then` keeps the card that it has
+    assert expected.items() <= after.items()
     out, states = tmp_path / "out", set()
     for step in killed(out, old, lambda: work(out), stride):
         files = {name: digest for name, digest in contents(out).items() if OURS not in name}
