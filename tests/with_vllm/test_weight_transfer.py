@@ -108,24 +108,14 @@ def test_a_trainer_of_vllms_own_interface_drives_it(server: VllmServer, folder: 
 
 def test_the_command_follows_a_place(server: VllmServer, folder: Path, expected: dict):
     place = folder / "followed"
-    command = [
-        sys.executable,
-        "-m",
-        "hf_ext.cli",
-        "follow",
-        str(place),
-        "--server",
-        server.url,
-        "--stop-at-step",
-        "1",
-        "--json",
-    ]
-    follower = subprocess.Popen([*command, "--api-key", "secret"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "hf_ext.cli", "follow", str(place), "--stop-at-step", "1", "--json"]
+    command += ["--server", server.url, "--api-key", "secret"]
+    follower = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with Publisher(place) as run:
         for step, model in enumerate(("half", "one")):
             run.publish(weights(folder, model), step)
     printed, messages = follower.communicate(timeout=120)
     assert follower.returncode == 0, messages
-    assert json.loads(printed) == {"place": str(place), "servers": [server.url], "step": 1}
+    assert json.loads(printed) == {"place": str(place), "servers": [server.url], "checkpoint": None, "step": 1}
     assert f"{server.url} is at step 1" in messages
     assert server.digests() == expected["one"]["digests"]
