@@ -4,6 +4,7 @@ import ensurepip
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,12 +17,23 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from tiny_checkpoints import weights, write_folder
-from valid_cards import COMMAND, KINDS, from_an_index
+from valid_cards import KINDS
 
 import hf_ext
 
 ROOT = Path(__file__).parents[1]
 PARTS = re.compile(r'"\s*\n\s*f?"')  # of one text of Python
+COMMAND = re.compile(
+    r"\b(?:(?:pip3?|pipx|uv|conda)\s(?:[\w-]+\s)*?(?:install|add|download|wheel)|uvx|pipx run)\s"
+    r"(.*?)(?=[`;,()]|(?<=[\w'\"])\.\s|$)",
+    re.MULTILINE,
+)
+OURS = re.compile(r"(?<![\w./:@-])hf[-_.]*ext\b(?!/)(\[[^]]*\])?+(?!\s*@)", re.IGNORECASE)
+
+
+def from_an_index(text: str) -> list[str]:
+    """The commands of a text that install this package by its name, which is nobody's on package indexes."""
+    return [command for command in COMMAND.findall(text) if OURS.search(command)]
 
 
 def setup(folder: Path, *commands: str, **environment: str) -> None:
@@ -64,6 +76,11 @@ def test_the_sdist_builds_the_package_of_the_checkout(sdist, tmp_path):
     assert built == cards | {
         path.relative_to(ROOT).as_posix() for path in (ROOT / "hf_ext").rglob("*") if path.suffix in suffixes
     }
+    for extension in (ROOT / "hf_ext").glob("_native*"):
+        shutil.copy(extension, tmp_path / "hf_ext")
+    code = f"from hf_ext.integration import cards; assert all(map(cards._template, {sorted(KINDS)})); print(cards.__file__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout.strip() == str(tmp_path / "hf_ext/integration/cards.py")
 
 
 @pytest.fixture(scope="module")
