@@ -22,7 +22,7 @@ from hf_ext.fm_delta.lora_factors import Aim, Changes, Factors
 from hf_ext.integration.cards import write_card
 from hf_ext.integration.lora_layers import LoraLayers, lora_layers
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.config_file import ENCODINGS, storage_settings
+from hf_ext.storage.config_file import require_unquantized
 from hf_ext.storage.delta.source import DeltaCheckpoint
 from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.hub import downloaded
@@ -185,7 +185,7 @@ def extract_lora(
     """
     aim = Aim(rank, energy, max_size)
     folder, target = downloaded(fine_tune), Path(out)
-    _require_unquantized(folder)
+    require_unquantized(folder)
     source = open_checkpoint(folder)
     prior = _base_of(source, base, revision)
     require_another_folder(target, [folder, *source.paths, *prior.paths])
@@ -224,7 +224,7 @@ def _base_of(source: TensorSource, base: str | os.PathLike | None, revision: str
             raise BaseModelError(f"{source} records no base. Give the model that it was fine-tuned from (--base).")
         return recorded
     prior = open_checkpoint(base, revision)
-    _require_unquantized((prior.folder() if isinstance(prior, Checkpoint) else None) or prior.paths[0].parent)
+    require_unquantized((prior.folder() if isinstance(prior, Checkpoint) else None) or prior.paths[0].parent)
     if isinstance(recorded, NoBase):
         if reason := unrelated(source, prior):
             raise BaseModelError(f"{reason} `hf-ext find-base {source.name}` looks for the base.")
@@ -235,13 +235,6 @@ def _base_of(source: TensorSource, base: str | os.PathLike | None, revision: str
         if not isinstance(link, NoBase) and link.fingerprint == prior.fingerprint:
             return prior
     raise BaseModelError(f"{source} was compressed against {recorded}, and {prior} is another model.")
-
-
-def _require_unquantized(folder: Path) -> None:
-    """Raises CheckpointError if the weights of a model's folder are quantized."""
-    method = storage_settings(folder).get("quant_method")
-    if method is not None and method not in ENCODINGS:
-        raise CheckpointError(f"{folder} is quantized ({method}). Give the model with its weights in 16 or 32 bits.")
 
 
 def _write(

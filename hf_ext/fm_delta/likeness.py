@@ -37,6 +37,8 @@ def likeness(src: TensorSource, other: TensorSource, least: float = 0.0) -> Like
     """Compares two checkpoints. If they share less than `least`, reads no tensors, and `agreement` is 0."""
     names = [name for name in src.names() if src.entry(name).dtype in FLOATS]
     twins = {name: twin for name in names if (twin := other.twin_of(name)) and _comparable(src, name, other, twin)}
+    same_layers = all(src.entry(name).shape == other.entry(twin).shape for name, twin in twins.items() if layer_of(name))
+    same_layers &= _as_high(names, twins) and _as_high(other.names(), twins.values())
     total = sum(_count(src.entry(name)) for name in names)
     common = {name: min(_count(src.entry(name)), _count(other.entry(twin))) for name, twin in twins.items()}
     shared = sum(common.values())
@@ -47,8 +49,6 @@ def likeness(src: TensorSource, other: TensorSource, least: float = 0.0) -> Like
             share, length = compare(src.read(name), other.read(twin), common[name])
             agreeing += share * common[name]
             bits += length * common[name]
-    same_layers = all(src.entry(name).shape == other.entry(twin).shape for name, twin in twins.items() if layer_of(name))
-    same_layers &= _as_high(names, twins) and _as_high(other.names(), twins.values())
     return Likeness(shared / max(total, 1), agreeing / max(shared, 1), bits / max(total, 1), same_layers)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hf_ext.errors import CorruptFileError
+from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.storage.installation import plugin
 
 CONFIG = "config.json"
@@ -42,6 +42,13 @@ def storage_settings(folder: Path) -> dict:
     none."""
     settings = read_config(folder / CONFIG).get("quantization_config")
     return settings if isinstance(settings, dict) else {}
+
+
+def require_unquantized(folder: Path) -> None:
+    """Raises CheckpointError if the weights of a model's folder are quantized."""
+    method = storage_settings(folder).get("quant_method")
+    if method is not None and method not in ENCODINGS:
+        raise CheckpointError(f"{folder} is quantized ({method}). Give the model with its weights in 16 or 32 bits.")
 
 
 def forget_encoding(config: object) -> None:
