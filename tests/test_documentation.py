@@ -48,7 +48,7 @@ def spans(page: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """What came of running all pages, and two that are broken, by path: the traceback of what failed."""
+    """The tracebacks of running all pages, and two that are broken, by path."""
     folder = tmp_path_factory.mktemp("pages")
     for name, text in BROKEN.items():
         (folder / name).write_text(text)

@@ -36,7 +36,7 @@ class Spectrum(NamedTuple):
 
 @dataclass(frozen=True)
 class Aim:
-    """What a LoRA is to be: of one rank, of a share of the energy, or of a size.
+    """The goal of an extraction: one rank, a share of the energy, or a size.
 
     Attributes:
         rank: of all layers; with `energy` or `max_size`, the largest of a layer.

@@ -27,7 +27,7 @@ LONGEST_PAUSE = 30.0  # seconds between two attempts after many failures
 
 
 class Follower(Protocol):
-    """Whatever `follow` updates. `str()` gives its name in messages."""
+    """A server or checkpoint that `follow` updates. `str()` gives its name in messages."""
 
     def update(self, step: int) -> None: ...
 
