@@ -36,8 +36,7 @@ FIRST = {
     "pissa": "PissaConfig QPissaConfig convert_to_lora report",
     "storage": "open_checkpoint encode decode apply at_most_cores",
     "trans_lora": "train_discriminator TransLoraConfig TransLoraTrainer transfer migrate Discriminator",
-    "uni_med": "UniMedForConditionalGeneration UniMedProcessor UniMedConfig CMoEConfig UniMedCollator mix_datasets evaluate "
-    "interference",
+    "uni_med": "UniMedForConditionalGeneration UniMedProcessor UniMedConfig CMoEConfig UniMedCollator mix_datasets evaluate",
     "weight_sync": "PublishWeights Publisher Subscriber VLLMServer SGLangServer LocalCheckpoint follow",
 }
 ROOT_PAGES = ("CHANGELOG.md", "SECURITY.md")

@@ -5,7 +5,7 @@
     python examples/run_uni_med.py --data BCCD_Dataset/BCCD --pubmedqa pubmedqa/data
     python examples/run_uni_med.py --data … --pubmedqa … --connectors moe_mlp mlp wide_mlp --seeds 0 1 2
     python examples/run_uni_med.py --data … --pubmedqa … --tower scratch --text scratch --max_steps 900 --warmup_steps 30 \\
-        --per_device_train_batch_size 32 --gradient_samples 128                           # 5 M parameters, in minutes
+        --per_device_train_batch_size 32                                                  # 5 M parameters, in minutes
 
 --data is a VOC folder (Annotations, ImageSets, JPEGImages). --pubmedqa is a folder with ori_pqal.json and
 test_ground_truth.json. The tower is frozen. The connector is trained, and a LoRA of the language model (or all of it, if it
@@ -56,7 +56,6 @@ from vision_tower import dinov2
 from hf_ext import UniMedConfig, UniMedForConditionalGeneration, UniMedProcessor, uni_med
 from hf_ext.display import markdown_table, new_figure, save_figure
 from hf_ext.uni_med.connector import Connector
-from hf_ext.uni_med.evaluation.analysis import Interference
 
 PRETRAINED, SCRATCH = "pretrained", "scratch"
 RATIOS = {"refer": 4, "identify": 5, "vqa": 3, "caption": 3, "cls": 3, "qa": 1}
@@ -90,7 +89,6 @@ class Arguments:
         default=0, metadata={"help": "Training images to hold back; prints their loss in place of a test, to choose a rate."}
     )
     test_samples: int | None = field(default=None, metadata={"help": "Test samples of each task at most; None for all."})
-    gradient_samples: int = field(default=8, metadata={"help": "Samples of each task to compare the gradients on."})
 
 
 @dataclass
@@ -133,11 +131,9 @@ FIGURES = {  # heading: task, and measure of the answers
     "cell": ("cls", uni_med.accuracy),
     "PubMedQA": ("qa", uni_med.accuracy),
 }
-COLUMNS = [*FIGURES, "GD", "GM"]
 LEGEND = """\
 REC: box of the white blood cell (WBC). REG: what is in a box, the boxes of one size. Count: of WBCs. BLEU-1, place (of a WBC
-that is alone), platelets (or none): of the report. Cell: kind of a cell cut out. GD, GM: cosine and similarity in magnitude of
-the tasks' gradients at the connector, means of all pairs. PubMedQA has no images to swap."""
+that is alone), platelets (or none): of the report. Cell: kind of a cell cut out. PubMedQA has no images to swap."""
 
 
 def compute_scores(answers: Mapping[str, list[str]], test: dict[str, list[dict]]) -> list[float]:
@@ -169,7 +165,7 @@ def print_table(results: dict[str, dict[str, list[list[float]]]], test: dict[str
         print(f"{name:24}" + "".join(f"{cell:>11}" for cell in cells))
 
     print()
-    line("", COLUMNS)
+    line("", list(FIGURES))
     line("test samples", [len(test[task]) for task, _ in FIGURES.values()])
     line("one answer for all", format_scores(score_constants(test)))
     line("nearest image's answer", format_scores(nearest))
@@ -181,11 +177,6 @@ def print_table(results: dict[str, dict[str, list[list[float]]]], test: dict[str
         if "swapped" in runs:  # missing if the first seed was another one when it was tested
             line("  with swapped images", format_scores(runs["swapped"][0]))
     print(f"\n{LEGEND}")
-    for name, runs in results.items():
-        means = "; ".join(
-            ", ".join(format_scores(map(statistics.fmean, zip(*runs[kind])))) for kind in ("direction", "magnitude")
-        )
-        print(f"{name}, during the training: GD and GM {means}.")
 
 
 def cache_features(tower: PreTrainedModel, cache: dict[bytes, torch.Tensor]) -> None:
@@ -286,8 +277,8 @@ def draw_router(model: UniMedForConditionalGeneration, collate: uni_med.UniMedCo
     save_figure(figure, path)
 
 
-def add_to_card(folder: Path, scores: dict[str, list[float]], constant: list[float], pictures: list[str]) -> None:
-    """Adds the figures, the pictures and the limits of use to the card of a model."""
+def add_to_card(folder: Path, scores: dict[str, list[float]], constant: list[float], has_router: bool) -> None:
+    """Adds the figures, the picture and the limits of use to the card of a model."""
     card = ModelCard.load(folder / "README.md")
     columns = {"best constant answer": constant, "this model": scores["own"]}
     if "swapped" in scores:
@@ -301,7 +292,7 @@ On held-out images of BCCD and held-out questions of PubMedQA:
 {markdown_table(("", *columns), rows)}
 
 {LEGEND}
-{"".join(f"{chr(10)}![{Path(picture).stem}]({picture}){chr(10)}" for picture in pictures)}
+{f"{chr(10)}![router](router.png){chr(10)}" if has_router else ""}
 ## What not to use it for
 
 It was trained on few images of one laboratory, to show a method. Do not use it to count or to classify cells of patients, nor
@@ -374,14 +365,10 @@ class Runs:
         inner = model if isinstance(model, UniMedForConditionalGeneration) else model.get_base_model()
         cache_features(inner.vision_tower, self.features)
         processor = UniMedProcessor.from_vision_text_pretrained(self.vision, self.text, inner)
-        collate, rng, count = uni_med.UniMedCollator(processor), random.Random(0), self.args.gradient_samples
-        selected = {task: self.train[task] for task in TASKS}
-        selected = {task: rows.select(rng.sample(range(len(rows)), min(count, len(rows)))) for task, rows in selected.items()}
-        batches = {task: collate(list(with_images(rows, self.photos))) for task, rows in selected.items()}
+        collate = uni_med.UniMedCollator(processor)
         arguments = copy.copy(self.training)
         arguments.seed, arguments.output_dir = seed, str(folder)
-        callback = uni_med.InterferenceCallback(batches, every=max(arguments.max_steps // 3, 1))
-        trainer = UniMedTrainer(model, arguments, collate, self.mixed, processing_class=processor, callbacks=[callback])
+        trainer = UniMedTrainer(model, arguments, collate, self.mixed, processing_class=processor)
         trainer.router_learning_rate = self.args.router_learning_rate
         if not self.validation and self.training.should_save:
             print(
@@ -396,7 +383,6 @@ class Runs:
         with trainer.accelerator.autocast():
             if self.validation:
                 return {"loss": [loss_of(model, collate, self.validation, size)]}
-            after = uni_med.interference(model, batches)
             merged = inner if model is inner else model.merge_and_unload()
             answers: dict[str, list[str]] = {}
             for kind, change in (("own", list), ("swapped", swap_images))[: 1 + (seed == self.args.seeds[0])]:
@@ -404,12 +390,9 @@ class Runs:
                 data = {task: with_images(change(rows), self.test_photos) for task, rows in tested.items()}
                 answers |= uni_med.evaluate(merged, processor, data, size, max_new_tokens=24).predictions
                 scores[kind] = compute_scores(answers, self.test)
-        scores["own"] += [after.mean_direction, after.mean_magnitude]
-        scores["direction"] = [means.mean_direction for _, means in callback.history]
-        scores["magnitude"] = [means.mean_magnitude for _, means in callback.history]
-        self.save(folder, merged, collate, batches, after, scores)
+        self.save(folder, merged, collate, scores)
         seconds = f"{time.perf_counter() - self.started:.0f} s after the start"
-        print(f"{name}, seed {seed}, {seconds}: {after.summary()}. It says {ask(self.image, str(folder))}.", flush=True)
+        print(f"{name}, seed {seed}, {seconds}: it says {ask(self.image, str(folder))}.", flush=True)
         return scores
 
     @torch.inference_mode()
@@ -431,18 +414,14 @@ class Runs:
             answers[task] = [rows["answer"][i] for i in similarity.argmax(1).tolist()]
         return compute_scores(answers, self.test)
 
-    def save(self, folder: Path, model: PreTrainedModel, collate, batches, interference: Interference, scores: dict) -> None:
-        """Writes the model with its card and pictures, and then its scores."""
+    def save(self, folder: Path, model: PreTrainedModel, collate: uni_med.UniMedCollator, scores: dict) -> None:
+        """Writes the model with its card and a picture of the router, and then its scores."""
         model.to(torch.bfloat16).save_pretrained(folder)
         collate.processor.save_pretrained(folder)
         model.float()
-        pictures = ["interference.png", "features.png"]
-        interference.plot(folder / pictures[0])
-        uni_med.feature_map(model, batches).plot(folder / pictures[1])
-        if model.connector.router is not None:
-            pictures.append("router.png")
-            draw_router(model, collate, self.test_photos[0], folder / pictures[2])
-        add_to_card(folder, scores, score_constants(self.test), pictures)
+        if has_router := model.connector.router is not None:
+            draw_router(model, collate, self.test_photos[0], folder / "router.png")
+        add_to_card(folder, scores, score_constants(self.test), has_router)
         (folder / "scores.json").write_text(json.dumps(scores))
 
 

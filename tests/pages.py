@@ -34,7 +34,6 @@ from peft import LoraConfig, PeftModel
 from tiny_adapters import small_llama, trained
 from tiny_merges import classifier
 from tiny_training import examples
-from torch.nn import Linear
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -54,7 +53,6 @@ from hf_ext import UniMedForConditionalGeneration, UniMedProcessor
 from hf_ext import emr as merging
 from hf_ext.cli.main import main as hf_ext
 from hf_ext.trans_lora import load_model
-from hf_ext.uni_med import UniMedCollator
 
 ROOT = Path(__file__).parent.parent
 SHARED = tempfile.TemporaryDirectory()  # what is made once for several pages; gone with the process
@@ -246,15 +244,10 @@ def uni_med() -> dict[str, Any]:
     samples["refer"] = samples["vqa"] | {"task": "refer", "answer": "{<10><20><30><40>}"}
     columns = Features({"image": Image(), **dict.fromkeys(("text", "task", "answer"), Value("string"))})
     data = {task: Dataset.from_list([row] * 4, columns) for task, row in samples.items()}
-    collator = UniMedCollator(UniMedProcessor.from_vision_text_pretrained(BLIP2, CHAT))
-    settings = {"resample_rate": 4, "projector_type": "mlp2x_gelu"}
-    connector = torch.nn.ModuleDict({"llm_proj": torch.nn.Sequential(Linear(4 * 32, 64), torch.nn.GELU(), Linear(64, 64))})
-    torch.save({"model": connector.state_dict(), "config": {"model": settings}}, "checkpoint_0.pth")
     for part in (UniMedForConditionalGeneration, UniMedProcessor):
         part.from_vision_text_pretrained(BLIP2, CHAT).save_pretrained("uni-med-out/moe_mlp-soft-0")
     return {
         **{"image": tiny_uni_med.image(), "vqa": data["vqa"], "refer": data["refer"], "questions": data["qa"]},
-        **{f"{task}_batch": collator([samples[task]]) for task in ("vqa", "refer")},
         **{f"test_{task}": [samples[task]] for task in ("vqa", "refer")},
     }
 

@@ -6,13 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from hf_ext.emr.reports import MergeReport, TaskReport
 from hf_ext.fm_delta.reports import CheckpointReport, TensorReport
 from hf_ext.pissa.reports import LayerReport, PissaReport
 from hf_ext.trans_lora.reports import Nearest, TransferReport
-from hf_ext.uni_med.evaluation.analysis import FeatureMap, Interference
 
 TENSORS = [
     TensorReport(f"model.layers.{i}.self_attn.q_proj.weight", "attention", "delta", "BF16", (8, 8), 64, 128, 20 + i)
@@ -56,14 +54,6 @@ PICTURES = {
     "transfer": (
         TRANSFER,
         ["4 inputs written", "inputs", "Length of the inputs", "words", "seeds", "kept", "dropped", "Map of the embeddings"],
-    ),
-    "interference": (
-        Interference(["vqa", "refer"], torch.eye(2), torch.eye(2), torch.ones(2)),
-        ["Direction (GD)", "Magnitude (GM)", "cosine of two gradients", "similarity of their lengths", "refer"],
-    ),
-    "features": (
-        FeatureMap(["vqa", "refer", "vqa"], torch.rand(3, 2), torch.rand(3, 2)),
-        ["Before the connector", "After the connector", "first principal component", "second", "task", "vqa", "refer"],
     ),
 }
 

@@ -7,6 +7,7 @@ Loading depends on more of them, in decoding.py and renaming.py. Where one is go
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -245,3 +246,31 @@ def saves_only_lora_tensors() -> bool:
     from peft.tuners.tuners_utils import BaseTuner
 
     return not hasattr(BaseTuner, "_get_adapter_state_dict")
+
+
+def recomputes_in_backward() -> bool:
+    """Tells whether activation checkpointing computes a layer again at this moment. False where PyTorch's function has
+    another name."""
+    import torch
+
+    current = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+    return not torch.compiler.is_compiling() and current() != -1
+
+
+class NamedAsInStateDict:
+    """A model whose modules have the names that its state dict's keys begin with.
+
+    From PEFT 0.21 on, tuners select an adapter's tensors by the names of modules. Wrappers for activation checkpointing and of
+    FSDP 1 leave their own names out of the keys, so nothing inside them would be saved or loaded, without an error.
+    """
+
+    WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
+
+    def __init__(self, model: torch.nn.Module):
+        self._model = model
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        return ((self.WRAPPERS.sub("", name).lstrip("."), module) for name, module in self._model.named_modules())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)

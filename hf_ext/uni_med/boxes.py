@@ -9,14 +9,12 @@ Box = tuple[float, float, float, float]
 PATTERN = re.compile(r"\{\s*" + r"\s*".join([r"<\s*(\d{1,3})\s*>"] * 4) + r"\s*\}")
 
 
-def format_box(box: Box, size: tuple[float, float], round_down: bool = False) -> str:
-    """Returns a box as text, clipped to the image.
+def format_box(box: Box, size: tuple[float, float]) -> str:
+    """Returns a box as text, clipped to the image. Edges are rounded to the nearest hundredth.
 
     Args:
         box: left, top, right, bottom in pixels.
         size: width and height of the image in pixels.
-        round_down: round all edges down, as the authors' code does. A box of less than a hundredth may then be empty. By
-            default, edges are rounded to the nearest hundredth.
 
     Raises:
         ValueError: the box is empty, reversed or outside the image.
@@ -27,16 +25,14 @@ def format_box(box: Box, size: tuple[float, float], round_down: bool = False) ->
         raise ValueError(f"The box {tuple(box)} is empty or reversed; it is left, top, right, bottom in pixels.")
     if not (left < width and right > 0 and top < height and bottom > 0):
         raise ValueError(f"The box {tuple(box)} is outside the image of {width} x {height} pixels.")
-    x1, x2 = _hundredths(left / width, right / width, round_down)
-    y1, y2 = _hundredths(top / height, bottom / height, round_down)
+    x1, x2 = _hundredths(left / width, right / width)
+    y1, y2 = _hundredths(top / height, bottom / height)
     return f"{{<{x1}><{y1}><{x2}><{y2}>}}"
 
 
-def _hundredths(start: float, end: float, round_down: bool) -> tuple[int, int]:
-    """Rounds both to integers within 0…100, which are at least one apart unless both are rounded down."""
+def _hundredths(start: float, end: float) -> tuple[int, int]:
+    """Rounds both to integers within 0…100, which are at least one apart."""
     start, end = 100 * max(start, 0.0), 100 * min(end, 1.0)
-    if round_down:
-        return int(start), int(end)
     first, last = round(start), round(end)
     return (first, last) if first < last else (math.floor(start), math.ceil(end))
 
@@ -52,10 +48,10 @@ def parse_boxes(text: str, size: tuple[float, float]) -> list[Box]:
     return boxes
 
 
-def box_iou(box: Box, other: Box, edge: float = 0.0) -> float:
-    """Returns the intersection over union of two boxes, in 0…1. `edge`: 1 where right and bottom are pixels of the box."""
-    across = max(0.0, min(box[2], other[2]) - max(box[0], other[0]) + edge)
-    down = max(0.0, min(box[3], other[3]) - max(box[1], other[1]) + edge)
-    areas = [(b[2] - b[0] + edge) * (b[3] - b[1] + edge) for b in (box, other)]
+def box_iou(box: Box, other: Box) -> float:
+    """Returns the intersection over union of two boxes, in 0…1."""
+    across = max(0.0, min(box[2], other[2]) - max(box[0], other[0]))
+    down = max(0.0, min(box[3], other[3]) - max(box[1], other[1]))
+    areas = [(b[2] - b[0]) * (b[3] - b[1]) for b in (box, other)]
     union = sum(areas) - across * down
     return across * down / union if union > 0 else 0.0

@@ -5,52 +5,43 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from tokenizers import AddedToken
 from transformers import AutoConfig, AutoTokenizer, BatchFeature, ProcessorMixin
-from transformers.image_utils import load_image
 
 # Up to 5.17, transformers.AutoImageProcessor requires torchvision.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from hf_ext.uni_med.boxes import Box, format_box, parse_boxes
 from hf_ext.uni_med.configuration_uni_med import IMAGE_TOKEN, QA, TASKS
-from hf_ext.uni_med.pillow import Image, ImageOps
+from hf_ext.uni_med.images import Image, check_rgb
 
 if TYPE_CHECKING:
     from hf_ext.uni_med.modeling_uni_med import UniMedForConditionalGeneration
 
-# Uni-Med's prompt, appendix B of its paper. The task of apply_chat_template(…, task="vqa") goes to the first images. With
-# `authors`, it is the prompt of their evaluation: [qa] is written too, reports have one space more, later turns a start token.
+# Uni-Med's prompt, appendix B of its paper. The task of apply_chat_template(…, task="vqa") goes to the first images.
 CHAT_TEMPLATE = """\
 {%- macro words(content) -%}
 {%- if content is string %}{{ content }}{% else -%}
 {%- for part in content if part['type'] == 'text' %}{{ part['text'] }}{% endfor -%}
 {%- endif -%}
 {%- endmacro -%}
-{%- set now = namespace(task=task, system='', turns=0) -%}
+{%- set now = namespace(task=task, system='') -%}
 {%- for message in messages -%}
 {%- if message['role'] == 'system' -%}
 {%- set now.system = words(message['content']) + ' ' -%}
 {%- elif message['role'] == 'assistant' -%}
 {{ ' ' + words(message['content']) + eos_token }}
 {%- else -%}
-{%- if authors and now.turns %}{{ bos_token }}{% endif -%}
-{%- set now.turns = now.turns + 1 -%}
-{%- set end = '  [/INST]' if authors and now.task == 'caption' else ' [/INST]' -%}
 {{ '[INST] ' }}
-{%- if authors and now.task == 'qa' %}{{ '[qa] ' }}{% set now.task = none %}{% endif -%}
 {%- if message['content'] is not string -%}
 {%- for part in message['content'] if part['type'] == 'image' %}{{ '<Img><image></Img> ' }}
 {%- if loop.last and now.task and now.task != 'qa' %}{{ '[' + now.task + '] ' }}{% set now.task = none %}{% endif -%}
 {%- endfor -%}
 {%- endif -%}
-{{ now.system + words(message['content']) + end }}
+{{ now.system + words(message['content']) + ' [/INST]' }}
 {%- set now.system = '' -%}
 {%- endif -%}
 {%- endfor -%}"""
-CHAT_TEMPLATES = {"paper": CHAT_TEMPLATE, "authors": "{%- set authors = true -%}\n" + CHAT_TEMPLATE}
 
 
 class UniMedProcessor(ProcessorMixin):
@@ -62,12 +53,10 @@ class UniMedProcessor(ProcessorMixin):
             token.
         num_image_tokens: number of tokens that the connector outputs for an image.
         tasks: names of the tasks, as in the model's configuration.
-        chat_template: Jinja template; defaults to that of `prompt_format`.
-        prompt_format: "paper" writes the paper's prompt; "authors" makes the tokens of the authors' code, for models that
-            their code trained.
+        chat_template: Jinja template; defaults to the paper's prompt.
 
     Raises:
-        ValueError: the tokenizer has no end token, or there is no such prompt format.
+        ValueError: the tokenizer has no end token.
     """
 
     def __init__(
@@ -77,13 +66,9 @@ class UniMedProcessor(ProcessorMixin):
         num_image_tokens: int = 64,
         tasks: Sequence[str] = TASKS,
         chat_template: str | None = None,
-        prompt_format: str = "paper",
     ):
         if tokenizer is None or tokenizer.eos_token is None:
             raise ValueError("UniMedProcessor requires a tokenizer with an end token (eos_token).")
-        if prompt_format not in CHAT_TEMPLATES:
-            raise ValueError(f"There is no prompt_format '{prompt_format}'; they are {', '.join(CHAT_TEMPLATES)}.")
-        self.prompt_format = prompt_format
         self.num_image_tokens = num_image_tokens
         self.tasks = list(tasks)
         self.image_token = IMAGE_TOKEN
@@ -92,9 +77,7 @@ class UniMedProcessor(ProcessorMixin):
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         self.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
-        if chat_template is None or chat_template in CHAT_TEMPLATES.values():
-            chat_template = CHAT_TEMPLATES[prompt_format]
-        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+        super().__init__(image_processor, tokenizer, chat_template=chat_template or CHAT_TEMPLATE)
 
     @classmethod
     def from_vision_text_pretrained(
@@ -165,7 +148,7 @@ class UniMedProcessor(ProcessorMixin):
         pictures = self._images_by_row(images, rows, isinstance(text, str), tasks)
         prompts, image_tasks = [], []
         for i, row in enumerate(rows):
-            prompt, index = self._prompt(i, row, tasks[i], len(pictures[i]), trained=replies is not None)
+            prompt, index = self._prompt(i, row, tasks[i], len(pictures[i]))
             if replies is not None and not (isinstance(replies[i], str) and self.image_token not in replies[i]):
                 raise ValueError(f"Sample {i}: the answer is {replies[i]!r}, not a text without {self.image_token}.")
             prompts.append(prompt.replace(self.image_token, self.image_token * self.num_image_tokens))
@@ -176,21 +159,12 @@ class UniMedProcessor(ProcessorMixin):
         options = self._merge_kwargs(self.valid_processor_kwargs, tokenizer_init_kwargs=self.tokenizer.init_kwargs, **kwargs)
         tensors = options["text_kwargs"].pop("return_tensors", None)
         data = self._tokens(prompts, replies, **options["text_kwargs"])
-        flat = [_rgb(image, f"Sample {i}") for i, row in enumerate(pictures) for image in row]  # after the cheaper checks
+        flat = [check_rgb(image, f"Sample {i}") for i, row in enumerate(pictures) for image in row]  # after the cheaper checks
         if flat:
             data["pixel_values"] = self.image_processor(flat, **options["images_kwargs"])["pixel_values"]
             if image_tasks[0] is not None:
                 data["image_tasks"] = image_tasks
         return BatchFeature(data, tensor_type=tensors)
-
-    def format_box(self, box: Box, size: tuple[float, float]) -> str:
-        """Returns a box (left, top, right, bottom in pixels) of an image of `size` (width, height) as the model writes it.
-        With the prompt format "authors", edges are rounded down."""
-        return format_box(box, size, round_down=self.prompt_format == "authors")
-
-    def parse_boxes(self, text: str, size: tuple[float, float]) -> list[Box]:
-        """Returns the boxes in a text, in pixels of an image of `size` (width, height)."""
-        return parse_boxes(text, size)
 
     @property
     def model_input_names(self) -> list[str]:
@@ -219,7 +193,7 @@ class UniMedProcessor(ProcessorMixin):
         rest = iter(images)
         return [[next(rest) for _ in range(count)] for count in counts]
 
-    def _prompt(self, i: int, text: str, task: str | None, images: int, trained: bool) -> tuple[str, int | None]:
+    def _prompt(self, i: int, text: str, task: str | None, images: int) -> tuple[str, int | None]:
         """Returns the prompt of a row, with one image token per image, and the index of its task."""
         if not isinstance(text, str):
             raise ValueError(f"Sample {i}: the text is a {type(text).__name__}, not a string.")
@@ -243,10 +217,6 @@ class UniMedProcessor(ProcessorMixin):
             raise ValueError(f"Sample {i}: the task '{task}' {what}, and there are {images}.")
         index = None if task == QA else self.tasks.index(task)
         pictures = f"<Img>{self.image_token}</Img> " * images
-        if self.prompt_format == "authors":
-            # To train, their questions about images end in a space; to evaluate, only those for a report do.
-            gap = "  " if images and (trained or task == "caption") else " "
-            return f"[INST] {pictures}[{task}] {text.strip()}{gap}[/INST]", index
         return f"[INST] {text} [/INST]" if task == QA else f"[INST] {pictures}[{task}] {text} [/INST]", index
 
     def _tokens(self, prompts: list[str], answers: list[str] | None, **options: Any) -> dict[str, Any]:
@@ -256,8 +226,7 @@ class UniMedProcessor(ProcessorMixin):
         multiple = options.pop("pad_to_multiple_of", None)
         if options.pop("truncation", False):
             raise ValueError("truncation=True is not supported, because it would cut images; shorten the text.")
-        make = self._authors_ids if self.prompt_format == "authors" else self._ids
-        ids, starts = make(prompts, answers, **options)
+        ids, starts = self._ids(prompts, answers, **options)
         for i, row in enumerate(ids):
             if len(row) > limit:
                 raise ValueError(f"Sample {i}: {len(row)} tokens, but the context has {limit}. Shorten the text.")
@@ -294,31 +263,6 @@ class UniMedProcessor(ProcessorMixin):
             ids = [row if row[-1] == end else [*row, end] for row in ids]
         return ids, starts
 
-    def _authors_ids(self, prompts: list[str], answers: list[str] | None, **options: Any) -> tuple[list[list[int]], list[int]]:
-        """Returns what `_ids` returns, as the authors' code makes it: texts around images and special tokens are tokenized
-        apart, so that Llama's tokenizer puts a space before each. To train, a start token precedes the prompt. To answer, there
-        are two, because their prompt has one and their tokenizer adds another.
-        """
-        bos, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        special = {self.image_token: self.image_token_id, self.tokenizer.eos_token: end}
-        first = []
-        if bos is not None:
-            special[self.tokenizer.bos_token] = bos
-            first = [bos] * (2 if answers is None else 1) if options.pop("add_special_tokens", True) else []
-        options["add_special_tokens"] = False
-        apart = re.compile("(" + "|".join(map(re.escape, special)) + ")")
-
-        def ids_of(text: str) -> list[int]:
-            parts = [part for part in apart.split(text) if part]
-            pieces = ([special[part]] if part in special else self.tokenizer(part, **options)["input_ids"] for part in parts)
-            return [i for ids in pieces for i in ids]
-
-        ids = [first + ids_of(prompt) for prompt in prompts]
-        starts = [len(row) for row in ids]
-        if answers is not None:
-            ids = [[*row, *ids_of(answer.strip()), end] for row, answer in zip(ids, answers)]
-        return ids, starts
-
 
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
     height, width = (size, size) if isinstance(size, int) else size
@@ -331,30 +275,6 @@ def _flat(images: Any) -> list[Any]:
     if isinstance(images, (list, tuple)):
         return [image for part in images for image in _flat(part)]
     return [images]
-
-
-def _rgb(image: Any, where: str) -> Any:
-    """Returns the image if it is readable and has the three channels of RGB."""
-    if isinstance(image, (str, os.PathLike)):
-        try:
-            image = ImageOps.exif_transpose(Image.open(image)) if os.path.exists(image) else load_image(os.fspath(image))
-        except Exception as error:  # whatever PIL, the file system and the network raise
-            raise ValueError(f"{where}: the image {image} cannot be read: {error}") from error
-    if isinstance(image, Image.Image):
-        try:
-            image.load()
-        except (OSError, SyntaxError, ValueError) as error:
-            raise ValueError(f"{where}: the image is broken: {error}") from error
-        if image.mode != "RGB":
-            raise ValueError(f"{where}: the image has mode {image.mode}, not RGB; convert it with image.convert('RGB').")
-        return image
-    if isinstance(image, (np.ndarray, torch.Tensor)):
-        if image.ndim != 3 or 3 not in (image.shape[0], image.shape[-1]):
-            raise ValueError(f"{where}: the image has shape {tuple(image.shape)}, not three channels of RGB.")
-        if str(image.dtype).rpartition(".")[2] != "uint8":
-            raise ValueError(f"{where}: the image is an array of {image.dtype}, not of uint8 from 0 to 255.")
-        return image
-    raise ValueError(f"{where}: the image is a {type(image).__name__}; give a PIL image, an array, a path or a URL.")
 
 
 @torch.no_grad()

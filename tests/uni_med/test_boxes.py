@@ -12,13 +12,6 @@ def test_a_box_is_written_in_hundredths_of_the_image():
     assert parse_boxes("it is {<10><10><50><50>} there", (640, 480)) == [(64, 48, 320, 240)]
 
 
-def test_the_authors_boxes_are_rounded_down():
-    # 19.9 %, 39.9 %, 59.9 % and 79.9 % of 1,000 pixels
-    assert format_box((199, 399, 599, 799), (1000, 1000), round_down=True) == "{<19><39><59><79>}"
-    assert format_box((199, 399, 599, 799), (1000, 1000)) == "{<20><40><60><80>}"
-    assert format_box((10, 10, 12, 12), (1000, 1000), round_down=True) == "{<1><1><1><1>}"  # theirs may be empty
-
-
 def test_boxes_are_cut_to_the_image():
     assert format_box((-20, -1, 700, 481), (640, 480)) == "{<0><0><100><100>}"
     assert parse_boxes("{<0><50><999><100>}", (200, 100)) == [(0, 50, 200, 100)]

@@ -1,7 +1,5 @@
 """UniMedProcessor: prompts, images and answers in, tensors out; what is wrong with a sample is said of that sample."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -21,7 +19,7 @@ from tiny_uni_med import (
     uni_med,
 )
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_ext import UniMedProcessor
 
@@ -100,69 +98,6 @@ def test_training_chat_and_asking_have_the_same_tokens(ending):
     assert make.apply_chat_template(chat, task="vqa", tokenize=True, return_dict=True)["input_ids"][0] == ids
 
 
-def llama_tokenizer(legacy: bool) -> LlamaTokenizer:
-    """A tokenizer of Llama's kind: it puts a space before each text, in which two spaces stay two. The words of the prompts are
-    one token each."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    texts = [
-        "[INST] <Img> </Img> [qa] [vqa] [refer] [identify] [caption] [cls] what is {<1><2><30><40>} ? [/INST] a red cell"
-    ] * 3
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(special_tokens=["<unk>", "<s>", "</s>"], vocab_size=400))
-    bpe_model = json.loads(tokenizer.to_str())["model"]
-    merges = [tuple(pair) for pair in bpe_model["merges"]]
-    return LlamaTokenizer(vocab=bpe_model["vocab"], merges=merges, legacy=legacy)
-
-
-@pytest.mark.parametrize("legacy", [True, False])
-@pytest.mark.parametrize("task", ["qa", "vqa", "refer", "identify", "caption", "cls"])
-def test_the_authors_format_makes_the_tokens_of_their_code(task, legacy, tmp_path):
-    make = UniMedProcessor(image_processor(), llama_tokenizer(legacy), num_image_tokens=2, prompt_format="authors")
-    make.save_pretrained(tmp_path)
-    make = UniMedProcessor.from_pretrained(tmp_path)
-    picture = None if task == "qa" else image()
-    question, answer = "what is {<1><2><30><40>} ?", "a red cell"
-    # By hand: to train, one start token, a space before each text around the image, two spaces at the end of an image prompt.
-    head = [] if task == "qa" else ["▁<Img>", "<image>", "<image>", "▁</Img>"]
-    prompt = ["▁[INST]", *head, f"▁[{task}]", "▁what", "▁is", "▁{<1><2><30><40>}", "▁?"]
-    trained = ["<s>", *prompt, *([] if task == "qa" else ["▁"]), "▁[/INST]"]
-    # To answer, their template and their tokenizer each add a start token, and only questions for a report end in a space.
-    evaluated = ["<s>", "<s>", *prompt, *(["▁"] if task == "caption" else []), "▁[/INST]"]
-
-    def tokens(inputs) -> list[str]:
-        return make.tokenizer.convert_ids_to_tokens(inputs["input_ids"][0])
-
-    inputs = make(images=picture, text=question, task=task, answers=answer)
-    assert tokens(inputs) == [*trained, "▁a", "▁red", "▁cell", "</s>"]
-    assert inputs["labels"][0] == [-100] * len(trained) + inputs["input_ids"][0][-4:]
-    inputs = make(images=picture, text=f"{question} ", task=task)  # a space that is there already is not doubled
-    assert tokens(inputs) == evaluated
-    assert inputs.get("image_tasks") == (None if task == "qa" else [make.tasks.index(task)])
-    parts = [{"type": "image", "image": picture}] * (task != "qa") + [{"type": "text", "text": question}]
-    chat = [{"role": "user", "content": parts}]
-    assert tokens(make.apply_chat_template(chat, task=task, tokenize=True, return_dict=True)) == evaluated
-    chat += [{"role": "assistant", "content": answer}, {"role": "user", "content": "what ?"}]
-    more = ["▁a", "▁red", "▁cell", "</s>", "<s>", "▁[INST]", "▁what", "▁?", "▁[/INST]"]
-    assert tokens(make.apply_chat_template(chat, task=task, tokenize=True, return_dict=True)) == [*evaluated, *more]
-
-
-def test_the_prompt_format_is_chosen_when_made_and_when_loaded(tmp_path):
-    processor().save_pretrained(tmp_path)
-    assert UniMedProcessor.from_pretrained(tmp_path).prompt_format == "paper"
-    loaded = UniMedProcessor.from_pretrained(tmp_path, prompt_format="authors")
-    chat = [{"role": "user", "content": "is this a cell ?"}]
-    assert loaded.apply_chat_template(chat, task="qa") == "[INST] [qa] is this a cell ? [/INST]"
-    assert text_of(loaded, loaded(text="is this a cell ?", task="qa")["input_ids"][0]) == (
-        "<s> <s> [INST] <unk> is this a cell ? [/INST]"  # the tokenizer of these tests has no [qa]
-    )
-    assert loaded(text="is this", task="qa", add_special_tokens=False)["input_ids"][0][0] != loaded.tokenizer.bos_token_id
-    assert loaded.format_box((199, 399, 599, 799), (1000, 1000)) == "{<19><39><59><79>}"
-    template = "{{ messages[0]['content'] }}"
-    assert processor(prompt_format="authors", chat_template=template).apply_chat_template(chat) == "is this a cell ?"
-    with pytest.raises(ValueError, match="no prompt_format 'author'; they are paper, authors"):
-        processor(prompt_format="author")
-
-
 def test_images_come_in_many_forms(tmp_path):
     make = processor()
     expected = make(images=image(), text="what ?", task="cls", return_tensors="pt")["pixel_values"]
@@ -226,12 +161,6 @@ def test_a_tokenizer_gets_only_missing_tokens():
     make = UniMedProcessor(image_processor(), tokenizer, num_image_tokens=TOKENS)
     assert len(tokenizer) == size and tokenizer.pad_token == "w0"
     assert processor().tokenizer.pad_token == "</s>" and make.model_input_names[-1] == "image_tasks"
-
-
-def test_the_processor_writes_and_reads_boxes():
-    make = processor()
-    assert make.format_box((8, 8, 40, 24), image().size) == "{<10><17><50><50>}"
-    assert make.parse_boxes("{<10><50><50><100>}", image().size) == [(8, 24, 40, 48)]
 
 
 def broken(tmp_path) -> Image.Image:

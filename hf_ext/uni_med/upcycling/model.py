@@ -10,6 +10,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from peft.utils.other import get_pattern_key
 from torch import nn
 
+from hf_ext.integration.compat import NamedAsInStateDict
 from hf_ext.uni_med.upcycling.config import CMoEConfig
 from hf_ext.uni_med.upcycling.layer import MixtureProjector
 from hf_ext.uni_med.upcycling.projectors import find_projectors, layers_of
@@ -30,6 +31,8 @@ class CMoEModel(LoraModel):
     def _prepare_model(self, config: CMoEConfig, model: nn.Module) -> None:
         super()._prepare_model(config, model)
         config.projectors = find_projectors(model, config.connectors)
+        if compiled := next((name for name in config.projectors if name.endswith("_orig_mod")), None):
+            raise ValueError(f"'{compiled}' would run without experts, as it was compiled. Call torch.compile after this.")
         names = (name for name, _ in model.named_modules() if name not in config.projectors)
         if config.target_modules not in (None, "all-linear") and not any(
             self._check_target_module_exists(config, name) for name in names
@@ -37,7 +40,7 @@ class CMoEModel(LoraModel):
             # PEFT would not notice, as it finds the projectors.
             raise ValueError(f"target_modules={config.target_modules}: {type(model).__name__} has no such modules for LoRA.")
         if not any(isinstance(module, MixtureProjector) for module in model.modules()):
-            BatchTasks(model)
+            BatchTasks(getattr(model, "_orig_mod", model))  # behind torch.compile
 
     @staticmethod
     def _check_target_module_exists(config: CMoEConfig, key: str) -> Any:
@@ -96,6 +99,20 @@ class CMoEModel(LoraModel):
             raise ValueError("adapter_names: a CMoE model has one active adapter for a batch. Call set_adapter.")
         with super()._enable_peft_forward_hooks(*args, **kwargs):
             yield
+
+    # PEFT 0.21 saves and loads by these three.
+
+    @classmethod
+    def _get_adapter_state_dict(cls, model: nn.Module, **kwargs: Any) -> dict[str, Any]:
+        return super()._get_adapter_state_dict(model=NamedAsInStateDict(model), **kwargs)
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(cls, model: nn.Module, **kwargs: Any) -> dict[str, Any]:
+        return super()._remap_adapter_state_dict_for_load(model=NamedAsInStateDict(model), **kwargs)
+
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        return super()._remove_adapter_name_from_key(key.replace("._orig_mod.", "."), adapter_name)  # of torch.compile
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
         raise ValueError("Mixtures of experts cannot be combined: the routers of two adapters have no common weights.")

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_ext.integration.compat import recomputes_in_backward
+
 UNKNOWN = -1
 
 
@@ -23,6 +25,7 @@ class BatchTasks:
         self._input_ids: torch.Tensor | None = None
         self._image_sizes: Any = None
         self._in_generate: list[int | str] | None = None
+        self._last_had_tasks = False
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward, always_call=True),
@@ -52,6 +55,7 @@ class BatchTasks:
         samples = kwargs.get("inputs_embeds") if input_ids is None else input_ids
         tasks = _one_per_sample(kwargs.pop("tasks", None), samples)
         self._set(tasks or self._in_generate, input_ids, kwargs)
+        self._last_had_tasks = self._tasks is not None
         return args, kwargs
 
     def _after_forward(self, *_: Any) -> None:
@@ -68,9 +72,14 @@ class BatchTasks:
             names: names of the tasks.
 
         Raises:
-            ValueError: a task is unknown, or the tokens of the samples cannot be told apart.
+            ValueError: a task is unknown, or the tokens of the samples cannot be told apart, or the call is over.
         """
         if self._tasks is None:
+            if self._last_had_tasks and recomputes_in_backward():
+                raise ValueError(
+                    "Activation checkpointing computes the projector again after the model's call, when the tasks of its "
+                    "samples are gone. Leave the projector out of it."
+                )
             return UNKNOWN
         indices = [self._index(task, names) for task in self._tasks]
         if len(set(indices)) == 1:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from hosts import adapters_of_transformers
+from hosts import adapters_of_transformers, host
 from peft import PeftModel, get_peft_model
 from tiny_vision_language_models import FAMILIES, IMAGE, batch, build
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.data import Dataset
 from transformers import BitsAndBytesConfig, LlavaForConditionalGeneration, Trainer, TrainingArguments
 
 from hf_ext import CMoEConfig
-from hf_ext.uni_med import interference
 from hf_ext.uni_med.upcycling.layer import MixtureProjector
 
 TASKS = ("vqa", "cls")
 MIXED = ["vqa", "cls", "vqa"]
+PROJECTOR = "model.multi_modal_projector"
 
 
 def adapted(model, **options):
@@ -301,14 +303,59 @@ def test_other_mixtures_do_not_merge(family, options, message):
         assert torch.equal(logits(adapter, inputs), before) and adapter.state_dict().keys() == names
 
 
-def test_interference_of_tasks_at_the_experts():
+def wrap(model, name, wrapper) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, wrapper(model.get_submodule(name)))
+
+
+COMPILE = partial(torch.compile, backend="eager")
+WRAPPED = {
+    "checkpointed projector": (PROJECTOR, checkpoint_wrapper),
+    "checkpointed layer": ("model.language_model.layers.0", checkpoint_wrapper),
+    "compiled projector": (PROJECTOR, COMPILE),
+    "compiled layer": ("model.language_model.layers.0", COMPILE),
+}
+
+
+@host("peft>=0.21")  # older ones keep the names of compiled modules
+@pytest.mark.parametrize("place", WRAPPED)
+def test_wrapped_modules_are_saved_and_loaded(place, tmp_path):
+    model, inputs = build("llava")
+    adapter = adapted(model, target_modules=["q_proj"])
+    diverge(adapter)
+    wrap(adapter.base_model.model, *WRAPPED[place])
+    expected = logits(adapter, inputs, tasks=MIXED)
+    adapter.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(build("llava")[0], tmp_path).eval()
+    assert torch.equal(logits(loaded, inputs, tasks=MIXED), expected)
+    diverge(adapter, std=0)
+    adapter.load_adapter(tmp_path, "default")
+    assert torch.equal(logits(adapter, inputs, tasks=MIXED), expected)
+
+
+@host("peft>=0.21")
+def test_a_model_may_be_compiled_before_but_not_compile_its_projector(tmp_path):
+    compiled, inputs = COMPILE(build("llava")[0]), build("llava")[1]
+    adapter = adapted(compiled)
+    diverge(adapter)
+    assert adapter.generate(**inputs, tasks=MIXED, max_new_tokens=2).shape[0] == 3
+    adapter.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(build("llava")[0], tmp_path).eval()
+    assert torch.equal(logits(loaded, inputs, tasks=MIXED), logits(adapter, inputs, tasks=MIXED))
+    model, _ = build("llava")
+    wrap(model, PROJECTOR, COMPILE)
+    with pytest.raises(ValueError, match="would run without experts, as it was compiled"):
+        adapted(model)
+
+
+def test_a_projector_that_is_computed_again_without_its_tasks_is_refused():
     model, inputs = build("llava")
     adapter = adapted(model)
-    diverge(adapter)
-    labels = inputs["input_ids"]
-    batches = {task: inputs | {"labels": labels, "tasks": [task] * 3} for task in TASKS}
-    measured = interference(adapter, batches)
-    assert measured.tasks == list(TASKS) and 0 < measured.mean_direction <= 1
+    wrap(adapter.base_model.model, PROJECTOR, checkpoint_wrapper)
+    adapter(**inputs, labels=inputs["input_ids"]).loss.backward()
+    loss = adapter(**inputs, labels=inputs["input_ids"], tasks=MIXED).loss
+    with pytest.raises(ValueError, match="Leave the projector out"):
+        loss.backward()
 
 
 def test_two_adapters_and_a_copy_compute_apart():

@@ -1,16 +1,45 @@
-"""The metrics of the paper's figures, as the authors' scripts compute them (Uni-Med, arXiv 2409.17508, section 4.1)."""
+"""The metrics of the paper's figures, as the authors' scripts compute them (arXiv 2409.17508, section 4.1), beside plain ones.
 
-from __future__ import annotations
+    python examples/run_uni_med.py --data BCCD_Dataset/BCCD --pubmedqa pubmedqa/data
+    python benchmarks/uni_med_metrics.py --data BCCD_Dataset/BCCD --models uni-med-out/moe_mlp-soft-0
 
+It asks each model the test questions of examples/run_uni_med.py about images, and prints both sets of metrics, each in 0…1:
+
+  task      `uni_med.scores`       the authors'
+  vqa       BLEU-1, accuracy       BLEU-1 and F1 of normalized words; share of closed questions whose answer has the right one
+  identify  BLEU-1, accuracy       BLEU-1, F1 and accuracy of normalized words
+  caption   BLEU-1, accuracy       BLEU-1 of all reports together, on tokens of the Penn Treebank; F1
+  cls       accuracy               accuracy of normalized words
+  refer     IoU of the first box   IoU in pixels; the answer must start with its box; a side from 10 to 19 is ten pixels
+
+Normalized words have no articles and no punctuation: "The left lung." is "left lung". References are cut to 50 words. BLEU-2
+to 4, METEOR and ROUGE are not here. The authors tokenize reports with a Java program, here NLTK does; abbreviations may differ.
+"""
+
+import argparse
 import re
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from hf_ext.uni_med.boxes import PATTERN, Box, box_iou
-from hf_ext.uni_med.evaluation.metrics import bleu1, nltk_bleu, overlap_scores
+import torch
+from measuring import print_table
+from nltk.tokenize import TreebankWordTokenizer
+from nltk.translate.bleu_score import corpus_bleu
+from PIL import Image
+from transformers.utils import logging
 
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from blood_smears import TASKS, load_photos, test_samples, with_images  # noqa: E402
+
+from hf_ext import UniMedForConditionalGeneration, UniMedProcessor, uni_med  # noqa: E402
+
+Box = tuple[float, float, float, float]
+
+BOX = re.compile(r"\{" + r"<(\d{1,3})>" * 4 + r"\}")
 # The normalization of VQA's evaluation, as the authors have it.
 ARTICLES = {"a", "an", "the"}
 NUMBERS = dict(zip("zero one two three four five six seven eight nine ten".split(), map(str, range(11)))) | {"none": "0"}
@@ -46,7 +75,7 @@ def normalize_answer(text: str) -> str:
 
 def normalized_bleu1(predictions: Sequence[str], references: Sequence[str]) -> float:
     """Returns the mean BLEU-1 of normalized sentences, in 0…1; the authors' for "vqa" and "identify"."""
-    return bleu1([normalize_answer(text) for text in predictions], [normalize_answer(text) for text in references])
+    return uni_med.bleu1([normalize_answer(text) for text in predictions], [normalize_answer(text) for text in references])
 
 
 def normalized_f1(predictions: Sequence[str], references: Sequence[str]) -> float:
@@ -76,21 +105,14 @@ def containment_accuracy(predictions: Sequence[str], references: Sequence[str]) 
 
 def report_bleu1(predictions: Sequence[str], references: Sequence[str]) -> float:
     """Returns BLEU-1 of all reports together, in 0…1, on tokens of the Penn Treebank in lower case and without punctuation; the
-    authors' for "caption". Pairs with an empty text are left out; 0 if none is left.
-
-    Raises:
-        HfExtError: NLTK is not installed.
-    """
-    bleu = nltk_bleu()
+    authors' for "caption". Pairs with an empty text are left out; 0 if none is left."""
     pairs = [(a, b) for a, b in zip(predictions, references, strict=True) if a and b]
     if not pairs:
         return 0.0
-    return float(bleu.corpus_bleu([[_report_words(b)] for _, b in pairs], [_report_words(a) for a, _ in pairs], weights=(1,)))
+    return float(corpus_bleu([[_report_words(b)] for _, b in pairs], [_report_words(a) for a, _ in pairs], weights=(1,)))
 
 
 def _report_words(text: str) -> list[str]:
-    from nltk.tokenize import TreebankWordTokenizer
-
     tokenize = TreebankWordTokenizer().tokenize
     sentences = re.split(r"(?<=[.?!])\s+", text.lower())  # it takes only the period at the end for punctuation
     return [word for sentence in sentences for word in tokenize(sentence) if word not in REPORT_PUNCTUATION]
@@ -107,12 +129,21 @@ def pixel_box_ious(predictions: Sequence[str], boxes: Sequence[Box], sizes: Sequ
     """
     ious = []
     for text, box, (width, height) in zip(predictions, boxes, sizes, strict=True):
-        if match := PATTERN.match(text.replace("<unk>", "").replace(" ", "")):
+        if match := BOX.match(text.replace("<unk>", "").replace(" ", "")):
             x1, y1, x2, y2 = (int(value) / 100 for value in match.groups())
-            ious.append(box_iou((x1 * width, y1 * height, x2 * width, y2 * height), box, edge=1))
+            ious.append(pixel_iou((x1 * width, y1 * height, x2 * width, y2 * height), box))
         else:
             ious.append(0.0)
     return ious
+
+
+def pixel_iou(box: Box, other: Box) -> float:
+    """Returns the intersection over union of two boxes whose right and bottom are pixels of the box."""
+    across = max(0.0, min(box[2], other[2]) - max(box[0], other[0]) + 1)
+    down = max(0.0, min(box[3], other[3]) - max(box[1], other[1]) + 1)
+    areas = [(b[2] - b[0] + 1) * (b[3] - b[1] + 1) for b in (box, other)]
+    union = sum(areas) - across * down
+    return across * down / union if union > 0 else 0.0
 
 
 def first_words(text: str, count: int = 50) -> str:
@@ -121,30 +152,15 @@ def first_words(text: str, count: int = 50) -> str:
 
 
 def authors_scores(task: str, predictions: Sequence[str], samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns the metrics of a task as the authors' scripts compute them, each in 0…1, for `evaluate(…, score=authors_scores)`.
-    References are cut to 50 words.
-
-    | task | metrics, of `hf_ext.uni_med.evaluation.authors_metrics` |
-    |---|---|
-    | "vqa" | `normalized_bleu1`, `normalized_f1`; `containment_accuracy` of the closed questions, if samples have `closed` |
-    | "refer" | mean of `pixel_box_ious`, and the share above 0.5 |
-    | "identify" | `normalized_bleu1`, `normalized_f1`, `normalized_accuracy` |
-    | "caption" | `report_bleu1`; `normalized_f1` of the pairs without an empty text |
-    | all others | `normalized_accuracy`; there is no script for "qa" |
+    """Returns the metrics of a task as the authors' scripts compute them, for `evaluate(…, score=authors_scores)`.
 
     Args:
         samples: with the right `answer` of each prediction. Samples of "refer" have `box` (left, top, right, bottom in pixels)
             and `size` (width, height of the image); those of "vqa" may have `closed` (bool).
-
-    Raises:
-        ValueError: a sample of "refer" has no box or no size.
     """
     if task == "refer":
-        for i, sample in enumerate(samples):
-            if missing := [name for name in ("box", "size") if sample.get(name) is None]:
-                raise ValueError(f"Sample {i} has no {' and no '.join(missing)}, which the authors' IoU requires.")
         ious = pixel_box_ious(predictions, [sample["box"] for sample in samples], [sample["size"] for sample in samples])
-        return overlap_scores(ious)
+        return {"iou": statistics.fmean(ious), "recall@0.5": statistics.fmean(iou > 0.5 for iou in ious)}
     answers = [text.lower().replace("<unk>", "").strip() for text in predictions]
     expected = [first_words(sample["answer"]) for sample in samples]
     if task == "caption":
@@ -158,3 +174,34 @@ def authors_scores(task: str, predictions: Sequence[str], samples: Sequence[Mapp
     elif closed := [i for i, sample in enumerate(samples) if sample.get("closed")]:
         metrics["closed_accuracy"] = containment_accuracy([answers[i] for i in closed], [expected[i] for i in closed])
     return metrics
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="folder BCCD of github.com/Shenggan/BCCD_Dataset")
+    parser.add_argument("--models", nargs="+", required=True, help="folders of trained models")
+    parser.add_argument("--samples", type=int, default=100, help="test samples of each task at most")
+    args = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    for folder in args.models:
+        model = UniMedForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        processor = UniMedProcessor.from_pretrained(folder)
+        pixels = processor.image_processor(Image.new("RGB", (640, 480)), return_tensors="pt")["pixel_values"]
+        size = pixels.shape[-1], pixels.shape[-2]
+        photos = load_photos(args.data, "test", size)
+        rows = []
+        for task in TASKS:
+            samples = test_samples(task, photos)[: args.samples]
+            data = with_images(samples, photos)
+            answers = uni_med.evaluate(model, processor, {task: data}, max_new_tokens=24).predictions[task]
+            boxes = [{"box": box, "size": size} for row in samples for box in uni_med.parse_boxes(row["answer"], size)[:1]]
+            samples = [row | box for row, box in zip(samples, boxes)] if task == "refer" else samples
+            plain, authors = uni_med.scores(task, answers, samples), authors_scores(task, answers, samples)
+            values = [", ".join(f"{name} {value:.3f}" for name, value in found.items()) for found in (plain, authors)]
+            rows.append([task, str(len(samples)), *values])
+        print_table(folder, ["task", "samples", "plain metrics", "the authors' metrics"], rows)
+
+
+if __name__ == "__main__":
+    main()

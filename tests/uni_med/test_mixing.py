@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from tiny_uni_med import batch, processor, rows
 
-from hf_ext.uni_med.data.mixing import RATIOS, UniMedCollator, mix_datasets
+from hf_ext.uni_med.data import RATIOS, UniMedCollator, mix_datasets
 
 
 def column(task: str, count: int) -> Dataset:

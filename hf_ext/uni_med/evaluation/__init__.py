@@ -1,1 +1,0 @@
-"""Evaluation: answers, metrics, and the interference of tasks."""
