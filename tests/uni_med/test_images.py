@@ -254,7 +254,7 @@ def test_damaged_files_are_named(tmp_path):
         ({"PixelData": None}, "no pixel data"),
         ({"Rows": None}, "Rows"),
         ({"Rows": 0}, "Rows"),
-        ({"BitsAllocated": None}, "BitsAllocated"),
+        ({"BitsAllocated": None}, "Bits Allocated"),
         ({"BitsAllocated": 13}, "it must be 1 or a multiple of 8"),
         ({"PhotometricInterpretation": "XYZ"}, "Photometric Interpretation' value 'XYZ'"),
         ({"PhotometricInterpretation": "HSV"}, "photometric interpretation HSV is not supported"),
@@ -269,17 +269,14 @@ def test_damaged_files_are_named(tmp_path):
 def test_forged_sizes_in_headers_take_no_memory(tmp_path, syntax):
     huge = edited(write(tmp_path / "a.dcm", RAMP, syntax), Rows=65535, Columns=65535)
     many = edited(write(tmp_path / "b.dcm", RAMP, syntax), NumberOfFrames=2**31 - 1)
-    large = edited(write(tmp_path / "c.dcm", RAMP, syntax), Rows=9000, Columns=9000)
-    assert max(path.stat().st_size for path in (huge, many, large)) < 3000
+    assert max(path.stat().st_size for path in (huge, many)) < 3000
     tracemalloc.start()
     try:
         with pytest.raises(CorruptFileError, match=r"a\.dcm'.* claims 65535 x 65535 pixels, more than PIL"):
             read_dicom(huge)
         with pytest.raises(CorruptFileError, match=r"b\.dcm"):
             read_dicom(many, frame=2**31 - 2)
-        with pytest.raises(CorruptFileError, match=r"c\.dcm"):
-            read_dicom(large)
-        assert tracemalloc.get_traced_memory()[1] < 300e6
+        assert tracemalloc.get_traced_memory()[1] < 30e6
     finally:
         tracemalloc.stop()
 
