@@ -102,8 +102,8 @@ def read_dicom(path: str | os.PathLike, frame: int | None = None, window: tuple[
 
     Args:
         frame: number of the frame, from 0. Required if the file has several.
-        window: center and width in units after the rescale, such as Hounsfield units: center - width / 2 becomes 0, and
-            center + width / 2 becomes 255. Defaults to the file's VOI LUT, or else to the first of its windows. Colors stay.
+        window: center and width in units after the rescale, such as Hounsfield units; defaults to the file's VOI LUT or first
+            window.
 
     Raises:
         HfExtError: pydicom is not installed, or a package that decodes the file's compression.
@@ -143,6 +143,8 @@ def read_dicom(path: str | os.PathLike, frame: int | None = None, window: tuple[
             shares = 1 - shares if kind == "MONOCHROME1" else shares
         else:
             raise ValueError(f"the photometric interpretation {kind} is not supported")
+        if not np.isfinite(shares).all():
+            raise ValueError("its pixels are not finite numbers")
         return Image.fromarray(np.rint(255 * shares).astype(np.uint8)).convert("RGB")
     except Exception as error:  # whatever damaged data and invalid attributes lead to
         raise _damaged(path, error) from error
@@ -181,8 +183,8 @@ def _brightness(stored: np.ndarray, header: Any, index: int, window: tuple[float
         view = Dataset()  # of one bit, so the result is in 0…1
         view.PhotometricInterpretation, view.PixelRepresentation, view.BitsStored = "MONOCHROME2", 0, 1
         view.VOILUTFunction = "LINEAR_EXACT" if window else voi.get("VOILUTFunction") or "LINEAR"
-        view.add_new("WindowCenter", "FD", float(center))  # the VR DS would limit a number to 16 characters
-        view.add_new("WindowWidth", "FD", float(width))
+        for name, value in (("WindowCenter", center), ("WindowWidth", width)):
+            view.add_new(name, "FD", float(value))  # the VR DS would limit a number to 16 characters
         return apply_windowing(values, view)
     if (bits := header.get("BitsStored") or 16) <= 8:
         lowest = -(2 ** (bits - 1)) if header.PixelRepresentation else 0
@@ -195,6 +197,5 @@ def _brightness(stored: np.ndarray, header: Any, index: int, window: tuple[float
 
 def _of_frame(header: Any, index: int, group: str) -> Any:
     """Returns the attributes of a frame in an enhanced multi-frame file (PS3.3 C.7.6.16), or else the header."""
-    of_frame = (header.get("PerFrameFunctionalGroupsSequence") or [])[index : index + 1]
-    shared = header.get("SharedFunctionalGroupsSequence") or []
-    return next((item[group].value[0] for item in (*of_frame, *shared) if item.get(group)), header)
+    of_frame, shared = (header.get(f"{name}FunctionalGroupsSequence") or [] for name in ("PerFrame", "Shared"))
+    return next((item[group].value[0] for item in (*of_frame[index : index + 1], *shared) if item.get(group)), header)

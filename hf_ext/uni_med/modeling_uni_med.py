@@ -329,7 +329,8 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
                 f"tokens each. Make the inputs with UniMedProcessor(…, num_image_tokens={tokens})."
             ),
         )
-        return embeddings.masked_scatter(here[..., None], images.pooler_output.to(embeddings.device, embeddings.dtype))
+        here = here[..., None].to(embeddings.device)  # the language model may be on another device
+        return embeddings.masked_scatter(here, images.pooler_output.to(embeddings))
 
     def _joined(self, embeddings: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings with a zero gradient for the vision tower and the connector, if they are trained: it sends a

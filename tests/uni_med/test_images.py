@@ -54,6 +54,16 @@ def edited(path: Path, **attributes: Any) -> Path:
     return path
 
 
+def compressed(path: Path, syntax: str, data: bytes) -> Path:
+    """Gives the file compressed pixels."""
+    header = dcmread(path)
+    header.file_meta.TransferSyntaxUID = syntax
+    header.PixelData = encapsulate([data])
+    header["PixelData"].is_undefined_length = True
+    header.save_as(path)
+    return path
+
+
 WIDE = {"WindowCenter": 2000, "WindowWidth": 4001}  # linear: ((x - 1999.5) / 4000 + 0.5) * 255
 SHOWN = [0, 32, 64, 96, 128, 159, 191, 255]
 
@@ -77,6 +87,7 @@ def test_big_endian_files_are_read_with_their_tables(tmp_path):
 UNITS = np.array([[-1000, -160, -40, 40, 80, 500]])  # Hounsfield units
 STORED = ((UNITS + 1024) // 4 * 4 // 2 - 700).astype(np.int16)
 CT = {"RescaleSlope": 2, "RescaleIntercept": 376}
+WINDOW = {"WindowCenter": 40, "WindowWidth": 400}
 EIGHT = np.array([[10, 20, 30, 200]], np.uint8)
 SIXTEEN = np.array([[1000, 2000, 3000, 1400]], np.uint16)
 PADDED = np.append(SIXTEEN, np.array([[0, 60000, 60000, 0]], np.uint16), 0)
@@ -84,20 +95,12 @@ VOI = [0, *[200] * 998, 400, *[800] * 999, 1023]  # for 500…2499
 VOI_SHOWN = np.rint(255 * np.array([0, 0, 200, 800, 800, 1023, 1023, 1023]) / 1023).tolist()
 DISPLAYS = {  # by name: stored values, attributes, brightness
     "linear": (STORED, CT | {"WindowCenter": 40, "WindowWidth": 401}, [0, 0, 77, 128, 153, 255]),
-    "exact": (
-        STORED,
-        CT | {"WindowCenter": 40, "WindowWidth": 400, "VOILUTFunction": "LINEAR_EXACT"},
-        [0, 0, 76, 128, 153, 255],
-    ),
-    "sigmoid": (STORED, CT | {"WindowCenter": 40, "WindowWidth": 400, "VOILUTFunction": "SIGMOID"}, [0, 30, 79, 128, 153, 252]),
+    "exact": (STORED, CT | WINDOW | {"VOILUTFunction": "LINEAR_EXACT"}, [0, 0, 76, 128, 153, 255]),
+    "sigmoid": (STORED, CT | WINDOW | {"VOILUTFunction": "SIGMOID"}, [0, 30, 79, 128, 153, 252]),
     "narrow": (STORED, CT | {"WindowCenter": 40, "WindowWidth": 1}, [0, 0, 0, 255, 255, 255]),
     "several windows": (STORED, CT | {"WindowCenter": [40, 500], "WindowWidth": [401, 10]}, [0, 0, 77, 128, 153, 255]),
     "inverted": (RAMP, WIDE | {"PhotometricInterpretation": "MONOCHROME1"}, [255, 223, 191, 159, 127, 96, 64, 0]),
-    "VOI table before windows": (
-        RAMP,
-        {"VOILUTSequence": [table(500, 10, VOI)], "WindowCenter": 1, "WindowWidth": 2},
-        VOI_SHOWN,
-    ),
+    "VOI table before windows": (RAMP, WINDOW | {"VOILUTSequence": [table(500, 10, VOI)]}, VOI_SHOWN),
     "VOI table of words": (RAMP, {"VOILUTSequence": [table(500, 10, VOI, "OW")]}, VOI_SHOWN),
     "long table of 8 bits": (  # an index does not wrap around
         RAMP,
@@ -194,37 +197,19 @@ def test_jpeg_in_dicom_is_decoded_by_pillow(tmp_path):
     stream = BytesIO()
     Image.fromarray(np.full((16, 16), 99, np.uint8)).save(stream, "JPEG", quality=95)
     path = write(tmp_path / "a.dcm", np.zeros((16, 16), np.uint8))
-    header = dcmread(path)
-    header.file_meta.TransferSyntaxUID = JPEGBaseline8Bit
-    header.PixelData = encapsulate([stream.getvalue()])
-    header["PixelData"].is_undefined_length = True
-    header.save_as(path)
-    assert np.abs(gray(read_dicom(path)).astype(int) - 99).max() <= 2
-
-    header.PixelData = encapsulate([stream.getvalue()[:100]])
-    header["PixelData"].is_undefined_length = True
-    header.save_as(path)
+    assert np.abs(gray(read_dicom(compressed(path, JPEGBaseline8Bit, stream.getvalue()))).astype(int) - 99).max() <= 2
     with pytest.raises(CorruptFileError, match=r"a\.dcm' cannot be read: "):
-        read_dicom(path)
+        read_dicom(compressed(path, JPEGBaseline8Bit, stream.getvalue()[:100]))
 
 
 def test_a_missing_decoder_is_named_with_the_packages(tmp_path, monkeypatch):
-    path = write(tmp_path / "a.dcm", np.zeros((4, 4), np.uint8))
-    header = dcmread(path)
-    header.file_meta.TransferSyntaxUID = JPEGLosslessSV1
-    header.PixelData = encapsulate([b"\xff\xd8 lossless"])
-    header["PixelData"].is_undefined_length = True
-    header.save_as(path)
-    with pytest.raises(HfExtError) as error:
+    path = compressed(write(tmp_path / "a.dcm", np.zeros((4, 4), np.uint8)), JPEGLosslessSV1, b"\xff\xd8 lossless")
+    named = r"a\.dcm' is compressed as JPEG Lossless.* Install a package that decodes it: .*pylibjpeg"
+    with pytest.raises(HfExtError, match=named) as error:
         read_dicom(path)
     assert not isinstance(error.value, CorruptFileError)
-    assert re.search(
-        r"a\.dcm' is compressed as JPEG Lossless.* Install a package that decodes it: .*pylibjpeg", str(error.value)
-    )
-    header.file_meta.TransferSyntaxUID = "1.2.840.10008.1.2.4.103"  # video
-    header.save_as(path)
     with pytest.raises(CorruptFileError, match=r"a\.dcm' cannot be read"):
-        read_dicom(path)
+        read_dicom(compressed(path, "1.2.840.10008.1.2.4.103", b"video"))
     for module in ("pydicom", "pydicom.pixels"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(HfExtError, match="Reading DICOM files requires pydicom: pip install 'pydicom>=3'"):

@@ -6,39 +6,15 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from hosts import host
 from safetensors.torch import load_file, save_file
 from tiny_adapters import small_llama
 from tiny_models import assert_same_weights, gpt2, llama, mixtral
 from tiny_uni_med import TOKENS, assert_likeliest, batch, config, image, processor, rows, save_parts, uni_med
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    BitsAndBytesConfig,
-    Blip2Config,
-    Blip2ForConditionalGeneration,
-    Blip2QFormerConfig,
-    Blip2VisionConfig,
-    BlipImageProcessorPil,
-    CLIPConfig,
-    CLIPModel,
-    CLIPVisionConfig,
-    ConvNextConfig,
-    ConvNextModel,
-    Dinov2WithRegistersConfig,
-    Dinov2WithRegistersModel,
-    FalconH1Config,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    MambaConfig,
-    OPTConfig,
-    SiglipVisionConfig,
-    SiglipVisionModel,
-    SwinConfig,
-    SwinModel,
-    pipeline,
-)
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig, pipeline
 
 from hf_ext import UniMedConfig, UniMedForConditionalGeneration, UniMedProcessor
 
@@ -73,15 +49,6 @@ def test_the_outputs_have_the_shapes_of_any_language_model(model):
         assert out.router_weights is None
     assert model(**inputs).router_weights is None
     assert model(**inputs, return_dict=False)[0] == out.loss
-
-
-def test_attentions_come_from_the_language_model():
-    model = uni_med()
-    model.set_attn_implementation("eager")
-    inputs = batch()
-    out = model(**inputs, output_attentions=True)
-    length = inputs["input_ids"].shape[1]
-    assert [tuple(attention.shape) for attention in out.attentions] == [(4, 4, length, length)] * 2
 
 
 def test_the_loss_is_that_of_the_answers_alone(model):
@@ -126,6 +93,23 @@ def test_a_row_may_have_several_images():
     options = GREEDY | {"num_beams": 2, "length_penalty": 0.0, "return_dict_in_generate": True, "output_scores": True}
     beams, expected = (model.generate(**each, **options).sequences_scores for each in (inputs, alone))
     torch.testing.assert_close(beams[:1], expected, rtol=1e-4, atol=1e-4)
+
+
+class OneDevice(TorchDispatchMode):
+    """As on GPUs, an operation takes tensors of one device, apart from scalars and copies."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [value for value in args if isinstance(value, torch.Tensor) and value.dim()]
+        assert len({tensor.device for tensor in tensors}) <= 1 or func is torch.ops.aten.copy_.default, func
+        return func(*args, **kwargs or {})
+
+
+def test_images_reach_a_language_model_on_another_device():
+    model, inputs = uni_med(), batch(answers=False)
+    images = model.get_image_features(inputs["pixel_values"], inputs["image_tasks"])
+    add_hook_to_module(model.get_input_embeddings().to("meta"), AlignDevicesHook(execution_device=torch.device("meta")))
+    with OneDevice():
+        assert model._embeddings(inputs["input_ids"], images).device.type == "meta"
 
 
 def test_the_image_token_may_be_in_the_vocabulary_or_not():
@@ -206,7 +190,7 @@ def test_a_checkpoint_of_other_sizes_is_an_error(tmp_path):
         UniMedForConditionalGeneration.from_pretrained(tmp_path, num_experts=6)
 
 
-HYBRID = FalconH1Config(  # it computes buffers of its layers
+HYBRID = transformers.FalconH1Config(  # it computes buffers of its layers
     vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=16,
 )  # fmt: skip
@@ -246,7 +230,10 @@ def test_attention_implementations_agree(tmp_path):
     model.save_pretrained(tmp_path)
     eager = UniMedForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="eager")
     assert {part.config._attn_implementation for part in (eager.vision_tower, eager.language_model)} == {"eager"}
-    torch.testing.assert_close(logits(eager, batch()), logits(model, batch()), rtol=1e-4, atol=1e-5)
+    inputs = batch()
+    out, length = eager(**inputs, output_attentions=True), inputs["input_ids"].shape[1]
+    assert [tuple(attention.shape) for attention in out.attentions] == [(4, 4, length, length)] * 2
+    torch.testing.assert_close(out.logits, logits(model, inputs), rtol=1e-4, atol=1e-5)
     mixed = UniMedForConditionalGeneration.from_pretrained(
         tmp_path, attn_implementation={"vision_config": "eager", "text_config": "sdpa"}
     )
@@ -254,15 +241,6 @@ def test_attention_implementations_agree(tmp_path):
         "eager",
         "sdpa",
     )
-
-
-def test_every_trained_weight_gets_a_gradient(model):
-    model.train()
-    model.vision_tower.requires_grad_(False)
-    model(**batch()).loss.backward()
-    without = [name for name, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
-    assert without == []
-    assert all(parameter.grad is None for parameter in model.vision_tower.parameters())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -321,18 +299,6 @@ def test_every_way_of_generation_works(options):
     assert len(out.scores) == len(out.logits) == 6
 
 
-def test_beams_find_no_less_likely_answers():
-    model, inputs = uni_med(), batch(answers=False)
-
-    def likelihood(ids):
-        mask = torch.cat([inputs["attention_mask"], torch.ones(4, 6, dtype=torch.long)], 1)
-        scores = logits(model, inputs | {"input_ids": ids, "attention_mask": mask}).log_softmax(-1)[:, -7:-1]
-        return scores.gather(-1, ids[:, -6:, None]).sum((1, 2))
-
-    greedy, beams = model.generate(**inputs, **GREEDY), model.generate(**inputs, **GREEDY, num_beams=32)
-    assert (likelihood(beams) >= likelihood(greedy) - 1e-4).all()
-
-
 def test_text_alone_is_generated_as_by_the_language_model():
     model = uni_med()
     ids = torch.tensor([[3, 14, 15, 16, 4]])
@@ -383,26 +349,21 @@ def test_a_model_of_two_pretrained_parts(tmp_path):
 
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-TOWERS = {
-    "clip": lambda: CLIPModel(
-        CLIPConfig(text_config=SMALL | {"vocab_size": 99}, vision_config=SMALL | {"image_size": 32, "patch_size": 8})
-    ),
-    "siglip": lambda: SiglipVisionModel(SiglipVisionConfig(**SMALL, image_size=32, patch_size=8)),
-    "registers": lambda: Dinov2WithRegistersModel(
-        Dinov2WithRegistersConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32, patch_size=8)
-    ),
-    "swin": lambda: SwinModel(
-        SwinConfig(embed_dim=16, depths=[1, 1], num_heads=[1, 2], window_size=4, image_size=32, patch_size=2),
-        add_pooling_layer=False,
-    ),
-    "convnext": lambda: ConvNextModel(ConvNextConfig(num_stages=2, hidden_sizes=[16, 32], depths=[1, 1], image_size=32)),
-    "blip2": lambda: Blip2ForConditionalGeneration(
-        Blip2Config(
-            vision_config=Blip2VisionConfig(**SMALL, image_size=32, patch_size=8, initializer_range=0.02),
-            qformer_config=Blip2QFormerConfig(**SMALL, encoder_hidden_size=32, vocab_size=99),
-            text_config=OPTConfig(vocab_size=99, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=2,
-                                  word_embed_proj_dim=32),
-        )
+PATCHED = {"image_size": 32, "patch_size": 8}
+TOWERS = {  # by name: class, fields of its configuration
+    "clip": ("CLIP", {"text_config": SMALL | {"vocab_size": 99}, "vision_config": SMALL | PATCHED}),
+    "siglip": ("SiglipVision", SMALL | PATCHED),
+    "registers": ("Dinov2WithRegisters", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2} | PATCHED),
+    "swin": ("Swin", {"embed_dim": 16, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4} | PATCHED | {"patch_size": 2}),
+    "convnext": ("ConvNext", {"num_stages": 2, "hidden_sizes": [16, 32], "depths": [1, 1], "image_size": 32}),
+    "blip2": (
+        "Blip2",
+        {
+            "vision_config": SMALL | PATCHED | {"initializer_range": 0.02},
+            "qformer_config": SMALL | {"encoder_hidden_size": 32, "vocab_size": 99},
+            "text_config": {"model_type": "opt", "vocab_size": 99, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 1}
+            | {"num_attention_heads": 2, "word_embed_proj_dim": 32},
+        },
     ),
 }  # fmt: skip
 
@@ -410,9 +371,12 @@ TOWERS = {
 @pytest.mark.parametrize("kind", TOWERS)
 def test_any_vision_tower_serves(tmp_path, kind):
     torch.manual_seed(0)
-    tower = TOWERS[kind]().eval()
+    name, fields = TOWERS[kind]
+    options = {"add_pooling_layer": False} if kind == "swin" else {}
+    suffix = "ForConditionalGeneration" if kind == "blip2" else "Model"
+    tower = getattr(transformers, f"{name}{suffix}")(getattr(transformers, f"{name}Config")(**fields), **options).eval()
     tower.save_pretrained(tmp_path / "vision")
-    BlipImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vision")
+    transformers.BlipImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vision")
     _, text = save_parts(tmp_path / "parts", gpt=True)
     model = UniMedForConditionalGeneration.from_vision_text_pretrained(tmp_path / "vision", text)
     pixels = torch.randn(2, 3, 32, 32)
@@ -437,8 +401,10 @@ def test_any_vision_tower_serves(tmp_path, kind):
 
 def test_a_tower_inside_a_vision_language_model(tmp_path):
     torch.manual_seed(0)
-    vision = CLIPVisionConfig(**SMALL, image_size=32, patch_size=8)
-    whole = LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=llama().config)).eval()
+    vision = transformers.CLIPVisionConfig(**SMALL, image_size=32, patch_size=8)
+    whole = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(vision_config=vision, text_config=llama().config)
+    ).eval()
     whole.save_pretrained(tmp_path / "llava")
     _, text = save_parts(tmp_path)
     model = UniMedForConditionalGeneration.from_vision_text_pretrained(tmp_path / "llava", text)
@@ -462,12 +428,12 @@ def test_images_of_another_size_are_interpolated():
     assert model.generate(ids, **options, **GREEDY).shape == (1, 24)
 
 
-NARROW = OPTConfig(  # its embeddings are narrower than its hidden states
+NARROW = transformers.OPTConfig(  # its embeddings are narrower than its hidden states
     vocab_size=96, hidden_size=32, word_embed_proj_dim=16, ffn_dim=48, num_hidden_layers=1, num_attention_heads=2
 )
 
 
-LINEAR = MambaConfig(vocab_size=96, hidden_size=64, state_size=8, num_hidden_layers=2)  # its cache has no length
+LINEAR = transformers.MambaConfig(vocab_size=96, hidden_size=64, state_size=8, num_hidden_layers=2)  # its cache has no length
 
 
 @pytest.mark.parametrize(
