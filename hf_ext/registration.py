@@ -113,8 +113,11 @@ def _add_peft_types() -> None:
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
     from peft.utils import register_peft_method
 
-    # Adapters of PissaConfig are of type LORA, except for PEFT's function that collects what is saved.
-    for package, name in (("pissa", "Pissa"), ("pissa", "QPissa"), ("uni_med.upcycling", "CMoE")):
+    for package, name, module in (
+        ("pissa", "Pissa", "model"),
+        ("pissa", "QPissa", "quantized"),
+        ("uni_med.upcycling", "CMoE", "model"),
+    ):
         key = name.upper()
         if key not in PeftType.__members__:  # PEFT registers methods only under members of this enumeration
             member = str.__new__(PeftType, key)
@@ -124,7 +127,7 @@ def _add_peft_types() -> None:
             type.__setattr__(PeftType, key, member)
         if PeftType(key) not in PEFT_TYPE_TO_TUNER_MAPPING:
             config = _imported(f"hf_ext.{package}.config", f"{name}Config")
-            model = _imported(f"hf_ext.{package}.model", f"{name}Model")
+            model = _imported(f"hf_ext.{package}.{module}", f"{name}Model")
             register_peft_method(name=key.lower(), config_cls=config, model_cls=model, prefix="lora_")
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 import hf_ext
-from hf_ext.cli import checkpoints, emr, fm_delta, pissa, tools, trans_lora, weight_sync
+from hf_ext.cli import checkpoints, emr, fm_delta, tools, trans_lora, weight_sync
 from hf_ext.cli.command import app, flag
 
 INTRODUCTION = """\
@@ -42,7 +42,7 @@ def installed_version(package: str) -> str:
 
 def tutorial() -> str:
     """Returns the help of `hf-ext`. A paragraph after "\\b" is not wrapped again."""
-    modules = (fm_delta, checkpoints, emr, weight_sync, trans_lora, pissa, tools)
+    modules = (fm_delta, checkpoints, emr, weight_sync, trans_lora, tools)
     text = "\n\n".join([INTRODUCTION, *(str(module.section) for module in modules), CLOSING])
     return "\n\n".join(f"\b\n{paragraph}" for paragraph in text.split("\n\n"))
 

@@ -148,45 +148,19 @@ def variables_of_caller(owner: object, function: str) -> Mapping[str, Any] | Non
     return None
 
 
-def config_and_name_of_layer(options: Mapping[str, Any]) -> tuple[LoraConfig, str]:
-    """Returns the adapter's configuration and the layer's name, for a LoRA layer that PEFT makes or updates with `options`.
-
-    PEFT 0.19 and later pass the configuration to the layer, and the name in some calls; a layer without a name is called "a
-    layer" in errors. PEFT 0.18 passes neither.
-    """
-    from peft.tuners.lora import LoraModel
-
-    variables = None
-    if "config" not in options or "target_name" not in options:
-        variables = variables_of_caller(LoraModel, "_create_and_replace")
-    variables = variables or {}
-    return variables.get("lora_config") or options["config"], variables.get("current_key") or options.get("target_name", "")
-
-
-def tuner_that_makes_layer() -> Any:
-    """Returns the tuner that adds an adapter's layers at this moment, for its `add_weighted_adapter`. PEFT hands it to no layer
-    and no configuration. None where PEFT's function has another name; `pissa.add_weighted_adapter` works there too."""
-    from peft.tuners.lora import LoraModel
-
-    return (variables_of_caller(LoraModel, "_create_and_replace") or {}).get("self")
-
-
-def rank_of_combination(tuner: Any, adapters: list[str], combination_type: str) -> int:
-    """Returns the rank that PEFT's `add_weighted_adapter` gives a combination by SVD, after PEFT's check of the adapters: the
-    largest of theirs. Where the check has another name, PEFT makes it later."""
-    if not hasattr(tuner, "_check_add_weighted_adapter"):
-        return max(tuner.peft_config[adapter].r for adapter in adapters)
-    return tuner._check_add_weighted_adapter(adapters=adapters, combination_type=combination_type, svd_rank=None)[1]
-
-
-def loads_adapter_by_transformers() -> bool:
-    """Tells whether `load_adapter` of a Transformers model runs at this moment, to which PEFT's functions look as those of a
-    training. False where that is gone."""
+def targets_moved_to_experts(config: LoraConfig, model: torch.nn.Module) -> list[str]:
+    """Returns the parameters of experts to which PEFT 0.21 moves targets of a LoRA in this model, when it attaches or loads it.
+    It moves projections of shared experts and dense layers too, if their names are those of the experts' in older checkpoints.
+    Empty where PEFT's functions have other names."""
     try:
-        from transformers.integrations.peft import PeftAdapterMixin
+        from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:
-        return False
-    return variables_of_caller(PeftAdapterMixin, "load_adapter") is not None
+        return []
+    if not isinstance(config.target_modules, str) or config.target_modules == "all-linear":
+        config = _maybe_include_all_linear_layers(config, model)
+    convert_peft_config_for_transformers(config, model, None)
+    return sorted(config.target_parameters or ())
 
 
 def requested_quantization() -> Any:
@@ -220,32 +194,6 @@ def loads_weights_later() -> bool:
     except ImportError:
         return False
     return is_fsdp_enabled() and not is_local_dist_rank_0()
-
-
-def saves_adapter() -> bool:
-    """Tells whether PEFT collects an adapter's tensors at this moment.
-
-    PEFT 0.21 and later ask the tuner of the adapter's type for them. If the layers' state dicts held the saved form instead,
-    FSDP 2 could not load them: their shapes would not be those of the parameters. Where the function has another name, PiSSA
-    adapters are saved in two parts, A and A₀, which only this package loads.
-    """
-    from peft.utils import save_and_load
-
-    return variables_of_caller(save_and_load, "get_peft_model_state_dict") is not None
-
-
-def loads_adapter() -> bool:
-    """Tells whether PEFT loads a saved adapter's tensors at this moment."""
-    from peft.utils import save_and_load
-
-    return variables_of_caller(save_and_load, "set_peft_model_state_dict") is not None
-
-
-def saves_only_lora_tensors() -> bool:
-    """Tells whether PEFT saves only A and B of adapter types that it does not know, as versions before 0.21 do."""
-    from peft.tuners.tuners_utils import BaseTuner
-
-    return not hasattr(BaseTuner, "_get_adapter_state_dict")
 
 
 def recomputes_in_backward() -> bool:

@@ -54,7 +54,10 @@ def principal_components(
     """
     smaller = min(weight.shape[-2:])
     if not 0 < rank <= smaller:
-        raise ValueError(f"A matrix of {weight.shape[-2]} × {weight.shape[-1]} has {smaller} components, not {rank}.")
+        raise ValueError(
+            f"r={rank} is not possible: a matrix of {weight.shape[-2]} × {weight.shape[-1]} has {smaller} principal "
+            "components. Set a smaller r, or a rank_pattern for this layer."
+        )
     if weight.shape[-2] > weight.shape[-1]:
         transposed = principal_components(weight.mT, rank, niter, seed, block)
         return Components(transposed.Vh.mT, transposed.S, transposed.U.mT, transposed.block)
@@ -118,16 +121,3 @@ def is_of(B: torch.Tensor, A: torch.Tensor, scaling: float, weight: torch.Tensor
     A = A.to(weight.dtype)
     expected = scaling * A.square().sum(-1, keepdim=True) * A
     return bool(torch.linalg.norm(projected - expected) <= SAME_WEIGHT * torch.linalg.norm(expected))
-
-
-def truncate(B: torch.Tensor, A: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes the best approximation of the product B A (m × p, p × n) by a smaller rank, without forming the product.
-
-    Returns:
-        The factors, m × k and k × n, and all singular values of the product (float64); k is the rank, but at most m and n.
-    """
-    left, right = torch.linalg.qr(B.double()), torch.linalg.qr(A.double().mT)
-    U, S, Vh = torch.linalg.svd(left.R @ right.R.mT)
-    root = S[:rank].sqrt()
-    kept = len(root)
-    return ((left.Q @ U[:, :kept]) * root).to(B.dtype), (root[:, None] * (Vh[:kept] @ right.Q.mT)).to(A.dtype), S
