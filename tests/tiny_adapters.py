@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import peft
-import pytest
 import torch
-from packaging.version import Version
 from peft import PeftConfig, PeftModel, get_peft_model
 from tiny_models import VOCABULARY, inputs
 from torch import nn
+from torch.nn import functional
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -23,15 +21,7 @@ from transformers import (
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 FP4_IN_FLOATS = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": torch.float32}
-INT8 = {"load_in_8bit": True}
-
-
-def needs_peft(version: str, reason: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(Version(peft.__version__) < Version(version), reason=f"needs peft>={version}: {reason}")
-
-
-SAVED_BIASES = needs_peft("0.21", "older versions do not save the biases that bias= trains")
-SAVED_RESIDUALS = needs_peft("0.21", "older versions save only A and B of an adapter type that they do not know")
+INPUTS = {1: (2, 3, 20), 2: (2, 3, 12, 12), 3: (2, 3, 6, 6, 6)}  # of `Convolutions`
 
 
 def load(folder: Path, quantization: dict | None = None) -> PreTrainedModel:
@@ -52,6 +42,20 @@ def small_gpt2() -> PreTrainedModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=1, **sizes))
 
 
+class Convolutions(nn.Module):
+    """Two convolutions of a number of dimensions, the second with a kernel of size 1."""
+
+    def __init__(self, dimensions: int):
+        super().__init__()
+        torch.manual_seed(0)
+        kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions - 1]
+        self.wide, self.pointwise = kind(3, 8, 3, stride=2, padding=1), kind(8, 6, 1, bias=False)
+        self.inputs = torch.randn(INPUTS[dimensions])
+
+    def forward(self) -> torch.Tensor:
+        return self.pointwise(functional.gelu(self.wide(self.inputs)))
+
+
 def trained(model: PreTrainedModel, config: PeftConfig, seed: int = 1) -> PeftModel:
     """The model with an adapter, all trainable weights of which have moved a little."""
     return moved(get_peft_model(model, config), seed)
@@ -66,9 +70,12 @@ def moved(model: nn.Module, seed: int = 1) -> nn.Module:
     return model
 
 
+@torch.no_grad()
 def logits(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(**inputs(model)).logits
+    """The logits of a model of Transformers, or the output of `Convolutions`."""
+    if not hasattr(getattr(model, "config", None), "is_encoder_decoder"):
+        return model.eval()()
+    return model.eval()(**inputs(model)).logits
 
 
 def trainable(model: nn.Module) -> dict[str, torch.Tensor]:

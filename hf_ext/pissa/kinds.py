@@ -74,6 +74,9 @@ class _PissaConv(PissaLayer):
             )
         return self.base_weight().float().flatten(1)
 
+    def get_delta_weight(self, adapter: str) -> torch.Tensor:
+        return super().get_delta_weight(adapter).reshape(self.get_base_layer().weight.shape)
+
     def product(self, adapter: str, x: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         conv = self.lora_A[adapter]
         return self.conv_fn(self.conv_fn(x, A, stride=conv.stride, padding=conv.padding), B)

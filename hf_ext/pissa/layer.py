@@ -117,6 +117,11 @@ class PissaLayer(LoraLayer):
             ValueError: the layer's weight cannot be decomposed.
         """
         A, B = self.factors(adapter)
+        if config.init_lora_weights and is_offloaded(self.get_base_layer()):
+            raise ValueError(
+                f"The weight of {self.get_base_layer()} is offloaded, and PiSSA cannot start from it. Load the base without "
+                "offloading to the CPU or the disk (device_map)."
+            )
         decomposes = bool(config.init_lora_weights) and A.device.type != "meta" and not loads_weights_later()
         if decomposes:
             if self.merged:
@@ -183,11 +188,6 @@ class PissaLayer(LoraLayer):
                 f"The weight of {layer} is quantized ({weight.dtype}): PiSSA cannot start from it. Use QPissaConfig for a "
                 "model in 4 bits of bitsandbytes, or load the base in bfloat16."
             )
-        if is_offloaded(layer):
-            raise ValueError(
-                f"The weight of {layer} is offloaded, and PiSSA cannot start from it. Load the base without offloading to the "
-                "CPU or the disk (device_map)."
-            )
         if weight.dim() < 2:
             raise ValueError(
                 f"The weight of {layer} is a shard of shape {tuple(weight.shape)}, because DeepSpeed ZeRO-3 or FSDP has "
@@ -208,7 +208,7 @@ class PissaLayer(LoraLayer):
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         delta = self.delta(adapter).to(self.factors(adapter)[0].dtype)
-        return (delta.T if self.is_transposed() else delta).reshape(self.get_base_layer().weight.shape)
+        return delta.T if self.is_transposed() else delta
 
     @torch.no_grad()
     def norm(self, adapter: str) -> torch.Tensor:
