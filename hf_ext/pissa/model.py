@@ -100,14 +100,20 @@ class PissaModel(LoraModel):
         keys = {id(tensor): key for key, tensor in model.state_dict(keep_vars=True).items()}
         layers = [layer for layer in model.modules() if isinstance(layer, PissaLayer) and adapter_name in layer.scaling]
         for layer in tqdm(layers, desc="Rebuilding residuals", unit=" layers", disable=not cls.is_quantized):
-            parameters = (*layer.factors(adapter_name), layer.initial_A[adapter_name], layer.initial_B[adapter_name])
-            a, b, a0, b0 = (keys[id(parameter)] for parameter in parameters)
+            a, b, a0, b0, *magnitude = (keys[id(parameter)] for parameter in layer.adapter_parameters(adapter_name))
+            for key in (a, b, *magnitude):
+                # Under a module whose state dict hides its name, PEFT does not find the layer.
+                saved = cls._remove_adapter_name_from_key(key, adapter_name)
+                name = next((name for name in (saved, f"base_model.model.{saved}") if name in state), key)
+                if name in state:
+                    state[key] = state.pop(name)
             if a in state and b in state and a0 not in state:
                 rank = layer.r[adapter_name]
                 if len(state[a]) != 2 * rank:
                     raise HfExtError(
-                        f"The saved adapter has rank {len(state[a])} in {a}, but PiSSA with r={rank} saves rank {2 * rank}. Load "
-                        "it with PeftModel.from_pretrained, and with config=PissaConfig.from_pretrained(folder) to resume PiSSA."
+                        f"The saved adapter has rank {len(state[a])} in {a}, but PiSSA with r={rank} saves rank {2 * rank}. "
+                        "Load it with PeftModel.from_pretrained, and with config=PissaConfig.from_pretrained(folder) to resume "
+                        "PiSSA."
                     )
                 state[a], state[b], state[a0], state[b0] = unstack(state[a], state[b], cls.is_quantized)
                 layer.check_start(adapter_name, whole(state[a0]), whole(state[b0]))

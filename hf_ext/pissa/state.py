@@ -11,7 +11,8 @@ import torch
 
 
 def stack(state_dict: dict[str, torch.Tensor], adapter: str, is_quantized: bool = False) -> dict[str, torch.Tensor]:
-    """Returns the factors that are saved, for each layer with the adapter in a model's state dict.
+    """Returns the tensors that are saved, for each layer with the adapter in a model's state dict: the stacked factors, and
+    DoRA's magnitudes.
 
     Raises:
         ValueError: the factors are shards.
@@ -32,6 +33,9 @@ def stack(state_dict: dict[str, torch.Tensor], adapter: str, is_quantized: bool 
         A0, B0 = state_dict[start].to(A.dtype), state_dict[f"{layer}initial_B.{adapter}"].to(B.dtype)
         first, second = (A, -B0) if is_quantized else (A - A0, B - B0)
         saved[a], saved[b] = torch.cat([first, A0]), torch.cat([B, second], dim=1)
+        magnitude = f"{layer}lora_magnitude_vector.{adapter}"
+        if f"{magnitude}.weight" in state_dict:
+            saved[magnitude] = state_dict[f"{magnitude}.weight"]  # PEFT saves it under this name
     return saved
 
 
