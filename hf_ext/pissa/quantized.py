@@ -120,6 +120,7 @@ class ResidualLinear(nn.Module):
         self.quantization = Quantization.of(layer)
         self.out_features, self.in_features = original.shape
         self.scaling, self.rank = 1.0, 0
+        self.packs = getattr(layer, "support_avx512bf16_for_cpu", False)
         # Frozen parameters: DDP synchronizes buffers at every forward.
         self.register_parameter("A", None)
         self.register_parameter("B", None)
@@ -160,12 +161,11 @@ class ResidualLinear(nn.Module):
         """Sets A₀, B₀ and the residual, in the place of the layer's weight."""
         self.scaling, self.rank = scaling, len(A)
         self._set_factors(A.float(), B.float())
-        self._set_weight(quantized)
         # bitsandbytes' layout for inference on some CPUs rounds the scales, and so would what is computed from them.
-        self.layer.support_avx512bf16_for_cpu = False
+        self._set_weight(quantized, packs=False)
 
-    def _set_weight(self, quantized: QuantizedWeight) -> None:
-        weight = self.layer.weight
+    def _set_weight(self, quantized: QuantizedWeight, packs: bool) -> None:
+        weight, self.layer.support_avx512bf16_for_cpu = self.layer.weight, packs
         weight.data.copy_(quantized.data)
         weight.quant_state = self.layer.quant_state = quantized.quant_state
 
@@ -204,7 +204,8 @@ class ResidualLinear(nn.Module):
     def requantized(self) -> nn.Module:
         """Returns the 4-bit layer with the quantized sum of the residual and all factors."""
         A, B = self.factors()
-        self._set_weight(self.quantization.quantize(dequantize(self.weight) + self.scaling * (B.float() @ A.float())))
+        weight = dequantize(self.weight) + self.scaling * (B.float() @ A.float())
+        self._set_weight(self.quantization.quantize(weight), self.packs)
         return self.layer
 
     def restored(self) -> nn.Module:
@@ -215,7 +216,7 @@ class ResidualLinear(nn.Module):
         """
         if self.B is not None:
             weight = self.original.read(self.weight.device)
-            self._set_weight(self.quantization.quantize(weight.to(self.quantization.dtype)))
+            self._set_weight(self.quantization.quantize(weight.to(self.quantization.dtype)), self.packs)
         return self.layer
 
 

@@ -196,10 +196,11 @@ for name, config in (("pissa", hf_ext.PissaConfig), ("qpissa", hf_ext.QPissaConf
         expected = model.eval()(tokens).logits
     model.push_to_hub(f"me/{name}")
     with torch.no_grad():
-        loaded = AutoPeftModelForCausalLM.from_pretrained(f"me/{name}", **quantization).eval()(tokens).logits
+        adapter = f"me/{name}"
+        loaded = AutoPeftModelForCausalLM.from_pretrained(adapter, **quantization).eval()(tokens).logits
         print((loaded - expected).abs().max().item())
         again = PeftModel.from_pretrained(
-            AutoModelForCausalLM.from_pretrained("me/base", **quantization), f"me/{name}", config=config.from_pretrained(f"me/{name}")
+            AutoModelForCausalLM.from_pretrained("me/base", **quantization), adapter, config=config.from_pretrained(adapter)
         )
         print((again.eval()(tokens).logits - expected).abs().max().item())
 """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from stop_after import StopAfter
-from tiny_adapters import NF4, SAVED_RESIDUALS, difference, load, logits, small_llama
+from tiny_adapters import NF4, difference, load, logits, small_llama
 from tiny_models import VOCABULARY
 from training_seeds import training_seed
 from transformers import Trainer, TrainingArguments
@@ -20,15 +20,12 @@ OPTIONS = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 KINDS = {
     "pissa": (PissaConfig, OPTIONS, None),
     "pissa rslora": (PissaConfig, OPTIONS | {"use_rslora": True, "lora_alpha": 3}, None),
+    "pissa dora": (PissaConfig, OPTIONS | {"use_dora": True}, None),
     "qpissa": (QPissaConfig, OPTIONS, NF4),
 }
-RESIDUAL = (QPissaConfig, OPTIONS | {"save_residual": True}, None)
 every_kind = pytest.mark.parametrize(
     ("kind", "options", "quantization"),
-    [
-        *(pytest.param(*kind, id=name, marks=[pytest.mark.slow] * ("rslora" in name)) for name, kind in KINDS.items()),
-        pytest.param(*RESIDUAL, id="qpissa on full precision", marks=SAVED_RESIDUALS),
-    ],
+    [pytest.param(*kind, id=name, marks=[pytest.mark.slow] * ("rslora" in name)) for name, kind in KINDS.items()],
 )
 
 

@@ -6,14 +6,13 @@ import bitsandbytes as bnb
 import pytest
 import torch
 
-from hf_ext.pissa.quantization import Quantization, dequantize, quantized_residual, residual, unpacked
+from hf_ext.pissa.quantization import Quantization, dequantize, quantized_residual, residual
 
 FORMATS = {
     "nf4": Quantization("nf4", double=False),
     "nf4 double": Quantization("nf4"),
     "fp4": Quantization("fp4"),
     "fp4 in floats": Quantization("fp4", storage=torch.float32, dtype=torch.bfloat16),
-    "int8": Quantization("int8", double=False, dtype=torch.float16),
 }
 every_format = pytest.mark.parametrize("quantization", FORMATS.values(), ids=FORMATS)
 
@@ -57,24 +56,20 @@ def test_rounding_is_quantizing_and_dequantizing(quantization, shape):
 
 @every_format
 def test_a_layers_format_follows_from_its_weight(quantization):
-    layer = bnb.nn.Linear8bitLt(128, 96, has_fp16_weights=False) if quantization.bits == 8 else bnb.nn.Linear4bit(128, 96)
+    layer = bnb.nn.Linear4bit(128, 96)
     layer.weight = quantization.quantize(weight())
     assert Quantization.of(layer) == quantization
-    assert Quantization.of(torch.nn.Linear(4, 4)) is None
 
 
 @every_format
 def test_the_quantized_weight_is_bitsandbytes_own(quantization):
     matrix = weight()
-    layer = (
-        bnb.nn.Linear8bitLt(128, 96, bias=False, has_fp16_weights=False)
-        if quantization.bits == 8
-        else bnb.nn.Linear4bit(128, 96, bias=False, quant_type=quantization.quant_type, compress_statistics=quantization.double)
-    )
+    options = {"quant_type": quantization.quant_type, "compress_statistics": quantization.double}
+    layer = bnb.nn.Linear4bit(128, 96, bias=False, **options)
     layer.load_state_dict({"weight": matrix})
     layer = layer.to("cpu")
     decoded = dequantize(quantization.quantize(matrix))
-    expected = dequantize(layer.weight, getattr(layer, "state", None))
+    expected = dequantize(layer.weight)
     # The storage differs, and a type of fewer bits rounds; the codes are the same.
     torch.testing.assert_close(decoded, expected, rtol=2**-8, atol=0)
     assert torch.linalg.norm(decoded - matrix) < 0.2 * torch.linalg.norm(matrix)
@@ -87,10 +82,6 @@ def test_less_is_missing_than_from_the_quantized_weight_alone(quantization, iter
     start = quantized_residual(matrix, 12, quantization, iterations, scaling=2.0)
     error, plain = nuclear(missing(matrix, start, 2.0)), nuclear(matrix - dequantize(quantization.quantize(matrix)))
     assert error < plain
-    assert start.error == pytest.approx((torch.linalg.norm(missing(matrix, start, 2.0)) / torch.linalg.norm(matrix)).item())
-    plain_error = torch.linalg.norm(matrix - dequantize(quantization.quantize(matrix))) / torch.linalg.norm(matrix)
-    assert start.error < plain_error
-    assert 0.3 < start.energy < 1
 
 
 def test_the_error_is_at_most_that_of_the_authors_algorithm():
@@ -133,9 +124,6 @@ def test_a_weight_in_the_layout_for_inference_is_unpacked():
     layer.weight.data, layer.weight.quant_state = bnb.functional._convert_weight_packed_for_cpu(
         layer.weight.data, layer.weight.quant_state
     )
-    packed = layer.weight.data.clone()
-    assert not torch.equal(packed, codes)
+    assert not torch.equal(layer.weight.data, codes)
     assert Quantization.of(layer) == quantization
-    assert torch.equal(layer.weight.data, packed)  # asking changes nothing
-    assert torch.equal(unpacked(layer).data, codes)
-    assert Quantization.of(layer) == quantization
+    assert torch.equal(layer.weight.data, codes)
