@@ -1,4 +1,4 @@
-"""Measure PiSSA and QPiSSA: start, decomposition, quantization error, rounding, steps and memory, each with its peer.
+"""Measure PiSSA and QPiSSA: start, decomposition, quantization error, saved adapters, steps and memory, each with its peer.
 
     python benchmarks/pissa.py
 
@@ -9,22 +9,40 @@ The section `large` takes several minutes, for the peer's exact decompositions.
 import argparse
 import copy
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
+from datasets import Dataset
 from fine_tunes import minilm
 from measuring import fresh, in_turns, peak_of, print_table, ratio, run_sections, timed
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.conversion import save_as_lora
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BatchEncoding,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaModel,
+    PreTrainedModel,
+    set_seed,
+)
 from transformers.utils import logging
 
 from hf_ext import PissaConfig, QPissaConfig
 from hf_ext.pissa.decomposition import initial_factors, principal_components
 from hf_ext.pissa.quantization import Quantization, dequantize, quantized_residual
-from hf_ext.pissa.state import stacked
+from hf_ext.pissa.state import stack
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from compress_and_push import standard_library_docstrings  # noqa: E402
 
 NF4, DOUBLE_QUANT = Quantization("nf4", double=False), Quantization("nf4", double=True)
 RANKS = [8, 16, 32, 64]
@@ -53,7 +71,7 @@ def decaying(rows: int, columns: int, power: float = 0.7) -> torch.Tensor:
 
 def configuration(kind: str, rank: int) -> LoraConfig:
     options = {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
-    kinds = {"PissaConfig": PissaConfig, "PissaConfig, exact": partial(PissaConfig, svd="exact")}
+    kinds = {"PissaConfig": PissaConfig, "PissaConfig, exact": partial(PissaConfig, init_lora_weights="pissa")}
     if kind in kinds:
         return kinds[kind](**options)
     return LoraConfig(init_lora_weights={"LoRA": True}.get(kind, kind), **options)
@@ -249,12 +267,56 @@ def rounding(args: argparse.Namespace) -> dict:
         change = B @ A - B0 @ A0
         errors = {}
         for name, cancels in (("hf_ext", False), ("the form of PEFT's own conversion", True)):
-            rows, columns = (factors.bfloat16().float() for factors in stacked(A, B, A0, B0, cancels))
+            state = {"lora_A.x.weight": A, "lora_B.x.weight": B, "initial_A.x": A0, "initial_B.x": B0}
+            rows, columns = (factor.bfloat16().float() for factor in stack(state, "x", cancels).values())
             errors[name] = (torch.linalg.norm(columns @ rows - change) / torch.linalg.norm(change)).item()
         results[moved] = errors
     rows = [[f"{100 * moved:g} %", *(f"{100 * error:.1f} %" for error in errors.values())] for moved, errors in results.items()]
     title = "A matrix of 1024 × 1024, r = 16: error of the change after rounding the saved factors to bf16"
     print_table(title, ["training moved the factors by", *results[0.1]], rows)
+    return results
+
+
+def saved(args: argparse.Namespace) -> dict:
+    """Measures trained adapters on a base in bf16: how far the logits are from the live model's after a reload, and after
+    PEFT's `save_as_lora` has cut the change to rank r. The task is `examples/run_pissa.py`'s, without training the head."""
+    data, tokenizer = standard_library_docstrings(), AutoTokenizer.from_pretrained(minilm())
+    rank, rows, results = 16, [], {}
+
+    def tokens(part: Dataset) -> BatchEncoding:
+        return tokenizer(part["text"][:], truncation=True, max_length=64, padding=True, return_tensors="pt")
+
+    def base() -> PreTrainedModel:
+        set_seed(0)  # for the weights of the head
+        return AutoModelForSequenceClassification.from_pretrained(minilm(), num_labels=8, dtype=torch.bfloat16)
+
+    @torch.no_grad()
+    def logits(model: torch.nn.Module) -> torch.Tensor:
+        return model.eval()(**tokens(data["test"].select(range(200)))).logits.float()
+
+    for dtype, upcast in {"float32": True, "bf16": False}.items():
+        for kind in ("LoRA", "PissaConfig"):
+            model = get_peft_model(base(), configuration(kind, rank), autocast_adapter_dtype=upcast).train()
+            optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=5e-4)
+            for start in range(0, 60 * 16, 16):
+                batch = data["train"].select(range(start, start + 16))
+                model(**tokens(batch), labels=torch.tensor(batch["label"][:])).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            live, distances = logits(model), [(logits(model) - logits(base())).abs().max().item()]
+            with tempfile.TemporaryDirectory() as folder:
+                model.save_pretrained(f"{folder}/whole")
+                save_as_lora(f"{folder}/cut", model, rank=rank)
+                for name in ("whole", "cut"):
+                    again = PeftModel.from_pretrained(base(), f"{folder}/{name}", autocast_adapter_dtype=upcast)
+                    distances.append((logits(again) - live).abs().max().item())
+            deltas = [layer.get_delta_weight("default") for layer in model.modules() if hasattr(layer, "get_delta_weight")]
+            squares = [torch.linalg.svdvals(delta.float()).square() for delta in deltas]
+            lost = statistics.mean((part[rank:].sum() / part.sum()).sqrt().item() for part in squares)
+            results[f"{kind}, {dtype}"] = {"logits": distances, "lost": lost}
+            rows.append([f"{kind}, in {dtype}", *(f"{distance:.2g}" for distance in distances), f"{100 * lost:.1f} %"])
+    header = ["adapter", "moves logits by", "reloaded: other by", f"cut to rank {rank}: other by", "of the change is cut off"]
+    print_table(f"MiniLM in bf16, 60 steps on docstrings, r = {rank}: largest difference of a logit", header, rows)
     return results
 
 
@@ -330,7 +392,15 @@ def memory(args: argparse.Namespace) -> dict:
     return results
 
 
-SECTIONS = {"start": start, "error": error, "large": large, "rounding": rounding, "steps": steps, "memory": memory}
+SECTIONS = {
+    "start": start,
+    "error": error,
+    "large": large,
+    "rounding": rounding,
+    "saved": saved,
+    "steps": steps,
+    "memory": memory,
+}
 
 
 def main():

@@ -30,7 +30,7 @@ import torch
 from fine_tunes import minilm, read_split
 from measuring import print_table
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import Linear4bit
 from safetensors import safe_open
 from scipy import stats
 from transformers import (
@@ -73,7 +73,7 @@ def loftq(model: PreTrainedModel, **options) -> PeftModel:
     with safe_open(Path(model.config._name_or_path) / "model.safetensors", "pt") as weights:
         names = {name.removeprefix("bert."): name for name in weights.keys()}
         for name, layer in model.named_modules():
-            if isinstance(layer, LoraLayer) and Quantization.of(layer.base_layer):
+            if isinstance(layer, Linear4bit):
                 name = name.removeprefix("base_model.model.").removeprefix("bert.")
                 original = weights.get_tensor(names[f"{name}.weight"]).float()
                 product = torch.zeros_like(original)
