@@ -33,7 +33,7 @@ FIRST = {
     "emr": "merge add_task extract task report verify",
     "fm_delta": "enable disable compress_checkpoint decompress_checkpoint inspect verify switch open CompressCheckpoints "
     "extract_lora find_base compress_all",
-    "pissa": "PissaConfig QPissaConfig convert_to_lora report",
+    "pissa": "PissaConfig QPissaConfig",
     "storage": "open_checkpoint encode decode apply at_most_cores",
     "trans_lora": "train_discriminator TransLoraConfig TransLoraTrainer transfer migrate Discriminator",
     "uni_med": "UniMedForConditionalGeneration UniMedProcessor UniMedConfig CMoEConfig UniMedCollator mix_datasets evaluate",

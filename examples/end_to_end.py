@@ -38,11 +38,12 @@ import torch
 from compress_and_push import folder_size, push, split, text_set
 from language_model import smollm2
 from peft import PeftModel, get_peft_model
+from peft.tuners.lora.conversion import save_as_lora
 from prompted_tasks import answers, encoded, learn, load_tokenizer, prompted
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HfArgumentParser, PreTrainedModel, set_seed
 from transformers.utils import logging
 
-from hf_ext import QPissaConfig, emr, fm_delta, pissa
+from hf_ext import QPissaConfig, emr, fm_delta
 
 NEW_TOKENS = 2  # a word, and the end
 
@@ -143,7 +144,7 @@ def main():
         )
         model.save_pretrained(folders["adapters"][task])
         found.append(accuracy(model, task))
-        pissa.convert_to_lora(model).save_pretrained(folders["loras"][task])
+        save_as_lora(folders["loras"][task], model, rank=2 * args.r)  # of this rank, without loss
     step("QPiSSA adapters on the base in 4 bits", folders["adapters"], found)
 
     found = []

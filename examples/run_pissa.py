@@ -32,7 +32,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from hf_ext import PissaConfig, QPissaConfig, pissa
+from hf_ext import PissaConfig, QPissaConfig
 
 COLORS = {"lora": "#4477aa", "pissa": "#ee6677", "qlora": "#66ccee", "qpissa": "#aa3377"}
 
@@ -136,8 +136,6 @@ def main():
             arguments = copy.copy(training)
             arguments.seed, arguments.output_dir = seed, str(out / f"{method}-{seed}")
             model = adapted(method, base, labels, args)
-            if training.should_save and method in ("pissa", "qpissa") and seed == args.seeds[0]:
-                print(f"{method}: {pissa.report(model).summary()}")
             trainer = Trainer(
                 model=model, args=arguments, train_dataset=data["train"], eval_dataset=data["test"], processing_class=tokenizer,
                 compute_metrics=lambda p: {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())},

@@ -6,6 +6,7 @@ It runs in processes of its own, signed in (or not) to a `LocalHub`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
@@ -13,9 +14,10 @@ from typing import Any, NamedTuple
 import tiny_transfers
 import tiny_uni_med
 import torch
+from hosts import HAS_PISSA
 from huggingface_hub import HfApi
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
-from tiny_adapters import moved, small_llama
+from tiny_adapters import NF4, moved, small_llama
 from tiny_merges import write_tasks
 from tiny_models import bert, inputs, perturb
 from transformers import (
@@ -24,6 +26,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoProcessor,
     AutoTokenizer,
+    BitsAndBytesConfig,
 )
 
 from hf_ext import PissaConfig, QPissaConfig, TransLoraTrainer, emr, fm_delta
@@ -69,14 +72,14 @@ def tasks_logits(model: Any) -> torch.Tensor:
     return torch.cat(outputs)
 
 
-def pushes_adapter(config: type) -> Callable[..., Any]:
+def adapter(config: type, **of_base: Any) -> Artifact:
     def push(seed: int, repo: str, **options: Any) -> Any:
-        base = AutoModelForCausalLM.from_pretrained("user/llama")
+        base = AutoModelForCausalLM.from_pretrained("user/llama", **of_base)
         model = moved(get_peft_model(base, config(r=4, target_modules="all-linear", task_type="CAUSAL_LM")), seed)
         model.push_to_hub(repo, **options)
         return model
 
-    return push
+    return Artifact(push, partial(AutoPeftModelForCausalLM.from_pretrained, **of_base), logits)
 
 
 def push_discriminator(seed: int, repo: str, **options: Any) -> Discriminator:
@@ -122,14 +125,15 @@ def load_uni_med(repo: str, **options: Any) -> Any:
 ARTIFACTS = {
     "fm_delta": Artifact(push_compressed, AutoModelForSequenceClassification.from_pretrained, logits),
     "emr": Artifact(push_merge, AutoModelForSequenceClassification.from_pretrained, tasks_logits),
-    "pissa": Artifact(pushes_adapter(PissaConfig), AutoPeftModelForCausalLM.from_pretrained, logits),
-    "qpissa": Artifact(pushes_adapter(QPissaConfig), AutoPeftModelForCausalLM.from_pretrained, logits),
     "discriminator": Artifact(
         push_discriminator, Discriminator.from_pretrained, lambda made: torch.tensor(made.score(tiny_transfers.SEEDS))
     ),
     "transfer": Artifact(push_transfer, AutoPeftModelForCausalLM.from_pretrained, logits),
     "uni_med": Artifact(push_uni_med, load_uni_med, lambda model: model.eval()(**tiny_uni_med.batch()).logits),
 }
+if HAS_PISSA:
+    in_4_bits = BitsAndBytesConfig(**NF4)
+    ARTIFACTS |= {"pissa": adapter(PissaConfig), "qpissa": adapter(QPissaConfig, quantization_config=in_4_bits)}
 
 
 def push_bases() -> None:

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from hosts import pissa
 from huggingface_hub import ModelCardData, metadata_load
 from PIL import Image
 from tiny_adapters import load, small_llama, trained
@@ -98,6 +99,7 @@ def test_the_code_in_the_card_of_a_uni_med_model_runs(tmp_path):
     assert scope["answer"].shape == (1, 3)  # without the prompt
 
 
+@pissa
 def test_a_pissa_adapter_has_the_card_of_peft(tmp_path):
     small_llama().save_pretrained(tmp_path / "base")
     trained(load(tmp_path / "base"), PissaConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")

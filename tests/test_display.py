@@ -9,7 +9,6 @@ import pytest
 
 from hf_ext.emr.reports import MergeReport, TaskReport
 from hf_ext.fm_delta.reports import CheckpointReport, TensorReport
-from hf_ext.pissa.reports import LayerReport, PissaReport
 from hf_ext.trans_lora.reports import Nearest, TransferReport
 
 TENSORS = [
@@ -42,14 +41,6 @@ PICTURES = {
     "checkpoint": (
         CheckpointReport("base", None, TENSORS, original_bytes=400, compressed_bytes=80),
         ["Size of each layer: 0.00 MB of 0.00 MB (20.0 %)", "layer", "MB", "original", "attention, compressed"],
-    ),
-    "pissa": (
-        PissaReport([LayerReport("layers.0.q_proj", 8, 0.3, None, None)]),
-        ["Energy in the adapter", "% of the weight's squared Frobenius norm", "layers.0.q_proj"],
-    ),
-    "qpissa": (
-        PissaReport([LayerReport("layers.0.q_proj", 8, 0.3, 0.02, 0.03)]),
-        ["Quantization error", "% of the weight's Frobenius norm", "with adapter", "without adapter"],
     ),
     "transfer": (
         TRANSFER,

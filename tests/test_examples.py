@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import ClassLabel, Dataset
+from hosts import pissa
 from local_hub import LocalHub
 from peft import PeftConfig
 from PIL import Image, ImageDraw
@@ -123,6 +124,7 @@ def word_model(tmp_path_factory) -> Path:
     return folder
 
 
+@pissa
 def test_end_to_end(tmp_path, word_model, texts):
     out, hub = pushed(
         "end_to_end.py", tmp_path, "user/three", "--model", word_model, "--data", texts, "--tasks", "trec", "cr", "subj",
@@ -160,6 +162,7 @@ def test_merge_and_switch(tmp_path, base, texts):
     assert "2 tasks in " in out and (tmp_path / "demo-out/merged.png").exists()
 
 
+@pissa
 def test_run_pissa(tmp_path, base, texts):
     out = run(
         "run_pissa.py", tmp_path, "--model_name_or_path", base, "--data_dir", texts, "--seeds", training_seed(), "--r", 8,
@@ -259,6 +262,7 @@ def test_follow_training(language_model, tmp_path):
     assert "2 steps took " in printed and (tmp_path / "bytes.png").stat().st_size > 1000
 
 
+@pissa
 def test_demo(language_model, tmp_path):
     printed = run("demo.py", tmp_path, "--model", language_model, "--steps", 2)
     for row in (
@@ -273,6 +277,7 @@ def test_demo(language_model, tmp_path):
     assert (tmp_path / "demo-out/demo.png").stat().st_size > 1000
 
 
+@pissa
 def test_language_model(language_model, tmp_path):
     printed = run("language_model.py", tmp_path, "--model", language_model, "--steps", 2, "--test", 4)
     rows = {line.split()[0]: line.split(" | ") for line in printed.splitlines() if " | " in line}
@@ -283,7 +288,7 @@ def test_language_model(language_model, tmp_path):
     assert (tmp_path / "language-model-out/loss.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["pissa", "full"])
+@pytest.mark.parametrize("full", [pytest.param(False, marks=pissa), True], ids=["pissa", "full"])
 def test_trl_fine_tunes_a_compressed_model(tmp_path, full):
     pytest.importorskip("trl")
     tokenizer = build_tokenizer(64)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hosts import adapters_of_transformers, host
+from hosts import adapters_of_transformers, host, pissa
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from processes import python
 from safetensors.torch import load_file, save_file
@@ -474,7 +474,7 @@ def test_bitsandbytes_quantizes_the_decoded_weights(folder_of, tmp_path, name, k
     assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "again"), plain)
 
 
-@pytest.mark.parametrize("method", ["QLoRA", "QPiSSA"])
+@pytest.mark.parametrize("method", ["QLoRA", pytest.param("QPiSSA", marks=pissa)])
 def test_a_quantized_compressed_base_takes_adapters(folder_of, method):
     pytest.importorskip("bitsandbytes")
     adapted = []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hosts import pissa
 from peft import LoraConfig, PeftModel, get_peft_model
 from processes import on_ranks
 from stop_after import StopAfter
@@ -91,7 +92,7 @@ def test_trainer_evaluates_and_loads_the_best_checkpoint(tmp_path):
     torch.testing.assert_close(logits(best), logits(model))
 
 
-@pytest.mark.parametrize("kind", [LoraConfig, PissaConfig], ids=["lora", "pissa"])
+@pytest.mark.parametrize("kind", [LoraConfig, pytest.param(PissaConfig, marks=pissa)], ids=["lora", "pissa"])
 def test_adapters_on_the_language_model_with_a_trained_connector(tmp_path, kind):
     config = kind(
         r=8, lora_alpha=16, target_modules=ON_THE_LANGUAGE_MODEL, modules_to_save=["connector"], task_type="CAUSAL_LM"
