@@ -157,8 +157,7 @@ def targets_moved_to_experts(config: LoraConfig, model: torch.nn.Module) -> list
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:
         return []
-    if not isinstance(config.target_modules, str) or config.target_modules == "all-linear":
-        config = _maybe_include_all_linear_layers(config, model)
+    config = _maybe_include_all_linear_layers(config, model)
     convert_peft_config_for_transformers(config, model, None)
     return sorted(config.target_parameters or ())
 

@@ -61,7 +61,8 @@ class PissaConfig(LoraConfig):
     def __post_init__(self):
         versions.require("PiSSA", "peft>=0.21")
         # LoraConfig warns about saving of PEFT's own "pissa", which this is not.
-        start, self.init_lora_weights = self.init_lora_weights, True
+        start = self.init_lora_weights  # type: ignore[has-type]
+        self.init_lora_weights = True
         super().__post_init__()
         self.init_lora_weights = start
         self.peft_type = PeftType("PISSA")

@@ -107,9 +107,10 @@ def initial_factors(components: Components, scaling: float) -> tuple[torch.Tenso
     return components.U * root[..., None, :], root[..., None] * components.Vh
 
 
-def energy(B: torch.Tensor, A: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Computes ‖scaling · B A‖² (Frobenius) without forming the product."""
-    return scaling**2 * ((B.mT @ B) * (A @ A.mT)).sum()
+def share_of_energy(B: torch.Tensor, A: torch.Tensor, scaling: float, weight: torch.Tensor) -> float:
+    """Computes ‖scaling · B A‖² / ‖W‖² (Frobenius) without forming the product."""
+    part = scaling**2 * ((B.mT @ B) * (A @ A.mT)).sum()
+    return (part / weight.square().sum().clamp_min(torch.finfo(weight.dtype).tiny)).item()
 
 
 def is_of(B: torch.Tensor, A: torch.Tensor, scaling: float, weight: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from hf_ext.errors import BaseModelError
 from hf_ext.integration.compat import is_offloaded, loads_weights_later
 from hf_ext.pissa.config import PissaConfig
-from hf_ext.pissa.decomposition import energy, initial_factors, is_of, principal_components
+from hf_ext.pissa.decomposition import initial_factors, is_of, principal_components, share_of_energy
 
 
 class PissaVariant(LoraVariant):
@@ -140,7 +140,7 @@ class PissaLayer(LoraLayer):
         """Returns A₀ and B₀, the factors of the weight's principal components, and notes their share of its energy."""
         matrix, scaling = self.matrix(), self.start_scaling(adapter)
         B, A = initial_factors(principal_components(matrix, self.r[adapter], config.rounds), scaling)
-        self.energies[adapter] = (energy(B, A, scaling) / matrix.square().sum()).item()
+        self.energies[adapter] = share_of_energy(B, A, scaling, matrix)
         return A, B
 
     def factors(self, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:

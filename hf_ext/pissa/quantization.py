@@ -14,8 +14,6 @@ from hf_ext.pissa.decomposition import initial_factors, principal_components
 QuantizedWeight: TypeAlias = Any  # Params4bit
 
 ROWS = 1024  # rows of a weight that are in float64 at a time
-PIECE = 1 << 15  # values whose codes are looked up at a time, few enough for the cache
-CELLS = 1024  # into which the range of 4-bit codes is divided, so that each cell contains at most one bound
 WARM_ITERATIONS = 1  # rounds of subspace iteration that start from the block of the step before
 
 
@@ -61,40 +59,6 @@ class Quantization:
         )
         parameter.quant_state.dtype = self.dtype
         return parameter
-
-    def round(self, weight: torch.Tensor) -> torch.Tensor:
-        """Quantizes and dequantizes a weight: float32, the values of `dequantize(quantize(weight))`.
-
-        On CPUs, bitsandbytes finds the 4-bit code of each value by bisection. Looking it up is faster.
-        """
-        if weight.device.type != "cpu" or weight.numel() % self.blocksize:
-            return dequantize(self.quantize(weight))
-        functional = bitsandbytes().functional
-        levels = functional.get_4bit_type(self.quant_type, device="cpu", blocksize=self.blocksize).sort().values
-        blocks = weight.float().reshape(-1, self.blocksize)
-        scales = blocks.abs().amax(dim=1)
-        scaled = blocks * (1 / scales.clamp_min(1e-38))[:, None]
-        codes = _intervals(scaled.flatten(), (levels[:-1] + levels[1:]) / 2)
-        if self.double:
-            offset = scales.mean()
-            scales = functional.dequantize_blockwise(*functional.quantize_blockwise(scales - offset, blocksize=256)) + offset
-        values = levels.index_select(0, codes).view(blocks.shape)
-        return (values * scales[:, None]).to(self.dtype).float().reshape(weight.shape)
-
-
-def _intervals(values: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Returns the number of bounds below each value, int32. Values and bounds are in [-1, 1], and no two bounds in one cell."""
-
-    def cells(numbers: torch.Tensor) -> torch.Tensor:
-        return ((numbers + 1) * (CELLS / 2)).int()
-
-    before = torch.searchsorted(cells(bounds), torch.arange(CELLS + 1), out_int32=True)
-    bound = torch.full((CELLS + 1,), torch.inf).index_put((cells(bounds),), bounds)
-    intervals = torch.empty(values.shape, dtype=torch.int32)
-    for part, out in zip(values.split(PIECE), intervals.split(PIECE)):
-        index = cells(part)
-        torch.add(before.index_select(0, index), part > bound.index_select(0, index), out=out)
-    return intervals
 
 
 def bitsandbytes() -> Any:
@@ -168,6 +132,6 @@ def quantized_residual(
         block = components.block
         B, A = (factor.to(dtype) for factor in initial_factors(components, scaling))
         if iteration < iterations - 1:
-            rest = weight - quantization.round(torch.addmm(weight, B.float(), A.float(), alpha=-scaling))
+            rest = weight - dequantize(quantization.quantize(torch.addmm(weight, B.float(), A.float(), alpha=-scaling)))
     # Loading an adapter computes only this residual again.
     return QuantizedResidual(B, A, quantization.quantize(residual(weight, B, A, scaling)))

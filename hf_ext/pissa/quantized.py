@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,87 +14,18 @@ from transformers.utils.logging import get_logger
 
 from hf_ext.errors import BaseModelError, HfExtError
 from hf_ext.pissa.config import QPissaConfig
-from hf_ext.pissa.decomposition import energy, is_of
+from hf_ext.pissa.decomposition import is_of, share_of_energy
 from hf_ext.pissa.kinds import PissaLinear
 from hf_ext.pissa.layer import another_base
 from hf_ext.pissa.model import PissaModel
+from hf_ext.pissa.original import OriginalModel, OriginalWeight
 from hf_ext.pissa.quantization import Quantization, QuantizedWeight, bitsandbytes, dequantize, quantized_residual, residual
-from hf_ext.storage.open import open_checkpoint
-from hf_ext.storage.safetensors_file import torch_dtype
-from hf_ext.storage.source import TensorSource
 
 logger = get_logger(__name__)
 
 # Share of a quantized weight's codes that may differ from the original weight's, as another device rounds in another way.
 OTHER_CODES = 0.01
 SAMPLE = 1 << 16  # number of weights whose codes are compared: whole rows, of all parts of the matrix
-ADVICE = "Name a folder or Hub id that holds the base's original weights: QPissaConfig(full_precision_model=…)."
-
-
-class OriginalModel:
-    """The model whose checkpoint has the full-precision weights of a quantized model.
-
-    Args:
-        name: folder or Hub id; empty if unknown.
-        revision: commit on the Hub.
-    """
-
-    def __init__(self, name: str, revision: str | None):
-        self.name, self.revision = name, revision
-
-    @cached_property
-    def checkpoint(self) -> TensorSource:
-        """The open checkpoint.
-
-        Raises:
-            BaseModelError: it cannot be read.
-        """
-        if not self.name:
-            raise BaseModelError(f"The model has no name, so its original weights cannot be read. {ADVICE}")
-        try:
-            return open_checkpoint(self.name, self.revision)
-        except HfExtError as error:
-            raise BaseModelError(f"The original weights of the quantized layers cannot be read: {error} {ADVICE}") from error
-
-    def __getstate__(self) -> dict:
-        return {"name": self.name, "revision": self.revision}  # a copy opens the files again
-
-
-@dataclass(frozen=True)
-class OriginalWeight:
-    """One weight of an original model.
-
-    Attributes:
-        layer: the module's name in the model.
-        shape: (out_features, in_features).
-        transposed: the checkpoint has it as (in_features, out_features), as Conv1D does.
-    """
-
-    model: OriginalModel
-    layer: str
-    shape: tuple[int, int]
-    transposed: bool
-
-    def read(self, device: torch.device) -> torch.Tensor:
-        """Reads the weight, (out_features, in_features), float32, and nothing else of the checkpoint.
-
-        Raises:
-            BaseModelError: the checkpoint has no float weight of that name and shape.
-        """
-        checkpoint = self.model.checkpoint
-        name = checkpoint.twin_of(f"{self.layer}.weight")
-        if name is None:
-            raise BaseModelError(f"{checkpoint} holds no weight for the quantized layer {self.layer}. {ADVICE}")
-        entry = checkpoint.entry(name)
-        shape = self.shape[::-1] if self.transposed else self.shape
-        if tuple(entry.shape) != shape or not torch_dtype(entry.dtype).is_floating_point:
-            raise BaseModelError(
-                f"'{name}' in {checkpoint} is of type {entry.dtype} and shape {tuple(entry.shape)}, not floats of {shape}: it "
-                f"is itself quantized, or of another model. {ADVICE}"
-            )
-        weight = checkpoint.read(name).to_torch().to(device).float()
-        checkpoint.release(name)
-        return weight.T.contiguous() if self.transposed else weight
 
 
 class ResidualLinear(nn.Module):
@@ -201,22 +130,9 @@ class ResidualLinear(nn.Module):
         A, B = self.factors()
         self._set_factors(A[:-rank], B[:, :-rank])
 
-    def requantized(self) -> nn.Module:
-        """Returns the 4-bit layer with the quantized sum of the residual and all factors."""
-        A, B = self.factors()
-        weight = dequantize(self.weight) + self.scaling * (B.float() @ A.float())
-        self._set_weight(self.quantization.quantize(weight), self.packs)
-        return self.layer
-
-    def restored(self) -> nn.Module:
-        """Returns the 4-bit layer as it was before QPiSSA.
-
-        Raises:
-            BaseModelError: its full-precision weight cannot be read.
-        """
-        if self.B is not None:
-            weight = self.original.read(self.weight.device)
-            self._set_weight(self.quantization.quantize(weight.to(self.quantization.dtype)), self.packs)
+    def plain(self, weight: torch.Tensor) -> nn.Module:
+        """Returns the 4-bit layer with another weight, (out_features, in_features)."""
+        self._set_weight(self.quantization.quantize(weight.to(self.quantization.dtype)), self.packs)
         return self.layer
 
 
@@ -234,7 +150,7 @@ class QPissaLinear(PissaLinear):
             matrix, dtype = self.matrix(), self.factors(adapter)[0].dtype
             start = quantized_residual(matrix, rank, base.quantization, config.iterations, scaling, config.rounds, dtype)
             base.set(start.B, start.A, scaling, start.quantized)
-            self.energies[adapter] = (energy(start.B.float(), start.A.float(), scaling) / matrix.square().sum()).item()
+            self.energies[adapter] = share_of_energy(start.B.float(), start.A.float(), scaling, matrix)
         self._check_shared(rank, scaling)
         A, B = base.factors()
         return A[:rank], B[:, :rank]
@@ -281,10 +197,12 @@ class QPissaLinear(PissaLinear):
             self.base_layer.unmerge(2 * self.r[self.merged_adapters.pop()])
 
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None) -> nn.Module:
-        if not merge:
-            return self.base_layer.restored()
-        self.merge(safe_merge, adapter_names)
-        return self.base_layer.requantized()
+        base = self.base_layer
+        if merge:
+            self.merge(safe_merge, adapter_names)
+            A, B = base.factors()
+            return base.plain(dequantize(base.weight) + base.scaling * (B @ A))
+        return base.layer if base.B is None else base.plain(base.original.read(base.weight.device))
 
 
 class QPissaModel(PissaModel):

@@ -1,0 +1,81 @@
+"""The full-precision weights of a quantized model, read tensor by tensor from its base's checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from hf_ext.errors import BaseModelError, HfExtError
+from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.safetensors_file import torch_dtype
+from hf_ext.storage.source import TensorSource
+
+ADVICE = "Name a folder or Hub id that holds the base's original weights: QPissaConfig(full_precision_model=…)."
+
+
+class OriginalModel:
+    """The model whose checkpoint has the full-precision weights of a quantized model.
+
+    Args:
+        name: folder or Hub id; empty if unknown.
+        revision: commit on the Hub.
+    """
+
+    def __init__(self, name: str, revision: str | None):
+        self.name, self.revision = name, revision
+
+    @cached_property
+    def checkpoint(self) -> TensorSource:
+        """The open checkpoint.
+
+        Raises:
+            BaseModelError: it cannot be read.
+        """
+        if not self.name:
+            raise BaseModelError(f"The model has no name, so its original weights cannot be read. {ADVICE}")
+        try:
+            return open_checkpoint(self.name, self.revision)
+        except HfExtError as error:
+            raise BaseModelError(f"The original weights of the quantized layers cannot be read: {error} {ADVICE}") from error
+
+    def __getstate__(self) -> dict:
+        return {"name": self.name, "revision": self.revision}  # a copy opens the files again
+
+
+@dataclass(frozen=True)
+class OriginalWeight:
+    """One weight of an original model.
+
+    Attributes:
+        layer: the module's name in the model.
+        shape: (out_features, in_features).
+        transposed: the checkpoint has it as (in_features, out_features), as Conv1D does.
+    """
+
+    model: OriginalModel
+    layer: str
+    shape: tuple[int, int]
+    transposed: bool
+
+    def read(self, device: torch.device) -> torch.Tensor:
+        """Reads the weight, (out_features, in_features), float32, and nothing else of the checkpoint.
+
+        Raises:
+            BaseModelError: the checkpoint has no float weight of that name and shape.
+        """
+        checkpoint = self.model.checkpoint
+        name = checkpoint.twin_of(f"{self.layer}.weight")
+        if name is None:
+            raise BaseModelError(f"{checkpoint} holds no weight for the quantized layer {self.layer}. {ADVICE}")
+        entry = checkpoint.entry(name)
+        shape = self.shape[::-1] if self.transposed else self.shape
+        if tuple(entry.shape) != shape or not torch_dtype(entry.dtype).is_floating_point:
+            raise BaseModelError(
+                f"'{name}' in {checkpoint} is of type {entry.dtype} and shape {tuple(entry.shape)}, not floats of {shape}: it "
+                f"is itself quantized, or of another model. {ADVICE}"
+            )
+        weight = checkpoint.read(name).to_torch().to(device).float()
+        checkpoint.release(name)
+        return weight.T.contiguous() if self.transposed else weight
