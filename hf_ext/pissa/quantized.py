@@ -199,6 +199,7 @@ class QPissaLinear(PissaLinear):
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None) -> nn.Module:
         base = self.base_layer
         if merge:
+            logger.warning_once("The merged weights are quantized again, with an error. merge_adapter() has none.")
             self.merge(safe_merge, adapter_names)
             A, B = base.factors()
             return base.plain(dequantize(base.weight) + base.scaling * (B @ A))
@@ -229,8 +230,3 @@ class QPissaModel(PissaModel):
                 revision = getattr(getattr(self.model, "config", None), "_commit_hash", None)
             self.original_model = OriginalModel(name, revision)
         return self.original_model
-
-    def merge_and_unload(self, *args: Any, **kwargs: Any) -> nn.Module:
-        merged = super().merge_and_unload(*args, **kwargs)
-        logger.warning("merge_and_unload quantized the merged weights again, with an error. merge_adapter() has none.")
-        return merged
