@@ -184,7 +184,7 @@ import importlib.abc, sys, warnings
 
 class Missing(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name in ("hf_ext.uni_med.connector", "hf_ext.pissa.decomposition", "hf_ext.emr.folder"):
+        if name in ("hf_ext.uni_med.connector", "hf_ext.pissa.config", "hf_ext.emr.folder"):
             raise ModuleNotFoundError("No module named 'missing'")
 
 sys.meta_path.insert(0, Missing())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import reference_election as reference
 import torch
-from hosts import adapters_of_transformers
+from hosts import adapters_of_transformers, host
 from peft import (
     AutoPeftModelForSequenceClassification,
     IA3Config,
@@ -21,7 +21,6 @@ from peft import (
     get_peft_model,
 )
 from safetensors.torch import save_file
-from tiny_adapters import needs_peft
 from tiny_checkpoints import contents, fine_tune, weights, write_folder
 from tiny_merges import classifier, same_tensors, tensors_of, write_tasks
 from tiny_models import MODELS, assert_same_weights, bert, gpt_oss, llama, perturb, tokenizer
@@ -324,7 +323,7 @@ def test_an_adapter_is_merged_as_the_weights_it_makes(tmp_path, kind, given):
 
 
 @pytest.mark.parametrize("given", ["memory", "folder"])
-@pytest.mark.parametrize("kind", ["embeddings", "norms", pytest.param("experts", marks=needs_peft("0.21", "of experts"))])
+@pytest.mark.parametrize("kind", ["embeddings", "norms", pytest.param("experts", marks=host("peft>=0.21"))])
 def test_adapters_of_other_layers_are_not_lost(tmp_path, kind, given):
     model = gpt_oss() if kind == "experts" else llama()
     model.save_pretrained(tmp_path / "base")
