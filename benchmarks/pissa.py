@@ -69,8 +69,8 @@ def decaying(rows: int, columns: int, power: float = 0.7) -> torch.Tensor:
 # ---- the start -------------------------------------------------------------------------------------------------------
 
 
-def configuration(kind: str, rank: int) -> LoraConfig:
-    options = {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
+def configuration(kind: str, rank: int, **options) -> LoraConfig:
+    options |= {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
     kinds = {"PissaConfig": PissaConfig, "PissaConfig, exact": partial(PissaConfig, init_lora_weights="pissa")}
     if kind in kinds:
         return kinds[kind](**options)
@@ -296,7 +296,8 @@ def saved(args: argparse.Namespace) -> dict:
 
     for dtype, upcast in {"float32": True, "bf16": False}.items():
         for kind in ("LoRA", "PissaConfig"):
-            model = get_peft_model(base(), configuration(kind, rank), autocast_adapter_dtype=upcast).train()
+            config = configuration(kind, rank, exclude_modules="classifier")
+            model = get_peft_model(base(), config, autocast_adapter_dtype=upcast).train()
             optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=5e-4)
             for start in range(0, 60 * 16, 16):
                 batch = data["train"].select(range(start, start + 16))
