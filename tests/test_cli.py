@@ -391,7 +391,7 @@ def test_the_help_is_a_tutorial_that_shows_every_command_at_work(capsys):
     listed = re.findall(r"^    ([a-z][a-z-]+)  +[a-z]", out, re.MULTILINE)
     assert sorted(listed) == sorted(COMMANDS)
     worked = [part for part in out.split("\n\n") if part.lstrip().startswith("$ hf-ext ")]
-    assert len(worked) == 7
+    assert len(worked) == 6
     lines = examples("\n".join(worked))
     for words in lines:
         parsed(words)

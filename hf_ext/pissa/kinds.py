@@ -38,6 +38,9 @@ class PissaEmbedding(PissaLayer, Embedding):
     def factors(self, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:
         return self.lora_embedding_A[adapter], self.lora_embedding_B[adapter]
 
+    def keys(self, adapter: str) -> tuple[str, str]:
+        return f"lora_embedding_A.{adapter}", f"lora_embedding_B.{adapter}"
+
     def is_transposed(self) -> bool:
         return True
 

@@ -147,11 +147,9 @@ class PissaLayer(LoraLayer):
         """Returns the parameters A, (r, n), and B, (m, r). In a convolution, they have further dimensions."""
         return self.lora_A[adapter].weight, self.lora_B[adapter].weight
 
-    def adapter_parameters(self, adapter: str) -> list[nn.Parameter]:
-        """Returns A, B, A₀ and B₀, and DoRA's magnitudes if there are any."""
-        magnitude = self.lora_magnitude_vector[adapter].weight if adapter in self.lora_magnitude_vector else None
-        parameters = (*self.factors(adapter), self.initial_A[adapter], self.initial_B[adapter], magnitude)
-        return [parameter for parameter in parameters if parameter is not None]
+    def keys(self, adapter: str) -> tuple[str, str]:
+        """Returns the names of A and B in the layer's state dict."""
+        return f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
 
     def products(self, adapter: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns the factors whose products add up to B A − B₀ A₀: A − A₀ and B, A₀ and B − B₀."""

@@ -12,7 +12,7 @@ from transformers.utils.logging import get_logger, tqdm
 
 from hf_ext.display import percent
 from hf_ext.errors import HfExtError
-from hf_ext.integration.compat import targets_moved_to_experts
+from hf_ext.integration.compat import NamedAsInStateDict, targets_moved_to_experts
 from hf_ext.pissa.config import PissaConfig
 from hf_ext.pissa.kinds import KINDS
 from hf_ext.pissa.layer import PissaLayer, whole
@@ -90,28 +90,29 @@ class PissaModel(LoraModel):
 
     @classmethod
     def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
+        model = NamedAsInStateDict(model)
         state = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
-        state = {key: tensor for key, tensor in state.items() if ".initial_" not in key}
-        return state | stack(state_dict, adapter_name, cls.is_quantized)
+        if lost := [key for key in state_dict.keys() - state.keys() if key.endswith(f".initial_A.{adapter_name}")]:
+            raise HfExtError(
+                f"'{lost[0]}' is under a wrapper whose name its state dict leaves out, so PEFT would not save it. Unwrap the "
+                "model's modules before you save the adapter."
+            )
+        return stack(state, adapter_name, cls.is_quantized)
 
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, model, config, adapter_name, state_dict):
+        model = NamedAsInStateDict(model)
         state = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
-        keys = {id(tensor): key for key, tensor in model.state_dict(keep_vars=True).items()}
-        layers = [layer for layer in model.modules() if isinstance(layer, PissaLayer) and adapter_name in layer.scaling]
-        for layer in tqdm(layers, desc="Rebuilding residuals", unit=" layers", disable=not cls.is_quantized):
-            a, b, a0, b0, *magnitude = (keys[id(parameter)] for parameter in layer.adapter_parameters(adapter_name))
-            for key in (a, b, *magnitude):
-                # Under a module whose state dict hides its name, PEFT does not find the layer.
-                saved = cls._remove_adapter_name_from_key(key, adapter_name)
-                name = next((name for name in (saved, f"base_model.model.{saved}") if name in state), key)
-                if name in state:
-                    state[key] = state.pop(name)
+        layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, PissaLayer)]
+        for name, layer in tqdm(layers, desc="Rebuilding residuals", unit=" layers", disable=not cls.is_quantized):
+            prefix = f"{name}." if name else ""
+            a, b = (prefix + key for key in layer.keys(adapter_name))
+            a0, b0 = (f"{prefix}initial_{part}.{adapter_name}" for part in "AB")
             if a in state and b in state and a0 not in state:
                 rank = layer.r[adapter_name]
                 if len(state[a]) != 2 * rank:
                     raise HfExtError(
-                        f"The saved adapter has rank {len(state[a])} in {a}, but PiSSA with r={rank} saves rank {2 * rank}. "
+                        f"The saved adapter has rank {len(state[a])} in {name}, but PiSSA with r={rank} saves rank {2 * rank}. "
                         "Load it with PeftModel.from_pretrained, and with config=PissaConfig.from_pretrained(folder) to resume "
                         "PiSSA."
                     )

@@ -10,32 +10,28 @@ from __future__ import annotations
 import torch
 
 
-def stack(state_dict: dict[str, torch.Tensor], adapter: str, is_quantized: bool = False) -> dict[str, torch.Tensor]:
-    """Returns the tensors that are saved, for each layer with the adapter in a model's state dict: the stacked factors, and
-    DoRA's magnitudes.
+def stack(state: dict[str, torch.Tensor], adapter: str, is_quantized: bool = False) -> dict[str, torch.Tensor]:
+    """Returns an adapter's tensors with the factors that are saved in the place of A, B, A₀ and B₀.
 
     Raises:
         ValueError: the factors are shards.
     """
-    saved = {}
-    for start in [key for key in state_dict if key.endswith(f"initial_A.{adapter}")]:
+    saved = dict(state)
+    for start in [key for key in state if key.endswith(f"initial_A.{adapter}")]:
         layer = start.removesuffix(f"initial_A.{adapter}")
         a, b = f"{layer}lora_A.{adapter}.weight", f"{layer}lora_B.{adapter}.weight"
-        if a not in state_dict:
+        if a not in state:
             a, b = f"{layer}lora_embedding_A.{adapter}", f"{layer}lora_embedding_B.{adapter}"
-        A, B = state_dict[a], state_dict[b]
+        A, B, A0, B0 = state[a], state[b], saved.pop(start), saved.pop(f"{layer}initial_B.{adapter}")
         if A.dim() < 2:
             raise ValueError(
                 f"A of the adapter '{adapter}' is a shard of the shape {tuple(A.shape)}, because DeepSpeed ZeRO-3 or FSDP has "
                 "partitioned it. Gather the parameters first, with deepspeed.zero.GatheredParameters or "
                 "FullyShardedDataParallel.summon_full_params."
             )
-        A0, B0 = state_dict[start].to(A.dtype), state_dict[f"{layer}initial_B.{adapter}"].to(B.dtype)
+        A0, B0 = A0.to(A.dtype), B0.to(B.dtype)
         first, second = (A, -B0) if is_quantized else (A - A0, B - B0)
         saved[a], saved[b] = torch.cat([first, A0]), torch.cat([B, second], dim=1)
-        magnitude = f"{layer}lora_magnitude_vector.{adapter}"
-        if f"{magnitude}.weight" in state_dict:
-            saved[magnitude] = state_dict[f"{magnitude}.weight"]  # PEFT saves it under this name
     return saved
 
 

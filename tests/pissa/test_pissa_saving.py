@@ -17,6 +17,7 @@ from test_pissa import config, every_case, tolerance
 from tiny_adapters import NF4, difference, load, logits, moved, small_llama, trained
 from tiny_models import llama, perturb
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hf_ext import BaseModelError, HfExtError, PissaConfig, QPissaConfig
 
@@ -249,42 +250,19 @@ def test_one_state_dict_loads_into_two_models():
     assert difference(logits(second), logits(model)) < 2e-6
 
 
-class Hidden(nn.Module):
-    """A wrapper whose state dict has the keys of the module inside, as those of activation checkpointing and FSDP have."""
-
-    def __init__(self, inside: nn.Module):
-        super().__init__()
-        self.inside = inside
-        self._register_state_dict_hook(self._shorten)
-        self._register_load_state_dict_pre_hook(self._lengthen)
-
-    @staticmethod
-    def _shorten(module, state, prefix, metadata):
-        for key in [key for key in state if key.startswith(f"{prefix}inside.")]:
-            state[prefix + key.removeprefix(f"{prefix}inside.")] = state.pop(key)
-
-    @staticmethod
-    def _lengthen(state, prefix, *args):
-        for key in [key for key in state if key.startswith(prefix) and not key.startswith(f"{prefix}inside.")]:
-            state[f"{prefix}inside.{key.removeprefix(prefix)}"] = state.pop(key)
-
-    def forward(self, *args, **kwargs):
-        return self.inside(*args, **kwargs)
-
-
 @pytest.mark.parametrize(
     ("kind", "quantization", "more"),
     [(PissaConfig, None, {}), (PissaConfig, None, {"use_dora": True}), (QPissaConfig, NF4, {})],
     ids=["PiSSA", "DoRA", "QPiSSA"],
 )
-def test_a_wrapper_that_hides_its_name_changes_nothing(tmp_path, kind, quantization, more):
+def test_activation_checkpointing_around_layers_changes_nothing(tmp_path, kind, quantization, more):
     small_llama().save_pretrained(tmp_path / "base")
 
     def wrapped(model: PeftModel) -> PeftModel:
         layers = model.base_model.model.model.layers
         for index, layer in enumerate(layers):
-            layer.self_attn = Hidden(layer.self_attn)
-            layers[index] = Hidden(layer)
+            layer.self_attn = checkpoint_wrapper(layer.self_attn)
+            layers[index] = checkpoint_wrapper(layer)
         return model
 
     options = {"r": 4, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"} | more
@@ -295,6 +273,24 @@ def test_a_wrapper_that_hides_its_name_changes_nothing(tmp_path, kind, quantizat
     again = wrapped(get_peft_model(load(tmp_path / "base", quantization), kind(**options)))
     set_peft_model_state_dict(again, state)
     assert difference(logits(again), logits(model)) < 2e-6
+
+
+class Hidden(nn.Module):
+    """A wrapper that leaves its name out of the state dict."""
+
+    def __init__(self, inside: nn.Module):
+        super().__init__()
+        self.inside = inside
+
+    def state_dict(self, *args, **kwargs):
+        return self.inside.state_dict(*args, **kwargs)
+
+
+def test_an_unknown_wrapper_that_hides_layers_is_an_error(tmp_path):
+    model = trained(llama(), config())
+    model.base_model.model.model.layers[1] = Hidden(model.base_model.model.model.layers[1])
+    with pytest.raises(HfExtError, match="under a wrapper whose name its state dict leaves out"):
+        model.save_pretrained(tmp_path)
 
 
 def test_another_base_is_an_error(tmp_path):
