@@ -187,17 +187,11 @@ def test_a_tokenizer_without_an_end_is_an_error():
             UniMedProcessor(image_processor(), missing)
 
 
-@pytest.mark.parametrize("mode", ["L", "RGBA", "CMYK", "P", "I;16"])
-def test_images_that_are_not_rgb_are_errors(mode):
-    picture = Image.new(mode, (9, 9))
-    with pytest.raises(ValueError, match=rf"Sample 1: the image has mode {mode}, not RGB; convert it with"):
-        processor()(images=[image(), picture], text=["what ?", "what ?"], task="cls")
-
-
-def test_broken_images_are_errors(tmp_path):
+def test_images_that_are_broken_or_not_rgb_are_errors(tmp_path):
     (tmp_path / "text.png").write_text("no image")
     Image.new("L", (9, 9)).save(tmp_path / "gray.png")
     cases = [(broken(tmp_path), "is broken"), (7, "is a int"), (str(tmp_path / "gray.png"), "has mode L, not RGB")]
+    cases += [(Image.new(mode, (9, 9)), f"has mode {mode}, not RGB; convert") for mode in ("RGBA", "CMYK", "P", "I;16")]
     cases += [(str(tmp_path / path), rf".*{path} cannot be read") for path in ("text.png", "missing.png")]
     cases += [(np.zeros(shape, np.uint8), "has shape") for shape in ((9, 9), (9, 9, 1), (4, 9, 9), (1, 3, 9, 9))]
     for picture, message in cases:

@@ -177,14 +177,11 @@ os._exit(0)  # past the end of the interpreter, at which threads of PyTorch at t
 def test_two_processes_train_one_model(tmp_path):
     """A batch of a process may be without images."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), str(root / "tests"), str(root / "tests" / "uni_med")])
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    command += [str(tmp_path / "script.py"), str(tmp_path / "out")]
+    options = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), tmp_path / "script.py", tmp_path / "out"]
     # With --cpu, accelerate starts a single process; its launcher of several is called multi_gpu on CPUs too.
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    settings = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | settings)
     assert result.returncode == 0, result.stderr[-3000:]
     model = UniMedForConditionalGeneration.from_pretrained(tmp_path / "out")
     assert not torch.allclose(logits(model), logits(uni_med()), atol=1e-3)

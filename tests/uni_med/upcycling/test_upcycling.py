@@ -12,7 +12,6 @@ from peft import PeftModel, get_peft_model
 from tiny_vision_language_models import FAMILIES, IMAGE, batch, build
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.data import Dataset
 from transformers import BitsAndBytesConfig, LlavaForConditionalGeneration, Trainer, TrainingArguments
 
 from hf_ext import CMoEConfig
@@ -228,18 +227,6 @@ def test_projectors_in_four_bits_are_upcycled(tmp_path):
         constant.merge_and_unload()
 
 
-class Samples(Dataset):
-    def __init__(self, inputs):
-        self.inputs = inputs
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, index):
-        sample = {name: value[index % 3] for name, value in self.inputs.items()}
-        return sample | {"labels": sample["input_ids"], "tasks": MIXED[index % 3]}
-
-
 def collate(samples):
     tensors = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0] if name != "tasks"}
     return tensors | {"tasks": [sample["tasks"] for sample in samples]}
@@ -252,8 +239,9 @@ def test_trainer_with_gradient_checkpointing(tmp_path):
         tmp_path, max_steps=4, per_device_train_batch_size=2, gradient_checkpointing=True, remove_unused_columns=False,
         learning_rate=1e-2, report_to=[], save_steps=4, disable_tqdm=True,
     )  # fmt: skip
-    trainer = Trainer(adapter, arguments, train_dataset=Samples(inputs), data_collator=collate)
-    trainer.train()
+    inputs["labels"] = inputs["input_ids"]
+    samples = [{name: value[i] for name, value in inputs.items()} | {"tasks": task} for i, task in enumerate(MIXED)]
+    Trainer(adapter, arguments, train_dataset=samples * 2, data_collator=collate).train()
     (mixture,) = mixtures(adapter)
     assert all(B.abs().max() > 0 for B in mixture.experts("default").B)
     trained = logits(adapter.eval(), inputs, tasks=MIXED)
