@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("--views", type=int, default=18, help="views of each training image for each task")
     args = parser.parse_args()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     rows = []
     for folder in args.models:
         model = UniMedForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
