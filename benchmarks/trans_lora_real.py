@@ -8,7 +8,7 @@ contains the result of each stage, so a killed run resumes. Seconds are CPU seco
 
   gate       accuracy of both bases (the likeliest of the six words) and of LoRAs that learn from the real data
   transfer   the discriminator, the inputs that the target model writes, and LoRAs of the target that learn from them: filtered
-             by the discriminator, by token excess or not at all; and from the five seeds alone
+             by the discriminator or not at all; and from the five seeds alone
   extracted  a full fine-tune of the source model and the LoRA that is extracted from it: their accuracy, and LoRAs of the
              target that learn from them on the inputs that the discriminator keeps, beside the source's trained LoRA
   step       one training step with the logits of all positions, and with those of the answers alone
@@ -37,10 +37,9 @@ from run_trans_lora import TEMPLATE, accuracy  # noqa: E402
 from hf_ext import TransLoraConfig, TransLoraTrainer, fm_delta, trans_lora  # noqa: E402
 from hf_ext.trans_lora.encoding import Encoder  # noqa: E402
 from hf_ext.trans_lora.generation import ModelGenerator  # noqa: E402
-from hf_ext.trans_lora.scoring import answer_log_probs  # noqa: E402
+from hf_ext.trans_lora.scoring import AnswerTrainer, answer_log_probs  # noqa: E402
 from hf_ext.trans_lora.synthesis import counts  # noqa: E402
 from hf_ext.trans_lora.teacher import Teacher  # noqa: E402
-from hf_ext.trans_lora.training import AnswerTrainer  # noqa: E402
 
 TYPES = ("description", "entity", "abbreviation", "person", "place", "number")  # TREC's classes 0 to 5
 Pairs = list[tuple[str, str]]
@@ -215,14 +214,11 @@ class Students:
         trained, _ = self.stages("labels of the kept", lambda: self.trainer("discriminator").label(candidates))
         judged = [candidate.input for candidate in candidates if candidate.score is not None]
         teacher = Teacher(*self.teacher, settings(self.args, self.folder))
-        excess = self.stages("token excess of all", lambda: teacher.excess(judged))
-        scores = {text: score for text, (score, label) in zip(judged, excess) if label}
-        labels = {text: label for text, (_, label) in zip(judged, excess) if label}
-        best = sorted(scores, key=scores.__getitem__, reverse=True)
+        answered = self.stages("labels of all", teacher.answers, judged)
+        labels = {text: label for text, label in zip(judged, answered) if label}
         examples = answers(*self.teacher, [(example, "") for example in self.examples])
         return {
             "discriminator": dict(trained),
-            "token excess": {text: labels[text] for text in best[: len(trained)]},
             "not filtered": dict(list(labels.items())[: len(trained)]),
             "seeds alone": dict(zip(self.examples, examples)),
         }

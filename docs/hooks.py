@@ -35,7 +35,7 @@ FIRST = {
     "extract_lora find_base compress_all",
     "pissa": "PissaConfig QPissaConfig",
     "storage": "open_checkpoint encode decode apply at_most_cores",
-    "trans_lora": "train_discriminator TransLoraConfig TransLoraTrainer transfer migrate Discriminator",
+    "trans_lora": "train_discriminator TransLoraConfig TransLoraTrainer transfer Discriminator",
     "uni_med": "UniMedForConditionalGeneration UniMedProcessor UniMedConfig CMoEConfig UniMedCollator mix_datasets evaluate",
     "weight_sync": "PublishWeights Publisher Subscriber VLLMServer SGLangServer LocalCheckpoint follow",
 }

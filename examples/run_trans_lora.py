@@ -1,7 +1,7 @@
 """Move a LoRA from one base model to another without the task's data: Trans-LoRA on BIG-Bench Hard's web_of_lies.
 
     python examples/run_trans_lora.py --data DIR                    # about ten minutes on two cores, needs no Hub
-    python examples/run_trans_lora.py --data DIR --filter token_excess --num_samples 500 --output_dir by-excess
+    python examples/run_trans_lora.py --data DIR --filter none --num_samples 500 --output_dir unfiltered
     ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 examples/run_trans_lora.py --data DIR
 
 DIR is the folder bbh of BIG-Bench Hard (github.com/suzgunmirac/BIG-Bench-Hard). The script first trains two small base models
@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     found["target model, transferred"] = accuracy(trainer.model, target_tokenizer, world.test)
     if trainer.is_world_process_zero():
         candidates = trainer.synthesize()
-        judged = [one for one in candidates if one.reason in (None, "filter", "low score")]
+        judged = [one for one in candidates if one.reason in (None, "filter")]
         kept = [one for one in judged if one.kept]
         print(trainer.report)
         print(f"\nof {len(candidates):,} inputs written, puzzles: {share(is_puzzle, candidates)}")

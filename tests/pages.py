@@ -75,7 +75,7 @@ SHORTER = {
 }
 MORE = {
     command: [word for option in text.split(", ") for word in shlex.split(f"--{option}".replace("=", " ", 1))]
-    for command, text in (("train-discriminator", TRAINED), ("transfer", MOVED), ("migrate", MOVED))
+    for command, text in (("train-discriminator", TRAINED), ("transfer", MOVED))
 }
 
 
@@ -208,24 +208,18 @@ def pissa() -> dict[str, Any]:
 
 
 @cache
-def transfer() -> dict[str, Path]:
-    """Folders of an old model, of its adapter, and of a new model. They write inputs of the task and take them for its own."""
+def transfer() -> Path:
+    """A folder with the files of a transfer."""
     folder = Path(tempfile.mkdtemp(dir=SHARED.name))
-    folders = {name: folder / name for name in ("source", "adapter", "target")}
-    for kind, role in (("gpt2", "source"), ("llama", "target")):
-        model, tokenizer = tiny_transfers.pretrained(kind)
-        model.save_pretrained(folders[role])
-        tokenizer.save_pretrained(folders[role])
-    tiny_transfers.teacher("gpt2")[0].save_pretrained(folders["adapter"])
-    return folders
+    tiny_transfers.save_files(folder)
+    return folder
 
 
-def files_of_a_transfer(source: str, adapter: str, target: str, real: str, seeds: str) -> None:
-    """The folders of `transfer`, and JSON lines of inputs, by these names."""
-    for name, folder in zip((source, adapter, target), transfer().values()):
-        shutil.copytree(folder, name)
-    for name, texts in ((real, tiny_transfers.inputs(9)), (seeds, tiny_transfers.SEEDS)):
-        Path(name).write_text("".join(json.dumps({"input": text}) + "\n" for text in texts))
+def files_of_a_transfer(*names: str) -> None:
+    """The files of a transfer by these names: the old model, its adapter, the new model, real inputs and seeds."""
+    for name, other in zip(("source", "adapter", "target", "real.jsonl", "seeds.jsonl"), names):
+        copy = shutil.copytree if (transfer() / name).is_dir() else shutil.copy
+        copy(transfer() / name, other)
 
 
 def trans_lora() -> dict[str, Any]:

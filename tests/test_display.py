@@ -9,30 +9,11 @@ import pytest
 
 from hf_ext.emr.reports import MergeReport, TaskReport
 from hf_ext.fm_delta.reports import CheckpointReport, TensorReport
-from hf_ext.trans_lora.reports import Nearest, TransferReport
 
 TENSORS = [
     TensorReport(f"model.layers.{i}.self_attn.q_proj.weight", "attention", "delta", "BF16", (8, 8), 64, 128, 20 + i)
     for i in range(3)
 ]
-TRANSFER = TransferReport(
-    source="old",
-    target="new",
-    prompt="{input}",
-    filter="discriminator",
-    counts={"kept": 3, "duplicate": 1},
-    trained=2,
-    held_out=1,
-    unlabelled=0,
-    distinct={"kept": [0.5, 0.6, 0.7], "seeds": [0.5, 0.6, 0.7]},
-    lengths={"seeds": [3, 4], "kept": [3, 5, 6], "dropped": [9]},
-    mmd={"kept": 0.1},
-    mmd_to_real={},
-    nearest=[Nearest("a", "b", 0.5)],
-    agreement=1.0,
-    encoder="words",
-    map={"seeds": [(0.0, 0.0)], "kept": [(1.0, 0.0), (0.0, 1.0)], "dropped": [(1.0, 1.0)]},
-)
 PICTURES = {
     "merge": (
         MergeReport([TaskReport("cola", 100, 1.0, 0.9, 1.1, 0.6, 0.1, 0.2, 0.3, 0.95, 0.6)], 1000),
@@ -41,10 +22,6 @@ PICTURES = {
     "checkpoint": (
         CheckpointReport("base", None, TENSORS, original_bytes=400, compressed_bytes=80),
         ["Size of each layer: 0.00 MB of 0.00 MB (20.0 %)", "layer", "MB", "original", "attention, compressed"],
-    ),
-    "transfer": (
-        TRANSFER,
-        ["4 inputs written", "inputs", "Length of the inputs", "words", "seeds", "kept", "dropped", "Map of the embeddings"],
     ),
 }
 

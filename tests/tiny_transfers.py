@@ -7,17 +7,18 @@ not answer them. Their weights are written by hand (`lookup_models`).
 from __future__ import annotations
 
 import copy
+import json
 import os
 import random
 import re
 from functools import cache
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from lookup_models import WIDTH, write_judge, write_lists, write_teacher
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from torch import nn
 from training_seeds import training_seed
 from transformers import (
     GPT2Config,
@@ -33,8 +34,6 @@ from transformers import (
 from hf_ext import TransLoraConfig
 from hf_ext.trans_lora import Discriminator
 from hf_ext.trans_lora.discriminator import NAME
-from hf_ext.trans_lora.encoding import Encoder
-from hf_ext.trans_lora.generation import ModelGenerator
 
 LETTERS = "abcdefghij"
 WORDS = ["pick", "pick", "sort", "find"]
@@ -161,6 +160,17 @@ def judge(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerFast
         return Discriminator.from_pretrained(folder, model, tokenizer)
 
 
+def save_files(folder: Path) -> None:
+    """Writes the folders of an old model, of its adapter and of a new model, and files of inputs: source, adapter, target,
+    seeds.jsonl and real.jsonl. Both models write inputs of the task and take them for its own."""
+    for kind, role in (("gpt2", "source"), ("llama", "target")):
+        for part in pretrained(kind):
+            part.save_pretrained(folder / role)
+    teacher("gpt2")[0].save_pretrained(folder / "adapter")
+    for name, texts in (("seeds", SEEDS), ("real", inputs(9, 3))):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"input": text}) + "\n" for text in texts))
+
+
 def lora(kind: str, **options) -> LoraConfig:
     task = "SEQ_2_SEQ_LM" if kind == "t5" else "CAUSAL_LM"
     modules = ["c_attn", "c_proj", "c_fc"] if kind == "gpt2" else "all-linear"
@@ -174,10 +184,3 @@ def settings(folder: str | os.PathLike, **options) -> TransLoraConfig:
     asked = {"prompt_template": "{input}", "teacher_prompt_template": "{input}", "seed": training_seed()}
     quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
     return TransLoraConfig(output_dir=str(folder), **small | batches | asked | quiet | options)
-
-
-def accuracy(model: nn.Module, tokenizer: PreTrainedTokenizerFast) -> float:
-    """Of inputs that no test trains on."""
-    texts = inputs(300)[250:]
-    said = ModelGenerator(model, Encoder(tokenizer, model, "{input}"), 50)(texts, 4)
-    return sum(one.text.strip() == answer(text) for one, text in zip(said, texts)) / len(texts)

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from peft import PeftModel
+from peft import PeftConfig
 from transformers import TrainingArguments
 
-from hf_ext.trans_lora.prompts import MEMBERSHIP, PAPERS_MEMBERSHIP
-
-FILTERS = ("discriminator", "token_excess", "none")
+FILTERS = ("discriminator", "none")
+MEMBERSHIP = "{input}\nIs the above question from {task} dataset?"
+PAPERS_MEMBERSHIP = "{input}\nIs the above question from the {task} dataset? Answer in as few words as possible."  # figure 8
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -35,11 +35,8 @@ class TransLoraConfig(TrainingArguments):
 
     num_samples: int = _setting(1000, "Number of synthetic inputs to keep; in the paper, the size of the real data.")
     filter: str = _setting(
-        "discriminator",
-        "Filter of the synthetic inputs: 'discriminator', 'token_excess' (TiTok: how much likelier the adapter makes the "
-        "label; needs no discriminator) or 'none'.",
+        "discriminator", "Filter of the synthetic inputs: 'discriminator', or 'none' to keep all that are well-formed and new."
     )
-    keep_share: float = _setting(0.5, "For filter='token_excess': share of the inputs to keep, best first.")
     num_shots: int = _setting(5, "Number of seeds in each prompt, drawn at random if there are more.")
     num_items: int = _setting(10, "Length of the list that a prompt begins: the seeds and the inputs to write.")
     temperature: float = _setting(1.0, "Temperature at which inputs are sampled.")
@@ -48,12 +45,6 @@ class TransLoraConfig(TrainingArguments):
         None, "Further arguments of `generate` when inputs are sampled, such as min_p."
     )
     generation_batch_size: int = _setting(32, "Number of prompts in a batch, for generation and scoring, on each process.")
-    continuous_batching: bool = _setting(
-        False, "Use Transformers' continuous batching (`generate_batch`). It is for GPUs and far slower on a CPU."
-    )
-    near_duplicate_threshold: float = _setting(
-        0.9, "Drop inputs that share this part of their three-word sequences with an earlier one (Jaccard index); 1 keeps them."
-    )
     max_attempts: int | None = _setting(
         None, "Number of inputs after which the run gives up; by default 20 for each input to keep."
     )
@@ -78,14 +69,6 @@ class TransLoraConfig(TrainingArguments):
         "that the discriminator was trained with.",
     )
     held_out_share: float = _setting(0.05, "Share of the kept inputs on which student and teacher are compared.")
-    logits_weight: float = _setting(
-        0.0,
-        "Weight of the teacher's distribution (Kullback–Leibler divergence) in the loss; requires equal tokenizers.",
-    )
-    distillation_temperature: float = _setting(1.0, "Temperature of both distributions if logits_weight is not 0.")
-    embedding_model: str | None = _setting(
-        None, "Sentence encoder of the report, such as sentence-transformers/all-mpnet-base-v2; by default the target model."
-    )
 
     num_train_epochs: float = _setting(20.0, "Epochs of the distillation.")
     learning_rate: float = _setting(2e-5, "Initial learning rate of the distillation.")
@@ -94,10 +77,9 @@ class TransLoraConfig(TrainingArguments):
 
     @classmethod
     def paper(cls, output_dir: str | Path, dataset_size: int, **options: Any) -> TransLoraConfig:
-        """Returns the settings of the paper's runs: as many synthetic inputs as there was real data, no filter of near
-        duplicates beside the discriminator, and the paper's question to the discriminator. All other defaults are the paper's
-        where it gives a value. For MMLU it takes num_train_epochs=10 and learning_rate=2e-4, for prompt tuning
-        learning_rate=2e-3.
+        """Returns the settings of the paper's runs: as many synthetic inputs as there was real data, and the paper's
+        question to the discriminator. All other defaults are the paper's where it gives a value. For MMLU it takes
+        num_train_epochs=10 and learning_rate=2e-4, for prompt tuning learning_rate=2e-3.
 
         The adapters are not part of a TransLoraConfig. The paper's are LoRAs on the query and value projections,
         `LoraConfig(target_modules=["q_proj", "v_proj"])`, and prompts that start at a text, `PromptTuningConfig(
@@ -119,21 +101,20 @@ class TransLoraConfig(TrainingArguments):
         for name in ("max_attempts", "max_input_length"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: give 1 or more, or None.")
-        for name, low, high in (("keep_share", 0, 1), ("near_duplicate_threshold", 0, 1), ("top_p", 0, 1)):
-            if not low < getattr(self, name) <= high:
-                raise ValueError(f"{name}={getattr(self, name)}: give more than {low} and at most {high}.")
-        for name in ("temperature", "distillation_temperature"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: give more than 0.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: give more than 0 and at most 1.")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature={self.temperature}: give more than 0.")
         if self.max_steps <= 0 and self.num_train_epochs < 0:
             raise ValueError(f"num_train_epochs={self.num_train_epochs}: give 0 or more, or max_steps.")
         if not 0 <= self.held_out_share < 1:
             raise ValueError(f"held_out_share={self.held_out_share}: give 0 or more, and less than 1.")
-        if not 0 <= self.logits_weight <= 1:
-            raise ValueError(f"logits_weight={self.logits_weight}: give 0 to 1.")
-        names = (self.generation_kwargs or {}) if not isinstance(self.generation_kwargs, str) else {}
-        if fixed := sorted({"num_return_sequences", "num_beams", "do_sample", "max_new_tokens", "stop_strings"} & set(names)):
-            raise ValueError(f"generation_kwargs has {', '.join(fixed)}, which a transfer sets itself.")
+        for name in ("generation_kwargs", "chat_template_kwargs"):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not a JSON object.")
+        fixed = {"num_return_sequences", "num_beams", "do_sample", "max_new_tokens", "stop_strings"} & self.sampling.keys()
+        if fixed:
+            raise ValueError(f"generation_kwargs has {', '.join(sorted(fixed))}, which a transfer sets itself.")
         if self.num_items <= self.num_shots:
             raise ValueError(f"num_items={self.num_items} leaves nothing to write after num_shots={self.num_shots} seeds.")
         for name in ("prompt_template", "teacher_prompt_template"):
@@ -144,32 +125,33 @@ class TransLoraConfig(TrainingArguments):
             if part not in self.discriminator_prompt:
                 raise ValueError(f"discriminator_prompt={self.discriminator_prompt!r} has no {part} in it.")
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Returns the further arguments of `generate`."""
+        return cast("dict[str, Any]", self.generation_kwargs or {})  # TrainingArguments has parsed JSON
+
+    @property
+    def chat_variables(self) -> dict[str, Any]:
+        """Returns the variables of the chat templates."""
+        return cast("dict[str, Any]", self.chat_template_kwargs or {})
+
+    def synthesis_settings(self) -> dict[str, Any]:
+        """Returns the settings that the written inputs depend on."""
+        names = ("num_shots", "num_items", "temperature", "top_p")
+        return self.named(*names, "generation_kwargs", "max_input_length", "chat_template_kwargs")
+
+    def training_settings(self, adapter: PeftConfig) -> dict[str, Any]:
+        """Returns the settings that a checkpoint of the training of an adapter depends on."""
+        names = ("learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
+        settings = self.named(*names, "lr_scheduler_type", "warmup_steps", "weight_decay", "seed")
+        sizes = [name for name in ("peft_type", "r", "target_modules", "num_virtual_tokens") if hasattr(adapter, name)]
+        return settings | {f"adapter's {name}": getattr(adapter, name) for name in sizes}
+
+    def named(self, *names: str) -> dict[str, Any]:
+        """Returns the settings of these names."""
+        return {name: getattr(self, name) for name in names}
+
 
 def paper_settings(dataset_size: int) -> dict[str, Any]:
     """Returns the paper's values of the fields that have other defaults."""
-    return {"num_samples": dataset_size, "near_duplicate_threshold": 1.0, "discriminator_prompt": PAPERS_MEMBERSHIP}
-
-
-def chat_variables(args: TransLoraConfig) -> dict[str, Any]:
-    """Returns further variables of the chat templates."""
-    return cast("dict[str, Any]", args.chat_template_kwargs or {})  # TrainingArguments has parsed JSON
-
-
-def synthesis_settings(args: TransLoraConfig) -> dict[str, Any]:
-    """Returns the settings that the written inputs depend on."""
-    names = (
-        *("num_shots", "num_items", "temperature", "top_p", "generation_kwargs"),
-        *("near_duplicate_threshold", "max_input_length", "chat_template_kwargs"),
-    )
-    return {name: getattr(args, name) for name in names}
-
-
-def training_settings(model: PeftModel, args: TransLoraConfig, adapter: str = "default") -> dict[str, Any]:
-    """Returns the settings that a checkpoint of the training depends on."""
-    names = (
-        *("learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"),
-        *("lr_scheduler_type", "warmup_steps", "weight_decay", "logits_weight", "distillation_temperature", "seed"),
-    )
-    config, sizes = model.peft_config[adapter], ("peft_type", "r", "target_modules", "num_virtual_tokens")
-    adapter_settings = {f"adapter's {name}": getattr(config, name) for name in sizes if hasattr(config, name)}
-    return {name: getattr(args, name) for name in names} | adapter_settings
+    return {"num_samples": dataset_size, "discriminator_prompt": PAPERS_MEMBERSHIP}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
+import re
 import shutil
 import tempfile
 import warnings
@@ -13,29 +16,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from huggingface_hub import CommitInfo, HfApi
-from peft import PeftConfig, PeftModel, TaskType
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import cached_file
 
 from hf_ext.display import percent
 from hf_ext.errors import HfExtError
 from hf_ext.integration.cards import CARD, drop_card_for
 from hf_ext.storage.files import staged_folder
-from hf_ext.trans_lora.adapters import adapters_kept, bare, base_sample, on_device, only
-from hf_ext.trans_lora.config import TransLoraConfig
-from hf_ext.trans_lora.encoding import Encoder, load_tokenizer, loading
-from hf_ext.trans_lora.prompts import MEMBERSHIP, NO, YES, membership_question
-from hf_ext.trans_lora.scoring import log_odds
+from hf_ext.trans_lora.config import MEMBERSHIP, TransLoraConfig
+from hf_ext.trans_lora.encoding import Encoder, require_texts
+from hf_ext.trans_lora.generation import Generator
+from hf_ext.trans_lora.models import adapters_kept, bare, base_sample, load_model, load_tokenizer, loading, on_device, only
+from hf_ext.trans_lora.scoring import AnswerTrainer, log_odds
+from hf_ext.trans_lora.stages import begin_training
+from hf_ext.trans_lora.synthesis import Prompts, write_inputs
 
+YES, NO = "Yes", "No"
 NAME = "discriminator"  # of the adapter
 FILE = "discriminator.json"
 ANSWER_LENGTH = 8  # tokens of YES or NO, at most
+Answers = list[tuple[str, str]]  # inputs with YES or NO
 
 
 class Discriminator:
@@ -58,11 +61,15 @@ class Discriminator:
         prompt: str = MEMBERSHIP,
     ):
         self.model, self.tokenizer, self.task, self.metrics, self.prompt = model, tokenizer, task, metrics or {}, prompt
-        self.encoder = encoder_of(tokenizer, model)
+        self.encoder = _encoder(tokenizer, model)
 
     def question(self, text: str) -> str:
-        """Returns the question to the model about an input."""
-        return membership_question(text, self.task, self.prompt)
+        """Returns the prompt with the question to the model about an input."""
+        return self.encoder.prompt(question(text, self.task, self.prompt))
+
+    def fits(self, text: str) -> bool:
+        """Checks whether the question about an input, with its answer, fits into the model's context."""
+        return self.encoder.fits(self.question(text), ANSWER_LENGTH)
 
     def score(self, inputs: Sequence[str], batch_size: int = 32, device: torch.device | None = None) -> list[float]:
         """Returns p(yes) / (p(yes) + p(no)) for each input. A score above 0.5 means a real input of the task.
@@ -72,11 +79,25 @@ class Discriminator:
         """
         if not inputs:
             return []
-        prompts = [self.encoder.prompt(self.question(text)) for text in inputs]
+        prompts = [self.question(text) for text in inputs]
         with adapters_kept(self.model), on_device(self.model, device or self.model.device):
             only(self.model, NAME)
             odds = log_odds(self.model, self.encoder, prompts, (YES, NO), batch_size)
         return torch.tensor(odds).sigmoid().tolist()
+
+    def require_better_than_chance(self, name: str) -> None:
+        """Raises HfExtError if it keeps as many synthetic as real inputs of those that it was not trained on.
+
+        Args:
+            name: its name in the error.
+        """
+        real, synthetic = self.metrics.get("real_kept"), self.metrics.get("synthetic_kept")
+        if real is not None and synthetic is not None and real <= synthetic:
+            raise HfExtError(
+                f"{name} is no better than chance: of inputs that it was not trained on, it keeps {percent(real, 0)} of the "
+                f"real ones and {percent(synthetic, 0)} of the synthetic ones. Train another one in a new folder, on more "
+                "inputs (hundreds), for more epochs or at a higher learning_rate; or transfer with --filter none."
+            )
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Writes the adapter, as PEFT does, with the discriminator's task, question and base model.
@@ -101,24 +122,21 @@ class Discriminator:
         private: bool | None = None,
         token: bool | str | None = None,
         revision: str | None = None,
-        commit_message: str = "Upload discriminator",
-        create_pr: bool = False,
+        **kwargs: Any,
     ) -> CommitInfo:
-        """Pushes the discriminator to a repository on the Hub, which is created if it does not exist."""
+        """Pushes the discriminator to a repository on the Hub, which is created if it does not exist.
+
+        Args:
+            kwargs: further arguments of `HfApi.upload_folder`, such as commit_message and create_pr.
+        """
         api = HfApi(token=token)
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None and not create_pr:
+        if revision is not None and not kwargs.get("create_pr"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
+        kept = [CARD] if api.file_exists(repo_id, CARD, revision=revision) else None
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            return api.upload_folder(
-                repo_id=repo_id,
-                folder_path=folder,
-                revision=revision,
-                commit_message=commit_message,
-                create_pr=create_pr,
-                ignore_patterns=[CARD] if api.file_exists(repo_id, CARD, revision=revision) else None,
-            )
+            return api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, ignore_patterns=kept, **kwargs)
 
     @classmethod
     def from_pretrained(
@@ -140,14 +158,13 @@ class Discriminator:
             HfExtError: this is not a discriminator, or `model` is not the one that it was trained on.
         """
         name = os.fspath(pretrained_model_name_or_path)
-        record = read_record(name, **kwargs)
-        task, sample, metrics, prompt = record["task"], torch.tensor(record["base_sample"]), record["metrics"], record["prompt"]
+        record = _read_record(name, **kwargs)
+        sample = torch.tensor(record["base_sample"])
         access = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}
-        config = PeftConfig.from_pretrained(name, **kwargs)
-        base = config.base_model_name_or_path
+        base = PeftConfig.from_pretrained(name, **kwargs).base_model_name_or_path
         if model is None:
-            kind = AutoModelForSeq2SeqLM if config.task_type == TaskType.SEQ_2_SEQ_LM else AutoModelForCausalLM
-            model = kind.from_pretrained(base, dtype="auto", **access)
+            model, own = load_model(base, **access)
+            tokenizer = tokenizer or own
         current = torch.tensor(base_sample(model))
         if current.shape != sample.shape or torch.cosine_similarity(current, sample, dim=0) < 0.97:
             raise HfExtError(
@@ -155,12 +172,127 @@ class Discriminator:
                 "model. In a chain of transfers, it needs its own base: load it without `model`."
             )
         tokenizer = tokenizer or load_tokenizer(bare(model).name_or_path or base, **access)
-        with adapters_kept(model), second_adapter():
+        with adapters_kept(model), _second_adapter():
             model = PeftModel.from_pretrained(bare(model), name, adapter_name=NAME, **kwargs)
-        return cls(model.eval(), tokenizer, task, metrics, prompt)
+        return cls(model.eval(), tokenizer, record["task"], record["metrics"], record["prompt"])
 
 
-def read_record(name: str, **kwargs: Any) -> dict[str, Any]:
+def train_discriminator(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    real_inputs: Sequence[str],
+    *,
+    task: str,
+    args: TransLoraConfig,
+    peft_config: PeftConfig | None = None,
+    seeds: Sequence[str] | None = None,
+    synthetic_inputs: Sequence[str] | None = None,
+    synthesizer: Generator | None = None,
+) -> Discriminator:
+    """Trains the discriminator while you have the task's data, on real inputs and inputs that the source model writes.
+
+    The model that writes inputs sees only the seeds of the real inputs, and no real input is saved. args.output_dir receives
+    the synthetic inputs and the checkpoints of the training. A killed run resumes from these.
+
+    Args:
+        model: the source model, with or without the teacher's adapter. It gets the adapter "discriminator", which is active
+            only while it scores.
+        real_inputs: the task's inputs, without answers.
+        task: name of the task in the question to the model.
+        args: settings of the training and of the writing of synthetic inputs, as for the transfer, and the question
+            (`discriminator_prompt`).
+        peft_config: configuration of the adapter; by default a LoRA on PEFT's default layers.
+        seeds: example inputs for the synthetic inputs; by default as many as a prompt shows, drawn from the real inputs.
+        synthetic_inputs: existing synthetic inputs, to use instead of writing new ones.
+        synthesizer: a `Server` that writes the synthetic inputs. By default, the model writes them.
+
+    Raises:
+        HfExtError: there are too few inputs, the tokenizer lacks a token, or the model has adapters of another kind.
+    """
+    require_texts(real_inputs=real_inputs, seeds=seeds, synthetic_inputs=synthetic_inputs)
+    real, least = list(dict.fromkeys(text.strip() for text in real_inputs if text.strip())), max(2, args.num_shots)
+    if len(real) < least:
+        raise HfExtError(f"There are {len(real)} different real inputs; give at least {least}, better hundreds.")
+    if synthetic_inputs is not None and not synthetic_inputs:
+        raise HfExtError("synthetic_inputs is empty. Give some, or leave it out to let the model write them.")
+    encoder = _encoder(tokenizer, model)
+    questions = {text: encoder.prompt(question(text, task, args.discriminator_prompt)) for text in real}
+    encoder.require_inputs(questions, ANSWER_LENGTH)
+    peft_config = peft_config or LoraConfig(task_type=TaskType.SEQ_2_SEQ_LM if encoder.encoder_decoder else TaskType.CAUSAL_LM)
+    if getattr(peft_config, "modules_to_save", None):
+        raise HfExtError("A discriminator shares the source model, so it cannot replace modules: leave out modules_to_save.")
+    settings = {"kind": "discriminator", "task": task, "model": bare(model).name_or_path, "seed": args.seed}
+    settings |= {"real inputs (a checksum)": xxhash.xxh3_64("\n".join(real).encode()).hexdigest()}
+    if synthetic_inputs is None:
+        seeds = seeds or random.Random(args.seed).sample(real, args.num_shots)
+        candidates = write_inputs(synthesizer or model, Prompts(seeds, args, encoder), len(real), settings)
+        synthetic_inputs = [candidate.input for candidate in candidates if candidate.kept]
+    held_out, rows = _split(real, list(synthetic_inputs)[: len(real)], args.seed)
+    with adapters_kept(model):
+        set_seed(args.seed)  # as Trainer does, but before the adapter is made
+        with _second_adapter():
+            model = get_peft_model(bare(model), peft_config, NAME)
+        only(model, NAME, trainable=True)
+        discriminator = Discriminator(model, tokenizer, task, prompt=args.discriminator_prompt)
+        _train(discriminator, args, settings, rows, held_out)
+    model.eval()
+    scores = discriminator.score([text for text, _ in held_out], args.generation_batch_size)
+    for name, answer in (("real_kept", YES), ("synthetic_kept", NO)):
+        if kept := [score > 0.5 for score, (_, correct) in zip(scores, held_out) if correct == answer]:
+            discriminator.metrics[name] = sum(kept) / len(kept)
+    return discriminator
+
+
+def _train(
+    discriminator: Discriminator, args: TransLoraConfig, settings: dict[str, Any], rows: Answers, held_out: Answers
+) -> None:
+    """Trains the adapter on inputs with their answers, from the last checkpoint in args.output_dir if there is one."""
+    encoder = discriminator.encoder
+
+    def samples(pairs: Answers) -> list[dict[str, list[int]]]:
+        return encoder.samples([discriminator.question(text) for text, _ in pairs], [answer for _, answer in pairs])
+
+    settings = settings | args.training_settings(discriminator.model.peft_config[NAME])
+    settings |= {"discriminator_prompt": discriminator.prompt}
+    checkpoint = begin_training(Path(args.output_dir), settings, args.resume_from_checkpoint)
+    trainer = AnswerTrainer(
+        model=discriminator.model,
+        args=args,
+        train_dataset=samples(rows),
+        eval_dataset=samples(held_out),
+        data_collator=encoder.batch,
+        processing_class=discriminator.tokenizer,
+    )
+    trainer.train(resume_from_checkpoint=checkpoint)
+
+
+def _split(real: list[str], synthetic: list[str], seed: int) -> tuple[Answers, Answers]:
+    """Returns a tenth of both kinds for evaluation, and the rest for training, as inputs with their answers. Trains on all if
+    there are few. Repeats the smaller kind, because a discriminator trained on unequal kinds answers with the larger one."""
+    held_out: Answers = []
+    rows: Answers = []
+    longer = max(len(texts) - len(texts) // 10 for texts in (real, synthetic))
+    for texts, answer in ((real, YES), (synthetic, NO)):
+        pairs = [(text, answer) for text in texts]
+        random.Random(seed).shuffle(pairs)
+        count = len(pairs) // 10
+        held_out += pairs[:count]
+        rows += itertools.islice(itertools.cycle(pairs[count:]), longer)
+    return held_out, rows
+
+
+def question(text: str, task: str, template: str = MEMBERSHIP) -> str:
+    """Returns the question about an input, whose answer is YES or NO (section 3.2)."""
+    # In one pass, so that braces in the text or in the task's name stay.
+    return re.sub(r"\{(input|task)\}", lambda match: text if match[1] == "input" else task, template)
+
+
+def _encoder(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | PeftModel) -> Encoder:
+    """Returns the encoder of the discriminator's questions: a chat, or the question alone."""
+    return Encoder(tokenizer, model, None if tokenizer.chat_template else "{input}", "The discriminator's")
+
+
+def _read_record(name: str, **kwargs: Any) -> dict[str, Any]:
     """Returns the record of a discriminator, from a folder or downloaded from the Hub.
 
     Raises:
@@ -175,45 +307,13 @@ def read_record(name: str, **kwargs: Any) -> dict[str, Any]:
     try:
         record = json.loads(Path(path).read_text(encoding="utf-8"))
         torch.tensor(record["base_sample"])
-        return {"prompt": MEMBERSHIP} | {key: record[key] for key in ("task", "base_sample", "metrics")} | record
+        return {key: record[key] for key in ("task", "prompt", "base_sample", "metrics")}
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise HfExtError(f"{path} is not a valid record of a discriminator; save the discriminator again.") from error
 
 
-def require_better_than_chance(metrics: dict[str, float], name: str) -> None:
-    """Raises an error for a discriminator that keeps as many synthetic inputs as real ones.
-
-    Args:
-        metrics: its shares on held-out inputs; without them it passes.
-
-    Raises:
-        HfExtError: it is no better than chance.
-    """
-    real, synthetic = metrics.get("real_kept"), metrics.get("synthetic_kept")
-    if real is not None and synthetic is not None and real <= synthetic:
-        raise HfExtError(
-            f"{name} is no better than chance: of inputs that it was not trained on, it keeps {percent(real, 0)} of the real "
-            f"ones and {percent(synthetic, 0)} of the synthetic ones. Train another one in a new folder, on more inputs "
-            "(hundreds), for more epochs or at a higher learning_rate; or transfer with --filter token_excess."
-        )
-
-
-def require_discriminator(discriminator: object, args: TransLoraConfig) -> None:
-    """Raises HfExtError if the filter is a discriminator and none is given."""
-    if args.filter == "discriminator" and discriminator is None:
-        raise HfExtError(
-            "filter='discriminator' needs a discriminator (--discriminator on the command line); without one take "
-            "filter='token_excess' or 'none'."
-        )
-
-
-def encoder_of(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | PeftModel) -> Encoder:
-    """Returns the encoder of the discriminator's questions: a chat, or the question alone."""
-    return Encoder(tokenizer, model, None if tokenizer.chat_template else "{input}", "The discriminator's")
-
-
 @contextmanager
-def second_adapter() -> Iterator[None]:
+def _second_adapter() -> Iterator[None]:
     """Silences PEFT's warning about a second adapter in a model, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(second time|multiple adapters|Already found).*")

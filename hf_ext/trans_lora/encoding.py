@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_ext.errors import HfExtError
 
@@ -18,6 +16,7 @@ class Encoder:
     """The prompts of one model.
 
     Args:
+        model: the model; None if a server has it, which checks lengths itself.
         template: text with `{input}` in it; None for the tokenizer's chat template, or, if it has none, the input and a line
             break.
         whose: in errors: "the teacher's".
@@ -32,23 +31,27 @@ class Encoder:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        model: PreTrainedModel | PeftModel,
+        model: PreTrainedModel | PeftModel | None,
         template: str | None = None,
         whose: str = "the",
         system: str | None = None,
         variables: dict[str, Any] | None = None,
     ):
-        self.tokenizer = tokenizer
-        self.encoder_decoder = bool(model.config.is_encoder_decoder)
-        self.limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # T5 and similar models have none
-        if self.limit and isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
-            self.limit -= model.active_peft_config.num_virtual_tokens
-        self.begin = [model.generation_config.forced_bos_token_id] if self.encoder_decoder else []  # BART's
-        self.whose = whose
+        self.tokenizer, self.whose = tokenizer, whose
         self.chats = template is None and bool(tokenizer.chat_template)
         self.template, self.system, self.variables = template, system, variables or {}
         if system is not None and not self.chats:
             raise HfExtError(f"{whose} model has a system prompt and no chat template: put the text into a prompt template.")
+        self.limit: int | None = None
+        self.encoder_decoder, self.begin = False, list[int]()
+        if model is None:
+            return
+        self.encoder_decoder = bool(model.config.is_encoder_decoder)
+        self.limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # T5 and similar models have none
+        if self.limit and isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+            self.limit -= model.active_peft_config.num_virtual_tokens
+        if self.encoder_decoder and model.generation_config.forced_bos_token_id is not None:  # BART's
+            self.begin = [model.generation_config.forced_bos_token_id]
         if tokenizer.eos_token_id is None:
             raise HfExtError(f"{whose} tokenizer has no token that ends a text; set tokenizer.eos_token.")
         if tokenizer.pad_token_id is None:
@@ -57,12 +60,22 @@ class Encoder:
             )
 
     def prompt(self, text: str) -> str:
-        """Returns the prompt for the answer to an input."""
-        return prompt(text, self.tokenizer, self.template, self.system, self.variables)
+        """Returns the prompt for the answer to an input: by the template, else as a chat, else with a line break after it."""
+        return self._chat(text, self.system) if self.chats else (self.template or "{input}\n").replace("{input}", text)
 
     def request(self, text: str) -> str:
         """Returns the prompt of a chat that is not about the task, so without the system message."""
-        return prompt(text, self.tokenizer, self.template, None, self.variables)
+        return self._chat(text, None)
+
+    def _chat(self, text: str, system: str | None) -> str:
+        chat = [{"role": "system", "content": system}] if system is not None else []
+        chat.append({"role": "user", "content": text})
+        return self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **self.variables)
+
+    def without_bos(self, prompts: Sequence[str]) -> list[str]:
+        """Returns prompts for a server, which adds the token that begins a text itself if the tokenizer does."""
+        bos, begin = self.tokenizer.bos_token, self.tokenizer("")["input_ids"][:1]
+        return [prompt.removeprefix(bos) if bos and begin == [self.tokenizer.bos_token_id] else prompt for prompt in prompts]
 
     def tokens(self, prompts: Sequence[str]) -> list[list[int]]:
         """Returns the tokens of prompts. A chat template has inserted the special tokens already. Only encoders get the token
@@ -99,15 +112,10 @@ class Encoder:
         Raises:
             HfExtError: one is longer than the model's context.
         """
-        begin = [token for token in self.begin if token is not None]
         ends = [self.tokenizer.eos_token_id] if end else []
-        rows = self.tokens(prompts)
-        return self.joined(rows, [begin + answer + ends for answer in self.answer_tokens(prompts, rows, answers)])
-
-    def joined(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[dict[str, list[int]]]:
-        """Returns samples as `samples` does, from tokens as a model read and wrote them."""
-        samples = []
-        for row, answer in zip(prompts, answers):
+        rows, samples = self.tokens(prompts), []
+        for row, written in zip(rows, self.answer_tokens(prompts, rows, answers)):
+            answer = self.begin + written + ends
             if self.encoder_decoder:
                 sample = {"input_ids": row, "labels": answer}
             else:
@@ -118,8 +126,9 @@ class Encoder:
 
     def fits(self, prompt: str, room: int) -> bool:
         """Checks whether a prompt and this many further tokens fit into the model's context."""
-        length = len(self.tokens([prompt])[0]) + (0 if self.encoder_decoder else room)
-        return self.limit is None or length <= self.limit
+        if self.limit is None:
+            return True
+        return len(self.tokens([prompt])[0]) + (0 if self.encoder_decoder else room) <= self.limit
 
     def holds(self, prompt: str, answer: str) -> bool:
         """Checks whether a prompt with its answer fits into the model's context."""
@@ -180,53 +189,3 @@ def require_texts(**lists: Collection[str] | None) -> None:
             raise HfExtError(f"{name}='{texts[:40]}' is a single text. Give a list; trans_lora.read_inputs(path) reads a file.")
         if not all(isinstance(text, str) for text in texts or ()):
             raise HfExtError(f"{name} contains something other than texts. Give a list of texts.")
-
-
-def prompt(
-    text: str,
-    tokenizer: PreTrainedTokenizerBase,
-    template: str | None,
-    system: str | None = None,
-    variables: dict[str, Any] | None = None,
-) -> str:
-    """Returns the prompt for an input: by the template, else as a chat, else with a line break after it."""
-    if template is None and tokenizer.chat_template:
-        chat = [{"role": "system", "content": system}] if system is not None else []
-        chat.append({"role": "user", "content": text})
-        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **(variables or {}))
-    return (template or "{input}\n").replace("{input}", text)
-
-
-def without_bos(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Returns prompts for a server, which adds the token that begins a text itself if the tokenizer does."""
-    bos, begin = tokenizer.bos_token, tokenizer("")["input_ids"][:1]
-    return [prompt.removeprefix(bos) if bos and begin == [tokenizer.bos_token_id] else prompt for prompt in prompts]
-
-
-@contextmanager
-def loading(name: str, what: str = "model") -> Iterator[None]:
-    """Turns an error of the block into one that names the model."""
-    try:
-        yield
-    except OSError as error:
-        reason = str(error).strip().partition("\n")[0]
-        if os.path.isdir(name):
-            raise HfExtError(f"The {what} in '{name}' cannot be loaded: {reason}") from error
-        raise HfExtError(f"'{name}' is neither a folder nor a {what} of the Hub that can be reached: {reason}") from error
-
-
-def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a model. If it has no padding token, it pads with the end-of-text token.
-
-    Raises:
-        HfExtError: the folder or repository has no tokenizer that can be loaded.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
-    except (OSError, ValueError) as error:
-        raise HfExtError(
-            f"The model '{name}' has no tokenizer that can be loaded. Save one with it: tokenizer.save_pretrained(…)."
-        ) from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer

@@ -5,18 +5,15 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from accelerate import PartialState
 from peft import PeftModel
 from transformers import (
-    ContinuousBatchingConfig,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
@@ -26,7 +23,6 @@ from transformers.utils.logging import tqdm
 
 from hf_ext.errors import HfExtError, ServerError
 from hf_ext.integration.modes import evaluating
-from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.encoding import Encoder
 
 # Overrides of a model's generation_config.json. A penalty on repetition punishes the words of the seeds, and the warpers would
@@ -57,12 +53,10 @@ class Completion:
 
     Attributes:
         ended: whether it ended by itself, not by the limit of tokens.
-        tokens: as the model wrote them, without the end token; None if a server does not return them.
     """
 
     text: str
     ended: bool
-    tokens: list[int] | None = field(default=None, compare=False)
 
 
 class Generator(Protocol):
@@ -92,14 +86,7 @@ class ModelGenerator:
     model: PreTrainedModel | PeftModel
     encoder: Encoder
     batch_size: int
-    continuous: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, model: PreTrainedModel | PeftModel, encoder: Encoder, args: TransLoraConfig) -> ModelGenerator:
-        """Returns a generator with the settings of a transfer."""
-        options = cast("dict[str, Any]", args.generation_kwargs or {})  # TrainingArguments has parsed JSON
-        return cls(model, encoder, args.generation_batch_size, args.continuous_batching, options)
 
     def __call__(
         self, prompts: Sequence[str], max_new_tokens: int, seed: int | None = None, **sampling: Any
@@ -113,36 +100,34 @@ class ModelGenerator:
         how = how | ONE_EACH | {"max_new_tokens": max_new_tokens, "pad_token_id": self.encoder.tokenizer.pad_token_id}
         how["eos_token_id"] = ends = self._ends()
         written: dict[int, Completion] = {}
-        with evaluating(self.model), _seeded(seed, self.model.device), torch.no_grad():
+        devices = [self.model.device] if self.model.device.type == "cuda" else []
+        with evaluating(self.model), torch.random.fork_rng(devices, enabled=seed is not None), torch.no_grad():
+            if seed is not None:
+                torch.manual_seed(seed)
             for batch in self._batches(rows):
-                for i, tokens in zip(batch, self._write([rows[i] for i in batch], how, seed, stop, longest), strict=True):
+                for i, tokens in zip(batch, self._write([rows[i] for i in batch], how, stop, longest), strict=True):
                     written[i] = self._completion(tokens, ends, stop)
         return [written[i] for i in range(len(rows))]
 
     def _batches(self, rows: list[list[int]]) -> list[list[int]]:
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        if self.continuous:
-            return [order] if order else []
         # With virtual tokens PEFT leaves out position ids, and padding on the left would shift absolute positions.
-        alike = _prompt_learning(self.model)
+        alike = isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning
         groups = [list(group) for _, group in itertools.groupby(order, lambda i: len(rows[i]) if alike else 0)]
         return [group[i : i + self.batch_size] for group in groups for i in range(0, len(group), self.batch_size)]
 
-    def _write(
-        self, rows: list[list[int]], how: dict[str, Any], seed: int | None, stop: str | None, longest: int | None
-    ) -> list[list[int]]:
-        if self.continuous:
-            # A CPU's memory, unlike an accelerator's, is not for the cache alone. Masks of 8,192 tokens would fill this share.
-            limits = {"max_memory_percent": 0.02, "max_batch_tokens": 1024} if self.model.device.type == "cpu" else {}
-            batching = ContinuousBatchingConfig(seed=seed, **limits)
-            outputs = self.model.generate_batch(rows, GenerationConfig(**how), batching)
-            # Requests are numbered in order, and a name ends with the request's number.
-            return [outputs[name].generated_tokens for name in sorted(outputs, key=lambda name: int(name.rsplit("_", 1)[-1]))]
+    def _write(self, rows: list[list[int]], how: dict[str, Any], stop: str | None, longest: int | None) -> list[list[int]]:
         pad = self.encoder.tokenizer.pad_token_id
-        width = max(map(len, rows))
-        tokens = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=self.model.device)
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=self.model.device)
-        start = 0 if self.encoder.encoder_decoder else width
+        width, encodes = max(map(len, rows)), self.encoder.encoder_decoder
+
+        def padded(row: list[int], padding: int) -> list[int]:
+            """An encoder's absolute positions (BART) count from the left, so padding must follow its tokens."""
+            blank = [padding] * (width - len(row))
+            return row + blank if encodes else blank + row
+
+        tokens = torch.tensor([padded(row, pad) for row in rows], device=self.model.device)
+        mask = torch.tensor([padded([1] * len(row), 0) for row in rows], device=self.model.device)
+        start = 0 if encodes else width
         total, quiet = len(rows) * how["max_new_tokens"], not PartialState().is_main_process
         with tqdm(total=total, desc="Writing", unit=" tokens", leave=False, delay=2, disable=quiet) as bar:
             end = StoppingCriteriaList([_End(self.encoder.tokenizer, start, stop, longest, bar.update)])
@@ -154,7 +139,7 @@ class ModelGenerator:
         at = next((i for i, token in enumerate(tokens) if token in ends), None)
         text = self.encoder.tokenizer.decode(tokens[:at], skip_special_tokens=True)
         kept, stopped, _ = text.partition(stop) if stop else (text, "", "")
-        return Completion(kept, at is not None or bool(stopped), tokens[:at])
+        return Completion(kept, at is not None or bool(stopped))
 
     def _ends(self) -> list[int]:
         """Returns the tokens that end a text: those of the model (chat models have several) and of the tokenizer."""
@@ -273,18 +258,3 @@ class Server:
                     f"{self.url} does not answer after {self.retries} retries, or rejects the request: {error} Inputs and "
                     "labels written so far are kept; run again to resume."
                 ) from error
-
-
-def _prompt_learning(model: PreTrainedModel | PeftModel) -> bool:
-    return isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
-
-
-@contextmanager
-def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Seeds the random numbers within the block, and restores the generator's state for training."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield

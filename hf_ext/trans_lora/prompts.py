@@ -6,11 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-YES, NO = "Yes", "No"
-MEMBERSHIP = "{input}\nIs the above question from {task} dataset?"
-PAPERS_MEMBERSHIP = "{input}\nIs the above question from the {task} dataset? Answer in as few words as possible."  # figure 8
-PAPERS_SOFT_PROMPT = "Answer the following question correctly:"  # the initial text of prompt tuning
-
 
 @dataclass(frozen=True)
 class Item:
@@ -74,9 +69,3 @@ def parse_items(text: str, first: int, last: int, ended: bool, seeds: Sequence[s
         if not mark:
             break
     return items
-
-
-def membership_question(text: str, task: str, template: str = MEMBERSHIP) -> str:
-    """Returns the question for the discriminator, whose answer is YES or NO (section 3.2)."""
-    # In one pass, so that braces in the text or in the task's name stay.
-    return re.sub(r"\{(input|task)\}", lambda match: text if match[1] == "input" else task, template)

@@ -1,18 +1,20 @@
-"""Computes likelihoods of given answers under a model."""
+"""Likelihoods of given answers under a model, and training on answers alone."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from typing import Any
 
 import torch
 from peft import PeftModel
-from torch.nn import functional
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_ext.integration.modes import evaluating
-from hf_ext.trans_lora.adapters import bare
 from hf_ext.trans_lora.encoding import Encoder
+from hf_ext.trans_lora.models import bare
 
 
 def answer_log_probs(
@@ -73,7 +75,7 @@ def _logits_at(model: PreTrainedModel | PeftModel, batch: dict[str, torch.Tensor
     return logits[0] if logits.shape[:2] == (1, int(places.sum())) else chosen(logits)[0]
 
 
-@contextmanager
+@contextlib.contextmanager
 def logits_at(model: PreTrainedModel | PeftModel, places: torch.Tensor) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     """Makes a decoder compute logits only at some positions of a batch, (1, positions, vocabulary), within the block.
 
@@ -98,36 +100,36 @@ def logits_at(model: PreTrainedModel | PeftModel, places: torch.Tensor) -> Itera
         hook.remove()
 
 
-def aligned(logits: torch.Tensor, labels: torch.Tensor, encoder_decoder: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Aligns logits with their labels: a decoder's come one token earlier, and after those of virtual tokens.
+class AnswerTrainer(Trainer):
+    """A Trainer whose model computes logits only where an answer's tokens are predicted.
 
-    Args:
-        logits: (batch, virtual tokens + tokens, vocabulary).
-        labels: (batch, tokens).
-
-    Returns:
-        (batch, n, vocabulary) and (batch, n).
+    The loss is the same. At all positions, the logits of a batch of 8 × 512 tokens over Gemma's vocabulary of 262,000 take 4
+    GB.
     """
-    logits = logits[:, -labels.shape[1] :]
-    return (logits, labels) if encoder_decoder else (logits[:, :-1], labels[:, 1:])
 
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, torch.Tensor | Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        inner = self.accelerator.unwrap_model(model)
+        spare: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if self._may_spare_logits(inner) and not return_outputs and "labels" in inputs:
+            labels = inputs["labels"][:, 1:]
+            inputs = inputs | {"shift_labels": labels[labels != -100][None]}
+            spare = logits_at(inner, labels != -100)
+        with spare:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-def kl_divergence(
-    student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, encoder_decoder: bool, temperature: float
-) -> torch.Tensor:
-    """Returns KL(teacher ‖ student) of the distributions at a temperature, summed over the tokens of the answers.
-
-    Args:
-        student, teacher: logits, as for `aligned`; models pad their vocabularies differently.
-        labels: (batch, tokens).
-    """
-    student, at = aligned(student, labels, encoder_decoder)
-    teacher, _ = aligned(teacher.to(student.device), labels, encoder_decoder)
-    chosen, size = at != -100, min(student.shape[-1], teacher.shape[-1])
-    log_p, log_q = ((x[chosen][:, :size].float() / temperature).log_softmax(-1) for x in (teacher, student))
-    return functional.kl_div(log_q, log_p, reduction="sum", log_target=True)
-
-
-def token_excess(with_adapter: Sequence[torch.Tensor], without: Sequence[torch.Tensor]) -> list[float]:
-    """Returns the mean over an answer's tokens of log p(with the adapter) − log p(without) (TiTok, arXiv 2510.04682)."""
-    return [(one - other).mean().item() for one, other in zip(with_adapter, without)]
+    def _may_spare_logits(self, model: PreTrainedModel | PeftModel) -> bool:
+        """Checks whether Transformers' own loss is used, which accepts labels that are shifted already."""
+        prompts = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
+        plain = self.label_smoother is None and self.compute_loss_func is None and self.model_accepts_loss_kwargs
+        whole = self.args.n_gpu <= 1  # not split among devices by nn.DataParallel
+        # Liger's forward spares the logits itself: it reads the output layer's weight. torch.compile breaks graphs at the hook.
+        hooked = not (self.args.use_liger_kernel or self.args.torch_compile)
+        inner = bare(model)
+        decoder = not inner.config.is_encoder_decoder and getattr(inner, "loss_function", None) is ForCausalLMLoss
+        return plain and whole and hooked and decoder and not prompts

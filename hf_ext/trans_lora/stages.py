@@ -1,16 +1,17 @@
-"""The files of a run, from which it resumes."""
+"""The files of a run, from which it resumes, and the shares of its processes."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 
 from hf_ext.errors import HfExtError
 from hf_ext.storage.files import write_atomically
@@ -31,86 +32,100 @@ def claim(folder: Path, part: str, settings: dict[str, Any], files: Sequence[str
         HfExtError: there are such files, and they were made with other settings.
     """
 
-    def check() -> str | None:
+    def check() -> None:
         path = folder / RECORD
+        folder.mkdir(parents=True, exist_ok=True)
         record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         current = json.loads(json.dumps(settings, default=_plain))
         recorded = record.get(part)
         begun = [name for pattern in files for name in folder.glob(pattern)]
-        if begun and not anew:
-            if recorded is None:
-                return f"{folder} holds {begun[0].name} of another run. Take another folder, or delete it."
-            if recorded != current:
-                different = ", ".join(key for key in current | recorded if recorded.get(key) != current.get(key))
-                hints = {
-                    "training": "start again with resume_from_checkpoint=False (--resume-from-checkpoint False)",
-                    "labels": f"delete {begun[0].name} for new labels",
-                }
-                hint = hints.get(part, "delete it")
-                return f"{folder} holds a run with another {different}. Take another folder, or {hint}."
+        if begun and not anew and recorded is None:
+            raise HfExtError(f"{folder} holds {begun[0].name} of another run. Take another folder, or delete it.")
+        if begun and not anew and recorded != current:
+            different = ", ".join(key for key in current | recorded if recorded.get(key) != current.get(key))
+            hints = {
+                "training": "start again with resume_from_checkpoint=False (--resume-from-checkpoint False)",
+                "labels": f"delete {begun[0].name} for new labels",
+            }
+            hint = hints.get(part, "delete it")
+            raise HfExtError(f"{folder} holds a run with another {different}. Take another folder, or {hint}.")
         if recorded != current:
             text = json.dumps(record | {part: current}, indent=1, ensure_ascii=False)
             write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
-        return None
 
-    refusal: list[str | None] = [None]
+    _on_main_process(check)
+
+
+def _on_main_process(work: Callable[[], Any]) -> Any:
+    """Runs `work` on the main process. All processes get its result, or its HfExtError."""
+    result: list[Any] = [None]
     if PartialState().is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-        refusal = [check()]
-    if message := broadcast_object_list(refusal)[0]:
-        raise HfExtError(message)
+        try:
+            result = [work()]
+        except HfExtError as error:
+            result = [error]
+    result = broadcast_object_list(result)
+    if isinstance(result[0], HfExtError):
+        raise result[0]
+    return result[0]
 
 
 def _plain(value: Any) -> Any:
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
-def starts_again(resume_from_checkpoint: str | bool | None) -> bool:
-    """Returns true if a training must not resume. On the command line, TrainingArguments keeps "False" as a text."""
-    return str(resume_from_checkpoint).lower() == "false"
+def begin_training(folder: Path, settings: dict[str, Any], resume_from_checkpoint: str | bool | None) -> str | None:
+    """Claims a folder for a training, and returns the checkpoint that it resumes from; None to begin.
+
+    Args:
+        settings: what a checkpoint depends on. They may have changed if the user sets `resume_from_checkpoint`.
+        resume_from_checkpoint: as in `checkpoint_to_resume`. False deletes the checkpoints, because a killed run would resume
+            from one of them.
+
+    Raises:
+        HfExtError: there are checkpoints of a training with other settings.
+        ValueError: there is no such checkpoint.
+    """
+    checkpoint = checkpoint_to_resume(folder, resume_from_checkpoint)
+    if str(resume_from_checkpoint).lower() == "false" and PartialState().is_main_process:
+        for path in folder.glob(CHECKPOINTS):
+            shutil.rmtree(path)
+    claim(folder, "training", settings, [CHECKPOINTS], anew=resume_from_checkpoint is not None)
+    return checkpoint
 
 
-def delete_checkpoints(folder: str | os.PathLike) -> None:
-    """Deletes all checkpoints of a training that starts again: a killed run would resume from one of them."""
-    if PartialState().is_main_process:
-        for checkpoint in Path(folder).glob(CHECKPOINTS):
-            shutil.rmtree(checkpoint)
+def checkpoint_to_resume(folder: Path, resume_from_checkpoint: str | bool | None) -> str | None:
+    """Returns the checkpoint that a training resumes from; None to begin.
+
+    Args:
+        resume_from_checkpoint: a folder, True for the last checkpoint, False to begin, or None for the last checkpoint if there
+            is one. On the command line, TrainingArguments keeps "True" and "False" as texts.
+
+    Raises:
+        ValueError: there is no such checkpoint.
+    """
+    choice = str(resume_from_checkpoint).lower()
+    if choice == "false":
+        return None
+    if choice in ("none", "true"):
+        last = last_checkpoint(folder)
+        if last is None and choice == "true":
+            raise ValueError(f"There is no complete checkpoint in {folder} to resume from.")
+        return last
+    if not os.path.isdir(str(resume_from_checkpoint)):
+        raise ValueError(f"resume_from_checkpoint: there is no folder {resume_from_checkpoint}.")
+    return str(resume_from_checkpoint)
 
 
-def last_checkpoint(folder: str | os.PathLike) -> str | None:
+def last_checkpoint(folder: Path) -> str | None:
     """Returns the last complete checkpoint: a Trainer writes trainer_state.json last."""
-
-    def number(path: Path) -> int:
-        return int(path.name.rpartition("-")[2]) if path.name.rpartition("-")[2].isdigit() else -1
-
-    for path in sorted(Path(folder).glob(CHECKPOINTS), key=number, reverse=True):
+    for path in sorted(folder.glob(CHECKPOINTS), key=lambda path: (len(path.name), path.name), reverse=True):
         try:
             json.loads((path / "trainer_state.json").read_bytes())
         except (OSError, ValueError):
             continue
         return str(path)
     return None
-
-
-def checkpoint_to_resume(folder: str | os.PathLike, resume_from_checkpoint: str | bool | None) -> str | None:
-    """Returns the checkpoint that a training resumes from; None to begin.
-
-    Args:
-        resume_from_checkpoint: a folder, True for the last checkpoint, or None for the last one if there is one.
-
-    Raises:
-        ValueError: there is no such checkpoint.
-    """
-    last = last_checkpoint(folder)
-    if resume_from_checkpoint is None:
-        return last
-    if str(resume_from_checkpoint).lower() == "true":
-        if last is None:
-            raise ValueError(f"There is no complete checkpoint in {folder} to resume from.")
-        return last
-    if not os.path.isdir(str(resume_from_checkpoint)):
-        raise ValueError(f"resume_from_checkpoint: there is no folder {resume_from_checkpoint}.")
-    return str(resume_from_checkpoint)
 
 
 def append_lines(path: Path, records: Iterable[dict]) -> None:
@@ -133,16 +148,10 @@ def read_lines(path: Path) -> list[dict]:
     Raises:
         HfExtError: a line is not a JSON object.
     """
-    parsed: list = [None]
-    if PartialState().is_main_process:
-        parsed = [_parse_lines(path)]
-    lines = broadcast_object_list(parsed)[0]
-    if isinstance(lines, HfExtError):
-        raise lines
-    return lines
+    return _on_main_process(lambda: _parse_lines(path))
 
 
-def _parse_lines(path: Path) -> list[dict] | HfExtError:
+def _parse_lines(path: Path) -> list[dict]:
     if not path.exists():
         return []
     data = path.read_bytes()
@@ -156,9 +165,27 @@ def _parse_lines(path: Path) -> list[dict] | HfExtError:
         except ValueError:
             records.append(None)
         if not isinstance(records[-1], dict):
-            return HfExtError(f"Line {number} of {path} is not a JSON object; mend it, or delete the file to begin anew.")
+            raise HfExtError(f"Line {number} of {path} is not a JSON object; mend it, or delete the file to begin anew.")
     return records
 
 
 def _line(record: dict) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+def in_shares(items: Sequence, work: Callable[[Sequence], list]) -> list:
+    """Runs `work` on each process's share of the items. All processes get all results, in order."""
+    state = PartialState()
+    share = math.ceil(len(items) / state.num_processes)
+    part = items[state.process_index * share :][:share]
+    return gather_object(work(part) if len(part) else [])
+
+
+def duration(seconds: float) -> str:
+    """Returns a time in the unit that suits it."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def first_line(text: str) -> str:
+    """Returns the beginning of a text, in one line."""
+    return text.replace("\n", " ⏎ ")[:80]

@@ -10,25 +10,28 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
+from peft import PeftModel
+from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from hf_ext.display import percent, table
 from hf_ext.errors import HfExtError
 from hf_ext.trans_lora.config import TransLoraConfig
-from hf_ext.trans_lora.duplicates import SeenTexts
-from hf_ext.trans_lora.encoding import Encoder, without_bos
-from hf_ext.trans_lora.generation import Generator, Server
+from hf_ext.trans_lora.encoding import Encoder
+from hf_ext.trans_lora.generation import Generator, ModelGenerator, Server
+from hf_ext.trans_lora.models import base_of, on_device
 from hf_ext.trans_lora.prompts import parse_items, synthesis_prompt, synthesis_request
-from hf_ext.trans_lora.stages import append_lines, read_lines, write_lines
+from hf_ext.trans_lora.stages import append_lines, claim, duration, first_line, in_shares, read_lines, write_lines
 
 SYNTHESIS = "synthesis.jsonl"
-MALFORMED, SEED, DUPLICATE, NEAR_DUPLICATE = "malformed", "repeats a seed", "duplicate", "near duplicate"
-FILTER, RANK = "filter", "low score"  # reasons: the filter refused the input, or other inputs were better
+MALFORMED, SEED, DUPLICATE, FILTER = "malformed", "repeats a seed", "duplicate", "filter"  # reasons
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,6 @@ class Candidate:
         kept: whether it will be labeled and trained on.
         score: the filter's score; None if an earlier check dropped it, or without a filter.
         reason: why it was dropped; None if it was kept.
-        label: the teacher's answer, if the filter required it.
         round: number of its round.
         round_size: number of inputs of this round in the file.
     """
@@ -48,116 +50,19 @@ class Candidate:
     kept: bool
     score: float | None = None
     reason: str | None = None
-    label: str | None = None
     round: int = 0
     round_size: int = 0
 
 
-#: Of each input: (score, whether to keep, the teacher's label if it was needed).
-Verdicts = list[tuple[float | None, bool, str | None]]
-Judge = Callable[[Sequence[str]], Verdicts]
-
-
-def write_inputs(
-    generate: Generator,
-    encoder: Encoder,
-    seeds: Sequence[str],
-    args: TransLoraConfig,
-    path: Path,
-    needed: int,
-    judge: Judge | None = None,
-    well_formed: Callable[[str], bool] | None = None,
-    of_which: str = "",
-) -> list[Candidate]:
-    """Writes and filters inputs until `needed` are kept. The JSON lines file `path` gets all of them (section 3.1).
-
-    Resumes from the file's contents. Repeats an incomplete last round from its seed, with the same result.
-
-    Args:
-        judge: the filter; None keeps all inputs that are well-formed and new.
-        well_formed: function that returns whether a text can be an input of the task.
-        of_which: the parts of `needed`, for the error.
-
-    Raises:
-        HfExtError: too few inputs are kept to reach `needed`.
-    """
-    state = PartialState()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    candidates = _read_candidates(path)
-    seen = SeenTexts(args.near_duplicate_threshold)
-    for candidate in candidates:
-        if candidate.reason in (None, FILTER, RANK):
-            seen.add(candidate.input)
-    limit = args.max_attempts or 20 * needed
-    prompts = Prompts(seeds, args, encoder)
-    number = first = max((candidate.round for candidate in candidates), default=-1) + 1
-    kept, start = passed(candidates), time.monotonic()
-    mark, then = kept, 0.0
-    with tqdm(total=needed, initial=min(kept, needed), desc="Synthetic inputs", disable=not state.is_main_process) as bar:
-        while kept < needed:
-            texts = gather_object(prompts.answers(generate, number, state.process_index))
-            new = _until(_sift(texts, number, prompts, seen, judge, well_formed), needed - kept)
-            new = [replace(candidate, round_size=len(new)) for candidate in new]
-            candidates += new
-            if state.is_main_process:
-                append_lines(path, map(asdict, new))
-            before, kept = kept, kept + passed(new)
-            bar.update(kept - before)
-            bar.set_postfix_str(f"{percent(kept / max(len(candidates), 1), 0)} of {len(candidates):,} pass")
-            rounds, seconds = number - first + 1, time.monotonic() - start
-            if rounds == 1:
-                bar.write(f"{_outlook(new, seconds)}{_ahead(passed(new), needed - kept, seconds)}", file=sys.stderr)
-            elif rounds.bit_count() == 1:  # later rounds repeat more inputs, so the estimate follows their pace
-                bar.write(f"{kept:,} of {needed:,} inputs{_ahead(kept - mark, needed - kept, seconds - then)}", file=sys.stderr)
-            if rounds.bit_count() == 1:
-                mark, then = kept, seconds
-            if kept < needed:
-                _require_progress(candidates, kept, needed, of_which, limit, path)
-            number += 1
-    return candidates
-
-
-def _outlook(new: Sequence[Candidate], seconds: float) -> str:
-    """Returns ten inputs of a run's first round with their results, and the share that passes."""
-    shown = [new[i * len(new) // min(10, len(new))] for i in range(min(10, len(new)))]
-    rows = [(one.reason or "kept", "" if one.score is None else f"{one.score:.2f}", first_line(one.input)) for one in shown]
-    text = f"{passed(new):,} of the first {len(new):,} inputs pass, in {duration(seconds)}"
-    return f"{table(('fate', 'score', 'input'), rows)}\n{text}"
-
-
-def _ahead(kept: int, missing: int, seconds: float) -> str:
-    """Returns an estimate of the time for the inputs that are missing, at the pace of the last rounds."""
-    if not kept or missing <= 0:
-        return "."
-    return f"; at this pace the {missing:,} that are missing take about {duration(seconds * missing / kept)}."
-
-
-def first_line(text: str) -> str:
-    """Returns the beginning of a text, in one line."""
-    return text.replace("\n", " ⏎ ")[:80]
-
-
-def duration(seconds: float) -> str:
-    """Returns a time in the unit that suits it."""
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def passed(candidates: Iterable[Candidate]) -> int:
-    """Returns the number of candidates that passed the filter."""
-    return sum(candidate.kept or candidate.reason == RANK for candidate in candidates)
-
-
-def _until(candidates: list[Candidate], needed: int) -> list[Candidate]:
-    """Returns the candidates up to the one that completes the required number."""
-    kept = list(itertools.accumulate(candidate.kept for candidate in candidates))
-    return candidates[: bisect.bisect_left(kept, needed) + 1]
+#: The filter: returns a score for each input. It keeps those with more than 0.5.
+Judge = Callable[[Sequence[str]], list[float]]
 
 
 class Prompts:
     """The prompts of a round, and the inputs in the completions."""
 
     def __init__(self, seeds: Sequence[str], args: TransLoraConfig, encoder: Encoder):
-        self.seeds, self.args, self.encoder = list(dict.fromkeys(seeds)), args, encoder
+        self.seeds, self.args, self.encoder = list(dict.fromkeys(seed.strip() for seed in seeds)), args, encoder
         if len(self.seeds) < args.num_shots:
             raise HfExtError(
                 f"There are {len(self.seeds)} different seeds, and each prompt shows num_shots={args.num_shots}. Give more "
@@ -173,9 +78,9 @@ class Prompts:
         args, first = self.args, self.args.num_shots + 1
         order = random.Random(f"{args.seed} {number} {process}")
         shown = [order.sample(self.seeds, args.num_shots) for _ in range(args.generation_batch_size)]
-        prompts = [self._prompt(seeds) for seeds in shown]
+        prompts = [self.prompt(seeds) for seeds in shown]
         written = generate(
-            without_bos(prompts, self.encoder.tokenizer) if isinstance(generate, Server) else prompts,
+            self.encoder.without_bos(prompts) if isinstance(generate, Server) else prompts,
             max_new_tokens=self.room,
             seed=order.randrange(2**31),
             temperature=args.temperature,
@@ -193,69 +98,140 @@ class Prompts:
             HfExtError: they do not fit.
         """
         longest = sorted(self.seeds, key=len)[-self.args.num_shots :]
-        length = len(self.encoder.tokens([self._prompt(longest)])[0]) + (0 if self.encoder.encoder_decoder else self.room)
+        length = len(self.encoder.tokens([self.prompt(longest)])[0]) + (0 if self.encoder.encoder_decoder else self.room)
         self.encoder.require_room(length, f"A prompt of {self.args.num_shots} seeds, with room for what is to be written,")
 
-    def _prompt(self, seeds: Sequence[str]) -> str:
+    def prompt(self, seeds: Sequence[str]) -> str:
         """Returns a prompt that ends with the number of the next item, in the assistant's turn if the model chats."""
         if self.encoder.chats:
             return f"{self.encoder.request(synthesis_request(seeds, self.args.num_items))}{len(seeds) + 1}."
         return synthesis_prompt(seeds, self.args.num_items)
 
-    def too_long(self, text: str) -> bool:
-        return self.encoder.lengths([text])[0] > self.max_input_length
 
+@dataclass
+class Sieve:
+    """The checks of written inputs, in their order: well-formed, no seed, no duplicate, and the filter.
 
-def _sift(
-    texts: list[tuple[str, bool]],
-    number: int,
-    prompts: Prompts,
-    seen: SeenTexts,
-    judge: Judge | None,
-    well_formed: Callable[[str], bool] | None,
-) -> list[Candidate]:
-    seeds = SeenTexts(1)
-    for seed in prompts.seeds:
-        seeds.add(seed)
+    Attributes:
+        judge: the filter; None keeps all inputs that are well-formed and new.
+        well_formed: function that returns whether a text can be an input of the task.
+    """
 
-    def fault(text: str, finished: bool) -> str | None:
-        broken = not text or not finished or "\ufffd" in text or prompts.too_long(text)
-        if broken or well_formed is not None and not well_formed(text):
+    prompts: Prompts
+    judge: Judge | None = None
+    well_formed: Callable[[str], bool] | None = None
+    seen: set[str] = field(default_factory=set)
+
+    def sift(self, texts: list[tuple[str, bool]], number: int) -> list[Candidate]:
+        """Returns the candidates of a round, from its texts and whether each is finished."""
+        reasons = [self._fault(text, finished) for text, finished in texts]
+        fresh = [text for (text, _), reason in zip(texts, reasons) if reason is None]
+        scores = dict(zip(fresh, in_shares(fresh, self.judge))) if self.judge is not None else {}
+        candidates = []
+        for (text, _), reason in zip(texts, reasons):
+            score = scores.get(text) if reason is None else None
+            reason = FILTER if score is not None and score <= 0.5 else reason
+            candidates.append(Candidate(text, reason is None, score, reason, number))
+        return candidates
+
+    def _fault(self, text: str, finished: bool) -> str | None:
+        prompts, test = self.prompts, self.well_formed
+        too_long = prompts.encoder.lengths([text])[0] > prompts.max_input_length
+        if not text or not finished or "\ufffd" in text or too_long or test is not None and not test(text):
             return MALFORMED
-        if seeds.has(text):
+        if text in prompts.seeds:
             return SEED
-        if seen.has(text):
+        if text in self.seen:
             return DUPLICATE
-        if seen.threshold < 1 and seen.has_near(text):
-            return NEAR_DUPLICATE
-        seen.add(text)
+        self.seen.add(text)
         return None
 
-    candidates = [Candidate(text, False, reason=reason, round=number) for text, reason in ((t, fault(t, f)) for t, f in texts)]
-    fresh = [i for i, candidate in enumerate(candidates) if candidate.reason is None]
-    if judge is None:
-        verdicts = [(None, True, None)] * len(fresh)
-    else:
-        verdicts = in_shares([candidates[i].input for i in fresh], judge)
-    for i, (score, keep, label) in zip(fresh, verdicts):
-        candidates[i] = replace(candidates[i], kept=keep, score=score, label=label, reason=None if keep else FILTER)
+
+def write_inputs(
+    writer: PreTrainedModel | PeftModel | Generator,
+    prompts: Prompts,
+    needed: int,
+    settings: dict[str, Any],
+    judge: Judge | None = None,
+    well_formed: Callable[[str], bool] | None = None,
+    of_which: str = "",
+) -> list[Candidate]:
+    """Writes and filters inputs until `needed` are kept. synthesis.jsonl in args.output_dir gets all of them (section 3.1).
+
+    Resumes from the file's contents. Repeats an incomplete last round from its seed, with the same result.
+
+    Args:
+        writer: the model that writes, without its adapters if it has some; or a `Server`.
+        settings: what the inputs depend on beside the seeds and the settings of the writing.
+        judge, well_formed: as in `Sieve`.
+        of_which: the parts of `needed`, for the error.
+
+    Raises:
+        HfExtError: too few inputs are kept to reach `needed`, or the file belongs to another run.
+    """
+    args, sieve = prompts.args, Sieve(prompts, judge, well_formed)
+    settings = settings | {"seeds": prompts.seeds} | args.synthesis_settings()
+    claim(Path(args.output_dir), "inputs", settings, [SYNTHESIS])
+    if not isinstance(writer, nn.Module):
+        return _write_inputs(writer, sieve, needed, of_which)
+    with base_of(writer) as base, on_device(base, args.device):
+        model = ModelGenerator(base, prompts.encoder, args.generation_batch_size, args.sampling)
+        return _write_inputs(model, sieve, needed, of_which)
+
+
+def _write_inputs(generate: Generator, sieve: Sieve, needed: int, of_which: str) -> list[Candidate]:
+    state, prompts = PartialState(), sieve.prompts
+    path = Path(prompts.args.output_dir, SYNTHESIS)
+    candidates = _read_candidates(path)
+    sieve.seen |= {one.input for one in candidates if one.reason in (None, FILTER)}
+    limit = prompts.args.max_attempts or 20 * needed
+    number = first = max((candidate.round for candidate in candidates), default=-1) + 1
+    kept, start = _kept(candidates), time.monotonic()
+    with tqdm(total=needed, initial=min(kept, needed), desc="Synthetic inputs", disable=not state.is_main_process) as bar:
+        while kept < needed:
+            texts = gather_object(prompts.answers(generate, number, state.process_index))
+            new = _until(sieve.sift(texts, number), needed - kept)
+            new = [replace(candidate, round_size=len(new)) for candidate in new]
+            candidates += new
+            if state.is_main_process:
+                append_lines(path, map(asdict, new))
+            kept += _kept(new)
+            bar.update(_kept(new))
+            bar.set_postfix_str(f"{percent(kept / max(len(candidates), 1), 0)} of {len(candidates):,} pass")
+            if number == first:
+                bar.write(_outlook(new, needed - kept, time.monotonic() - start), file=sys.stderr)
+            if kept < needed:
+                _require_progress(candidates, kept, needed, of_which, limit, path)
+            number += 1
     return candidates
 
 
-def keep_best(candidates: list[Candidate], count: int, path: Path) -> list[Candidate]:
-    """Keeps the candidates with the highest scores of the filter, in the file too."""
-    scores = {i: candidate.score for i, candidate in enumerate(candidates) if candidate.score is not None}
-    best = set(sorted(scores, key=lambda i: (-scores[i], i))[:count])
-    for i in scores:
-        candidates[i] = replace(candidates[i], kept=i in best, reason=None if i in best else RANK)
-    _write_candidates(candidates, path)
-    return candidates
+def _outlook(new: Sequence[Candidate], missing: int, seconds: float) -> str:
+    """Returns ten inputs of a run's first round with their results, the share that passes, and an estimate of the remaining
+    time."""
+    shown = [new[i * len(new) // min(10, len(new))] for i in range(min(10, len(new)))]
+    rows = [(one.reason or "kept", "" if one.score is None else f"{one.score:.2f}", first_line(one.input)) for one in shown]
+    kept, ahead = _kept(new), ""
+    if kept and missing > 0:
+        ahead = f"; at this pace the {missing:,} that are missing take about {duration(seconds * missing / kept)}"
+    text = f"{kept:,} of the first {len(new):,} inputs pass, in {duration(seconds)}{ahead}."
+    return f"{table(('fate', 'score', 'input'), rows)}\n{text}"
+
+
+def _kept(candidates: Iterable[Candidate]) -> int:
+    return sum(candidate.kept for candidate in candidates)
+
+
+def _until(candidates: list[Candidate], needed: int) -> list[Candidate]:
+    """Returns the candidates up to the one that completes the required number."""
+    kept = list(itertools.accumulate(candidate.kept for candidate in candidates))
+    return candidates[: bisect.bisect_left(kept, needed) + 1]
 
 
 def counts(candidates: Iterable[Candidate]) -> dict[str, int]:
     """Returns the number of kept inputs, and of dropped ones for each reason."""
-    numbers = Counter("kept" if candidate.kept else candidate.reason for candidate in candidates)
-    return {name: numbers[name] for name in ("kept", MALFORMED, SEED, DUPLICATE, NEAR_DUPLICATE, FILTER, RANK) if numbers[name]}
+    numbers = Counter(candidate.reason or "kept" for candidate in candidates)
+    return {name: numbers[name] for name in ("kept", MALFORMED, SEED, DUPLICATE, FILTER) if numbers[name]}
 
 
 def _require_progress(candidates: list[Candidate], kept: int, needed: int, of_which: str, limit: int, path: Path) -> None:
@@ -274,14 +250,6 @@ def _require_progress(candidates: list[Candidate], kept: int, needed: int, of_wh
     )
 
 
-def in_shares(items: Sequence, work: Callable[[Sequence], list]) -> list:
-    """Runs `work` on each process's share of the items. All processes get all results, in order."""
-    state = PartialState()
-    share = math.ceil(len(items) / state.num_processes)
-    part = items[state.process_index * share :][:share]
-    return gather_object(work(part) if len(part) else [])
-
-
 def _read_candidates(path: Path) -> list[Candidate]:
     records = read_lines(path)
     try:
@@ -291,10 +259,6 @@ def _read_candidates(path: Path) -> list[Candidate]:
     last = [candidate for candidate in candidates if candidate.round == candidates[-1].round]
     if last and len(last) < last[0].round_size:
         candidates = candidates[: -len(last)]
-        _write_candidates(candidates, path)
+        if PartialState().is_main_process:
+            write_lines(path, map(asdict, candidates))
     return candidates
-
-
-def _write_candidates(candidates: list[Candidate], path: Path) -> None:
-    if PartialState().is_main_process:
-        write_lines(path, map(asdict, candidates))

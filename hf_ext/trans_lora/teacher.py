@@ -1,157 +1,159 @@
-"""The teacher: the source model with its adapter, in memory or on a server, and its answers to inputs."""
+"""The teacher: the source model with its adapter, in memory or on a server, and its answers, from whose files a run resumes."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+import math
+import random
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import tqdm
 
+from hf_ext.display import table
 from hf_ext.errors import HfExtError
-from hf_ext.trans_lora.adapters import adapter_digest, bare, base_of, on_device
-from hf_ext.trans_lora.config import TransLoraConfig, chat_variables
-from hf_ext.trans_lora.encoding import Encoder, prompt, without_bos
+from hf_ext.trans_lora.config import TransLoraConfig
+from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import Completion, Generator, ModelGenerator, Server
-from hf_ext.trans_lora.scoring import answer_log_probs, token_excess
-from hf_ext.trans_lora.synthesis import in_shares
+from hf_ext.trans_lora.models import adapter_digest, name_of, on_device
+from hf_ext.trans_lora.stages import append_lines, claim, duration, first_line, in_shares, read_lines, write_lines
+
+SEEDS, LABELS = "seed_answers.jsonl", "labels.jsonl"
+Pairs = list[tuple[str, str]]
 
 
 class Teacher:
     """
     Attributes:
         model: the source model, of any PEFT type or merged; None if a server has it.
-        encoder: of the model's prompts; None with a server.
+        encoder: of the model's prompts.
     """
 
     def __init__(
         self, source: PreTrainedModel | PeftModel | Generator, tokenizer: PreTrainedTokenizerBase, args: TransLoraConfig
     ):
-        self.model: PreTrainedModel | PeftModel | None = None
-        self.encoder: Encoder | None = None
-        self.generator: Generator
-        self.tokenizer, self.args = tokenizer, args
-        if isinstance(source, nn.Module):
-            self.model = source
-            self.encoder = teacher_encoder(tokenizer, source, args)
-            self.generator = ModelGenerator(source, self.encoder, args.generation_batch_size)
-        else:
-            self.generator = source
-
-    @property
-    def name(self) -> str:
-        return name_of(self.generator if self.model is None else self.model)
-
-    @property
-    def digest(self) -> str | None:
-        """Returns a checksum of its adapter."""
-        return None if self.model is None else adapter_digest(self.model)
+        self.args, self.name = args, name_of(source)
+        self.model = source if isinstance(source, nn.Module) else None
+        template, system = args.teacher_prompt_template, args.teacher_system_prompt
+        self.encoder = Encoder(tokenizer, self.model, template, "The teacher's", system, args.chat_variables)
+        self.generator: Generator = source  # type: ignore[assignment]
+        if self.model is not None:
+            self.generator = ModelGenerator(self.model, self.encoder, args.generation_batch_size)
 
     def on(self, device: torch.device) -> contextlib.AbstractContextManager:
         """Moves the teacher to a device within the block."""
         return contextlib.nullcontext() if self.model is None else on_device(self.model, device)
 
-    def answers(self, inputs: Sequence[str]) -> list[str | None]:
-        """Returns the likeliest answers; None for an incomplete one."""
-        return [label(one) for one in self.completions(inputs)]
-
     def completions(self, inputs: Sequence[str]) -> list[Completion]:
         """Returns the answers to inputs."""
-        args = self.args
-        prompts = [
-            prompt(text, self.tokenizer, args.teacher_prompt_template, args.teacher_system_prompt, chat_variables(args))
-            for text in inputs
-        ]
+        prompts = [self.encoder.prompt(text) for text in inputs]
         if isinstance(self.generator, Server):
-            prompts = without_bos(prompts, self.tokenizer)
-        return self.generator(prompts, args.max_label_length)
+            prompts = self.encoder.without_bos(prompts)
+        return self.generator(prompts, self.args.max_label_length)
 
-    def excess(self, inputs: Sequence[str]) -> list[tuple[float | None, str | None]]:
-        """Returns each input's token excess and label; neither for an incomplete answer.
+    def answers(self, inputs: Sequence[str]) -> list[str | None]:
+        """Returns the likeliest answers; None for an incomplete one."""
+        return [_label(one) for one in self.completions(inputs)]
 
-        The tokens are those that the teacher wrote, because another tokenization of the same text is less likely.
+    def fits(self, text: str) -> bool:
+        """Checks whether an input with its answer fits into the model's context."""
+        return self.encoder.fits(self.encoder.prompt(text), self.args.max_label_length)
+
+    def answer_seeds(self, seeds: Sequence[str], count: int) -> None:
+        """Writes the answers to the seeds to seed_answers.jsonl, and prints them with an estimate of the time for `count`
+        inputs.
+
+        Raises:
+            HfExtError: no answer is complete.
         """
-        assert self.model is not None and self.encoder is not None  # require_for refuses a server
-        completions = self.completions(inputs)
-        whole = {i: one.tokens for i, one in enumerate(completions) if label(one) and one.tokens is not None}
-        prompts = self.encoder.tokens([self.encoder.prompt(inputs[i]) for i in whole])
-        samples = self.encoder.joined(prompts, list(whole.values()))
-        taught = answer_log_probs(self.model, self.encoder, samples, self.args.generation_batch_size)
-        with base_of(self.model) as base:
-            untaught = answer_log_probs(base, self.encoder, samples, self.args.generation_batch_size)
-        scores = dict(zip(whole, token_excess(taught, untaught)))
-        return [(scores.get(i), label(one)) for i, one in enumerate(completions)]
+        args, main, start = self.args, PartialState().is_main_process, time.monotonic()
+        path = Path(args.output_dir, SEEDS)
+        bar = tqdm(total=len(seeds), desc="Answers to the seeds", disable=not main)
+        with bar, self.on(args.device):
+            answers = in_shares(seeds, self.completions)
+            bar.update(len(answers))
+        if main and answers:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pairs = list(zip(seeds, answers))
+            write_lines(path, ({"input": seed, "answer": answer.text, "ended": answer.ended} for seed, answer in pairs))
+            rows = [(first_line(one.text.strip()), "yes" if one.ended else "no", first_line(seed)) for seed, one in pairs]
+            seconds = (time.monotonic() - start) * count / len(answers)
+            size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+            steps = args.max_steps if args.max_steps > 0 else math.ceil(math.ceil(count / size) * args.num_train_epochs)
+            ahead = f"Ahead: {count:,} labels (at this rate {duration(seconds)}) and {steps:,} steps of training."
+            bar.write(f"{table(('answer', 'ended', 'seed'), rows)}\n{ahead}", file=sys.stderr)
+        if answers:
+            self._require_labels(map(_label, answers), f"{len(answers):,} seeds", path)
 
-    def settings(self) -> dict[str, Any]:
+    def label(self, inputs: Mapping[str, str | None]) -> Pairs:
+        """Returns inputs with their labels, as in labels.jsonl. The teacher answers those without one. An answer is no label if
+        it is empty or reached max_label_length.
+
+        Args:
+            inputs: inputs with their labels, or None.
+
+        Raises:
+            HfExtError: no input has a label, or the file belongs to another transfer.
+        """
+        args, main, texts = self.args, PartialState().is_main_process, list(inputs)
+        path = Path(args.output_dir, LABELS)
+        claim(path.parent, "labels", self._settings(), [LABELS])
+        records = read_lines(path)
+        if [record.get("input") for record in records] != texts[: len(records)]:
+            raise HfExtError(f"{path} has labels of other inputs; delete it, or take another output_dir.")
+        step = args.generation_batch_size * args.world_size * 4
+        bar = tqdm(total=len(texts), initial=len(records), desc="Labels", disable=not main)
+        with bar, self.on(args.device):
+            for start in range(len(records), len(texts), step):
+                part = texts[start : start + step]
+                missing = [text for text in part if inputs[text] is None]
+                answers = {text: inputs[text] for text in part} | dict(zip(missing, in_shares(missing, self.answers)))
+                records += (new := [{"input": text, "label": answers[text]} for text in part])
+                if main:
+                    append_lines(path, new)
+                bar.update(len(new))
+        self._require_labels((record["label"] for record in records), f"{len(records):,} inputs", path)
+        return [(record["input"], record["label"]) for record in records if record["label"]]
+
+    def _settings(self) -> dict[str, Any]:
         """Returns what its labels depend on."""
         names = ("max_label_length", "teacher_prompt_template", "teacher_system_prompt", "chat_template_kwargs")
-        settings = {"teacher": self.name, "teacher's adapter (a checksum)": self.digest}
-        return settings | {name: getattr(self.args, name) for name in names}
+        digest = None if self.model is None else adapter_digest(self.model)
+        return {"teacher": self.name, "teacher's adapter (a checksum)": digest} | self.args.named(*names)
 
-    def require_tokens_of(self, student: Encoder) -> None:
-        """Checks that the student can be compared with the teacher token by token.
-
-        Raises:
-            HfExtError: the student does not read and write the same tokens.
-        """
-        if self.encoder is None:
-            raise HfExtError("logits_weight needs a teacher at hand, not one on a server.")
-        teacher = self.encoder
-        alike = student.encoder_decoder == teacher.encoder_decoder
-        alike = alike and student.tokenizer.get_vocab() == teacher.tokenizer.get_vocab()
-        probe = student.prompt("A text, 1 2 3.")
-        if not alike or probe != teacher.prompt("A text, 1 2 3.") or student.tokens([probe]) != teacher.tokens([probe]):
+    def _require_labels(self, labels: Iterable[str | None], inputs: str, path: Path) -> None:
+        if not any(labels):
             raise HfExtError(
-                "logits_weight compares teacher and student token by token, so both need the same tokenizer, the same kind of "
-                "model and the same prompt template. Use logits_weight=0, which needs none of them."
+                f"The teacher gave none of the {inputs} a whole answer within max_label_length={self.args.max_label_length} "
+                f"tokens (see {path}). Its adapter must have learned to end an answer with the token that ends a text. Set "
+                "teacher_prompt_template to what it was trained with, or raise max_label_length."
             )
 
-    def require_inputs(self, inputs: Collection[str]) -> None:
-        """Checks that inputs of the user fit into the model's context with their answers.
 
-        Raises:
-            HfExtError: one does not fit.
-        """
-        if self.encoder is not None:
-            self.encoder.require_inputs({text: self.encoder.prompt(text) for text in inputs}, self.args.max_label_length)
-
-    def require_for(self, args: TransLoraConfig) -> None:
-        """Checks that the teacher has what the filter requires.
-
-        Raises:
-            HfExtError: it lacks something.
-        """
-        if args.filter == "token_excess" and not isinstance(self.model, PeftModel):
-            raise HfExtError("filter='token_excess' compares the teacher with and without its adapter: give it as a PeftModel.")
+def _label(completion: Completion) -> str | None:
+    """Returns the answer if it is complete and not empty."""
+    return completion.text.strip() or None if completion.ended else None
 
 
-def agreement(
-    model: PreTrainedModel | PeftModel, encoder: Encoder, pairs: Sequence[tuple[str, str]], args: TransLoraConfig
-) -> float:
+def split(pairs: Pairs, held_out: int, seed: int) -> tuple[Pairs, Pairs]:
+    """Returns the inputs to train on and the held-out inputs, in their order. Trains on at least one."""
+    order = random.Random(seed).sample(range(len(pairs)), len(pairs))
+    apart = set(order[: min(held_out, len(pairs) - 1)])
+    return [pair for i, pair in enumerate(pairs) if i not in apart], [pairs[i] for i in sorted(apart)]
+
+
+def agreement(model: PreTrainedModel | PeftModel, encoder: Encoder, pairs: Pairs, args: TransLoraConfig) -> float:
     """Returns the share of inputs to which a model gives the answers that come with them, word for word."""
     writer = ModelGenerator(model, encoder, args.generation_batch_size)
     prompts = [encoder.prompt(text) for text, _ in pairs]
     with on_device(model, args.device):
         answers = in_shares(prompts, lambda part: [one.text.strip() for one in writer(part, args.max_label_length)])
     return sum(answer == expected for answer, (_, expected) in zip(answers, pairs)) / len(pairs)
-
-
-def teacher_encoder(
-    tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | PeftModel, args: TransLoraConfig, whose: str = "The teacher's"
-) -> Encoder:
-    """Returns the encoder of prompts for the teacher's adapter."""
-    return Encoder(tokenizer, model, args.teacher_prompt_template, whose, args.teacher_system_prompt, chat_variables(args))
-
-
-def label(completion: Completion) -> str | None:
-    """Returns the answer if it is complete and not empty."""
-    return completion.text.strip() or None if completion.ended else None
-
-
-def name_of(model: PreTrainedModel | PeftModel | Generator) -> str:
-    if not isinstance(model, nn.Module):
-        return getattr(model, "model", type(model).__name__)
-    return bare(model).name_or_path or type(bare(model)).__name__

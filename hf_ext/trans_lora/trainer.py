@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
-import random
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 from peft import PeftConfig, PeftModel, get_peft_model
-from torch import nn
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import TrainOutput
 
-from hf_ext.display import markdown_table, percent
+from hf_ext.display import markdown_table
 from hf_ext.errors import HfExtError
 from hf_ext.integration.cards import CARD, has_card, name_in_text, write_card
-from hf_ext.integration.modes import evaluating
-from hf_ext.trans_lora.adapters import bare, base_of, on_device
-from hf_ext.trans_lora.config import TransLoraConfig, chat_variables, synthesis_settings, training_settings
-from hf_ext.trans_lora.discriminator import Discriminator, require_discriminator
-from hf_ext.trans_lora.embedding import embed, load_encoder
+from hf_ext.trans_lora.config import TransLoraConfig
+from hf_ext.trans_lora.discriminator import Discriminator
 from hf_ext.trans_lora.encoding import Encoder, require_texts
-from hf_ext.trans_lora.filters import InputFilter
-from hf_ext.trans_lora.generation import Completion, Generator, ModelGenerator
-from hf_ext.trans_lora.labels import answer_seeds, label_inputs, split
-from hf_ext.trans_lora.reports import TransferReport, describe
-from hf_ext.trans_lora.scoring import kl_divergence
-from hf_ext.trans_lora.stages import CHECKPOINTS, checkpoint_to_resume, claim, delete_checkpoints, starts_again
-from hf_ext.trans_lora.synthesis import SYNTHESIS, Candidate, Prompts, counts, keep_best, write_inputs
-from hf_ext.trans_lora.teacher import Teacher, agreement, name_of
-from hf_ext.trans_lora.training import AnswerTrainer
-
-DRAWN = 1000  # inputs of a kind that the report embeds
+from hf_ext.trans_lora.generation import Generator
+from hf_ext.trans_lora.models import adapter_digest, bare, base_of, name_of
+from hf_ext.trans_lora.report import TransferReport
+from hf_ext.trans_lora.scoring import AnswerTrainer
+from hf_ext.trans_lora.stages import begin_training, checkpoint_to_resume
+from hf_ext.trans_lora.synthesis import Candidate, Prompts, counts, write_inputs
+from hf_ext.trans_lora.teacher import Pairs, Teacher, agreement, split
 
 
 class TransLoraTrainer(AnswerTrainer):
@@ -47,7 +37,7 @@ class TransLoraTrainer(AnswerTrainer):
     1. the teacher answers the seeds (seed_answers.jsonl);
     2. the target model writes synthetic inputs, and a filter selects some of them (synthesis.jsonl);
     3. the teacher labels the kept inputs (labels.jsonl);
-    4. the adapter is trained on them as by any Trainer, and a report is written (report.json, report.png).
+    4. the adapter is trained on them as by any Trainer, and a report is written (report.json).
 
     A killed run resumes from these files and the Trainer's checkpoints.
 
@@ -64,8 +54,6 @@ class TransLoraTrainer(AnswerTrainer):
         inputs: inputs to label and train on instead of synthetic ones, optionally with their labels. They are written to
             labels.jsonl.
         well_formed: function that returns whether a text can be an input of the task. Others are dropped before the filter.
-        real_inputs: real inputs of the task, where you still have them. Only the report uses them: it compares the kept and the
-            dropped inputs with them. No model is prompted with them or trained on them, and their text is not saved.
 
     Attributes:
         report: the `TransferReport`, after `train()`.
@@ -88,52 +76,46 @@ class TransLoraTrainer(AnswerTrainer):
         discriminator: Discriminator | str | os.PathLike | None = None,
         peft_config: PeftConfig | None = None,
         synthesizer: Generator | None = None,
-        inputs: Sequence[str] | Mapping[str, str] | None = None,
+        inputs: Sequence[str] | Mapping[str, str | None] | None = None,
         well_formed: Callable[[str], bool] | None = None,
-        real_inputs: Sequence[str] = (),
         **kwargs: Any,
     ):
-        require_texts(seeds=seeds, inputs=inputs, real_inputs=real_inputs)
-        self.encoder = _encoder(processing_class, model, args)
+        _require_data(args, seeds, inputs, kwargs)
         self.teacher = Teacher(teacher, teacher_processing_class or processing_class, args)
-        self.seeds, self.inputs, self.synthesizer, self.well_formed = list(seeds), inputs, synthesizer, well_formed
-        self.real_inputs = list(real_inputs)
+        self.seeds, self.synthesizer, self.well_formed = list(seeds), synthesizer, well_formed
+        self.inputs = inputs if inputs is None or isinstance(inputs, Mapping) else dict.fromkeys(inputs)
         self.report: TransferReport | None = None
-        _require_data(args, [*self.seeds, *(inputs or []), *self.real_inputs], **kwargs)
+        self.seconds: dict[str, float] = {}
         if self.teacher.model is not None and bare(self.teacher.model) is bare(model):
             raise HfExtError("The teacher and the target are one model; load the target once more.")
-        self.discriminator = self._load(discriminator)
-        if inputs is None:
-            require_discriminator(discriminator, args)
-            self.teacher.require_for(args)
-        elif not inputs:
-            raise HfExtError("inputs is empty. Give some, or leave it out to let the target model write them.")
-        if args.logits_weight:
-            _require_logits(args)
-            self.teacher.require_tokens_of(self.encoder)
+        self.discriminator = self._load(discriminator) if self.inputs is None and args.filter == "discriminator" else None
         if isinstance(model, PeftModel) is (peft_config is not None):
             raise HfExtError("Give a target model and the peft_config of its new adapter, or a PeftModel and no peft_config.")
         if peft_config is not None:
             set_seed(args.seed)  # as Trainer does, but before the adapter is made
             model = get_peft_model(model, peft_config)
-            self.encoder = _encoder(processing_class, model, args)  # with its virtual tokens
+        template, system = args.prompt_template, args.system_prompt
+        self.encoder = Encoder(processing_class, model, template, "The target's", system, args.chat_variables)
         with base_of(model):  # which raises if the adapter has changed it
             pass
-        if inputs is None:
-            Prompts(self.seeds, args, self.encoder).require_room()
+        if self.inputs is None:
+            self.prompts = Prompts(self.seeds, args, self.encoder)
+            self.prompts.require_room()
         else:
-            self.encoder.require_inputs({text: self.encoder.prompt(text) for text in inputs}, 1)
-            self.teacher.require_inputs(inputs)
+            for encoder, room in ((self.encoder, 1), (self.teacher.encoder, args.max_label_length)):
+                encoder.require_inputs({text: encoder.prompt(text) for text in self.inputs}, room)
         kwargs.setdefault("data_collator", self.encoder.batch)
         kwargs["eval_dataset"] = kwargs.get("eval_dataset") or []  # until there are inputs to hold out
         super().__init__(model=model, args=args, processing_class=processing_class, **kwargs)
 
-    def _load(self, discriminator: Discriminator | str | os.PathLike | None) -> Discriminator | None:
-        if discriminator is None or isinstance(discriminator, Discriminator):
+    def _load(self, discriminator: Discriminator | str | os.PathLike | None) -> Discriminator:
+        if discriminator is None:
+            raise HfExtError("filter='discriminator' needs a discriminator. Give one, or take filter='none'.")
+        if isinstance(discriminator, Discriminator):
             return discriminator
         if self.teacher.model is None:
             raise HfExtError("With a teacher on a server, load the discriminator first: Discriminator.from_pretrained(…).")
-        return Discriminator.from_pretrained(discriminator, self.teacher.model, self.teacher.tokenizer)
+        return Discriminator.from_pretrained(discriminator, self.teacher.model, self.teacher.encoder.tokenizer)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Runs all stages. Each resumes from its files.
@@ -146,36 +128,37 @@ class TransLoraTrainer(AnswerTrainer):
         Raises:
             ValueError: there is no such checkpoint.
         """
-        again, explicit = starts_again(resume_from_checkpoint), resume_from_checkpoint is not None
-        checkpoint = None if again else checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint)
-        self.ask_about_seeds()
-        candidates = self.synthesize() if self.inputs is None else []
-        trained, held_out = self.label(candidates)
-        prompts = [self.encoder.prompt(text) for text, _ in trained + held_out]
-        samples = self.encoder.samples(prompts, [label for _, label in trained + held_out])
+        folder = Path(self.args.output_dir)
+        checkpoint_to_resume(folder, resume_from_checkpoint)  # an error now, rather than after the first stages
+        with self._timed("answers to the seeds"):
+            self.teacher.answer_seeds(self.seeds, self._count)
+        with self._timed("inputs"):
+            candidates = self.synthesize() if self.inputs is None else []
+        with self._timed("labels"):
+            trained, held_out = self.label(candidates)
+        samples = self.encoder.samples(
+            [self.encoder.prompt(text) for text, _ in trained + held_out], [label for _, label in trained + held_out]
+        )
         self.train_dataset = samples[: len(trained)]
         if not self.eval_dataset:
             self.eval_dataset = samples[len(trained) :]
-        if again:
-            delete_checkpoints(self.args.output_dir)
-        settings = training_settings(self.model, self.args, self.model.active_adapters[0])
-        settings |= {name: getattr(self.args, name) for name in ("prompt_template", "system_prompt", "chat_template_kwargs")}
+        settings = self.args.training_settings(self.model.peft_config[self.model.active_adapters[0]])
+        settings |= self.args.named("prompt_template", "system_prompt", "chat_template_kwargs")
         settings |= {"labels (a checksum)": xxhash.xxh3_64(str(trained).encode()).hexdigest()}
-        claim(Path(self.args.output_dir), "training", settings, [CHECKPOINTS], anew=explicit)
-        with self.teacher.on(self.args.device) if self.args.logits_weight else contextlib.nullcontext():
+        checkpoint = begin_training(folder, settings, resume_from_checkpoint)
+        with self._timed("training"):
             result = super().train(checkpoint, *args, **kwargs)
         self.report = self._report(candidates, trained, held_out)
         if self.is_world_process_zero():
-            self.report.save(self.args.output_dir)
+            self.report.save(folder)
         return result
 
-    def ask_about_seeds(self) -> list[Completion]:
-        """Returns the teacher's answers to the seeds, and writes them to seed_answers.jsonl.
-
-        Raises:
-            HfExtError: no answer is complete, so no synthetic input would have a label.
-        """
-        return answer_seeds(self.teacher, self.seeds, self.args, self._count)
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        """Records the seconds of a stage."""
+        start = time.monotonic()
+        yield
+        self.seconds[stage] = time.monotonic() - start
 
     @property
     def _count(self) -> int:
@@ -188,39 +171,40 @@ class TransLoraTrainer(AnswerTrainer):
         Raises:
             HfExtError: too few inputs pass, or the file belongs to another transfer.
         """
-        args, path = self.args, Path(self.args.output_dir, SYNTHESIS)
-        checks = InputFilter(args, self.encoder, self.teacher, self.discriminator, self.well_formed)
-        settings = {"kind": "transfer", "target": name_of(self.model), "seeds": self.seeds, "chat": self.encoder.chats}
-        claim(path.parent, "inputs", settings | checks.settings() | synthesis_settings(args), [SYNTHESIS])
+        args, judge = self.args, self.discriminator
+        settings = {"kind": "transfer", "target": name_of(self.model), "chat": self.encoder.chats}
+        settings |= args.named("num_samples", "filter", "held_out_share", "seed")
+        if judge is not None:
+            settings |= {"task": judge.task, "question": judge.prompt, "discriminator": adapter_digest(judge.model)}
         held_out = round(args.held_out_share * args.num_samples)
-        needed = args.num_samples + held_out
-        by_excess = args.filter == "token_excess"
-        pool = math.ceil(needed / args.keep_share) if by_excess else needed
-        with base_of(self.model) as base, on_device(base, args.device):
-            writer = self.synthesizer or ModelGenerator.of(base, self.encoder, args)
-            best = f", which are the best {percent(args.keep_share, 0)} of them" if by_excess else ""
-            of_which = f" ({args.num_samples:,} asked for and {held_out:,} held out{best})"
-            candidates = write_inputs(
-                writer, self.encoder, self.seeds, args, path, pool, checks.judge, checks.accepts, of_which
-            )
-        return keep_best(candidates, needed, path) if by_excess else candidates
+        return write_inputs(
+            self.synthesizer or self.model,
+            self.prompts,
+            args.num_samples + held_out,
+            settings,
+            judge and (lambda inputs: judge.score(inputs, args.generation_batch_size, args.device)),
+            self._accepts,
+            f" ({args.num_samples:,} asked for and {held_out:,} held out)",
+        )
 
-    def label(self, candidates: Sequence[Candidate] = ()) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    def _accepts(self, text: str) -> bool:
+        """Checks whether a text passes the user's test and fits into the context of all models."""
+        fits = self.encoder.fits(self.encoder.prompt(text), self.args.max_label_length) and self.teacher.fits(text)
+        fits = fits and (self.discriminator is None or self.discriminator.fits(text))
+        return fits and (self.well_formed is None or self.well_formed(text))
+
+    def label(self, candidates: Sequence[Candidate] = ()) -> tuple[Pairs, Pairs]:
         """Returns the kept inputs with the teacher's answers, for training and held out, as in labels.jsonl. An answer is no
         label if it is empty, reached max_label_length, or does not fit into the target's context with its prompt.
 
         Raises:
             HfExtError: no input has a label, or the file belongs to another transfer.
         """
-        labels: Mapping[str, str | None]
-        if self.inputs is None:
-            labels = {candidate.input: candidate.label for candidate in candidates or self.synthesize() if candidate.kept}
-        else:
-            labels = self.inputs if isinstance(self.inputs, Mapping) else dict.fromkeys(self.inputs)
-        inputs = list(labels if self.inputs is None else self.inputs)
+        inputs = self.inputs
+        if inputs is None:
+            inputs = dict.fromkeys(candidate.input for candidate in candidates or self.synthesize() if candidate.kept)
         # The target's tokenizer may make more tokens of an answer than the teacher's.
-        answered = label_inputs(self.teacher, inputs, labels, self.args)
-        pairs = [pair for pair in answered if self.encoder.holds(self.encoder.prompt(pair[0]), pair[1])]
+        pairs = [pair for pair in self.teacher.label(inputs) if self.encoder.holds(self.encoder.prompt(pair[0]), pair[1])]
         if not pairs:
             raise HfExtError(
                 f"None of the answers fits with its prompt into the target model's context of {self.encoder.limit} tokens. "
@@ -228,71 +212,27 @@ class TransLoraTrainer(AnswerTrainer):
             )
         return split(pairs, round(self.args.held_out_share * self._count), self.args.seed)
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, torch.Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """Returns the cross-entropy CE of the teacher's text. With logits_weight w, returns (1 − w) CE + w T² KL(teacher ‖
-        student), with the distributions of KL at temperature T (Hinton et al., arXiv 1503.02531)."""
-        weight, T = self.args.logits_weight, self.args.distillation_temperature
-        if not weight:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        labels = inputs["labels"]
-        loss, outputs = super().compute_loss(model, dict(inputs), True, num_items_in_batch)
-        teacher = self.teacher.model
-        assert teacher is not None  # require_tokens_of refuses a server
-        if teacher.device != labels.device:
-            teacher.to(labels.device)
-        with torch.no_grad(), evaluating(teacher):
-            taught = teacher(**inputs).logits
-        divergence = kl_divergence(outputs["logits"], taught, labels, self.encoder.encoder_decoder, T)
-        divergence = T * T * divergence / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
-        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
-            divergence = divergence * self.accelerator.num_processes
-        loss = (1 - weight) * loss + weight * divergence
-        return (loss, outputs) if return_outputs else loss
-
-    def _report(
-        self, candidates: list[Candidate], trained: list[tuple[str, str]], held_out: list[tuple[str, str]]
-    ) -> TransferReport:
-        args = self.args
-        kept = [candidate.input for candidate in candidates if candidate.kept] if self.inputs is None else list(self.inputs)
-        texts = {
-            "seeds": self.seeds,
-            "kept": kept,
-            "dropped": [candidate.input for candidate in candidates if not candidate.kept and candidate.score is not None],
-        }
+    def _report(self, candidates: list[Candidate], trained: Pairs, held_out: Pairs) -> TransferReport:
         agreed = None
         if held_out:
-            agreed = agreement(self.accelerator.unwrap_model(self.model), self.encoder, held_out, args)
+            with self._timed("agreement"):
+                agreed = agreement(self.accelerator.unwrap_model(self.model), self.encoder, held_out, self.args)
             self.log({"agreement": agreed})
-        embeddings = self._embed(texts | {"real": self.real_inputs})
-        real = embeddings.pop("real")
+        numbers = counts(candidates) if self.inputs is None else {"kept": len(self.inputs)}
         return TransferReport(
             source=self.teacher.name,
             target=name_of(self.model),
+            adapter=str(self.args.output_dir),
             prompt=self.encoder.prompt("{input}"),
-            filter=args.filter if self.inputs is None else "inputs given",
-            counts=counts(candidates) or {"kept": len(kept)},
+            filter=self.args.filter if self.inputs is None else "inputs given",
+            seeds=len(self.seeds),
+            counts=numbers,
             trained=len(trained),
             held_out=len(held_out),
-            unlabelled=len(kept) - len(trained) - len(held_out),
+            unlabelled=numbers["kept"] - len(trained) - len(held_out),
             agreement=agreed,
-            encoder=args.embedding_model or name_of(self.model),
-            **describe(texts, embeddings, real),
+            seconds={stage: round(seconds, 1) for stage, seconds in self.seconds.items()},
         )
-
-    def _embed(self, texts: Mapping[str, Sequence[str]]) -> dict[str, torch.Tensor]:
-        """Returns embeddings of at most DRAWN texts of each kind."""
-        draws = {name: random.Random(self.args.seed).sample(part, min(len(part), DRAWN)) for name, part in texts.items()}
-        if self.args.embedding_model:
-            model, tokenizer = load_encoder(self.args.embedding_model)
-            return {name: embed(part, model.to(self.args.device), tokenizer) for name, part in draws.items()}
-        with base_of(self.model) as base:
-            return {name: embed(part, base, self.encoder.tokenizer) for name, part in draws.items()}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the adapter and the tokenizer as a Trainer does. A folder without a model card gets one with the report:
@@ -302,8 +242,20 @@ class TransLoraTrainer(AnswerTrainer):
         super().save_model(output_dir, _internal_call)
         if self.report is not None and self.args.should_save and is_first:
             (folder / CARD).unlink(missing_ok=True)
-            base = self.accelerator.unwrap_model(self.model).get_base_model()
-            _write_card(folder, self.report, type(base).__name__)
+            write_card(
+                folder,
+                "trans_lora_adapter",
+                [self.report.target],
+                "adapter",
+                tags=["trans-lora"],
+                library="peft",
+                base_class=type(self.accelerator.unwrap_model(self.model).get_base_model()).__name__,
+                source=name_in_text(self.report.source),
+                seeds=self.report.seeds,
+                filter=self.report.filter,
+                prompt=self.report.prompt,
+                figures=markdown_table(("", ""), self.report.rows()),
+            )
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Keeps the card of `save_model` for `push_to_hub`. Trainer's would say that the data are not known."""
@@ -311,44 +263,19 @@ class TransLoraTrainer(AnswerTrainer):
             super().create_model_card(*args, **kwargs)
 
 
-def _write_card(folder: Path, report: TransferReport, base_class: str) -> None:
-    write_card(
-        folder,
-        "trans_lora_adapter",
-        [report.target],
-        "adapter",
-        tags=["trans-lora"],
-        library="peft",
-        base_class=base_class,
-        source=name_in_text(report.source),
-        seeds=len(report.lengths["seeds"]),
-        filter=report.filter,
-        prompt=report.prompt,
-        figures=markdown_table(("", ""), report.rows()),
-    )
-
-
-def _encoder(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | PeftModel, args: TransLoraConfig) -> Encoder:
-    return Encoder(tokenizer, model, args.prompt_template, "The target's", args.system_prompt, chat_variables(args))
-
-
 def _require_data(
-    args: TransLoraConfig, texts: Sequence[str], train_dataset: Any = None, eval_dataset: Any = None, **_: Any
+    args: TransLoraConfig,
+    seeds: Sequence[str],
+    inputs: Sequence[str] | Mapping[str, str | None] | None,
+    options: Mapping[str, Any],
 ) -> None:
-    """Checks the data that a user gives, and that the rest can be written."""
-    if train_dataset is not None:
+    """Checks the data that a user gives, among them those in the options of Trainer."""
+    require_texts(seeds=seeds, inputs=inputs)
+    if options.get("train_dataset") is not None:
         raise HfExtError("The training data are written by the models. For inputs of your own give inputs=[…].")
-    if not all(text.strip() for text in texts):
+    if inputs is not None and not inputs:
+        raise HfExtError("inputs is empty. Give some, or leave it out to let the target model write them.")
+    if not all(text.strip() for text in [*seeds, *(inputs or [])]):
         raise HfExtError("One of the seeds, or of the inputs, is empty.")
-    if args.eval_strategy != "no" and not eval_dataset and args.held_out_share == 0:
+    if args.eval_strategy != "no" and not options.get("eval_dataset") and args.held_out_share == 0:
         raise HfExtError("There is nothing to evaluate on with held_out_share=0; raise it, or give an eval_dataset.")
-    if args.embedding_model:
-        AutoConfig.from_pretrained(args.embedding_model)  # so that a missing model is noticed before the run
-
-
-def _require_logits(args: TransLoraConfig) -> None:
-    if args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True):
-        raise HfExtError(
-            "logits_weight needs logits, which use_liger_kernel does not compute. Set "
-            'liger_kernel_config={"fused_linear_cross_entropy": False}, or leave one of the options out.'
-        )

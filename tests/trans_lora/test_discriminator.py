@@ -14,8 +14,8 @@ from training_seeds import training_seed
 
 from hf_ext import HfExtError, PissaConfig
 from hf_ext.trans_lora import Discriminator, train_discriminator
-from hf_ext.trans_lora.discriminator_training import _split
-from hf_ext.trans_lora.prompts import PAPERS_MEMBERSHIP
+from hf_ext.trans_lora.config import PAPERS_MEMBERSHIP
+from hf_ext.trans_lora.discriminator import _split
 
 OTHERS = [f"sort {text[5:]}" for text in inputs(10)] + [f"find {text[5:7]}" for text in inputs(10)]
 REAL = [f"pick X {text[5:]}" for text in inputs(20, seed=3)]  # which no model writes
@@ -127,16 +127,10 @@ def test_training_beside_a_teacher_leaves_it_as_it_was(tmp_path):
     # It asks as it was trained, wherever it is loaded.
     texts = [*OTHERS, *SEEDS, "{task} {input} {0}"]
     asked = f"{texts[-1]}\nIs the above question from the pick dataset? Answer in as few words as possible."
-    assert discriminator.question(texts[-1]) == asked
+    assert discriminator.question(texts[-1]) == asked  # the tokenizer has no chat template
     discriminator.save_pretrained(tmp_path / "saved")
     again = Discriminator.from_pretrained(tmp_path / "saved", pretrained("gpt2")[0], tokenizer)
     assert again.prompt == discriminator.prompt and again.score(texts) == pytest.approx(discriminator.score(texts), abs=1e-5)
-    record = json.loads((tmp_path / "saved" / "discriminator.json").read_text())
-    assert record.pop("prompt") == PAPERS_MEMBERSHIP
-    (tmp_path / "saved" / "discriminator.json").write_text(json.dumps(record))  # as one was before the question could be set
-    again = Discriminator.from_pretrained(tmp_path / "saved", pretrained("gpt2")[0], tokenizer)
-    assert again.question("a") == "a\nIs the above question from pick dataset?"
-    assert again.score(texts) != pytest.approx(discriminator.score(texts), abs=1e-5)
 
 
 def test_a_teacher_that_comes_after_it_computes_as_alone(saved, tmp_path):

@@ -20,11 +20,11 @@ from tiny_transfers import SEEDS, answer, inputs, pretrained, teacher
 
 from hf_ext import HfExtError, PissaConfig, ServerError
 from hf_ext.trans_lora import Server
-from hf_ext.trans_lora.adapters import bare, base_of
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import ModelGenerator, _End
+from hf_ext.trans_lora.models import bare, base_of
 from hf_ext.trans_lora.prompts import synthesis_prompt
-from hf_ext.trans_lora.scoring import answer_log_probs, log_odds, token_excess
+from hf_ext.trans_lora.scoring import answer_log_probs, log_odds
 
 PROMPTS = ["pick a b c", "sort", "Here are 10 examples:\n1. pick c a b\n2.", "find j i h g"]
 
@@ -177,14 +177,6 @@ def never_ends(tokenizer, steps):
     return process
 
 
-def test_continuous_batching_writes_the_same():
-    model, tokenizer = teacher("llama")
-    encoder = Encoder(tokenizer, model, "{input}")
-    answered = ModelGenerator(model, encoder, 4, continuous=True)(inputs(6), 4)
-    assert answered == ModelGenerator(model, encoder, 4)(inputs(6), 4)
-    assert [one.text.strip() for one in answered] == [answer(text) for text in inputs(6)]
-
-
 def test_more_than_the_context_holds_is_an_error():
     model, tokenizer = pretrained("gpt2")
     write = ModelGenerator(model, Encoder(tokenizer, model, whose="The target's"), 4)
@@ -260,10 +252,6 @@ def test_answers_of_one_token_share_a_forward_pass(answers, passes):
     assert len(asked) == passes
     one, other = (answer_log_probs(model, encoder, encoder.samples(prompts, [said] * 4, False), 4) for said in answers)
     assert odds == pytest.approx([(a.sum() - b.sum()).item() for a, b in zip(one, other)], abs=1e-5)
-
-
-def test_token_excess_is_the_mean_gain_of_an_answers_tokens():
-    assert token_excess([torch.tensor([-1.0, -3.0])], [torch.tensor([-2.0, -5.0])]) == [1.5]
 
 
 def handling(respond: Callable[[dict], tuple[int, dict]]) -> ThreadingHTTPServer:

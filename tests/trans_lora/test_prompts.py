@@ -4,14 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_ext.trans_lora.prompts import (
-    PAPERS_MEMBERSHIP,
-    Item,
-    membership_question,
-    parse_items,
-    synthesis_prompt,
-    synthesis_request,
-)
+from hf_ext.trans_lora.config import PAPERS_MEMBERSHIP
+from hf_ext.trans_lora.discriminator import question
+from hf_ext.trans_lora.prompts import Item, parse_items, synthesis_prompt, synthesis_request
 
 
 def test_the_prompt_is_the_papers_list_with_its_next_number_open():
@@ -24,13 +19,13 @@ def test_a_chat_model_is_asked_for_the_rest_of_the_list():
 
 
 def test_the_discriminator_is_asked_the_papers_question():
-    assert membership_question("2 + 2 =", "arithmetic") == "2 + 2 =\nIs the above question from arithmetic dataset?"
+    assert question("2 + 2 =", "arithmetic") == "2 + 2 =\nIs the above question from arithmetic dataset?"
     asked = "2 + 2 =\nIs the above question from the arithmetic dataset? Answer in as few words as possible."
-    assert membership_question("2 + 2 =", "arithmetic", PAPERS_MEMBERSHIP) == asked
+    assert question("2 + 2 =", "arithmetic", PAPERS_MEMBERSHIP) == asked
 
 
 def test_braces_in_an_input_or_a_task_stay():
-    assert membership_question("{task} {0} {input", "{input}", "{task}: {input}? {no}") == "{input}: {task} {0} {input? {no}"
+    assert question("{task} {0} {input", "{input}", "{task}: {input}? {no}") == "{input}: {task} {0} {input? {no}"
 
 
 @given(st.lists(st.text("ab 1.\n-", min_size=1).map(str.strip).filter(bool), min_size=1, max_size=5))

@@ -51,7 +51,7 @@ def test_files_without_a_record_are_not_resumed_from(tmp_path):
 
 def test_another_adapter_of_the_same_base_is_another_teacher(tmp_path):
     model, tokenizer = teacher("gpt2")
-    transfer(tmp_path, teaching=(model, tokenizer), **SMALL).synthesize()
+    transfer(tmp_path, teaching=(model, tokenizer), **SMALL).label()
     other = moved(model, seed=5)
     for parameter in other.parameters():
         parameter.requires_grad_(False)
@@ -106,7 +106,8 @@ def test_a_half_written_checkpoint_is_skipped(tmp_path):
         assert last_checkpoint(tmp_path / left).endswith("checkpoint-3")
         again = transfer(tmp_path / left, **LABELLED)
         again.train(resume_from_checkpoint=True)
-        assert again.report.to_dict() == whole.report.to_dict()
+        ended, expected = (trainer.report.to_dict() | {"seconds": {}, "adapter": ""} for trainer in (again, whole))
+        assert ended == expected
 
 
 def test_resuming_without_a_checkpoint_is_an_early_error(tmp_path):

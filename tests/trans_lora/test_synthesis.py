@@ -11,7 +11,7 @@ from hf_ext import HfExtError
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import Completion, ModelGenerator
 from hf_ext.trans_lora.stages import read_lines
-from hf_ext.trans_lora.synthesis import Prompts, counts, keep_best, write_inputs
+from hf_ext.trans_lora.synthesis import Prompts, counts, write_inputs
 
 
 class Script:
@@ -35,27 +35,27 @@ def encoder(kind="llama"):
     return Encoder(tokenizer, model, "{input}", "The target's")
 
 
-def write(folder, generate, needed, judge=None, well_formed=None, seeds=SEEDS, **options):
-    args = settings(folder, generation_batch_size=1, **options)
-    return write_inputs(generate, encoder(), seeds, args, folder / "synthesis.jsonl", needed, judge, well_formed)
+def write(folder, generate, needed, judge=None, well_formed=None, seeds=SEEDS, of_which="", **options):
+    args = settings(folder, **{"generation_batch_size": 1} | options)
+    return write_inputs(generate, Prompts(seeds, args, encoder()), needed, {}, judge, well_formed, of_which)
 
 
 def test_each_input_is_kept_or_dropped_for_its_reason(tmp_path):
     script = Script(
-        " pick a b c\n7. pick c a b\n8. PICK  a b c\n9. pick a b c d e f g h i j\n10. pick f g h",
+        " pick a b c\n7. pick c a b\n8. pick a b c \n9. pick a b c d e f g h i j\n10. pick f g h",
         " pick j a b\n7. \n8. sort a\n9. pick e\ufffd",
     )
     judged = []
 
     def judge(texts):
         judged.extend(texts)
-        return [(0.9 if text != "pick f g h" else 0.1, text != "pick f g h", None) for text in texts]
+        return [0.1 if text == "pick f g h" else 0.9 for text in texts]
 
-    candidates = write(tmp_path, script, 2, judge, lambda text: text.startswith(("pick", "PICK")))
+    candidates = write(tmp_path, script, 2, judge, lambda text: text.startswith("pick"))
     assert [(candidate.input, candidate.reason) for candidate in candidates] == [
         ("pick a b c", None),
         ("pick c a b", "repeats a seed"),
-        ("PICK  a b c", "duplicate"),
+        ("pick a b c", "duplicate"),
         ("pick a b c d e f g h i j", "malformed"),
         ("pick f g h", "filter"),
         ("pick j a b", None),
@@ -74,19 +74,10 @@ def test_what_is_cut_off_by_the_limit_of_tokens_is_dropped(tmp_path):
     assert counts(write(tmp_path / "other", script, 2))["malformed"] == 1
 
 
-def test_near_duplicates_are_dropped_at_the_threshold(tmp_path):
-    lines = [f"pick {' '.join('abcdefghij'[i:] + 'abcdefghij'[:i])}" for i in range(3)]
-    text = f" {lines[0]}\n7. {lines[0]} a\n8. {lines[1]}\n9. {lines[2]}"
-    options = {"max_input_length": 20}
-    assert counts(write(tmp_path / "a", Script(text), 3, near_duplicate_threshold=0.85, **options))["near duplicate"] == 1
-    assert "near duplicate" not in counts(write(tmp_path / "b", Script(text), 4, near_duplicate_threshold=1.0, **options))
-
-
 def test_real_models_write_inputs_and_every_one_is_accounted_for(tmp_path):
     model, tokenizer = pretrained("llama")
-    args = settings(tmp_path)
-    ask = Encoder(tokenizer, model, "{input}")
-    candidates = write_inputs(ModelGenerator.of(model, ask, args), ask, SEEDS, args, tmp_path / "s.jsonl", 60, None, is_input)
+    prompts = Prompts(SEEDS, settings(tmp_path), Encoder(tokenizer, model, "{input}"))
+    candidates = write_inputs(model, prompts, 60, {}, None, is_input)
     kept = [candidate.input for candidate in candidates if candidate.kept]
     assert len(kept) == len(set(kept)) == 60 and all(map(is_input, kept)) and not set(kept) & set(SEEDS)
     assert sum(counts(candidates).values()) == len(candidates)
@@ -114,9 +105,8 @@ def counted(folder, stop_at=None) -> tuple[list, Counting]:
 
 
 def keeping_pick(folder, generate, ask) -> list:
-    args = settings(folder, generation_batch_size=2)
-    judge = lambda texts: [(0.5, text < "q", None) for text in texts]  # noqa: E731
-    return write_inputs(generate, ask, SEEDS, args, folder / "s.jsonl", 16, judge)
+    prompts = Prompts(SEEDS, settings(folder, generation_batch_size=2), ask)
+    return write_inputs(generate, prompts, 16, {}, lambda texts: [0.9 if text < "q" else 0.1 for text in texts])
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +114,7 @@ def whole(tmp_path_factory):
     """A run that was not killed: its inputs, its file and its rounds."""
     folder = tmp_path_factory.mktemp("whole")
     candidates, generate = counted(folder)
-    return candidates, (folder / "s.jsonl").read_bytes(), generate.rounds
+    return candidates, (folder / "synthesis.jsonl").read_bytes(), generate.rounds
 
 
 @pytest.mark.parametrize(("after", "tail"), [(0, "whole"), (0.5, "half a line"), (0.5, "half a round"), (1, "half a line")])
@@ -134,7 +124,7 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path, whole, after, 
     assert 1 <= done < rounds
     with pytest.raises(Stop):
         counted(tmp_path, stop_at=done)
-    path = tmp_path / "s.jsonl"
+    path = tmp_path / "synthesis.jsonl"
     data = path.read_bytes()
     lines = data.splitlines(keepends=True)
     path.write_bytes({"whole": data, "half a line": data[:-7], "half a round": b"".join(lines[:-2])}[tail])
@@ -154,49 +144,35 @@ def test_each_round_shows_other_seeds_in_another_order():
     assert all(prompt.count("\n") == 4 and prompt.endswith("\n4.") for prompt in script.asked)
 
 
-def test_the_best_are_kept_when_all_are_scored(tmp_path):
-    def judge(texts):
-        return [(-ord(text[-1]), True, "early") for text in texts]
-
-    script = Script(*(f" pick a b {letter}" for letter in "ghcfdeji"))
-    path = tmp_path / "synthesis.jsonl"
-    candidates = keep_best(write(tmp_path, script, 6, judge), 3, path)
-    assert {candidate.input[-1] for candidate in candidates if candidate.kept} == {"c", "d", "e"}
-    assert counts(candidates) == {"kept": 3, "low score": 3}
-    before = path.read_bytes()
-    assert keep_best(write(tmp_path, Script(), 6, judge), 3, path) == candidates and path.read_bytes() == before
-
-
 def test_too_low_a_rate_of_kept_inputs_is_an_early_error(tmp_path):
     script = Script(*(f" sort {a} {b}" for a in "abcdefgh" for b in "abcdefgh"))
     with pytest.raises(
         HfExtError, match=r"40 inputs are not possible within max_attempts=800\. .* 0 were kept .*\(\d+ filter\)"
     ):
-        write(tmp_path, script, 40, lambda texts: [(0.1, False, None)] * len(texts))
+        write(tmp_path, script, 40, lambda texts: [0.1] * len(texts))
     attempts = len((tmp_path / "synthesis.jsonl").read_text().splitlines())
     assert attempts < 400
     with pytest.raises(HfExtError, match=r"within max_attempts=70\. .* would take about"):
-        write(tmp_path / "some", script, 40, lambda texts: [(0, text[-1] == "a", None) for text in texts], max_attempts=70)
+        write(tmp_path / "some", script, 40, lambda texts: [float(text[-1] == "a") for text in texts], max_attempts=70)
 
 
 def test_a_hopeless_run_ends_before_a_twentieth_of_the_attempts(tmp_path):
-    args = settings(tmp_path, generation_batch_size=8)
-    script, path = Script(" pick a a a", *[" sort"] * 999), tmp_path / "synthesis.jsonl"
+    script = Script(" pick a a a", *[" sort"] * 999)
     said = r"1,050 inputs \(1,000 and 50\) are not possible within max_attempts=21,000\. Of the first \d+, 1 were kept and "
     said += r"the others dropped \(\d+ malformed\); at this rate they would take about \d+,\d+\."
     with pytest.raises(HfExtError, match=said):
-        write_inputs(script, encoder(), SEEDS, args, path, 1050, None, lambda text: "pick" in text, " (1,000 and 50)")
-    assert 300 < len(path.read_text().splitlines()) < 600
+        write(tmp_path, script, 1050, None, lambda text: "pick" in text, of_which=" (1,000 and 50)", generation_batch_size=8)
+    assert 300 < len((tmp_path / "synthesis.jsonl").read_text().splitlines()) < 600
 
 
 def test_the_first_round_shows_inputs_and_the_time_that_remains(tmp_path, capsys):
     script = Script(" pick a b c\n7. pick d f e\n8. sort", *(f" pick {a} {b} {a}" for a in "abcdefgh" for b in "abcdefgh"))
     logging.enable_progress_bar()
-    write(tmp_path, script, 8, lambda texts: [(0.75, t != "pick d f e", None) for t in texts], lambda text: text != "sort")
+    write(tmp_path, script, 8, lambda texts: [0.25 if t == "pick d f e" else 0.75 for t in texts], lambda text: text != "sort")
     logging.disable_progress_bar()
     shown = capsys.readouterr().err
     lines = [line.split(maxsplit=2) for line in shown.replace("\r", "\n").splitlines()]
-    assert ["kept", "0.75", "pick a b c"] in lines and ["filter", "0.75", "pick d f e"] in lines
+    assert ["kept", "0.75", "pick a b c"] in lines and ["filter", "0.25", "pick d f e"] in lines
     assert ["malformed", "sort"] in lines
     assert "1 of the first 3 inputs pass, in 0 s; at this pace the 7 that are missing take about 0 s." in shown
     assert shown.count("of the first") == 1 and "80 % of 10 pass" in shown

@@ -7,7 +7,7 @@ from tiny_transfers import answer, inputs, lora, pretrained
 from transformers import Trainer, TrainingArguments
 
 from hf_ext.trans_lora.encoding import Encoder
-from hf_ext.trans_lora.training import AnswerTrainer
+from hf_ext.trans_lora.scoring import AnswerTrainer
 
 
 def losses(folder, kind, config, **options):

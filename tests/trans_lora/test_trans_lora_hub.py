@@ -32,11 +32,10 @@ adapter, _ = teacher("gpt2")
 adapter.push_to_hub("user/adapter")
 trainer = TransLoraTrainer(
     target,
-    settings("t", filter="token_excess", num_samples=8, num_train_epochs=1, hub_model_id="user/moved"),
+    settings("t", filter="none", num_samples=8, num_train_epochs=1, hub_model_id="user/moved"),
     processing_class=tokenizer,
     teacher=PeftModel.from_pretrained(load_model("user/gpt2")[0], "user/adapter"),
     teacher_processing_class=source_tokenizer,
-    discriminator="user/discriminator",
     seeds=SEEDS,
     peft_config=lora("llama"),
     well_formed=is_input,

@@ -1,21 +1,109 @@
-"""Activates, disables and moves the adapters of a model."""
+"""Models by their names, and their adapters: loads, activates, disables and moves them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import xxhash
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hf_ext.errors import HfExtError
 from hf_ext.integration.adapter_source import CHANGES_BASE
 from hf_ext.integration.modes import evaluating
+
+
+@contextmanager
+def loading(name: str, what: str = "model") -> Iterator[None]:
+    """Turns an error of the block into one that names the model."""
+    try:
+        yield
+    except OSError as error:
+        reason = str(error).strip().partition("\n")[0]
+        if os.path.isdir(name):
+            raise HfExtError(f"The {what} in '{name}' cannot be loaded: {reason}") from error
+        raise HfExtError(f"'{name}' is neither a folder nor a {what} of the Hub that can be reached: {reason}") from error
+
+
+def load_model(name: str, **kwargs: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Loads a language model and its tokenizer from a folder or the Hub.
+
+    A tokenizer without a padding token pads with the end-of-text token.
+
+    Args:
+        kwargs: access to the Hub, such as token.
+
+    Raises:
+        HfExtError: there is no such model.
+    """
+    with loading(name):
+        config = AutoConfig.from_pretrained(name, **kwargs)
+        tokenizer = load_tokenizer(name, **kwargs)  # before the weights, which take longer
+        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        return kind.from_pretrained(name, dtype="auto", **kwargs), tokenizer
+
+
+def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of a model. If it has no padding token, it pads with the end-of-text token.
+
+    Raises:
+        HfExtError: the folder or repository has no tokenizer that can be loaded.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
+    except (OSError, ValueError) as error:
+        raise HfExtError(
+            f"The model '{name}' has no tokenizer that can be loaded. Save one with it: tokenizer.save_pretrained(…)."
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_adapted(name: str, adapter: str) -> tuple[PeftModel, PreTrainedTokenizerBase]:
+    """Loads a model with a saved adapter, and its tokenizer.
+
+    Raises:
+        HfExtError: there is no such model or adapter, or the adapter was trained on another model.
+    """
+    try:
+        PeftConfig.from_pretrained(adapter)
+    except ValueError as error:
+        raise HfExtError(f"{adapter} is no adapter: {error}") from error
+    model, tokenizer = load_model(name)
+    misfit = f"The adapter {adapter} does not fit the source model {name}"
+    advice = "Give the model that its adapter_config.json names."
+    try:
+        adapted = PeftModel.from_pretrained(model, adapter)
+        # PEFT ignores layers that only the adapter or only the model has, and reports them here alone.
+        result = adapted.load_adapter(adapter, adapted.active_adapter)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise HfExtError(f"{misfit}: {' '.join(str(error).strip().splitlines()[:3])} {advice}") from error
+    differences = (("which the model lacks", result.unexpected_keys), ("which the adapter lacks", result.missing_keys))
+    if parts := [f"{len(keys)} weights {side}, such as '{keys[0]}'" for side, keys in differences if keys]:
+        raise HfExtError(f"{misfit}: {' and '.join(parts)}. {advice}")
+    return adapted, tokenizer
+
+
+def name_of(model: object) -> str:
+    """Returns the name of a model, of a server's model, or the class of another generator."""
+    if not isinstance(model, nn.Module):
+        return getattr(model, "model", type(model).__name__)
+    return bare(model).name_or_path or type(bare(model)).__name__
 
 
 def bare(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
