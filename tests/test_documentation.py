@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +23,7 @@ from pages import MAKERS, ROOT, blocks, commands
 from processes import python
 
 import hf_ext
+from hf_ext.cli import trans_lora
 from hf_ext.cli.main import app
 
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -134,9 +136,9 @@ def check_command(words: list[str], strict: bool) -> None:
             return
         own = {"--help", *(name for option in group.commands[rest[0]].params for name in option.opts)}
         given = {word for word in rest[1:] if word.startswith("--")}
-        assert all(
-            option in own or option[2:].replace("-", "_") in hf_ext.TransLoraConfig.__dataclass_fields__ for option in given
-        ), words
+        parts = (trans_lora.TransferRequest, trans_lora.DiscriminatorRequest, trans_lora.NewAdapter, hf_ext.TransLoraConfig)
+        of_trainings = {"--" + field.name.replace("_", "-") for part in parts for field in fields(part)}
+        assert given <= own | of_trainings, words
     elif program == "make":
         targets = re.search(r"^\.PHONY: (.*)$", shown(ROOT / "Makefile"), re.M)[1].split()
         assert all(word in targets for word in rest if "=" not in word), words

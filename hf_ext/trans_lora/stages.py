@@ -41,7 +41,7 @@ def claim(folder: Path, part: str, settings: dict[str, Any], files: Sequence[str
         begun = [name for pattern in files for name in folder.glob(pattern)]
         if begun and not anew and recorded is None:
             raise HfExtError(f"{folder} holds {begun[0].name} of another run. Take another folder, or delete it.")
-        if begun and not anew and recorded != current:
+        if begun and not anew and recorded is not None and recorded != current:
             different = ", ".join(key for key in current | recorded if recorded.get(key) != current.get(key))
             hints = {
                 "training": "start again with resume_from_checkpoint=False (--resume-from-checkpoint False)",

@@ -182,7 +182,7 @@ class TransLoraTrainer(AnswerTrainer):
             self.prompts,
             args.num_samples + held_out,
             settings,
-            judge and (lambda inputs: judge.score(inputs, args.generation_batch_size, args.device)),
+            None if judge is None else lambda inputs: judge.score(inputs, args.generation_batch_size, args.device),
             self._accepts,
             f" ({args.num_samples:,} asked for and {held_out:,} held out)",
         )
