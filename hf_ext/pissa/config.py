@@ -7,7 +7,9 @@ import math
 import os
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from peft import LoraConfig, PeftType
 
@@ -95,18 +97,9 @@ class PissaConfig(LoraConfig):
 
     def to_lora_config(self) -> LoraConfig:
         """Returns the configuration of the saved adapter: a LoRA of twice the rank, at the same scaling."""
-        assert self.lora_alpha is not None  # __post_init__ sets it
         factor = _alpha_factor(self.use_rslora)
-        config = LoraConfig(
-            **_lora_options(self)
-            | {
-                "r": 2 * self.r,
-                "lora_alpha": factor * self.lora_alpha,
-                "rank_pattern": {key: 2 * rank for key, rank in self.rank_pattern.items()},
-                "alpha_pattern": {key: factor * alpha for key, alpha in self.alpha_pattern.items()},
-                "init_lora_weights": True,
-            }
-        )
+        options = _options(self, lambda rank: 2 * rank, lambda alpha: factor * alpha)
+        config = LoraConfig(**options | {"init_lora_weights": True})
         config.inference_mode = self.inference_mode
         return config
 
@@ -134,16 +127,8 @@ class PissaConfig(LoraConfig):
                 "Load it with PeftModel.from_pretrained, without config=."
             )
         factor = _alpha_factor(lora.use_rslora)
-        return cls(
-            **_lora_options(lora)
-            | {
-                "r": lora.r // 2,
-                "lora_alpha": _shortest(lora.lora_alpha / factor),
-                "rank_pattern": {key: rank // 2 for key, rank in lora.rank_pattern.items()},
-                "alpha_pattern": {key: _shortest(alpha / factor) for key, alpha in lora.alpha_pattern.items()},
-                "init_lora_weights": False,
-            }
-        )
+        options = _options(lora, lambda rank: rank // 2, lambda alpha: float(f"{alpha / factor:.12g}"))  # as short as it was
+        return cls(**options | {"init_lora_weights": False})
 
 
 @dataclass
@@ -186,15 +171,16 @@ class QPissaConfig(PissaConfig):
         return super(PissaConfig, cls).from_pretrained(pretrained_model_name_or_path, **kwargs)
 
 
-def _lora_options(config: LoraConfig) -> dict:
-    return {item.name: getattr(config, item.name) for item in fields(LoraConfig) if item.init}
+def _options(config: LoraConfig, rank: Callable[[int], int], alpha: Callable[[float], float]) -> dict[str, Any]:
+    """Returns LoRA's options of a configuration, with other ranks and alphas."""
+    options = {item.name: getattr(config, item.name) for item in fields(LoraConfig) if item.init}
+    for name, change in (("r", rank), ("lora_alpha", alpha)):
+        options[name] = change(options[name])
+    for name, change in (("rank_pattern", rank), ("alpha_pattern", alpha)):
+        options[name] = {key: change(value) for key, value in options[name].items()}
+    return options
 
 
 def _alpha_factor(use_rslora: bool) -> float:
     """Returns the factor of lora_alpha when the rank doubles. The scaling is alpha / r, with rsLoRA alpha / √r."""
     return math.sqrt(2) if use_rslora else 2
-
-
-def _shortest(number: float) -> float:
-    """Removes the rounding error that a factor of √2 leaves."""
-    return float(f"{number:.12g}")

@@ -1,7 +1,7 @@
 """The base of the layers that compute W x + s (B A − B₀ A₀) x.
 
-They are PEFT's LoRA layers with a variant of their own. The change is computed as s (B (A − A₀) + (B − B₀) A₀) x: both products
-are exactly zero at the start, and in bf16 they keep changes that are small beside A and B.
+They are PEFT's LoRA layers with a variant of their own. The change is that of the saved LoRA, s [B, B − B₀] [A − A₀; A₀] x. It
+is exactly zero at the start, and in bf16 it keeps what is small beside A and B.
 """
 
 from __future__ import annotations
@@ -151,16 +151,15 @@ class PissaLayer(LoraLayer):
         """Returns the names of A and B in the layer's state dict."""
         return f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
 
-    def products(self, adapter: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns the factors whose products add up to B A − B₀ A₀: A − A₀ and B, A₀ and B − B₀."""
+    def stacked(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns [A − A₀; A₀], (2r, n), and [B, B − B₀], (m, 2r), whose product is B A − B₀ A₀."""
         (A, B), A0, B0 = self.factors(adapter), self.initial_A[adapter], self.initial_B[adapter]
-        return [(A - A0, B), (A0, B - B0)]
+        return torch.cat([A - A0, A0]), torch.cat([B, B - B0], dim=1)
 
     def change(self, adapter: str, x: torch.Tensor) -> torch.Tensor:
         """Computes s (B A − B₀ A₀) x, which is exactly zero before training."""
         x = self.lora_dropout[adapter](x) if x.is_floating_point() else x
-        first, second = (self.product(adapter, x, A, B) for A, B in self.products(adapter))
-        return (first + second) * self.scaling[adapter]
+        return self.product(adapter, x, *self.stacked(adapter)) * self.scaling[adapter]
 
     @abstractmethod
     def product(self, adapter: str, x: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
@@ -207,8 +206,8 @@ class PissaLayer(LoraLayer):
     def delta(self, adapter: str) -> torch.Tensor:
         """Returns s (B A − B₀ A₀), (m, n), float32."""
         with torch.autocast(self.initial_A[adapter].device.type, enabled=False):
-            first, second = (B.float().flatten(1) @ A.float().flatten(1) for A, B in self.products(adapter))
-            return (first + second) * self.scaling[adapter]
+            A, B = (factor.float().flatten(1) for factor in self.stacked(adapter))
+            return self.scaling[adapter] * (B @ A)
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         delta = self.delta(adapter).to(self.factors(adapter)[0].dtype)

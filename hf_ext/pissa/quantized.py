@@ -141,6 +141,19 @@ class QPissaLinear(PissaLinear):
 
     base_layer: ResidualLinear
 
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        alone = len(active) == 1 and isinstance(self.lora_dropout[active[0]], nn.Identity)
+        alone = alone and self.base_layer.B is not None and self.scaling[active[0]] == self.base_layer.scaling
+        if not alone or self.disable_adapters or self.merged or kwargs.get("adapter_names"):
+            return super().forward(x, *args, **kwargs)
+        # The base's s B₀ A₀ x and the adapter's − s B₀ A₀ x cancel, so this computes neither.
+        result = self.base_layer.layer(x)
+        A, B = self.factors(active[0])
+        return (result + self.product(active[0], self._cast_input_dtype(x, A.dtype), A, B) * self.scaling[active[0]]).to(
+            x.dtype
+        )
+
     def matrix(self) -> torch.Tensor:
         return self.base_layer.full_precision()
 
@@ -186,10 +199,10 @@ class QPissaLinear(PissaLinear):
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         for adapter in check_adapters_to_merge(self, adapter_names):
             if adapter in self.lora_A:
-                A, B = zip(*self.products(adapter))
-                if safe_merge and not all(factor.isfinite().all() for factor in A + B):
+                A, B = (factor.detach() for factor in self.stacked(adapter))
+                if safe_merge and not (A.isfinite().all() and B.isfinite().all()):
                     raise ValueError(f"The adapter '{adapter}' has NaN or infinite weights and was not merged.")
-                self.base_layer.merge(torch.cat(B, dim=1) * (self.scaling[adapter] / self.base_layer.scaling), torch.cat(A))
+                self.base_layer.merge(B * (self.scaling[adapter] / self.base_layer.scaling), A)
                 self.merged_adapters.append(adapter)
 
     def unmerge(self) -> None:

@@ -159,8 +159,8 @@ def test_a_trained_model_is_a_lora_of_the_factors_differences(build, options):
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
             other = lora.get_submodule(name)
-            (A1, B), (A0, B1) = layer.products("default")
-            factors = torch.cat([A1, A0]), torch.cat([B, B1], dim=1)
+            (A, B), A0, B0 = layer.factors("default"), layer.initial_A["default"], layer.initial_B["default"]
+            factors = torch.cat([A - A0, A0]), torch.cat([B, B - B0], dim=1)
             for parameter, factor in zip((*other.lora_A.parameters(), *other.lora_B.parameters()), factors):
                 parameter.data = factor.detach()
             for parameters, factor in zip((other.lora_embedding_A, other.lora_embedding_B), factors):
