@@ -148,7 +148,7 @@ def base_of(model: PreTrainedModel | PeftModel) -> Iterator[PreTrainedModel]:
         yield model
         return
     for config in model.peft_config.values():
-        if str(getattr(config, "init_lora_weights", "")).startswith(CHANGES_BASE):
+        if config.peft_type == PeftType.LORA and str(config.init_lora_weights).startswith(CHANGES_BASE):
             raise HfExtError(
                 f"init_lora_weights='{config.init_lora_weights}' changes the base model's weights, and the base itself is "
                 "needed. For PiSSA take hf_ext.PissaConfig, which leaves them; PEFT can convert a saved adapter to a LoRA "
