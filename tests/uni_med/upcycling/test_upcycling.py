@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import BitsAndBytesConfig, LlavaForConditionalGeneration, Trainer, TrainingArguments
 
-from hf_ext import CMoEConfig
+from hf_ext import CMoEConfig, HfExtError
 from hf_ext.uni_med.upcycling.layer import MixtureProjector
 
 TASKS = ("vqa", "cls")
@@ -319,6 +319,26 @@ def test_wrapped_modules_are_saved_and_loaded(place, tmp_path):
     diverge(adapter, std=0)
     adapter.load_adapter(tmp_path, "default")
     assert torch.equal(logits(adapter, inputs, tasks=MIXED), expected)
+
+
+class Hidden(nn.Module):
+    """A wrapper that leaves its name out of the state dict."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def state_dict(self, *args, **kwargs):
+        return self.inside.state_dict(*args, **kwargs)
+
+
+@host("peft>=0.21")
+@pytest.mark.parametrize("place", [PROJECTOR, "model.language_model.layers.0"])
+def test_an_unknown_wrapper_that_hides_layers_is_an_error(place, tmp_path):
+    adapter = adapted(build("llava")[0], target_modules=["q_proj"])
+    wrap(adapter.base_model.model, place, Hidden)
+    with pytest.raises(HfExtError, match="under a wrapper whose name its state dict leaves out"):
+        adapter.save_pretrained(tmp_path)
 
 
 @host("peft>=0.21")
