@@ -62,6 +62,15 @@ def _load(image: Any, frame: int | None, window: tuple[float, float] | None) -> 
         raise CorruptFileError(f"The image '{image}' cannot be read: {error}. Restore the file, or leave it out.") from error
 
 
+def _choose_frame(path: str | os.PathLike, frames: int, frame: int | None) -> int:
+    """Returns the frame to read. Raises a ValueError if there is none with this number, or several and no choice."""
+    if frame is None and frames > 1:
+        raise ValueError(f"'{path}' has {frames} frames; choose one with frame=0…{frames - 1} or a column 'frame'.")
+    if frame is not None and not 0 <= frame < frames:
+        raise ValueError(f"'{path}' has no frame {frame}; its frames are 0…{frames - 1}.")
+    return frame or 0
+
+
 def check_rgb(image: Any, where: str) -> Any:
     """Returns an image, opened if it is a path or a URL.
 
@@ -148,15 +157,6 @@ def read_dicom(path: str | os.PathLike, frame: int | None = None, window: tuple[
         return Image.fromarray(np.rint(255 * shares).astype(np.uint8)).convert("RGB")
     except Exception as error:  # whatever damaged data and invalid attributes lead to
         raise _damaged(path, error) from error
-
-
-def _choose_frame(path: str | os.PathLike, frames: int, frame: int | None) -> int:
-    """Returns the frame to read. Raises a ValueError if there is none with this number, or several and no choice."""
-    if frame is None and frames > 1:
-        raise ValueError(f"'{path}' has {frames} frames; choose one with frame=0…{frames - 1} or a column 'frame'.")
-    if frame is not None and not 0 <= frame < frames:
-        raise ValueError(f"'{path}' has no frame {frame}; its frames are 0…{frames - 1}.")
-    return frame or 0
 
 
 def _damaged(path: str | os.PathLike, error: Exception) -> CorruptFileError:
