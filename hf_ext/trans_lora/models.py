@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import xxhash
-from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+from peft import PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn

@@ -348,7 +348,7 @@ def test_adapters_of_other_types_are_not_mixed_with_pissa():
     with pytest.raises(ValueError, match="q_proj already has an adapter of another type"):
         get_peft_model(model.base_model.model, config(target_modules=["q_proj"]))
     inner = get_peft_model(llama(), config(target_modules=["q_proj"])).base_model.model
-    with pytest.raises(ValueError, match="has PiSSA adapters, and takes no adapter of LoraConfig"):
+    with pytest.raises(ValueError, match="takes no adapter of LoraConfig. Save them, and load"):
         LoraModel(inner, LoraConfig(r=2, target_modules=["q_proj"]), "other")
 
 

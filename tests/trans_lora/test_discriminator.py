@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hosts import HAS_PISSA
+from hosts import pissa
 from lookup_models import write_judge
 from peft import LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
 from tiny_adapters import moved
@@ -94,6 +94,14 @@ def test_the_score_is_the_share_of_yes(saved):
     discriminator.model.base_model.set_adapter([])
 
 
+@pissa
+def test_a_teacher_in_pissas_training_form_takes_no_discriminator(saved):
+    config = PissaConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn"])
+    model = moved(get_peft_model(pretrained("gpt2")[0], config))
+    with pytest.raises(ValueError, match="Save them, and load them as LoRAs"):
+        Discriminator.from_pretrained(saved[0] / "discriminator", model, pretrained("gpt2")[1])
+
+
 def test_beside_any_teacher_both_compute_as_they_did_alone(saved):
     folder, discriminator, _ = saved
     expected = discriminator.score(OTHERS + SEEDS)
@@ -104,8 +112,6 @@ def test_beside_any_teacher_both_compute_as_they_did_alone(saved):
         "prompts": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
         "with a head of its own": lora("gpt2", modules_to_save=["ln_f"]),
     }
-    if HAS_PISSA:
-        configs["pissa"] = PissaConfig(task_type="CAUSAL_LM", r=4, target_modules=["c_attn"])
     for name, config in configs.items():
         model = moved(get_peft_model(pretrained("gpt2")[0], config))
         alone, grads = logits(model, tokenizer), {name for name, p in model.named_parameters() if p.requires_grad}
