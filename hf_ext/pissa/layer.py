@@ -99,8 +99,8 @@ class PissaLayer(LoraLayer):
     def resolve_lora_variant(self, *, config: LoraConfig, **kwargs: Any) -> LoraVariant:
         if not isinstance(config, PissaConfig):
             raise ValueError(
-                f"The model has PiSSA adapters in their training form, beside which it takes no adapter of {type(config).__name__}. "
-                "Save them, and load them as LoRAs: PeftModel.from_pretrained(base, folder)."
+                "The model has PiSSA adapters in their training form, beside which it takes no adapter of "
+                f"{type(config).__name__}. Save them, and load them as LoRAs: PeftModel.from_pretrained(base, folder)."
             )
         return PissaVariant(super().resolve_lora_variant(config=config, **kwargs))
 
