@@ -107,6 +107,12 @@ class AnswerTrainer(Trainer):
     GB.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if bare(self.model).config.is_encoder_decoder:
+            # T5, BART and others accept num_items_in_batch and ignore it, so Trainer must divide by the accumulated steps.
+            self.model_accepts_loss_kwargs = False
+
     def compute_loss(
         self,
         model: nn.Module,

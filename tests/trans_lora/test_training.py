@@ -4,7 +4,8 @@ import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
 from tiny_transfers import answer, inputs, lora, pretrained
-from transformers import Trainer, TrainingArguments
+from training_seeds import training_seed
+from transformers import Trainer, TrainingArguments, set_seed
 
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.scoring import AnswerTrainer
@@ -53,3 +54,27 @@ def test_logits_of_answers_alone_give_equal_loss_and_gradients(tmp_path, kind):
 def test_where_the_loss_needs_all_logits_they_are_computed(tmp_path, kind, config, options):
     (whole, sparing), seen, _ = losses(tmp_path, kind, config, **options)
     assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(whole, sparing)) and seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_accumulated_steps_equal_one_step_of_all_samples(tmp_path, kind):
+    ends = []
+    for steps in (1, 4):
+        model, tokenizer = pretrained(kind)
+        set_seed(training_seed())
+        model = get_peft_model(model, lora(kind))
+        encoder = Encoder(tokenizer, model, "{input}")
+        samples = encoder.samples(inputs(8), ["early"] * 8)
+        size = {"per_device_train_batch_size": 8 // steps, "gradient_accumulation_steps": steps, "max_steps": 1}
+        plain = {
+            "optim": "sgd",
+            "learning_rate": 0.1,
+            "lr_scheduler_type": "constant",
+            "max_grad_norm": 0,
+            "save_strategy": "no",
+        }
+        args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", remove_unused_columns=False, **size, **plain)
+        AnswerTrainer(model, args, encoder.batch, samples, processing_class=tokenizer).train()
+        ends.append([p.detach().clone() for p in model.parameters() if p.requires_grad])
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(*ends))
+    assert all(weight.any() for weight in ends[0]), "B is 0 before the step"
