@@ -95,12 +95,10 @@ class TransLoraConfig(TrainingArguments):
         super().__post_init__()
         if self.filter not in FILTERS:
             raise ValueError(f"filter='{self.filter}' is none of {', '.join(FILTERS)}.")
-        for name in ("num_samples", "num_shots", "generation_batch_size", "max_label_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: give 1 or more.")
-        for name in ("max_attempts", "max_input_length"):
+        lengths = ("max_label_length", "max_input_length")
+        for name in ("num_samples", "num_shots", "generation_batch_size", "max_attempts", *lengths):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: give 1 or more, or None.")
+                raise ValueError(f"{name}={getattr(self, name)}: give 1 or more.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: give more than 0 and at most 1.")
         if not self.temperature > 0:

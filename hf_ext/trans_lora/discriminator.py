@@ -293,11 +293,7 @@ def _encoder(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | PeftMo
 
 
 def _read_record(name: str, **kwargs: Any) -> dict[str, Any]:
-    """Returns the record of a discriminator, from a folder or downloaded from the Hub.
-
-    Raises:
-        HfExtError: there is none, or it is damaged.
-    """
+    """Returns the record of a discriminator, from a folder or from the Hub. Raises HfExtError if there is no valid one."""
     with loading(name, "discriminator"):
         path = cached_file(name, FILE, _raise_exceptions_for_missing_entries=False, **kwargs)
     if path is None:

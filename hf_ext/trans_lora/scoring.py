@@ -62,17 +62,13 @@ def _answers(
                 logits = model(**batch).logits[labels != -100]
             else:
                 labels = batch.pop("labels")[:, 1:]
-                logits = _logits_at(model, batch, labels != -100)
+                with logits_at(model, labels != -100) as chosen:
+                    logits = model(**batch).logits
+                spared = logits.shape[:2] == (1, int((labels != -100).sum()))
+                logits = (logits if spared else chosen(logits))[0]
             counts = (labels != -100).sum(1).tolist()
             parts = logits.to(labels.device).float().log_softmax(-1).split(counts), labels[labels != -100].split(counts)
             yield from zip(rows, *parts)
-
-
-def _logits_at(model: PreTrainedModel | PeftModel, batch: dict[str, torch.Tensor], places: torch.Tensor) -> torch.Tensor:
-    """Returns a decoder's logits at some positions of a batch, (positions, vocabulary)."""
-    with logits_at(model, places) as chosen:
-        logits = model(**batch).logits
-    return logits[0] if logits.shape[:2] == (1, int(places.sum())) else chosen(logits)[0]
 
 
 @contextlib.contextmanager

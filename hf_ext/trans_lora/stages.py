@@ -36,7 +36,8 @@ def claim(folder: Path, part: str, settings: dict[str, Any], files: Sequence[str
         path = folder / RECORD
         folder.mkdir(parents=True, exist_ok=True)
         record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        current = json.loads(json.dumps(settings, default=_plain))
+        plain = json.dumps(settings, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+        current = json.loads(plain)
         recorded = record.get(part)
         begun = [name for pattern in files for name in folder.glob(pattern)]
         if begun and not anew and recorded is None:
@@ -68,10 +69,6 @@ def _on_main_process(work: Callable[[], Any]) -> Any:
     if isinstance(result[0], HfExtError):
         raise result[0]
     return result[0]
-
-
-def _plain(value: Any) -> Any:
-    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)
 
 
 def begin_training(folder: Path, settings: dict[str, Any], resume_from_checkpoint: str | bool | None) -> str | None:

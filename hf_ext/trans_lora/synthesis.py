@@ -190,7 +190,9 @@ def _write_inputs(generate: Generator, sieve: Sieve, needed: int, of_which: str)
     with tqdm(total=needed, initial=min(kept, needed), desc="Synthetic inputs", disable=not state.is_main_process) as bar:
         while kept < needed:
             texts = gather_object(prompts.answers(generate, number, state.process_index))
-            new = _until(sieve.sift(texts, number), needed - kept)
+            new = sieve.sift(texts, number)
+            running = list(itertools.accumulate(candidate.kept for candidate in new))
+            new = new[: bisect.bisect_left(running, needed - kept) + 1]  # up to the one that completes the number
             new = [replace(candidate, round_size=len(new)) for candidate in new]
             candidates += new
             if state.is_main_process:
@@ -220,12 +222,6 @@ def _outlook(new: Sequence[Candidate], missing: int, seconds: float) -> str:
 
 def _kept(candidates: Iterable[Candidate]) -> int:
     return sum(candidate.kept for candidate in candidates)
-
-
-def _until(candidates: list[Candidate], needed: int) -> list[Candidate]:
-    """Returns the candidates up to the one that completes the required number."""
-    kept = list(itertools.accumulate(candidate.kept for candidate in candidates))
-    return candidates[: bisect.bisect_left(kept, needed) + 1]
 
 
 def counts(candidates: Iterable[Candidate]) -> dict[str, int]:

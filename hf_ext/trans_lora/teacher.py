@@ -31,7 +31,8 @@ Pairs = list[tuple[str, str]]
 
 
 class Teacher:
-    """
+    """The source model with its adapter, which answers inputs.
+
     Attributes:
         model: the source model, of any PEFT type or merged; None if a server has it.
         encoder: of the model's prompts.

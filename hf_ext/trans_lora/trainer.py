@@ -84,6 +84,7 @@ class TransLoraTrainer(AnswerTrainer):
         self.teacher = Teacher(teacher, teacher_processing_class or processing_class, args)
         self.seeds, self.synthesizer, self.well_formed = list(seeds), synthesizer, well_formed
         self.inputs = inputs if inputs is None or isinstance(inputs, Mapping) else dict.fromkeys(inputs)
+        self.count = args.num_samples if self.inputs is None else len(self.inputs)  # that the user asks for
         self.report: TransferReport | None = None
         self.seconds: dict[str, float] = {}
         if self.teacher.model is not None and bare(self.teacher.model) is bare(model):
@@ -131,7 +132,7 @@ class TransLoraTrainer(AnswerTrainer):
         folder = Path(self.args.output_dir)
         checkpoint_to_resume(folder, resume_from_checkpoint)  # an error now, rather than after the first stages
         with self._timed("answers to the seeds"):
-            self.teacher.answer_seeds(self.seeds, self._count)
+            self.teacher.answer_seeds(self.seeds, self.count)
         with self._timed("inputs"):
             candidates = self.synthesize() if self.inputs is None else []
         with self._timed("labels"):
@@ -159,11 +160,6 @@ class TransLoraTrainer(AnswerTrainer):
         start = time.monotonic()
         yield
         self.seconds[stage] = time.monotonic() - start
-
-    @property
-    def _count(self) -> int:
-        """Returns the number of inputs that the user asks for."""
-        return self.args.num_samples if self.inputs is None else len(self.inputs)
 
     def synthesize(self) -> list[Candidate]:
         """Returns the inputs that the target model wrote and the filter has checked. synthesis.jsonl contains the same.
@@ -210,7 +206,7 @@ class TransLoraTrainer(AnswerTrainer):
                 f"None of the answers fits with its prompt into the target model's context of {self.encoder.limit} tokens. "
                 "Lower max_label_length, or give shorter inputs."
             )
-        return split(pairs, round(self.args.held_out_share * self._count), self.args.seed)
+        return split(pairs, round(self.args.held_out_share * self.count), self.args.seed)
 
     def _report(self, candidates: list[Candidate], trained: Pairs, held_out: Pairs) -> TransferReport:
         agreed = None
