@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from valid_cards import valid_card
 
 from hf_ext import HfExtError, PissaConfig, QPissaConfig, TransLoraConfig, TransLoraTrainer
-from hf_ext.trans_lora import Completion
 from hf_ext.trans_lora.config import MEMBERSHIP, PAPERS_MEMBERSHIP
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import ModelGenerator
@@ -71,17 +70,13 @@ def test_the_saved_adapter_is_the_trained_one(moved_over):
     assert all(weight.any() for name, weight in trained.items() if "lora_B" in name), "B is 0 before the training"
 
 
-def test_the_discriminator_keeps_what_is_like_the_task(moved_over):
-    trainer, folder = moved_over
-    judged = [line for line in lines(folder / "synthesis.jsonl") if line["score"] is not None]
-    assert all(line["kept"] == (line["score"] > 0.5) == is_input(line["input"]) for line in judged)
-    assert {line["kept"] for line in judged} == {True, False}
-
-
 def test_each_stage_leaves_a_file_a_person_can_read(moved_over):
     trainer, folder = moved_over
-    labels = lines(folder / "labels.jsonl")
-    kept = [line["input"] for line in lines(folder / "synthesis.jsonl") if line["kept"]]
+    written, labels = lines(folder / "synthesis.jsonl"), lines(folder / "labels.jsonl")
+    judged = [line for line in written if line["score"] is not None]
+    assert all(line["kept"] == (line["score"] > 0.5) == is_input(line["input"]) for line in judged)
+    assert {line["kept"] for line in judged} == {True, False}
+    kept = [line["input"] for line in written if line["kept"]]
     assert [line["input"] for line in labels] == kept and len(kept) == 50
     assert all(line["label"] == answer(line["input"]) for line in labels)
     assert json.loads((folder / "transfer.json").read_text())["inputs"]["seeds"] == SEEDS
@@ -102,7 +97,7 @@ def test_the_report_says_what_the_files_say(moved_over):
     assert saved["seconds"] == report.seconds and {"inputs", "labels", "training"} < report.seconds.keys()
 
 
-def test_the_card_has_the_report_and_what_the_hub_asks_for(moved_over):
+def test_the_card_has_the_report_unless_the_user_wrote_one(moved_over, tmp_path):
     trainer, folder = moved_over
     data, text = valid_card(folder)
     assert (data.base_model, data["base_model_relation"]) == ("tiny-llama", "adapter")
@@ -110,14 +105,10 @@ def test_the_card_has_the_report_and_what_the_hub_asks_for(moved_over):
     assert all(f"| {name.strip()} | {value} |" in text for name, value in trainer.report.rows())
     assert f"| inputs written | {trainer.report.attempts:,} |" in text
     assert "````text\n{input}\n````" in text and json.loads((folder / "report.json").read_text())["prompt"] == "{input}"
-
-
-def test_a_card_that_the_user_wrote_stays(moved_over, tmp_path):
-    trainer, _ = moved_over
-    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nMy own words.\n")
+    (tmp_path / "README.md").write_text("My own words.\n")
     trainer.save_model(tmp_path)
-    assert "My own words." in (tmp_path / "README.md").read_text()
-    assert "inputs written" not in (tmp_path / "README.md").read_text()
+    text = (tmp_path / "README.md").read_text()  # to which PEFT adds metadata
+    assert "My own words." in text and "inputs written" not in text
 
 
 CONFIGS = {
@@ -293,26 +284,15 @@ def test_given_inputs_replace_synthetic_ones(tmp_path):
 
 def test_a_server_may_write_and_another_may_teach(tmp_path):
     """What stands for a server here is anything that writes; that real ones do is tested with the generators."""
-    model, tokenizer = pretrained("llama")
-    teacher_model, teacher_tokenizer = teacher("gpt2")
     asked = []
 
-    class There:
-        model = "there"
+    def there(model, encoder):
+        write = ModelGenerator(model, encoder, 8)
+        return lambda prompts, *args, **options: asked.extend(prompts) or write(prompts, *args, **options)
 
-        def __init__(self, own, encoder):
-            self.write = ModelGenerator(own, encoder, 8)
-
-        def __call__(self, prompts, *args, **options) -> list[Completion]:
-            asked.extend(prompts)
-            return self.write(prompts, *args, **options)
-
-    trainer = transfer(
-        tmp_path,
-        teaching=(There(teacher_model, Encoder(teacher_tokenizer, teacher_model, "{input}")), teacher_tokenizer),
-        synthesizer=There(model, Encoder(tokenizer, model)),
-    )
-    trainer.train()
+    (model, tokenizer), (taught, words) = pretrained("llama"), teacher("gpt2")
+    teaching = there(taught, Encoder(words, taught, "{input}")), words
+    transfer(tmp_path, teaching=teaching, synthesizer=there(model, Encoder(tokenizer, model))).train()
     assert all(line["label"] == answer(line["input"]) for line in lines(tmp_path / "labels.jsonl"))
     assert {prompt.split()[0] for prompt in asked} >= {"Here", "pick"}
 
@@ -326,20 +306,6 @@ def test_an_input_that_does_not_fit_the_teacher_is_dropped(tmp_path):
     candidates = trainer.synthesize()
     assert {len(tokenizer(one.input)["input_ids"]) for one in candidates if one.kept} <= {1, 2, 3, 4}
     assert any(one.reason == "malformed" and len(tokenizer(one.input)["input_ids"]) == 5 for one in candidates)
-
-
-def test_a_chat_model_is_asked_as_a_chat(tmp_path):
-    trainer = transfer(tmp_path)
-    tokenizer = trainer.processing_class
-    chat = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    tokenizer = AutoTokenizer.from_pretrained(save(tokenizer, tmp_path / "words", chat))
-    encoder = Encoder(tokenizer, trainer.model)
-    assert encoder.prompt("pick a b c") == "<user>pick a b c<assistant>"
-    request = Prompts(SEEDS, trainer.args, encoder).prompt(SEEDS)
-    assert request.startswith("<user>Here are 5 examples of a task's inputs:\n1. ") and request.endswith("<assistant>6.")
-    assert encoder.samples([encoder.prompt("a")], ["early"])[0]["input_ids"][-1] == tokenizer.eos_token_id
 
 
 THINKING = (
@@ -367,7 +333,10 @@ def test_chats_have_the_system_prompt_and_template_variables(tmp_path):
     assert trainer.encoder.prompt("a") == "<begin><system>Be brief.<user>a<assistant><nothing>"
     assert trainer.teacher.encoder.prompt("a") == "<begin><system>Say when.<user>a<assistant><nothing>"
     request = Prompts(SEEDS, args, trainer.encoder).prompt(SEEDS)
-    assert request.startswith("<begin><user>Here") and request.endswith("<assistant><nothing>6.")
+    assert request.startswith("<begin><user>Here are 5 examples of a task's inputs:\n1. ")
+    assert request.endswith("<assistant><nothing>6.")
+    [sample] = trainer.encoder.samples([trainer.encoder.prompt("a")], ["early"])
+    assert sample["input_ids"][-1] == tokenizer.eos_token_id
     asked = []
     trainer.teacher.generator = lambda prompts, length: asked.extend(prompts) or []
     trainer.teacher.completions(["a"])
@@ -378,13 +347,6 @@ def test_chats_have_the_system_prompt_and_template_variables(tmp_path):
     assert trainer.teacher.encoder.without_bos(asked) == ["<system>Say when.<user>a<assistant><nothing>"]
     with pytest.raises(HfExtError, match="has a system prompt and no chat template"):
         TransLoraTrainer(target, settings(tmp_path, filter="none", system_prompt="Be brief."), **options)
-
-
-def save(tokenizer, folder, chat):
-    tokenizer.save_pretrained(folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": chat}))
-    return folder
 
 
 def test_given_labels_stay_and_the_teacher_adds_the_others(tmp_path):
@@ -408,8 +370,9 @@ def test_an_answer_too_long_for_the_target_is_no_label(tmp_path):
 
 
 def test_arguments_that_contradict_each_other_are_one_clear_error(tmp_path):
-    model, tokenizer = teacher("gpt2")
+    model, tokenizer = teacher("llama")
     cases = [
+        ({"target": (model.get_base_model(), tokenizer), "teaching": (model, tokenizer)}, "one model; load the target"),
         ({"filter": "discriminator"}, "filter='discriminator' needs a discriminator"),
         ({"seeds": SEEDS[:3]}, "There are 3 different seeds"),
         ({"train_dataset": [1]}, "give inputs="),
@@ -443,12 +406,6 @@ def test_a_tokenizer_without_padding_or_end_is_named(tmp_path, token, whose):
     setattr(pairs[part][1], token, None)
     with pytest.raises(HfExtError, match=f"(?i)the {whose}'s tokenizer has no .*{token}"):
         transfer(tmp_path, **pairs)
-
-
-def test_one_model_cannot_teach_itself(tmp_path):
-    model, tokenizer = teacher("llama")
-    with pytest.raises(HfExtError, match="one model; load the target once more"):
-        transfer(tmp_path, target=(model.get_base_model(), tokenizer), teaching=(model, tokenizer))
 
 
 def test_a_target_without_an_adapter_to_train_is_refused(tmp_path):
