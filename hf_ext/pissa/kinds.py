@@ -68,13 +68,16 @@ class _PissaConv(PissaLayer):
     def trailing(self) -> int:  # type: ignore[override]
         return self.get_base_layer().weight.dim() - 2
 
-    def matrix(self) -> torch.Tensor:
+    def start(self, adapter: str, config: PissaConfig) -> None:
         base = self.get_base_layer()
         if base.groups > 1 or set(base.dilation) != {1} or base.padding_mode != "zeros":  # PEFT's convolution A has neither
             raise ValueError(
                 "PiSSA does not support convolutions with groups, dilation or a padding_mode other than 'zeros'. Leave this "
                 "one out of target_modules, or name it in exclude_modules."
             )
+        super().start(adapter, config)
+
+    def matrix(self) -> torch.Tensor:
         return self.base_weight().float().flatten(1)
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
