@@ -13,6 +13,8 @@ FP32, FP16, BF16, FP64 = 1, 2, 3, 4
 NAMES = {FP32: "fp32", FP16: "fp16", BF16: "bf16", FP64: "fp64"}
 SETS = _native.instruction_sets()
 
+Base = np.ndarray | None
+
 every_type = pytest.mark.parametrize("code", NAMES, ids=NAMES.values())
 
 
@@ -57,3 +59,48 @@ def fine_tune(rng: np.random.Generator, size: int, code: int, change: float = 0.
     """Weights after a little training, and before."""
     values = rng.normal(0, 0.02, size)
     return floats(values + rng.normal(0, 0.02 * change, size), code), floats(values, code)
+
+
+def encode(tensor: np.ndarray, base: Base, code: int, row_length: int, known: int | None = None, changes: tuple = ()) -> bytes:
+    """Returns the body that every instruction set makes. The base has `known` values, all of its own unless given."""
+    known = (0 if base is None else len(base)) if known is None else known
+    bodies = set()
+    for name in SETS:
+        with using(name):
+            bodies.add(_native.encode(tensor, base, code, row_length, known, 1, changes))
+    (body,) = bodies
+    return body
+
+
+def decode(body: bytes, base: Base, code: int, values: int, row_length: int, known: int, threads: int = 1) -> np.ndarray:
+    """Returns the tensor that every instruction set decodes. Raises ValueError if all of them refuse the body."""
+    results: list[bytes | None] = []
+    for name in SETS:
+        tensor = np.full(values, 0x5A, unsigned(code))
+        with using(name):
+            try:
+                _native.decode(body, (tensor, base, code, row_length, known, threads))
+                results.append(tensor.tobytes())
+            except ValueError:
+                results.append(None)
+    assert len(set(results)) == 1, "the instruction sets differ"
+    if results[0] is None:
+        raise ValueError("every instruction set refuses the body")
+    return tensor
+
+
+def assert_comes_back(
+    tensor: np.ndarray,
+    base: Base,
+    code: int,
+    row_length: int,
+    known: int | None = None,
+    changes: tuple = (),
+    slow: bool = True,
+) -> bytes:
+    """Bit by bit, with every instruction set and, if `slow`, through the reference decoder. Returns the body."""
+    body = encode(tensor, base, code, row_length, known, changes)
+    shape = base, code, len(tensor), row_length, (0 if base is None else len(base)) if known is None else known
+    for decoder in (decode, reference.decode_body)[: 1 + slow]:
+        np.testing.assert_array_equal(decoder(body, *shape), tensor)
+    return body

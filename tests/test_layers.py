@@ -17,7 +17,7 @@ def test_every_package_imports_only_what_stands_below_it():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_codec_works_without_torch_and_the_hub():
+def test_at_level_1_the_codec_works_without_torch_and_the_hub():
     code = """
 import sys
 sys.modules.update(dict.fromkeys(["torch", "transformers", "peft", "accelerate", "huggingface_hub", "filelock", "jinja2"]))
@@ -32,6 +32,11 @@ for dtype in ("BF16", "F8_E4M3", "I32"):
     assert (decode_raw(payload, RawTensor(dtype, shape, old)).data == new).all()
     apply_raw(payload, RawTensor(dtype, shape, old))
     assert (old == new).all()
+try:
+    encode_raw(RawTensor("BF16", (64, 2048), new), RawTensor("BF16", (64, 2048), old), level=2)
+except ImportError as error:
+    print(type(error).__name__, error)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("MissingDependencyError") and "pip install torch, or compress with level=1" in done.stdout

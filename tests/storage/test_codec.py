@@ -2,8 +2,6 @@
 
 import math
 import struct
-import subprocess
-import sys
 import zlib
 
 import numpy as np
@@ -428,32 +426,3 @@ def test_a_payload_under_another_name_is_refused():
 
 def test_widths_are_those_of_torch():
     assert {name: torch_dtype(name).itemsize for name in FLOATS} == WIDTHS
-
-
-# ---- without PyTorch -------------------------------------------------------------------------------------------------
-
-WITHOUT_TORCH = """
-import sys
-sys.modules["torch"] = None  # its import fails
-import numpy as np
-from hf_ext.storage.delta import file
-from hf_ext.storage.delta.codec import decode_raw, encode_raw
-from hf_ext.storage.safetensors_file import RawTensor
-
-rng = np.random.default_rng(0)
-bits = rng.normal(0, 0.02, (64, 64)).astype(np.float32)
-base = RawTensor("F32", (64, 64), bits.view(np.uint8).reshape(-1))
-tensor = RawTensor("F32", (64, 64), (bits * np.float32(1.001)).view(np.uint8).reshape(-1))
-payload = encode_raw(tensor, base, level=1)
-assert len(payload) < 0.8 * tensor.data.size and (decode_raw(payload, base).data == tensor.data).all()
-try:
-    encode_raw(tensor, base, level=2)
-except ImportError as error:
-    print(type(error).__name__, error)
-"""
-
-
-def test_without_pytorch_level_1_encodes_and_everything_decodes():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("MissingDependencyError") and "pip install torch, or compress with level=1" in done.stdout

@@ -1,4 +1,5 @@
-"""The C++ codec keeps every bit, agrees with the reference decoder about any body, and survives damaged ones."""
+"""With every instruction set the C++ codec writes the same bytes, keeps every bit, agrees with the reference decoder about any
+body, and survives damaged ones."""
 
 import struct
 
@@ -12,6 +13,10 @@ from codec_arrays import (
     FP64,
     NAMES,
     SETS,
+    Base,
+    assert_comes_back,
+    decode,
+    encode,
     every_type,
     fine_tune,
     floats,
@@ -26,33 +31,6 @@ from repeats import explores, repeats
 from hf_ext import _native
 
 HEADER = 14
-Base = np.ndarray | None
-
-
-def encode(tensor: np.ndarray, base: Base, code: int, row_length: int, base_values: int | None = None) -> bytes:
-    if base_values is None:
-        base_values = 0 if base is None else len(tensor)
-    return _native.encode(tensor, base, code, row_length, base_values, 1)
-
-
-def decode(body: bytes, base: Base, code: int, values: int, row_length: int, base_values: int, threads: int = 1) -> np.ndarray:
-    tensor = np.full(values, 0x5A, unsigned(code))
-    _native.decode(body, (tensor, base, code, row_length, base_values, threads))
-    return tensor
-
-
-def assert_comes_back(
-    tensor: np.ndarray, base: Base, code: int, row_length: int, base_values: int | None = None, slow: bool = True
-) -> bytes:
-    """Bit by bit, through both decoders."""
-    if base_values is None:
-        base_values = 0 if base is None else len(tensor)
-    body = encode(tensor, base, code, row_length, base_values)
-    shape = base, code, len(tensor), row_length, base_values
-    np.testing.assert_array_equal(decode(body, *shape), tensor)
-    if slow:
-        np.testing.assert_array_equal(reference.decode_body(body, *shape), tensor)
-    return body
 
 
 def outcome(body: bytes, base: Base, code: int, *sizes: int) -> bytes | None:
@@ -251,6 +229,23 @@ def test_the_default_tables_can_code_every_symbol_or_escape_it() -> None:
     assert (tables[:, 63] == 0).all()
 
 
+# ---- instruction sets ------------------------------------------------------------------------------------------------
+
+
+def test_the_best_instruction_set_is_the_default() -> None:
+    assert SETS in (("scalar",), ("scalar", "avx2"), ("scalar", "avx2", "avx512"), ("scalar", "neon"))
+    with using(SETS[0]):
+        assert _native.use(SETS[-1]) == SETS[0]
+        assert _native.use(SETS[0]) == SETS[-1]
+    assert _native.use(SETS[-1]) == SETS[-1]
+
+
+@pytest.mark.parametrize("name", ["sse", "", None, 1])
+def test_an_unknown_instruction_set_is_refused(name) -> None:
+    with pytest.raises(ValueError, match="no such instruction set"):
+        _native.use(name)
+
+
 # ---- damaged bodies --------------------------------------------------------------------------------------------------
 
 
@@ -305,6 +300,23 @@ def test_every_truncation_and_every_extension_is_refused(code: int) -> None:
                 decode(body[:length], *shape)
         for tail in (b"\0", bytes(2), bytes(1000)):
             assert outcome(body + tail, *shape) is None
+
+
+@every_type
+def test_a_block_that_is_cut_anywhere_is_refused(code: int) -> None:
+    rng = np.random.default_rng(code)
+    base = floats(rng.normal(0, 0.02, 16_384), code)
+    tensor = base + rng.integers(0, 40, 16_384).astype(base.dtype)
+    tensor[::300] = random_bits(rng, len(tensor[::300]), code)
+    body = encode(tensor, base, code, 128)
+    at = HEADER + struct.unpack_from("<I", body, 10)[0]
+    (entry,) = struct.unpack_from("<I", body, at)
+    assert entry & 3 == 2, "it is an interleaved block"
+    for missing in (2, 4, 30, 100, 300, 600, 1000, 3000):
+        shorter = ((entry >> 2) - missing) << 2 | 2
+        cut = body[:at] + struct.pack("<I", shorter) + body[at + 4 : len(body) - missing]
+        with pytest.raises(ValueError):
+            decode(cut, base, code, len(tensor), 128, len(tensor))
 
 
 @repeats("rounds", 4, 30)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from test_codec import assert_comes_back, bits
 
 from hf_ext import fm_delta
 from hf_ext.errors import BaseModelError, CorruptFileError
@@ -39,17 +40,6 @@ def dense(base: torch.Tensor) -> torch.Tensor:
 def with_lora(base: torch.Tensor) -> torch.Tensor:
     *stack, rows, columns = base.shape
     return (base.float() + 3e-4 * randn(*stack, rows, 8, seed=5) @ randn(*stack, 8, columns, seed=6)).to(base.dtype)
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return RawTensor.from_torch(tensor).data.tobytes()
-
-
-def assert_comes_back(tensor: torch.Tensor, base: torch.Tensor | None = None, threads: int = 1) -> bytes:
-    payload = encode(tensor, base, threads)
-    decoded = decode(payload, base, threads)
-    assert (decoded.dtype, decoded.shape, bits(decoded)) == (tensor.dtype, tensor.shape, bits(tensor))
-    return payload
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------

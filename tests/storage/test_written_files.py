@@ -210,34 +210,6 @@ def test_weights_stay_where_a_save_has_none(tmp_path):
     assert texts(tmp_path) == old | {"config.json": "new", "sub/model.safetensors": "elsewhere"}
 
 
-def test_without_exchange_the_config_is_replaced_last(tmp_path, monkeypatch):
-    out, moved, replace = tmp_path / "out", [], os.replace
-
-    def watched(old, new):
-        replace(old, new)
-        if new.is_relative_to(out) and MOVING in str(old):
-            moved.append((new.relative_to(out).as_posix(), (out / "config.json").exists()))
-
-    monkeypatch.setattr(os, "replace", watched)
-    without_exchange(monkeypatch)
-    names = ["a.json", "config.json", "model.safetensors", "sub/config.json", "sub/model.safetensors", "z.txt"]
-    fill(out, {"config.json": "old", "model.safetensors": "old", "kept.txt": "kept"})
-    with staged_folder(out) as stage:
-        fill(stage, dict.fromkeys(names, "new"))
-    order = [name for name, _ in moved]
-    assert set(names) <= set(order) and order[-1] == "config.json"
-    assert [name for name, loads in moved if loads] == ["config.json"]
-    assert texts(tmp_path) == {f"out/{name}": "new" for name in names} | {"out/kept.txt": "kept"}
-
-
-def test_a_file_where_a_folder_should_go_is_refused(tmp_path):
-    (tmp_path / "out").write_text("a file")
-    for target in ("out", "out/below", "out/below/more"):
-        with pytest.raises(CheckpointError, match="out is a file"), staged_folder(tmp_path / target):
-            pass
-    assert (tmp_path / "out").read_text() == "a file"
-
-
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     write_atomically(path, lambda beside: beside.write_text("first"))
