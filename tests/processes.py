@@ -38,6 +38,21 @@ _SETTINGS = ("HF_", "HUGGING", "TRANSFORMERS_")
 _AT_CALLS = ("HF_HOME", "HF_TOKEN")  # the token is read in each call; the folder of the parent's HF_HOME is a link
 
 
+WITHOUT_THE_PLUGIN = """
+import sys
+import transformers
+for target in sys.argv[1:]:
+    auto, folder = target.split("@")
+    try:
+        getattr(transformers, auto).from_pretrained(folder)
+    except Exception as error:
+        print(type(error).__name__)
+    else:
+        print("loaded")
+assert not any(name.startswith("hf_ext") for name in sys.modules)
+"""
+
+
 def _renew_threads() -> None:
     """Lets PyTorch make its pool of threads anew. In a fork it does so at the pool's first use, which fails, or never ends, if
     two threads are the first."""
@@ -66,6 +81,12 @@ def python(
     if code is None:
         raise subprocess.TimeoutExpired(command, timeout, *texts)
     return subprocess.CompletedProcess(command, code, *texts)
+
+
+def loads_without_plugin(*targets: str) -> tuple[list[str], str]:
+    """Loads "AutoClass@folder" in a process without hf_ext; returns what happened to each, and stderr."""
+    result = python("-c", WITHOUT_THE_PLUGIN, *targets)
+    return result.stdout.split(), result.stderr
 
 
 def on_ranks(function: Callable[..., None], *arguments: object, count: int = 2) -> list[int | None]:

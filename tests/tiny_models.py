@@ -33,102 +33,53 @@ from transformers import (
 )
 
 VOCABULARY = 96
+SIZES = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = SIZES | {"num_key_value_heads": 2}
 
 
 def llama(tied: bool = False, dtype: torch.dtype = torch.float32, vocabulary: int = VOCABULARY) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
-    return LlamaForCausalLM(config).to(dtype)
+    sizes = GROUPED | {"vocab_size": vocabulary, "hidden_size": 64, "intermediate_size": 96}
+    return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=tied)).to(dtype)
 
 
 def gpt2() -> PreTrainedModel:
     """Its Conv1D layers hold their weights transposed."""
     torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCABULARY, n_positions=32, n_embd=48, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=1)
-    )
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 48, "n_layer": 2, "n_head": 4}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
 
 
 def bert(labels: int = 3) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=32,
-        num_labels=labels,
-    )
-    return BertForSequenceClassification(config)
+    sizes = SIZES | {"hidden_size": 48, "intermediate_size": 64, "max_position_embeddings": 32}
+    return BertForSequenceClassification(BertConfig(**sizes, num_labels=labels))
 
 
 def t5(width: int = 32) -> PreTrainedModel:
     """Keeps some of its weights in float32 when loaded in float16."""
     torch.manual_seed(0)
-    return T5ForConditionalGeneration(
-        T5Config(vocab_size=VOCABULARY, d_model=width, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
-    )
+    sizes = {"vocab_size": VOCABULARY, "d_model": width, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
 
 
 def mixtral(width: int = 32, inner: int = 48) -> PreTrainedModel:
     """Its experts are many tensors in a file and one in memory."""
     torch.manual_seed(0)
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=width,
-            intermediate_size=inner,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-        )
-    )
+    return MixtralForCausalLM(MixtralConfig(**GROUPED, hidden_size=width, intermediate_size=inner, num_local_experts=4))
 
 
 def qwen_moe(width: int = 32, inner: int = 24) -> PreTrainedModel:
     torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=width,
-            intermediate_size=48,
-            moe_intermediate_size=inner,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_experts=4,
-            num_experts_per_tok=2,
-        )
-    )
+    sizes = GROUPED | {"hidden_size": width, "intermediate_size": 48, "moe_intermediate_size": inner, "head_dim": 8}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2))
 
 
 def gpt_oss() -> PreTrainedModel:
     """Its experts are one tensor in a file, too."""
     torch.manual_seed(0)
-    return GptOssForCausalLM(
-        GptOssConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=256,
-            intermediate_size=256,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-        )
-    )
+    sizes = GROUPED | {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256, "head_dim": 8}
+    return GptOssForCausalLM(GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from processes import python
+from processes import loads_without_plugin
 from tiny_checkpoints import edit_settings
 from tiny_merges import classifier, write_tasks
 from tiny_models import bert, perturb
@@ -15,17 +15,6 @@ from hf_ext import BaseModelError, CheckpointError, CorruptFileError, EMRConfig,
 from hf_ext.emr.modulators import Modulated, TaskFile, copy_task
 
 Auto = AutoModelForSequenceClassification
-WITHOUT_THE_PLUGIN = """
-import sys
-from transformers import AutoModel, AutoModelForSequenceClassification
-for auto in (AutoModel, AutoModelForSequenceClassification):
-    try:
-        auto.from_pretrained(sys.argv[1])
-    except Exception as error:
-        print(type(error).__name__)
-    else:
-        print("loaded")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +41,9 @@ def modulators(folder, task="subj"):
 
 
 def test_without_the_plugin_it_fails_loudly(merges):
-    result = python("-c", WITHOUT_THE_PLUGIN, merges / "merged")
-    assert result.stdout.split() == ["RuntimeError", "RuntimeError"]
-    assert "emr" in result.stderr
+    targets = (f"{auto}@{merges / 'merged'}" for auto in ("AutoModel", "AutoModelForSequenceClassification"))
+    outcomes, printed = loads_without_plugin(*targets)
+    assert outcomes == ["RuntimeError", "RuntimeError"] and "emr" in printed
 
 
 def test_each_damaged_byte_of_the_modulators_is_noticed(broken):
@@ -71,57 +60,36 @@ def test_each_damaged_byte_of_the_modulators_is_noticed(broken):
             Auto.from_pretrained(broken)
 
 
-def lose_modulators(folder):
-    modulators(folder).unlink()
-
-
-def take_those_of_another_merge(folder):
-    shutil.copy(modulators(folder.parent / "second"), modulators(folder))
-
-
-def take_those_of_another_task(folder):
-    shutil.copy(modulators(folder, "cr"), modulators(folder))
-
-
-def lose_the_first_task(folder):
-    edit_settings(folder, tasks=["subj"])
-
-
-def lose_the_last_task(folder):
-    edit_settings(folder, tasks=["cr"])
-
-
-def come_from_a_later_version(folder):
-    data = modulators(folder).read_bytes()
+def change_version(path):
+    data = path.read_bytes()
     assert data.count(b'\\"version\\": 1') == 1
-    modulators(folder).write_bytes(data.replace(b'\\"version\\": 1', b'\\"version\\": 9'))
+    path.write_bytes(data.replace(b'\\"version\\": 1', b'\\"version\\": 9'))
 
 
-def get_another_base(folder):
-    perturb(bert(), 5).bert.save_pretrained(folder.parent / "in/base")
+DAMAGES = {
+    "none": (lambda merge: modulators(merge).unlink(), "is missing"),
+    "another merge's": (
+        lambda merge: shutil.copy(modulators(merge.parent / "second"), modulators(merge)),
+        "belongs to another merge",
+    ),
+    "another task's": (lambda merge: shutil.copy(modulators(merge, "cr"), modulators(merge)), "belongs to task 'cr', not"),
+    "no first task": (lambda merge: edit_settings(merge, tasks=["subj"]), "does not list the task 'cr'"),
+    "no last task": (lambda merge: edit_settings(merge, tasks=["cr"]), "does not list the task 'subj'"),
+    "later version": (lambda merge: change_version(modulators(merge)), "format version 9.*update hf_ext"),
+    "another base": (
+        lambda merge: perturb(bert(), 5).bert.save_pretrained(merge.parent / "in/base"),
+        "is another model or revision",
+    ),
+    "no base": (lambda merge: (merge.parent / "in/base/model.safetensors").unlink(), "is needed to read this checkpoint"),
+}
 
 
-def lose_the_base(folder):
-    (folder.parent / "in/base/model.safetensors").unlink()
-
-
-@pytest.mark.parametrize(
-    ("damage", "error", "message"),
-    [
-        (lose_modulators, CorruptFileError, "is missing"),
-        (take_those_of_another_merge, CorruptFileError, "belongs to another merge"),
-        (take_those_of_another_task, CorruptFileError, "belongs to task 'cr', not"),
-        (lose_the_first_task, CorruptFileError, "does not list the task 'cr'"),
-        (lose_the_last_task, CorruptFileError, "does not list the task 'subj'"),
-        (come_from_a_later_version, CorruptFileError, "format version 9.*update hf_ext"),
-        (get_another_base, BaseModelError, "is another model or revision"),
-        (lose_the_base, BaseModelError, "is needed to read this checkpoint"),
-    ],
-)
-def test_files_that_do_not_belong_together_are_refused(broken, damage, error, message):
+@pytest.mark.parametrize("name", DAMAGES)
+def test_files_that_do_not_belong_together_are_refused(broken, name):
+    damage, message = DAMAGES[name]
     damage(broken)
     for use in (Auto.from_pretrained, lambda folder: emr.extract(folder, "subj", folder.parent / "out")):
-        with pytest.raises(error, match=message):
+        with pytest.raises(BaseModelError if "base" in name else CorruptFileError, match=message):
             use(broken)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from local_hub import LocalHub
-from processes import python
 
 WORK = """
 import logging
@@ -90,20 +89,13 @@ assert AdapterSource(Path("adapter"), base).config.model_type == "bert"
 """
 
 
-def run(hub, folder, script, signed_in=True):
-    folder.mkdir()
-    done = python("-c", WORK + script, cwd=folder, env=hub.client_env(folder / "cache", signed_in=signed_in))
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def test_a_merge_is_pushed_and_loaded_by_id(tmp_path):
     with LocalHub() as hub:
-        before, after = run(hub, tmp_path / "push", PUSH).split("of a local base:")
+        before, after = hub.run(tmp_path / "push", WORK + PUSH).split("of a local base:")
         assert "is a local folder" in after and "is a local folder" not in before
-        run(hub, tmp_path / "load", LOAD)
-        run(hub, tmp_path / "parts", PARTS)
-        printed = run(hub, tmp_path / "gone", PRIVATE)
+        hub.run(tmp_path / "load", WORK + LOAD)
+        hub.run(tmp_path / "parts", WORK + PARTS)
+        printed = hub.run(tmp_path / "gone", WORK + PRIVATE)
         hub.repos["user/base"].private = True
-        run(hub, tmp_path / "token", ADAPTER, signed_in=False)
+        hub.run(tmp_path / "token", WORK + ADAPTER, signed_in=False)
         assert "user/gone' is neither a folder nor a Hub repository that can be reached" in printed

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator
 from copy import deepcopy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,11 +22,18 @@ from peft import (
     PromptTuningConfig,
     get_peft_model,
 )
-from safetensors.torch import save_file
-from tiny_checkpoints import contents, fine_tune, weights, write_folder
+from tiny_adapters import moved
+from tiny_checkpoints import contents, edit_config, fine_tune, weights, write_folder
 from tiny_merges import classifier, same_tensors, tensors_of, write_tasks
 from tiny_models import MODELS, assert_same_weights, bert, gpt_oss, llama, perturb, tokenizer
-from transformers import AutoConfig, AutoModelForSequenceClassification, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    BertModel,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.utils import logging
 
 from hf_ext import BaseModelError, CheckpointError, HfExtError, emr, fm_delta
@@ -113,13 +122,6 @@ def test_every_model_merges_and_comes_apart(tmp_path, name):
             assert off < 1.1 * moved or moved == 0, key
 
 
-def test_merging_again_gives_the_same_bytes(tmp_path, folders):
-    base, tasks = folders
-    for out in ("first", "second"):
-        emr.merge(base, tasks, tmp_path / out)
-    assert contents(tmp_path / "first") == contents(tmp_path / "second")
-
-
 def test_rows_that_no_task_touched_cost_next_to_nothing(tmp_path):
     base = {"embed.weight": torch.randn(20_000, 16)}
     write_folder(tmp_path / "base", base)
@@ -132,19 +134,6 @@ def test_rows_that_no_task_touched_cost_next_to_nothing(tmp_path):
 
 
 # ---- what is a task's own --------------------------------------------------------------------------------------------
-
-
-def test_labels_and_files_are_each_tasks_own(tmp_path, folders):
-    base, tasks = folders
-    merged = tmp_path / "merged"
-    emr.merge(base, tasks, merged)
-    for task, folder in tasks.items():
-        emr.extract(merged, task, tmp_path / task)
-        config, expected = (json.loads((path / "config.json").read_text()) for path in (tmp_path / task, folder))
-        assert config == expected
-        assert (tmp_path / task / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
-    # Equal files are stored once.
-    assert (merged / "tokenizer.json").exists() and not (merged / "task-cr" / "tokenizer.json").exists()
 
 
 KEPT = [
@@ -180,11 +169,16 @@ def test_all_files_but_weights_and_training_state_are_kept(tmp_path, folders):
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(f"{name} of {task}")
     emr.merge(base, tasks, tmp_path / "merged")
+    merged = tmp_path / "merged"
+    assert (merged / "tokenizer.json").exists() and not (merged / "task-cr/tokenizer.json").exists()  # equal files: once
     for task, folder in tasks.items():
-        emr.extract(tmp_path / "merged", task, tmp_path / task)
-        expected = {path for path in contents(folder) if path not in LEFT}
-        assert contents(tmp_path / task).keys() == expected >= set(KEPT)
-        assert all((tmp_path / task / name).read_text() == f"{name} of {task}" for name in KEPT)
+        emr.extract(merged, task, tmp_path / task)
+        expected = {path: digest for path, digest in contents(folder).items() if path not in LEFT}
+        written = contents(tmp_path / task)
+        assert written.keys() == expected.keys() >= set(KEPT)
+        assert all(written[name] == expected[name] for name in [*KEPT, "tokenizer.json"])
+        config, original = (json.loads((path / "config.json").read_text()) for path in (tmp_path / task, folder))
+        assert config == original
 
 
 def test_added_tokens_and_resized_vocabularies(tmp_path):
@@ -280,76 +274,46 @@ def test_a_model_in_memory_is_as_good_as_its_folder(tmp_path, folders, monkeypat
     assert not list((tmp_path / "memory").glob(".*"))
 
 
-def adapter(kind: str, labels: int, seed: int):
-    """A PEFT model on the tiny base whose adapter does something."""
-    torch.manual_seed(seed)
-    model = bert(labels)
-    model.bert.load_state_dict(bert().bert.state_dict())
-    options = {"target_modules": ["query", "dense"], "task_type": "SEQ_CLS"}
-    configs = {
-        "lora": lambda: LoraConfig(r=4, **options, rank_pattern={"query": 2}, use_rslora=True),
-        "dora": lambda: LoraConfig(r=4, use_dora=True, **options),
-        "ia3": lambda: IA3Config(feedforward_modules=["dense"], **options),
-        "bias": lambda: LoraConfig(r=2, bias="all", **options),
-        "embedding": lambda: LoraConfig(r=2, lora_alpha=1, target_modules=["word_embeddings", "value"], task_type="SEQ_CLS"),
-    }
-    tuned = get_peft_model(model, configs[kind]())
-    with torch.no_grad():
-        for parameter in tuned.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.02 * torch.randn_like(parameter))
-    return tuned
+def saved(model, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+LAYERS = {"target_modules": ["query", "dense"], "task_type": "SEQ_CLS"}
+ADAPTERS = {
+    "lora": (bert, LoraConfig(r=4, **LAYERS, rank_pattern={"query": 2}, use_rslora=True)),
+    "dora": (bert, LoraConfig(r=4, use_dora=True, **LAYERS)),
+    "ia3": (bert, IA3Config(feedforward_modules=["dense"], **LAYERS)),
+    "bias": (bert, LoraConfig(r=2, bias="all", **LAYERS)),
+    "embedding": (bert, LoraConfig(r=2, lora_alpha=1, target_modules=["word_embeddings", "value"], task_type="SEQ_CLS")),
+    "input": (llama, LoraConfig(r=2, lora_alpha=1, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM")),
+    "norms": (llama, LNTuningConfig(target_modules=["input_layernorm"], task_type="CAUSAL_LM")),
+    "tied": (lambda: llama(tied=True), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")),
+}
+EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}  # of one module
 
 
 @pytest.mark.parametrize("given", ["memory", "folder"])
-@pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "bias", "embedding"])
+@pytest.mark.parametrize("kind", [*ADAPTERS, pytest.param("experts", marks=host("peft>=0.21"))])
 def test_an_adapter_is_merged_as_the_weights_it_makes(tmp_path, kind, given):
-    base, tasks = write_tasks(tmp_path / "in", {"cr": 2})
-    tuned = adapter(kind, 5, 7)
-    task = tuned
-    if given == "folder":
-        task = tmp_path / "adapter"
-        tuned.save_pretrained(task)
-    emr.merge(base, {"five": task}, tmp_path / "alone")
-    emr.extract(tmp_path / "alone", "five", tmp_path / "five")
-    expected = deepcopy(tuned).merge_and_unload().state_dict()
-    written = tensors_of(tmp_path / "five")
-    assert written.keys() == expected.keys()
-    for name, tensor in written.items():
-        assert torch.allclose(tensor, expected[name], atol=1e-7), name
-    assert json.loads((tmp_path / "five" / "config.json").read_text())["architectures"] == ["BertForSequenceClassification"]
-    report = emr.merge(base, tasks | {"five": task}, tmp_path / "merged")
-    assert [task.task for task in report.tasks] == ["cr", "five"]
-
-
-@pytest.mark.parametrize("given", ["memory", "folder"])
-@pytest.mark.parametrize("kind", ["embeddings", "norms", pytest.param("experts", marks=host("peft>=0.21"))])
-def test_adapters_of_other_layers_are_not_lost(tmp_path, kind, given):
-    model = gpt_oss() if kind == "experts" else llama()
-    model.save_pretrained(tmp_path / "base")
-    config = {
-        "embeddings": lambda: LoraConfig(r=2, lora_alpha=1, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM"),
-        "norms": lambda: LNTuningConfig(target_modules=["input_layernorm"], task_type="CAUSAL_LM"),
-        "experts": lambda: LoraConfig(
-            r=2,
-            target_modules=["q_proj"],
-            target_parameters=["experts.gate_up_proj", "experts.down_proj"],  # of one module
-            task_type="CAUSAL_LM",
-        ),
-    }[kind]()
-    tuned = get_peft_model(model, config)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in tuned.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.02 * torch.randn_like(parameter))
-    tuned.save_pretrained(tmp_path / "adapter")
-    emr.merge(tmp_path / "base", {"a": tuned if given == "memory" else tmp_path / "adapter"}, tmp_path / "merged")
-    emr.extract(tmp_path / "merged", "a", tmp_path / "a")
-    expected, written = tuned.merge_and_unload().state_dict(), tensors_of(tmp_path / "a")
-    assert written.keys() == expected.keys() - tuned.get_base_model().all_tied_weights_keys.keys()
+    if kind == "experts":
+        build, config = gpt_oss, LoraConfig(r=2, **EXPERTS, task_type="CAUSAL_LM")
+    else:
+        build, config = ADAPTERS[kind]
+    model = build()
+    base = saved(model.bert if build is bert else model, tmp_path / "base")  # the head is the task's own
+    full = saved(perturb(model), tmp_path / "full")
+    tuned = moved(get_peft_model(model, deepcopy(config)), 7)
+    task = saved(tuned, tmp_path / "adapter") if given == "folder" else tuned
+    emr.merge(base, {"alone": task}, tmp_path / "merged")
+    emr.extract(tmp_path / "merged", "alone", tmp_path / "alone")
+    expected, written = deepcopy(tuned).merge_and_unload().state_dict(), tensors_of(tmp_path / "alone")
+    assert written.keys() == expected.keys() - (model.all_tied_weights_keys or {}).keys()
     for name, tensor in written.items():
         assert torch.allclose(tensor, expected[name], atol=1e-6), name
+    assert json.loads((tmp_path / "alone/config.json").read_text())["architectures"] == [type(model).__name__]
+    report = emr.merge(base, {"full": full, "other": task}, tmp_path / "merged")
+    assert [task.task for task in report.tasks] == ["full", "other"]
 
 
 def test_an_adapter_in_memory_keeps_what_else_is_in_memory(tmp_path):
@@ -363,55 +327,6 @@ def test_an_adapter_in_memory_keeps_what_else_is_in_memory(tmp_path):
     tuned.save_pretrained(tmp_path / "adapter")
     with pytest.raises(CheckpointError, match="nor the base .* has 'classifier.bias'"):
         emr.merge(base, {"a": tmp_path / "adapter"}, tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"init_lora_weights": "pissa"}, "started by pissa.*path_initial_model_for_weight_conversion"),
-        ({"init_lora_weights": "olora"}, "started by olora.*merge_and_unload"),
-        ({"trainable_token_indices": [3]}, "trainable_token_indices.*merge_and_unload"),
-    ],
-)
-def test_adapters_that_only_their_model_can_merge_are_refused(tmp_path, options, message):
-    base, _ = write_tasks(tmp_path / "in", {"cr": 2})
-    get_peft_model(classifier(2, 4), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS", **options)).save_pretrained(
-        tmp_path / "adapter"
-    )
-    with pytest.raises(CheckpointError, match=message):
-        emr.merge(base, {"a": tmp_path / "adapter"}, tmp_path / "out")
-
-
-def test_an_adapter_needs_the_config_of_its_base(tmp_path):
-    base, tasks = write_tasks(tmp_path / "in", {"cr": 2})
-    get_peft_model(classifier(2, 4), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")).save_pretrained(
-        tmp_path / "adapter"
-    )
-    (base / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        emr.merge(base, {"a": tmp_path / "adapter", "cr": tasks["cr"]}, tmp_path / "out")
-
-
-@adapters_of_transformers
-def test_adapters_whose_files_lack_their_state_are_refused(tmp_path):
-    base, tasks = write_tasks(tmp_path / "in", {"cr": 2, "subj": 2})
-    emr.merge(base, tasks, tmp_path / "merged")
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
-    tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
-    tuned.save_pretrained(tmp_path / "on-task")
-    with pytest.raises(CheckpointError, match="an adapter of a task of the merge"):
-        emr.merge(base, {"a": tmp_path / "on-task"}, tmp_path / "out")
-    tied = llama(tied=True)
-    tied.save_pretrained(tmp_path / "tied")
-    whole = get_peft_model(tied, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"))
-    whole.save_pretrained(tmp_path / "whole")
-    with pytest.raises(CheckpointError, match="tied"):
-        emr.merge(tmp_path / "tied", {"a": tmp_path / "whole"}, tmp_path / "out")
-    inside = classifier(2, 3)
-    inside.add_adapter(LoraConfig(r=2, target_modules=["query"]))
-    with pytest.raises(CheckpointError, match="with adapters inside"):
-        emr.merge(base, {"a": inside}, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -438,8 +353,7 @@ def test_adapters_whose_files_lack_their_state_are_refused(tmp_path):
 )
 def test_an_adapter_with_forged_settings_is_one_clear_error(tmp_path, folders, changes):
     base, tasks = folders
-    model = AutoModelForSequenceClassification.from_pretrained(tasks["cr"])
-    get_peft_model(model, LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")).save_pretrained(tmp_path / "adapter")
+    saved(with_lora(AutoModelForSequenceClassification.from_pretrained(tasks["cr"])), tmp_path / "adapter")
     settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(settings | changes))
     with pytest.raises(HfExtError):
@@ -477,155 +391,95 @@ def test_an_adapter_on_a_task_is_saved_alone_and_names_it(tmp_path, folders, cap
         torch.testing.assert_close(loaded(words).logits, model.eval()(words).logits)
 
 
-def test_an_adapter_of_a_causal_model_with_tied_embeddings(tmp_path):
-    model = llama(tied=True)
-    model.save_pretrained(tmp_path / "base")
-    tuned = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
-    for path, parameter in tuned.named_parameters():
-        if "lora_B" in path:
-            torch.nn.init.normal_(parameter, std=0.01)
-    tuned.save_pretrained(tmp_path / "adapter")
-    perturb(llama(tied=True), 2).save_pretrained(tmp_path / "full")
-    emr.merge(tmp_path / "base", {"a": tmp_path / "adapter", "b": tmp_path / "full"}, tmp_path / "merged")
-    emr.extract(tmp_path / "merged", "a", tmp_path / "a")
-    assert tensors_of(tmp_path / "a").keys() == tensors_of(tmp_path / "full").keys()
-
-
 # ---- what cannot be merged -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def nothing_written(tmp_path):
-    """The output folder, which must not be there afterwards."""
-    yield tmp_path / "merged"
-    assert not (tmp_path / "merged").exists()
+def small_llama(**changes) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig.from_dict(llama().config.to_dict() | changes))
 
 
-def test_a_merge_without_tasks_or_with_invalid_names_is_refused(tmp_path, folders, nothing_written):
-    base, tasks = folders
-    with pytest.raises(CheckpointError, match="no tasks"):
-        emr.merge(base, {}, nothing_written)
+def with_lora(model, **options):
+    return get_peft_model(model, LoraConfig(**{"r": 2, "target_modules": ["query"], "task_type": "SEQ_CLS"} | options))
+
+
+def refusals(place: Path, base: Path, tasks: dict) -> Iterator[tuple]:
+    """Yields bases, tasks that cannot be merged with them, and the messages of the errors."""
+    yield base, {}, "no tasks"
     for name in ("", "a/b", "..", "a b", ".hidden", 7):
-        with pytest.raises(CheckpointError, match="cannot be the name of a task"):
-            emr.merge(base, {name: tasks["cr"]}, nothing_written)
+        yield base, {name: tasks["cr"]}, "cannot be the name of a task"
+    yield base, {"cr": {}}, "Task 'cr' is a dict"
+    yield base, {"cr": "./nowhere"}, "Task 'cr': ./nowhere is not a folder"
+    yield base, {"cr": "someone/something"}, "neither a folder nor a Hub repository"
+    yield "./nowhere", tasks, "no folder './nowhere'"
 
-
-def test_an_unknown_rescaler_is_refused(folders, nothing_written):
-    base, tasks = folders
-    with pytest.raises(CheckpointError, match="tensor, paper, tensor_mean"):
-        emr.merge(base, tasks, nothing_written, rescale="layer")
-
-
-def test_a_missing_folder_is_refused(folders, nothing_written):
-    base, tasks = folders
-    with pytest.raises(CheckpointError, match="Task 'cr': ./nowhere is not a folder"):
-        emr.merge(base, {"cr": "./nowhere"}, nothing_written)
-    with pytest.raises(BaseModelError, match="no folder './nowhere'"):
-        emr.merge("./nowhere", tasks, nothing_written)
-    with pytest.raises(CheckpointError, match="neither a folder nor a Hub repository"):
-        emr.merge(base, {"cr": "someone/something"}, nothing_written)
-
-
-def test_models_of_other_sizes(tmp_path, nothing_written):
-    write_folder(tmp_path / "base", weights())
-    wide = {name: torch.cat([t, t], -1) for name, t in weights().items()}
-    write_folder(tmp_path / "wide", wide)
-    with pytest.raises(CheckpointError, match=r"of task 'wide' is \[96, 32\], but \[96, 16\] in the base"):
-        emr.merge(tmp_path / "base", {"wide": tmp_path / "wide"}, nothing_written)
-
-
-def test_models_with_other_numbers_of_layers(tmp_path, nothing_written):
-    """Whichever has more layers, the task or the base, down to a base of one layer."""
-    tensors = {f"layers.{i}.up.weight": torch.randn(8, 4) for i in range(3)}
-
-    def first(layers: int) -> dict:
-        return {name: tensors[name] for name in list(tensors)[:layers]} | {"norm.weight": torch.ones(4)}
-
-    for layers in (1, 2, 3):
-        write_folder(tmp_path / f"of-{layers}", first(layers))
-    for base, task, name in (("of-2", "of-3", "layers.2.up"), ("of-3", "of-2", "layers.2.up"), ("of-1", "of-2", "layers.1.up")):
-        with pytest.raises(CheckpointError, match=f"'{name}.weight' of .* is in a layer that .* does not have") as error:
-            emr.merge(tmp_path / base, {"tuned": tmp_path / task}, nothing_written)
-        assert "task 'tuned'" in str(error.value) and f"base '{tmp_path / base}'" in str(error.value)
-
-
-def test_layers_of_another_width(tmp_path, nothing_written):
-    """Fewer heads of keys and values leave the other dimensions of all tensors as they are."""
-    base, narrow = llama(), llama()
-    base.save_pretrained(tmp_path / "base")
-    narrow = type(narrow)(LlamaConfig.from_dict(narrow.config.to_dict() | {"num_key_value_heads": 1}))
-    narrow.save_pretrained(tmp_path / "narrow")
-    with pytest.raises(CheckpointError, match=r"k_proj.weight' of task 'narrow' is \[16, 64\], but \[32, 64\] in the base"):
-        emr.merge(tmp_path / "base", {"narrow": tmp_path / "narrow"}, nothing_written)
-
-
-@pytest.mark.parametrize("base_layers, layers", [(2, 3), (3, 2)])
-def test_an_adapter_of_a_base_with_other_layers(tmp_path, nothing_written, base_layers, layers):
-    for count in (base_layers, layers):
-        model = LlamaForCausalLM(LlamaConfig.from_dict(llama().config.to_dict() | {"num_hidden_layers": count}))
-        model.save_pretrained(tmp_path / f"of-{count}")
-    tuned = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    tuned.save_pretrained(tmp_path / "adapter")
-    reason = r"layers\.2\.self_attn\.q_proj\.lora_A"
-    with pytest.raises(CheckpointError, match=f"Task 'a': .*does not fit the base '{tmp_path}/of-{base_layers}'.*{reason}"):
-        emr.merge(tmp_path / f"of-{base_layers}", {"a": tmp_path / "adapter"}, nothing_written)
-
-
-def test_models_of_another_kind(tmp_path, folders, nothing_written):
-    base, tasks = folders
-    llama().save_pretrained(tmp_path / "llama")
-    with pytest.raises(CheckpointError, match="Task 'llama' is a llama model, the base is bert"):
-        emr.merge(base, tasks | {"llama": tmp_path / "llama"}, nothing_written)
-    bert().bert.save_pretrained(tmp_path / "body")
-    with pytest.raises(CheckpointError, match="architectures.*one class"):
-        emr.merge(base, tasks | {"body": tmp_path / "body"}, nothing_written)
-
-
-@pytest.mark.parametrize("key, value", [("hidden_act", "relu"), ("num_hidden_layers", 1), ("tie_word_embeddings", False)])
-def test_configurations_of_different_models(tmp_path, folders, nothing_written, key, value):
-    base, tasks = folders
-    shutil.copytree(tasks["cr"], tmp_path / "other")
-    config = json.loads((tmp_path / "other" / "config.json").read_text())
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {key: value}))
-    with pytest.raises(CheckpointError, match=f"Task 'other' has {key} {value!r}.*cannot switch|has {key} "):
-        emr.merge(base, tasks | {"other": tmp_path / "other"}, nothing_written)
-
-
-def test_a_base_that_none_came_from(tmp_path, folders, nothing_written):
-    _, tasks = folders
     torch.manual_seed(99)
-    stranger = type(bert().bert)(bert().config)
-    stranger.save_pretrained(tmp_path / "stranger")
-    with pytest.raises(BaseModelError, match="times the base's own length: it is no fine-tune of this base"):
-        emr.merge(tmp_path / "stranger", tasks, nothing_written)
-    write_folder(tmp_path / "other", {"nothing.alike": torch.randn(4, 4)})
-    with pytest.raises(BaseModelError, match="no fine-tune of this base"):
-        emr.merge(tmp_path / "other", tasks, nothing_written)
+    yield saved(BertModel(bert().config), place / "stranger"), tasks, "times the base's own length: it is no fine-tune of this"
+    yield write_folder(place / "names", {"nothing.alike": torch.randn(4, 4)}), tasks, "no fine-tune of this base"
 
+    write_folder(place / "plain", weights())
+    wide = write_folder(place / "wide", {name: torch.cat([tensor, tensor], -1) for name, tensor in weights().items()})
+    yield place / "plain", {"wide": wide}, r"of task 'wide' is \[96, 32\], but \[96, 16\] in the base"
+    of = [{f"layers.{i}.up.weight": torch.randn(8, 4) for i in range(n)} | {"norm.weight": torch.ones(4)} for n in range(4)]
+    of = [write_folder(place / f"of-{n}", tensors) for n, tensors in enumerate(of)]
+    for few, many in ((of[2], of[3]), (of[3], of[2]), (of[1], of[2])):  # down to a base of one layer
+        name = f"layers.{int(max(few.name, many.name)[-1]) - 1}.up.weight"
+        yield few, {"tuned": many}, f"'{name}' of .* is in a layer that .* does not have"
 
-def test_tasks_of_two_float_types(tmp_path, folders, nothing_written):
-    base, tasks = folders
-    classifier(2, 3).bfloat16().save_pretrained(tmp_path / "half")
-    with pytest.raises(CheckpointError, match="BF16 in task 'half' and F32 in 'trec'"):
-        emr.merge(base, tasks | {"half": tmp_path / "half"}, nothing_written)
+    base_llama = saved(llama(), place / "llama")
+    yield base, tasks | {"llama": base_llama}, "Task 'llama' is a llama model, the base is bert"
+    narrow = saved(small_llama(num_key_value_heads=1), place / "narrow")  # which leaves the other dimensions as they are
+    yield base_llama, {"narrow": narrow}, r"k_proj.weight' of task 'narrow' is \[16, 64\], but \[32, 64\] in the base"
+    for count in (2, 3):
+        tuned = with_lora(small_llama(num_hidden_layers=5 - count), target_modules=["q_proj"], task_type="CAUSAL_LM")
+        other = saved(small_llama(num_hidden_layers=count), place / f"base-{count}")
+        message = rf"Task 'a': .*does not fit the base '{other}'.*layers\.2\.self_attn\.q_proj\.lora_A"
+        yield other, {"a": saved(tuned, place / f"on-{5 - count}")}, message
 
+    yield base, tasks | {"body": saved(bert().bert, place / "body")}, "architectures.*one class"
+    yield base, tasks | {"half": saved(classifier(2, 3).bfloat16(), place / "half")}, "BF16 in task 'half' and F32 in 'trec'"
+    broken = classifier(2, 2)
+    broken.bert.pooler.dense.bias.data[3] = torch.nan
+    message = "'bert.pooler.dense.bias' of task 'broken' has 1 values that are infinite"
+    yield base, tasks | {"broken": saved(broken, place / "broken")}, message
+    for key, value in (("hidden_act", "relu"), ("num_hidden_layers", 1), ("tie_word_embeddings", False)):
+        edit_config(shutil.copytree(tasks["cr"], place / key), **{key: value})
+        yield base, tasks | {"other": place / key}, f"Task 'other' has {key} {value!r}.*cannot switch|has {key} "
 
-def test_weights_that_are_not_finite(tmp_path, folders, nothing_written):
-    base, tasks = folders
-    shutil.copytree(tasks["cr"], tmp_path / "broken")
-    tensors = tensors_of(tmp_path / "broken")
-    tensors["bert.pooler.dense.bias"][3] = torch.nan
-    save_file(tensors, tmp_path / "broken" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match="'bert.pooler.dense.bias' of task 'broken' has 1 values that are infinite"):
-        emr.merge(base, tasks | {"broken": tmp_path / "broken"}, nothing_written)
-
-
-def test_an_adapter_that_makes_no_weights(tmp_path, folders, nothing_written):
-    base, _ = folders
     prompt = get_peft_model(bert(2), PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=3))
-    prompt.save_pretrained(tmp_path / "prompt")
-    with pytest.raises(CheckpointError, match="PROMPT_TUNING adapter, which cannot be merged"):
-        emr.merge(base, {"prompt": tmp_path / "prompt"}, nothing_written)
+    yield base, {"a": saved(prompt, place / "prompt")}, "PROMPT_TUNING adapter, which cannot be merged"
+    for options, message in (
+        ({"init_lora_weights": "pissa"}, "started by pissa.*path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "olora"}, "started by olora.*merge_and_unload"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices.*merge_and_unload"),
+    ):
+        yield base, {"a": saved(with_lora(classifier(2, 4), **options), place / "lora")}, message
+    tied = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "task_type": "CAUSAL_LM"}
+    adapter = saved(with_lora(llama(tied=True), **tied), place / "adapter")
+    yield saved(llama(tied=True), place / "tied"), {"a": adapter}, "tied"
+    without_config = shutil.copytree(base, place / "without-config")
+    (without_config / "config.json").unlink()
+    adapter = saved(with_lora(classifier(2, 4)), place / "on-bert")
+    yield without_config, {"a": adapter, "cr": tasks["cr"]}, r"config\.json"
+
+
+def test_what_cannot_be_merged_is_named_and_nothing_is_written(tmp_path, folders):
+    for base, tasks, message in refusals(tmp_path, *folders):
+        with pytest.raises((BaseModelError, CheckpointError), match=message):
+            emr.merge(base, tasks, tmp_path / "merged")
+        assert not (tmp_path / "merged").exists(), message
+
+
+@adapters_of_transformers
+def test_a_model_with_adapters_inside_is_refused(tmp_path, folders):
+    inside = classifier(2, 3)
+    inside.add_adapter(LoraConfig(r=2, target_modules=["query"]))
+    with pytest.raises(CheckpointError, match="with adapters inside"):
+        emr.merge(folders[0], {"a": inside}, tmp_path / "merged")
+
+
+def test_an_unknown_rescaler_is_refused(tmp_path, folders):
+    with pytest.raises(CheckpointError, match="tensor, paper, tensor_mean"):
+        emr.merge(*folders, tmp_path / "merged", rescale="layer")
 
 
 def test_quantized_and_merged_folders_are_refused_as_inputs(tmp_path, folders):
@@ -654,12 +508,6 @@ def test_a_merge_is_not_quantized_while_it_loads(tmp_path, folders):
         AutoModelForSequenceClassification.from_pretrained(
             tmp_path / "merged", quantization_config=BitsAndBytesConfig(load_in_4bit=True)
         )
-
-
-def test_a_task_that_is_no_model(folders, nothing_written):
-    base, _ = folders
-    with pytest.raises(CheckpointError, match="Task 'cr' is a dict"):
-        emr.merge(base, {"cr": {}}, nothing_written)
 
 
 def test_a_failing_merge_leaves_an_older_one_as_it_was(tmp_path, folders):
