@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from local_hub import LocalHub
-from processes import python
 from tiny_checkpoints import CONFIG, fine_tune, pair, weights, write_folder
 
 from hf_ext import fm_delta
@@ -35,7 +34,7 @@ def test_the_base_is_found_among_strangers(folder):
     assert json.loads(json.dumps(report.to_dict()))["candidates"][0]["why"] == "the weights agree"
 
 
-@pytest.mark.parametrize("tuned", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tuned", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("base", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_base_ranks_before_siblings_in_any_float_type(tmp_path, tuned, base):
     origin = weights()
@@ -187,10 +186,7 @@ def test_the_default_candidates_are_the_cached_models(folder):
     (folder / "empty").mkdir()
     (folder / "empty/config.json").write_text(CONFIG)
     with LocalHub() as hub:
-        env = hub.client_env(folder / "home", signed_in=True)
-        done = python("-c", FIND, env=env, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    report, settings = json.loads(done.stdout)
+        report, settings = json.loads(hub.run(folder, FIND))
     by_name = {candidate["name"]: candidate["verdict"] for candidate in report["candidates"]}
     assert by_name == {"user/base": "sure", "user/shards": "sure", "user/stranger": "no"}
     best = report["candidates"][0]

@@ -80,7 +80,7 @@ def test_a_missing_changed_or_damaged_link_is_named(chain):
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_checkpoints_that_need_each_other_are_refused(chain, step):
     edit_settings(chain / "run/3", base=f"../{step}")
-    for read in (load, fm_delta.verify):
+    for read in (load, fm_delta.verify, fm_delta.open):
         with pytest.raises(BaseModelError, match=f"need each other.*run/3 → .*run/{step}"):
             read(chain / "run/1")
 

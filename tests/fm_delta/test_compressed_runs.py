@@ -1,4 +1,4 @@
-"""A Trainer with CompressCheckpoints trains, resumes, rotates and picks its best model as it does without."""
+"""A Trainer with CompressCheckpoints or an enabled model trains, resumes, rotates and picks its best model as usual."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 from kills import killed
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from repeats import repeats
 from stop_after import StopAfter
-from tiny_models import assert_same_weights, bert, in_own_memory, perturb
+from tiny_models import assert_same_weights, bert, in_own_memory, llama, perturb
 from tiny_training import train
-from transformers import AutoModelForSequenceClassification, Trainer, TrainerCallback, TrainingArguments, trainer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    trainer,
+)
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_ext import BaseModelError, CheckpointError, fm_delta
 from hf_ext.fm_delta import CompressCheckpoints
@@ -174,6 +182,49 @@ def test_a_stopped_training_resumes_from_any_checkpoint_bit_by_bit(tmp_path, bas
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))  # the same Trainer, again
     assert_same_weights(resumed.model, plain.model)
     assert_compressed_run(tmp_path, plain, 2, 4, 6)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bert", "llama_tied"])
+def test_an_enabled_model_trains_as_before_and_resumes_from_shards(tmp_path, causal):
+    auto = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
+    (llama(tied=True) if causal else bert()).save_pretrained(tmp_path / "base")
+
+    def tuned(enabled=True):
+        model = in_own_memory(auto.from_pretrained(tmp_path / "base"))
+        return fm_delta.enable(model, tmp_path / "base") if enabled else model
+
+    plain, last = train(tuned(False), tmp_path / "plain", causal=causal), tmp_path / "out/checkpoint-4"
+    train(tuned(), tmp_path / "out", callbacks=[StopAfter(4)], causal=causal)
+    assert is_compressed(last) and get_last_checkpoint(str(tmp_path / "out")) == str(last)
+    assert_same_weights(auto.from_pretrained(last), auto.from_pretrained(tmp_path / "plain/checkpoint-4"))
+    fm_delta.enable(auto.from_pretrained(last), tmp_path / "base").save_pretrained(last, max_shard_size="60KB")
+    for resume in (True, str(tmp_path / "out/checkpoint-2")):
+        resumed = train(tuned(), tmp_path / "out", resume=resume, causal=causal)
+        assert resumed.state.global_step == 6
+        assert_same_weights(resumed.model, plain.model)
+
+
+def test_adapters_train_and_resume_on_an_enabled_model(tmp_path, base):
+    fm_delta.enable(perturb(bert()), base).save_pretrained(tmp_path / "small")
+    perturb(bert()).save_pretrained(tmp_path / "tuned")
+
+    def adapted(model):
+        torch.manual_seed(0)
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["query", "value"]))
+
+    def small():
+        return adapted(fm_delta.enable(model_of(tmp_path / "small"), base))
+
+    plain, out = train(adapted(model_of(tmp_path / "tuned")), tmp_path / "plain").model, tmp_path / "out"
+    train(small(), out, callbacks=[StopAfter(4)])
+    assert (out / "checkpoint-4/adapter_model.safetensors").exists() and not list((out / "checkpoint-4").glob("model*"))
+    resumed = train(small(), out, resume=True).model
+    assert_same_weights(resumed, plain)
+    merged = resumed.merge_and_unload()
+    assert_same_weights(PeftModel.from_pretrained(load(tmp_path / "small"), out / "checkpoint-6").merge_and_unload(), merged)
+    merged.save_pretrained(tmp_path / "merged")
+    assert is_compressed(tmp_path / "merged")
+    assert_same_weights(load(tmp_path / "merged"), fm_delta.disable(merged))
 
 
 SLOW = [(None, 2, [4, 6]), (0, 1, [2]), (1, 2, [4, 6]), (2, 3, [2, 4, 6])]

@@ -25,7 +25,7 @@ from hf_ext.storage.delta.payload import read_header
 from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile, write_header
 from hf_ext.storage.sealed import header_checksum
 
-READERS = (fm_delta.verify, fm_delta.inspect)
+READERS = (fm_delta.verify, fm_delta.inspect, fm_delta.open)
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +181,7 @@ def test_shards_of_two_saves_are_not_mixed(tmp_path):
                 read(small)
         (small / name).unlink()
         for read in READERS:
-            with pytest.raises(CorruptFileError, match="or some are missing"):
+            with pytest.raises(HfExtError, match="or some are missing|No such file"):
                 read(small)
         (small / name).write_bytes(data)
     assert fm_delta.verify(small) == 7
@@ -199,18 +199,9 @@ def test_a_wrong_base_error_names_both_bases(compressed):
     ):
         with pytest.raises(BaseModelError, match=f"'{base}'.*but '{other}' is another model or revision"):
             action()
-    tensors = {name: torch.zeros(1) for name in Tensors(base)}
-    write_folder(base, tensors)
+    write_folder(base, {name: torch.zeros(1) for name in SafetensorsFile(base / "model.safetensors").entries})
     with pytest.raises(BaseModelError, match=f"'{base}'.*but '{base}' is another model or revision"):
         fm_delta.verify(compressed / "small")
-
-
-class Tensors(dict):
-    """The tensors of a folder's single file, to be changed and written back."""
-
-    def __init__(self, folder: Path):
-        file = SafetensorsFile(folder / "model.safetensors")
-        super().__init__((name, RawTensor(file[name].dtype, file[name].shape, file[name].data.copy())) for name in file.entries)
 
 
 @pytest.mark.parametrize("where", ["sampled", "between"])

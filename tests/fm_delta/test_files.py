@@ -13,7 +13,6 @@ from tiny_checkpoints import (
     CONFIG,
     SAFETENSORS_DTYPES,
     contents,
-    edit_settings,
     fine_tune,
     pair,
     weights,
@@ -369,15 +368,6 @@ def test_the_folder_may_lie_in_the_one_it_was_made_of(tmp_path, monkeypatch):
     assert contents(src / "small").keys() == expected.keys() | {"README.md"}
     fm_delta.decompress_checkpoint(src / "small", src / "small/back")
     assert contents(src / "small/back") == expected
-
-
-def test_the_base_may_have_moved(tmp_path):
-    src, base = pair(tmp_path)
-    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
-    moved = base.rename(tmp_path / "moved")
-    assert fm_delta.verify(tmp_path / "small", base=moved) == 7
-    edit_settings(tmp_path / "small", base=str(moved))
-    assert fm_delta.verify(tmp_path / "small") == 7
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

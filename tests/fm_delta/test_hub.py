@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 from local_hub import LocalHub
-from processes import python
 from tiny_models import bert, perturb
 
 from hf_ext.storage.config_file import HINT
@@ -103,16 +101,8 @@ class Client:
     def __init__(self, hub: LocalHub, home: Path):
         self.hub, self.home = hub, home
 
-    def command(
-        self, *command: str, home: Path | None = None, signed_in: bool = True, **extra: str
-    ) -> subprocess.CompletedProcess:
-        env = self.hub.client_env(home or self.home, signed_in=signed_in, **extra)
-        result = python(*command, env=env, cwd=self.home)
-        assert result.returncode == 0, result.stderr
-        return result
-
     def run(self, code: str, *args: str, **options) -> str:
-        return self.command("-c", MODELS + code, *args, **options).stdout
+        return self.hub.run(self.home, MODELS + code, *args, **options)
 
     def files(self, repo: str, revision: str = "main") -> dict[str, bytes]:
         return {path: file.content for path, file in self.hub.repos[repo].at(revision).files.items()}
@@ -196,18 +186,6 @@ def test_weights_of_another_model_are_not_downloaded(client, commits, tmp_path):
         assert "'user/base'" in message and "F32 tensor that predicts" in message
     asked = [(method, path) for method, path, status in client.hub.log[seen:] if "user/wide" in path and status < 300]
     assert {"GET"} < {method for method, path in asked} and not list(tmp_path.rglob("models--user--wide*/**/*.safetensors"))
-
-
-def test_the_command_line_takes_a_base_from_the_hub(client, commits, tmp_path):
-    perturb(bert(), seed=4).save_pretrained(tmp_path / "tuned")
-    arguments = ["--base", "user/base", "--revision", commits["base"]]
-    client.command("-m", "hf_ext.cli", "compress", str(tmp_path / "tuned"), *arguments, "--out", str(tmp_path / "small"))
-    config = json.loads((tmp_path / "small/config.json").read_text())["quantization_config"]
-    assert config["revision"] == commits["base"]
-    client.command("-m", "hf_ext.cli", "decompress", str(tmp_path / "small"), "--out", str(tmp_path / "restored"))
-    for path in (tmp_path / "tuned").iterdir():
-        assert (tmp_path / "restored" / path.name).read_bytes() == path.read_bytes()
-    assert (tmp_path / "small/model.safetensors").stat().st_size < (tmp_path / "tuned/model.safetensors").stat().st_size
 
 
 CHAIN = """

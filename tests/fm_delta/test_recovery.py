@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from kills import in_child, killed, without_exchange
+from kills import in_child
 from processes import peak_above
-from repeats import repeats
 from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 from transformers.utils import logging
 
 from hf_ext import fm_delta
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
+from hf_ext.fm_delta import compress
 from hf_ext.storage import at_most_cores, prefetch
-from hf_ext.storage.files import OURS, STAGE
+from hf_ext.storage.files import STAGE
 from hf_ext.storage.safetensors_file import SafetensorsFile
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kills and limits processes as Linux does")
@@ -167,35 +167,32 @@ def test_a_decompression_that_fails_leaves_the_older_one(tmp_path):
     assert contents(out) == contents(src)
 
 
+def test_a_result_that_does_not_verify_is_not_written(tmp_path, monkeypatch):
+    (src, base), out = pair(tmp_path, shards=2), tmp_path / "small"
+    before, write = contents(src), compress.write_with_card
+
+    def faulty(sets, base, out, *arguments, **options):
+        write(sets, base, out, *arguments, **options)
+        path = out / "model-00002-of-00002.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+    monkeypatch.setattr(compress, "write_with_card", faulty)
+    with pytest.raises(CorruptFileError, match="is damaged"):
+        fm_delta.compress_checkpoint(src, base, out, verify=True)
+    assert contents(src) == before and not out.exists()
+
+
+def test_out_may_be_the_parent_of_the_source(tmp_path):
+    src, base = pair(tmp_path, shards=2)
+    (src / "vocab.txt").write_text("tokens")
+    fm_delta.compress_checkpoint(src, base, src.parent, verify=True)
+    assert (src.parent / "vocab.txt").read_text() == "tokens" and not list(src.parent.glob(".*"))
+    assert fm_delta.verify(src.parent) == 7
+
+
 # ---- killed ----------------------------------------------------------------------------------------------------------
-
-
-@repeats("stride", 9, 1)
-@pytest.mark.parametrize("exchanges", [True, False], ids=["one step", "file by file"])
-@pytest.mark.parametrize(("old_shards", "new_shards"), [(2, 2), (1, 2), (2, 1), (0, 2)])
-def test_a_killed_save_leaves_no_mixed_checkpoint_that_loads(tmp_path, monkeypatch, old_shards, new_shards, exchanges, stride):
-    if not exchanges:
-        without_exchange(monkeypatch)
-    base, small, out = write_folder(tmp_path / "base", weights()), tmp_path / "small", tmp_path / "out"
-    if old_shards:
-        old = write_folder(tmp_path / "old", fine_tune(weights(), seed=1), shards=old_shards)
-        fm_delta.compress_checkpoint(old, base, small)
-    new = write_folder(tmp_path / "new", fine_tune(weights(), seed=2), shards=new_shards)
-    (new / "vocab.txt").write_text("new words")
-    fm_delta.compress_checkpoint(new, base, tmp_path / "expected")
-    before, after = contents(small) if old_shards else {}, contents(tmp_path / "expected")
-    mixed = False
-    for _ in killed(out, small if old_shards else None, lambda: fm_delta.compress_checkpoint(new, base, out), stride):
-        files = {name: digest for name, digest in contents(out).items() if OURS not in name} if out.exists() else {}
-        assert all(digest in (before.get(name), after.get(name)) for name, digest in files.items())
-        if files not in (before, after):
-            mixed = True
-            assert "config.json" not in files  # so that nothing loads it
-        fm_delta.compress_checkpoint(new, base, out)  # the next run
-        assert contents(out) == after
-    by_file = old_shards and not exchanges
-    assert not mixed if not by_file else mixed or stride > 1
-    assert contents(out) == after and not list(tmp_path.glob(".*"))
 
 
 def test_a_kill_while_weights_are_written_leaves_nothing_visible(tmp_path):

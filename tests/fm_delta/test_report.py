@@ -7,8 +7,6 @@ import torch
 from tiny_checkpoints import fine_tune, pair, weights, write_folder
 
 from hf_ext import fm_delta
-from hf_ext.errors import HfExtError
-from hf_ext.fm_delta.reports import _layer
 from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.storage.delta.payload import CODED, read_header
 
@@ -128,29 +126,3 @@ def test_inspecting_needs_no_base_and_no_config(tmp_path):
     assert fm_delta.inspect(tmp_path / "small") == before
     file = CompressedFile(tmp_path / "small/model.safetensors")
     assert all(read_header(file.payload(name), name).mode == CODED for name in file.original)
-
-
-@pytest.mark.parametrize("name", ["plot.png", "plot.svg", "plot.pdf"])
-def test_a_report_is_plotted(report, tmp_path, name):
-    report.plot(tmp_path / name)
-    assert (tmp_path / name).stat().st_size > 5_000
-
-
-def test_an_unknown_picture_type_is_refused_by_name(report, tmp_path):
-    with pytest.raises(HfExtError, match="plot.weights could not be written"):
-        report.plot(tmp_path / "plot.weights")
-
-
-def test_bars_are_labelled_by_layer():
-    places = {
-        "bert.embeddings.LayerNorm.weight": "embedding",
-        "bert.encoder.layer.11.output.dense.bias": "11",
-        "bert.pooler.dense.weight": "pooler",
-        "classifier.dense.weight": "classifier",
-        "classifier.weight": "classifier",
-        "model.norm.weight": "norm",
-        "lm_head.weight": "lm_head",
-        "dense.weight": "dense",
-        "scale": "scale",
-    }
-    assert {name: _layer(name) for name in places} == places
