@@ -144,17 +144,6 @@ def test_ranks_publish_rows_and_readers_take_rows(tmp_path: Path):
         run.close()
 
 
-def test_whole_tensors_may_be_kept_as_one(tmp_path: Path):
-    fused = torch.zeros(64 + 8, 64)
-    with Publisher(tmp_path) as run:
-        for step in range(2):
-            q, k = (torch.full((rows, 64), step + 1.0) * torch.rand(rows, 64) for rows in (64, 8))
-            run.publish({"q": q, "k": k}, step)
-    pieces = {"q": Piece("fused"), "k": Piece("fused", at=64)}
-    Subscriber(tmp_path).update({"fused": fused}, locate=pieces.get)
-    assert torch.equal(fused, torch.cat([q, k]))
-
-
 def test_tied_tensors_may_be_published_and_kept_under_both_names(tmp_path: Path):
     live, kept, subscriber = torch.randn(30, 4), torch.zeros(30, 4), Subscriber(tmp_path)
     with Publisher(tmp_path) as run:

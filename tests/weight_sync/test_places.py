@@ -1,22 +1,19 @@
-"""Steps are published to a Hub repository over HTTP, and to any object with two methods."""
+"""Steps are published to a Hub repository or bucket over HTTP. test_failures.py publishes to an object with two methods."""
 
 from __future__ import annotations
 
 import json
 import os
-import posixpath
 import resource
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
 from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 from local_hub import LocalHub
 from processes import python
-from tiny_runs import same, weights, zeros
+from tiny_runs import weights
 
 from hf_ext import CheckpointError
 from hf_ext.weight_sync import Publisher, Subscriber
@@ -88,33 +85,6 @@ def test_a_hub_that_cannot_be_reached_is_no_empty_place(tmp_path: Path, env: dic
     done = python("-c", UNREACHABLE, env=env, cwd=tmp_path, timeout=60, hosts=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == [False, False]
-
-
-class Bucket:
-    """Any file system that fsspec knows."""
-
-    def __init__(self, url: str):
-        self.system, self.root = fsspec.core.url_to_fs(url)
-
-    def put(self, files: Mapping[str, bytes], remove: Collection[str] = ()) -> None:
-        for name, content in files.items():
-            self.system.pipe_file(posixpath.join(self.root, name), content)
-        for name in remove:
-            self.system.rm_file(posixpath.join(self.root, name))
-
-    def get(self, name: str) -> bytes:
-        return self.system.cat_file(posixpath.join(self.root, name))
-
-
-def test_an_object_with_two_methods_is_a_place(tmp_path: Path):
-    place = Bucket("memory://bucket")
-    subscriber, tensors = Subscriber(place), zeros()
-    with Publisher(place, anchor_every=2, keep_anchors=1) as run:
-        for step in range(4):
-            run.publish(weights(step), step)
-            run.wait()
-            assert subscriber.update(tensors) == step and same(tensors, weights(step))
-    assert len(place.system.ls(place.root)) == 4  # two steps, an anchor, the index
 
 
 def test_a_chain_may_have_more_files_than_a_process_may_open(tmp_path: Path):
