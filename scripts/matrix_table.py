@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 # Modules of tests by what they test, as pytest's reports name them; the first pattern that matches counts.
 FEATURES = {
-    "storage and the command line": r"tests\.(storage|test_(cli|local_hub|hub_artifacts))|tests\.fm_delta\.test_"
+    "storage and the command line": r"tests\.(storage|test_(cli|hub_artifacts))|tests\.fm_delta\.test_"
     r"(folder_safety|folders|files|corruption|verification|batch|report|likeness|base_search)",
     "FM-Delta": r"tests\.fm_delta",
     "EMR": r"tests\.emr",

@@ -5,7 +5,7 @@ commits, LFS uploads and downloads at any revision. Content lives in memory and 
 have the paths and hashes of their files; clients (hf_xet) store the content itself in a folder instead of on a server.
 
     with LocalHub() as hub:
-        subprocess.run([sys.executable, "push_and_load.py"], env=hub.client_env(tmp_path), check=True)
+        printed = hub.run(tmp_path, "…")
 
 The client has to be another process because `huggingface_hub` reads its environment once, at import.
 `python tests/local_hub.py` runs a Hub until Ctrl-C, and prints the settings for clients.
@@ -33,6 +33,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from processes import python
 
 LFS_SUFFIXES = (".safetensors", ".bin")
 LFS_MIN_SIZE = 10 * 1024 * 1024
@@ -216,6 +217,16 @@ class LocalHub:
         env["HF_HUB_DISABLE_XET"] = "1"  # a client that has hf_xet uploads with it and never asks the server
         env["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         return env | ({"HF_TOKEN": self.token} if signed_in else {}) | extra
+
+    def run(
+        self, folder: Path, code: str, *arguments: object, home: Path | None = None, signed_in: bool = True, **extra: str
+    ) -> str:
+        """Runs code in a new process in `folder`, with its cache in `home`; returns what it prints."""
+        folder.mkdir(exist_ok=True)
+        env = self.client_env(home or folder / "home", signed_in=signed_in, **extra)
+        done = python("-c", code, *arguments, env=env, cwd=folder)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
 
     def answer(self, request: Request, path: str) -> Reply:
         """Find the route and run it, one at a time so that routes can change `repos` safely."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from huggingface_hub import ModelCard
 from local_hub import LocalHub
-from processes import python
 from valid_cards import valid_card
 
 PUSH = """
@@ -37,8 +36,7 @@ for name, model in models.items():
 def repositories(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cards")
     with LocalHub() as hub:
-        done = python("-c", PUSH, env=hub.client_env(folder / "home"), cwd=folder)
-        assert done.returncode == 0, done.stderr[-3000:]
+        hub.run(folder, PUSH)
         return hub.repos
 
 

@@ -1,7 +1,6 @@
 """Commands read models from the Hub by their ids."""
 
 from local_hub import LocalHub
-from processes import python
 from tiny_checkpoints import contents, pair
 from tiny_merges import write_tasks
 
@@ -47,9 +46,7 @@ def test_every_command_takes_hub_ids(tmp_path):
     pair(tmp_path)
     write_tasks(tmp_path / "tasks", {"trec": 6, "cr": 2})
     with LocalHub() as hub:
-        done = python("-c", SCRIPT, env=hub.client_env(tmp_path), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    commit = done.stdout.splitlines()[-1]
+        commit = hub.run(tmp_path, SCRIPT).splitlines()[-1]
     for folder in ("small", "local"):  # a local copy of the base is recorded by its id and commit
         report = fm_delta.inspect(tmp_path / folder)
         assert (report.base, report.revision) == ("user/base", commit)

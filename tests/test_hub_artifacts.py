@@ -12,7 +12,6 @@ import pytest
 from hosts import HAS_PISSA, host
 from local_hub import LocalHub
 from packaging.version import Version
-from processes import python
 
 # As in hub_artifacts.
 KINDS = ["fm_delta", "emr", "discriminator", "transfer", "uni_med", *(["pissa", "qpissa"] if HAS_PISSA else [])]
@@ -102,11 +101,8 @@ class Client:
         self.hub, self.home = hub, home
 
     def run(self, code: str, *args: str, signed_in: bool = False, **extra: str) -> Any:
-        env = self.hub.client_env(self.home / "home", signed_in=signed_in, **extra)
         code = f"import json, sys\nfrom pathlib import Path\nfrom hub_artifacts import *\n{code}"
-        done = python("-c", code, *args, env=env, cwd=self.home)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(done.stdout.splitlines()[-1])
+        return json.loads(self.hub.run(self.home, code, *args, signed_in=signed_in, **extra).splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
