@@ -267,7 +267,7 @@ def rounding(args: argparse.Namespace) -> dict:
         change = B @ A - B0 @ A0
         errors = {}
         for name, cancels in (("hf_ext", False), ("the form of PEFT's own conversion", True)):
-            state = {"lora_A.x.weight": A, "lora_B.x.weight": B, "initial_A.x": A0, "initial_B.x": B0}
+            state = {"lora_A.x.weight": A, "lora_B.x.weight": B, "initial_A.x.weight": A0, "initial_B.x.weight": B0}
             rows, columns = (factor.bfloat16().float() for factor in stack(state, "x", cancels).values())
             errors[name] = (torch.linalg.norm(columns @ rows - change) / torch.linalg.norm(change)).item()
         results[moved] = errors

@@ -216,8 +216,8 @@ class NamedAsInStateDict:
     def __init__(self, model: torch.nn.Module):
         self._model = model
 
-    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        return ((self.WRAPPERS.sub("", name).lstrip("."), module) for name, module in self._model.named_modules())
+    def named_modules(self, **options: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+        return ((self.WRAPPERS.sub("", name).lstrip("."), module) for name, module in self._model.named_modules(**options))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

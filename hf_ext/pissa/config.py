@@ -72,9 +72,9 @@ class PissaConfig(LoraConfig):
         unsupported = sorted(name for name, value in NEUTRAL.items() if (getattr(self, name, None) or value) != value)
         if unsupported:
             raise ValueError(f"{type(self).__name__} does not support {', '.join(unsupported)}. Leave the option out.")
-        if not isinstance(self.init_lora_weights, bool) and not re.fullmatch(r"pissa(_niter_\d+)?", self.init_lora_weights):
+        if start not in (True, False) and not re.fullmatch(r"pissa(_niter_\d+)?", str(start)):
             raise ValueError(
-                f"init_lora_weights={self.init_lora_weights!r} is not supported: {type(self).__name__} starts from principal "
+                f"init_lora_weights={start!r} is not supported: {type(self).__name__} starts from principal "
                 "components. Use 'pissa' (exact), 'pissa_niter_4' (randomized), or leave the option out."
             )
         if self.r < 1:
@@ -99,9 +99,7 @@ class PissaConfig(LoraConfig):
         """Returns the configuration of the saved adapter: a LoRA of twice the rank, at the same scaling."""
         factor = _alpha_factor(self.use_rslora)
         options = _options(self, lambda rank: 2 * rank, lambda alpha: factor * alpha)
-        config = LoraConfig(**options | {"init_lora_weights": True})
-        config.inference_mode = self.inference_mode
-        return config
+        return LoraConfig(**options | {"init_lora_weights": True})
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> None:
         """Writes the configuration of `to_lora_config`."""

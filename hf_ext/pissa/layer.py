@@ -69,14 +69,15 @@ class PissaVariant(LoraVariant):
         return orig_weight - module.get_delta_weight(active_adapter).to(orig_weight.dtype)
 
 
-class Frozen(nn.ParameterDict):
-    """Parameters by adapter that are never trained.
+class Frozen(nn.Module):
+    """A₀ or B₀ of an adapter, never trained. Its name contains `.ADAPTER.`, by which TRL copies an adapter to its reference.
 
     DDP synchronizes buffers at every forward, and FSDP 2 does not shard them. Both treat parameters as they treat A and B.
     """
 
-    def __setitem__(self, key: str, value: torch.Tensor) -> None:
-        super().__setitem__(key, nn.Parameter(value, requires_grad=False))
+    def __init__(self, factor: torch.Tensor):
+        super().__init__()
+        self.weight = nn.Parameter(factor, requires_grad=False)
 
 
 class PissaLayer(LoraLayer):
@@ -93,7 +94,7 @@ class PissaLayer(LoraLayer):
 
     def update_layer(self, *args: Any, **kwargs: Any) -> None:
         if not hasattr(self, "energies"):
-            self.initial_A, self.initial_B, self.energies = Frozen(), Frozen(), dict[str, float]()
+            self.initial_A, self.initial_B, self.energies = nn.ModuleDict(), nn.ModuleDict(), dict[str, float]()
         super().update_layer(*args, **kwargs)
 
     def resolve_lora_variant(self, *, config: LoraConfig, **kwargs: Any) -> LoraVariant:
@@ -132,7 +133,7 @@ class PissaLayer(LoraLayer):
             for parameter, component in zip((A, B), self.principal(adapter, config)):
                 parameter.copy_(component.view_as(parameter))
         for initial, factor in ((self.initial_A, A), (self.initial_B, B)):
-            initial[adapter] = factor.detach().clone() if decomposes else torch.zeros_like(factor)
+            initial[adapter] = Frozen(factor.detach().clone() if decomposes else torch.zeros_like(factor))
         if decomposes and adapter in self.lora_magnitude_vector:  # in float32, so that the first quotient of the norms is 1
             magnitude = self.lora_magnitude_vector[adapter]
             magnitude.weight = nn.Parameter(self.norm(adapter).view_as(magnitude.weight))
@@ -154,8 +155,8 @@ class PissaLayer(LoraLayer):
 
     def stacked(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns [A − A₀; A₀], (2r, n), and [B, B − B₀], (m, 2r), whose product is B A − B₀ A₀."""
-        (A, B), A0, B0 = self.factors(adapter), self.initial_A[adapter], self.initial_B[adapter]
-        return torch.cat([A - A0, A0]), torch.cat([B, B - B0], dim=1)
+        (A, B), A0, B0 = self.factors(adapter), self.initial_A[adapter].weight, self.initial_B[adapter].weight
+        return torch.cat([A - A0, A0]), torch.cat([B, B - B0], dim=1)  # type: ignore[operator, list-item]
 
     def change(self, adapter: str, x: torch.Tensor) -> torch.Tensor:
         """Computes s (B A − B₀ A₀) x, which is exactly zero before training."""
@@ -183,11 +184,8 @@ class PissaLayer(LoraLayer):
         layer = self.get_base_layer()
         weight = layer.weight.detach()
         # bitsandbytes may pack its codes into a float dtype. Float8 weights are codes too, whose scales are elsewhere.
-        if (
-            type(layer.weight).__name__ in ("Params4bit", "Int8Params")
-            or not weight.is_floating_point()
-            or weight.element_size() == 1
-        ):
+        is_packed = type(layer.weight).__name__ in ("Params4bit", "Int8Params") or weight.element_size() == 1
+        if is_packed or not weight.is_floating_point():
             raise ValueError(
                 f"The weight of {layer} is quantized ({weight.dtype}): PiSSA cannot start from it. Use QPissaConfig for a "
                 "model in 4 bits of bitsandbytes, or load the base in bfloat16."
@@ -206,7 +204,7 @@ class PissaLayer(LoraLayer):
 
     def delta(self, adapter: str) -> torch.Tensor:
         """Returns s (B A − B₀ A₀), (m, n), float32."""
-        with torch.autocast(self.initial_A[adapter].device.type, enabled=False):
+        with torch.autocast(self.factors(adapter)[0].device.type, enabled=False):
             A, B = (factor.float().flatten(1) for factor in self.stacked(adapter))
             return self.scaling[adapter] * (B @ A)
 
@@ -230,10 +228,8 @@ class PissaLayer(LoraLayer):
             BaseModelError: they are not principal components of this layer's weight.
         """
         layer = self.get_base_layer()
-        device = layer.weight.device
-        if device.type != "meta" and not is_of(
-            B0.to(device).flatten(1), A0.to(device).flatten(1), self.start_scaling(adapter), whole(self.matrix())
-        ):
+        A0, B0 = (factor.to(layer.weight.device).flatten(1) for factor in (A0, B0))
+        if A0.device.type != "meta" and not is_of(B0, A0, self.start_scaling(adapter), whole(self.matrix())):
             raise another_base(layer)
 
 

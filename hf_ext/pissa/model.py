@@ -92,7 +92,8 @@ class PissaModel(LoraModel):
     def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
         model = NamedAsInStateDict(model)
         state = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
-        if lost := [key for key in state_dict.keys() - state.keys() if key.endswith(f".initial_A.{adapter_name}")]:
+        names, end = {name for name, _ in model.named_modules(remove_duplicate=False)}, f".initial_A.{adapter_name}.weight"
+        if lost := [key for key in state_dict if key.endswith(end) and key.removesuffix(".weight") not in names]:
             raise HfExtError(
                 f"'{lost[0]}' is under a wrapper whose name its state dict leaves out, so PEFT would not save it. Unwrap the "
                 "model's modules before you save the adapter."
@@ -107,7 +108,7 @@ class PissaModel(LoraModel):
         for name, layer in tqdm(layers, desc="Rebuilding residuals", unit=" layers", disable=not cls.is_quantized):
             prefix = f"{name}." if name else ""
             a, b = (prefix + key for key in layer.keys(adapter_name))
-            a0, b0 = (f"{prefix}initial_{part}.{adapter_name}" for part in "AB")
+            a0, b0 = (f"{prefix}initial_{part}.{adapter_name}.weight" for part in "AB")
             if a in state and b in state and a0 not in state:
                 rank = layer.r[adapter_name]
                 if len(state[a]) != 2 * rank:

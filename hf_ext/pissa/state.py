@@ -17,12 +17,12 @@ def stack(state: dict[str, torch.Tensor], adapter: str, is_quantized: bool = Fal
         ValueError: the factors are shards.
     """
     saved = dict(state)
-    for start in [key for key in state if key.endswith(f"initial_A.{adapter}")]:
-        layer = start.removesuffix(f"initial_A.{adapter}")
+    for start in [key for key in state if key.endswith(f"initial_A.{adapter}.weight")]:
+        layer = start.removesuffix(f"initial_A.{adapter}.weight")
         a, b = f"{layer}lora_A.{adapter}.weight", f"{layer}lora_B.{adapter}.weight"
         if a not in state:
             a, b = f"{layer}lora_embedding_A.{adapter}", f"{layer}lora_embedding_B.{adapter}"
-        A, B, A0, B0 = state[a], state[b], saved.pop(start), saved.pop(f"{layer}initial_B.{adapter}")
+        A, B, A0, B0 = state[a], state[b], saved.pop(start), saved.pop(f"{layer}initial_B.{adapter}.weight")
         if A.dim() < 2:
             raise ValueError(
                 f"A of the adapter '{adapter}' is a shard of the shape {tuple(A.shape)}, because DeepSpeed ZeRO-3 or FSDP has "

@@ -159,7 +159,7 @@ def test_a_trained_model_is_a_lora_of_the_factors_differences(build, options):
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
             other = lora.get_submodule(name)
-            (A, B), A0, B0 = layer.factors("default"), layer.initial_A["default"], layer.initial_B["default"]
+            (A, B), A0, B0 = layer.factors("default"), layer.initial_A["default"].weight, layer.initial_B["default"].weight
             factors = torch.cat([A - A0, A0]), torch.cat([B, B - B0], dim=1)
             for parameter, factor in zip((*other.lora_A.parameters(), *other.lora_B.parameters()), factors):
                 parameter.data = factor.detach()
@@ -265,6 +265,7 @@ def test_embeddings_of_a_model_that_scales_them(use_dora):
         ({"target_parameters": ["experts.down_proj"]}, "does not support target_parameters"),
         ({"init_lora_weights": "olora"}, "Use 'pissa'"),
         ({"init_lora_weights": "pissa_niter_many"}, "Use 'pissa'"),
+        ({"init_lora_weights": None}, "Use 'pissa'"),
         ({"r": 0}, "r=0 is not supported"),
         ({"lora_alpha": 0}, "must be positive"),
         ({"alpha_pattern": {"q_proj": -1}}, "must be positive"),

@@ -293,6 +293,40 @@ def test_an_unknown_wrapper_that_hides_layers_is_an_error(tmp_path):
         model.save_pretrained(tmp_path)
 
 
+class Twice(nn.Module):
+    """A block that is reached by two names."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+        self.two = self.one
+
+    def forward(self) -> torch.Tensor:
+        return self.two(self.one(torch.ones(2, 16)))
+
+
+def test_a_block_of_two_names_is_saved_once(tmp_path):
+    model = trained(Twice(), config(target_modules=["0", "2"]))
+    model.save_pretrained(tmp_path)
+    assert all(".one." in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+    for loaded in (PeftModel.from_pretrained(Twice(), tmp_path), again(Twice, tmp_path)):
+        assert difference(logits(loaded), logits(model)) < 2e-6
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_a_reference_that_trl_copies_from_a_resumed_adapter_computes_the_same(tmp_path, use_dora):
+    trained(llama(), config(use_dora=use_dora)).save_pretrained(tmp_path)
+    model = again(llama, tmp_path)
+    expected = logits(model)
+    model.add_adapter("ref", model.peft_config["default"])
+    for name, parameter in model.named_parameters():  # as trl.DPOTrainer does
+        if ".default." in name:
+            model.get_parameter(name.replace(".default.", ".ref.")).data.copy_(parameter.data)
+    model.set_adapter("ref")
+    assert torch.equal(logits(model), expected)
+
+
 def test_another_base_is_an_error(tmp_path):
     model = trained(llama(), config())
     model.save_pretrained(tmp_path)
