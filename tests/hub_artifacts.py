@@ -33,6 +33,7 @@ from hf_ext import PissaConfig, QPissaConfig, TransLoraTrainer, emr, fm_delta
 from hf_ext.trans_lora import Discriminator
 from hf_ext.trans_lora.discriminator import NAME
 
+CARD = b"# Mine"  # on the second branch before anything is pushed to it
 BASES = {"bert": bert, "body": lambda: bert().bert, "llama": small_llama}
 
 
@@ -51,7 +52,8 @@ def logits(model: Any) -> torch.Tensor:
 
 def push_compressed(seed: int, repo: str, **options: Any) -> Any:
     model = fm_delta.enable(perturb(bert(), seed), "user/bert")
-    model.push_to_hub(repo, **options)
+    model.add_model_tags("tiny")
+    model.push_to_hub(repo, tags="mine", **options)
     return model
 
 
@@ -60,7 +62,8 @@ def push_merge(seed: int, repo: str, **options: Any) -> Any:
     _, tasks = write_tasks(folder, {f"one-{seed}": 2 + seed, "two": 2})
     emr.merge("user/body", tasks, folder / "merged")
     model = AutoModelForSequenceClassification.from_pretrained(folder / "merged")
-    model.push_to_hub(repo, **options)
+    model.add_model_tags("tiny")
+    model.push_to_hub(repo, tags="mine", **options)
     return model
 
 
@@ -152,6 +155,7 @@ def push_all() -> dict[str, dict[str, list[float]]]:
     for name, kind in ARTIFACTS.items():
         made = kind.push(1, f"user/{name}", private=True)
         HfApi().create_branch(f"user/{name}", branch="second")
+        HfApi().upload_file(path_or_fileobj=CARD, path_in_repo="README.md", repo_id=f"user/{name}", revision="second")
         computed[name] = {"main": numbers(kind, made), "second": numbers(kind, kind.push(2, f"user/{name}", revision="second"))}
     return computed
 

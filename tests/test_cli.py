@@ -292,23 +292,6 @@ def test_a_task_is_added_by_a_command(tmp_path, tasks, capsys):
     assert [task.task for task in emr.report(tmp_path / "two").tasks] == ["cr", "cr-again"]
 
 
-def test_errors_of_a_merge_are_one_line(tmp_path, tasks, capsys):
-    base, folders = tasks
-    twice = ("--task", f"cr={folders['cr']}", "--task", f"cr={folders['subj']}")
-    assert "two tasks called 'cr'" in mistaken(capsys, "merge", "--base", base, *twice, "--out", tmp_path / "out")
-    assert "holds no merge" in fails(capsys, "extract", folders["cr"], "--task", "cr", "--out", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    for text in ("cr", "=there", "cr="):
-        assert "not of the form NAME=PATH" in mistaken(capsys, "merge", "--base", "b", "--task", text, "--out", "out")
-    options = ("--base", base, "--out", tmp_path / "out", "--task")
-    assert "'a b'" in mistaken(capsys, "merge", *options, f"a b={folders['cr']}")
-    one = f"cr={folders['cr']}"
-    assert "'other' is not one of 'tensor', 'paper'," in mistaken(capsys, "merge", *options, one, "--rescale", "other")
-    merged = ("compress", tmp_path / "merged", "--base", base, "--out", tmp_path / "out")
-    emr.merge(base, folders, tmp_path / "merged")
-    assert "holds several models merged into one; `hf-ext extract` writes one of them" in fails(capsys, *merged)
-
-
 def test_errors_are_one_line(folder, capsys):
     src, base, small, out = folder / "tuned", folder / "base", folder / "small", folder / "out"
     run_folder = write_folder(folder / "run/checkpoint-5", fine_tune(weights())).parent
@@ -321,6 +304,7 @@ def test_errors_are_one_line(folder, capsys):
         (("compress", folder / "none", "--base", base, "--out", out), "is not a folder"),
         (("decompress", small, "--base", src, "--out", out), "is another model or revision"),
         (("verify", src), "is not compressed"),
+        (("extract", src, "--task", "cr", "--out", out), "holds no merge"),
         (("verify", folder / "damaged"), "lm_head.weight"),
         (("inspect", run_folder), checkpoints),
         (("verify", run_folder), checkpoints),
@@ -452,6 +436,16 @@ def test_the_version_comes_with_those_of_the_libraries(capsys):
         ),
         (["verify", ""], "hf-ext verify: Invalid value for 'SRC': the value is empty"),
         (["transfer"], "hf-ext transfer: Missing option '--out'"),
+        *(
+            (["merge", "--base", "a", "--out", "b", "--task", task], "not of the form NAME=PATH")
+            for task in ("cr", "=a", "cr=")
+        ),
+        (["merge", "--base", "a", "--out", "b", "--task", "a b=c"], "'a b'"),
+        (["merge", "--base", "a", "--out", "b", "--task", "cr=c", "--task", "cr=d"], "two tasks called 'cr'"),
+        (
+            ["merge", "--base", "a", "--out", "b", "--task", "cr=c", "--rescale", "other"],
+            "'other' is not one of 'tensor', 'paper',",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_explained_in_one_line(arguments, message, capsys):

@@ -12,6 +12,7 @@ import pytest
 from hosts import HAS_PISSA, host
 from local_hub import LocalHub
 from packaging.version import Version
+from valid_cards import valid_card
 
 # As in hub_artifacts.
 KINDS = ["fm_delta", "emr", "discriminator", "transfer", "uni_med", *(["pissa", "qpissa"] if HAS_PISSA else [])]
@@ -147,11 +148,16 @@ def loadable(kind: str) -> list[str]:
 
 
 @every_kind
-def test_it_is_pushed_privately_with_a_card(hub, pushed, kind):
+def test_it_is_pushed_privately_with_a_card_or_keeps_the_one_that_is_there(hub, pushed, tmp_path, kind):
     repo = hub.repos[f"user/{kind}"]
     assert repo.private and repo.branches.keys() == {"main", "second"}
     assert any(path.endswith(".safetensors") for path in repo.at("second").files)
-    assert "README.md" in repo.at("main").files
+    (tmp_path / "README.md").write_bytes(repo.at("main").files["README.md"].content)
+    if kind in ("fm_delta", "emr"):
+        data, _ = valid_card(tmp_path)
+        assert {"tiny", "mine"} < {*data.tags}
+        assert data.base_model == {"fm_delta": "user/bert", "emr": "user/body"}[kind]
+        assert repo.at("second").files["README.md"].content == b"# Mine"
     assert not same(pushed[kind]["main"], pushed[kind]["second"])
 
 

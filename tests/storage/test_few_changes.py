@@ -122,18 +122,20 @@ def test_few_changes_to_any_values_come_back(seed: int, code: int, row_length: i
     assert_comes_back(tensor, base, code, row_length)
 
 
-def test_drawn_steps_take_little_more_than_their_entropy() -> None:
+@both_types
+def test_drawn_steps_take_little_more_than_their_entropy(code: int) -> None:
     rng = np.random.default_rng(0)
-    base = weights(rng, 2 * BLOCK, BF16)
-    kind = reference.TYPES[BF16]
+    base = weights(rng, 2 * BLOCK, code)
+    kind = reference.TYPES[code]
     for rate in (1e-6, 3e-6, 1e-5):
-        tensor = step(rng, base, BF16, rate)
+        tensor = step(rng, base, code, rate if code == BF16 else rate / 10)
         change = reference.to_ordered(tensor, kind).astype(int) - reference.to_ordered(base, kind)
         entropy = 0.0
-        for exponent in np.unique(base & 0x7F80):
-            counts = np.unique(change[base & 0x7F80 == exponent], return_counts=True)[1]
+        exponents = kind.exponent_field(base)
+        for exponent in np.unique(exponents):
+            counts = np.unique(change[exponents == exponent], return_counts=True)[1]
             entropy -= (counts * np.log2(counts / counts.sum())).sum()
-        body = _native.encode(tensor, base, BF16, 1024, len(base))
+        body = _native.encode(tensor, base, code, 1024, len(base))
         assert 8 * len(body) < 1.2 * entropy
 
 

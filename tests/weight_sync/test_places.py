@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -37,14 +38,20 @@ print(json.dumps({"updates": updates, "late": same(late.tensors, weights(3)), "s
 """
 
 
+def follow(hub: LocalHub, folder: Path, place: str, **extra: str) -> CompletedProcess:
+    env = hub.client_env(folder, **extra)
+    return python("-c", FOLLOW, Path(__file__).parent, place, env=env, cwd=folder, timeout=100, hosts=False)
+
+
+def assert_followed(done: CompletedProcess) -> None:
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report == {"updates": [[step, True] for step in range(4)], "late": True, "steps": [2, 3]}
+
+
 def test_a_repository_on_the_hub_is_a_place(tmp_path: Path):
     with LocalHub() as hub:
-        done = python(
-            "-c", FOLLOW, Path(__file__).parent, "hf://user/run", env=hub.client_env(tmp_path), cwd=tmp_path, hosts=False
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        report = json.loads(done.stdout.splitlines()[-1])
-        assert report == {"updates": [[step, True] for step in range(4)], "late": True, "steps": [2, 3]}
+        assert_followed(follow(hub, tmp_path, "hf://user/run"))
         repo = hub.repos["user/run"]
         weights_there = [name for name in repo.at("main").files if name.endswith(".safetensors")]
         assert len(weights_there) == 3  # two steps and an anchor; the others are removed
@@ -55,16 +62,10 @@ def test_a_bucket_on_the_hub_is_a_place(tmp_path: Path):
     pytest.importorskip("hf_xet")
     with LocalHub() as hub:
         files = hub.buckets["user/run"] = {}
-        env = hub.client_env(tmp_path, HF_HUB_DISABLE_XET="0")
-        for run in ("hf://buckets/user/run", "hf://buckets/user/missing"):
-            done = python("-c", FOLLOW, Path(__file__).parent, run, env=env, cwd=tmp_path, timeout=100, hosts=False)
-            if run.endswith("missing"):
-                assert "OSError: Access to hf://buckets/user/missing failed" in done.stderr
-                continue
-            assert done.returncode == 0, done.stderr[-3000:]
-            report = json.loads(done.stdout.splitlines()[-1])
-            assert report == {"updates": [[step, True] for step in range(4)], "late": True, "steps": [2, 3]}
+        assert_followed(follow(hub, tmp_path, "hf://buckets/user/run", HF_HUB_DISABLE_XET="0"))
         assert len(files) == 4  # two steps, an anchor, the index
+        missing = follow(hub, tmp_path, "hf://buckets/user/missing", HF_HUB_DISABLE_XET="0")
+        assert "OSError: Access to hf://buckets/user/missing failed" in missing.stderr
 
 
 UNREACHABLE = """
