@@ -160,8 +160,9 @@ class PissaLayer(LoraLayer):
 
     def change(self, adapter: str, x: torch.Tensor) -> torch.Tensor:
         """Computes s (B A − B₀ A₀) x, which is exactly zero before training."""
-        x = self.lora_dropout[adapter](x) if x.is_floating_point() else x
-        return self.product(adapter, x, *self.stacked(adapter)) * self.scaling[adapter]
+        A, B = self.stacked(adapter)  # in the wider dtype: TRL casts A and B, but not A₀ and B₀
+        x = self.lora_dropout[adapter](x).to(A.dtype) if x.is_floating_point() else x
+        return self.product(adapter, x, A, B) * self.scaling[adapter]
 
     @abstractmethod
     def product(self, adapter: str, x: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,6 @@ def stack(state: dict[str, torch.Tensor], adapter: str, is_quantized: bool = Fal
                 "partitioned it. Gather the parameters first, with deepspeed.zero.GatheredParameters or "
                 "FullyShardedDataParallel.summon_full_params."
             )
-        A0, B0 = A0.to(A.dtype), B0.to(B.dtype)
         first, second = (A, -B0) if is_quantized else (A - A0, B - B0)
         saved[a], saved[b] = torch.cat([first, A0]), torch.cat([B, second], dim=1)
     return saved

@@ -327,6 +327,27 @@ def test_a_reference_that_trl_copies_from_a_resumed_adapter_computes_the_same(tm
     assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.parametrize(
+    ("kind", "quantization"),
+    [(PissaConfig, None), (QPissaConfig, NF4), (QPissaConfig, NF4 | {"llm_int8_skip_modules": ["q_proj"]})],
+    ids=["PiSSA", "QPiSSA", "QPiSSA beside float layers"],
+)
+def test_an_adapter_that_trl_casts_to_bf16_keeps_its_start(tmp_path, kind, quantization):
+    small_llama().save_pretrained(tmp_path / "base")
+    model = get_peft_model(load(tmp_path / "base", quantization), kind(r=4, target_modules="all-linear"))
+    start, before = logits(model), dict(model.state_dict())
+    for parameter in model.parameters():  # as TRL does on a quantized base
+        if parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    assert difference(logits(model), start) < 1e-2
+    moved(model).save_pretrained(tmp_path / "adapter")
+    config = kind.from_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(load(tmp_path / "base", quantization), tmp_path / "adapter", config=config)
+    assert difference(logits(loaded), logits(model)) < 1e-2
+    if kind is QPissaConfig:
+        assert all(torch.equal(loaded.state_dict()[name], before[name]) for name in before if ".initial_" in name)
+
+
 def test_another_base_is_an_error(tmp_path):
     model = trained(llama(), config())
     model.save_pretrained(tmp_path)
