@@ -166,7 +166,12 @@ class QPissaConfig(PissaConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> QPissaConfig:
-        return super(PissaConfig, cls).from_pretrained(pretrained_model_name_or_path, **kwargs)
+        config = super(PissaConfig, cls).from_pretrained(pretrained_model_name_or_path, **kwargs)
+        if not isinstance(config, cls):
+            raise ValueError(
+                f"{pretrained_model_name_or_path} holds no QPiSSA adapter. Load it with PeftModel.from_pretrained."
+            )
+        return config
 
 
 def _options(config: LoraConfig, rank: Callable[[int], int], alpha: Callable[[float], float]) -> dict[str, Any]:

@@ -365,6 +365,9 @@ def test_an_adapter_of_another_kind_is_an_error(tmp_path):
     QPissaConfig(r=4, target_modules=["q_proj"]).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="of type QPISSA"):
         PissaConfig.from_pretrained(tmp_path)
+    config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds no QPiSSA adapter"):
+        QPissaConfig.from_pretrained(tmp_path)
 
 
 def test_a_lora_that_never_was_pissa_is_an_error(tmp_path):
