@@ -48,8 +48,7 @@ class PissaVariant(LoraVariant):
             return result + change
         bias = getattr(module.get_base_layer(), "bias", None)
         rest = result if bias is None else result - bias.view(-1, *[1] * module.trailing)
-        magnitude = module.lora_magnitude_vector[active_adapter].weight
-        scale = magnitude / module.norm(active_adapter).view_as(magnitude)  # 1 at the start
+        scale = module.lora_magnitude_vector[active_adapter].weight / module.norm(active_adapter)  # 1 at the start
         return result + (scale - 1) * rest + scale * change
 
     def merge_safe(self, module: PissaLayer, active_adapter: str, orig_weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -85,7 +84,7 @@ class PissaLayer(LoraLayer):
 
     Attributes:
         initial_A, initial_B: A₀ and B₀ of each adapter.
-        energies: share of the weight's squared Frobenius norm that each adapter started with, where it was decomposed.
+        energies: share of the weight's squared Frobenius norm that each new adapter starts with, where it was decomposed.
         trailing: number of dimensions of the layer's output behind that of its features.
     """
 
@@ -134,9 +133,6 @@ class PissaLayer(LoraLayer):
                 parameter.copy_(component.view_as(parameter))
         for initial, factor in ((self.initial_A, A), (self.initial_B, B)):
             initial[adapter] = Frozen(factor.detach().clone() if decomposes else torch.zeros_like(factor))
-        if decomposes and adapter in self.lora_magnitude_vector:  # in float32, so that the first quotient of the norms is 1
-            magnitude = self.lora_magnitude_vector[adapter]
-            magnitude.weight = nn.Parameter(self.norm(adapter).view_as(magnitude.weight))
 
     def principal(self, adapter: str, config: PissaConfig) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns A₀ and B₀, the factors of the weight's principal components, and notes their share of its energy."""
@@ -215,8 +211,9 @@ class PissaLayer(LoraLayer):
 
     @torch.no_grad()
     def norm(self, adapter: str) -> torch.Tensor:
-        """Returns the norms of the rows of W + s (B A − B₀ A₀), (m,): DoRA's, which takes them as constants (section 4.3)."""
-        return torch.linalg.norm(self.matrix() + self.delta(adapter), dim=1)
+        """Returns the norms of the rows of W + s (B A − B₀ A₀), shaped like DoRA's magnitudes. DoRA takes them as constants."""
+        magnitude = self.lora_magnitude_vector[adapter].weight
+        return torch.linalg.norm(self.matrix() + self.delta(adapter), dim=1).to(magnitude.dtype).view_as(magnitude)
 
     def is_transposed(self) -> bool:
         """Tells whether the weight is stored as (n, m)."""

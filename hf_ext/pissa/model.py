@@ -39,12 +39,26 @@ class PissaModel(LoraModel):
                 "['q_proj', 'k_proj', 'v_proj', 'o_proj']."
             )
         super().inject_adapter(model, adapter_name, *args, **kwargs)
-        layers = (module for module in model.modules() if isinstance(module, PissaLayer))
-        if energies := [layer.energies[adapter_name] for layer in layers if adapter_name in layer.energies]:
+        layers = self._set_magnitudes(model, adapter_name)
+        if energies := [layer.energies[adapter_name] for layer in layers]:
             logger.info(
                 f"The adapter '{adapter_name}' starts with {percent(sum(energies) / len(energies))} of the weights' energy "
                 f"(mean over {len(energies)} layers)."
             )
+
+    def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
+        super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)
+        for layer in self._set_magnitudes(self.model, adapter_name):
+            del layer.energies[adapter_name]  # PEFT calls this after loading too
+
+    @staticmethod
+    def _set_magnitudes(model: nn.Module, adapter: str) -> list[PissaLayer]:
+        """Sets DoRA's magnitudes of a new adapter, which PEFT computes in the base's dtype. Returns the layers."""
+        layers = [module for module in model.modules() if isinstance(module, PissaLayer) and adapter in module.energies]
+        for layer in layers:
+            if adapter in layer.lora_magnitude_vector:
+                layer.lora_magnitude_vector[adapter].weight.data.copy_(layer.norm(adapter))
+        return layers
 
     def _create_and_replace(
         self,
@@ -78,11 +92,7 @@ class PissaModel(LoraModel):
         return kind(target, adapter_name, config=config, **kwargs)
 
     def add_weighted_adapter(self, adapters: Sequence[str], *args: Any, **kwargs: Any) -> None:
-        """Raises an error: a combination of PiSSA adapters is a LoRA.
-
-        Raises:
-            ValueError: always.
-        """
+        """Raises a ValueError: a combination of PiSSA adapters is a LoRA."""
         raise ValueError(
             f"The adapters {list(adapters)} are in PiSSA's training form, which add_weighted_adapter cannot combine. Save "
             "them, load them as LoRAs with PeftModel.from_pretrained and load_adapter, and combine these."

@@ -171,6 +171,15 @@ def test_a_trained_model_is_a_lora_of_the_factors_differences(build, options):
     assert difference(logits(lora), logits(model)) < tolerance(model)
 
 
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_without_autocast_an_adapter_has_the_dtype_of_its_base(use_dora):
+    base = MODELS["llama_bf16"].build()
+    expected = logits(base)
+    model = get_peft_model(base, config(use_dora=use_dora), autocast_adapter_dtype=False)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(logits(model), expected)
+
+
 def test_every_run_starts_from_the_same_components():
     torch.manual_seed(0)
     first = trainable(get_peft_model(llama(), config()))
