@@ -135,7 +135,7 @@ def variables_of_caller(owner: object, function: str) -> Mapping[str, Any] | Non
     """Returns the local variables of the nearest caller that is a run of this function of a host's class or module. Returns
     None outside of it, or where the host has no such function.
 
-    PEFT 0.18 to 0.21 and Transformers offer no hook where this is used.
+    Transformers offers no hook where this is used.
     """
     if not hasattr(owner, function):
         return None
@@ -151,14 +151,15 @@ def variables_of_caller(owner: object, function: str) -> Mapping[str, Any] | Non
 def targets_moved_to_experts(config: LoraConfig, model: torch.nn.Module) -> list[str]:
     """Returns the parameters of experts to which PEFT 0.21 moves targets of a LoRA in this model, when it attaches or loads it.
     It moves projections of shared experts and dense layers too, if their names are those of the experts' in older checkpoints.
-    Empty where PEFT's functions have other names."""
+    Empty where PEFT's functions have changed."""
     try:
         from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:
+
+        config = _maybe_include_all_linear_layers(config, model)
+        convert_peft_config_for_transformers(config, model, None)
+    except HOST_CHANGED:
         return []
-    config = _maybe_include_all_linear_layers(config, model)
-    convert_peft_config_for_transformers(config, model, None)
     return sorted(config.target_parameters or ())
 
 

@@ -400,11 +400,11 @@ def test_a_configuration_holds_only_what_the_user_set():
 
 def test_one_logged_line_says_how_much_energy_the_adapter_starts_with(caplog):
     model = nn.Sequential(nn.Linear(8, 8, bias=False))
-    model[0].weight.data = torch.diag(torch.tensor([3.0, 1, 1, 1, 1, 1, 1, 1]))
+    model[0].weight.data = torch.diag(torch.tensor([4.0, 1, 1, 1, 1, 1, 1, 1]))
     with caplog.at_level(logging.INFO, "hf_ext.pissa.model"):
         get_peft_model(model, config(r=1, target_modules=["0"], init_lora_weights="pissa"))
     assert [record.message for record in caplog.records] == [
-        "The adapter 'default' starts with 56.2 % of the weights' energy (mean over 1 layers)."
+        "The adapter 'default' starts with 69.6 % of the weights' energy (mean over 1 layers)."
     ]
 
 
