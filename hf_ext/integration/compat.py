@@ -9,14 +9,14 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from hf_ext.errors import CheckpointError
+from hf_ext.errors import CheckpointError, HfExtError
 from hf_ext.integration import versions
 from hf_ext.storage.hub import Hub
 
@@ -219,6 +219,19 @@ class NamedAsInStateDict:
 
     def named_modules(self, **options: Any) -> Iterator[tuple[str, torch.nn.Module]]:
         return ((self.WRAPPERS.sub("", name).lstrip("."), module) for name, module in self._model.named_modules(**options))
+
+    def require_modules(self, keys: Iterable[str]) -> None:
+        """Checks that the modules of an adapter's keys in a state dict are found by their names.
+
+        Raises:
+            HfExtError: one is not.
+        """
+        names = {name for name, _ in self.named_modules(remove_duplicate=False)}
+        if lost := next((key for key in keys if key.rpartition(".")[0] not in names), None):
+            raise HfExtError(
+                f"'{lost}' is under a wrapper whose name its state dict leaves out, so PEFT would not save it. Unwrap the "
+                "model's modules before you save the adapter."
+            )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

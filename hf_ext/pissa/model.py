@@ -102,12 +102,7 @@ class PissaModel(LoraModel):
     def _get_adapter_state_dict(cls, model, config, adapter_name, state_dict, unwanted_adapter_names):
         model = NamedAsInStateDict(model)
         state = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
-        names, end = {name for name, _ in model.named_modules(remove_duplicate=False)}, f".initial_A.{adapter_name}.weight"
-        if lost := [key for key in state_dict if key.endswith(end) and key.removesuffix(".weight") not in names]:
-            raise HfExtError(
-                f"'{lost[0]}' is under a wrapper whose name its state dict leaves out, so PEFT would not save it. Unwrap the "
-                "model's modules before you save the adapter."
-            )
+        model.require_modules(key for key in state_dict if key.endswith(f".initial_A.{adapter_name}.weight"))
         return stack(state, adapter_name, cls.is_quantized)
 
     @classmethod

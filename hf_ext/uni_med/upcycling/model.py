@@ -10,7 +10,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from peft.utils.other import get_pattern_key
 from torch import nn
 
-from hf_ext.errors import HfExtError
 from hf_ext.integration.compat import NamedAsInStateDict
 from hf_ext.uni_med.upcycling.config import CMoEConfig
 from hf_ext.uni_med.upcycling.layer import MixtureProjector
@@ -105,15 +104,9 @@ class CMoEModel(LoraModel):
 
     @classmethod
     def _get_adapter_state_dict(cls, model: nn.Module, adapter_name: str, state_dict: dict, **kwargs: Any) -> dict[str, Any]:
-        options = {"adapter_name": adapter_name, "state_dict": state_dict, **kwargs}
-        state = super()._get_adapter_state_dict(model=NamedAsInStateDict(model), **options)
-        lost = [key for key in state_dict if key not in state and ".lora_" in key and f".{adapter_name}." in f"{key}."]
-        if lost:
-            raise HfExtError(
-                f"'{lost[0]}' is under a wrapper whose name its state dict leaves out, so PEFT would not save it. Unwrap the "
-                "model's modules before you save the adapter."
-            )
-        return state
+        named = NamedAsInStateDict(model)
+        named.require_modules(key for key in state_dict if ".lora_" in key and f".{adapter_name}." in f"{key}.")
+        return super()._get_adapter_state_dict(model=named, adapter_name=adapter_name, state_dict=state_dict, **kwargs)
 
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, model: nn.Module, **kwargs: Any) -> dict[str, Any]:
