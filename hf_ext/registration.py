@@ -100,12 +100,13 @@ def _add_quantizers() -> None:
     from transformers.quantizers.base import HfQuantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
-    for package, name in (("fm_delta", "FMDelta"), ("emr", "EMR")):
+    from hf_ext.storage.config_file import EMR, FM_DELTA  # also the modules
+
+    for package, name in ((FM_DELTA, "FMDelta"), (EMR, "EMR")):
         if package not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-            config = _imported(f"hf_ext.{package}.config", f"{name}Config", QuantizationConfigMixin)
-            register_quantization_config(package)(config)
+            register_quantization_config(package)(_imported(f"{package}.config", f"{name}Config", QuantizationConfigMixin))
         if package not in AUTO_QUANTIZER_MAPPING:
-            register_quantizer(package)(_imported(f"hf_ext.{package}.quantizer", f"{name}Quantizer", HfQuantizer))
+            register_quantizer(package)(_imported(f"{package}.quantizer", f"{name}Quantizer", HfQuantizer))
 
 
 def _add_peft_types() -> None:

@@ -184,7 +184,7 @@ import importlib.abc, sys, warnings
 
 class Missing(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name in ("hf_ext.uni_med.connector", "hf_ext.pissa.config", "hf_ext.emr.folder"):
+        if name in ("hf_ext.uni_med.connector", "hf_ext.pissa.config", "hf_ext.emr.config"):
             raise ModuleNotFoundError("No module named 'missing'")
 
 sys.meta_path.insert(0, Missing())
@@ -203,7 +203,7 @@ def error_of(call, *arguments):
 folder = sys.argv[1]
 transformers.AutoModelForCausalLM.from_pretrained(folder)
 error_of(transformers.AutoConfig.for_model, "uni_med")
-error_of(transformers.quantizers.auto.AutoQuantizationConfig.from_dict, {"quant_method": "emr"})
+error_of(transformers.quantizers.auto.AutoQuantizationConfig.from_dict, {"quant_method": "hf_ext.emr"})
 error_of(peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING["QPISSA"])
 """
 

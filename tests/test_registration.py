@@ -65,7 +65,7 @@ def test_the_import_adds_its_entries_and_replaces_nothing():
     assert result.returncode == 0, result.stderr
     added = {line.split(" ", 1)[1] for line in result.stdout.splitlines()}
     tables = ("AUTO_QUANTIZATION_CONFIG_MAPPING", "AUTO_QUANTIZER_MAPPING")
-    expected = {f"{table}['{method}']" for table in tables for method in ("fm_delta", "emr")}
+    expected = {f"{table}['{method}']" for table in tables for method in ("hf_ext.fm_delta", "hf_ext.emr")}
     for name in ("PISSA", "QPISSA", "CMOE"):
         expected |= {f"PEFT_TYPE_TO_{table}_MAPPING[{PeftType(name)!r}]" for table in ("CONFIG", "TUNER", "PREFIX")}
     expected |= {"PeftType.PISSA", "PeftType.QPISSA", "PeftType.CMOE", "CONFIG_MAPPING['uni_med']"}
@@ -80,15 +80,15 @@ def test_the_import_adds_its_entries_and_replaces_nothing():
 
 def test_registering_again_changes_nothing():
     register()
-    assert AUTO_QUANTIZATION_CONFIG_MAPPING["fm_delta"] is FMDeltaConfig
-    assert AUTO_QUANTIZER_MAPPING["fm_delta"] is FMDeltaQuantizer
+    assert AUTO_QUANTIZATION_CONFIG_MAPPING["hf_ext.fm_delta"] is FMDeltaConfig
+    assert AUTO_QUANTIZER_MAPPING["hf_ext.fm_delta"] is FMDeltaQuantizer
 
 
 @pytest.mark.parametrize("mapping", [AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING], ids=["config", "quantizer"])
 def test_an_entry_of_that_name_by_another_package_is_left_alone(monkeypatch, mapping):
-    monkeypatch.setitem(mapping, "fm_delta", object)
+    monkeypatch.setitem(mapping, "hf_ext.fm_delta", object)
     register()
-    assert mapping["fm_delta"] is object
+    assert mapping["hf_ext.fm_delta"] is object
 
 
 def test_every_public_name_exists():

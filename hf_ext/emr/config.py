@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hf_ext.emr.folder import METHOD
 from hf_ext.integration.quantizer import DecodingConfig
+from hf_ext.storage.config_file import EMR
 
 
 class EMRConfig(DecodingConfig):
@@ -14,7 +14,7 @@ class EMRConfig(DecodingConfig):
         tasks: the names of all tasks. The first one loads.
     """
 
-    quant_method = METHOD
+    quant_method = EMR
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from hf_ext.emr import election
 from hf_ext.emr.checks import TaskModel
 from hf_ext.emr.modulators import FILE, OWN, REPAIR, ROWS, TASK_FOLDER, TaskFile
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError
-from hf_ext.storage.config_file import CONFIG, read_config, storage_settings
+from hf_ext.storage.config_file import CONFIG, EMR, read_config, storage_settings
 from hf_ext.storage.files import copy, write_json
 from hf_ext.storage.hub import HUB, Hub, first_line, repository_of, snapshot_of
 from hf_ext.storage.layout import INDEX, select_weights
@@ -36,7 +36,6 @@ from hf_ext.storage.prefetch import Prefetcher, threads_for
 from hf_ext.storage.safetensors_file import ComputedFile, Entry, RawTensor
 from hf_ext.storage.source import TensorSource
 
-METHOD = "emr"
 GENERATION = "generation_config.json"
 TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -58,7 +57,7 @@ def task_folder(task: str) -> str:
 
 def is_merge(folder: str | os.PathLike) -> bool:
     """Checks whether a folder holds a merge, according to its config.json."""
-    return storage_settings(Path(folder)).get("quant_method") == METHOD
+    return storage_settings(Path(folder)).get("quant_method") == EMR
 
 
 def task_files(folder: Path) -> dict[str, TaskFile]:
@@ -69,9 +68,9 @@ def task_files(folder: Path) -> dict[str, TaskFile]:
         CorruptFileError: a file is damaged, missing, or from a newer version.
     """
     settings = storage_settings(folder)
-    if settings.get("quant_method") != METHOD:
+    if settings.get("quant_method") != EMR:
         raise CheckpointError(
-            f"{folder} holds no merge: its config.json does not have the quant_method {METHOD!r}. Give the folder of a merge."
+            f"{folder} holds no merge: its config.json does not have the quant_method {EMR!r}. Give the folder of a merge."
         )
     tasks = settings.get("tasks")
     if not isinstance(tasks, list) or not tasks or not all(map(is_name, tasks)):

@@ -19,11 +19,11 @@ from hf_ext.emr.checks import (
     require_same_layers,
     vocabulary,
 )
-from hf_ext.emr.folder import METHOD, MergeFolder, task_folder
+from hf_ext.emr.folder import MergeFolder, task_folder
 from hf_ext.emr.modulators import FILE, OWN, ROWS, Modulated, TaskRecord, TaskWriter, copy_task
 from hf_ext.emr.reports import figures_of
 from hf_ext.errors import BaseModelError, CheckpointError
-from hf_ext.storage.config_file import CONFIG, HINT
+from hf_ext.storage.config_file import CONFIG, EMR, HINT
 from hf_ext.storage.delta.source import PARTS_OF, DeltaCheckpoint
 from hf_ext.storage.delta.writer import write_delta
 from hf_ext.storage.files import copy, write_json
@@ -90,7 +90,7 @@ class MergeWriter:
             if rescale not in RESCALE:
                 raise CheckpointError(f"rescale={rescale!r} is not supported; choose one of: {', '.join(RESCALE)}.")
             tensors = {name: self._stored(name) for name in self.holders}
-            files = shards_of(tensors, self._tensor, self.out, max_shard_size, {PARTS_OF: METHOD})
+            files = shards_of(tensors, self._tensor, self.out, max_shard_size, {PARTS_OF: EMR})
             recorded, [digest] = write_delta([files], self.base, self.out)
             for model in self.models:
                 folder = self.out / task_folder(model.task)
@@ -113,7 +113,7 @@ class MergeWriter:
                     copy(path, self.out / task_folder(model.task) / name)
         dtype = float_name(tensors[name][0] for name in sorted(tensors))
         assert recorded is not None  # as a merge has a base
-        settings = {"quant_method": METHOD, "hint": HINT, "base": recorded.name, "revision": recorded.revision, "dtype": dtype}
+        settings = {"quant_method": EMR, "hint": HINT, "base": recorded.name, "revision": recorded.revision, "dtype": dtype}
         tasks = {"tasks": [model.task for model in self.models]}
         write_json(self.out / CONFIG, first.config | {"quantization_config": settings | tasks})
 

@@ -13,7 +13,7 @@ from hf_ext.storage.config_file import CONFIG, storage_settings
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.delta.source import RestoredFile
-from hf_ext.storage.delta.writer import METHOD, Sets, write_model
+from hf_ext.storage.delta.writer import Sets, write_model
 from hf_ext.storage.files import copy_entries, require_another_folder, staged_folder
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER, all_weights
@@ -92,7 +92,8 @@ def write_with_card(
     if record:
         settings, alone = storage_settings(out), isinstance(base, NoBase)
         figures = {"alone": alone, "revision": settings["revision"], "model_class": class_of(out)}
-        write_card(out, METHOD, [] if alone else [settings["base"]], "finetune", target=target, tags=["fm-delta"], **figures)
+        bases = [] if alone else [settings["base"]]
+        write_card(out, "fm_delta", bases, "finetune", target=target, tags=["fm-delta"], **figures)
 
 
 def _require_one_kind(folder: ModelFolder, out: Path) -> None:

@@ -1,10 +1,10 @@
 """The `quantization_config` in the config.json of a compressed checkpoint."""
 
 from hf_ext.integration.quantizer import DecodingConfig
-from hf_ext.storage.delta.writer import METHOD
+from hf_ext.storage.config_file import FM_DELTA
 
 
 class FMDeltaConfig(DecodingConfig):
     """The configuration by which `from_pretrained` recognizes compressed weights. See `DecodingConfig` for its arguments."""
 
-    quant_method = METHOD
+    quant_method = FM_DELTA

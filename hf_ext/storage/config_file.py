@@ -10,7 +10,8 @@ from hf_ext.storage.installation import plugin
 
 CONFIG = "config.json"
 SETTINGS = '\n  "quantization_config": '
-ENCODINGS = ("fm_delta", "emr")  # values of `quant_method` there for this package's checkpoints
+#: Values of `quant_method` there for this package's checkpoints. Hosts that do not have this package print them.
+FM_DELTA, EMR = ENCODINGS = ("hf_ext.fm_delta", "hf_ext.emr")
 #: Tells users without this package how to load a checkpoint.
 HINT = (
     "The weights are compressed, as differences from the base model if one is named. Loading them requires "

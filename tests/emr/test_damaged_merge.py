@@ -43,7 +43,7 @@ def modulators(folder, task="subj"):
 def test_without_the_plugin_it_fails_loudly(merges):
     targets = (f"{auto}@{merges / 'merged'}" for auto in ("AutoModel", "AutoModelForSequenceClassification"))
     outcomes, printed = loads_without_plugin(*targets)
-    assert outcomes == ["RuntimeError", "RuntimeError"] and "emr" in printed
+    assert outcomes == ["RuntimeError", "RuntimeError"] and "got hf_ext.emr" in printed
 
 
 def test_each_damaged_byte_of_the_modulators_is_noticed(broken):

@@ -152,7 +152,7 @@ def test_a_config_that_is_no_json_object_is_named(compressed, config):
         assert not (compressed / "back").exists()
 
 
-@pytest.mark.parametrize("settings", ["{}", "null", "5", "[]", '"fm_delta"', '{"quant_method": "fm_delta"}'])
+@pytest.mark.parametrize("settings", ["{}", "null", "5", "[]", '"fm_delta"', '{"quant_method": "hf_ext.fm_delta"}'])
 def test_the_files_name_the_base_where_the_config_does_not(compressed, settings):
     (compressed / "small/config.json").write_text(f'{{"quantization_config": {settings}}}')
     assert fm_delta.verify(compressed / "small") == 5

@@ -137,7 +137,7 @@ def test_config_json_comes_back_however_it_is_laid_out(tmp_path, config):
     src = write_folder(tmp_path / "tuned", fine_tune(weights()), config)
     small = round_trip(tmp_path, src, base)
     if config is not None:
-        settings = {"quant_method": "fm_delta", "hint": HINT, "base": str(base), "revision": None, "dtype": "float32"}
+        settings = {"quant_method": "hf_ext.fm_delta", "hint": HINT, "base": str(base), "revision": None, "dtype": "float32"}
         settings["card"] = "added"
         assert json.loads((small / "config.json").read_text()) == json.loads(config) | {"quantization_config": settings}
 

@@ -131,7 +131,7 @@ def test_both_pushes_upload_compressed_files(client, commits, repo):
     record = json.loads(metadata(files["model.safetensors"])["fm_delta"])
     assert (record["base"]["name"], record["base"]["revision"]) == ("user/base", commits["base"])
     settings = json.loads(files["config.json"])["quantization_config"]
-    expected = {"quant_method": "fm_delta", "base": "user/base", "revision": commits["base"], "dtype": "float32"}
+    expected = {"quant_method": "hf_ext.fm_delta", "base": "user/base", "revision": commits["base"], "dtype": "float32"}
     assert settings == expected | {"hint": HINT, "card": "added"} and plugin() in HINT
     assert record["hint"] == HINT
     assert plugin() in files["README.md"].decode()

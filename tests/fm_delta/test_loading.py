@@ -568,4 +568,4 @@ def test_without_the_plugin_every_load_fails_loudly(folder_of):
         f"{auto.__name__}@{folder_of(name) / 'small'}" for name, tiny in MODELS.items() for auto in (tiny.auto, AutoModel)
     ]
     outcomes, printed = loads_without_plugin(*targets)
-    assert outcomes == ["RuntimeError"] * len(targets) and "fm_delta" in printed
+    assert outcomes == ["RuntimeError"] * len(targets) and "got hf_ext.fm_delta" in printed

@@ -89,7 +89,7 @@ def test_the_base_of_a_chain_may_be_given(tmp_path):
 
 
 def test_a_merge_is_refused(tmp_path):
-    write_safetensors(tmp_path / "merge/model.safetensors", weights(), {"parts_of": "emr"})
+    write_safetensors(tmp_path / "merge/model.safetensors", weights(), {"parts_of": "hf_ext.emr"})
     with pytest.raises(CheckpointError, match="hf-ext extract"):
         fm_delta.open(tmp_path / "merge")
 

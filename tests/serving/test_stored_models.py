@@ -13,7 +13,7 @@ def test_a_name_may_end_in_a_task_unless_it_is_a_folder(tmp_path):
     assert StoredModel.named(f"{tmp_path}/model#1") == StoredModel(f"{tmp_path}/model#1")
 
 
-@pytest.mark.parametrize(("method", "is_encoded"), [("fm_delta", True), ("emr", True), ("fp8", False)])
+@pytest.mark.parametrize(("method", "is_encoded"), [("hf_ext.fm_delta", True), ("hf_ext.emr", True), ("fp8", False)])
 def test_the_config_says_whether_the_weights_are_encoded(tmp_path, method, is_encoded):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
     assert StoredModel.named(f"{tmp_path}#task").is_encoded() == is_encoded

@@ -155,7 +155,7 @@ def test_folders_that_must_not_change_are_refused(tmp_path: Path, folder: Path):
         LocalCheckpoint(folder, tmp_path / "run")
     with pytest.raises(CheckpointError, match="no safetensors|could not be listed"):
         LocalCheckpoint(tmp_path / "nowhere", tmp_path / "run")
-    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "fm_delta"}}')
+    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "hf_ext.fm_delta"}}')
     with pytest.raises(CheckpointError, match="is compressed"):
         LocalCheckpoint(folder, tmp_path / "run")
 

@@ -12,9 +12,8 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.model_loader import register_model_loader
 
-from hf_ext.emr.folder import METHOD as EMR
 from hf_ext.serving.vllm.loader import StoredModelLoader
-from hf_ext.storage.delta.writer import METHOD as FM_DELTA
+from hf_ext.storage.config_file import EMR, FM_DELTA
 
 
 class StoredFormat(QuantizationConfig):

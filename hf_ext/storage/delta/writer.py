@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from hf_ext.errors import CheckpointError
-from hf_ext.storage.config_file import CONFIG, HINT, add_settings
+from hf_ext.storage.config_file import CONFIG, FM_DELTA, HINT, add_settings
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
 from hf_ext.storage.delta.codec import encode_raw
 from hf_ext.storage.delta.file import MAX_USES, BaseInfo, CompressedWriter, digest_of
@@ -23,8 +23,6 @@ from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile, float_n
 from hf_ext.storage.source import NoBase, TensorSource, fingerprint_of, sample
 
 logger = logging.getLogger(__name__)
-
-METHOD = "fm_delta"  # `quant_method` in config.json
 
 Sets: TypeAlias = Sequence[Sequence[TensorFile]]
 
@@ -135,7 +133,7 @@ def write_model(
     info = write_delta(sets, base, out, name, level, revision).base
     dtype = float_name(entries[key].dtype for key in sorted(entries))
     name, revision = (None, None) if info is None else (info.name, info.revision)
-    entry = {"quant_method": METHOD, "hint": HINT, "base": name, "revision": revision, "dtype": dtype}
+    entry = {"quant_method": FM_DELTA, "hint": HINT, "base": name, "revision": revision, "dtype": dtype}
     rewrite(out / CONFIG, lambda text: add_settings(text, entry | (settings or {})))
 
 
