@@ -26,8 +26,9 @@ RECORD = "step.json"  # in the folder: the step of its weights
 class LocalCheckpoint:
     """A model's folder on this machine whose weights follow the published steps.
 
-    A step overwrites only the changed weights in the safetensors files. A program reads the new
-    weights when it loads the folder again. `step.json` in the folder contains the step; it is missing during an update.
+    A step overwrites only the changed weights in the safetensors files. A program reads the new weights when it loads the
+    folder again. `step.json` in the folder contains the step; it is missing during an update. An update also overwrites what
+    another program has changed or replaced in the meantime.
 
     Args:
         folder: a copy of the model's folder, with the published weights in the published type. It must not be part of the
@@ -42,16 +43,9 @@ class LocalCheckpoint:
         self.folder = Path(folder).absolute()
         self._subscriber = Subscriber(place)
         self._lock = Lock()  # of several servers, one updates
-        if storage_settings(self.folder).get("quant_method") in ENCODINGS:
-            raise CheckpointError(f"{self.folder} is compressed. Restore it with `hf-ext decompress`.")
+        self._files: dict[str, list[int]] = {}  # those that are open
         self._weights: dict[str, torch.Tensor] = {}
-        for path in select_weights(self.folder):
-            if path.is_symlink() or path.stat().st_nlink > 1:
-                raise CheckpointError(
-                    f"{path} is a link. Other programs may share its contents, which steps would change. Copy the folder, "
-                    "without links (cp -rL), and give the copy."
-                )
-            self._weights |= _writable(path)
+        self._open()
 
     def update(self, step: int) -> None:
         """Brings the weights to a step, from whichever step they are at.
@@ -64,25 +58,70 @@ class LocalCheckpoint:
         with self._lock, locked(self.folder):
             if self._subscriber.step == step and self.has(step):
                 return
-            record = self.folder / RECORD
-            before = record.read_text() if record.exists() else None
-            record.unlink(missing_ok=True)
+            path, before = self.folder / RECORD, self._record()
+            path.unlink(missing_ok=True)
             try:
+                self._open()
                 self._subscriber.update(self._weights, step, strict=True)
             except Exception:
                 if before and not self._subscriber.is_mixed:
-                    record.write_text(before)
+                    write_json(path, before)
                 raise
-            write_json(record, {"place": str(self._subscriber.place), "step": self._subscriber.step})
+            files = _files(self.folder)
+            if _identities(files) != _identities(self._files):
+                raise CheckpointError(f"Weights in {self.folder} were replaced during the update to step {step}. Repeat it.")
+            write_json(path, {"place": str(self._subscriber.place), "step": int(step), "files": files})
 
     def has(self, step: int) -> bool:
-        """Checks whether the folder has the weights of a step."""
+        """Checks whether the folder has the weights of a step, and no other program has changed its files since."""
+        record = self._record()
+        return record is not None and record.get("step") == step
+
+    def _record(self) -> dict | None:
+        """Returns the contents of `step.json`; None if there is none, or if other weights are in the folder by now."""
         with suppress(OSError, ValueError, AttributeError):
-            return json.loads((self.folder / RECORD).read_text()).get("step") == step
-        return False
+            record = json.loads((self.folder / RECORD).read_text())
+            if (record.get("place"), record.get("files")) == (str(self._subscriber.place), _files(self.folder)):
+                return record
+        return None
+
+    def _open(self) -> None:
+        """Opens the folder's files, unless they are open."""
+        files = _files(self.folder)
+        if _identities(files) == _identities(self._files):
+            return
+        if storage_settings(self.folder).get("quant_method") in ENCODINGS:
+            raise CheckpointError(f"{self.folder} is compressed. Restore it with `hf-ext decompress`.")
+        weights: dict[str, torch.Tensor] = {}
+        for name in files:
+            path = self.folder / name
+            if path.is_symlink() or path.stat().st_nlink > 1:
+                raise CheckpointError(
+                    f"{path} is a link. Other programs may share its contents, which steps would change. Copy the folder, "
+                    "without links (cp -rL), and give the copy."
+                )
+            weights |= _writable(path)
+        self._files, self._weights = files, weights
 
     def __str__(self) -> str:
         return str(self.folder)
+
+
+def _files(folder: Path) -> dict[str, list[int]]:
+    """Returns what tells the files of a folder's weights from others: device, inode, links, size, time of the last change."""
+    files = {}
+    for path in select_weights(folder):
+        try:
+            status = path.lstat()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}. Copy the model's folder again.") from error
+        files[path.name] = [status.st_dev, status.st_ino, status.st_nlink, status.st_size, status.st_mtime_ns]
+    return files
+
+
+def _identities(files: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Returns the part of `_files` that a change in place keeps."""
+    return {name: numbers[:-1] for name, numbers in files.items()}
 
 
 def _writable(path: Path) -> dict[str, torch.Tensor]:

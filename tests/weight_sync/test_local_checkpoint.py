@@ -16,6 +16,7 @@ from tiny_runs import bits, files, publish, same, weights
 from hf_ext.cli.main import main
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.weight_sync import LocalCheckpoint
+from hf_ext.weight_sync.places import Folder
 
 
 @pytest.fixture
@@ -58,16 +59,94 @@ def test_another_process_goes_on_from_any_step(tmp_path: Path, folder: Path):
         assert same(read(folder), weights(step))
 
 
-def test_weights_that_others_changed_are_replaced(tmp_path: Path, folder: Path):
+SHARD = "model-00001-of-00002.safetensors"
+
+
+def replace_file(folder: Path, tensors: dict[str, torch.Tensor] | None = None) -> None:
+    """Does what rsync and `hf download` do."""
+    save_file(tensors or {name: -tensor for name, tensor in load_file(folder / SHARD).items()}, folder / "new")
+    os.replace(folder / "new", folder / SHARD)
+
+
+def change_in_place(folder: Path) -> None:
+    with open(folder / SHARD, "r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(b"\7" * 8)
+    os.utime(folder / SHARD, (0, 0))  # the clock of the file system may not have moved on
+
+
+def replace_folder(folder: Path) -> None:
+    folder.rename(folder.with_name("old"))
+    shutil.copytree(folder.with_name("old"), folder)
+    replace_file(folder)
+
+
+def replace_by_link(folder: Path) -> None:
+    (folder / SHARD).rename(folder / "elsewhere")
+    (folder / SHARD).symlink_to(folder / "elsewhere")
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("harm", [replace_file, change_in_place, replace_folder])
+def test_weights_that_others_changed_are_replaced(tmp_path: Path, folder: Path, harm, step: int):
     publish(tmp_path / "run", range(3))
     checkpoint = LocalCheckpoint(folder, tmp_path / "run")
     checkpoint.update(1)
-    changed = next(folder.glob("*.safetensors"))
-    with open(changed, "r+b") as file:
-        file.seek(-8, os.SEEK_END)
-        file.write(b"\7" * 8)
-    checkpoint.update(2)
-    assert same(read(folder), weights(2))
+    harm(folder)
+    assert not checkpoint.has(1)
+    checkpoint.update(step)
+    assert checkpoint.has(step) and same(read(folder), weights(step))
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda folder: os.truncate(folder / SHARD, 999), "is not a readable safetensors file"),
+        (lambda folder: (folder / SHARD).unlink(), "cannot be read: No such file"),
+        (lambda folder: shutil.rmtree(folder), "could not be listed"),
+        (lambda folder: replace_file(folder, {"double": torch.zeros(2)}), "is not among the tensors given|do not fit"),
+        (replace_by_link, "is a link"),
+        (lambda folder: os.link(folder / SHARD, folder / "snapshot"), "is a link"),
+    ],
+)
+def test_a_folder_that_no_longer_fits_is_refused_and_claims_no_step(tmp_path: Path, folder: Path, harm, reason: str, step: int):
+    publish(tmp_path / "run", range(3))
+    checkpoint = LocalCheckpoint(folder, tmp_path / "run")
+    checkpoint.update(1)
+    harm(folder)
+    before = read(folder) if reason == "is a link" else None
+    with pytest.raises((CheckpointError, CorruptFileError), match=reason):
+        checkpoint.update(step)
+    assert not checkpoint.has(step) and not (folder / "step.json").exists()
+    assert before is None or same(read(folder), before)
+
+
+def test_a_file_that_is_replaced_during_an_update_is_noticed(tmp_path: Path, folder: Path):
+    class Racing(Folder):
+        def get(self, name: str):
+            if name.startswith("step-00000001"):
+                replace_file(folder)
+            return super().get(name)
+
+    publish(tmp_path / "run", range(2))
+    checkpoint = LocalCheckpoint(folder, Racing(tmp_path / "run"))
+    checkpoint.update(0)
+    with pytest.raises(CheckpointError, match="were replaced during the update to step 1"):
+        checkpoint.update(1)
+    assert not checkpoint.has(1)
+    LocalCheckpoint(folder, tmp_path / "run").update(1)
+    assert same(read(folder), weights(1))
+
+
+def test_two_checkpoints_at_one_folder_do_not_trust_each_other(tmp_path: Path, folder: Path):
+    publish(tmp_path / "run", range(4))
+    publish(tmp_path / "other", range(2), run="other")
+    one, two, other = (LocalCheckpoint(folder, tmp_path / place) for place in ("run", "run", "other"))
+    for checkpoint, step in ((one, 1), (two, 2), (one, 1), (one, 3), (two, 3), (other, 1), (two, 3), (one, 3)):
+        checkpoint.update(step)
+        assert checkpoint.has(step) and same(read(folder), weights(step))
+    assert two.has(3) and not other.has(3)
 
 
 def test_threads_that_update_one_folder_wait_for_each_other(tmp_path: Path, folder: Path):
