@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from hf_ext.errors import BaseModelError, CheckpointError
-from hf_ext.storage.source import TensorSource, layer_of
+from hf_ext.storage.names import layer_of
+from hf_ext.storage.source import TensorSource
 
 GIVE_BASE = "Give the base that all tasks were fine-tuned from."
 

@@ -27,11 +27,12 @@ from hf_ext.storage.config_file import CONFIG, EMR, HINT
 from hf_ext.storage.delta.source import PARTS_OF, DeltaCheckpoint
 from hf_ext.storage.delta.writer import write_delta
 from hf_ext.storage.files import copy, write_json
+from hf_ext.storage.names import layer_of
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.prefetch import threads_for
 from hf_ext.storage.safetensors_file import RawTensor, float_name
-from hf_ext.storage.source import TensorSource, layer_of
+from hf_ext.storage.source import TensorSource
 
 CHUNK = 1 << 20  # values of each task worked on at a time
 SUM_NAMES = election.SUMS.names or ()

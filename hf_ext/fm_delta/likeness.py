@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hf_ext.storage.names import layer_of
 from hf_ext.storage.native import FLOATS, MANTISSA, WIDTHS, cast
 from hf_ext.storage.safetensors_file import Entry, RawTensor
-from hf_ext.storage.source import TensorSource, layer_of
+from hf_ext.storage.source import TensorSource
 
 RUNS, LENGTH = 16, 64  # from each tensor, 16 evenly spread runs of 64 values are read: at most 8 KB
 

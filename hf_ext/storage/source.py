@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
+from hf_ext.storage.names import Names, Ties
 from hf_ext.storage.safetensors_file import Entry, RawTensor
 
 FINGERPRINT_SAMPLE = 1024  # bytes read at each of three places of a tensor
-MAX_PARTS = 64  # parts of a name, between its dots; longer names have no endings, because these take quadratic memory
 
 
 class TensorSource(ABC):
@@ -24,11 +23,13 @@ class TensorSource(ABC):
         name: folder, Hub id or another name for messages.
         revision: commit on the Hub; None for anything local.
         paths: the files of the source, then those of its bases; empty if the tensors come from memory.
+        ties: the ties of the model, set by whoever looks up its weights.
     """
 
     name: str
     revision: str | None = None
     paths: Sequence[Path] = ()
+    ties: Ties | None = None
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -73,30 +74,12 @@ class TensorSource(ABC):
         return fingerprint_of({name: sample(name, self.read(name)) for name in self.names()})
 
     def twin_of(self, name: str) -> str | None:
-        """Returns the name that the parameter `name` has here; None if it is not here.
-
-        The two names are equal, or differ by a prefix (`bert.`, `model.`) or by the old names of normalization parameters
-        (gamma, beta).
-        """
-        if name in self:
-            return name
-        for ending in _endings(name):
-            if twin := self._by_ending.get(ending):
-                return twin
-        return None
+        """Returns the name that the weight `name` has here, see names.py; None if it is not here."""
+        return self._names.twin_of(name, self.ties)
 
     @cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset(self.names())
-
-    @cached_property
-    def _by_ending(self) -> dict[str, str | None]:
-        """Maps each name and each of its endings to the name, and to None where several names share an ending."""
-        endings: dict[str, str | None] = {}
-        for name in self.names():
-            for ending in _endings(name):
-                endings[ending] = None if ending in endings else name
-        return endings
+    def _names(self) -> Names:
+        return Names(self.names())
 
 
 class NoBase(TensorSource):
@@ -133,18 +116,3 @@ def fingerprint_of(samples: Mapping[str, bytes]) -> str:
     for name in sorted(samples):
         digest.update(samples[name])
     return digest.hexdigest()
-
-
-def layer_of(name: str) -> tuple[str, str] | None:
-    """Returns the stack of layers that a parameter belongs to and the layer's number there; None if it is in no layer."""
-    match = re.match(r"(.*?)\b(\d+)\.", name)
-    return (match[1], match[2]) if match else None
-
-
-def _endings(name: str) -> Iterator[str]:
-    parts = re.sub(r"\.beta$", ".bias", re.sub(r"\.gamma$", ".weight", name)).split(".")
-    if len(parts) > MAX_PARTS:
-        parts = [".".join(parts)]
-    # The last part alone ("weight") would match too much.
-    for start in range(max(len(parts) - 1, 1)):
-        yield ".".join(parts[start:])

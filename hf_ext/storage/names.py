@@ -1,0 +1,96 @@
+"""Names of tensors: which names, in one file or in two, stand for the same weight.
+
+Two names stand for one weight if they differ only by a prefix (`bert.`, `model.`, `language_model.`), or by the old names of
+normalization parameters (gamma, beta), or if the model ties the two weights. Files disagree about ties: many hold one of the
+names, some hold all, and some hold different tensors under them, which breaks the tie.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+
+MAX_PARTS = 64  # parts of a name, between its dots; longer names have no endings, because these take quadratic memory
+
+
+class Names:
+    """The names of the tensors in a file, to look up the weights of another file or of a model."""
+
+    def __init__(self, names: Iterable[str]):
+        self._names = frozenset(names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def twin_of(self, name: str, ties: Ties | None = None) -> str | None:
+        """Returns the name that the weight `name` has here; None if it is not here.
+
+        Args:
+            ties: of the model that the two files belong to. A weight that is not here under its own name is looked up under
+                those that it is tied to.
+        """
+        for other in (name, *(ties.others(name) if ties else ())):
+            if other in self:
+                return other
+            if twin := next((twin for ending in _endings(other) if (twin := self._by_ending.get(ending))), None):
+                return twin
+        return None
+
+    @cached_property
+    def _by_ending(self) -> dict[str, str | None]:
+        """Maps each name and each of its endings to the name, and to None where several names share an ending."""
+        endings: dict[str, str | None] = {}
+        for name in self._names:
+            for ending in _endings(name):
+                endings[ending] = None if ending in endings else name
+        return endings
+
+
+class Ties:
+    """The weights that a model ties: one tensor under several names, unless a file holds a tensor for each name.
+
+    Args:
+        ties: by weight, the weight that it is tied to, as in `all_tied_weights_keys` of a Transformers model.
+    """
+
+    def __init__(self, ties: Mapping[str, str]):
+        self._group_of: dict[str, list[str]] = {}
+        for name, origin in ties.items():
+            group = self._group_of.setdefault(origin, [origin])
+            group += [member for member in self._group_of.get(name, [name]) if member not in group]
+            self._group_of |= dict.fromkeys(group, group)
+        self._names = Names(self._group_of)
+
+    def __bool__(self) -> bool:
+        return bool(self._group_of)
+
+    def others(self, name: str) -> list[str]:
+        """Returns the model's names of the weights that `name`, as a file has it, is tied to. First the one that the model ties
+        the others to."""
+        member = self._names.twin_of(name)
+        return [other for other in self._group_of.get(member or "", ()) if other != member]
+
+    def groups(self, names: Iterable[str]) -> list[list[str]]:
+        """Returns those of a file's names that stand for tied weights: a list for each weight, which mostly has one name."""
+        groups: dict[str, list[str]] = {}
+        for name in names:
+            if member := self._names.twin_of(name):
+                groups.setdefault(self._group_of[member][0], []).append(name)
+        return list(groups.values())
+
+
+def layer_of(name: str) -> tuple[str, str] | None:
+    """Returns the stack of layers that a parameter belongs to and the layer's number there; None if it is in no layer."""
+    match = re.match(r"(.*?)\b(\d+)\.", name)
+    return (match[1], match[2]) if match else None
+
+
+def _endings(name: str) -> Iterator[str]:
+    parts = re.sub(r"\.beta$", ".bias", re.sub(r"\.gamma$", ".weight", name)).split(".")
+    if len(parts) > MAX_PARTS:
+        parts = [".".join(parts)]
+    # The last part alone ("weight") would match too much, and so would a number before it ("0.weight").
+    for start in range(max(len(parts) - 1, 1)):
+        if start == 0 or not parts[start].isdigit():
+            yield ".".join(parts[start:])
