@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 OVERSAMPLING = 8  # directions of the iteration beyond one and a quarter times the rank
 # Relative difference that Bᵀ W may have to its value for principal components of W. QPiSSA's iterations make up to a third,
@@ -44,20 +45,16 @@ def principal_components(
 
     Args:
         weight: (…, m, n), float32 or float64.
-        rank: r, at most min(m, n).
+        rank: r, at least one. Components beyond the matrix's min(m, n) are zero.
         niter: number of rounds, at least one; None for LAPACK's exact decomposition.
         seed: seed of the random directions. The same weight, seed and device give the same components.
         block: block of a similar matrix of this shape and rank, to start from instead of random directions.
-
-    Raises:
-        ValueError: the matrix has fewer than `rank` components.
     """
     smaller = min(weight.shape[-2:])
-    if not 0 < rank <= smaller:
-        raise ValueError(
-            f"r={rank} is not possible: a matrix of {weight.shape[-2]} × {weight.shape[-1]} has {smaller} principal "
-            "components. Set a smaller r, or a rank_pattern for this layer."
-        )
+    if rank > smaller:
+        U, S, Vh, block = principal_components(weight, smaller, niter, seed, block)
+        missing = (0, rank - smaller)
+        return Components(pad(U, missing), pad(S, missing), pad(Vh, (0, 0, *missing)), block)
     if weight.shape[-2] > weight.shape[-1]:
         transposed = principal_components(weight.mT, rank, niter, seed, block)
         return Components(transposed.Vh.mT, transposed.S, transposed.U.mT, transposed.block)

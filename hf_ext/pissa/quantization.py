@@ -120,9 +120,6 @@ def quantized_residual(
         iterations: T in the paper; 1 is plain QPiSSA.
         niter: half the rounds of the first decomposition; None decomposes exactly in each iteration.
         dtype: dtype of the adapter. The residual is the difference to the factors in this dtype.
-
-    Raises:
-        ValueError: the weight has fewer than `rank` components.
     """
     rest = weight
     block: torch.Tensor | None = None

@@ -312,8 +312,6 @@ def test_original_weights_that_cannot_be_found_are_an_error(tmp_path, llama_base
 
 
 def test_impossible_targets_and_options_are_errors(llama_base):
-    with pytest.raises(ValueError, match="k_proj: r=33 is not possible"):
-        get_peft_model(load(llama_base, NF4), config(r=33, target_modules=["k_proj"]))
     model = get_peft_model(load(llama_base, NF4), LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="q_proj already has an adapter of another type"):
         get_peft_model(model.base_model.model, config())
